@@ -56,6 +56,7 @@ from tinkermq.schemas.job import (
     StopRequest,
     SubmitRequest,
 )
+from tinkermq.schemas.machines import MachineList, MachineSpending
 from tinkermq.schemas.metric import EvalRecord, Event, LogLines, Metric, Presence
 from tinkermq.schemas.node import (
     DamagedRecords,
@@ -219,6 +220,7 @@ TOPICS: tuple[Topic, ...] = (
     _scheduler("unarchive", JobRequest, JobReply),
     _scheduler("delete", JobRequest, JobReply),
     _scheduler("nodes", Empty, NodeList),
+    _scheduler("machines", Empty, MachineList),
     _scheduler("damaged", Empty, DamagedRecords),
     _scheduler("key", Empty, SealingKey),
     _scheduler("secrets", SecretsRequest, JobReply),
@@ -500,6 +502,7 @@ STORES: tuple[Store, ...] = (
         SchedulerLease,
         "until its holder ends",
     ),
+    Store(subjects.BUCKET_MACHINES, "bucket", "`spent`", MachineSpending, "until the next day"),
     Store(
         subjects.BUCKET_USERS,
         "bucket",

@@ -125,6 +125,8 @@ class NodeStatus(Message):
     """Its GPUs; a slot's number is an index of this list."""
     actors: list[ActorStatus] = Field(default_factory=list[ActorStatus])
     """What it runs."""
+    draining: bool = False
+    """Whether it was told to end: it gives no slots away any more."""
     time: float
     """Seconds since the epoch."""
 

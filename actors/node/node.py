@@ -93,6 +93,7 @@ class Node:
             groups=self._gpus.groups if self._gpus else [],
             gpus=gpus,
             actors=[_reported(actor) for actor in self._actors.values()],
+            draining=self._draining,
             time=time.time(),
         )
 
@@ -227,6 +228,7 @@ class Node:
     async def _drain(self) -> None:
         """Stop all actors; what does not end by its deadline is killed by `ActorProcess`."""
         self._draining = True
+        self._changed.set()
         for actor in self._actors.values():
             actor.stop()
         async with asyncio.timeout(_DRAIN_S):

@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from ...schemas.config.machines import machines_config
 from ..runtime import ActorContext, run_service_actor, service_parser
 from .jobs.keeping import Keeping
 from .scheduler import run
@@ -28,11 +29,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="N",
         help=f"the same for all users together (default: {keeping.of_all})",
     )
+    parser.add_argument(
+        "--machines",
+        default="none",
+        metavar="WHERE",
+        help="get machines as the queue needs them: slurm:PARTITION, ssh:HOST,HOST, a YAML file",
+    )
+    parser.add_argument("--node-credentials", default="", metavar="FILE", help="those of machines")
     arguments = parser.parse_args(argv)
     kept = Keeping(arguments.keep_ended, arguments.keep_ended_of_all)
+    machines = machines_config(arguments.machines, credentials=arguments.node_credentials)
 
     async def schedule(context: ActorContext) -> None:
-        await run(context, keeping=kept)
+        await run(context, keeping=kept, machines=machines)
 
     return run_service_actor("scheduler", arguments.name, arguments.nats, schedule)
 

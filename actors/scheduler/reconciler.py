@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -40,6 +40,7 @@ from .jobs.states import ACTIVE, Transition, next_state, told_placements
 from .jobs.versions import Versions
 from .jobs.view import JobsView, key_of
 from .lease import LeaderLease
+from .machines.decision import Demand
 from .messenger import Messenger
 from .notifier import Notifier
 from .placement.demand import free_slots, is_queued, request_of, unwanted, with_nodes
@@ -81,8 +82,12 @@ class Reconciler:
         timing: Timing,
         notifier: Notifier,
         remover: Remover,
+        could_come: Callable[[], list[NodeSlots]] = list,
     ) -> None:
-        """Work on what `view` and `pool` know; ends of jobs are told by `notifier`."""
+        """Work on what `view` and `pool` know; ends of jobs are told by `notifier`.
+
+        A job waits for nodes that `could_come`.
+        """
         self._broker = broker
         self._jobs = jobs
         self._view = view
@@ -94,6 +99,7 @@ class Reconciler:
         self._messenger = Messenger(broker)
         self._events = MoveEvents(broker, jobs)
         self._remover = remover
+        self._could_come = could_come
         self.decisions = DecisionTimes()
         """How long it takes to decide who is placed where."""
         self._hurry = asyncio.Event()
@@ -113,13 +119,23 @@ class Reconciler:
         wanted = tuple(actor.slots for actor in actors)
         if wanted not in self._fitting:
             idle = [free_slots(node, [], idle=True) for node in self._pool.nodes()]
-            refuse_impossible(actors, idle)
+            refuse_impossible(actors, [*idle, *self._could_come()])
             self._fitting.add(wanted)
 
     def _slots(self) -> list[NodeSlots]:
         """Return what each node has to give, as of now."""
         wanted = self._wanted()
-        return [free_slots(node, wanted[node.node]) for node in self._pool.nodes()]
+        return [
+            free_slots(node, wanted[node.node], closed=node.node in self._pool.closed)
+            for node in self._pool.nodes()
+        ]
+
+    def demand(self) -> Demand:
+        """Return what waits for nodes, and the nodes, as of now."""
+        wanted = self._wanted()
+        busy = {node.node for node in self._pool.nodes() if wanted[node.node] or node.actors}
+        shares = self._view.shares(self._timing.aging_s)
+        return Demand(self._waiting(), self._slots(), shares, frozenset(busy), time.time())
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Turn until `stopping` is set; a broker that is away is waited for."""

@@ -11,6 +11,7 @@ from ...broker.client.rpc import Service
 from ...broker.jobs import JobStore
 from ...broker.load.request_connection import drop_old_requests, request_connection
 from ...broker.presence import INTERVAL_S
+from ...schemas.config.machines import MachinesConfig
 from ...schemas.wire.errors import FencedError, TinkermqError
 from ..runtime import ActorContext, settle_memory
 from .jobs.keeping import Keeping
@@ -18,6 +19,7 @@ from .jobs.removal import Remover
 from .jobs.secrets import SecretStore
 from .jobs.view import JobsView
 from .lease import LeaderLease
+from .machines.sources import machine_keeper
 from .notifier import Notifier
 from .placement.nodes import Nodes
 from .reconciler import Reconciler
@@ -26,19 +28,27 @@ from .timing import Timing
 
 DEFAULT_TIMING = Timing()
 DEFAULT_KEEPING = Keeping()
+NO_MACHINES = MachinesConfig.none()
 
 
 async def run(
-    context: ActorContext, timing: Timing = DEFAULT_TIMING, keeping: Keeping = DEFAULT_KEEPING
+    context: ActorContext,
+    timing: Timing = DEFAULT_TIMING,
+    keeping: Keeping = DEFAULT_KEEPING,
+    machines: MachinesConfig = NO_MACHINES,
 ) -> None:
-    """Schedule until `context.stopping` is set."""
+    """Schedule until `context.stopping` is set, with `machines` as the queue needs them."""
     async with request_connection(context.broker, context.stopping) as requests:
         if requests is not None:
-            await _schedule(context, requests, timing, keeping)
+            await _schedule(context, requests, timing, keeping, machines)
 
 
 async def _schedule(
-    context: ActorContext, requests: Broker, timing: Timing, keeping: Keeping
+    context: ActorContext,
+    requests: Broker,
+    timing: Timing,
+    keeping: Keeping,
+    machines: MachinesConfig,
 ) -> None:
     while not context.stopping.is_set():
         lease = LeaderLease(context.broker, timing)
@@ -49,7 +59,7 @@ async def _schedule(
         context.log.info("lease_taken", holder=lease.holder, epoch=lease.epoch)
         context.set_state("working")
         try:
-            await _lead(context, requests, lease, timing, keeping)
+            await _lead(context, requests, lease, timing, keeping, machines)
         except* FencedError as group:
             context.log.warning("lease_lost", error=str(group.exceptions[0]))
         else:
@@ -57,7 +67,12 @@ async def _schedule(
 
 
 async def _lead(
-    context: ActorContext, requests: Broker, lease: LeaderLease, timing: Timing, keeping: Keeping
+    context: ActorContext,
+    requests: Broker,
+    lease: LeaderLease,
+    timing: Timing,
+    keeping: Keeping,
+    machines: MachinesConfig,
 ) -> None:
     """Answer clients and reconcile, until told to stop or another scheduler takes over."""
     broker = context.broker
@@ -66,7 +81,10 @@ async def _lead(
     secrets = SecretStore(broker, view)
     notifier = Notifier(broker, secrets)
     remover = Remover(broker, jobs, view, pool, keeping)
-    reconciler = Reconciler(broker, jobs, view, pool, lease, timing, notifier, remover)
+    keeper = machine_keeper(broker, machines, pool)
+    reconciler = Reconciler(
+        broker, jobs, view, pool, lease, timing, notifier, remover, keeper.could_come
+    )
     async with (
         await Service.start(
             requests,
@@ -85,6 +103,10 @@ async def _lead(
             telling = group.create_task(notifier.run(), name="notifications")
             numbers = group.create_task(_tell(context, reconciler, view), name="numbers")
             await SchedulerRequests(broker, jobs, view, pool, reconciler, secrets).open(service)
+            await keeper.open(service)
+            growing = group.create_task(
+                keeper.run(reconciler, lambda: lease.is_fresh), name="machines"
+            )
             dropping = group.create_task(
                 drop_old_requests(requests, service.share), name="requests behind a flood"
             )
@@ -92,6 +114,7 @@ async def _lead(
             telling.cancel()
             numbers.cancel()
             dropping.cancel()
+            growing.cancel()
         finally:
             await view.close()
             await pool.records.close()

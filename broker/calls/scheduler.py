@@ -17,6 +17,7 @@ from ...schemas.job import (
     StopRequest,
     SubmitRequest,
 )
+from ...schemas.machines import MachineList
 from ...schemas.node import DamagedRecords, NodeList, NodeStatus
 from ...schemas.secret import JobSecrets, SealingKey, SecretName, SecretsRequest
 from ...schemas.tinker.checkpoints import TakeCheckpoint
@@ -151,6 +152,10 @@ class SchedulerCalls:
     async def nodes(self) -> list[NodeStatus]:
         """Return the nodes of the pool, by name."""
         return (await self._ask("nodes", Empty(), NodeList)).nodes
+
+    async def machines(self) -> MachineList:
+        """Return what came of asking a cluster for machines."""
+        return await self._ask("machines", Empty(), MachineList)
 
     async def trainers(self) -> list[TrainerOffer]:
         """Return the base models that anybody may train on through the Tinker API."""

@@ -26,6 +26,7 @@ from ...schemas.wire.subjects import (
     BUCKET_EVALS,
     BUCKET_JOBS,
     BUCKET_LEASES,
+    BUCKET_MACHINES,
     BUCKET_NODES,
     BUCKET_REQUESTS,
     BUCKET_SECRETS,
@@ -164,6 +165,7 @@ async def create_shared(broker: Broker) -> None:
         (BUCKET_EVALS, "Evaluations, by <user>.<job>.<version>", 0, EVALUATION_BYTES),
         (BUCKET_REQUESTS, requests, REQUEST_TTL_S, REQUEST_BYTES),
         (BUCKET_SECRETS, "Secrets of jobs, sealed, by <user>.<job>", 0, SECRETS_BYTES),
+        (BUCKET_MACHINES, "What machines of clusters have used", 0, MAX_MESSAGE_BYTES),
         (BUCKET_LEASES, "Leases of roles that one actor at a time may have", 0, REQUEST_BYTES),
     )
     await _refuse_without_records(broker)

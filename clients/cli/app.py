@@ -19,6 +19,7 @@ _GROUPS: dict[str, list[_Command]] = {
             "up", "pool.stack:up", "Start broker, scheduler, node and dashboard on this machine."
         ),
         _Command("down", "pool.stack:down", "Stop what `up` started."),
+        _Command("pool", "pool.machines:pool", "Show the pool's nodes, and machines on their way."),
         _Command("init", "pool.init:init", "Make a pool with authentication, and its first admin."),
         _Command("doctor", "pool.doctor:doctor", "Check this machine and the broker."),
         _Command("backup", "pool.backup:backup", "Write what the broker stores into a folder."),

@@ -11,6 +11,7 @@ from ....broker.client.connection import Broker
 from ....broker.jetstream.kv import Bucket
 from ....broker.users.records import USER
 from ....schemas.job import JobRecord, RequestRecord
+from ....schemas.machines import MachineSpending
 from ....schemas.metric import EvalRecord, Presence
 from ....schemas.node import DamagedRecord, DamagedRecords, NodeStatus, SchedulerLease
 from ....schemas.secret import SealedSecrets
@@ -23,6 +24,7 @@ from ....schemas.wire.subjects import (
     BUCKET_EVALS,
     BUCKET_JOBS,
     BUCKET_LEASES,
+    BUCKET_MACHINES,
     BUCKET_NODES,
     BUCKET_REQUESTS,
     BUCKET_SECRETS,
@@ -38,6 +40,7 @@ _BUCKETS: tuple[tuple[str, type[Message], str], ...] = (
     (BUCKET_REQUESTS, RequestRecord, ""),
     (BUCKET_SECRETS, SealedSecrets, ""),
     (BUCKET_LEASES, SchedulerLease, ""),
+    (BUCKET_MACHINES, MachineSpending, ""),
     (BUCKET_USERS, UserRecord, USER),
 )
 _TOLD_FOR_S = 10.0

@@ -49,15 +49,20 @@ def is_queued(record: JobRecord) -> bool:
     return record.state == "QUEUED"
 
 
-def free_slots(node: NodeStatus, wanted: Sequence[WantedActor], *, idle: bool = False) -> NodeSlots:
-    """Return the slots of a node that are neither promised nor still held by what leaves."""
+def free_slots(
+    node: NodeStatus, wanted: Sequence[WantedActor], *, idle: bool = False, closed: bool = False
+) -> NodeSlots:
+    """Return the slots of a node that are neither promised nor still held by what leaves.
+
+    A node that drains, or is `closed` because it is about to be given back, has none.
+    """
     held = {slot for actor in wanted for slot in actor.devices}
     leaving = [] if idle else [status for status in unwanted(node, wanted) if status.slots]
     held |= {slot for status in leaving for slot in status.devices}
     return NodeSlots(
         node.node,
         node.slots,
-        frozenset(range(node.slots)) - held,
+        frozenset() if closed or node.draining else frozenset(range(node.slots)) - held,
         tuple(frozenset(group) for group in node.groups),
     )
 

@@ -49,6 +49,8 @@ class Nodes:
         self._sync_s = timing.sync_s
         self._asking: set[str] = set()
         self._complained: set[str] = set()
+        self.closed: set[str] = set()
+        """Nodes on which nothing new is placed: their machines are about to be given back."""
         self.shape = 0
         """Grows whenever nodes, their slots or their links change."""
         self._looked = time.monotonic()

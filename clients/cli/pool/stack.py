@@ -17,6 +17,7 @@ from ....broker.client.faults import shown_url
 from ....broker.client.login import KEY_VARIABLE
 from ....broker.programs.process import die_with
 from ....broker.users.credentials import PoolSecrets
+from ....schemas.config.machines import machines_config
 from ....schemas.wire.errors import ConfigError, DeadlineError, error_from_reply
 from ...home import HOME_VARIABLE, Home, StackState, default_folder
 from ..output import duration, note, print_json, say
@@ -43,6 +44,7 @@ def up(
     store: Path | None = None,
     gateway_port: int | None = None,
     no_gateway: bool = False,
+    on: str | None = None,
     foreground: bool = False,
     json: bool = False,
 ) -> int:
@@ -72,6 +74,9 @@ def up(
         Port of the dashboard; default: 8780, or a free one where that is taken.
     no_gateway
         Start no dashboard.
+    on
+        Start no node here: get machines as the queue needs them, and give them back, from
+        slurm:PARTITION, ssh:HOST,HOST or as a YAML file says (docs/slurm.md).
     foreground
         Stay until Ctrl-C instead of going into the background.
     json
@@ -94,6 +99,7 @@ def up(
             tls_cert=tls_cert.resolve() if tls_cert else None,
             tls_key=tls_key.resolve() if tls_key else None,
             slots=slots,
+            on=_machines(on, slots),
             gateway_port=gateway,
         )
         if foreground:
@@ -142,6 +148,19 @@ def _gateway_port(given: int | None, *, any_port: bool) -> int | None:
     with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", GATEWAY_PORT)):
         return GATEWAY_PORT
     return 0
+
+
+def _machines(on: str | None, slots: int | None) -> str | None:
+    """Return where machines come from, checked; a file by its whole path."""
+    if on is None:
+        return None
+    machines_config(on)
+    if slots is not None:
+        raise ConfigError(
+            "--slots are those of a node here, and with --on there is none",
+            hint="give the slots of a machine as `slots:` of a YAML file (docs/slurm.md)",
+        )
+    return on if ":" in on else str(Path(on).resolve())
 
 
 def _check_listening(

@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -37,6 +38,7 @@ HEALTHY_LOOKS = 10
 READY_DEADLINE_S = 30.0
 NODE_STOP_S = 30.0
 SCHEDULER_STOP_S = 10.0
+MACHINES_STOP_S = 50.0
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class StackOptions:
     """Slots of the node; None lets it count."""
     node: str | None = None
     """Name of the node; None: that of this machine."""
+    on: str | None = None
+    """Where machines come from as the queue needs them; None: this machine is the one node."""
     gateway_port: int | None = None
     """Port of the dashboard, on loopback; 0 takes a free one, None starts none."""
 
@@ -73,6 +77,7 @@ class StackOptions:
             ("--tls-key", self.tls_key),
             ("--slots", self.slots),
             ("--node", self.node),
+            ("--on", self.on),
             ("--gateway-port", self.gateway_port),
         ):
             words += [flag, str(value)] if value is not None else []
@@ -121,7 +126,7 @@ class Supervisor:
             node += [] if value is None else [flag, str(value)]
         commands = {
             "auth": ["-m", "tinkermq.actors.auth"],
-            "scheduler": ["-m", "tinkermq.actors.scheduler"],
+            "scheduler": ["-m", "tinkermq.actors.scheduler", *self._machines()],
             "node": ["-m", "tinkermq.actors.node", *node],
         }
         if self.options.gateway_port is not None:
@@ -130,6 +135,8 @@ class Supervisor:
             commands["gateway"] = ["-m", "tinkermq.actors.gateway", "--port", str(port)]
         if not self.secrets.exist:
             del commands["auth"]
+        if self.options.on is not None:
+            del commands["node"]
         for name, words in commands.items():
             log = self.home.logs / f"{name}.log"
             log.unlink(missing_ok=True)
@@ -139,6 +146,15 @@ class Supervisor:
             self.children.append(child)
         self._wait_until_ready(url)
         return url
+
+    def _machines(self) -> list[str]:
+        """Return what the scheduler is told of where machines come from."""
+        if self.options.on is None:
+            return []
+        words = ["--machines", self.options.on]
+        if self.secrets.exist:
+            words += ["--node-credentials", str(self.secrets.credentials("node"))]
+        return words
 
     def _environment(self, name: str, url: str) -> dict[str, str]:
         """Return the environment of a child: secrets travel as names of files."""
@@ -238,8 +254,21 @@ class Supervisor:
         self.home.clear()
         for child in reversed(self.children):
             child.stop(NODE_STOP_S if child.name == "node" else SCHEDULER_STOP_S)
+        self._give_machines_back()
         if self.server is not None:
             self.server.stop()
+
+    def _give_machines_back(self) -> None:
+        """Have all machines drain while the broker is there to tell them apart from a failure."""
+        if self.options.on is None or self.server is None or not self.server.running:
+            return
+        module = "tinkermq.actors.scheduler.machines"
+        where = ["--nats", self.server.url, "--machines", self.options.on]
+        command = [sys.executable, "-m", module, *where]
+        try:
+            subprocess.run(command, check=True, timeout=MACHINES_STOP_S)
+        except (subprocess.SubprocessError, OSError) as error:
+            _log(f"machines may be left in {self.options.on}: {error}")
 
     def _stop(self, _number: int, _frame: FrameType | None) -> None:
         self.stopping = True
@@ -314,6 +343,7 @@ def _parse(argv: Sequence[str] | None) -> StackOptions:
     parser.add_argument("--tls-key", type=Path)
     parser.add_argument("--slots", type=int)
     parser.add_argument("--node")
+    parser.add_argument("--on")
     parser.add_argument("--gateway-port", type=int)
     return StackOptions(**vars(parser.parse_args(argv)))
 

@@ -1,0 +1,53 @@
+"""Give all machines of a pool back, and wait until they are gone: what `tinkermq down` does last.
+
+`python -m tinkermq.actors.scheduler.machines --nats URL --machines WHERE`; no scheduler may run.
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from ....schemas.config.machines import machines_config
+from ....schemas.wire.errors import DeadlineError, TinkermqError
+from .source import MachineSource
+from .sources import machine_source
+
+DEADLINE_S = 45.0
+_POLL_S = 0.5
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Give everything back; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tinkermq.actors.scheduler.machines")
+    parser.add_argument("--nats", required=True, help="URL of the broker, which names the pool")
+    parser.add_argument("--machines", required=True, help="where they are from")
+    arguments = parser.parse_args(argv)
+    config = machines_config(arguments.machines)
+    try:
+        asyncio.run(give_all_back(machine_source(config, config.url or arguments.nats)))
+    except TinkermqError as error:
+        sys.stderr.write(f"{error.message}; {error.hint}\n")
+        return 1
+    return 0
+
+
+async def give_all_back(source: MachineSource, deadline_s: float = DEADLINE_S) -> None:
+    """Give back what a pool has; raises DeadlineError that names what has not gone."""
+    machines = await source.look()
+    for machine in machines:
+        await source.give_back(machine, drain=True)
+    try:
+        async with asyncio.timeout(deadline_s):
+            while machines := await source.look():  # noqa: ASYNC110  the cluster tells nobody
+                await asyncio.sleep(_POLL_S)
+    except TimeoutError as error:
+        left = ", ".join(f"{one.name} ({one.id})" for one in machines)
+        raise DeadlineError(
+            f"machines have not gone after {deadline_s:g} s: {left}",
+            hint="they drain still; the cluster ends them by their ids",
+        ) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

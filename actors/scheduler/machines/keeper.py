@@ -1,0 +1,231 @@
+"""Asks for machines and gives them back, as the queue needs them.
+
+Level-triggered: each look takes what the cluster knows, what nodes are there and what waits,
+decides anew and does it. It remembers only how long nodes were idle and what went wrong, so it may
+be killed at any time: who goes on finds all machines in the cluster, by their names. What was used
+of the day's budget is written down at each look, by machine.
+
+A node is closed to new actors at one look and given back at the next, if nothing came in between.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import structlog
+
+from ....broker.client.connection import Broker
+from ....broker.client.rpc import RequestContext, Service
+from ....schemas.config.machines import MachinesConfig
+from ....schemas.machines import MachineList, MachineState, MachineStatus
+from ....schemas.node import NodeStatus
+from ....schemas.wire.errors import TinkermqError
+from ....schemas.wire.message import Empty
+from ....schemas.wire.subjects import rpc
+from ..placement.nodes import Nodes
+from ..placement.placement import NodeSlots
+from .decision import Bounds, Decision, Demand, decide, machines_needed, machines_of
+from .patience import Patience
+from .source import Machine, MachineNames, MachineSource
+from .spending import Spending
+
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+class Demanding(Protocol):
+    """Who knows what waits."""
+
+    def demand(self) -> Demand:
+        """Return the queue and the nodes as of now."""
+        ...
+
+
+class MachineKeeper:
+    """Keeps as many machines as the queue needs, within bounds."""
+
+    def __init__(
+        self, broker: Broker, config: MachinesConfig, url: str, source: MachineSource, pool: Nodes
+    ) -> None:
+        """Have asked for nothing; `url` names the pool."""
+        self._config = config
+        self._source = source
+        self._pool = pool
+        self._names = MachineNames(url)
+        self._spending = Spending(broker)
+        self._patience = Patience()
+        self._idle_since: dict[str, float] = {}
+        self._joined: set[str] = set()
+        self._given: set[str] = set()
+        self._asked: dict[str, Machine] = {}
+        self._told = MachineList(on=config.on, least=config.least, most=config.most)
+        self._bounds = Bounds(
+            config.least, config.most, config.slots, config.idle_s, config.slot_hours_per_day
+        )
+
+    def could_come(self) -> list[NodeSlots]:
+        """Return nodes for all machines that there may be, as a pool that is grown would have."""
+        return machines_of(self._config.slots, self._config.most)
+
+    async def open(self, service: Service) -> None:
+        """Answer what became of asking."""
+        subject = rpc("*", "scheduler", "machines")
+        await service.endpoint("machines", subject, Empty, self._answer, fair=True)
+
+    async def _answer(self, _: Empty, context: RequestContext) -> MachineList:
+        return self._told
+
+    async def run(self, demanding: Demanding, may_act: Callable[[], bool]) -> None:
+        """Look for ever; acts only while `may_act`, which another scheduler ends."""
+        while self._config.most:
+            if may_act():
+                await self._try(demanding)
+            await asyncio.sleep(self._config.look_s)
+
+    async def _try(self, demanding: Demanding) -> None:
+        """Look once; a cluster that does not answer is told, and asked again at the next look."""
+        try:
+            await self._look(demanding)
+        except TinkermqError as error:
+            self._told = self._told.model_copy(update={"trouble": error.message})
+            _log.warning("machines_not_seen", error=error.message, hint=error.hint)
+
+    async def _look(self, demanding: Demanding) -> None:
+        seen = await self._source.look()
+        now = time.time()
+        used = await self._spending.note(seen, now)
+        machines = await self._without_doubles(seen)
+        nodes = {node.node: node for node in self._pool.nodes()}
+        states = {one.name: _state(one, nodes) for one in machines}
+        self._note_fates(machines, states)
+        demand = demanding.demand()
+        self._note_idle(states, demand.busy)
+        here = sum(state == "here" for state in states.values())
+        needed = machines_needed(demand, self._config.slots, self._config.most - here)
+        slot_hours = used * self._config.slots / 3600
+        decision = decide(self._bounds, states, needed, self._idle_s(), slot_hours)
+        self._tell(machines, states, slot_hours, decision)
+        await self._do(decision, machines, states, demand.busy, nodes)
+
+    async def _without_doubles(self, seen: Sequence[Machine]) -> list[Machine]:
+        """Give back what was asked for twice; the one that is further, or older, stays."""
+        first: dict[str, Machine] = {}
+        for machine in sorted(seen, key=lambda one: one.state == "asked"):
+            if machine.name in first:
+                await self._source.give_back(machine, drain=False)
+            first.setdefault(machine.name, machine)
+        return sorted(first.values(), key=lambda one: self._names.number(one.name))
+
+    def _note_fates(self, machines: Sequence[Machine], states: dict[str, MachineState]) -> None:
+        """Notice machines that joined, and those that ended before they did."""
+        now = {one.id: one for one in machines}
+        for machine in machines:
+            if states[machine.name] == "here" and machine.id not in self._joined:
+                self._joined.add(machine.id)
+                self._patience.succeeded()
+        for number, machine in self._asked.items():
+            if number not in now and number not in self._joined | self._given:
+                self._patience.failed(
+                    f"{machine.name} ({machine.id}) ended before its node had joined: see what it "
+                    f"wrote, {self._config.logs or '~'}/{machine.name}-{machine.id}.log"
+                )
+        self._asked = now
+        self._joined &= now.keys()
+        self._given &= now.keys()
+
+    def _note_idle(self, states: dict[str, MachineState], busy: frozenset[str]) -> None:
+        idle = {name for name, state in states.items() if state == "here" and name not in busy}
+        self._idle_since = {name: self._idle_since.get(name, time.monotonic()) for name in idle}
+
+    def _idle_s(self) -> dict[str, float]:
+        return {name: time.monotonic() - since for name, since in self._idle_since.items()}
+
+    async def _do(
+        self,
+        decision: Decision,
+        machines: Sequence[Machine],
+        states: dict[str, MachineState],
+        busy: frozenset[str],
+        nodes: dict[str, NodeStatus],
+    ) -> None:
+        overdue = {one.name for one in machines if self._is_overdue(one, states[one.name])}
+        leaving = {*decision.give_back, *overdue}
+        ready = {name for name in leaving if name in self._pool.closed or name not in nodes}
+        self._pool.closed = {name for name in leaving if name in nodes}
+        for machine in machines:
+            if machine.name in ready and states[machine.name] != "draining":
+                await self._give_back(machine, drain=machine.name in busy)
+        if decision.ask and self._patience.is_over():
+            await self._ask(self._names.free([*states, *nodes], decision.ask))
+
+    async def _ask(self, names: Sequence[str]) -> None:
+        """Ask for machines; what the cluster refuses is told, and waited out."""
+        try:
+            for name in names:
+                await self._source.ask(name)
+                _log.info("machine_asked", machine=name, on=self._config.on)
+        except TinkermqError as error:
+            self._patience.failed(error.message)
+            self._told = self._told.model_copy(update={"trouble": error.message})
+            _log.warning("machine_refused", error=error.message, hint=error.hint)
+
+    async def _give_back(self, machine: Machine, *, drain: bool) -> None:
+        if machine.id in self._given:
+            return  # a second signal would end it at once
+        await self._source.give_back(machine, drain=drain)
+        self._given.add(machine.id)
+        _log.info("machine_given_back", machine=machine.name, id=machine.id)
+
+    def _is_overdue(self, machine: Machine, state: MachineState) -> bool:
+        """Whether a machine runs without a node that has joined."""
+        since = machine.started
+        late = since is not None and time.time() - since > self._config.join_s
+        if state == "coming" and late and machine.id not in self._given:
+            self._patience.failed(
+                f"the node of {machine.name} ({machine.id}) has not joined within "
+                f"{self._config.join_s:g} s: can it reach the broker at its URL?"
+            )
+        return state == "coming" and late
+
+    def _tell(
+        self,
+        machines: Sequence[Machine],
+        states: dict[str, MachineState],
+        slot_hours: float,
+        decision: Decision,
+    ) -> None:
+        self._told = MachineList(
+            on=self._config.on,
+            least=self._config.least,
+            most=self._config.most,
+            slots=self._config.slots,
+            slot_hours=slot_hours,
+            slot_hours_per_day=self._config.slot_hours_per_day,
+            machines=[_shown(one, states[one.name]) for one in machines],
+            trouble=self._trouble(decision),
+        )
+
+    def _trouble(self, decision: Decision) -> str:
+        """Say why machines do not come that are needed."""
+        matters = decision.ask or not self._patience.is_over()
+        return (self._patience.trouble if matters else "") or decision.why
+
+
+def _state(machine: Machine, nodes: dict[str, NodeStatus]) -> MachineState:
+    node = nodes.get(machine.name)
+    if machine.state == "asked":
+        return "asked"
+    if machine.state == "leaving" or (node is not None and node.draining):
+        return "draining"
+    return "coming" if node is None else "here"
+
+
+def _shown(machine: Machine, state: MachineState) -> MachineStatus:
+    return MachineStatus(
+        name=machine.name,
+        state=state,
+        id=machine.id,
+        started=machine.started,
+        ends=machine.ends,
+        why=machine.why,
+    )

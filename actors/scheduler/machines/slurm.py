@@ -1,0 +1,149 @@
+"""Machines of Slurm: a job for each, whose batch script becomes the node.
+
+A job's name is the machine's, and `singleton` keeps two of one name from running: who asked twice,
+after a kill in between, has one machine. Slurm tells the node by SIGTERM that its time is nearly up
+or that somebody more important needs the machine; the node drains as it does on any SIGTERM.
+Whatever Slurm refuses is told in its own words.
+"""
+
+import asyncio
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from ....broker.client.login import CREDENTIALS_VARIABLE, OF_PERSONS
+from ....schemas.config.machines import MachinesConfig
+from ....schemas.wire.errors import DeadlineError, NotFoundError, PlacementError
+from .source import Machine, MachineNames
+
+_TIMEOUT_S = 30.0
+_FORMAT = "%i|%j|%T|%S|%e|%r"
+_LEAVING = frozenset({"COMPLETING", "STAGE_OUT"})
+_ASKED = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"})
+_NO_REASON = frozenset({"None", "(null)"})
+
+
+class SlurmSource:
+    """Asks by sbatch, looks by squeue, gives back by scancel."""
+
+    def __init__(self, config: MachinesConfig, url: str) -> None:
+        """Have nodes reach the broker at `url`."""
+        self._config = config
+        self._url = url
+        self._names = MachineNames(url)
+
+    async def look(self) -> list[Machine]:
+        """Return the pool's jobs in Slurm's queue, by name; raises PlacementError."""
+        told = await _run(["squeue", "--me", "--noheader", f"--format={_FORMAT}"])
+        machines = [_machine(line) for line in told.splitlines() if line.count("|") >= 5]
+        own = [one for one in machines if self._names.own(one.name)]
+        return sorted(own, key=lambda one: (self._names.number(one.name), int(one.id)))
+
+    async def ask(self, name: str) -> None:
+        """Submit the job of a machine; raises PlacementError with Slurm's reason."""
+        await _run(["sbatch", *sbatch_arguments(self._config, name)], self._script(name))
+
+    async def give_back(self, machine: Machine, *, drain: bool) -> None:
+        """Cancel the job: SIGTERM, then SIGKILL after Slurm's KillWait; none where it drains."""
+        drains = drain and machine.state == "started"
+        how = ["--batch", "--signal=TERM"] if drains else []
+        await _run(["scancel", "--quiet", *how, machine.id])
+
+    def _script(self, name: str) -> str:
+        words = [self._config.python, "-m", "tinkermq.actors.node"]
+        words += ["--nats", self._url, "--name", name]
+        slots = '--gpus "$CUDA_VISIBLE_DEVICES"' if self._config.gpus else "--slots "
+        slots += "" if self._config.gpus else str(self._config.slots)
+        return f"#!/bin/sh\nexec {shlex.join(words)} {slots}\n"
+
+
+def sbatch_arguments(config: MachinesConfig, name: str) -> list[str]:
+    """Return how sbatch is asked for one machine; what the pool's owner adds comes last."""
+    size = f"--gres=gpu:{config.slots}" if config.gpus else f"--cpus-per-task={config.slots}"
+    return [
+        "--parsable",
+        f"--job-name={name}",
+        "--dependency=singleton",
+        "--no-requeue",
+        "--nodes=1",
+        "--ntasks=1",
+        size,
+        f"--signal=B:TERM@{config.drain_s}",
+        f"--output={config.logs or '.'}/{name}-%j.log",
+        *([f"--chdir={config.logs}"] if config.logs else []),
+        *([f"--partition={config.partition}"] if config.partition else []),
+        *([f"--export=ALL,{CREDENTIALS_VARIABLE}={config.credentials}"] * bool(config.credentials)),
+        *config.sbatch,
+    ]
+
+
+def _machine(line: str) -> Machine:
+    number, name, state, started, ends, why = line.split("|", 5)
+    return Machine(
+        name,
+        number,
+        _state(state),
+        None if state in _ASKED else _time(started),
+        None if state in _ASKED else _time(ends),
+        why if state in _ASKED and why not in _NO_REASON else "",
+    )
+
+
+def _state(told: str) -> Literal["asked", "started", "leaving"]:
+    if told in _ASKED:
+        return "asked"
+    return "leaving" if told in _LEAVING else "started"
+
+
+def _time(text: str) -> float | None:
+    """Return a time that squeue wrote as SLURM_TIME_FORMAT asks; None for N/A."""
+    return float(text) if text.isdecimal() else None
+
+
+def _environment(given: Mapping[str, str]) -> dict[str, str]:
+    """Return what jobs inherit: no secrets, and nothing that makes a job a part of another."""
+    secret = {*OF_PERSONS, CREDENTIALS_VARIABLE}
+    kept = {name: value for name, value in given.items() if name not in secret}
+    ours = {
+        name for name in kept if name.startswith(("SLURM_", "SBATCH_")) and name != "SLURM_CONF"
+    }
+    return {name: kept[name] for name in kept if name not in ours} | {"SLURM_TIME_FORMAT": "%s"}
+
+
+async def _run(command: Sequence[str], script: str = "") -> str:
+    """Run one of Slurm's commands; return what it wrote."""
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=_environment(os.environ),
+        )
+    except FileNotFoundError as error:
+        raise NotFoundError(
+            f"there is no {command[0]} where the scheduler runs",
+            hint="run the scheduler where Slurm's commands are, on a login node for example",
+        ) from error
+    return await _finished(process, command[0], script)
+
+
+async def _finished(process: asyncio.subprocess.Process, name: str, script: str) -> str:
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            written, complaint = await process.communicate(script.encode())
+    except TimeoutError as error:
+        process.kill()
+        await process.wait()
+        raise DeadlineError(
+            f"{name} did not answer within {_TIMEOUT_S:g} s", hint="is slurmctld up? `sinfo` tells"
+        ) from error
+    if process.returncode:
+        said = " ".join(complaint.decode(errors="replace").split()) or "it said nothing"
+        raise PlacementError(
+            f"{name} was refused (code {process.returncode}): {said}",
+            hint="the same words on Slurm's own command line mean the same; mend `sbatch:` or "
+            "`partition:` of the machines, or ask the cluster's admins",
+        )
+    return written.decode(errors="replace")

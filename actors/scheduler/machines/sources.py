@@ -1,0 +1,35 @@
+"""Which source stands behind which configuration."""
+
+from ....broker.client.connection import Broker
+from ....schemas.config.machines import MachinesConfig
+from ....schemas.wire.errors import PlacementError
+from ..placement.nodes import Nodes
+from .keeper import MachineKeeper
+from .slurm import SlurmSource
+from .source import Machine, MachineSource
+
+
+class NoSource:
+    """A pool whose nodes are started by hand."""
+
+    async def look(self) -> list[Machine]:
+        """Return none."""
+        return []
+
+    async def ask(self, name: str) -> None:
+        """Raise PlacementError."""
+        raise PlacementError(f"there is nobody to ask for {name}", hint="start nodes by hand")
+
+    async def give_back(self, machine: Machine, *, drain: bool) -> None:
+        """Give back what nobody has asked for: nothing."""
+
+
+def machine_keeper(broker: Broker, config: MachinesConfig, pool: Nodes) -> MachineKeeper:
+    """Return what keeps a pool's machines."""
+    url = config.url or broker.url
+    return MachineKeeper(broker, config, url, machine_source(config, url), pool)
+
+
+def machine_source(config: MachinesConfig, url: str) -> MachineSource:
+    """Return the seam to the cluster of a configuration; nodes reach the broker at `url`."""
+    return SlurmSource(config, url) if config.kind == "slurm" else NoSource()

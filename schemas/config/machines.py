@@ -1,0 +1,113 @@
+"""Where a pool gets machines, and how many: `tinkermq up --on`, `tinkermq scheduler --machines`."""
+
+import sys
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError
+
+from ..wire.errors import ConfigError
+from .load_config import read_yaml
+from .section import Section, when
+
+_KINDS = ("slurm", "ssh")
+
+
+class MachinesConfig(Section):
+    """Machines that are asked of a cluster as the queue needs them."""
+
+    kind: Literal["slurm", "ssh", "none"] = "none"
+    """slurm: a Slurm job for each machine; ssh: a node on each of `hosts`; none: nodes are started
+    by hand."""
+    partition: str = Field(default="", json_schema_extra=when("kind", "slurm"))
+    """Slurm's partition; empty: its default."""
+    hosts: list[str] = Field(default_factory=list[str], json_schema_extra=when("kind", "ssh"))
+    """What `ssh` calls the machines."""
+    least: int = Field(default=0, ge=0, le=10_000)
+    """Machines that are kept though nothing needs them."""
+    most: int = Field(default=4, ge=0, le=10_000)
+    """Machines that there may be, those included that are on their way in or out."""
+    slots: int = Field(default=2, ge=1, le=4096)
+    """Slots of one machine: its GPUs where `gpus` is set, else CPU cores."""
+    gpus: bool = False
+    """Whether a slot is a GPU."""
+    slot_hours_per_day: float | None = Field(default=None, gt=0)
+    """Budget of a day (UTC), counted while a machine runs, whether anything runs on it or not. Once
+    it is used up all machines are given back: jobs write a checkpoint and wait for the next day."""
+    idle_s: float = Field(default=300.0, ge=0)
+    """A machine on which nothing ran for so long, in seconds, is given back."""
+    join_s: float = Field(default=300.0, gt=0)
+    """A machine that was started and whose node has not joined after so long is given back."""
+    look_s: float = Field(default=5.0, gt=0)
+    """Between two looks at the cluster, in seconds."""
+    drain_s: int = Field(default=120, ge=1, le=65_535, json_schema_extra=when("kind", "slurm"))
+    """So long before its end a machine is told to drain, in seconds: its jobs write a checkpoint
+    and go on elsewhere."""
+    sbatch: list[str] = Field(default_factory=list[str], json_schema_extra=when("kind", "slurm"))
+    """Further arguments of sbatch, such as `--account=lab`, `--time=4:00:00`, `--qos=low`."""
+    url: str = ""
+    """URL at which machines reach the broker; empty: the one that the scheduler uses."""
+    credentials: str = ""
+    """File with the credentials of nodes, as machines see it; empty: a pool without users."""
+    python: str = Field(default=sys.executable)
+    """Python with tinkermq on the machines."""
+    logs: str = ""
+    """Folder for what nodes write, as machines see it; empty: the home folder there."""
+
+    @classmethod
+    def none(cls) -> "MachinesConfig":
+        """Return the configuration of a pool that asks nobody for machines."""
+        return cls(most=0)
+
+    @property
+    def on(self) -> str:
+        """Where machines are asked for, as a person writes it; empty: nowhere."""
+        if self.kind == "none":
+            return ""
+        return f"{self.kind}:{','.join(self.hosts) if self.kind == 'ssh' else self.partition}"
+
+
+def machines_config(text: str, *, credentials: str = "") -> MachinesConfig:
+    """Return what `slurm:PARTITION`, `ssh:HOST,HOST`, `none` or the path of a YAML file stands for.
+
+    `credentials` of nodes are used where the file names none. Raises ConfigError.
+    """
+    if text == "none":
+        return MachinesConfig.none()
+    kind, colon, rest = text.partition(":")
+    if colon and kind in _KINDS:
+        values = _short(kind, rest)
+    elif Path(text).suffix in {".yaml", ".yml"}:
+        values = read_yaml(text)
+    else:
+        raise ConfigError(
+            f"{text!r} says nowhere to get machines",
+            hint="give slurm:PARTITION, ssh:HOST,HOST or a YAML file (docs/slurm.md)",
+        )
+    if credentials:
+        values = {"credentials": credentials, **values}
+    return _checked(values, text)
+
+
+def _short(kind: str, rest: str) -> dict[str, object]:
+    if kind == "slurm":
+        return {"kind": kind, "partition": rest}
+    hosts = [host for host in rest.split(",") if host]
+    return {"kind": kind, "hosts": hosts, "most": max(len(hosts), 1)}
+
+
+def _checked(values: dict[str, object], text: str) -> MachinesConfig:
+    try:
+        config = MachinesConfig.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"])) or "the file"
+        raise ConfigError(
+            f"machines of {text!r}: {key}: {first['msg']} (it is {first['input']!r})",
+            hint="docs/slurm.md lists the keys",
+        ) from error
+    if config.least > config.most:
+        raise ConfigError(f"least is {config.least}, more than most, which is {config.most}")
+    if config.kind == "ssh" and not config.hosts:
+        raise ConfigError("ssh without hosts has no machines", hint="give ssh:HOST,HOST")
+    return config
