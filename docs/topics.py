@@ -56,7 +56,7 @@ from tinkermq.schemas.job import (
     StopRequest,
     SubmitRequest,
 )
-from tinkermq.schemas.machines import MachineList, MachineSpending
+from tinkermq.schemas.machines.status import MachineList, MachineSpending
 from tinkermq.schemas.metric import EvalRecord, Event, LogLines, Metric, Presence
 from tinkermq.schemas.node import (
     DamagedRecords,

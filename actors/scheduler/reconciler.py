@@ -346,7 +346,8 @@ class Reconciler:
         if step.state == "QUEUED":
             changes["actors"] = unplaced(record.actors)
         elif step.state == "LOST":
-            changes["losses"] = record.losses + 1
+            drained = self._pool.has_drained(main_actor(record.actors).node)
+            changes["losses"] = record.losses + (not drained)
         if step.state in FINAL_STATES:
             changes["actors"] = at_rest(record.actors)
         self.hurry()

@@ -11,7 +11,7 @@ from ...broker.client.rpc import Service
 from ...broker.jobs import JobStore
 from ...broker.load.request_connection import drop_old_requests, request_connection
 from ...broker.presence import INTERVAL_S
-from ...schemas.config.machines import MachinesConfig
+from ...schemas.machines.config import MachinesConfig
 from ...schemas.wire.errors import FencedError, TinkermqError
 from ..runtime import ActorContext, settle_memory
 from .jobs.keeping import Keeping

@@ -17,7 +17,7 @@ from ...schemas.job import (
     StopRequest,
     SubmitRequest,
 )
-from ...schemas.machines import MachineList
+from ...schemas.machines.status import MachineList
 from ...schemas.node import DamagedRecords, NodeList, NodeStatus
 from ...schemas.secret import JobSecrets, SealingKey, SecretName, SecretsRequest
 from ...schemas.tinker.checkpoints import TakeCheckpoint

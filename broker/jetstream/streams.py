@@ -155,15 +155,13 @@ async def create_shared(broker: Broker) -> None:
 
     Raises StateError when that of the job records is gone, while there are jobs.
     """
-    beats = "Heartbeats of actors; a missing key is a missing actor"
-    requests = "Submissions by request id, to make them idempotent"
     shared = (
         (BUCKET_JOBS, "Job records, by <user>.<job>", 0, MAX_MESSAGE_BYTES),
         (BUCKET_ARCHIVE, "Records of archived jobs, by <user>.<job>", 0, MAX_MESSAGE_BYTES),
         (BUCKET_NODES, "Nodes of the pool and their slots", 0, MAX_MESSAGE_BYTES),
-        (BUCKET_ACTORS, beats, PRESENCE_TTL_S, PRESENCE_BYTES),
+        (BUCKET_ACTORS, "Heartbeats of actors that are there", PRESENCE_TTL_S, PRESENCE_BYTES),
         (BUCKET_EVALS, "Evaluations, by <user>.<job>.<version>", 0, EVALUATION_BYTES),
-        (BUCKET_REQUESTS, requests, REQUEST_TTL_S, REQUEST_BYTES),
+        (BUCKET_REQUESTS, "Submissions, by request id", REQUEST_TTL_S, REQUEST_BYTES),
         (BUCKET_SECRETS, "Secrets of jobs, sealed, by <user>.<job>", 0, SECRETS_BYTES),
         (BUCKET_MACHINES, "What machines of clusters have used", 0, MAX_MESSAGE_BYTES),
         (BUCKET_LEASES, "Leases of roles that one actor at a time may have", 0, REQUEST_BYTES),

@@ -11,7 +11,7 @@ from ....broker.client.connection import Broker
 from ....broker.jetstream.kv import Bucket
 from ....broker.users.records import USER
 from ....schemas.job import JobRecord, RequestRecord
-from ....schemas.machines import MachineSpending
+from ....schemas.machines.status import MachineSpending
 from ....schemas.metric import EvalRecord, Presence
 from ....schemas.node import DamagedRecord, DamagedRecords, NodeStatus, SchedulerLease
 from ....schemas.secret import SealedSecrets

@@ -7,7 +7,7 @@ missing. So quotas, priorities and slots kept for the job that is next count as 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ....schemas.machines import MachineState
+from ....schemas.machines.status import MachineState
 from ..placement.placement import NodeSlots, place
 from ..placement.queue import PlacementRequest, UserShares
 

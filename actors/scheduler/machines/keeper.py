@@ -10,15 +10,16 @@ A node is closed to new actors at one look and given back at the next, if nothin
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
 
 from ....broker.client.connection import Broker
 from ....broker.client.rpc import RequestContext, Service
-from ....schemas.config.machines import MachinesConfig
-from ....schemas.machines import MachineList, MachineState, MachineStatus
+from ....schemas.machines.config import MachinesConfig
+from ....schemas.machines.status import MachineList, MachineState, MachineStatus
 from ....schemas.node import NodeStatus
 from ....schemas.wire.errors import TinkermqError
 from ....schemas.wire.message import Empty
@@ -57,7 +58,7 @@ class MachineKeeper:
         self._idle_since: dict[str, float] = {}
         self._joined: set[str] = set()
         self._given: set[str] = set()
-        self._asked: dict[str, Machine] = {}
+        self._known: dict[str, Machine] = {}
         self._told = MachineList(on=config.on, least=config.least, most=config.most)
         self._bounds = Bounds(
             config.least, config.most, config.slots, config.idle_s, config.slot_hours_per_day
@@ -91,72 +92,86 @@ class MachineKeeper:
             _log.warning("machines_not_seen", error=error.message, hint=error.hint)
 
     async def _look(self, demanding: Demanding) -> None:
-        seen = await self._source.look()
-        now = time.time()
-        used = await self._spending.note(seen, now)
-        machines = await self._without_doubles(seen)
+        told = await self._source.look()
+        used_s = await self._spending.note(told, time.time())
+        single = await self._without_doubles(told)
         nodes = {node.node: node for node in self._pool.nodes()}
-        states = {one.name: _state(one, nodes) for one in machines}
-        self._note_fates(machines, states)
+        seen = {one.name: SeenMachine(one, _state(one, nodes)) for one in single}
+        self._note_fates(seen.values())
         demand = demanding.demand()
-        self._note_idle(states, demand.busy)
+        self._note_idle(seen, demand.busy)
+        decision = self._decide(seen, demand, used_s * self._config.slots / 3600)
+        await self._do(decision, seen, nodes)
+
+    def _decide(
+        self, seen: Mapping[str, "SeenMachine"], demand: Demand, slot_hours: float
+    ) -> Decision:
+        states: dict[str, MachineState] = {name: one.state for name, one in seen.items()}
         here = sum(state == "here" for state in states.values())
         needed = machines_needed(demand, self._config.slots, self._config.most - here)
-        slot_hours = used * self._config.slots / 3600
-        decision = decide(self._bounds, states, needed, self._idle_s(), slot_hours)
-        self._tell(machines, states, slot_hours, decision)
-        await self._do(decision, machines, states, demand.busy, nodes)
+        idle_s = {name: time.monotonic() - since for name, since in self._idle_since.items()}
+        decision = decide(self._bounds, states, needed, idle_s, slot_hours)
+        self._told = MachineList(
+            on=self._config.on,
+            least=self._config.least,
+            most=self._config.most,
+            slots=self._config.slots,
+            slot_hours=slot_hours,
+            slot_hours_per_day=self._config.slot_hours_per_day,
+            machines=[_shown(one) for one in seen.values()],
+            trouble=self._trouble(decision),
+        )
+        return decision
 
-    async def _without_doubles(self, seen: Sequence[Machine]) -> list[Machine]:
+    def _trouble(self, decision: Decision) -> str:
+        """Say why machines do not come that are needed."""
+        matters = decision.ask or not self._patience.is_over()
+        return (self._patience.trouble if matters else "") or decision.why
+
+    async def _without_doubles(self, told: Sequence[Machine]) -> list[Machine]:
         """Give back what was asked for twice; the one that is further, or older, stays."""
         first: dict[str, Machine] = {}
-        for machine in sorted(seen, key=lambda one: one.state == "asked"):
+        for machine in sorted(told, key=lambda one: one.state == "asked"):
             if machine.name in first:
                 await self._source.give_back(machine, drain=False)
             first.setdefault(machine.name, machine)
         return sorted(first.values(), key=lambda one: self._names.number(one.name))
 
-    def _note_fates(self, machines: Sequence[Machine], states: dict[str, MachineState]) -> None:
+    def _note_fates(self, seen: Iterable["SeenMachine"]) -> None:
         """Notice machines that joined, and those that ended before they did."""
-        now = {one.id: one for one in machines}
-        for machine in machines:
-            if states[machine.name] == "here" and machine.id not in self._joined:
-                self._joined.add(machine.id)
-                self._patience.succeeded()
-        for number, machine in self._asked.items():
-            if number not in now and number not in self._joined | self._given:
+        now = {one.machine.id: one for one in seen}
+        here = {number for number, one in now.items() if one.state == "here"}
+        if here - self._joined:
+            self._patience.succeeded()
+        self._joined |= here
+        for number, machine in self._known.items():
+            if number not in now.keys() | self._joined | self._given:
                 self._patience.failed(
-                    f"{machine.name} ({machine.id}) ended before its node had joined: see what it "
-                    f"wrote, {self._config.logs or '~'}/{machine.name}-{machine.id}.log"
+                    f"{machine.name} ({number}) ended before its node had joined: see what it "
+                    f"wrote, {self._config.logs or '.'}/{machine.name}-{number}.log"
                 )
-        self._asked = now
+        self._known = {number: one.machine for number, one in now.items()}
         self._joined &= now.keys()
         self._given &= now.keys()
 
-    def _note_idle(self, states: dict[str, MachineState], busy: frozenset[str]) -> None:
-        idle = {name for name, state in states.items() if state == "here" and name not in busy}
-        self._idle_since = {name: self._idle_since.get(name, time.monotonic()) for name in idle}
-
-    def _idle_s(self) -> dict[str, float]:
-        return {name: time.monotonic() - since for name, since in self._idle_since.items()}
+    def _note_idle(self, seen: Mapping[str, "SeenMachine"], busy: frozenset[str]) -> None:
+        now = time.monotonic()
+        idle = {name for name, one in seen.items() if one.state == "here" and name not in busy}
+        self._idle_since = {name: self._idle_since.get(name, now) for name in idle}
 
     async def _do(
         self,
         decision: Decision,
-        machines: Sequence[Machine],
-        states: dict[str, MachineState],
-        busy: frozenset[str],
-        nodes: dict[str, NodeStatus],
+        seen: Mapping[str, "SeenMachine"],
+        nodes: Mapping[str, NodeStatus],
     ) -> None:
-        overdue = {one.name for one in machines if self._is_overdue(one, states[one.name])}
-        leaving = {*decision.give_back, *overdue}
+        leaving = {*decision.give_back, *(name for name, one in seen.items() if self._is_late(one))}
         ready = {name for name in leaving if name in self._pool.closed or name not in nodes}
-        self._pool.closed = {name for name in leaving if name in nodes}
-        for machine in machines:
-            if machine.name in ready and states[machine.name] != "draining":
-                await self._give_back(machine, drain=machine.name in busy)
+        self._pool.closed = leaving & nodes.keys()
+        for name in ready:
+            await self._give_back(seen[name].machine, drain=name in nodes)
         if decision.ask and self._patience.is_over():
-            await self._ask(self._names.free([*states, *nodes], decision.ask))
+            await self._ask(self._names.free([*seen, *nodes], decision.ask))
 
     async def _ask(self, names: Sequence[str]) -> None:
         """Ask for machines; what the cluster refuses is told, and waited out."""
@@ -176,42 +191,28 @@ class MachineKeeper:
         self._given.add(machine.id)
         _log.info("machine_given_back", machine=machine.name, id=machine.id)
 
-    def _is_overdue(self, machine: Machine, state: MachineState) -> bool:
-        """Whether a machine runs without a node that has joined."""
-        since = machine.started
-        late = since is not None and time.time() - since > self._config.join_s
-        if state == "coming" and late and machine.id not in self._given:
+    def _is_late(self, one: "SeenMachine") -> bool:
+        """Whether a machine runs and its node should have joined by now."""
+        since = one.machine.started
+        if one.state != "coming" or since is None or time.time() - since < self._config.join_s:
+            return False
+        if one.machine.id not in self._given:
             self._patience.failed(
-                f"the node of {machine.name} ({machine.id}) has not joined within "
+                f"the node of {one.machine.name} ({one.machine.id}) has not joined within "
                 f"{self._config.join_s:g} s: can it reach the broker at its URL?"
             )
-        return state == "coming" and late
-
-    def _tell(
-        self,
-        machines: Sequence[Machine],
-        states: dict[str, MachineState],
-        slot_hours: float,
-        decision: Decision,
-    ) -> None:
-        self._told = MachineList(
-            on=self._config.on,
-            least=self._config.least,
-            most=self._config.most,
-            slots=self._config.slots,
-            slot_hours=slot_hours,
-            slot_hours_per_day=self._config.slot_hours_per_day,
-            machines=[_shown(one, states[one.name]) for one in machines],
-            trouble=self._trouble(decision),
-        )
-
-    def _trouble(self, decision: Decision) -> str:
-        """Say why machines do not come that are needed."""
-        matters = decision.ask or not self._patience.is_over()
-        return (self._patience.trouble if matters else "") or decision.why
+        return True
 
 
-def _state(machine: Machine, nodes: dict[str, NodeStatus]) -> MachineState:
+@dataclass(frozen=True)
+class SeenMachine:
+    """A machine, and what the pool makes of it."""
+
+    machine: Machine
+    state: MachineState
+
+
+def _state(machine: Machine, nodes: Mapping[str, NodeStatus]) -> MachineState:
     node = nodes.get(machine.name)
     if machine.state == "asked":
         return "asked"
@@ -220,10 +221,11 @@ def _state(machine: Machine, nodes: dict[str, NodeStatus]) -> MachineState:
     return "coming" if node is None else "here"
 
 
-def _shown(machine: Machine, state: MachineState) -> MachineStatus:
+def _shown(one: SeenMachine) -> MachineStatus:
+    machine = one.machine
     return MachineStatus(
         name=machine.name,
-        state=state,
+        state=one.state,
         id=machine.id,
         started=machine.started,
         ends=machine.ends,

@@ -1,9 +1,10 @@
-"""Machines of Slurm: a job for each, whose batch script becomes the node.
+"""Machines of Slurm: a job for each, whose one step is the node.
 
 A job's name is the machine's, and `singleton` keeps two of one name from running: who asked twice,
 after a kill in between, has one machine. Slurm tells the node by SIGTERM that its time is nearly up
-or that somebody more important needs the machine; the node drains as it does on any SIGTERM.
-Whatever Slurm refuses is told in its own words.
+or that somebody more important needs the machine; the node drains as it does on any SIGTERM. It is
+a step, and not the batch script, because the grace of a preemption is told to steps alone. Whatever
+Slurm refuses is told in its own words.
 """
 
 import asyncio
@@ -13,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from ....broker.client.login import CREDENTIALS_VARIABLE, OF_PERSONS
-from ....schemas.config.machines import MachinesConfig
+from ....schemas.machines.config import MachinesConfig
 from ....schemas.wire.errors import DeadlineError, NotFoundError, PlacementError
 from .source import Machine, MachineNames
 
 _TIMEOUT_S = 30.0
 _FORMAT = "%i|%j|%T|%S|%e|%r"
+_STEP = "srun --ntasks=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}"
 _LEAVING = frozenset({"COMPLETING", "STAGE_OUT"})
 _ASKED = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"})
 _NO_REASON = frozenset({"None", "(null)"})
@@ -42,12 +44,12 @@ class SlurmSource:
 
     async def ask(self, name: str) -> None:
         """Submit the job of a machine; raises PlacementError with Slurm's reason."""
-        await _run(["sbatch", *sbatch_arguments(self._config, name)], self._script(name))
+        arguments = sbatch_arguments(self._config, name)
+        await _run(["sbatch", *arguments, f"--wrap={self._script(name)}"])
 
     async def give_back(self, machine: Machine, *, drain: bool) -> None:
-        """Cancel the job: SIGTERM, then SIGKILL after Slurm's KillWait; none where it drains."""
-        drains = drain and machine.state == "started"
-        how = ["--batch", "--signal=TERM"] if drains else []
+        """Have the node drain, or cancel the job: SIGTERM, SIGKILL after Slurm's KillWait."""
+        how = ["--signal=TERM"] if drain and machine.state == "started" else []
         await _run(["scancel", "--quiet", *how, machine.id])
 
     def _script(self, name: str) -> str:
@@ -55,7 +57,7 @@ class SlurmSource:
         words += ["--nats", self._url, "--name", name]
         slots = '--gpus "$CUDA_VISIBLE_DEVICES"' if self._config.gpus else "--slots "
         slots += "" if self._config.gpus else str(self._config.slots)
-        return f"#!/bin/sh\nexec {shlex.join(words)} {slots}\n"
+        return f"exec {_STEP} {shlex.join(words)} {slots}"
 
 
 def sbatch_arguments(config: MachinesConfig, name: str) -> list[str]:
@@ -69,7 +71,7 @@ def sbatch_arguments(config: MachinesConfig, name: str) -> list[str]:
         "--nodes=1",
         "--ntasks=1",
         size,
-        f"--signal=B:TERM@{config.drain_s}",
+        f"--signal=TERM@{config.drain_s}",
         f"--output={config.logs or '.'}/{name}-%j.log",
         *([f"--chdir={config.logs}"] if config.logs else []),
         *([f"--partition={config.partition}"] if config.partition else []),
@@ -111,12 +113,12 @@ def _environment(given: Mapping[str, str]) -> dict[str, str]:
     return {name: kept[name] for name in kept if name not in ours} | {"SLURM_TIME_FORMAT": "%s"}
 
 
-async def _run(command: Sequence[str], script: str = "") -> str:
+async def _run(command: Sequence[str]) -> str:
     """Run one of Slurm's commands; return what it wrote."""
     try:
         process = await asyncio.create_subprocess_exec(
             *command,
-            stdin=asyncio.subprocess.PIPE,
+            stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env=_environment(os.environ),
@@ -126,13 +128,13 @@ async def _run(command: Sequence[str], script: str = "") -> str:
             f"there is no {command[0]} where the scheduler runs",
             hint="run the scheduler where Slurm's commands are, on a login node for example",
         ) from error
-    return await _finished(process, command[0], script)
+    return await _finished(process, command[0])
 
 
-async def _finished(process: asyncio.subprocess.Process, name: str, script: str) -> str:
+async def _finished(process: asyncio.subprocess.Process, name: str) -> str:
     try:
         async with asyncio.timeout(_TIMEOUT_S):
-            written, complaint = await process.communicate(script.encode())
+            written, complaint = await process.communicate()
     except TimeoutError as error:
         process.kill()
         await process.wait()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ....broker.client.connection import Broker
 from ....broker.jetstream.kv import Bucket, DamagedEntry
-from ....schemas.machines import MachineSpending
+from ....schemas.machines.status import MachineSpending
 from ....schemas.wire.subjects import BUCKET_MACHINES
 from .source import Machine
 

@@ -49,6 +49,7 @@ class Nodes:
         self._sync_s = timing.sync_s
         self._asking: set[str] = set()
         self._complained: set[str] = set()
+        self._left: set[str] = set()
         self.closed: set[str] = set()
         """Nodes on which nothing new is placed: their machines are about to be given back."""
         self.shape = 0
@@ -68,6 +69,10 @@ class Nodes:
     def silent(self, names: Iterable[str | None]) -> frozenset[str]:
         """Return those of the nodes that left or were not heard of for too long."""
         return frozenset(name for name in names if name is not None and self._is_silent(name))
+
+    def has_drained(self, name: str | None) -> bool:
+        """Whether a node said that it ends before it did: what ran there was told to stop."""
+        return name in self._left
 
     def _is_silent(self, name: str) -> bool:
         """Judge one node; one never heard of gets the same time to show up."""
@@ -102,6 +107,7 @@ class Nodes:
                 self._part(name, "silent")
                 await self.records.bucket.delete(name)
             elif member.status is None and member.silent_s >= _FORGET * self._silent_s:
+                self._left.discard(name)
                 self._members.pop(name)  # machines of a cluster come under ever new names
                 self._complained.discard(name)
 
@@ -113,9 +119,13 @@ class Nodes:
             self.shape += 1
         member.silent_s = 0.0
         member.status = status
+        self._left.discard(name)
 
     def _part(self, name: str, how: str) -> None:
         _log.warning("node_lost", node=name, how=how)
+        member = self._members[name]
+        if how == "left" and member.status is not None and member.status.draining:
+            self._left.add(name)
         self.shape += 1
         self._members[name] = _Member(silent_s=self._silent_s)
 

@@ -17,7 +17,7 @@ from ....broker.client.faults import shown_url
 from ....broker.client.login import KEY_VARIABLE
 from ....broker.programs.process import die_with
 from ....broker.users.credentials import PoolSecrets
-from ....schemas.config.machines import machines_config
+from ....schemas.machines.config import machines_config
 from ....schemas.wire.errors import ConfigError, DeadlineError, error_from_reply
 from ...home import HOME_VARIABLE, Home, StackState, default_folder
 from ..output import duration, note, print_json, say

@@ -6,9 +6,9 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
+from ..config.load_config import read_yaml
+from ..config.section import Section, when
 from ..wire.errors import ConfigError
-from .load_config import read_yaml
-from .section import Section, when
 
 _KINDS = ("slurm", "ssh")
 
@@ -52,7 +52,8 @@ class MachinesConfig(Section):
     python: str = Field(default=sys.executable)
     """Python with tinkermq on the machines."""
     logs: str = ""
-    """Folder for what nodes write, as machines see it; empty: the home folder there."""
+    """Folder for what nodes write, as machines see it; empty: the one in which the scheduler
+    was started."""
 
     @classmethod
     def none(cls) -> "MachinesConfig":

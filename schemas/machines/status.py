@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from .wire.message import Message
+from ..wire.message import Message
 
 MachineState = Literal["asked", "coming", "here", "draining"]
 

@@ -1,0 +1,93 @@
+"""What is read of a configuration, what Slurm is asked, what was used of a budget."""
+
+import re
+from pathlib import Path
+
+import pytest
+from tinkermq.actors.scheduler.machines.patience import FIRST_PAUSE_S, Patience
+from tinkermq.actors.scheduler.machines.slurm import sbatch_arguments
+from tinkermq.actors.scheduler.machines.source import Machine, MachineNames
+from tinkermq.actors.scheduler.machines.spending import spent
+from tinkermq.schemas.machines.config import MachinesConfig, machines_config
+from tinkermq.schemas.wire.errors import ConfigError
+
+from tests.support.configs import REPOSITORY
+
+DAY_S = 86400.0
+
+
+def machine(number: str, started: float | None) -> Machine:
+    return Machine(f"tmq-{number}", number, "started" if started else "asked", started)
+
+
+def test_a_machine_counts_from_its_start_and_counting_again_changes_nothing() -> None:
+    running = [machine("1", 5 * DAY_S + 100), machine("2", None)]
+    once = spent(None, running, 5 * DAY_S + 160)
+    assert once.seconds == {"1": 60.0}
+    assert spent(once, running, 5 * DAY_S + 160) == once
+    assert spent(once, [], 5 * DAY_S + 900).seconds == {"1": 60.0}
+
+
+def test_each_day_has_a_budget_of_its_own() -> None:
+    before = spent(None, [machine("1", 5 * DAY_S + 100)], 6 * DAY_S - 1)
+    assert spent(before, [machine("1", 5 * DAY_S + 100)], 6 * DAY_S + 30).seconds == {"1": 30.0}
+
+
+def test_who_asks_twice_asks_for_the_same_names() -> None:
+    names = MachineNames("nats://login:4222")
+    first = names.free([], 2)
+    assert names.free([], 2) == first
+    assert names.free(first[:1], 1) == first[1:]
+    assert [names.number(name) for name in first] == [1, 2]
+    assert names.own(first[0])
+    assert not names.own("tmq-other-1")
+    assert not MachineNames("nats://elsewhere:4222").own(first[0])
+
+
+def test_refusals_are_waited_out_ever_longer_until_a_machine_comes() -> None:
+    patience = Patience()
+    assert patience.is_over()
+    patience.failed("no such partition")
+    assert not patience.is_over()
+    assert patience.trouble == "no such partition"
+    patience.succeeded()
+    assert patience.is_over()
+    assert FIRST_PAUSE_S > 0
+
+
+def test_what_the_owner_adds_comes_last() -> None:
+    config = MachinesConfig(
+        kind="slurm", partition="gpu", slots=8, gpus=True, sbatch=["--gres=gpu:h100:8"]
+    )
+    arguments = sbatch_arguments(config, "tmq-1")
+    assert arguments[-1] == "--gres=gpu:h100:8"
+    assert {"--job-name=tmq-1", "--dependency=singleton", "--partition=gpu"} <= set(arguments)
+    assert "--cpus-per-task=2" in sbatch_arguments(MachinesConfig(kind="slurm"), "tmq-1")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("gpu", "'gpu' says nowhere to get machines"),
+        ("ssh:", "ssh without hosts has no machines"),
+        ("kind: slurm\nslot_hours_per_day: 0", "slot_hours_per_day: Input should be greater"),
+        ("kind: slurm\nmost: 2\nleast: 3", "least is 3, more than most, which is 2"),
+        ("kind: slurm\nparttion: gpu", "parttion: Extra inputs are not permitted"),
+        ("kind: ssh\nhosts: [a]\npartition: gpu", "partition has no effect while kind is 'ssh'"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_by_name(tmp_path: Path, text: str, told: str) -> None:
+    if "\n" in text:
+        file = tmp_path / "machines.yaml"
+        file.write_text(text, encoding="utf-8")
+        text = str(file)
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        machines_config(text)
+
+
+def test_the_page_on_slurm_names_every_key() -> None:
+    page = (REPOSITORY / "docs" / "slurm.md").read_text(encoding="utf-8")
+    fields = MachinesConfig.model_fields.items()
+    described = {name: " ".join((field.description or "").split()) for name, field in fields}
+    assert [name for name, text in described.items() if f"| `{name}` |" not in page] == []
+    assert [name for name, text in described.items() if text not in page] == []
