@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import tinkermq.schemas
+import tinkermq.schemas.machines
 import tinkermq.schemas.tinker
 import tinkermq.schemas.wire
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
@@ -80,9 +81,10 @@ def messages_page() -> str:
 
 def message_modules() -> Iterator[tuple[str, list[type[Message]]]]:
     """Yield every module that defines messages: its first docstring line, and its messages."""
+    schemas = tinkermq.schemas
     found = [
         (info.name, f"{package.__name__}.{info.name}")
-        for package in (tinkermq.schemas, tinkermq.schemas.tinker, tinkermq.schemas.wire)
+        for package in (schemas, schemas.machines, schemas.tinker, schemas.wire)
         for info in pkgutil.iter_modules(package.__path__)
         if not info.ispkg
     ]

@@ -37,6 +37,7 @@ from .jobs.holdings import check_priority, check_room, reserved_bytes
 from .jobs.secrets import SecretStore
 from .jobs.usage import with_usage
 from .jobs.view import JobsView
+from .machines.keeper import MachineKeeper
 from .messenger import tell_learner
 from .placement.nodes import Nodes
 from .reconciler import Reconciler
@@ -63,15 +64,17 @@ class SchedulerRequests:
         pool: Nodes,
         reconciler: Reconciler,
         secrets: SecretStore,
+        keeper: MachineKeeper,
     ) -> None:
         """Answer from `view` and `pool`, change `jobs`; `reconciler` carries out.
 
-        What must not be told stays in `secrets`.
+        What must not be told stays in `secrets`; `keeper` knows of a cluster's machines.
         """
         self._broker = broker
         self._jobs = jobs
         self._view = view
         self._pool = pool
+        self._keeper = keeper
         self._reconciler = reconciler
         self._submission = Submission(broker, jobs, view, reconciler, secrets)
         self._secrets = secrets
@@ -93,6 +96,7 @@ class SchedulerRequests:
             ("pause", JobRequest, self.pause),
             ("unpause", JobRequest, self.unpause),
             ("nodes", Empty, self.nodes),
+            ("machines", Empty, self._keeper.answer),
             ("quota", Empty, self.quota),
             ("trainers", Empty, self.trainers),
             ("take_checkpoint", TakeCheckpoint, self.take_checkpoint),

@@ -102,8 +102,8 @@ async def _lead(
             settle_memory()
             telling = group.create_task(notifier.run(), name="notifications")
             numbers = group.create_task(_tell(context, reconciler, view), name="numbers")
-            await SchedulerRequests(broker, jobs, view, pool, reconciler, secrets).open(service)
-            await keeper.open(service)
+            answers = SchedulerRequests(broker, jobs, view, pool, reconciler, secrets, keeper)
+            await answers.open(service)
             growing = group.create_task(
                 keeper.run(reconciler, lambda: lease.is_fresh), name="machines"
             )

@@ -17,13 +17,11 @@ from typing import Protocol
 import structlog
 
 from ....broker.client.connection import Broker
-from ....broker.client.rpc import RequestContext, Service
 from ....schemas.machines.config import MachinesConfig
 from ....schemas.machines.status import MachineList, MachineState, MachineStatus
 from ....schemas.node import NodeStatus
 from ....schemas.wire.errors import TinkermqError
 from ....schemas.wire.message import Empty
-from ....schemas.wire.subjects import rpc
 from ..placement.nodes import Nodes
 from ..placement.placement import NodeSlots
 from .decision import Bounds, Decision, Demand, decide, machines_needed, machines_of
@@ -68,12 +66,8 @@ class MachineKeeper:
         """Return nodes for all machines that there may be, as a pool that is grown would have."""
         return machines_of(self._config.slots, self._config.most)
 
-    async def open(self, service: Service) -> None:
-        """Answer what became of asking."""
-        subject = rpc("*", "scheduler", "machines")
-        await service.endpoint("machines", subject, Empty, self._answer, fair=True)
-
-    async def _answer(self, _: Empty, context: RequestContext) -> MachineList:
+    async def answer(self, _: Empty) -> MachineList:
+        """Return what became of asking."""
         return self._told
 
     async def run(self, demanding: Demanding, may_act: Callable[[], bool]) -> None:
