@@ -10,19 +10,14 @@ from ..config.load_config import read_yaml
 from ..config.section import Section, when
 from ..wire.errors import ConfigError
 
-_KINDS = ("slurm", "ssh")
-
 
 class MachinesConfig(Section):
     """Machines that are asked of a cluster as the queue needs them."""
 
-    kind: Literal["slurm", "ssh", "none"] = "none"
-    """slurm: a Slurm job for each machine; ssh: a node on each of `hosts`; none: nodes are started
-    by hand."""
+    kind: Literal["slurm", "none"] = "none"
+    """slurm: a Slurm job for each machine; none: nodes are started by hand."""
     partition: str = Field(default="", json_schema_extra=when("kind", "slurm"))
     """Slurm's partition; empty: its default."""
-    hosts: list[str] = Field(default_factory=list[str], json_schema_extra=when("kind", "ssh"))
-    """What `ssh` calls the machines."""
     least: int = Field(default=0, ge=0, le=10_000)
     """Machines that are kept though nothing needs them."""
     most: int = Field(default=4, ge=0, le=10_000)
@@ -63,38 +58,30 @@ class MachinesConfig(Section):
     @property
     def on(self) -> str:
         """Where machines are asked for, as a person writes it; empty: nowhere."""
-        if self.kind == "none":
-            return ""
-        return f"{self.kind}:{','.join(self.hosts) if self.kind == 'ssh' else self.partition}"
+        return "" if self.kind == "none" else f"{self.kind}:{self.partition}"
 
 
 def machines_config(text: str, *, credentials: str = "") -> MachinesConfig:
-    """Return what `slurm:PARTITION`, `ssh:HOST,HOST`, `none` or the path of a YAML file stands for.
+    """Return what `slurm:PARTITION`, `none` or the path of a YAML file stands for.
 
     `credentials` of nodes are used where the file names none. Raises ConfigError.
     """
     if text == "none":
         return MachinesConfig.none()
-    kind, colon, rest = text.partition(":")
-    if colon and kind in _KINDS:
-        values = _short(kind, rest)
+    kind, colon, partition = text.partition(":")
+    values: dict[str, object]
+    if colon and kind == "slurm":
+        values = {"kind": kind, "partition": partition}
     elif Path(text).suffix in {".yaml", ".yml"}:
         values = read_yaml(text)
     else:
         raise ConfigError(
             f"{text!r} says nowhere to get machines",
-            hint="give slurm:PARTITION, ssh:HOST,HOST or a YAML file (docs/slurm.md)",
+            hint="give slurm:PARTITION or a YAML file (docs/slurm.md)",
         )
     if credentials:
         values = {"credentials": credentials, **values}
     return _checked(values, text)
-
-
-def _short(kind: str, rest: str) -> dict[str, object]:
-    if kind == "slurm":
-        return {"kind": kind, "partition": rest}
-    hosts = [host for host in rest.split(",") if host]
-    return {"kind": kind, "hosts": hosts, "most": max(len(hosts), 1)}
 
 
 def _checked(values: dict[str, object], text: str) -> MachinesConfig:
@@ -109,6 +96,4 @@ def _checked(values: dict[str, object], text: str) -> MachinesConfig:
         ) from error
     if config.least > config.most:
         raise ConfigError(f"least is {config.least}, more than most, which is {config.most}")
-    if config.kind == "ssh" and not config.hosts:
-        raise ConfigError("ssh without hosts has no machines", hint="give ssh:HOST,HOST")
     return config

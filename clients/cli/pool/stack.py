@@ -76,7 +76,7 @@ def up(
         Start no dashboard.
     on
         Start no node here: get machines as the queue needs them, and give them back, from
-        slurm:PARTITION, ssh:HOST,HOST or as a YAML file says (docs/slurm.md).
+        slurm:PARTITION or as a YAML file says (docs/slurm.md).
     foreground
         Stay until Ctrl-C instead of going into the background.
     json

@@ -69,11 +69,11 @@ def test_what_the_owner_adds_comes_last() -> None:
     ("text", "told"),
     [
         ("gpu", "'gpu' says nowhere to get machines"),
-        ("ssh:", "ssh without hosts has no machines"),
+        ("ssh:node1", "'ssh:node1' says nowhere to get machines"),
         ("kind: slurm\nslot_hours_per_day: 0", "slot_hours_per_day: Input should be greater"),
         ("kind: slurm\nmost: 2\nleast: 3", "least is 3, more than most, which is 2"),
         ("kind: slurm\nparttion: gpu", "parttion: Extra inputs are not permitted"),
-        ("kind: ssh\nhosts: [a]\npartition: gpu", "partition has no effect while kind is 'ssh'"),
+        ("kind: none\npartition: gpu", "partition has no effect while kind is 'none'"),
     ],
 )
 def test_what_cannot_be_used_is_refused_by_name(tmp_path: Path, text: str, told: str) -> None:
