@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from peft import LoraConfig
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -153,8 +154,6 @@ def _replaced(folder: Path) -> Path:
 
 
 def _peft_config(rank: int, targets: Sequence[str], base_path: str) -> dict[str, Any]:
-    from peft import LoraConfig
-
     made = LoraConfig(
         r=rank,
         lora_alpha=ALPHA,
