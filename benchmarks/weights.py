@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import uvloop
 from tinkermq.broker.client.connection import connect
+from tinkermq.broker.jetstream.digests import digest_of
 from tinkermq.broker.jetstream.streams import create_job_streams
 from tinkermq.broker.programs.server import NatsServer
 from tinkermq.broker.weights.history import joined
@@ -109,7 +110,13 @@ def run_memory(payload: bytes) -> dict[str, float]:
     target[:] = source
     copied = time.perf_counter()
     hashlib.sha256(payload).hexdigest()
-    return {"memory copy": copied - started, "SHA-256 alone": time.perf_counter() - copied}
+    stock = time.perf_counter()
+    digest_of([memoryview(payload)])
+    return {
+        "memory copy": copied - started,
+        "SHA-256 alone": stock - copied,
+        "BLAKE3 alone": time.perf_counter() - stock,
+    }
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, list[Timed]]:
@@ -157,7 +164,7 @@ def write_report(times: dict[str, list[Timed]], mb: int, report: Report) -> None
         name = f"object: {what}"
         report.at_least(f"{name} against the stock store", _peer(seconds, name) / seconds[name], 1)
         share = seconds["SHA-256 alone"] / seconds[name]
-        report.at_least(f"{name} against SHA-256 alone, its limit here", share, None)
+        report.at_least(f"{name} against SHA-256 alone", share, None)
     total = seconds["object: publish"] + seconds["object: load"]
     report.at_most("publish and load, in memory copies", total / seconds["memory copy"], None)
 

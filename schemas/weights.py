@@ -36,11 +36,11 @@ class Difference(Message):
     base: int = Field(ge=0)
     """The other version."""
     base_digest: str
-    """SHA-256 of its payload: a difference fits nothing else."""
+    """BLAKE3 of its payload: a difference fits nothing else."""
     num_bytes: int = Field(ge=0)
     """Size."""
     digest: str
-    """SHA-256 of the difference itself."""
+    """BLAKE3 of the difference itself."""
     location: str
     """Object name, or path of the file."""
 
@@ -57,7 +57,7 @@ class Manifest(Message):
     num_bytes: int = Field(ge=0)
     """Size of the payload."""
     digest: str
-    """SHA-256 of the payload, hexadecimal; of a delta, of what it makes; of `nccl`, a fingerprint
+    """BLAKE3 of the payload, hexadecimal; of a delta, of what it makes; of `nccl`, a fingerprint
     that GPUs compute."""
     transport: Literal["object", "file", "nccl"]
     """How it is fetched."""

@@ -3,7 +3,8 @@
 The stock client waits for each chunk and collects into growing bytes. Here chunks are published in
 a bounded pipeline straight from the caller's buffers, and read by direct batched gets into one
 buffer that the caller made, both in a thread with a connection of its own (`bulk.py`), with the
-digest in another thread. A put that fails in the middle starts again under new chunks, because the
+digests in other threads: the BLAKE3 that is checked here, and the SHA-256 by which the stock tools
+check. A put that fails in the middle starts again under new chunks, because the
 order of chunks in the stream is their order in the object; a read goes on where it was.
 """
 
@@ -17,6 +18,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import TypeVar
 
 from ...schemas.wire.errors import BrokerError, NotFoundError
@@ -25,6 +27,7 @@ from ..client.faults import Refused
 from ..client.headers import END_OF_BATCH, NO_RESPONDERS
 from ..client.replies import checked
 from .bulk import BulkLink, Incoming
+from .digests import digest_of, new_digest
 from .stored import get_all, get_last
 
 T = TypeVar("T")
@@ -33,6 +36,8 @@ CHUNK_BYTES = 1 << 20
 PUT_WINDOW_BYTES = 16 * 2**20
 GET_WINDOW_BYTES = 32 * 2**20
 _API_DEADLINE_S = 60.0
+_DIGEST = "blake3"
+"""Among what the entry of an object tells besides: its digest."""
 _LAG_PAUSE_S = 0.05
 
 
@@ -49,7 +54,7 @@ class ObjectInfo:
     num_bytes: int
     num_chunks: int
     digest: str
-    """SHA-256, hexadecimal."""
+    """BLAKE3, hexadecimal."""
 
 
 class ObjectStore:
@@ -67,7 +72,9 @@ class ObjectStore:
 
         Raises BrokerError when the bucket is full, DeadlineError, NotFoundError.
         """
-        digesting = asyncio.get_running_loop().run_in_executor(None, _digest, views)
+        in_thread = partial(asyncio.get_running_loop().run_in_executor, None)
+        digesting = in_thread(digest_of, views)
+        stock_digesting = in_thread(_stock_digest, views)
         attempts: list[str] = []
 
         async def attempt() -> tuple[int, int]:
@@ -84,7 +91,7 @@ class ObjectStore:
             await self._purge_chunks(attempts[-1])
             raise self._refused(name, error) from error
         info = ObjectInfo(name, attempts[-1], num_bytes, num_chunks, await digesting)
-        await self._put_info(info)
+        await self._put_info(info, await stock_digesting)
         return info
 
     async def get_into(self, info: ObjectInfo, buffer: memoryview, *, deadline_s: float) -> None:
@@ -153,8 +160,8 @@ class ObjectStore:
         finally:
             link.close()
 
-    async def _put_info(self, info: ObjectInfo) -> None:
-        digest = base64.urlsafe_b64encode(bytes.fromhex(info.digest)).decode()
+    async def _put_info(self, info: ObjectInfo, stock_digest: bytes) -> None:
+        stock = base64.urlsafe_b64encode(stock_digest).decode()
         meta = {
             "name": info.name,
             "bucket": self._bucket,
@@ -162,7 +169,8 @@ class ObjectStore:
             "size": info.num_bytes,
             "chunks": info.num_chunks,
             "mtime": datetime.now(UTC).isoformat(),
-            "digest": f"SHA-256={digest}",
+            "digest": f"SHA-256={stock}",
+            "metadata": {_DIGEST: info.digest},
             "options": {"max_chunk_size": self._chunk_bytes},
         }
         old = await self.info(info.name)
@@ -219,7 +227,7 @@ class _Reading:
         self._buffer = buffer
         self._next_seq = 1
         self._num_bytes = 0
-        self._digest = hashlib.sha256()
+        self._digest = new_digest()
         self._digester = ThreadPoolExecutor(1, thread_name_prefix="digest")
 
     def run(self, link: BulkLink) -> None:
@@ -231,7 +239,7 @@ class _Reading:
             self._check_end(message)
 
     def digest(self) -> str:
-        """Wait for the digester and return the SHA-256 of all that came."""
+        """Wait for the digester and return the digest of all that came."""
         self._digester.shutdown(wait=True)
         return self._digest.hexdigest()
 
@@ -319,11 +327,11 @@ def _joined(parts: list[memoryview]) -> memoryview:
     return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
 
 
-def _digest(views: Sequence[memoryview]) -> str:
+def _stock_digest(views: Sequence[memoryview]) -> bytes:
     digest = hashlib.sha256()
     for view in views:
         digest.update(view)
-    return digest.hexdigest()
+    return digest.digest()
 
 
 def _read_info(payload: bytes) -> ObjectInfo | None:
@@ -332,7 +340,7 @@ def _read_info(payload: bytes) -> ObjectInfo | None:
         meta = json.loads(payload)
         if meta.get("deleted"):
             return None
-        digest = base64.urlsafe_b64decode(meta["digest"].split("=", 1)[1]).hex()
+        digest = str(meta["metadata"][_DIGEST])
         return ObjectInfo(meta["name"], meta["nuid"], meta["size"], meta["chunks"], digest)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BrokerError(

@@ -6,7 +6,6 @@ place, so a reader that has it mapped reads on undisturbed even after it was rem
 """
 
 import contextlib
-import hashlib
 import json
 import mmap
 import struct
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from ...schemas.weights import TensorEntry
 from ...schemas.wire.errors import NotFoundError, StorageError
+from ..jetstream.digests import digest_of, new_digest
 
 _NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _LENGTH = struct.Struct("<Q")
@@ -24,12 +24,12 @@ _WRITE_BYTES = 64 * 2**20
 
 
 def write_file(path: Path, entries: list[TensorEntry], views: Sequence[memoryview]) -> str:
-    """Write the file, then give it its name; return the payload's SHA-256. Runs in a thread.
+    """Write the file, then give it its name; return the payload's BLAKE3. Runs in a thread.
 
     Raises StorageError.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    digest = hashlib.sha256()
+    digest = new_digest()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb", buffering=0) as file:
@@ -49,7 +49,7 @@ def write_file(path: Path, entries: list[TensorEntry], views: Sequence[memoryvie
 
 
 def read_file(path: Path, num_bytes: int) -> tuple[str, memoryview]:
-    """Map the file; return the payload's SHA-256 and the payload, privately writable.
+    """Map the file; return the payload's BLAKE3 and the payload, privately writable.
 
     Runs in a thread. Raises NotFoundError when it was removed, StorageError.
     """
@@ -67,7 +67,7 @@ def read_file(path: Path, num_bytes: int) -> tuple[str, memoryview]:
     with contextlib.suppress(AttributeError, OSError):  # only a hint to the kernel
         mapped.madvise(mmap.MADV_WILLNEED)
     payload = memoryview(mapped)[len(mapped) - min(num_bytes, len(mapped)) :]
-    return hashlib.sha256(payload).hexdigest(), payload
+    return digest_of([payload]), payload
 
 
 def remove_file(path: Path) -> None:

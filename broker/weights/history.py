@@ -4,7 +4,6 @@ Both keep the newest version and its anchor, the whole version of which it was m
 another. Bytes only: nothing here sends or stores.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ import numpy as np
 
 from ...schemas.weights import Difference, Manifest, TensorEntry
 from ...schemas.wire.errors import MessageError
+from ..jetstream.digests import digest_of
 from ..jetstream.objects import DigestMismatch
 from .differences import apply, encode
 
@@ -106,14 +106,9 @@ def make(base: Whole, difference: memoryview, manifest: Manifest) -> Whole:
         apply(difference, payload)
     except MessageError as error:
         raise DigestMismatch(error.message) from error
-    if (found := digest_of(payload)) != manifest.digest:
+    if (found := digest_of([payload])) != manifest.digest:
         raise DigestMismatch(f"a difference made {found}, told was {manifest.digest}")
     return Whole(manifest.version, manifest.tensors, manifest.digest, payload)
-
-
-def digest_of(payload: memoryview) -> str:
-    """Return the SHA-256, hexadecimal."""
-    return hashlib.sha256(payload).hexdigest()
 
 
 def joined(views: Sequence[memoryview]) -> memoryview:

@@ -101,7 +101,7 @@ class Payloads:
     async def put(
         self, label: str, views: Sequence[memoryview], entries: list[TensorEntry] | None = None
     ) -> tuple[str, str]:
-        """Store bytes under a fresh name that begins with `label`; return location and SHA-256.
+        """Store bytes under a fresh name that begins with `label`; return location and digest.
 
         As a file they are what `entries` say of them. Raises BrokerError, DeadlineError,
         StorageError (file transport).

@@ -32,9 +32,10 @@ from ...schemas.weights import (
 from ...schemas.wire.errors import BrokerError, ConfigError, NotFoundError
 from ...schemas.wire.subjects import JobScope
 from ..client.connection import Broker, Listening, Msg
+from ..jetstream.digests import digest_of
 from ..jetstream.kv import Bucket, DamagedEntry
 from ..jetstream.objects import CHUNK_BYTES, DigestMismatch
-from .history import Step, WeightHistory, Whole, digest_of, joined, make
+from .history import Step, WeightHistory, Whole, joined, make
 from .layout import TensorBytes, check_layout, layout
 from .payloads import Holder, Payload, Payloads, Receiver, Transport
 
@@ -125,7 +126,7 @@ class WeightStore:
             manifest = await self._put_whole(version, "full", entries, [payload], stored)
             self._history.restart(Whole(version, entries, manifest.digest, payload))
             return manifest
-        digest = await asyncio.to_thread(digest_of, payload)
+        digest = await asyncio.to_thread(digest_of, [payload])
         self._history.hold(Whole(version, entries, digest, payload), made[-1][0])
         return self._manifest(version, "delta", entries, digest, differences=stored)
 
