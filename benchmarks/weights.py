@@ -3,10 +3,10 @@
     python -m benchmarks.weights [--mb 500] [--chunk-mb 1] [--rounds 3]
 
 One process publishes and loads as learner and generator do, over two connections to a real
-nats-server with file storage. Peers in the same run: one copy within memory, BLAKE3 alone (the digest
-that every transfer is checked by), SHA-256 alone (by which the stock tools check; on processors
-without instructions for it it limits publishing), and put and get of nats-py's ObjectStore. The last column is the longest time for which the event
-loop stood still meanwhile.
+nats-server with file storage. Peers in the same run: one copy within memory, BLAKE3 alone (the
+digest that every transfer is checked by), SHA-256 alone (by which the stock tools check; on
+processors without instructions for it it limits publishing), and put and get of nats-py's
+ObjectStore. The last column is the longest time for which the event loop stood still meanwhile.
 """
 
 import argparse
