@@ -6,8 +6,7 @@ from concurrent.futures import Future
 from typing import Any, cast
 
 from ..broker.calls.learner import write_checkpoint
-from ..schemas.config.load_config import check_keys
-from ..schemas.config.merge import merged
+from ..schemas.config.load_config import check_keys, merged
 from ..schemas.job import JobRecord
 from ..schemas.secret import WANDB_KEY
 from ..schemas.wire.errors import ConfigError, DeadlineError, JobFailedError

@@ -15,8 +15,7 @@ from typing import Any
 from ..broker.client.faults import shown_url
 from ..broker.disk.room import in_thread, with_room
 from ..broker.observe.tracking import ConsoleTracker, Tracker, make_trackers
-from ..schemas.config.load_config import check_keys
-from ..schemas.config.merge import merged
+from ..schemas.config.load_config import check_keys, merged
 from ..schemas.job import FINAL_STATES, JobRecord
 from ..schemas.metric import Metric
 from ..schemas.wire.errors import ConfigError

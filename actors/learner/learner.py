@@ -147,6 +147,7 @@ class Learner:
                 background.create_task(self.evaluations.follow(), name="evaluations"),
                 background.create_task(self._reporter.watch_actors(), name="actors"),
                 background.create_task(self.publisher.serve(), name="weights"),
+                background.create_task(self._saver.upload(), name="uploads"),
             ]
             await self.control.serve()
             await self._publish()
@@ -199,7 +200,7 @@ class Learner:
                 return entries
             if decision.dropped:
                 continue
-            if self._saver.lacks_room:
+            if self._saver.missing:
                 await self._wait_for_room()
                 continue
             if (error := self._failures.idle()) is not None:
@@ -241,7 +242,7 @@ class Learner:
         self._failures.heard()
         if self._saver.is_to_be_tried_again:
             await self._save()
-        with self.context.missing("room on the disk for a checkpoint"):
+        with self.context.missing(self._saver.missing or "a checkpoint"):
             await self._look_again(self.intake.changed)
 
     def _named_wait(self, missing: int) -> AbstractContextManager[None]:

@@ -30,6 +30,7 @@ from ...schemas.wire.errors import NotFoundError, TinkermqError
 from ..models.lora import policy_tensors
 from ..models.policies import policy_folder, prefix_of
 from ..runtime import service_parser
+from ..storage.models_by_url import with_models_here
 from .start import starting_point
 from .training.checkpoint import CheckpointStore, load_state
 from .training.critic import saved_critic
@@ -64,7 +65,7 @@ async def replay(
 
     Raises NotFoundError when the log no longer holds them, or no checkpoint is there.
     """
-    config = parse_config(record.config)
+    config = await asyncio.to_thread(with_models_here, parse_config(record.config))
     scope = record.scope
     checkpoints = CheckpointStore(Path(record.run_dir), keep_last=1, keep_every=0)
     newest = checkpoints.latest()

@@ -8,6 +8,8 @@ from pathlib import Path
 from ...broker.rollouts import RolloutLog
 from ...schemas.wire.errors import StorageError
 from ..runtime import JobContext
+from ..storage.checkpoint_mirror import CheckpointMirror
+from ..storage.uploads import Uploads
 from .tasks.intake import Intake
 from .tasks.state import LearnerState
 from .training.checkpoint import CheckpointStore
@@ -16,6 +18,11 @@ _FINAL_TRIES = 12
 _LAST_ROLLOUTS_BYTES = 16 << 20
 """Of the log of a run that has ended so much stays, to be read by people."""
 _PAUSE_S = 5.0
+_UPLOAD_S = 600.0
+_UPLOAD_TRIES = 3
+"""Of one request before a failure is told; then the whole is tried again, for ever."""
+_DRAIN_S = 8.0
+"""A node gives actors that drain 20 s. What is not in the store then is trained again elsewhere."""
 
 
 class Saver:
@@ -39,6 +46,21 @@ class Saver:
         self._most_bytes = context.config.limits.rollout_bytes * 3 // 4
         self._failed: StorageError | None = None
         self._next_try = 0.0
+        self._keep_bytes = 0
+        mirror = open_mirror(context, tries=_UPLOAD_TRIES)
+        self._uploads = None if mirror is None else Uploads(context, mirror, self._trim)
+
+    async def upload(self) -> None:
+        """Bring checkpoints to the store of the job, if it has one, as long as it trains.
+
+        Raises StorageError for a local checkpoint that cannot be read.
+        """
+        if self._uploads is None:
+            return
+        local = await asyncio.to_thread(self._checkpoints.first_seqs)
+        for step in (await self._uploads.begin(local))[-1:]:
+            await self._uploads.take(step, local[step], self._checkpoints.path(step))
+        await self._uploads.run()
 
     @property
     def is_due(self) -> bool:
@@ -48,6 +70,14 @@ class Saver:
             return False  # the last one is written when the learner ends
         log_is_filling = self._intake.bytes_held > self._due_bytes and not training.keep_rollouts
         return log_is_filling or bool(training.save_freq and step % training.save_freq == 0)
+
+    @property
+    def missing(self) -> str:
+        """What checkpoints need and do not get, so that the log is not trimmed; or nothing."""
+        if self.lacks_room:
+            return "room on the disk for a checkpoint"
+        stuck = self._uploads is not None and self._uploads.trouble is not None
+        return self._uploads.missing if self._uploads is not None and stuck else ""
 
     @property
     def lacks_room(self) -> bool:
@@ -77,25 +107,35 @@ class Saver:
             return None
         self._failed = None
         await context.event("checkpoint_saved", str(folder), step=state.step)
-        self._intake.bytes_held = 0
-        if not context.config.training.keep_rollouts:
-            await self._trim(keep_bytes)
+        self._intake.bytes_held, self._keep_bytes = 0, keep_bytes
+        if self._uploads is not None:
+            await self._uploads.take(state.step, state.log_seq, folder)
+        else:
+            await self._trim()
         return str(folder)
 
-    async def _trim(self, keep_bytes: int) -> None:
-        """Trim the log behind the checkpoint before this one, which may turn out to be damaged.
+    async def _trim(self) -> None:
+        """Trim the log behind the checkpoint before the newest, which may turn out to be damaged.
 
-        Where the log has no room for that, behind this one.
+        Where the log has no room for that, behind the newest. With a store, of those in it.
         """
-        log = RolloutLog(self._context.broker, self._context.scope)
-        before = await asyncio.to_thread(self._first_needed)
+        if self._context.config.training.keep_rollouts:
+            return
+        log, keep = RolloutLog(self._context.broker, self._context.scope), self._keep_bytes
+        before, newest = await asyncio.to_thread(self._first_needed)
         if before > 1:
-            await log.trim(before, keep_bytes=keep_bytes)
-        if before < self._state.log_seq and await log.num_bytes() > self._most_bytes:
-            await log.trim(self._state.log_seq, keep_bytes=keep_bytes)
+            await log.trim(before, keep_bytes=keep)
+        if before < newest and await log.num_bytes() > self._most_bytes:
+            await log.trim(newest, keep_bytes=keep)
 
-    def _first_needed(self) -> int:
-        """Return the first entry of the log that training again may need."""
+    def _first_needed(self) -> tuple[int, int]:
+        """Return the first entry behind the newest checkpoint but one, and behind the newest."""
+        if self._uploads is None:
+            return self._first_needed_here(), self._state.log_seq
+        seqs = [1, *(seq for _, seq in sorted(self._uploads.first_seqs.items()))]
+        return seqs[-2 if self._checkpoints.keeps_one_before else -1], seqs[-1]
+
+    def _first_needed_here(self) -> int:
         if not self._checkpoints.keeps_one_before:
             return self._state.log_seq
         try:
@@ -114,6 +154,7 @@ class Saver:
         while left:
             folder = await self.save(keep_bytes=kept)
             if folder is not None:
+                await self._until_uploaded()
                 return folder
             left -= not self.lacks_room
             with self._context.missing("room on the disk for the last checkpoint"):
@@ -122,3 +163,33 @@ class Saver:
             f"the last checkpoint of step {self._state.step} could not be written",
             hint=f"free space under {self._checkpoints.folder}, then `tinkermq resume` the run",
         )
+
+    async def _until_uploaded(self) -> None:
+        """Wait for the last checkpoint to come into the store; who drains does not wait for long.
+
+        Raises StorageError.
+        """
+        if self._uploads is None:
+            return
+        ends = self._state.step == self._state.total_steps or self._context.stop_asked
+        if await self._uploads.finished(_UPLOAD_S if ends else _DRAIN_S) or not ends:
+            return
+        raise StorageError(
+            f"the last checkpoint of step {self._state.step} lies in {self._checkpoints.folder} of "
+            f"this machine only: {self._uploads.trouble or 'its upload took too long'}",
+            hint="see the store, then `tinkermq resume` the run",
+        )
+
+
+def open_mirror(context: JobContext, *, tries: int = 6) -> CheckpointMirror | None:
+    """Open the store of a job's checkpoints; None for a job without. Raises StorageError."""
+    training, url = context.config.training, context.config.storage.url
+    if url is None:
+        return None
+    return CheckpointMirror.of_run(
+        url,
+        context.scope,
+        keep_last=training.keep_last,
+        keep_every=training.keep_every,
+        tries=tries,
+    )

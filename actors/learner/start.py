@@ -20,8 +20,10 @@ from ..models.lora import refuse_other_kind
 from ..models.model_folder import load_tokenizer
 from ..models.policies import MAIN
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext
+from ..storage.checkpoint_mirror import own_folder
 from .learner import Learner
 from .reporter import Reporter, last_reported_step
+from .saving import open_mirror
 from .tasks.curriculum import Curriculum, CurriculumConfig
 from .tasks.data_order import DataOrder, TaskOrder, total_steps
 from .tasks.failures import deserted
@@ -57,7 +59,9 @@ async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
         keep_last=config.training.keep_last,
         keep_every=config.training.keep_every,
     )
+    wrong = await asyncio.to_thread(_fetch_newest, context, checkpoints)
     start = await asyncio.to_thread(starting_point, checkpoints, context.record.fork_dir)
+    start.damaged.extend(wrong)
     folder, state = start.folder, start.state
     await _tell_damaged(context, start)
     if folder is not None:
@@ -83,6 +87,20 @@ async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
         await _make_reporter(context, state),
         vocab_size=vocab_size(models[MAIN]),
     )
+
+
+def _fetch_newest(context: JobContext, checkpoints: CheckpointStore) -> list[TinkermqError]:
+    """Bring the newest checkpoint of the job's store here; return what is damaged, here and there.
+
+    Raises StorageError for a store that cannot be written.
+    """
+    mirror = open_mirror(context)
+    if mirror is None:
+        return []
+    mirror.check()
+    own_folder(context.run_dir, context.scope.job)
+    _, damaged = checkpoints.latest_whole()
+    return [*damaged, *mirror.fetch_newest(checkpoints.folder)]
 
 
 def task_order(config: JobConfig, num_rows: int | None, state: LearnerState) -> TaskOrder:
@@ -153,7 +171,8 @@ async def _tell_damaged(context: JobContext, start: StartingPoint) -> None:
     raise StorageError(
         f"the newest checkpoint that this node sees below {context.run_dir} is of step "
         f"{start.state.step}, and the rollout log was trimmed behind a later one",
-        hint="the nodes that a job runs on must see the same files under output_dir",
+        hint="the nodes that a job runs on must see the same files under output_dir, or set "
+        "storage.url",
     )
 
 

@@ -26,7 +26,7 @@ def write_digests(folder: Path) -> None:
     """Write the table of a folder's files into it."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != TABLE]
     with ThreadPoolExecutor(_THREADS) as threads:
-        digests = list(threads.map(_digest, paths))
+        digests = list(threads.map(digest_of, paths))
     lines = [
         f"{digest}  {path.relative_to(folder).as_posix()}"
         for digest, path in zip(digests, paths, strict=True)
@@ -49,7 +49,7 @@ def check_digests(folder: Path, *, required: bool = False) -> None:
     stamp = (seen.st_mtime_ns, seen.st_ino)
     if _verified.get(folder) == stamp:
         return
-    wanted = dict(_wanted(folder, table))
+    wanted = dict(_wanted(folder))
     with ThreadPoolExecutor(_THREADS) as threads:
         found = list(threads.map(_digest_there, [folder / name for name in wanted]))
     for (name, digest), there in zip(wanted.items(), found, strict=True):
@@ -61,18 +61,26 @@ def check_digests(folder: Path, *, required: bool = False) -> None:
     _verified[folder] = stamp
 
 
-def _wanted(folder: Path, table: Path) -> Iterator[tuple[str, str]]:
-    """Yield name and digest of each file that has to be there."""
+def read_table(folder: Path) -> dict[str, str]:
+    """Return the digest of each file that the table of a folder names.
+
+    Raises StorageError for a table that is not as it was written.
+    """
     try:
-        first, _, body = table.read_bytes().decode().partition("\n")
+        first, _, body = (folder / TABLE).read_bytes().decode().partition("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise _damaged(folder, TABLE, f"cannot be read ({error})") from error
     lines = [_LINE.fullmatch(line) for line in body.splitlines()]
     if first != _self_of(body) or None in lines:
         raise _damaged(folder, TABLE, "is not as it was written")
-    for line in lines:
-        if line is not None and not _is_left_out(folder, Path(line[2])):
-            yield line[2], line[1]
+    return {line[2]: line[1] for line in lines if line is not None}
+
+
+def _wanted(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield name and digest of each file that has to be there."""
+    for name, digest in read_table(folder).items():
+        if not _is_left_out(folder, Path(name)):
+            yield name, digest
 
 
 def _self_of(body: str) -> str:
@@ -86,12 +94,13 @@ def _is_left_out(folder: Path, name: Path) -> bool:
 
 def _digest_there(path: Path) -> str | None:
     try:
-        return _digest(path)
+        return digest_of(path)
     except OSError:
         return None
 
 
-def _digest(path: Path) -> str:
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):

@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 
 from ...schemas.config.agent import IMPLIED_OF_ENV, AgentConfig
 from ...schemas.config.job import JobConfig
-from ...schemas.config.merge import merged
+from ...schemas.config.load_config import merged
 from ...schemas.job import FINAL_STATES
 from ...schemas.wire.errors import BrokerError, ConfigError, DeadlineError
 from ..address import JobAddress

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...schemas.config.job import RolloutConfig
+from ...schemas.config.load_config import merged
 from ...schemas.config.lora import ADAPTER_CONFIG
-from ...schemas.config.merge import merged
 from ...schemas.job import FINAL_STATES, LAST_STEP
 from ...schemas.tinker.names import is_path
 from ...schemas.wire.errors import ConfigError, ModelError, NotFoundError

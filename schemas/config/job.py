@@ -19,6 +19,7 @@ from .rules import broken_rules
 from .section import MAX_WAIT_S, Section, when
 from .self_play import SelfPlayConfig
 from .sft import SftConfig, settle_sft
+from .storage import StorageConfig
 from .tinker import TinkerConfig, settle_tinker
 
 MAX_STREAM_BYTES = 1 << 44
@@ -262,6 +263,7 @@ class JobConfig(Section):
     """Roles with a policy of their own, and its model; `model` plays all the others."""
     self_play: SelfPlayConfig = Field(default_factory=SelfPlayConfig)
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
+    storage: StorageConfig = Field(default_factory=StorageConfig)
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
 
     @property

@@ -233,6 +233,13 @@ class StorageError(TinkermqError):
     """Whether it is room that is missing: the same may succeed later."""
 
 
+class StoreAwayError(StorageError):
+    """A store of files that does not answer, breaks off or has no room: it may later."""
+
+    status = 503
+    may_pass = True
+
+
 def _subclasses(base: type[TinkermqError]) -> list[type[TinkermqError]]:
     found = [base]
     for child in base.__subclasses__():

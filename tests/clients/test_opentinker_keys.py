@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 from tinkermq.clients.compat.opentinker_keys import TABLE, translate
-from tinkermq.schemas.config.load_config import all_keys, parse_config
-from tinkermq.schemas.config.merge import merged
+from tinkermq.schemas.config.load_config import all_keys, merged, parse_config
 from tinkermq.schemas.wire.errors import ConfigError
 
 MATH = {

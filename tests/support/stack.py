@@ -39,12 +39,16 @@ T = TypeVar("T", bound=Message)
 class Stack:
     """A broker, a scheduler and a node of our own; leave it and all of them have ended."""
 
-    def __init__(self, folder: Path, *, slots: int = 32) -> None:
-        """Keep everything below `folder`; nothing is started yet."""
+    def __init__(self, folder: Path, *, slots: int = 32, apart: Path | None = None) -> None:
+        """Keep everything below `folder`; nothing is started yet.
+
+        Below `apart` each node sees files of its own (needs root): they share no disk.
+        """
         self.folder = folder
         self.server = NatsServer(folder / "nats")
         self.jobs: list[Job] = []
         self._slots = slots
+        self._apart = apart
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._broker: Broker | None = None
 
@@ -82,8 +86,18 @@ class Stack:
         command = [sys.executable, "-m", f"tinkermq.actors.{role}", "--nats", self.server.url]
         if role == "node":
             command += ["--name", name, "--slots", str(self._slots)]
+            command = [*self._with_own_files(name), *command]
         self._processes[name] = self._popen(command, name)
         return self._processes[name].pid
+
+    def _with_own_files(self, name: str) -> list[str]:
+        """Return what a node's command begins with, so that it has a disk of its own."""
+        if self._apart is None:
+            return []
+        own = self.folder / f"disk-{name}"
+        own.mkdir(exist_ok=True)
+        script = 'mount --bind "$0" "$1" && shift && exec "$@"'
+        return ["unshare", "--mount", "sh", "-c", script, str(own), str(self._apart)]
 
     def start_by_hand(self, role: str, job: "Job", name: str) -> subprocess.Popen[bytes]:
         """Start an actor of a job outside any node; the caller ends it."""

@@ -115,6 +115,10 @@ class CheckpointStore:
         steps = self.steps()
         return _read_state(self.path(steps[-2])) if len(steps) > 1 else None
 
+    def first_seqs(self) -> dict[int, int]:
+        """Return the first entry of the log behind each checkpoint, unchecked, by step."""
+        return {step: _read_state(self.path(step)).log_seq for step in self.steps()}
+
     @property
     def keeps_one_before(self) -> bool:
         """Whether another checkpoint is kept beside the newest."""

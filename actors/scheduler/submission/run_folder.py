@@ -1,7 +1,5 @@
 """The folder of a run, made when the run is accepted."""
 
-import errno
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +9,7 @@ from ....schemas.config.job import JobConfig
 from ....schemas.job import LAST_STEP, JobRecord
 from ....schemas.tinker.names import is_path
 from ....schemas.wire.errors import NotFoundError, StateError, StorageError
+from ...folders.linking import link_file
 from ...models.checkpoint_folders import checkpoint_folders
 
 _FORK = "fork"
@@ -76,7 +75,7 @@ def pin_checkpoint(
     shutil.rmtree(pinned, ignore_errors=True)  # of a submission that was cut off
     try:
         leave_out = shutil.ignore_patterns("learner") if weights_only else None
-        copy = shutil.copy2 if as_copy else _link
+        copy = shutil.copy2 if as_copy else link_file
         shutil.copytree(checkpoint, pinned, copy_function=copy, ignore=leave_out)
     except (shutil.Error, OSError) as error:
         shutil.rmtree(pinned, ignore_errors=True)
@@ -105,13 +104,3 @@ def pin_adapters(adapters: Mapping[str, str], run_dir: Path) -> dict[str, str]:
         )
         for name, each in adapters.items()
     }
-
-
-def _link(source: str, target: str) -> str:
-    try:
-        os.link(source, target)
-    except OSError as error:
-        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
-            raise
-        shutil.copy2(source, target)
-    return target

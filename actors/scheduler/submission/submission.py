@@ -14,8 +14,7 @@ from ....broker.client.connection import Broker
 from ....broker.jobs import JobStore, is_final
 from ....envs.registry import check_registered
 from ....schemas.config.agent import runs_programs
-from ....schemas.config.load_config import check_keys, parse_config
-from ....schemas.config.merge import merged
+from ....schemas.config.load_config import check_keys, merged, parse_config
 from ....schemas.config.reward import RewardConfig
 from ....schemas.job import ConfigureRequest, JobRecord, SubmitRequest
 from ....schemas.tinker.names import is_path
@@ -24,6 +23,7 @@ from ....schemas.wire.ids import new_id
 from ....schemas.wire.subjects import DEFAULT_USER, JobScope, token
 from ...folders.links import named_by
 from ...folders.roots import in_default_folder, output_roots, with_allowed_folders
+from ...folders.stores import operator_stores, refuse_other_stores
 from ..jobs.actors import KINDS, actors_for, slots_of
 from ..jobs.holdings import (
     check_bucket,
@@ -179,6 +179,7 @@ class Submission:
             config = with_allowed_folders(config, roots)
             if self._has_users:
                 refuse_code_of_others(config)
+                refuse_other_stores(config, record.user, operator_stores())
                 others = self._view.run_folders_of_others(record.user)
                 await asyncio.to_thread(
                     refuse_runs_of_others, config, others, named_by(own(record))

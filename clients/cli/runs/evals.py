@@ -17,8 +17,7 @@ from ....broker.jetstream.kv import Bucket
 from ....broker.presence import presences
 from ....envs.evaluation import Comparison, Scored, summarize
 from ....envs.evaluation import compare as compare_versions
-from ....schemas.config.load_config import apply_override
-from ....schemas.config.merge import merged
+from ....schemas.config.load_config import apply_override, merged
 from ....schemas.job import FINAL_STATES, LAST_STEP, JobRecord
 from ....schemas.metric import EvalRecord, Event, Metric
 from ....schemas.tinker.names import is_path

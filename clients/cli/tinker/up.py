@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ....schemas.config.load_config import apply_override
-from ....schemas.config.merge import merged
+from ....schemas.config.load_config import apply_override, merged
 from ....schemas.job import JobRecord
 from ....schemas.wire.errors import ConfigError, ModelError
 from ...home import find_openai, find_url

@@ -1,0 +1,1 @@
+"""Checkpoints and models by URL, for pools whose machines share no disk."""

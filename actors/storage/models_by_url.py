@@ -1,0 +1,63 @@
+"""Models that a job names by URL, fetched into the cache of this machine.
+
+What actors load is a folder: the configuration that they go by names the one in the cache.
+"""
+
+import hashlib
+from typing import Any
+
+from ...schemas.config.job import JobConfig
+from ...schemas.config.storage import is_url
+from ...schemas.wire.errors import ModelError
+from .cache import FolderCache
+from .url_store import UrlStore
+
+_caches: list[FolderCache] = []
+"""What this process holds stays in use as long as it lives."""
+
+
+def with_models_here(config: JobConfig) -> JobConfig:
+    """Return a configuration whose models are folders of this machine where they were URLs.
+
+    Raises StorageError, ModelError for a URL below which there is nothing.
+    """
+    changes: dict[str, Any] = {
+        "model": _with_local(config.model, "path", "tokenizer"),
+        "critic": _with_local(config.critic, "path"),
+        "policies": {role: _local(path) for role, path in config.policies.items()},
+    }
+    return config.model_copy(update=changes)
+
+
+def _with_local(section: Any, *keys: str) -> Any:
+    named = {key: value for key in keys if (value := getattr(section, key)) and is_url(value)}
+    if not named:
+        return section
+    return section.model_copy(update={key: _local(value) for key, value in named.items()})
+
+
+def _local(path: str) -> str:
+    return fetch_model(path) if is_url(path) else path
+
+
+def fetch_model(url: str) -> str:
+    """Return the folder in this machine's cache with what lies below a URL; it stays while we live.
+
+    It is named by the digest of what the store's listing says: names, sizes and tags. Raises
+    StorageError, ModelError.
+    """
+    from .trees import fetch_tree  # needs safetensors, which not all who run actors have
+
+    store = UrlStore(url)
+    files = store.objects()
+    if not files:
+        raise ModelError(
+            f"there is no model at {url}: nothing lies below it",
+            hint="see its spelling, and which bucket the pool's machines reach",
+        )
+    content = hashlib.sha256(repr([store.url, *map(tuple, files)]).encode()).hexdigest()
+    if not _caches:
+        _caches.append(FolderCache.of_machine())
+    num_bytes = sum(one.num_bytes for one in files)
+    place = _caches[0].hold(content, num_bytes, lambda target: fetch_tree(store, "", files, target))
+    return str(place)

@@ -1,0 +1,39 @@
+"""Where checkpoints and models lie that no path leads to on every machine."""
+
+import re
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from .section import Section
+
+if TYPE_CHECKING:
+    from .job import JobConfig
+
+URL_PATTERN = r"^(s3|gs|file)://[^/]*/?[^?#]*$"
+_URL = re.compile(r"(s3|gs|file)://")
+
+
+def is_url(value: str) -> bool:
+    """Whether a text names a place in a store rather than a folder or a model of the hub."""
+    return _URL.match(value) is not None
+
+
+def model_paths(job: "JobConfig") -> dict[str, str]:
+    """Return the models that a job names, by the key of each."""
+    named = {
+        "model.path": job.model.path,
+        "model.tokenizer": job.model.tokenizer,
+        "critic.path": job.critic.path,
+        **{f"policies.{role}": path for role, path in job.policies.items()},
+    }
+    return {key: path for key, path in named.items() if path is not None}
+
+
+class StorageConfig(Section):
+    """A store that all machines of the pool reach, in the place of a disk that they share."""
+
+    url: str | None = Field(default=None, pattern=URL_PATTERN)
+    """Checkpoints are kept below this URL, too (`s3://bucket/prefix`, `gs://`, `file:///folder`):
+    a learner on a machine that has none of the run's files goes on from there. Machines need the
+    `storage` extra, and the store's credentials in their environment."""

@@ -1,0 +1,120 @@
+"""Jobs of machines that share no disk: checkpoints and the model are in a store."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tinkermq.actors.storage.checkpoint_mirror import CheckpointMirror
+from tinkermq.actors.storage.url_store import UrlStore
+
+from tests.support.configs import small_job
+from tests.support.jobs import Job
+from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
+from tests.support.s3 import S3, environment, s3_server
+from tests.support.stack import Stack
+
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.long,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(
+        os.geteuid() != 0 or shutil.which("unshare") is None, reason="machines apart need root"
+    ),
+]
+
+SLOW = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.2}, "num_val": 0}
+
+
+@pytest.fixture
+def s3(tmp_path: Path) -> Iterator[S3]:
+    with s3_server(tmp_path) as server:
+        cache = {"TINKERMQ_CACHE": str(tmp_path / "machine" / "cache")}
+        with environment({**server.environment, **cache}):
+            (tmp_path / "machine").mkdir()
+            yield server
+
+
+def put_model(s3: S3, model: Path) -> None:
+    store = UrlStore(s3.url("models/tiny"))
+    for file in model.iterdir():
+        store.put(file.name, file)
+
+
+def names_below(folder: Path, pattern: str) -> list[str]:
+    return sorted(path.name for path in folder.glob(pattern))
+
+
+async def submit(stack: Stack, s3: S3, model: Path, **training: Any) -> Job:
+    put_model(s3, model)
+    config = small_job(
+        model,
+        env=SLOW,
+        training=training,
+        storage={"url": s3.url("lab")},
+    )
+    config["model"] = {"path": s3.url("models/tiny")}
+    return await stack.submit({**config, "output_dir": str(stack.folder / "machine")})
+
+
+async def test_a_job_whose_node_vanished_goes_on_where_no_path_is_in_common(
+    tmp_path: Path, model: Path, s3: S3
+) -> None:
+    async with Stack(tmp_path, apart=tmp_path / "machine") as stack:
+        job = await submit(stack, s3, model, num_steps=18)
+        await job.until_event("checkpoint_uploaded", count=2)
+        stack.kill("node")
+        stack.start("node", "other")
+        again = await job.until_event("training_started", count=2)
+        assert int(again.data["step"]) >= 6
+        await job.until("COMPLETED", deadline_s=200)
+        run = job.run_dir
+        inside = run.relative_to(tmp_path / "machine")
+        there = {
+            name: names_below(tmp_path / f"disk-{name}" / inside / "checkpoints", "step_*")
+            for name in ("node", "other")
+        }
+        assert there["other"] == ["step_000015", "step_000018"]
+        assert "step_000018" not in there["node"]
+        assert names_below(run, "checkpoints") == []
+        mirror = CheckpointMirror.of_run(s3.url("lab"), job.scope, keep_last=2, keep_every=0)
+        assert [one.step for one in mirror.whole()] == [15, 18]
+        assert mirror.fetch_newest(run / "checkpoints") == []
+        await assert_every_task_once(job)
+        await assert_replay_is_identical(job)
+        for name in there:
+            assert len(names_below(tmp_path / f"disk-{name}" / "cache", "*.held")) == 1
+
+
+async def test_while_the_store_refuses_the_log_is_kept_and_then_all_comes_there(
+    tmp_path: Path, model: Path, s3: S3
+) -> None:
+    async with Stack(tmp_path, apart=tmp_path / "machine") as stack:
+        s3.faults.set("507", method="PUT", only="step_")
+        job = await submit(stack, s3, model, num_steps=30, keep_rollouts=False, keep_last=1)
+        failed = await job.until_event("checkpoint_upload_failed")
+        assert "could not write step_000003" in failed.message
+        await job.until_step(9)
+        assert await job.rollout_log.first_seq() == 1
+        s3.faults.set("", 0)
+        await job.until_event("checkpoint_uploaded")
+
+        async def trimmed() -> bool:
+            return await job.rollout_log.first_seq() > 1
+
+        await job.eventually(trimmed, "the log to be trimmed")
+        ended = await job.until("COMPLETED", deadline_s=200)
+        assert (ended.attempt, ended.losses) == (1, 0)
+
+
+async def test_a_store_that_refuses_the_key_fails_the_job_before_it_trains(
+    tmp_path: Path, model: Path, s3: S3
+) -> None:
+    async with Stack(tmp_path, apart=tmp_path / "machine") as stack:
+        s3.faults.set("403", method="PUT", only=".job")
+        job = await submit(stack, s3, model)
+        ended = await job.until("FAILED")
+        assert "refuses to write .job" in ended.reason
+        assert "AWS_ACCESS_KEY_ID" in ended.reason
