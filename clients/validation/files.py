@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ...schemas.config.lora import ADAPTER_CONFIG
+from ...schemas.config.storage import is_url
 from ...schemas.wire.errors import ConfigError, DataError, ModelError
 from .paths import is_local_pool
 
@@ -58,6 +59,8 @@ def look_at_model(path: str, *, here: bool, has_tokenizer: bool = False) -> str:
     if not folder.exists():
         if not here:
             return f"{path} is not a folder here: the pool's own, or the hub's; not checked"
+        if is_url(path):
+            return f"{path} will be fetched from the store; not checked"
         if path.count("/") == 1 and not path.startswith((".", "/", "~")):
             return f"{path} is not a folder here: it will be fetched from the hub"
         raise ModelError(
