@@ -10,7 +10,7 @@ from .section import Section
 if TYPE_CHECKING:
     from .job import JobConfig
 
-URL_PATTERN = r"^(s3|gs|file)://[^/\s]*/?[^?#\s]*$"
+URL_PATTERN = r"^(s3|gs|file)://[A-Za-z0-9._/=+@-]+$"
 _URL = re.compile(r"(s3|gs|file)://")
 
 
