@@ -160,6 +160,12 @@ class NotFoundError(TinkermqError, ValueError):
     status = 404
 
 
+class CheckpointGoneError(NotFoundError):
+    """A checkpoint that was there: it was deleted, or its time is over."""
+
+    code = "checkpoint_gone"
+
+
 class NobodyAnswersError(NotFoundError):
     """Nobody listens on the subject of a request: who is asked there has ended, or starts again."""
 

@@ -172,20 +172,7 @@ class KeptByTrainers:
     async def _first(
         self, visitor: Visitor, method: str, asked: Message, reply: type[R]
     ) -> tuple[str, R]:
-        """Return the answer of the trainer that has what is asked for.
-
-        Raises the most telling NotFoundError where none has it.
-        """
-        missed: NotFoundError | None = None
-        away: NobodyAnswersError | None = None
-        for job in await self._jobs(visitor):
-            try:
-                return job, await self._ask(visitor, job, method, asked, reply)
-            except NobodyAnswersError as error:
-                away = error
-            except NotFoundError as error:
-                missed = error
-        raise away or missed or NotFoundError("this pool has no base model to train on")
+        return await self._trainers.first(visitor.user, visitor.broker, method, asked, reply)
 
     async def _merged(
         self, visitor: Visitor, part: Part[I], offset: int, limit: int

@@ -28,7 +28,12 @@ from ....schemas.tinker.operation import (
 )
 from ....schemas.tinker.sampling import AwaitSample, SampleRequest, SamplerName, SampleTaken
 from ....schemas.tinker.sessions import AboutSessions, ModelCurves, SessionsShown
-from ....schemas.wire.errors import DeadlineError, NobodyAnswersError, NotFoundError
+from ....schemas.wire.errors import (
+    CheckpointGoneError,
+    DeadlineError,
+    NobodyAnswersError,
+    NotFoundError,
+)
 from ....schemas.wire.message import Message
 from ....schemas.wire.subjects import rpc, tinker_inbox
 
@@ -122,25 +127,36 @@ class Trainers:
         """
         if (known := self._jobs.get((user, str(name.model)))) is not None:
             return known
+        asked = AboutCheckpoint(path=str(name))
+        job, _ = await self.first(user, broker, "checkpoint", asked, ModelInfo)
+        self.remember(user, name.model, job)
+        return job
+
+    async def first(
+        self, user: str, broker: Broker, method: str, asked: Message, reply: type[R]
+    ) -> tuple[str, R]:
+        """Return the job of the trainer that has what is asked for, and its answer.
+
+        Raises what is most telling where none has it: CheckpointGoneError, NobodyAnswersError,
+        NotFoundError.
+        """
         missed: NotFoundError | None = None
         away: NobodyAnswersError | None = None
-        asked = AboutCheckpoint(path=str(name))
         for offer in await self.offers(broker):
             try:
-                await self.ask(user, broker, offer.job, "checkpoint", asked, ModelInfo)
+                return offer.job, await self.ask(user, broker, offer.job, method, asked, reply)
             except NobodyAnswersError as error:
                 away = error
+            except CheckpointGoneError:
+                raise  # only the one that has had it knows that
             except NotFoundError as error:
                 missed = error
-            else:
-                self.remember(user, name.model, offer.job)
-                return offer.job
         raise (
             away
             or missed
             or NotFoundError(
-                f"there is no checkpoint {name}: no Tinker service runs in this pool",
-                hint="start the one that has saved it: `tinkermq tinker up --model NAME=FOLDER`",
+                "no Tinker service runs in this pool",
+                hint="start the one that is meant: `tinkermq tinker up --model NAME=FOLDER`",
             )
         )
 

@@ -18,7 +18,13 @@ from typing import Any, Literal
 from ....schemas.tinker.checkpoints import Metadata, TinkerCheckpoint
 from ....schemas.tinker.names import KINDS, CheckpointName, ModelName
 from ....schemas.tinker.operation import ModelInfo
-from ....schemas.wire.errors import MessageError, ModelError, NotFoundError, StorageError
+from ....schemas.wire.errors import (
+    CheckpointGoneError,
+    MessageError,
+    ModelError,
+    NotFoundError,
+    StorageError,
+)
 
 _META = "tinker.json"
 Gone = Literal["", "deleted", "expired"]
@@ -171,12 +177,12 @@ def missing(name: CheckpointName, known: StoredCheckpoint | None = None) -> NotF
     """Return the error of a checkpoint that is not there; `known` is what its owner may know."""
     if known is not None and (known.gone == "expired" or not known.gone):
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(known.expires))
-        return NotFoundError(
+        return CheckpointGoneError(
             f"the checkpoint {name} has expired: its time was over at {when} UTC",
             hint="save it anew, with a longer ttl_seconds or without",
         )
     if known is not None:
-        return NotFoundError(f"the checkpoint {name} was deleted", hint="save it anew")
+        return CheckpointGoneError(f"the checkpoint {name} was deleted", hint="save it anew")
     return NotFoundError(
         f"there is no checkpoint {name}",
         hint="it was never saved, is gone, or belongs to somebody who has not published it",
