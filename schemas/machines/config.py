@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal, cast
 
 from pydantic import Field, ValidationError
 
@@ -10,12 +10,19 @@ from ..config.load_config import read_yaml
 from ..config.section import Section, when
 from ..wire.errors import ConfigError
 
+Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:@-]*$", max_length=255)]
+
 
 class MachinesConfig(Section):
     """Machines that are asked of a cluster as the queue needs them."""
 
-    kind: Literal["slurm", "none"] = "none"
-    """slurm: a Slurm job for each machine; none: nodes are started by hand."""
+    kind: Literal["slurm", "ssh", "none"] = "none"
+    """slurm: a Slurm job for each machine; ssh: a node on each of some hosts; none: nodes are
+    started by hand."""
+    hosts: list[Host] = Field(default_factory=list[Host], json_schema_extra=when("kind", "ssh"))
+    """Hosts as `ssh` names them, `user@host` for another user."""
+    ssh: list[str] = Field(default_factory=list[str], json_schema_extra=when("kind", "ssh"))
+    """Further arguments of ssh, such as `-i`, `/home/pool/.ssh/key`."""
     partition: str = Field(default="", json_schema_extra=when("kind", "slurm"))
     """Slurm's partition; empty: its default."""
     least: int = Field(default=0, ge=0, le=10_000)
@@ -58,6 +65,8 @@ class MachinesConfig(Section):
     @property
     def on(self) -> str:
         """Where machines are asked for, as a person writes it; empty: nowhere."""
+        if self.kind == "ssh":
+            return f"ssh: {len(self.hosts)} hosts"
         return "" if self.kind == "none" else f"{self.kind}:{self.partition}"
 
 
@@ -79,6 +88,8 @@ def machines_config(text: str, *, credentials: str = "") -> MachinesConfig:
             f"{text!r} says nowhere to get machines",
             hint="give slurm:PARTITION or a YAML file (docs/slurm.md)",
         )
+    if values.get("kind") == "ssh" and isinstance(hosts := values.get("hosts"), list):
+        values = {"most": len(cast("list[object]", hosts)), **values}
     if credentials:
         values = {"credentials": credentials, **values}
     return _checked(values, text)
@@ -96,4 +107,16 @@ def _checked(values: dict[str, object], text: str) -> MachinesConfig:
         ) from error
     if config.least > config.most:
         raise ConfigError(f"least is {config.least}, more than most, which is {config.most}")
+    if config.kind == "ssh":
+        _check_hosts(config)
     return config
+
+
+def _check_hosts(config: MachinesConfig) -> None:
+    if len(set(config.hosts)) < len(config.hosts):
+        raise ConfigError("hosts names one twice", hint="a host has one node; give it more slots")
+    if config.most > len(config.hosts):
+        raise ConfigError(
+            f"most is {config.most}, and there are {len(config.hosts)} hosts",
+            hint="leave it out, and all of them are used",
+        )

@@ -142,7 +142,7 @@ class MachineKeeper:
             if number not in now.keys() | self._joined | self._given:
                 self._patience.failed(
                     f"{machine.name} ({number}) ended before its node had joined: see what it "
-                    f"wrote, {self._config.logs or '.'}/{machine.name}-{number}.log"
+                    f"wrote, {machine.log}"
                 )
         self._known = {number: one.machine for number, one in now.items()}
         self._joined &= now.keys()

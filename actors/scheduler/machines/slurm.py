@@ -7,7 +7,6 @@ a step, and not the batch script, because the grace of a preemption is told to s
 Slurm refuses is told in its own words.
 """
 
-import asyncio
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -15,10 +14,15 @@ from typing import Literal
 
 from ....broker.client.login import CREDENTIALS_VARIABLE, OF_PERSONS
 from ....schemas.machines.config import MachinesConfig
-from ....schemas.wire.errors import DeadlineError, NotFoundError, PlacementError
+from .commands import CommandHints, run_command
 from .source import Machine, MachineNames
 
-_TIMEOUT_S = 30.0
+_HINTS = CommandHints(
+    missing="run the scheduler where Slurm's commands are, on a login node for example",
+    late="is slurmctld up? `sinfo` tells",
+    refused="the same words on Slurm's own command line mean the same; mend `sbatch:` or "
+    "`partition:` of the machines, or ask the cluster's admins",
+)
 _FORMAT = "%i|%j|%T|%S|%e|%r"
 _STEP = "srun --ntasks=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}"
 _LEAVING = frozenset({"COMPLETING", "STAGE_OUT"})
@@ -38,7 +42,8 @@ class SlurmSource:
     async def look(self) -> list[Machine]:
         """Return the pool's jobs in Slurm's queue, by name; raises PlacementError."""
         told = await _run(["squeue", "--me", "--noheader", f"--format={_FORMAT}"])
-        machines = [_machine(line) for line in told.splitlines() if line.count("|") >= 5]
+        lines = [line for line in told.splitlines() if line.count("|") >= 5]
+        machines = [_machine(line, self._config.logs) for line in lines]
         own = [one for one in machines if self._names.own(one.name)]
         return sorted(own, key=lambda one: (self._names.number(one.name), int(one.id)))
 
@@ -80,7 +85,7 @@ def sbatch_arguments(config: MachinesConfig, name: str) -> list[str]:
     ]
 
 
-def _machine(line: str) -> Machine:
+def _machine(line: str, logs: str) -> Machine:
     number, name, state, started, ends, why = line.split("|", 5)
     return Machine(
         name,
@@ -89,6 +94,7 @@ def _machine(line: str) -> Machine:
         None if state in _ASKED else _time(started),
         None if state in _ASKED else _time(ends),
         why if state in _ASKED and why not in _NO_REASON else "",
+        f"{logs or '.'}/{name}-{number}.log",
     )
 
 
@@ -114,38 +120,4 @@ def _environment(given: Mapping[str, str]) -> dict[str, str]:
 
 
 async def _run(command: Sequence[str]) -> str:
-    """Run one of Slurm's commands; return what it wrote."""
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=_environment(os.environ),
-        )
-    except FileNotFoundError as error:
-        raise NotFoundError(
-            f"there is no {command[0]} where the scheduler runs",
-            hint="run the scheduler where Slurm's commands are, on a login node for example",
-        ) from error
-    return await _finished(process, command[0])
-
-
-async def _finished(process: asyncio.subprocess.Process, name: str) -> str:
-    try:
-        async with asyncio.timeout(_TIMEOUT_S):
-            written, complaint = await process.communicate()
-    except TimeoutError as error:
-        process.kill()
-        await process.wait()
-        raise DeadlineError(
-            f"{name} did not answer within {_TIMEOUT_S:g} s", hint="is slurmctld up? `sinfo` tells"
-        ) from error
-    if process.returncode:
-        said = " ".join(complaint.decode(errors="replace").split()) or "it said nothing"
-        raise PlacementError(
-            f"{name} was refused (code {process.returncode}): {said}",
-            hint="the same words on Slurm's own command line mean the same; mend `sbatch:` or "
-            "`partition:` of the machines, or ask the cluster's admins",
-        )
-    return written.decode(errors="replace")
+    return await run_command(command, _HINTS, _environment(os.environ))

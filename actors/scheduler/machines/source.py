@@ -29,6 +29,8 @@ class Machine:
     """When its time is up; None: never, or not known."""
     why: str = ""
     """What it waits for, in the cluster's words."""
+    log: str = ""
+    """What its node writes to, on the machine."""
 
 
 class MachineSource(Protocol):

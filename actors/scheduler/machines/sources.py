@@ -7,6 +7,7 @@ from ..placement.nodes import Nodes
 from .keeper import MachineKeeper
 from .slurm import SlurmSource
 from .source import Machine, MachineSource
+from .ssh import SSHSource
 
 
 class NoSource:
@@ -32,4 +33,5 @@ def machine_keeper(broker: Broker, config: MachinesConfig, pool: Nodes) -> Machi
 
 def machine_source(config: MachinesConfig, url: str) -> MachineSource:
     """Return the seam to the cluster of a configuration; nodes reach the broker at `url`."""
-    return SlurmSource(config, url) if config.kind == "slurm" else NoSource()
+    sources = {"slurm": SlurmSource, "ssh": SSHSource}
+    return sources[config.kind](config, url) if config.kind in sources else NoSource()
