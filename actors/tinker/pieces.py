@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...schemas.tinker.operation import Company, ModelOperation, OperationResult
-from ...schemas.wire.errors import ModelError, StorageError
+from ...schemas.wire.errors import ModelError
 from .applying import Applying, as_failure
 from .doing import Doing, Piece
 from .models import TrainedModel
@@ -61,10 +61,9 @@ class Pieces:
         for one in others:
             if room <= 0:
                 break
-            try:
-                piece = self._begun(one)
-            except StorageError:  # its own turn will tell
-                continue
+            if not self._residence.fits(one.model):
+                continue  # nobody is written down for company
+            piece = self._begun(one)
             if piece is not None:
                 done.append((one, piece))
                 continue

@@ -113,6 +113,10 @@ class Residence:
         """Whether a model is in memory."""
         return model.key in self._bytes
 
+    def fits(self, model: TrainedModel) -> bool:
+        """Whether a model is in memory, or there is room for it without another's leaving."""
+        return model.key in self._bytes or not self._is_full(model)
+
     def _is_full(self, model: TrainedModel) -> bool:
         if not self._bytes:
             return False  # one is always let in
