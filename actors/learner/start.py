@@ -29,6 +29,7 @@ from .tasks.data_order import DataOrder, TaskOrder, total_steps
 from .tasks.failures import deserted
 from .tasks.state import LearnerState
 from .training.checkpoint import CheckpointStore, load_state
+from .training.parallel import once_in_torch
 from .training.policies import Policies, load_models, vocab_size
 from .training.ranks import Ranks
 
@@ -66,11 +67,12 @@ async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
     await _tell_damaged(context, start)
     if folder is not None:
         refuse_other_kind(folder, config.lora)
-    loading = asyncio.to_thread(load_models, config, folder)
+    in_torch = partial(once_in_torch, config.learner.threads)
+    loading = in_torch(partial(load_models, config, folder))
     num_rows, models = await asyncio.gather(_num_rows(context), loading)
     steps = total_steps(config.training, num_rows)
-    policies = await asyncio.to_thread(
-        Policies.open, config, models, ranks, total_steps=steps, folder=folder
+    policies = await in_torch(
+        partial(Policies.open, config, models, ranks, total_steps=steps, folder=folder)
     )
     tokenizer = load_tokenizer(
         str(folder or config.model.tokenizer or config.model.path),

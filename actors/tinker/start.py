@@ -1,12 +1,14 @@
 """Start the trainer of a Tinker service: load its base model, then serve."""
 
 import asyncio
+from functools import partial
 from typing import Any, cast
 
 from transformers import AutoConfig
 
 from ...schemas.config.job import JobConfig, ModelConfig
 from ...schemas.tinker.operation import ModelInfo
+from ..learner.training.parallel import once_in_torch
 from ..models.devices import own_device
 from ..runtime import JobContext, settle_memory
 from .applying import Applying
@@ -21,7 +23,7 @@ async def run_trainer(context: JobContext) -> None:
     await context.serve_control()
     config = context.config
     base = await asyncio.to_thread(base_info, config)
-    adapters = await asyncio.to_thread(open_trainer, config)
+    adapters = await once_in_torch(config.learner.threads, partial(open_trainer, config))
     name = base.base
     folder_of_states = context.run_dir / STATES
     states = States(folder_of_states)

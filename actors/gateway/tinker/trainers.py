@@ -156,7 +156,7 @@ class Trainers:
             or missed
             or NotFoundError(
                 "no Tinker service runs in this pool",
-                hint="start the one that is meant: `tinkermq tinker up --model NAME=FOLDER`",
+                hint="start the one that has saved it: `tinkermq tinker up --model NAME=FOLDER`",
             )
         )
 

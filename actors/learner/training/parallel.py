@@ -11,6 +11,7 @@ nothing.
 # torch leaves some of its methods untyped.
 # pyright: reportUnknownMemberType=false
 
+import asyncio
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -288,6 +289,17 @@ def torch_thread(num_threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(
         1, thread_name_prefix="torch", initializer=torch.set_num_threads, initargs=(num_threads,)
     )
+
+
+async def once_in_torch(num_threads: int, work: Callable[[], T]) -> T:
+    """Run `work` with so many CPU threads, in a thread that ends with it.
+
+    A thread that has computed keeps OpenMP's workers for as long as it lives, and where there are
+    more of them than cores, all of them sleep at each barrier, where they would else be awake: two
+    threads then compute hardly faster than one.
+    """
+    with torch_thread(num_threads) as thread:
+        return await asyncio.get_running_loop().run_in_executor(thread, work)
 
 
 def check_num_threads(num_threads: int) -> None:
