@@ -298,8 +298,11 @@ async def once_in_torch(num_threads: int, work: Callable[[], T]) -> T:
     more of them than cores, all of them sleep at each barrier, where they would else be awake: two
     threads then compute hardly faster than one.
     """
-    with torch_thread(num_threads) as thread:
+    thread = torch_thread(num_threads)
+    try:
         return await asyncio.get_running_loop().run_in_executor(thread, work)
+    finally:
+        thread.shutdown(wait=False)  # who is cancelled does not wait for a model to be loaded
 
 
 def check_num_threads(num_threads: int) -> None:
