@@ -352,6 +352,14 @@ def test_no_wait_swallows_a_cancellation() -> None:
     assert not swallowing, "use `async with asyncio.timeout(seconds):`"
 
 
+def test_no_merge_was_left_half_done() -> None:
+    marks = ["-e", "^<{7} ", "-e", "^>{7} "]
+    found = subprocess.run(
+        ["git", "grep", "-IlE", *marks], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert found.stdout == ""
+
+
 def test_code_of_a_model_is_trusted_only_by_those_who_say_so() -> None:
     """Every parameter and key `trust_remote_code` is false by default, and nobody passes True."""
     trusting: list[str] = []

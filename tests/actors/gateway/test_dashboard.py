@@ -111,7 +111,8 @@ async def test_the_pool_shows_gpus_at_work_and_lets_waiting_jobs_overtake(
     async with await Service.start(stack.broker, name="gpus", description="no slots") as service:
         await service.endpoint("sync", node_subject("gpus", "sync"), NodeSync, sync)
         await nodes.put("gpus", status)
-        held = await stack.submit(small_job(model, generator={"slots": 20}))
+        long = {"num_steps": 5000}
+        held = await stack.submit(small_job(model, training=long, generator={"slots": 20}))
         waits = await stack.submit(small_job(model, generator={"slots": 20}))
         async with watched_page(browser, gateway.url) as page:
             await page.goto("/pool")
@@ -125,6 +126,8 @@ async def test_the_pool_shows_gpus_at_work_and_lets_waiting_jobs_overtake(
             await page.wait_for_url("**/jobs/*")
         assert (await waits.read()).priority == 7
         assert (await held.read()).priority == 0
+        await waits.stop(now=True)
+        await held.stop(now=True)
     await nodes.delete("gpus")
 
 
