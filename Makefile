@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart venv programs accept-gpu test test-long test-vllm test-vllm-engine \
-  test-vllm-stack extras agents test-agents tinker test-tinker lint format check docs screenshots bench bench-quick
+  test-vllm-stack extras ray test-ray agents test-agents tinker test-tinker lint format check docs screenshots bench bench-quick
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -26,7 +26,7 @@ venv: $(VENV)/dev.stamp  ## Make .venv with everything that development needs
 test: $(VENV)/dev.stamp programs  ## Run the whole default suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
-test-long: $(VENV)/dev.stamp programs  ## Run the tests that take longer: more games and ways to learn
+test-long: $(VENV)/dev.stamp programs ray  ## Run the tests that take longer: more games and ways to learn
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m long
 
 # A machine with GPUs: install what its extras need first (docs/gpu.md). DEVICE=cpu is the small form.
@@ -83,6 +83,17 @@ $(VENV)-extras/extras.stamp: pyproject.toml
 	@$(PYTHON) -m venv $(VENV)-extras
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)-extras/bin/python -m pip -qq install -e \
 	  '.[alfworld,gymnasium,reasoning-gym,textarena,verifiers]' pytest pytest-asyncio pytest-timeout
+	@touch $@
+
+# A real Ray for the tests of pools on one; the pool speaks HTTP with it and needs nothing of it.
+ray: $(VENV)-ray/ray.stamp
+test-ray: $(VENV)/dev.stamp ray  ## Run the tests of a pool on Ray, with a cluster on this machine
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long tests/system/test_ray.py
+
+$(VENV)-ray/ray.stamp:
+	@echo "installing Ray into $(VENV)-ray: 400 MB, once"
+	@$(PYTHON) -m venv --clear $(VENV)-ray
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)-ray/bin/python -m pip -qq install 'ray[default]==2.60.0'
 	@touch $@
 
 # Agent programs as they are published, each in an environment of its own from a lock file of its

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--machines",
         default="none",
         metavar="WHERE",
-        help="get machines as the queue needs them: slurm:PARTITION, a YAML file",
+        help="get machines as the queue needs them: slurm:PARTITION, ray:ADDRESS, a YAML file",
     )
     parser.add_argument("--node-credentials", default="", metavar="FILE", help="those of machines")
     arguments = parser.parse_args(argv)

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, ValidationError
 
@@ -12,17 +12,33 @@ from ..wire.errors import ConfigError
 
 Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:@-]*$", max_length=255)]
 
+_PLACES = {"slurm": "partition", "ray": "address"}
+"""What `KIND:PLACE` says of each kind."""
+_CLUSTERS = when("kind", "slurm", "ray")
+
 
 class MachinesConfig(Section):
     """Machines that are asked of a cluster as the queue needs them."""
 
-    kind: Literal["slurm", "ssh", "none"] = "none"
-    """slurm: a Slurm job for each machine; ssh: a node on each of some hosts; none: nodes are
-    started by hand."""
+    kind: Literal["slurm", "ray", "ssh", "none"] = "none"
+    """slurm: a Slurm job for each machine; ray: a Ray job for each; ssh: a node on each of some
+    hosts; none: nodes are started by hand."""
     hosts: list[Host] = Field(default_factory=list[Host], json_schema_extra=when("kind", "ssh"))
     """Hosts as `ssh` names them, `user@host` for another user."""
     ssh: list[str] = Field(default_factory=list[str], json_schema_extra=when("kind", "ssh"))
     """Further arguments of ssh, such as `-i`, `/home/pool/.ssh/key`."""
+    address: str = Field(
+        default="",
+        pattern=r"^((https?://)?[^/?#@\s:]+(:\d+)?(/[^?#@\s]*)?)?$",
+        json_schema_extra=when("kind", "ray"),
+    )
+    """Where Ray's dashboard takes jobs, such as `http://head:8265`; empty: port 8265 of the machine
+    of the scheduler."""
+    ray: dict[str, Any] = Field(
+        default_factory=dict[str, Any], json_schema_extra=when("kind", "ray")
+    )
+    """Further fields of a job's submission, such as `entrypoint_resources`,
+    `entrypoint_label_selector` or `runtime_env`."""
     partition: str = Field(default="", json_schema_extra=when("kind", "slurm"))
     """Slurm's partition; empty: its default."""
     least: int = Field(default=0, ge=0, le=10_000)
@@ -42,7 +58,7 @@ class MachinesConfig(Section):
     """A machine that was started and whose node has not joined after so long is given back."""
     look_s: float = Field(default=5.0, gt=0)
     """Between two looks at the cluster, in seconds."""
-    drain_s: int = Field(default=120, ge=1, le=65_535, json_schema_extra=when("kind", "slurm"))
+    drain_s: int = Field(default=120, ge=1, le=65_535, json_schema_extra=_CLUSTERS)
     """So long before its end a machine is told to drain, in seconds: its jobs write a checkpoint
     and go on elsewhere."""
     sbatch: list[str] = Field(default_factory=list[str], json_schema_extra=when("kind", "slurm"))
@@ -53,7 +69,7 @@ class MachinesConfig(Section):
     """File with the credentials of nodes, as machines see it; empty: a pool without users."""
     python: str = Field(default=sys.executable)
     """Python with tinkermq on the machines."""
-    logs: str = ""
+    logs: str = Field(default="", json_schema_extra=when("kind", "slurm", "ssh"))
     """Folder for what nodes write, as machines see it; empty: the one in which the scheduler
     was started."""
 
@@ -67,26 +83,26 @@ class MachinesConfig(Section):
         """Where machines are asked for, as a person writes it; empty: nowhere."""
         if self.kind == "ssh":
             return f"ssh: {len(self.hosts)} hosts"
-        return "" if self.kind == "none" else f"{self.kind}:{self.partition}"
+        return "" if self.kind == "none" else f"{self.kind}:{self.partition or self.address}"
 
 
 def machines_config(text: str, *, credentials: str = "") -> MachinesConfig:
-    """Return what `slurm:PARTITION`, `none` or the path of a YAML file stands for.
+    """Return what `slurm:PARTITION`, `ray:ADDRESS`, `none` or the path of a YAML file stands for.
 
     `credentials` of nodes are used where the file names none. Raises ConfigError.
     """
     if text == "none":
         return MachinesConfig.none()
-    kind, colon, partition = text.partition(":")
+    kind, colon, place = text.partition(":")
     values: dict[str, object]
-    if colon and kind == "slurm":
-        values = {"kind": kind, "partition": partition}
+    if colon and kind in _PLACES:
+        values = {"kind": kind, _PLACES[kind]: place}
     elif Path(text).suffix in {".yaml", ".yml"}:
         values = read_yaml(text)
     else:
         raise ConfigError(
             f"{text!r} says nowhere to get machines",
-            hint="give slurm:PARTITION or a YAML file (docs/slurm.md)",
+            hint="give slurm:PARTITION, ray:ADDRESS or a YAML file (docs/slurm.md, docs/ray.md)",
         )
     if values.get("kind") == "ssh" and isinstance(hosts := values.get("hosts"), list):
         values = {"most": len(cast("list[object]", hosts)), **values}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from ....schemas.machines.config import machines_config
 from ....schemas.wire.errors import DeadlineError, TinkermqError
-from .source import MachineSource
+from .source import Machine, MachineSource
 from .sources import machine_source
 
 DEADLINE_S = 45.0
@@ -33,13 +33,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def give_all_back(source: MachineSource, deadline_s: float = DEADLINE_S) -> None:
-    """Give back what a pool has; raises DeadlineError that names what has not gone."""
+    """Give back what a pool has; raises DeadlineError that names what has not gone.
+
+    What never began is told and not waited for: Ray drops it when it would begin.
+    """
     machines = await source.look()
     for machine in machines:
         await source.give_back(machine, drain=True)
     try:
         async with asyncio.timeout(deadline_s):
-            while machines := await source.look():  # noqa: ASYNC110  the cluster tells nobody
+            while machines := await _begun(source):  # noqa: ASYNC110  the cluster tells nobody
                 await asyncio.sleep(_POLL_S)
     except TimeoutError as error:
         left = ", ".join(f"{one.name} ({one.id})" for one in machines)
@@ -47,6 +50,10 @@ async def give_all_back(source: MachineSource, deadline_s: float = DEADLINE_S) -
             f"machines have not gone after {deadline_s:g} s: {left}",
             hint="they drain still; the cluster ends them by their ids",
         ) from error
+
+
+async def _begun(source: MachineSource) -> list[Machine]:
+    return [one for one in await source.look() if one.state != "asked"]
 
 
 if __name__ == "__main__":

@@ -140,9 +140,10 @@ class MachineKeeper:
         self._joined |= here
         for number, machine in self._known.items():
             if number not in now.keys() | self._joined | self._given:
+                waited = f"; it waited: {machine.why}" if machine.why else ""
                 self._patience.failed(
                     f"{machine.name} ({number}) ended before its node had joined: see what it "
-                    f"wrote, {machine.log}"
+                    f"wrote, {machine.log}{waited}"
                 )
         self._known = {number: one.machine for number, one in now.items()}
         self._joined &= now.keys()

@@ -5,6 +5,7 @@ from ....schemas.machines.config import MachinesConfig
 from ....schemas.wire.errors import PlacementError
 from ..placement.nodes import Nodes
 from .keeper import MachineKeeper
+from .ray import RaySource
 from .slurm import SlurmSource
 from .source import Machine, MachineSource
 from .ssh import SSHSource
@@ -33,5 +34,5 @@ def machine_keeper(broker: Broker, config: MachinesConfig, pool: Nodes) -> Machi
 
 def machine_source(config: MachinesConfig, url: str) -> MachineSource:
     """Return the seam to the cluster of a configuration; nodes reach the broker at `url`."""
-    sources = {"slurm": SlurmSource, "ssh": SSHSource}
+    sources = {"slurm": SlurmSource, "ray": RaySource, "ssh": SSHSource}
     return sources[config.kind](config, url) if config.kind in sources else NoSource()

@@ -76,7 +76,7 @@ def up(
         Start no dashboard.
     on
         Start no node here: get machines as the queue needs them, and give them back, from
-        slurm:PARTITION or as a YAML file says (docs/slurm.md).
+        slurm:PARTITION, ray:ADDRESS, or as a YAML file says (docs/slurm.md, docs/ray.md).
     foreground
         Stay until Ctrl-C instead of going into the background.
     json
@@ -160,7 +160,7 @@ def _machines(on: str | None, slots: int | None) -> str | None:
             "--slots are those of a node here, and with --on there is none",
             hint="give the slots of a machine as `slots:` of a YAML file (docs/slurm.md)",
         )
-    return on if ":" in on else str(Path(on).resolve())
+    return on if ":" in on or on == "none" else str(Path(on).resolve())
 
 
 def _check_listening(

@@ -1,0 +1,168 @@
+"""Machines of Ray: a job for each, which holds CPUs or GPUs of a Ray node and runs our node there.
+
+Jobs are submitted over HTTP, as `ray job submit` does, so the scheduler needs no Ray and Ray no
+version of ours. A job's submission id is the machine's name, and Ray takes none twice: who asked
+twice, after a kill in between, has one machine. An ended job is forgotten when its name is asked
+for again.
+
+Ray ends a job by SIGTERM to each process below it. Actors would end at once at that and the node's
+own, so the node is nobody's child (`_SCRIPT`): the shell that Ray knows hands one signal on, and
+ends when the node has. If Ray kills the shell, as it does when a Ray node goes, the node drains.
+
+Ray tells when a job was submitted, and not when it began: a machine's time counts from when it was
+last seen to wait, which is remembered, or else from its submission.
+"""
+
+import json
+import os
+import shlex
+import time
+from collections.abc import Mapping
+from typing import Any, cast
+
+from ....broker.client.login import CREDENTIALS_VARIABLE
+from ....schemas.machines.config import MachinesConfig
+from ....schemas.wire.errors import PlacementError
+from .source import Machine, MachineNames
+from .web import WebReply, request
+
+TOKEN_VARIABLE = "RAY_AUTH_TOKEN"  # noqa: S105  a variable's name
+_UNREACHABLE = "is the Ray cluster up? `ray job list --address ADDRESS` by hand tells"
+_REFUSED = (
+    "`ray status` on the cluster tells what it has; mend `address:` or `ray:` of the machines"
+)
+_ENDED = frozenset({"STOPPED", "SUCCEEDED", "FAILED"})
+_NOT_FOUND = 404
+_SCRIPT = """\
+node=$(setsid {node} >&2 < /dev/null & echo $!)
+(setsid sh -c "while kill -0 $$; do sleep 1; done; kill -TERM $node" > /dev/null 2>&1 < /dev/null &)
+trap "kill -TERM $node" TERM
+while kill -0 $node 2> /dev/null && ! grep -qs "^State:.*zombie" /proc/$node/status; do
+  sleep 1 & wait $!
+done
+"""
+
+
+class RaySource:
+    """Asks Ray's dashboard for jobs, and looks at and stops them there."""
+
+    def __init__(self, config: MachinesConfig, url: str) -> None:
+        """Have nodes reach the broker at `url`."""
+        self._config = config
+        self._url = url
+        self._names = MachineNames(url)
+        self._waited: dict[str, float] = {}
+        """When a machine was last seen to wait, by what the cluster calls it."""
+
+    async def look(self) -> list[Machine]:
+        """Return the pool's jobs that have not ended, by name; raises PlacementError."""
+        reply = await self._ask("GET", "/api/jobs/")
+        jobs = [one for one in _jobs(reply) if self._names.own(str(one.get("submission_id")))]
+        machines = [self._machine(one) for one in jobs if one.get("status") not in _ENDED]
+        known = {one.id for one in machines}
+        self._waited = {name: when for name, when in self._waited.items() if name in known}
+        return sorted(machines, key=lambda one: self._names.number(one.name))
+
+    async def ask(self, name: str) -> None:
+        """Submit the job of a machine, harmless where it is; raises PlacementError."""
+        status = await self._status(name)
+        if status in _ENDED:
+            await self._ask("DELETE", f"/api/jobs/{name}")
+        elif status is not None:
+            return
+        node = _node(self._config, self._url, name)
+        reply = await self._ask("POST", "/api/jobs/", submission(self._config, name, node))
+        if reply.status >= 300 and await self._status(name) in {None, *_ENDED}:
+            raise _refusal(reply)
+
+    async def give_back(self, machine: Machine, *, drain: bool) -> None:
+        """Stop the job: its node drains whether asked to or not. What waits stops as it starts."""
+        reply = await self._ask("POST", f"/api/jobs/{machine.name}/stop")
+        if reply.status >= 300 and reply.status != _NOT_FOUND:
+            raise _refusal(reply)
+
+    async def _status(self, name: str) -> str | None:
+        """Return what became of a job; None: there is none."""
+        reply = await self._ask("GET", f"/api/jobs/{name}")
+        if reply.status == _NOT_FOUND:
+            return None
+        return str(_json(reply).get("status"))
+
+    def _machine(self, job: Mapping[str, Any]) -> Machine:
+        name, submitted = str(job["submission_id"]), float(job.get("start_time") or 0) / 1000
+        number, waits = f"{name}@{submitted:.0f}", job.get("status") == "PENDING"
+        if waits:
+            self._waited[number] = time.time()
+        return Machine(
+            name,
+            number,
+            "asked" if waits else "started",
+            None if waits else max(submitted, self._waited.get(number, 0.0)),
+            why=str(job.get("message") or "") if waits else "",
+            log=f"`ray job logs --address {address(self._config)} {name}`",
+        )
+
+    async def _ask(self, method: str, path: str, body: Any = None) -> WebReply:
+        token = os.environ.get(TOKEN_VARIABLE)
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        url = f"{address(self._config)}{path}"
+        return await request(method, url, body, headers, hint=_UNREACHABLE)
+
+
+def address(config: MachinesConfig) -> str:
+    """Return the URL of Ray's dashboard."""
+    told = config.address.rstrip("/") or "127.0.0.1:8265"
+    return told if "://" in told else f"http://{told}"
+
+
+def submission(config: MachinesConfig, name: str, node: str) -> dict[str, Any]:
+    """Return the job of one machine, whose command is `node`; what the owner adds wins."""
+    own = config.ray
+    told: Mapping[str, Any] = own.get("runtime_env", {})
+    variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(config.drain_s), **told.get("env_vars", {})}
+    return {
+        "entrypoint": f"exec sh -c {shlex.quote(_SCRIPT.format(node=node))}",
+        "submission_id": name,
+        "entrypoint_num_gpus" if config.gpus else "entrypoint_num_cpus": config.slots,
+        **own,
+        "runtime_env": {**told, "env_vars": variables},
+    }
+
+
+def _node(config: MachinesConfig, url: str, name: str) -> str:
+    words = [config.python, "-m", "tinkermq.actors.node", "--nats", url, "--name", name]
+    if config.credentials:
+        words = ["env", f"{CREDENTIALS_VARIABLE}={config.credentials}", *words]
+    slots = '--gpus "$CUDA_VISIBLE_DEVICES"' if config.gpus else f"--slots {config.slots}"
+    return f"{shlex.join(words)} {slots}"
+
+
+def _jobs(reply: WebReply) -> list[dict[str, Any]]:
+    told = _parsed(reply)
+    if not isinstance(told, list):
+        raise _refusal(reply)
+    return cast("list[dict[str, Any]]", told)
+
+
+def _json(reply: WebReply) -> dict[str, Any]:
+    told = _parsed(reply)
+    if not isinstance(told, dict):
+        raise _refusal(reply)
+    return cast("dict[str, Any]", told)
+
+
+def _parsed(reply: WebReply) -> object:
+    if reply.status >= 300:
+        raise _refusal(reply)
+    try:
+        return json.loads(reply.text)
+    except ValueError as error:
+        raise PlacementError(
+            f"what answered is no dashboard of Ray: {reply.text[:80]!r}", hint=_UNREACHABLE
+        ) from error
+
+
+def _refusal(reply: WebReply) -> PlacementError:
+    return PlacementError(
+        f"Ray refused (HTTP {reply.status}): {reply.last_line()[:500]}", hint=_REFUSED
+    )

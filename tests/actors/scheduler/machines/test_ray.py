@@ -1,0 +1,104 @@
+"""What Ray is asked for, what is told when nobody answers, and how a node there hears signals."""
+
+import http.server
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from tinkermq.actors.scheduler.machines.ray import RaySource, address, submission
+from tinkermq.schemas.machines.config import MachinesConfig, machines_config
+from tinkermq.schemas.wire.errors import ConfigError, PlacementError
+
+NODE = """
+import signal, sys, time
+heard = open(sys.argv[1], "a")
+def hear(*_):
+    heard.write("told ")
+    heard.flush()
+signal.signal(signal.SIGTERM, hear)
+print("up", file=heard, flush=True)
+while "told" not in open(sys.argv[1]).read():
+    time.sleep(0.05)
+time.sleep(1)
+"""
+
+
+def test_an_address_is_that_of_the_dashboard() -> None:
+    assert address(machines_config("ray:")) == "http://127.0.0.1:8265"
+    assert address(machines_config("ray:head:8265")) == "http://head:8265"
+    assert address(machines_config("ray:https://head/ray/")) == "https://head/ray"
+    assert machines_config("ray:head:8265").on == "ray:head:8265"
+    for wrong in ("ray:ftp://head", "ray:http://me:secret@head:8265"):
+        with pytest.raises(ConfigError, match="address: String should match"):
+            machines_config(wrong)
+
+
+def test_what_the_owner_adds_to_a_submission_wins() -> None:
+    own = {"entrypoint_num_cpus": 4, "runtime_env": {"env_vars": {"A": "b"}}}
+    asked = submission(MachinesConfig(kind="ray", slots=8, gpus=True, ray=own), "tmq-1", "node")
+    assert asked["submission_id"] == "tmq-1"
+    assert (asked["entrypoint_num_gpus"], asked["entrypoint_num_cpus"]) == (8, 4)
+    variables = asked["runtime_env"]["env_vars"]
+    assert variables == {"RAY_JOB_STOP_WAIT_TIME_S": "120", "A": "b"}
+
+
+async def test_a_cluster_that_is_gone_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    source = RaySource(machines_config(f"ray:127.0.0.1:{port}"), "nats://127.0.0.1:1")
+    with pytest.raises(PlacementError, match=f"{port}/api/jobs/ cannot be asked: ") as told:
+        await source.look()
+    assert "is the Ray cluster up" in told.value.hint
+
+
+class Page(http.server.BaseHTTPRequestHandler):
+    """A server that is no Ray."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<html>a page</html>")
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+async def test_what_answers_and_is_no_ray_is_told() -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        source = RaySource(machines_config(f"ray:127.0.0.1:{server.server_port}"), "nats://x:1")
+        with pytest.raises(PlacementError, match="no dashboard of Ray: '<html>a page"):
+            await source.look()
+        server.shutdown()
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["stopped", "killed"])
+def test_a_node_on_ray_hears_one_signal_however_its_job_ends(tmp_path: Path, killed: bool) -> None:
+    heard, program = tmp_path / "heard", tmp_path / "node.py"
+    program.write_text(NODE)
+    entry = submission(MachinesConfig(kind="ray"), "tmq-1", f"{sys.executable} {program} {heard}")
+    job = subprocess.Popen(str(entry["entrypoint"]), shell=True, start_new_session=True)
+    try:
+        wait_for(heard, "up")
+        below = [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]
+        for process in below:  # as Ray's supervisor does, or as its watcher does
+            os.kill(process.pid, signal.SIGKILL if killed else signal.SIGTERM)
+        job.wait(20)
+        wait_for(heard, "told")
+    finally:
+        job.kill()
+    assert heard.read_text().count("told") == 1
+
+
+def wait_for(file: Path, text: str) -> None:
+    deadline = time.monotonic() + 20
+    while not file.exists() or text not in file.read_text():
+        assert time.monotonic() < deadline, f"no {text} within 20 s"
+        time.sleep(0.05)
