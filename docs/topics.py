@@ -23,6 +23,8 @@ from tinkermq.schemas.control import (
     ControlRequest,
     PublishTasksReply,
     PublishTasksRequest,
+    RankOrder,
+    RankState,
     ReserveReply,
     ReserveRequest,
 )
@@ -375,6 +377,14 @@ TOPICS: tuple[Topic, ...] = (
         None,
         "gateway, client → all servers",
     ),
+    _job(_SCOPE.rank("<actor>", "begin"), RankOrder, RankState, "learner → one of its ranks"),
+    _job(
+        _SCOPE.rank("<actor>", "order-<process>"),
+        RankOrder,
+        RankState,
+        "learner → one of its ranks",
+    ),
+    _job(_SCOPE.rank("<actor>", "look-<process>"), Empty, RankState, "learner → one of its ranks"),
     _job(_SCOPE.control("<actor>"), ControlRequest, ControlReply, "scheduler, client → actor"),
     _job(
         _SCOPE.control("learner.reserve"), ReserveRequest, ReserveReply, "external agent → learner"

@@ -1,4 +1,4 @@
-"""Control requests to one actor of a job, on `ctl.<actor>`."""
+"""Control requests to one actor of a job, on `ctl.<actor>`, and a learner's orders to its ranks."""
 
 from typing import Any, Literal
 
@@ -81,3 +81,52 @@ class PublishTasksReply(Message):
 
     queued: int
     """How many of the client's tasks now wait for the staleness gate."""
+
+
+class RankOrder(Message):
+    """One piece of work for a rank; it does one after the other.
+
+    The first one, `begin`, goes to `rank.<actor>.begin`, the rest to `rank.<actor>.order-<process>`
+    of whoever answered that: of a rank that was replaced, and does not know it, two may listen.
+    """
+
+    learner: str
+    """Which process of the learner asks: a new one begins anew."""
+    number: int = Field(ge=0)
+    """Which of its orders this is, from 0: one that comes again was taken before."""
+    do: Literal["begin", "step", "gather", "save", "end"]
+    """Load everything and meet the others, train a batch, gather the weights, write a
+    checkpoint, do nothing more for this process."""
+    fields: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """What it needs to know for that."""
+    seqs: list[int] = Field(default_factory=list[int])
+    """Entries of the rollout log that are the batch; each rank reads them itself."""
+
+
+class RankState(Message):
+    """How a rank is: reply to each order, and on `rank.<actor>.look-<process>`."""
+
+    rank: int = Field(ge=1)
+    """Its number."""
+    process: str
+    """Which process of the rank's actor this is."""
+    learner: str = ""
+    """Which process of the learner it serves; none yet."""
+    host: str = ""
+    """Host name of its machine."""
+    works: bool = False
+    """Whether the process that computes is there."""
+    error: str = ""
+    """Why it is not."""
+    draining: bool = False
+    """Whether it was told to end: it does once the learner has."""
+
+
+def rank_of(actor: str) -> int:
+    """Return the number of the rank that an actor of this name is: 3 for `rank-3`."""
+    return int(actor.removeprefix("rank-"))
+
+
+def rank_name(rank: int) -> str:
+    """Return the name of the actor that is a rank."""
+    return f"rank-{rank}"

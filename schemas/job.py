@@ -19,7 +19,9 @@ FINAL_STATES: frozenset[str] = frozenset({"COMPLETED", "FAILED", "CANCELLED"})
 LAST_STEP = "last"
 """Stands for a step in `run@step`: that of the run's newest checkpoint."""
 Removal = Literal["no", "archive", "unarchive", "delete"]
-Role = Literal["learner", "generator", "evaluator", "environment", "server", "trainer", "sampler"]
+Role = Literal[
+    "learner", "rank", "generator", "evaluator", "environment", "server", "trainer", "sampler"
+]
 MAY_FOLLOW: dict[str, frozenset[str]] = {
     "QUEUED": frozenset({"STARTING", "CANCELLED", "FAILED"}),
     "STARTING": frozenset({"RUNNING", "QUEUED", "FAILED", "CANCELLED", "LOST"}),
@@ -60,6 +62,8 @@ class ActorPlacement(Message):
     """How often the node started it again."""
     trouble: str = ""
     """Why it was started again, while it has finished no piece of work since."""
+    spread: list[int] = Field(default_factory=list[int])
+    """Of a learner with ranks: over how many machines they may lie in equal parts, best first."""
 
 
 class JobRecord(Message):

@@ -121,6 +121,8 @@ class NodeStatus(Message):
     """Model of the GPU or CPU."""
     groups: list[list[int]] = Field(default_factory=list[list[int]])
     """Slots that are linked closely (NVLink, else a common memory domain); empty: all alike."""
+    link: str = ""
+    """Name of a fast network that it shares with the nodes that say the same."""
     gpus: list[Gpu] = Field(default_factory=list[Gpu])
     """Its GPUs; a slot's number is an index of this list."""
     actors: list[ActorStatus] = Field(default_factory=list[ActorStatus])

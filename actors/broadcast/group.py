@@ -10,23 +10,20 @@ one that is missing costs a deadline and no half-made communicator.
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false, reportPrivateImportUsage=false
 
 import os
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...schemas.wire.errors import BrokerError
+from .meeting import MEET_S, ProcessGroupFailed, Store
 
 BUCKET_BYTES = 1 << 26
-MEET_S = 20.0
-"""A member that is not there after so long is done without."""
 BUCKET_S = 60.0
 """A bucket that takes longer is lost, and the round with it."""
 FORM_S = 2 * BUCKET_S
@@ -35,54 +32,6 @@ _POLL_S = 0.001
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _ABORT_ONLY = "2"
 """A lost member ends the communicator; torch's default ends the process."""
-
-
-class ProcessGroupFailed(BrokerError):
-    """A round that came to nothing: a member was missing, died, or was too slow."""
-
-
-Store: TypeAlias = dist.TCPStore
-"""A place to meet."""
-
-
-def own_address(host: str, port: int) -> str:
-    """Return the address of this machine from which it reaches another; nothing is sent."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
-
-
-def open_store(address: str) -> Store:
-    """Serve a place to meet, on one address of this machine and a port that is free."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family)
-    listener.bind((address, 0))
-    listener.listen()
-    port = int(listener.getsockname()[1])
-    return dist.TCPStore(
-        address,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=MEET_S),
-        master_listen_fd=listener.detach(),
-    )
-
-
-def reach_store(address: str, port: int) -> Store:
-    """Connect to the learner's place to meet; ProcessGroupFailed where it cannot be reached."""
-    try:
-        socket.create_connection((address, port), MEET_S).close()
-        return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=MEET_S))
-    except (OSError, RuntimeError) as error:
-        raise ProcessGroupFailed(
-            f"the learner's weights are handed out at {address}:{port}, which cannot be reached "
-            f"from here: {error}",
-            hint="let machines of the pool connect to each other on any port, and start the "
-            "learner's node with the broker's address in that network, not 127.0.0.1; or set "
-            "weights.transport=object",
-        ) from error
 
 
 class ProcessGroup:

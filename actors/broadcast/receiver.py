@@ -21,7 +21,8 @@ from ...schemas.weights import JoinRound, Manifest, Round
 from ...schemas.wire.errors import BrokerError, DeadlineError, NotFoundError
 from ...schemas.wire.subjects import JobScope
 from .fingerprint import fingerprint
-from .group import FORM_S, MEET_S, ProcessGroup, ProcessGroupFailed, Store, own_address, reach_store
+from .group import FORM_S, ProcessGroup
+from .meeting import MEET_S, ProcessGroupFailed, Store, own_address, reach_store
 from .threads import off_loop
 
 JOIN_S = 60.0
@@ -103,7 +104,8 @@ class BroadcastReceiver:
                 )
             if place.answer == "connect":
                 self._forget()
-                reach = partial(reach_store, place.address, place.port)
+                instead = "; or set weights.transport=object"
+                reach = partial(reach_store, place.address, place.port, instead)
                 self._store = await off_loop(reach, "weights store")
             else:
                 waits_for = f"the learner to train version {manifest.version} again"

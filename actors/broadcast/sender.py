@@ -24,10 +24,11 @@ from ...broker.client.rpc import Service
 from ...broker.weights.files import read_file, remove_file, write_file
 from ...broker.weights.history import joined
 from ...schemas.weights import JoinRound, Round, TensorEntry
-from ...schemas.wire.errors import BrokerError, NotFoundError
+from ...schemas.wire.errors import NotFoundError
 from ...schemas.wire.subjects import JobScope
 from .fingerprint import fingerprint
-from .group import FORM_S, MEET_S, ProcessGroup, ProcessGroupFailed, Store, open_store, own_address
+from .group import FORM_S, ProcessGroup
+from .meeting import MEET_S, ProcessGroupFailed, Store, open_store, own_address, server_of
 from .receiver import JOIN_S
 from .threads import off_loop
 
@@ -148,7 +149,7 @@ class Sender:
         """Answer receivers from now on; `serve` sends to them. Raises DeadlineError."""
         deadline = self._broker.clock() + _CONNECTED_S
         await self._broker.wait_connected(deadline, waiting_for="the broker")
-        self._address = await asyncio.to_thread(own_address, *_server_of(self._broker))
+        self._address = await asyncio.to_thread(own_address, *server_of(self._broker))
         self._store = await asyncio.to_thread(open_store, self._address)
         await service.endpoint("weights", self._scope.weights_join, JoinRound, self._join)
 
@@ -287,11 +288,3 @@ def _copied(views: Sequence[memoryview]) -> Tensor:
 
 def _view_of(payload: Tensor) -> memoryview:
     return payload.numpy().data
-
-
-def _server_of(broker: Broker) -> tuple[str, int]:
-    """Return host and port of the server that a connection is at."""
-    url = broker.nc.connected_url
-    if url is None or url.hostname is None or url.port is None:
-        raise BrokerError("the connection to the broker is down", hint="start the learner again")
-    return url.hostname, url.port

@@ -288,9 +288,9 @@ class Learner:
         formed = time.time()
         step, oldest = self.state.step + 1, batch.oldest
         groups = [entry.group for entry in entries if entry.group is not None]
-        work = self._tracer.traced(lambda: self._policies.step(groups, step, oldest), step)
+        train = partial(self._policies.step, groups, step, oldest, batch.seqs)
         with self._time_use.doing("train"):
-            report = await self._in_torch(work)
+            report = await self._in_torch(self._tracer.traced(train, step))
         self._tracer.step_done()
         self._trained(entries, groups, oldest)
         if record:

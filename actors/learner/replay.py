@@ -31,12 +31,12 @@ from ..models.lora import policy_tensors
 from ..models.policies import policy_folder, prefix_of
 from ..runtime import service_parser
 from ..storage.models_by_url import with_models_here
+from .ranks.child_ranks import ChildRanks
 from .start import starting_point
 from .training.checkpoint import CheckpointStore, load_state
 from .training.critic import saved_critic
 from .training.parallel import check_num_threads, torch_thread
 from .training.policies import Policies, load_models
-from .training.ranks import Ranks
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ async def replay(
     total_steps = load_state(newest).total_steps
     log = RolloutLog(broker, scope)
     todo = [item for item in records if state.step < item.step <= last_step]
-    ranks = Ranks.start(config)
+    ranks = ChildRanks.start(config)
     thread = torch_thread(config.learner.threads)
 
     async def in_torch(work: Callable[..., T], *arguments: Any) -> T:

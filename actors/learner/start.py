@@ -15,13 +15,14 @@ from ...broker.rollouts import RolloutLog
 from ...envs.data.chat_data import ChatData
 from ...envs.serving.remote import Environments
 from ...schemas.config.job import JobConfig
-from ...schemas.wire.errors import StorageError, TinkermqError
+from ...schemas.wire.errors import StorageError, TinkermqError, root_cause
 from ..models.lora import refuse_other_kind
 from ..models.model_folder import load_tokenizer
 from ..models.policies import MAIN
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext
 from ..storage.checkpoint_mirror import own_folder
 from .learner import Learner
+from .ranks.placed_ranks import PlacedRanks
 from .reporter import Reporter, last_reported_step
 from .saving import open_mirror
 from .tasks.curriculum import Curriculum, CurriculumConfig
@@ -29,26 +30,33 @@ from .tasks.data_order import DataOrder, TaskOrder, total_steps
 from .tasks.failures import deserted
 from .tasks.state import LearnerState
 from .training.checkpoint import CheckpointStore, load_state
+from .training.orders import Ranks
 from .training.parallel import once_in_torch
 from .training.policies import Policies, load_models, vocab_size
-from .training.ranks import Ranks
 
 
 async def run_learner(context: JobContext) -> int:
     """Run the learner of a job to its end; return the exit code."""
     await context.serve_control()
-    ranks = Ranks.start(context.config)
+    alone = context.config.learner.ranks == 1
+    ranks = Ranks(context.config) if alone else PlacedRanks(context)
     try:
-        learner = await context.unless_stopping(make_learner(context, ranks), stopped=None)
-        if learner is None:
-            return EXIT_DONE if context.stop_asked else EXIT_DRAINED
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(ranks.watch(), name="ranks")
-            code = await learner.run()
+            code = await _run(context, ranks)
             watching.cancel()
         return code
+    except BaseExceptionGroup as errors:
+        raise root_cause(errors) from errors
     finally:
         await asyncio.to_thread(ranks.close)
+
+
+async def _run(context: JobContext, ranks: Ranks) -> int:
+    learner = await context.unless_stopping(make_learner(context, ranks), stopped=None)
+    if learner is None:
+        return EXIT_DONE if context.stop_asked else EXIT_DRAINED
+    return await learner.run()
 
 
 async def make_learner(context: JobContext, ranks: Ranks) -> Learner:

@@ -16,6 +16,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = service_parser("node")
     parser.add_argument("--name", default=default_name(), help="name (default: the host's)")
     parser.add_argument("--slots", type=int, help="CPU shares to give away instead of GPUs")
+    parser.add_argument(
+        "--link", default="", help="name of a fast network that it shares with other nodes"
+    )
     parser.add_argument("--gpus", help="GPUs to give away, such as 0,2,3 (default: all there are)")
     arguments = parser.parse_args(argv)
 
@@ -26,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_slots(arguments.slots, arguments.gpus)
             gpus = None if arguments.slots else find_gpus(arguments.gpus)
             slots = arguments.slots or default_slots()
-            node = Node(context.broker, arguments.name, slots, gpus=gpus)
+            node = Node(context.broker, arguments.name, slots, gpus=gpus, link=arguments.link)
             await node.run(context.service, context.stopping)
 
     return run_service_actor("node", arguments.name, arguments.nats, run)

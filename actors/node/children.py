@@ -28,7 +28,9 @@ from .fork_server import PACKET_BYTES, ForkRequest
 
 IDLE_S = 300.0
 _START_DEADLINE_S = 120.0
-_FORKED_ROLES = frozenset({"learner", "generator", "evaluator", "server", "trainer", "sampler"})
+_FORKED_ROLES = frozenset(
+    {"learner", "rank", "generator", "evaluator", "server", "trainer", "sampler"}
+)
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 

@@ -18,7 +18,7 @@ ENVIRONMENT = {
 """What every process of the pool gets."""
 
 
-_MODULES = {"trainer": "tinker", "sampler": "tinker.sampling"}
+_MODULES = {"rank": "learner.ranks", "trainer": "tinker", "sampler": "tinker.sampling"}
 """Roles whose module has another name."""
 
 

@@ -55,6 +55,7 @@ class Node:
         slots: int,
         *,
         gpus: Gpus | None = None,
+        link: str = "",
         start: StartChild | None = None,
         stop_deadline_s: float = STOP_DEADLINE_S,
     ) -> None:
@@ -67,6 +68,7 @@ class Node:
         self._gpus = gpus
         self._gpu_use = gpus.read() if gpus else []
         self._slots = len(gpus) if gpus else slots
+        self._link = link
         has_users = broker.user == "node"  # as a service of a pool with authentication
         self._starter = ActorStarter(enclose_games=has_users)
         self._start_child = with_secrets(broker, start or self._starter.start)
@@ -91,6 +93,7 @@ class Node:
             slot_kind="gpu" if gpus else "cpu",
             slot_model=gpus[0].model if gpus else platform.processor() or platform.machine(),
             groups=self._gpus.groups if self._gpus else [],
+            link=self._link,
             gpus=gpus,
             actors=[_reported(actor) for actor in self._actors.values()],
             draining=self._draining,

@@ -33,7 +33,7 @@ from ...schemas.wire.errors import (
 )
 from ...schemas.wire.subjects import JobScope
 from .decisions import DecisionTimes
-from .jobs.actors import at_rest, main_actor, unplaced, wanted_actor
+from .jobs.actors import at_rest, main_actor, unplaced, vital, wanted_actor
 from .jobs.move_events import MoveEvents
 from .jobs.removal import Remover
 from .jobs.states import ACTIVE, Transition, next_state, told_placements
@@ -46,7 +46,7 @@ from .notifier import Notifier
 from .placement.demand import free_slots, is_queued, request_of, unwanted, with_nodes
 from .placement.nodes import Nodes
 from .placement.placement import Assignment, NodeSlots, place, refuse_impossible
-from .placement.queue import PlacementRequest
+from .placement.queue import PlacementRequest, shape_of
 from .timing import Timing
 
 WHO = "scheduler"
@@ -104,7 +104,7 @@ class Reconciler:
         """How long it takes to decide who is placed where."""
         self._hurry = asyncio.Event()
         self._derivations: dict[str, _Derived] = {}
-        self._fitting: set[tuple[int, ...]] = set()
+        self._fitting: set[tuple[tuple[int, ...], ...]] = set()
         self._fitting_shape = -1
 
     def hurry(self) -> None:
@@ -116,7 +116,7 @@ class Reconciler:
         """Raise PlacementError if the pool could not hold the actors even when idle."""
         if self._fitting_shape != self._pool.shape:
             self._fitting, self._fitting_shape = set(), self._pool.shape
-        wanted = tuple(actor.slots for actor in actors)
+        wanted = shape_of(actors)
         if wanted not in self._fitting:
             idle = [free_slots(node, [], idle=True) for node in self._pool.nodes()]
             refuse_impossible(actors, [*idle, *self._could_come()])
@@ -346,7 +346,8 @@ class Reconciler:
         if step.state == "QUEUED":
             changes["actors"] = unplaced(record.actors)
         elif step.state == "LOST":
-            drained = self._pool.has_drained(main_actor(record.actors).node)
+            gone = self._pool.silent(actor.node for actor in vital(record.actors))
+            drained = all(map(self._pool.has_drained, gone))
             changes["losses"] = record.losses + (not drained)
         if step.state in FINAL_STATES:
             changes["actors"] = at_rest(record.actors)

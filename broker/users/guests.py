@@ -75,6 +75,7 @@ def _keys(guest: Guest, bucket: str) -> tuple[str, ...]:
         readable = {
             "environment": (BUCKET_JOBS,),
             "learner": (BUCKET_JOBS, BUCKET_ACTORS, BUCKET_EVALS),
+            "rank": (BUCKET_JOBS,),
             "generator": (BUCKET_JOBS,),
             "evaluator": (BUCKET_JOBS, BUCKET_EVALS),
             "server": (BUCKET_JOBS,),

@@ -132,6 +132,7 @@ def job_permissions(
     listed = identity.role != "environment"
     publish = {
         "learner": _learner,
+        "rank": _rank,
         "generator": _generator,
         "evaluator": _evaluator,
         "environment": _environment,
@@ -142,6 +143,7 @@ def job_permissions(
     evaluations = f"$KV.{BUCKET_EVALS}.{scope.key}.>"
     hears = {
         "learner": (scope.appended, scope.weights, scope.weights_join, evaluations),
+        "rank": (scope.rank(actor, "*"),),
         "environment": (
             f"{PREFIX}.job.{scope.user}.{scope.job}.env.>",
             scope.episode_posts,
@@ -186,6 +188,7 @@ def _learner(scope: JobScope, actor: str) -> tuple[str, ...]:
     weights = scope.bucket_weights
     return (
         *_common(scope, actor),
+        scope.rank("*", "*"),
         scope.task("*"),
         scope.rollout("*"),
         scope.batch,
@@ -201,6 +204,10 @@ def _learner(scope: JobScope, actor: str) -> tuple[str, ...]:
         *_readable(*(f"tmq-{scope.user}-{scope.job}-{kind}" for kind in STREAMS)),
         _env(scope),
     )
+
+
+def _rank(scope: JobScope, actor: str) -> tuple[str, ...]:
+    return (*_common(scope, actor), *_readable(scope.stream_rollout))
 
 
 def _generator(scope: JobScope, actor: str) -> tuple[str, ...]:

@@ -11,9 +11,12 @@ class LearnerConfig(Section):
     """The optimiser and its memory."""
 
     slots: int = Field(default=1, ge=1, le=64)
-    """Slots that the learner holds: linked GPUs of one node, or CPU shares."""
+    """Slots that the learner holds with all its ranks: linked GPUs of one node, or CPU shares."""
     ranks: int = Field(default=1, ge=1, le=64)
-    """Processes over which model and batch are divided (FSDP2), each on a slot of its own."""
+    """Actors over which model and batch are divided (FSDP2), each with as many of the slots."""
+    machines: int = Field(default=1, ge=1, le=64)
+    """Nodes over which the ranks may lie in equal parts. One is taken where one can hold them all;
+    a copy of the model (`replicas`) is never divided over more of them than it must."""
     replicas: int = Field(default=1, ge=1, le=64)
     """Copies of the model among the ranks (HSDP): each is divided over ranks / replicas of them,
     which have neighbouring slots; between copies only gradients travel."""
@@ -59,6 +62,13 @@ class LearnerConfig(Section):
     GPU's: slower, and refused without a GPU."""
     threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads for torch, of each rank."""
+
+    @property
+    def spread(self) -> list[int]:
+        """Over how many nodes the ranks may lie, in equal parts of whole copies; best first."""
+        whole = self.ranks // self.replicas
+        parts = [n for n in range(1, self.machines + 1) if self.ranks % n == 0]
+        return sorted(parts, key=lambda n: (n > 1 and (self.ranks // n) % whole > 0, n))
 
     @property
     def sharded(self) -> bool:

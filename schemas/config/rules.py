@@ -155,6 +155,12 @@ RULES = (
         "cannot be divided into learner.replicas ({learner.replicas}) copies of as many ranks "
         "each: make it a multiple",
     ),
+    Rule(
+        "learner.slots ({learner.slots})",
+        lambda job: job.learner.slots > job.learner.ranks and job.learner.slots % job.learner.ranks,
+        "cannot be divided over learner.ranks ({learner.ranks}) in equal parts: make it a multiple",
+    ),
+    _over("learner.machines", "learner.ranks"),
     _over("generator.tensor_parallel", "generator.slots"),
     Rule(
         "generator.max_context ({generator.max_context})",

@@ -29,7 +29,7 @@ class MachinesConfig(Section):
     """Further arguments of ssh, such as `-i`, `/home/pool/.ssh/key`."""
     address: str = Field(
         default="",
-        pattern=r"^((https?://)?[^/?#@\s:]+(:\d+)?(/[^?#@\s]*)?)?$",
+        pattern=r"^((https?://)?[A-Za-z0-9_.\-]+(:[0-9]+)?(/[A-Za-z0-9_.~/%\-]*)?)?$",
         json_schema_extra=when("kind", "ray"),
     )
     """Where Ray's dashboard takes jobs, such as `http://head:8265`; empty: port 8265 of the machine

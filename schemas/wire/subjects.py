@@ -323,6 +323,10 @@ class JobScope:
         """Subject of `chat`, `complete` or `play` at any server, or of `cancel` at all of them."""
         return self._subject(f"infer.{verb}")
 
+    def rank(self, actor: str, verb: str) -> str:
+        """Subject of `begin`, `order-<process>` or `look-<process>`: learner to another rank."""
+        return self._subject(f"rank.{actor}.{verb}")
+
     def control(self, actor: str) -> str:
         """Subject of control requests to one actor."""
         return self._subject(f"ctl.{actor}")

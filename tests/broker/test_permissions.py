@@ -14,7 +14,7 @@ from tinkermq.broker.users.permissions import (
 )
 from tinkermq.schemas.wire.subjects import SERVICES, rpc, stream_of
 
-ROLES = ("learner", "generator", "evaluator", "environment", "server")
+ROLES = ("learner", "rank", "generator", "evaluator", "environment", "server")
 JOB = "tmq.v1.job.ada.j1"
 
 
@@ -54,6 +54,15 @@ def test_everybody_but_the_pool_itself_is_given_subjects_with_a_user_in_them() -
         for subject in (*permissions.publish, *permissions.subscribe):
             common = subject in ("$SRV.>", "_INBOX.>", "$JS.API.INFO", "_INBOX_scheduler.>")
             assert common or "ada" in subject, subject
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_only_the_learner_tells_its_ranks_what_to_do(role: str) -> None:
+    permissions = of_role(role)
+    assert may_publish(permissions, f"{JOB}.rank.rank-1.begin") == (role == "learner")
+    hears = any(covers(one, f"{JOB}.rank.rank-0.begin") for one in permissions.subscribe)
+    assert hears == (role == "rank")
+    assert not may_publish(of_role("rank"), f"{JOB}.rollout.1")
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -100,13 +100,14 @@ async def test_a_rank_of_the_learner_killed_amid_training(stack: Stack, model: P
     job = await stack.submit(small_job(model, env=SLOW, learner=learner))
     await job.until_step(4)  # the last checkpoint, of both ranks, is that of step 3
     pid = await job.pid("learner")
-    [rank] = [one for one in psutil.Process(pid).children() if one.cmdline()[-1] == "1"]
+    [rank] = psutil.Process(await job.pid("rank-1")).children()
     rank.kill()
     recovered = await job.until_event("training_recovered")
     assert recovered.data["step"] >= 3
     assert not alive(pid)
     log = (job.run_dir / "logs" / "attempt_1" / "learner.log").read_text()
-    assert "rank 1 of the learner" in log
+    assert "rank-1" in log
+    assert "its process ended with code -9" in log
     await assert_nothing_lost(job)  # replays it with two ranks
 
 

@@ -33,6 +33,8 @@ EXAMPLES = [
     ["learner.row_tokens=4096", "learner.microbatch_tokens=2048"],
     ["learner.ranks=2"],
     ["learner.ranks=3", "learner.slots=3", "learner.replicas=2"],
+    ["learner.ranks=2", "learner.slots=3"],
+    ["learner.machines=2"],
     ["generator.engine=vllm", "generator.tensor_parallel=2"],
     ["generator.max_context=1024"],
     ["algorithm.overlong_buffer=4096"],

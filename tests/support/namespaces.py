@@ -43,6 +43,15 @@ class Network:
             _ip("-n", space, *words)
         return self.address(name)
 
+    @property
+    def outside(self) -> str:
+        """Address of the test itself."""
+        return f"{self._subnet}.254"
+
+    def has(self, name: str) -> bool:
+        """Whether there is a machine of this name."""
+        return name in self._machines
+
     def address(self, name: str) -> str:
         """Return the address of a machine."""
         return f"{self._subnet}.{self._machines[name]}"
@@ -72,6 +81,10 @@ class Network:
     def mend(self, name: str) -> None:
         """Put a machine back on the bridge."""
         _ip("link", "set", self._link(name), "up")
+
+    def forbid(self, name: str, other: str) -> None:
+        """Let a machine reach another no more, as a firewall does."""
+        _ip("-n", self._space(name), "route", "add", "unreachable", f"{self.address(other)}/32")
 
     def close(self) -> None:
         """Remove the machines, whose processes have ended, and the bridge."""

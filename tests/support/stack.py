@@ -31,6 +31,7 @@ from tinkermq.schemas.wire.subjects import rpc
 
 from tests.support.configs import REPOSITORY
 from tests.support.jobs import Job
+from tests.support.namespaces import Network
 from tests.support.waiting import PATIENCE_S, eventually
 
 T = TypeVar("T", bound=Message)
@@ -39,16 +40,26 @@ T = TypeVar("T", bound=Message)
 class Stack:
     """A broker, a scheduler and a node of our own; leave it and all of them have ended."""
 
-    def __init__(self, folder: Path, *, slots: int = 32, apart: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        slots: int = 32,
+        apart: Path | None = None,
+        network: Network | None = None,
+    ) -> None:
         """Keep everything below `folder`; nothing is started yet.
 
-        Below `apart` each node sees files of its own (needs root): they share no disk.
+        Below `apart` each node sees files of its own (needs root): they share no disk. With a
+        `network` each node is on a machine of its own name there, and the broker is on the bridge.
         """
         self.folder = folder
-        self.server = NatsServer(folder / "nats")
+        host = "127.0.0.1" if network is None else network.outside
+        self.server = NatsServer(folder / "nats", host=host)
         self.jobs: list[Job] = []
         self._slots = slots
         self._apart = apart
+        self._network = network
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._broker: Broker | None = None
 
@@ -87,6 +98,10 @@ class Stack:
         if role == "node":
             command += ["--name", name, "--slots", str(self._slots)]
             command = [*self._with_own_files(name), *command]
+            if self._network is not None:
+                if not self._network.has(name):
+                    self._network.add(name)
+                command = self._network.on(name, *command)
         self._processes[name] = self._popen(command, name)
         return self._processes[name].pid
 
@@ -117,6 +132,10 @@ class Stack:
         process = self._processes[role]
         process.kill()
         process.wait()
+
+    def terminate(self, role: str) -> None:
+        """SIGTERM the scheduler or a node."""
+        self._processes[role].terminate()
 
     async def restart(self, role: str) -> None:
         """Stop the scheduler, the node or nats-server as systemd does, and start it again."""

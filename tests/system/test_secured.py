@@ -214,6 +214,8 @@ async def test_two_users_train_and_neither_reaches_the_others_job(
             "kwargs": {"pattern": pattern.replace("/", "|")},
         }
         settings = {**config, "name": f"run-{name}", "env": {**config["env"], **snoop}}
+        if name == "ada":  # two actors, one of which tells the other what to do
+            settings["learner"] = {**config["learner"], "ranks": 2, "slots": 2}
         records[name] = await trained(Pool(brokers[name]), settings)
         assert records[name].state == "COMPLETED", records[name].reason
         assert Snoop(**snoop["kwargs"]).step("A").reward > 0

@@ -4,14 +4,13 @@ import multiprocessing
 import os
 import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ....schemas.config.learner import LearnerConfig
 from ....schemas.wire.errors import DeadlineError
-from ...learner.training.parallel import Parallel
+from ...learner.training.parallel import Meeting, Parallel
 from ..figures import CheckSkipped, Figure, Found, Setting
 
 _DEADLINE_S = 50.0
@@ -25,22 +24,23 @@ def nccl(setting: Setting) -> Found:
             "NCCL speaks between GPUs, of which none is used here",
             hint="run `tinkermq doctor --gpu` on a machine with GPUs",
         )
-    return _all_reduce(torch.cuda.device_count(), 1 << 28, setting.folder)
+    return _all_reduce(torch.cuda.device_count(), 1 << 28)
 
 
 def gloo(setting: Setting) -> Found:
     """Sum over two processes of this machine, in its memory."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # they would each want a GPU
-    return _all_reduce(2, 1 << (24 if setting.on_gpu else 16), setting.folder)
+    return _all_reduce(2, 1 << (24 if setting.on_gpu else 16))
 
 
-def _all_reduce(num_ranks: int, num_values: int, folder: Path) -> Found:
+def _all_reduce(num_ranks: int, num_values: int) -> Found:
     """Have each rank sum float32[N] with all others; 2 (n - 1) / n of it pass each link."""
     context = multiprocessing.get_context("spawn")
     pipes: list[Connection] = []
+    meeting = Meeting.open()
     for rank in range(num_ranks):
         ours, theirs = context.Pipe(duplex=False)
-        arguments = (rank, num_ranks, num_values, folder / "store", theirs)
+        arguments = (rank, num_ranks, num_values, meeting.told(), theirs)
         context.Process(target=_sum, args=arguments, daemon=True).start()
         theirs.close()
         pipes.append(ours)
@@ -67,9 +67,12 @@ def _next(pipe: Connection, rank: int, deadline: float) -> tuple[float, float]:
         raise DeadlineError(f"process {rank} ended before it had summed anything") from error
 
 
-def _sum(rank: int, num_ranks: int, num_values: int, store: Path, pipe: Connection) -> None:
+def _sum(
+    rank: int, num_ranks: int, num_values: int, told: dict[str, Any], pipe: Connection
+) -> None:
     """Be a rank: tell the largest error and the seconds of the fastest sum."""
-    parallel = Parallel.join(rank, LearnerConfig(ranks=num_ranks, slots=num_ranks), store)
+    config = LearnerConfig(ranks=num_ranks, slots=num_ranks)
+    parallel = Parallel.join(rank, config, Meeting.reach(told))
     on_gpu = torch.cuda.is_available()
     where = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     took: list[float] = []

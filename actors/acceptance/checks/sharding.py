@@ -3,8 +3,8 @@
 import torch
 
 from ....schemas.config.job import JobConfig
+from ...learner.ranks.child_ranks import ChildRanks
 from ...learner.training.policies import Policies, load_models
-from ...learner.training.ranks import Ranks
 from ...models.policies import MAIN
 from ..figures import Figure, Found, Setting
 from ..material import RandomPolicy
@@ -45,7 +45,7 @@ def fsdp(setting: Setting) -> Found:
 
 def _train(config: JobConfig, vocab_size: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Return the gradient norm of each step, and the weights after the last, on the CPU."""
-    ranks = Ranks.start(config)
+    ranks = ChildRanks.start(config)
     try:
         models = load_models(config, None)
         policies = Policies.open(config, models, ranks, total_steps=len(_LONGEST), folder=None)

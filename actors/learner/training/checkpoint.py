@@ -197,8 +197,6 @@ def save_policy(
 
     What needs the others is done at once. What is returned writes the rest, which needs nobody.
     """
-    if parallel.sharded:
-        (folder / "learner").mkdir(parents=True, exist_ok=parallel.size > 1)
     finish_optimizer = save_optimizer(folder / OPTIMIZER, model, optimizer, parallel)
     weights = gather_weights(model, parallel) if parallel.sharded else None
 

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from ....schemas.config.learner import LearnerConfig
 from ....schemas.wire.errors import StorageError
 from .parallel import Parallel, divided
+from .shared_files import folder_of_all
 
 
 def make_optimizer(
@@ -48,7 +49,7 @@ def save_optimizer(
 ) -> Callable[[], None]:
     """Write the state of an optimiser: a folder by all ranks at once, or later a file by one."""
     if parallel.sharded:
-        _save_together(path, model, optimizer)
+        _save_together(path, model, optimizer, parallel)
         return lambda: None
     return lambda: torch.save(optimizer.state_dict(), path.with_suffix(".pt"))
 
@@ -67,15 +68,17 @@ def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimize
     optimizer.load_state_dict(state)
 
 
-def _save_together(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _save_together(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, parallel: Parallel
+) -> None:
     """Write the state of an optimiser; all ranks do so together.
 
     Raises StorageError on all ranks if one of them cannot write.
     """
     state = get_optimizer_state_dict(model, optimizer)
     try:
-        with _alone_without_a_warning():
-            save({"optimizer": state}, checkpoint_id=folder, no_dist=_is_whole(model))
+        with _alone_without_a_warning(), folder_of_all(folder, parallel) as here:
+            save({"optimizer": state}, checkpoint_id=here, no_dist=_is_whole(model))
     except CheckpointException as error:
         raise StorageError(
             f"the optimiser state in {folder} could not be written: {_reason(error)}",

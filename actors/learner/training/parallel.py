@@ -1,4 +1,4 @@
-"""The ranks of a learner as the training step sees them: FSDP2 over processes of one machine.
+"""The ranks of a learner as the training step sees them: FSDP2 over processes, wherever they are.
 
 Each rank holds a part of every weight (`torch.distributed.fsdp.fully_shard`, arXiv 2304.11277) and
 computes a part of the batch. A layer's weights are gathered while it computes; gradients are summed
@@ -8,18 +8,19 @@ within it, then over the rows. A rank alone, the usual case, holds everything, a
 nothing.
 """
 
-# torch leaves some of its methods untyped.
-# pyright: reportUnknownMemberType=false
+# torch leaves some of its methods untyped, and its stores out of `__all__`.
+# pyright: reportUnknownMemberType=false, reportPrivateImportUsage=false
 
 import asyncio
 import os
-import sys
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ....broker.weights.store import TensorBytes
 from ....schemas.config.learner import LearnerConfig
 from ....schemas.wire.errors import ConfigError
+from ...broadcast.meeting import Store, open_store, own_address, reach_store
 from ...models.lora import policy_tensors
 from ...models.policies import prefix_of
 from .layers import repeated_layers
@@ -43,7 +45,7 @@ from .layers import repeated_layers
 T = TypeVar("T")
 COLLECTIVE_DEADLINE_S = 600.0
 """A rank that is waited for longer than this has failed, and with it the learner."""
-_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+LOOPBACK_ADDRESS = "127.0.0.1"
 
 
 class Inside(nn.Module):
@@ -72,6 +74,39 @@ class Inside(nn.Module):
         return result
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of a learner meet before they connect to each other."""
+
+    store: Store
+    """A TCPStore at rank 0."""
+    address: str
+    """Where that is."""
+    own_address: str
+    """Where this rank listens for the others."""
+    name: str
+    """What this meeting is called there, known to nobody else."""
+    apart: bool
+    """Whether each rank has GPUs of its own, not one of those that all of them see."""
+
+    @classmethod
+    def open(cls, address: str = LOOPBACK_ADDRESS, *, apart: bool = False) -> "Meeting":
+        """Be met, as rank 0, at an address of this machine; by default no other reaches it."""
+        return cls(open_store(address), address, address, secrets.token_hex(16), apart)
+
+    def told(self) -> dict[str, Any]:
+        """Return what other ranks are told, as JSON can write it."""
+        told = {"address": self.address, "port": self.store.port}
+        return {**told, "name": self.name, "apart": self.apart}
+
+    @classmethod
+    def reach(cls, told: Mapping[str, Any]) -> "Meeting":
+        """Come to what was told; ProcessGroupFailed where it cannot be reached."""
+        address, port = told["address"], told["port"]
+        store = reach_store(address, port)
+        return cls(store, address, own_address(address, port), told["name"], told["apart"])
+
+
 class Parallel:
     """One rank among those that train together."""
 
@@ -94,21 +129,23 @@ class Parallel:
         return cls(device=torch.device("cuda") if torch.cuda.is_available() else None)
 
     @classmethod
-    def join(cls, rank: int, config: LearnerConfig, store: Path) -> "Parallel":
-        """Meet the other ranks through a file; to be left with `leave`.
+    def join(cls, rank: int, config: LearnerConfig, meeting: "Meeting") -> "Parallel":
+        """Meet the other ranks; to be left with `leave`.
 
         Raises ConfigError for what this machine does not have.
         """
-        device = device_of(rank, config, torch.cuda.device_count())
+        place, beside = (0, 1) if meeting.apart else (rank, config.ranks)
+        device = device_of(place, beside, config, torch.cuda.device_count())
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        # Ranks of one machine speak over the loopback interface, and listen nowhere else. NCCL has
-        # one interface for all groups of a process, also for one that sends weights elsewhere.
-        os.environ["GLOO_SOCKET_IFNAME"] = _LOOPBACK
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK)
+        # Ranks listen on one interface only. NCCL has one for all groups of a process, also for one
+        # that sends weights elsewhere.
+        interface = interface_of(meeting.own_address)
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            init_method=f"file://{store}",
+            store=dist.PrefixStore(meeting.name, meeting.store),
             rank=rank,
             world_size=config.ranks,
             timeout=timedelta(seconds=COLLECTIVE_DEADLINE_S),
@@ -212,8 +249,22 @@ def _tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-def device_of(rank: int, config: LearnerConfig, num_gpus: int) -> torch.device:
-    """Return where a rank computes on a machine that gives the learner so many GPUs.
+def interface_of(address: str) -> str:
+    """Return the network interface that has an address of this machine.
+
+    Raises ConfigError where none has it.
+    """
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in addresses):
+            return name
+    raise ConfigError(
+        f"no network interface of this machine has the address {address}",
+        hint="start the node with an address of the broker that is not translated on the way",
+    )
+
+
+def device_of(place: int, num_ranks: int, config: LearnerConfig, num_gpus: int) -> torch.device:
+    """Return where the rank at `place` of so many computes, that all see so many GPUs.
 
     Raises ConfigError for what such a machine cannot do.
     """
@@ -225,12 +276,12 @@ def device_of(rank: int, config: LearnerConfig, num_gpus: int) -> torch.device:
                 hint="remove learner.cpu_offload, or run the job on a node with GPUs",
             )
         return torch.device("cpu")
-    if num_gpus < config.ranks:
+    if num_gpus < num_ranks:
         raise ConfigError(
             f"learner.ranks={config.ranks} and this learner has {num_gpus} GPUs",
             hint=f"set learner.slots={config.ranks} on a node of GPUs, or lower learner.ranks",
         )
-    return torch.device("cuda", rank)
+    return torch.device("cuda", place)
 
 
 def whole(tensor: Tensor) -> Tensor:

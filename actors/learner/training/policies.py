@@ -19,8 +19,9 @@ from ....schemas.wire.errors import ConfigError
 from ...models.policies import MAIN, policy_config, policy_folder, policy_names
 from ..algorithms.training_batch import assemble
 from .model import load_model
+from .orders import Order, Ranks
 from .parallel import Parallel, snapshot
-from .ranks import Order, Ranks
+from .shared_files import folder_here
 from .step import StepReport, Trainer
 
 
@@ -111,7 +112,7 @@ class Policies:
         folder: Path | None,
     ) -> "Policies":
         """Give each model an optimiser, together with the other ranks of this learner."""
-        with ranks.beginning(folder, total_steps) as parallel:
+        with ranks.beginning(folder, total_steps) as parallel, folder_here(folder, parallel):
             return cls(
                 config,
                 models,
@@ -152,13 +153,16 @@ class Policies:
             if (own := self._of(name, group)) is not None:
                 trainer.check_images(own)
 
-    def step(self, groups: Sequence[Group], step: int, oldest: int = 0) -> StepReport:
+    def step(
+        self, groups: Sequence[Group], step: int, oldest: int = 0, seqs: Sequence[int] = ()
+    ) -> StepReport:
         """Train one batch; the version of all policies is `step` afterwards.
 
         Tokens of versions before `oldest` are context. A policy none of whose roles had a turn
-        stays as it is.
+        stays as it is. `seqs` say where the groups stand in the rollout log, for ranks that read
+        them there.
         """
-        with self._ranks.doing(Order("step", {"step": step, "oldest": oldest}, groups)):
+        with self._ranks.doing(Order("step", {"step": step, "oldest": oldest}, groups, seqs)):
             return self._step(groups, step, oldest)
 
     def _step(self, groups: Sequence[Group], step: int, oldest: int) -> StepReport:

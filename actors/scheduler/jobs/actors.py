@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 from ....schemas.config.agent import AgentConfig
 from ....schemas.config.job import GeneratorConfig, JobConfig
+from ....schemas.config.learner import LearnerConfig
+from ....schemas.control import rank_name
 from ....schemas.job import ActorPlacement, JobRecord, Role
 from ....schemas.node import WantedActor
 from ....schemas.wire.errors import ConfigError
@@ -45,7 +47,7 @@ def actors_for(config: JobConfig, kind: str) -> list[ActorPlacement]:
             "an SFT job was submitted without data",
             hint="name files with conversations in sft.data, or submit it with `tinkermq train`",
         )
-    actors = [_actor("learner", "learner", config.learner.slots)]
+    actors = _learner(config.learner)
     actors += [
         _actor("generator", f"generator-{i}", config.generator_slots)
         for i in range(config.generator.count)
@@ -53,6 +55,19 @@ def actors_for(config: JobConfig, kind: str) -> list[ActorPlacement]:
     if config.env.num_val > 0:
         actors.append(_actor("evaluator", "evaluator-0"))
     return actors + hosts
+
+
+def _learner(config: LearnerConfig) -> list[ActorPlacement]:
+    """Return a learner and its other ranks: they are placed all together or not at all."""
+    slots = config.slots // config.ranks
+    spread = config.spread if config.ranks > 1 else []
+    learner = ActorPlacement(name="learner", role="learner", slots=slots, spread=spread)
+    return [learner, *(_actor("rank", rank_name(n), slots) for n in range(1, config.ranks))]
+
+
+def vital(actors: Sequence[ActorPlacement]) -> list[ActorPlacement]:
+    """Return those without whose node the whole job is placed anew: the main one, and its ranks."""
+    return [main_actor(actors), *(actor for actor in actors if actor.role == "rank")]
 
 
 def _servers(config: GeneratorConfig) -> list[ActorPlacement]:
@@ -96,7 +111,10 @@ def scaled(
 
 def unplaced(actors: Sequence[ActorPlacement]) -> list[ActorPlacement]:
     """Return the actors as they were before they were given to nodes."""
-    return [ActorPlacement(name=actor.name, role=actor.role, slots=actor.slots) for actor in actors]
+    return [
+        ActorPlacement(name=actor.name, role=actor.role, slots=actor.slots, spread=actor.spread)
+        for actor in actors
+    ]
 
 
 def at_rest(actors: Sequence[ActorPlacement]) -> list[ActorPlacement]:
@@ -116,6 +134,7 @@ def wanted_actor(record: JobRecord, actor: ActorPlacement, config: JobConfig) ->
     """Return what a node must know to run one actor."""
     threads = {
         "learner": config.learner.threads,
+        "rank": config.learner.threads,
         "generator": config.generator.threads,
         "server": config.generator.threads,
         "trainer": config.learner.threads,

@@ -11,7 +11,7 @@ from ....schemas.job import (
     JobState,
 )
 from ....schemas.node import ActorStatus
-from .actors import main_actor
+from .actors import main_actor, vital
 
 ACTIVE = HOLDING_STATES
 MOST_CHARACTERS = 500
@@ -49,7 +49,7 @@ def next_state(
     }
     main = main_actor(record.actors)
     return (
-        _lost(main, silent)
+        _lost(record, silent)
         or _failed(said)
         or _stopped(record, said.get(main.name))
         or _ended(record, said.get(main.name))
@@ -68,10 +68,12 @@ def _waiting(record: JobRecord, max_losses: int) -> Transition | None:
     return None
 
 
-def _lost(main: ActorPlacement, silent: frozenset[str]) -> Transition | None:
-    if main.node is None or main.node not in silent:
-        return None
-    return Transition("LOST", f"node {main.node!r} of the {main.role} was silent for too long")
+def _lost(record: JobRecord, silent: frozenset[str]) -> Transition | None:
+    for actor in vital(record.actors):
+        if actor.node is not None and actor.node in silent:
+            reason = f"node {actor.node!r} of the {actor.role} was silent for too long"
+            return Transition("LOST", reason)
+    return None
 
 
 def _failed(said: Mapping[str, ActorStatus]) -> Transition | None:
@@ -126,8 +128,8 @@ def told_placements(
 ) -> list[ActorPlacement]:
     """Return the job's actors with what the nodes said of them entered.
 
-    An actor other than the main one whose node fell silent has no node any more and is placed
-    again; that of the main one makes the whole job LOST (`next_state`).
+    An actor whose node fell silent has no node any more and is placed again; that of the main one,
+    and of a learner's ranks, makes the whole job LOST (`next_state`).
     """
     return [_told(record, actor, statuses.get(actor.name), silent) for actor in record.actors]
 
@@ -138,7 +140,7 @@ def _told(
     status: ActorStatus | None,
     silent: frozenset[str],
 ) -> ActorPlacement:
-    if actor.node in silent and actor.name != main_actor(record.actors).name:
+    if actor.node in silent and actor.name not in {one.name for one in vital(record.actors)}:
         return actor.model_copy(update={"node": None, "devices": [], "state": "placed"})
     if status is None or status.attempt != record.attempt or actor.node is None:
         return actor

@@ -64,6 +64,7 @@ def free_slots(
         node.slots,
         frozenset() if closed or node.draining else frozenset(range(node.slots)) - held,
         tuple(frozenset(group) for group in node.groups),
+        node.link,
     )
 
 

@@ -7,11 +7,13 @@ so they never delay it, and it is never starved.
 
 A job is packed onto one node if one can hold it, learner and generators together, within one
 group of linked slots if one can. An actor of several slots gets them on one node, and within one
-group wherever the pool has a group of that size.
+group wherever the pool has a group of that size; so do the ranks of a learner, as if they were one
+actor, or as many equal parts as they may lie on nodes, those first that are linked to each other.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from ....schemas.job import ActorPlacement
 from ....schemas.wire.errors import PlacementError
@@ -28,6 +30,8 @@ class NodeSlots:
     """Numbers of the slots that nobody holds, from 0 to `total` - 1."""
     groups: tuple[frozenset[int], ...] = ()
     """Slots that are linked closely; empty: all alike."""
+    link: str = ""
+    """What it shares a fast network with: nodes of the same name."""
 
     @property
     def linked(self) -> tuple[frozenset[int], ...]:
@@ -56,6 +60,8 @@ class Placed:
 
 
 _Slots = dict[str, set[int]]
+_Unit = tuple[ActorPlacement, ...]
+"""Actors that lie on one node, the slots of which are chosen together."""
 
 
 def place(
@@ -108,6 +114,8 @@ def refuse_impossible(actors: Sequence[ActorPlacement], nodes: Sequence[NodeSlot
     total = sum(node.total for node in nodes)
     largest = max(nodes, key=lambda node: node.total)
     widest = max(actors, key=lambda actor: actor.slots)
+    if gang := [actor for actor in actors if actor.spread or actor.role == "rank"]:
+        raise _no_place_for(gang, nodes, need, total)
     text = (
         f"the job needs {need} slots ({widest.name} alone {widest.slots} on one node), the pool "
         f"has {total} on {len(nodes)} node(s), the largest being {largest.name!r} with "
@@ -120,6 +128,20 @@ def refuse_impossible(actors: Sequence[ActorPlacement], nodes: Sequence[NodeSlot
     elif need <= total:
         hint = "its parts fit no combination of nodes: ask for fewer slots per actor"
     raise PlacementError(text, hint=f"{hint} (`tinkermq node --slots N`)")
+
+
+def _no_place_for(
+    gang: Sequence[ActorPlacement], nodes: Sequence[NodeSlots], need: int, total: int
+) -> PlacementError:
+    slots, most = gang[0].slots, max(gang[0].spread)
+    largest = max(node.total for node in nodes)
+    return PlacementError(
+        f"the learner's {len(gang)} ranks of {slots} slots each lie on {most} node(s) at most, in "
+        f"equal parts, and the job needs {need} slots: the pool has {total} on {len(nodes)} "
+        f"node(s), the largest with {largest}",
+        hint="raise learner.machines, lower learner.ranks and learner.slots or generator.count, or "
+        "add nodes (`tinkermq node --slots N`)",
+    )
 
 
 def _refusal(
@@ -148,7 +170,7 @@ class _Pool:
         self._nodes = {node.name: node for node in nodes}
         self.total = sum(node.total for node in nodes)
         self._largest_group = max((len(g) for node in nodes for g in node.linked), default=0)
-        self._holds: dict[tuple[int, ...], bool] = {}
+        self._holds: dict[tuple[tuple[int, ...], ...], bool] = {}
 
     def could_hold(self, request: PlacementRequest) -> bool:
         """Whether the idle pool could hold a request."""
@@ -186,51 +208,69 @@ class _Pool:
         prefer: _Slots | None = None,
     ) -> tuple[list[Assignment], _Slots]:
         """Return what fits and what is left of the nodes that were touched."""
+        best: tuple[list[Assignment], _Slots] = [], {}
+        for units in _units_of(request.actors):
+            found = self._fit_units(request, units, available, rank, prefer)
+            if len(found[0]) == len(request.actors):
+                return found
+            best = max(best, found, key=lambda one: len(one[0]))
+        return best
+
+    def _fit_units(
+        self,
+        request: PlacementRequest,
+        units: Sequence[_Unit],
+        available: _Slots,
+        rank: Callable[[str], tuple[int, str]],
+        prefer: _Slots | None,
+    ) -> tuple[list[Assignment], _Slots]:
         left: _Slots = {}
         mine: _Slots = {}
         home = request.home if request.home in available else None
         home = home or self._home(request, available, rank)
 
-        def choose(actor: ActorPlacement, name: str) -> tuple[int, ...] | None:
+        def choose(count: int, name: str) -> tuple[int, ...] | None:
             slots = left.get(name, available[name])
             liked = slots if prefer is None else prefer[name]
-            return self._choose(actor.slots, name, slots, liked, mine.get(name, set()), need)
+            return self._choose(count, name, slots, liked, mine.get(name, set()), need)
 
-        def full(name: str) -> tuple[int, str]:
-            return len(left.get(name, available[name])), name
+        def full(name: str) -> tuple[bool, int, str]:
+            linked = home is None or self._nodes[name].link == self._nodes[home].link
+            return not linked, len(left.get(name, available[name])), name
 
         given: list[Assignment] = []
         need = request.need
-        for actor in sorted(request.actors, key=lambda one: -one.slots):
-            node, devices = home, choose(actor, home) if home else None
+        for unit in sorted(units, key=_slots_of, reverse=True):
+            count = _slots_of(unit)
+            node, devices = home, choose(count, home) if home else None
             if devices is None:
                 others = [
                     name
                     for name, slots in available.items()
-                    if name != home and len(left.get(name, slots)) >= actor.slots
+                    if name != home and len(left.get(name, slots)) >= count
                 ]
-                node, devices = self._first(actor, others, full, choose)
+                node, devices = self._first(count, others, full, choose)
             if node is None or devices is None:
                 continue
             left[node] = left.get(node, available[node]) - set(devices)
             mine.setdefault(node, set()).update(devices)
-            need -= actor.slots
-            given.append(Assignment(request.job, actor.name, node, devices))
+            need -= count
+            given += _assignments(request.job, unit, node, devices)
         return given, left
 
     @staticmethod
     def _first(
-        actor: ActorPlacement,
+        count: int,
         names: list[str],
-        rank: Callable[[str], tuple[int, str]],
-        choose: Callable[[ActorPlacement, str], tuple[int, ...] | None],
+        rank: Callable[[str], tuple[bool, int, str]],
+        choose: Callable[[int, str], tuple[int, ...] | None],
     ) -> tuple[str | None, tuple[int, ...] | None]:
-        """Return the first of the nodes, by rank, that takes an actor; mostly the very first."""
+        """Return the first of the nodes, by rank, that has slots; mostly the very first."""
         best = min(names, key=rank, default=None)
-        devices = None if best is None else choose(actor, best)
+        devices = None if best is None else choose(count, best)
         if best is None or devices is not None:
             return best, devices
-        found = ((name, choose(actor, name)) for name in sorted(names, key=rank))
+        found = ((name, choose(count, name)) for name in sorted(names, key=rank))
         return next((one for one in found if one[1] is not None), (None, None))
 
     def _home(
@@ -274,3 +314,30 @@ class _Pool:
         else:
             return None
         return tuple(sorted(sorted(chosen, key=lambda slot: (slot not in liked, slot))[:count]))
+
+
+def _units_of(actors: Sequence[ActorPlacement]) -> Iterator[list[_Unit]]:
+    """Yield ways to lay actors on nodes, best first: ranks in one part, or in several equal ones.
+
+    Each other actor is a unit by itself; so are ranks that are not all there.
+    """
+    ranks = [actor for actor in actors if actor.spread or actor.role == "rank"]
+    spread = ranks[0].spread if ranks else []
+    rest: list[_Unit] = [(actor,) for actor in actors if not spread or actor not in ranks]
+    for parts in spread or [1]:
+        size = len(ranks) // parts
+        cut = [tuple(ranks[at : at + size]) for at in range(0, len(ranks), size)] if spread else []
+        yield [*cut, *rest]
+
+
+def _slots_of(unit: _Unit) -> int:
+    return sum(actor.slots for actor in unit)
+
+
+def _assignments(
+    job: str, unit: _Unit, node: str, devices: tuple[int, ...]
+) -> Iterator[Assignment]:
+    """Give each actor of a unit its share of the slots, neighbours to neighbours."""
+    left = iter(devices)
+    for actor in unit:
+        yield Assignment(job, actor.name, node, tuple(islice(left, actor.slots)))

@@ -43,9 +43,14 @@ class PlacementRequest:
         return slots_of(self.actors)
 
     @cached_property
-    def shape(self) -> tuple[int, ...]:
-        """Slots of each actor."""
-        return tuple(actor.slots for actor in self.actors)
+    def shape(self) -> tuple[tuple[int, ...], ...]:
+        """Slots of each actor, and over how many nodes the ranks of a learner may lie."""
+        return shape_of(self.actors)
+
+
+def shape_of(actors: Iterable[ActorPlacement]) -> tuple[tuple[int, ...], ...]:
+    """Return what decides whether actors fit: slots of each, and how ranks may be spread."""
+    return tuple((actor.slots, *actor.spread) for actor in actors)
 
 
 @dataclass

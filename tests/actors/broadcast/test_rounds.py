@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from nats.aio.msg import Msg
-from tinkermq.actors.broadcast.group import ProcessGroupFailed, reach_store
+from tinkermq.actors.broadcast.meeting import ProcessGroupFailed, reach_store
 from tinkermq.actors.broadcast.receiver import BroadcastReceiver
 from tinkermq.actors.broadcast.sender import Sender
 from tinkermq.broker.client.connection import Broker, connect
@@ -227,7 +227,7 @@ async def test_a_learner_that_stays_away_is_named(broker: Broker, learner, scope
 
 
 def test_a_place_to_meet_that_cannot_be_reached_is_named() -> None:
-    with pytest.raises(ProcessGroupFailed, match=r"handed out at 127\.0\.0\.1:1, which") as raised:
+    with pytest.raises(ProcessGroupFailed, match=r"met at 127\.0\.0\.1:1, which") as raised:
         reach_store("127.0.0.1", 1)
     assert "the broker's address in that network" in raised.value.hint
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tinkermq.actors.learner.ranks.child_ranks import ChildRanks
 from tinkermq.actors.learner.tasks.state import LearnerState
 from tinkermq.actors.learner.training.parallel import device_of
 from tinkermq.actors.learner.training.policies import Policies, load_models
-from tinkermq.actors.learner.training.ranks import Ranks
 from tinkermq.actors.learner.training.step import StepReport
 from tinkermq.actors.models.model_folder import load_causal_lm, load_tokenizer
 from tinkermq.actors.models.policies import MAIN, prefix_of
@@ -82,7 +82,7 @@ class Trained:
         self, config: JobConfig, checkpoint: Path | None = None, groups: Groups = batch
     ) -> None:
         self.groups = groups
-        self.ranks = Ranks.start(config)
+        self.ranks = ChildRanks.start(config)
         try:
             models = load_models(config, checkpoint)
             self.policies = Policies.open(
@@ -179,13 +179,13 @@ def test_ranks_without_slots_are_refused(folder: Path) -> None:
 def test_what_a_machine_cannot_do_is_refused_with_the_reason(folder: Path) -> None:
     offloaded = config_of(folder, 1, learner={"cpu_offload": True}).learner
     with pytest.raises(ConfigError, match=r"learner.cpu_offload=true and this learner has no GPU"):
-        device_of(0, offloaded, num_gpus=0)
-    assert device_of(0, offloaded, num_gpus=1) == torch.device("cuda", 0)
+        device_of(0, 1, offloaded, num_gpus=0)
+    assert device_of(0, 1, offloaded, num_gpus=1) == torch.device("cuda", 0)
     two = config_of(folder, 2).learner
     with pytest.raises(ConfigError, match=r"learner.ranks=2 and this learner has 1 GPUs"):
-        device_of(1, two, num_gpus=1)
-    assert device_of(1, two, num_gpus=2) == torch.device("cuda", 1)
-    assert device_of(1, two, num_gpus=0) == torch.device("cpu")
+        device_of(1, 2, two, num_gpus=1)
+    assert device_of(1, 2, two, num_gpus=2) == torch.device("cuda", 1)
+    assert device_of(1, 2, two, num_gpus=0) == torch.device("cpu")
 
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tinkermq.actors.learner.algorithms.training_batch import assemble
 from tinkermq.actors.learner.training.model import load_model
-from tinkermq.actors.learner.training.parallel import Parallel
+from tinkermq.actors.learner.training.parallel import Meeting, Parallel
 from tinkermq.actors.learner.training.step import Trainer
 from tinkermq.schemas.rollout import Group
 from torch import Tensor
@@ -125,14 +125,14 @@ def test_two_ranks_mask_episodes_as_one_does(folders: dict[str, Path], advantage
     assert_same_weights(two[1], one[1])
 
 
-def test_a_divided_critic_trains_in_bfloat16(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_divided_critic_trains_in_bfloat16(folders: dict[str, Path]) -> None:
     config = config_of(
         folders["reading"],
         1,
         **PARTS["critic"],
         learner={"dtype": "bfloat16", "num_minibatches": 2},
     )
-    divided = Parallel.join(0, config.learner, tmp_path / "store")
+    divided = Parallel.join(0, config.learner, Meeting.open())
     try:
         reports = [
             Trainer(

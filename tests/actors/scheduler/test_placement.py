@@ -269,3 +269,59 @@ def test_no_slot_is_given_twice_and_jobs_are_whole(
         for actor in by_job[key].actors:
             assert len(mine[actor.name].devices) == actor.slots
     assert set(placed.waits) == set(by_job) - {one.job for one in placed.assignments}
+
+
+def ranks(count: int, *spread: int, slots: int = 1) -> tuple[ActorPlacement, ...]:
+    rest = (ActorPlacement(name=f"rank-{i}", role="rank", slots=slots) for i in range(1, count))
+    return (learner(slots).model_copy(update={"spread": list(spread)}), *rest)
+
+
+def gang(count: int, *spread: int, slots: int = 1) -> PlacementRequest:
+    return PlacementRequest("a", (*ranks(count, *spread, slots=slots), *generators(1)))
+
+
+def parts_of(assignments: list[Assignment]) -> list[list[str]]:
+    """Name the ranks on each node, in the order in which nodes were taken."""
+    parts: dict[str, list[str]] = {}
+    for one in assignments:
+        if not one.actor.startswith("generator"):
+            parts.setdefault(one.node, []).append(one.actor)
+    return list(parts.values())
+
+
+def test_the_ranks_of_a_learner_lie_on_one_node_and_linked_slots_where_they_can() -> None:
+    placed = place([gang(4, 1, 2)], [node("small", 4), node("large", 8, group=4)])
+    assert parts_of(placed.assignments) == [["learner", "rank-1", "rank-2", "rank-3"]]
+    slots = {one.devices[0] for one in placed.assignments if one.actor != "generator-0"}
+    assert slots in ({0, 1, 2, 3}, {4, 5, 6, 7})
+    assert {one.node for one in placed.assignments} == {"large"}
+
+
+def test_ranks_that_fit_no_node_lie_on_several_in_equal_parts() -> None:
+    placed = place([gang(4, 1, 2, 4)], [node("a", 3), node("b", 3), node("c", 1)])
+    assert parts_of(placed.assignments) == [["learner", "rank-1"], ["rank-2", "rank-3"]]
+    assert place([gang(4, 1)], [node("a", 3), node("b", 3)]).assignments == []
+    assert place([gang(4, 1, 2)], [node("a", 3), node("b", 1), node("c", 1)]).assignments == []
+
+
+def test_parts_of_a_learner_lie_on_nodes_that_are_linked_to_each_other() -> None:
+    nodes = [NodeSlots(name, 4, frozenset(range(4)), link=link) for name, link in LINKS.items()]
+    nodes[1] = NodeSlots("b", 4, frozenset(range(3)), link="west")  # fuller, and far away
+    placed = place([gang(8, 1, 2)], [*nodes, node("generators", 1)])
+    assert {one.node for one in placed.assignments if one.actor != "generator-0"} == {"a", "c"}
+
+
+LINKS = {"a": "east", "b": "west", "c": "east"}
+
+
+def test_ranks_of_several_slots_get_neighbours_each() -> None:
+    placed = place([gang(2, 1, slots=2)], [node("a", 8, group=4)])
+    slots = {one.actor: one.devices for one in placed.assignments}
+    assert (slots["learner"], slots["rank-1"]) == ((0, 1), (2, 3))
+
+
+def test_ranks_that_no_set_of_nodes_can_hold_are_refused_with_what_to_change() -> None:
+    with pytest.raises(PlacementError, match=r"4 ranks of 2 slots each lie on 1 node") as raised:
+        refuse_impossible([*ranks(4, 1, slots=2), *generators(1)], [node("a", 4), node("b", 5)])
+    assert "raise learner.machines" in raised.value.hint
+    refuse_impossible([*ranks(4, 1, 2, slots=2), *generators(1)], [node("a", 4), node("b", 5)])

@@ -48,6 +48,19 @@ def test_a_starting_job_runs_once_all_its_actors_do() -> None:
     assert after(job, said("learner", "running"), said("generator-0", "running")) == "RUNNING"
 
 
+def test_a_learner_is_lost_with_the_node_of_any_of_its_ranks() -> None:
+    actors = [
+        ActorPlacement(name="learner", role="learner", node="n1"),
+        ActorPlacement(name="rank-1", role="rank", node="n2"),
+        ActorPlacement(name="generator-0", role="generator", node="n3"),
+    ]
+    job = record("RUNNING", actors=actors)
+    assert after(job, silent=frozenset({"n2"})) == "LOST"
+    assert after(job, silent=frozenset({"n3"})) is None
+    told = told_placements(job, {}, frozenset({"n2", "n3"}))
+    assert [actor.node for actor in told] == ["n1", "n2", None]
+
+
 def test_an_actor_that_waits_for_a_node_does_not_hold_up_the_start() -> None:
     actors = [
         ActorPlacement(name="learner", role="learner", node="n1"),

@@ -1,9 +1,11 @@
-"""A rank of a learner other than the first: `python -m …learner.training.rank_worker RANK`.
+"""A rank of a learner other than the first: `python -m …learner.ranks.worker RANK DESCRIPTOR`.
 
-Started by the learner, which writes orders into its standard input (`ranks.py`); it ends with it.
+Orders come through its standard input, from rank 0 itself or from the rank's actor; it ends with
+that. Into the descriptor it writes what has ended it.
 """
 
 import faulthandler
+import os
 import signal
 import sys
 from multiprocessing.connection import Connection
@@ -16,9 +18,10 @@ from ....schemas.config.job import JobConfig
 from ....schemas.wire.errors import StorageError, TinkermqError
 from ...logging import configure_logging
 from ...runtime import EXIT_CRASHED, EXIT_DONE
-from .parallel import Parallel, whole_tensors
-from .policies import Policies, load_models
-from .ranks import Order, Ranks
+from ..training.orders import Order
+from ..training.parallel import Meeting, Parallel, whole_tensors
+from ..training.policies import Policies, load_models
+from ..training.shared_files import folder_here
 
 _log = structlog.get_logger()
 
@@ -28,16 +31,16 @@ def serve(rank: int, orders: Connection) -> None:
     order = Order.receive(orders)
     config = JobConfig.model_validate_json(order.fields["config"])
     torch.set_num_threads(config.learner.threads)
-    parallel = Parallel.join(rank, config.learner, Path(order.fields["store"]))
+    parallel = Parallel.join(rank, config.learner, Meeting.reach(order.fields["meeting"]))
     folder = Path(found) if (found := order.fields["folder"]) is not None else None
-    policies = Policies(
-        config,
-        load_models(config, folder, hollow=parallel.filled_by_another),
-        total_steps=order.fields["total_steps"],
-        folder=folder,
-        ranks=Ranks(config),
-        parallel=parallel,
-    )
+    with folder_here(folder, parallel) as here:
+        policies = Policies(
+            config,
+            load_models(config, here, hollow=parallel.filled_by_another),
+            total_steps=order.fields["total_steps"],
+            folder=here,
+            parallel=parallel,
+        )
     _log.info("rank_ready")
     try:
         while True:
@@ -63,8 +66,8 @@ def _do(order: Order, policies: Policies) -> None:
                 policies.save(Path(order.fields["folder"]), None)
             except StorageError as error:  # rank 0 raises it, too, and the run goes on
                 _log.warning("checkpoint_failed", message=error.message)
-        case "begin":
-            raise ValueError("a rank begins once")
+        case "begin" | "end":
+            raise ValueError("a rank begins once, and ends with its orders")
 
 
 def main(argv: list[str]) -> int:
@@ -77,6 +80,7 @@ def main(argv: list[str]) -> int:
         serve(rank, Connection(sys.stdin.fileno(), writable=False))
     except TinkermqError as error:
         _log.error("rank_failed", code=error.code, message=error.message, hint=error.hint)
+        os.write(int(argv[1]), str(error).encode())
         return EXIT_CRASHED
     return EXIT_DONE
 

@@ -1,0 +1,200 @@
+"""The ranks of a learner on a pool: actors that the scheduler has placed, on this node and others.
+
+Orders go to them as requests. Groups do not travel with them: each rank reads the batch from the
+rollout log. Whether they are all there is asked all the time, because a link that is cut tells
+nothing by itself, and a collective would wait for it.
+"""
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
+
+import structlog
+
+from ....broker.client.rpc import call
+from ....schemas.control import RankOrder, RankState, rank_name
+from ....schemas.wire.errors import (
+    BrokerError,
+    DeadlineError,
+    EngineError,
+    NobodyAnswersError,
+    StateError,
+    TinkermqError,
+)
+from ....schemas.wire.ids import new_id
+from ....schemas.wire.message import Empty
+from ...broadcast.meeting import own_address, server_of
+from ...runtime import EXIT_CRASHED, JobContext
+from ..training.orders import Order, Ranks
+from ..training.parallel import Meeting
+
+T = TypeVar("T")
+
+COME_S = 300.0
+"""How long a rank may take to come, once the learner is there; its node may be starting others."""
+ANSWER_S = 10.0
+"""A rank that answers nothing for so long is gone."""
+_LOOK_S = 1.0
+_SEEN_END_S = 3.0
+"""How long after a failure here the end of another rank may be seen to have caused it."""
+_END_S = 15.0
+"""How long this process may take to tell of a rank that is gone; a collective may hold it up."""
+_log = structlog.get_logger()
+
+
+class PlacedRanks(Ranks):
+    """The other ranks of a job's learner, each an actor."""
+
+    def __init__(self, context: JobContext) -> None:
+        """Know where the ranks listen; to be made on the loop."""
+        super().__init__(context.config)
+        self._context = context
+        self._names = [rank_name(rank) for rank in range(1, context.config.learner.ranks)]
+        self._learner = new_id()
+        self._processes: dict[str, str] = {}
+        self._loop = asyncio.get_running_loop()
+        self._num_orders = 0
+        self._begun = False
+        self._gone: EngineError | None = None
+
+    @contextlib.contextmanager
+    def doing(self, order: Order) -> Iterator[None]:
+        """Tell all ranks to do something while it is done here.
+
+        Raises EngineError if one of them is gone.
+        """
+        self._wait(self._tell(order))
+        self._begun = True
+        try:
+            yield
+        except RuntimeError as error:  # all that torch.distributed raises
+            if (gone := self._wait(self._seen_to_be_gone())) is not None:
+                raise gone from error
+            raise
+
+    async def watch(self) -> None:
+        """Raise EngineError as soon as a rank is gone; this process ends soon after that."""
+        clock = self._context.broker.clock
+        heard = dict.fromkeys(self._names, clock())
+        while True:
+            if self._begun:
+                answers = await asyncio.gather(*map(self._look, self._names))
+                there = [told for told in answers if told is not None]
+                heard |= {rank_name(told.rank): clock() for told in there}
+                gone = next((told.error for told in there if told.error), "")
+                if any(told.draining for told in there) and not self._context.stopping.is_set():
+                    self._context.log.info("learner_drains_with_its_ranks")
+                    self._context.stopping.set()
+                silent = next((name for name, at in heard.items() if clock() - at > ANSWER_S), "")
+                if gone or silent:
+                    self._gone = _gone(gone or f"{silent} has not answered for {ANSWER_S:g} s")
+                    _end_within(_END_S)
+                    raise self._gone
+            else:
+                heard = dict.fromkeys(self._names, clock())
+            await asyncio.sleep(_LOOK_S)
+
+    def close(self) -> None:
+        """Leave the others, who end what they do for this process when they see that."""
+        if self._gone is not None:
+            return
+        if self._begun:
+            with contextlib.suppress(TinkermqError):
+                self._wait(self._tell(Order("end", {})))
+        super().close()
+
+    def _meet(self) -> Meeting:
+        return Meeting.open(own_address(*server_of(self._context.broker)), apart=True)
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await something on the loop, from the thread that computes."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _tell(self, order: Order) -> None:
+        fields = {key: value for key, value in order.fields.items() if key != "config"}
+        request = RankOrder(
+            learner=self._learner,
+            number=self._num_orders,
+            do=order.do,
+            fields=fields,
+            seqs=list(order.seqs),
+        )
+        self._num_orders += 1
+        begins = order.do == "begin"
+        patience_s = COME_S if begins else ANSWER_S
+        await asyncio.gather(*(self._order(name, request, patience_s) for name in self._names))
+
+    async def _order(self, name: str, request: RankOrder, patience_s: float) -> None:
+        """Tell one rank; until it is there, that is what the learner waits for."""
+        broker, scope = self._context.broker, self._context.scope
+        deadline = broker.clock() + patience_s
+        begins = request.do == "begin"
+        subject = scope.rank(name, "begin" if begins else f"order-{self._processes[name]}")
+        with self._context.waiting(name):
+            while True:
+                try:
+                    told = await call(
+                        broker,
+                        subject,
+                        request,
+                        RankState,
+                        timeout_s=ANSWER_S,
+                        waiting_for=name,
+                    )
+                except (NobodyAnswersError, DeadlineError, BrokerError) as error:
+                    if broker.clock() > deadline:
+                        raise _gone(f"{name} takes no order ({request.do}): {error}") from error
+                    await asyncio.sleep(_LOOK_S)
+                except StateError as error:
+                    raise _gone(str(error)) from error
+                else:
+                    self._processes[name] = told.process
+                    return
+
+    async def _look(self, name: str) -> RankState | None:
+        """Ask one rank how it is; None without an answer. One that serves nobody is an error."""
+        try:
+            told = await call(
+                self._context.broker,
+                self._context.scope.rank(name, f"look-{self._processes[name]}"),
+                Empty(),
+                RankState,
+                timeout_s=ANSWER_S / 2,
+                waiting_for=name,
+                idempotent=True,
+            )
+        except TinkermqError as error:
+            _log.debug("rank_did_not_answer", rank=name, error=error.message)
+            return None
+        if told.learner != self._learner:
+            return told.model_copy(update={"error": f"{name} was started anew"})
+        error = f"{name} on {told.host}: {told.error}" if told.error else ""
+        return told.model_copy(update={"error": error})
+
+    async def _seen_to_be_gone(self) -> EngineError | None:
+        """A broken connection is noticed before the end of the process that it led to."""
+        deadline = self._loop.time() + _SEEN_END_S
+        while self._loop.time() < deadline:
+            for told in await asyncio.gather(*map(self._look, self._names)):
+                if told is not None and told.error:
+                    return _gone(told.error)
+            await asyncio.sleep(_LOOK_S / 4)
+        return None
+
+
+def _gone(why: str) -> EngineError:
+    return EngineError(
+        f"a rank of the learner is gone: {why}",
+        hint="its own log says why (`tinkermq logs RUN --actor rank-1`); a code of -9 without a "
+        "line is often a machine out of memory. The run goes on from its last checkpoint",
+    )
+
+
+def _end_within(seconds: float) -> None:
+    """End this process even if a collective that nobody answers holds one of its threads."""
+    timer = threading.Timer(seconds, os._exit, (EXIT_CRASHED,))
+    timer.daemon = True
+    timer.start()
