@@ -15,7 +15,8 @@ from .section import Rule
 if TYPE_CHECKING:
     from .job import JobConfig
 
-_OF_WHOLE_SEQUENCES = ("geometric", "mis", "veto")
+OF_WHOLE_SEQUENCES = ("geometric", "mis", "veto")
+"""Corrections that need all of a sequence at once."""
 _BY_CALL = ("gae", "gigpo", "grpo_per_turn", "reinforce_pp")
 
 _ROWS = (
@@ -26,7 +27,7 @@ _ROWS = (
     ),
     Rule(
         "algorithm.correction={algorithm.correction}",
-        lambda job: job.algorithm.correction in _OF_WHOLE_SEQUENCES,
+        lambda job: job.algorithm.correction in OF_WHOLE_SEQUENCES,
         "keeps or drops a sequence as a whole, and an agent's episode has several: choose tis, "
         "icepop, decoupled or m2po",
     ),

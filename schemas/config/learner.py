@@ -20,6 +20,9 @@ class LearnerConfig(Section):
     replicas: int = Field(default=1, ge=1, le=64)
     """Copies of the model among the ranks (HSDP): each is divided over ranks / replicas of them,
     which have neighbouring slots; between copies only gradients travel."""
+    context_parallel: int = Field(default=1, ge=1, le=64)
+    """Neighbouring ranks that compute the columns of each row together (Ulysses): a rank holds the
+    activations of a part of it. It divides the number of ranks, and those of the model's heads."""
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from .agent_rules import AGENT_RULES
+from .agent_rules import AGENT_RULES, OF_WHOLE_SEQUENCES
 from .episode import MAX_EPISODES
 from .section import Rule
 
@@ -48,6 +48,12 @@ def _over(key: str, limit: str) -> Rule:
     return Rule(
         f"{key} ({{{key}}})", lambda job: value(job) > most(job), f"is over {limit} ({{{limit}}})"
     )
+
+
+def _needs_whole_sequences(job: "JobConfig") -> bool:
+    algorithm = job.algorithm
+    by_sequence = algorithm.correction == "tis" and algorithm.correction_level == "sequence"
+    return algorithm.loss == "gspo" or algorithm.correction in OF_WHOLE_SEQUENCES or by_sequence
 
 
 def _whole_episodes(key: str, when: "Callable[[JobConfig], Any]") -> tuple[Rule, Rule]:
@@ -161,6 +167,28 @@ RULES = (
         "cannot be divided over learner.ranks ({learner.ranks}) in equal parts: make it a multiple",
     ),
     _over("learner.machines", "learner.ranks"),
+    _over("learner.context_parallel", "learner.ranks"),
+    Rule(
+        "learner.ranks ({learner.ranks})",
+        lambda job: (
+            job.learner.ranks > job.learner.context_parallel
+            and job.learner.ranks % job.learner.context_parallel
+        ),
+        "cannot be divided into groups of learner.context_parallel ({learner.context_parallel}): "
+        "make it a multiple",
+    ),
+    Rule(
+        "learner.context_parallel ({learner.context_parallel})",
+        lambda job: job.learner.context_parallel > 1 and _needs_whole_sequences(job),
+        "divides sequences, and algorithm.loss={algorithm.loss} with "
+        "algorithm.correction={algorithm.correction} at level {algorithm.correction_level} needs "
+        "them whole: choose another loss or correction",
+    ),
+    Rule(
+        "learner.compile",
+        lambda job: job.learner.compile and job.learner.context_parallel > 1,
+        "was not built for learner.context_parallel over 1: remove one of them",
+    ),
     _over("generator.tensor_parallel", "generator.slots"),
     Rule(
         "generator.max_context ({generator.max_context})",

@@ -52,6 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 KINDS: dict[str, dict[str, Any]] = {
     "copies on each machine": {"learner": {**APART, "replicas": 2}},
     "divided over all": {"learner": APART},
+    "sequences divided": {"learner": {**APART, "context_parallel": 2}},
     "adapter": {"learner": {**APART, "replicas": 2}, "lora": {"rank": 4}},
     "images": {
         "learner": {**APART, "replicas": 2},
@@ -105,7 +106,8 @@ def learners_node(job: Job) -> str:
 async def assert_one_process_trains_the_same(job: Job, folder: Path) -> None:
     """Train the recorded batches by one process; weights and gradient norms are those."""
     tree = {**job.record.config}
-    tree["learner"] = {**tree["learner"], "ranks": 1, "slots": 1, "machines": 1, "replicas": 1}
+    one = dict.fromkeys(("ranks", "slots", "machines", "replicas", "context_parallel"), 1)
+    tree["learner"] = {**tree["learner"], **one}
     config = parse_config(tree)
     steps = await job.batches()
     policies = Policies.open(

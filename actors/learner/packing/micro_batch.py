@@ -3,7 +3,7 @@
 Shapes: S sequences, N generated tokens, B rows, T columns.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,6 +54,8 @@ class MicroBatch:
     """int64: its place among the generated tokens of the whole batch, in the batch's order."""
     images: PackedImages | None = None
     """The images in the rows, if there are some."""
+    columns: tuple[int, int] | None = None
+    """First column that is computed here, and the one behind the last; None: all are."""
 
     @classmethod
     def empty(cls, device: torch.device) -> "MicroBatch":
@@ -90,5 +92,9 @@ class MicroBatch:
 
     def to(self, device: torch.device | str) -> "MicroBatch":
         """Copy every tensor to a device."""
-        moved = {name: value.to(device) for name, value in vars(self).items() if value is not None}
-        return MicroBatch(**moved)
+        moved = {
+            name: value.to(device)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor | PackedImages)
+        }
+        return replace(self, **moved)

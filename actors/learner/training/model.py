@@ -225,11 +225,12 @@ class Scorer:
         tensor says which of them predicts each of the N tokens.
         """
         if self.flat_rows:
-            packed = flatten(packed)
+            packed = flatten(packed) if packed.columns is None else packed
             attention: dict[str, Any] = {"attention_mask": None, **kernel_arguments(packed)}
         else:
             attention = {"attention_mask": self._masks(packed)}
-        column_N = packed.row_N * packed.input_ids_BT.shape[1] + packed.source_col_N
+        start, end = packed.columns or (0, packed.input_ids_BT.shape[1])
+        column_N = packed.row_N * (end - start) + packed.source_col_N - start
         model = self._model if logits else self._decoder
         with self._computing(autocast=self.autocast):
             output = model(**self._read_in(packed), **attention, use_cache=False)
@@ -240,10 +241,11 @@ class Scorer:
     def _read_in(self, packed: MicroBatch) -> dict[str, Tensor]:
         """Return what the model reads: ids, or their embeddings where there are images."""
         ids_BT, images = packed.input_ids_BT, packed.images
+        own = slice(*packed.columns) if packed.columns is not None else slice(None)
         if images is None:
-            return {"input_ids": ids_BT, "position_ids": packed.position_ids_BT}
+            return {"input_ids": ids_BT[:, own], "position_ids": packed.position_ids_BT[:, own]}
         embeds_BTH = embed(self._model, ids_BT, images.column_Q, images.images)
-        return {"inputs_embeds": embeds_BTH, "position_ids": images.rope_3BT}
+        return {"inputs_embeds": embeds_BTH[:, own], "position_ids": images.rope_3BT[..., own]}
 
     def _computing(self, *, autocast: bool) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=autocast)

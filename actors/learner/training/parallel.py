@@ -38,6 +38,7 @@ from ....broker.weights.store import TensorBytes
 from ....schemas.config.learner import LearnerConfig
 from ....schemas.wire.errors import ConfigError
 from ...broadcast.meeting import Store, open_store, own_address, reach_store
+from ...models.divided_attention import SequenceGroup, divide_attention
 from ...models.lora import policy_tensors
 from ...models.policies import prefix_of
 from .layers import repeated_layers
@@ -116,12 +117,17 @@ class Parallel:
         size: int = 1,
         device: torch.device | None = None,
         mesh: DeviceMesh | None = None,
+        sequence: SequenceGroup | None = None,
     ) -> None:
-        """A rank that computes on `device` (default: where the model is), of a mesh if sharded."""
+        """A rank that computes on `device` (default: where the model is), of a mesh if sharded.
+
+        `sequence`: with which it divides each sequence.
+        """
         self.rank = rank
         self.size = size
         self._device = device
         self._mesh = mesh
+        self.sequence = sequence
 
     @classmethod
     def alone(cls) -> "Parallel":
@@ -150,7 +156,8 @@ class Parallel:
             world_size=config.ranks,
             timeout=timedelta(seconds=COLLECTIVE_DEADLINE_S),
         )
-        return cls(rank, config.ranks, device, _mesh_of(device, config))
+        mesh = _mesh_of(device, config)
+        return cls(rank, config.ranks, device, mesh, _sequence_of(rank, config.context_parallel))
 
     def leave(self) -> None:
         """Give up the connections to the other ranks."""
@@ -161,6 +168,16 @@ class Parallel:
     def sharded(self) -> bool:
         """Whether the weights are held in parts."""
         return self._mesh is not None
+
+    @property
+    def num_shares(self) -> int:
+        """In how many parts the sequences of a batch are dealt out."""
+        return self.size if self.sequence is None else self.size // self.sequence.size
+
+    @property
+    def share(self) -> int:
+        """Which of the parts this rank computes, alone or with its neighbours."""
+        return self.rank if self.sequence is None else self.rank // self.sequence.size
 
     @property
     def filled_by_another(self) -> bool:
@@ -180,6 +197,8 @@ class Parallel:
         inside = Inside(model, self._device)
         if self._mesh is None:
             return inside
+        if self.sequence is not None:
+            divide_attention(model, self.sequence)
         values = [] if self.rank else [tensor.detach() for tensor in _tensors(inside)]
         gathered_dtype = torch.bfloat16 if config.dtype == "bfloat16" else None
         options: dict[str, Any] = {
@@ -243,6 +262,14 @@ def _mesh_of(device: torch.device, config: LearnerConfig) -> DeviceMesh:
         (config.replicas, config.ranks // config.replicas),
         mesh_dim_names=("replicate", "shard"),
     )
+
+
+def _sequence_of(rank: int, size: int) -> SequenceGroup | None:
+    """Return the neighbours of a rank that divide sequences with it."""
+    if size == 1:
+        return None
+    group, _ = dist.new_subgroups(size)
+    return SequenceGroup(group, size, rank % size)
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:

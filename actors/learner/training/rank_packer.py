@@ -16,6 +16,8 @@ from ....schemas.config.learner import LearnerConfig
 from ...models.vision import ImageReader, SeenImages, probe_image
 from ..algorithms.training_batch import TrainingBatch, select
 from ..packing.balance import share_sequences
+from ..packing.columns import columns_of
+from ..packing.flat_rows import flatten
 from ..packing.micro_batch import MicroBatch, TokenSequence
 from ..packing.packed_images import unseen
 from ..packing.packing import pack
@@ -44,7 +46,7 @@ class RankPacker:
 
     def pack(self, batch: TrainingBatch, keep_S: Tensor) -> list[MicroBatch]:
         """Pack this rank's share of the sequences that are kept."""
-        packed = self._pack_share(batch, self._share(batch, keep_S))
+        packed = [self._divided(one) for one in self._pack_share(batch, self._share(batch, keep_S))]
         missing = self._parallel.largest(len(packed)) - len(packed)
         packed += [MicroBatch.empty(self._scorer.device)] * missing
         if self._parallel.size == 1 or self._image_reader is None:
@@ -56,6 +58,14 @@ class RankPacker:
             for micro, sees in zip(packed, together, strict=True)
         ]
 
+    def _divided(self, micro: MicroBatch) -> MicroBatch:
+        """Return what is computed here of rows that other ranks have, too."""
+        sequence = self._parallel.sequence
+        if sequence is None:
+            return micro
+        micro = flatten(micro) if self._scorer.flat_rows else micro
+        return columns_of(micro, sequence.place, sequence.size)
+
     def _looking(self, micro: MicroBatch) -> MicroBatch:
         assert self._image_reader is not None
         seen = unseen(self._image_reader.read([probe_image()]), micro.position_ids_BT)
@@ -63,16 +73,16 @@ class RankPacker:
 
     def _share(self, batch: TrainingBatch, keep_S: Tensor) -> Tensor:
         """Mark those of the sequences that this rank computes: bool[S]."""
-        if self._parallel.size == 1:
+        if self._parallel.num_shares == 1:
             return keep_S
         chosen_s = torch.nonzero(keep_S).flatten()
         shares = share_sequences(
             select(batch, keep_S)[0],
-            ranks=self._parallel.size,
+            ranks=self._parallel.num_shares,
             hidden_size=self._scorer.hidden_size,
             share_prompts=self._shares_prompts,
         )
-        mine = torch.tensor(shares[self._parallel.rank], dtype=torch.int64, device=keep_S.device)
+        mine = torch.tensor(shares[self._parallel.share], dtype=torch.int64, device=keep_S.device)
         return torch.zeros_like(keep_S).index_fill(0, chosen_s[mine], True)
 
     def _pack_share(self, batch: TrainingBatch, keep_S: Tensor) -> list[MicroBatch]:
