@@ -139,10 +139,10 @@ test-tinker: $(VENV)/dev.stamp programs tinker  ## Run programs written with Tin
 	@cp $< $@
 
 # Programs of Debian that the tests run: the browser, namespaces for a cluster, certificates, the
-# reader of the compose file, the sandbox. Where this cannot install them, the tests that want them
-# say so.
+# readers of the compose file and of the manifests, the sandbox. Where this cannot install them, the
+# tests that want them say so.
 PROGRAMS := chromium:chromium ip:iproute2 openssl:openssl docker-compose:docker-compose \
-  bwrap:bubblewrap
+  bwrap:bubblewrap kubectl:kubernetes-client
 programs:
 	@lacking=""; for one in $(PROGRAMS); do \
 	  command -v $${one%%:*} >/dev/null || lacking="$$lacking $${one##*:}"; done; \

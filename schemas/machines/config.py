@@ -14,15 +14,16 @@ Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:@-]*$", max_leng
 
 _PLACES = {"slurm": "partition", "ray": "address"}
 """What `KIND:PLACE` says of each kind."""
-_CLUSTERS = when("kind", "slurm", "ray")
+_CLUSTERS = when("kind", "slurm", "ray", "kubernetes")
+_KUBERNETES = when("kind", "kubernetes")
 
 
 class MachinesConfig(Section):
     """Machines that are asked of a cluster as the queue needs them."""
 
-    kind: Literal["slurm", "ray", "ssh", "none"] = "none"
-    """slurm: a Slurm job for each machine; ray: a Ray job for each; ssh: a node on each of some
-    hosts; none: nodes are started by hand."""
+    kind: Literal["slurm", "ray", "kubernetes", "ssh", "none"] = "none"
+    """slurm: a Slurm job for each machine; ray: a Ray job for each; kubernetes: a pod for each;
+    ssh: a node on each of some hosts; none: nodes are started by hand."""
     hosts: list[Host] = Field(default_factory=list[Host], json_schema_extra=when("kind", "ssh"))
     """Hosts as `ssh` names them, `user@host` for another user."""
     ssh: list[str] = Field(default_factory=list[str], json_schema_extra=when("kind", "ssh"))
@@ -39,6 +40,18 @@ class MachinesConfig(Section):
     )
     """Further fields of a job's submission, such as `entrypoint_resources`,
     `entrypoint_label_selector` or `runtime_env`."""
+    namespace: str = Field(
+        default="default", pattern=r"^[a-z0-9-]+$", max_length=63, json_schema_extra=_KUBERNETES
+    )
+    """Namespace of the pods."""
+    context: str = Field(default="", json_schema_extra=_KUBERNETES)
+    """Context of the kubeconfig; empty: its current one, or the cluster in which the scheduler
+    runs."""
+    image: str = Field(default="", json_schema_extra=_KUBERNETES)
+    """Image of the node's container, with tinkermq in it."""
+    pod: dict[str, Any] = Field(default_factory=dict[str, Any], json_schema_extra=_KUBERNETES)
+    """What else a pod says, as a manifest has it (`metadata`, `spec`): maps are merged by key and
+    lists by name; the node's container is called `node`."""
     partition: str = Field(default="", json_schema_extra=when("kind", "slurm"))
     """Slurm's partition; empty: its default."""
     least: int = Field(default=0, ge=0, le=10_000)
@@ -83,6 +96,8 @@ class MachinesConfig(Section):
         """Where machines are asked for, as a person writes it; empty: nowhere."""
         if self.kind == "ssh":
             return f"ssh: {len(self.hosts)} hosts"
+        if self.kind == "kubernetes":
+            return f"kubernetes:{self.namespace}"
         return "" if self.kind == "none" else f"{self.kind}:{self.partition or self.address}"
 
 
@@ -125,6 +140,8 @@ def _checked(values: dict[str, object], text: str) -> MachinesConfig:
         raise ConfigError(f"least is {config.least}, more than most, which is {config.most}")
     if config.kind == "ssh":
         _check_hosts(config)
+    if config.kind == "kubernetes" and not config.image:
+        raise ConfigError("image is not given", hint="name one that has tinkermq in it")
     return config
 
 

@@ -5,6 +5,7 @@ from ....schemas.machines.config import MachinesConfig
 from ....schemas.wire.errors import PlacementError
 from ..placement.nodes import Nodes
 from .keeper import MachineKeeper
+from .kubernetes import KubernetesSource
 from .ray import RaySource
 from .slurm import SlurmSource
 from .source import Machine, MachineSource
@@ -26,6 +27,14 @@ class NoSource:
         """Give back what nobody has asked for: nothing."""
 
 
+_SOURCES = {
+    "slurm": SlurmSource,
+    "ray": RaySource,
+    "kubernetes": KubernetesSource,
+    "ssh": SSHSource,
+}
+
+
 def machine_keeper(broker: Broker, config: MachinesConfig, pool: Nodes) -> MachineKeeper:
     """Return what keeps a pool's machines."""
     url = config.url or broker.url
@@ -34,5 +43,4 @@ def machine_keeper(broker: Broker, config: MachinesConfig, pool: Nodes) -> Machi
 
 def machine_source(config: MachinesConfig, url: str) -> MachineSource:
     """Return the seam to the cluster of a configuration; nodes reach the broker at `url`."""
-    sources = {"slurm": SlurmSource, "ray": RaySource, "ssh": SSHSource}
-    return sources[config.kind](config, url) if config.kind in sources else NoSource()
+    return _SOURCES[config.kind](config, url) if config.kind in _SOURCES else NoSource()

@@ -1,0 +1,278 @@
+"""Machines of Kubernetes: a pod for each, whose one container is the node.
+
+A pod's name is the machine's, and a namespace holds no name twice: who asked twice, after a kill in
+between, has one machine. Pods are found again by a label. A pod that is deleted, evicted or
+preempted hears SIGTERM and has its grace; a node drains at that as it does on any SIGTERM. An ended
+pod is kept, with its log, until its name is asked for again.
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+
+from pydantic import ValidationError
+
+from ....broker.client.login import CREDENTIALS_VARIABLE
+from ....schemas.machines.config import MachinesConfig
+from ....schemas.wire.errors import DeadlineError, NotFoundError, PlacementError
+from .source import Machine, MachineNames
+
+if TYPE_CHECKING:
+    from kubernetes.client import CoreV1Api, V1Pod
+
+T = TypeVar("T")
+POOL_LABEL = "tinkermq.pool"
+CONTAINER = "node"
+_GPU = "nvidia.com/gpu"
+_TIMEOUT_S = (5.0, 25.0)
+"""To connect, and to answer."""
+_PAGE = 500
+_NOT_FOUND, _CONFLICT = 404, 409
+_ENDED = frozenset({"Succeeded", "Failed"})
+_GRACE_S = 10
+"""Of a pod whose node has not joined."""
+_HINT = "`kubectl auth can-i create pods` as whom the scheduler runs; `context:`, `namespace:`"
+
+
+class KubernetesSource:
+    """Makes, lists and deletes pods, through the official client."""
+
+    def __init__(self, config: MachinesConfig, url: str) -> None:
+        """Have nodes reach the broker at `url`."""
+        self._config = config
+        self._url = url
+        self._names = MachineNames(url)
+        self._api: CoreV1Api | None = None
+
+    async def look(self) -> list[Machine]:
+        """Return the pool's pods that have not ended, by name; raises PlacementError."""
+        selector = f"{POOL_LABEL}={pool_label(self._names)}"
+        pods = await self._ask(lambda api: _listed(api, self._config.namespace, selector))
+        found = [_machine(one) for one in pods if one.status is None or not _has_ended(one)]
+        own = [one for one in found if self._names.own(one.name)]
+        return sorted(own, key=lambda one: self._names.number(one.name))
+
+    async def ask(self, name: str) -> None:
+        """Make the pod of a machine, harmless where it is; raises PlacementError."""
+        made = pod(self._config, self._url, name)
+        await self._ask(lambda api: _made(api, self._config.namespace, name, made))
+
+    async def give_back(self, machine: Machine, *, drain: bool) -> None:
+        """Delete this very pod: with its own grace, or with little where no node has joined."""
+        grace_s = None if drain else _GRACE_S
+        await self._ask(
+            lambda api: _deleted(api, self._config.namespace, machine.name, machine.id, grace_s)
+        )
+
+    async def _ask(self, work: Callable[["CoreV1Api"], T]) -> T:
+        return await asyncio.to_thread(self._asked, work)
+
+    def _asked(self, work: Callable[["CoreV1Api"], T]) -> T:
+        """Do it in this thread; what goes wrong is told in the cluster's words."""
+        if self._api is None:
+            self._api = _connected(self._config.context)
+        from kubernetes.client.exceptions import ApiException
+        from urllib3.exceptions import HTTPError, NewConnectionError, TimeoutError
+
+        try:
+            return work(self._api)
+        except ValidationError as error:
+            raise PlacementError(f"`pod:` makes no pod: {_first(error)}", hint=_HINT) from error
+        except ApiException as error:
+            raise _refusal(error) from error
+        except HTTPError as error:
+            reason = getattr(error, "reason", None) or error
+            late = isinstance(reason, TimeoutError) and not isinstance(reason, NewConnectionError)
+            kind = DeadlineError if late else PlacementError
+            raise kind(f"Kubernetes cannot be asked: {reason}", hint=_HINT) from error
+
+
+def pool_label(names: MachineNames) -> str:
+    """Return the label by which a pool's pods are found."""
+    return names.prefix.strip("-")
+
+
+def pod(config: MachinesConfig, url: str, name: str) -> dict[str, Any]:
+    """Return the pod of one machine; what the pool's owner adds wins."""
+    command = [config.python, "-m", "tinkermq.actors.node", "--nats", url, "--name", name]
+    variables = {CREDENTIALS_VARIABLE: config.credentials} if config.credentials else {}
+    size = {_GPU: str(config.slots)} if config.gpus else {"cpu": str(config.slots)}
+    container = {
+        "name": CONTAINER,
+        "image": config.image,
+        "command": command if config.gpus else [*command, "--slots", str(config.slots)],
+        "env": [{"name": key, "value": value} for key, value in variables.items()],
+        "resources": {"limits": size} if config.gpus else {"requests": size},
+        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],  # noqa: S108  the pod's own
+    }
+    made = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"labels": {"app.kubernetes.io/name": "tinkermq-machine"}},
+        "spec": {
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": config.drain_s,
+            "automountServiceAccountToken": False,
+            "shareProcessNamespace": True,  # its first process takes orphans that have ended
+            "containers": [container],
+            "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],
+        },
+    }
+    named = {"name": name, "labels": {POOL_LABEL: pool_label(MachineNames(url))}}
+    return _merged(_merged(made, config.pod), {"metadata": named})
+
+
+def _merged(base: Any, over: Any) -> Any:
+    """Return `base` with what `over` says: maps by key, lists of named things by name."""
+    if isinstance(base, dict) and isinstance(over, dict):
+        left, right = cast("dict[str, Any]", base), cast("dict[str, Any]", over)
+        changed = {
+            key: _merged(left[key], value) if key in left else value for key, value in right.items()
+        }
+        return {**left, **changed}
+    left, right = _by_name(base), _by_name(over)
+    if left is None or right is None:
+        return over
+    return list(_merged(left, right).values())
+
+
+def _by_name(value: Any) -> dict[str, Any] | None:
+    if not isinstance(value, list):
+        return None
+    found = cast("list[Any]", value)
+    named = all(isinstance(one, Mapping) and "name" in one for one in found)
+    return {one["name"]: one for one in found} if named else None
+
+
+def _connected(context: str) -> "CoreV1Api":
+    """Return the API of the cluster in which this runs, or of a kubeconfig's context."""
+    try:
+        from kubernetes import client, config
+    except ImportError as error:
+        raise NotFoundError(
+            "the scheduler has no client of Kubernetes", hint="pip install 'tinkermq[kubernetes]'"
+        ) from error
+    settings = client.Configuration()
+    try:
+        _load(config, settings, context)
+    except (config.ConfigException, OSError) as error:
+        raise PlacementError(f"no Kubernetes is configured: {error}", hint=_HINT) from error
+    settings.retries = False
+    return client.CoreV1Api(client.ApiClient(settings))
+
+
+def _load(config: Any, settings: Any, context: str) -> None:
+    """Read where the cluster is; the variable as of now, because the client reads it once."""
+    file = os.environ.get("KUBECONFIG")
+    if "KUBERNETES_SERVICE_HOST" in os.environ and not (file or context):
+        config.load_incluster_config(client_configuration=settings)
+        return
+    config.load_kube_config(file, context or None, client_configuration=settings)
+
+
+def _listed(api: "CoreV1Api", namespace: str, selector: str) -> list["V1Pod"]:
+    pods: list[V1Pod] = []
+    further: str | None = None
+    while True:
+        page = api.list_namespaced_pod(
+            namespace,
+            label_selector=selector,
+            limit=_PAGE,
+            _continue=further,
+            _request_timeout=_TIMEOUT_S,
+        )
+        pods += page.items
+        further = page.metadata.var_continue if page.metadata else None
+        if not further:
+            return pods
+
+
+def _made(api: "CoreV1Api", namespace: str, name: str, made: Any) -> None:
+    """Make a pod; one of that name that has ended makes room, one that lives is it."""
+    from kubernetes.client.exceptions import ApiException
+
+    try:
+        api.create_namespaced_pod(namespace, made, _request_timeout=_TIMEOUT_S)
+        return
+    except ApiException as error:
+        if _status(error) != _CONFLICT:
+            raise
+    there = api.read_namespaced_pod(name, namespace, _request_timeout=_TIMEOUT_S)
+    if _has_ended(there):
+        _deleted(api, namespace, name, _uid(there), 0)
+        api.create_namespaced_pod(namespace, made, _request_timeout=_TIMEOUT_S)
+
+
+def _deleted(api: "CoreV1Api", namespace: str, name: str, uid: str, grace_s: int | None) -> None:
+    from kubernetes.client import V1DeleteOptions, V1Preconditions
+    from kubernetes.client.exceptions import ApiException
+
+    options = V1DeleteOptions(preconditions=V1Preconditions(uid=uid), grace_period_seconds=grace_s)
+    try:
+        api.delete_namespaced_pod(name, namespace, body=options, _request_timeout=_TIMEOUT_S)
+    except ApiException as error:
+        if _status(error) not in (_NOT_FOUND, _CONFLICT):  # another pod has the name by now
+            raise
+
+
+def _machine(one: "V1Pod") -> Machine:
+    metadata, name = one.metadata, _name(one)
+    leaving = metadata is not None and metadata.deletion_timestamp is not None
+    started = _started(one)
+    state: Literal["asked", "started", "leaving"] = "asked" if started is None else "started"
+    log = f"`kubectl logs {name}`"
+    return Machine(name, _uid(one), "leaving" if leaving else state, started, None, _why(one), log)
+
+
+def _name(one: "V1Pod") -> str:
+    return (one.metadata.name if one.metadata else None) or ""
+
+
+def _uid(one: "V1Pod") -> str:
+    return (one.metadata.uid if one.metadata else None) or ""
+
+
+def _has_ended(one: "V1Pod") -> bool:
+    return one.status is not None and one.status.phase in _ENDED
+
+
+def _started(one: "V1Pod") -> float | None:
+    """Return when the container of the node began; None: it has not."""
+    for status in (one.status.container_statuses if one.status else None) or []:
+        running = status.state.running if status.state else None
+        if status.name == CONTAINER and running is not None and running.started_at is not None:
+            return running.started_at.timestamp()
+    return None
+
+
+def _why(one: "V1Pod") -> str:
+    """Say what a pod waits for: room, its image, its volumes."""
+    if one.status is None or _started(one) is not None:
+        return ""
+    for status in one.status.container_statuses or []:
+        waiting = status.state.waiting if status.state else None
+        if waiting is not None:
+            return ": ".join(filter(None, (waiting.reason, waiting.message)))
+    unmet = [each for each in one.status.conditions or [] if each.status == "False"]
+    told = [": ".join(filter(None, (each.reason, each.message))) for each in unmet]
+    return next(filter(None, told), "")
+
+
+def _refusal(error: Any) -> PlacementError:
+    """Return an ApiException in the cluster's words."""
+    try:
+        said = json.loads(error.body)["message"]
+    except (ValueError, KeyError, TypeError):
+        said = error.reason or "no word"
+    return PlacementError(f"Kubernetes refused (HTTP {error.status}): {said}", hint=_HINT)
+
+
+def _first(error: ValidationError) -> str:
+    told = error.errors()[0]
+    return f"{'.'.join(map(str, told['loc'][1:]))}: {told['msg']} (it is {told['input']!r})"
+
+
+def _status(error: Any) -> int:
+    return int(error.status or 0)

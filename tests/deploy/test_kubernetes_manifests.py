@@ -1,0 +1,116 @@
+"""The manifests: Kubernetes' schemas hold them, and what they name exists."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from tinkermq.actors.scheduler.machines.kubernetes import pod
+from tinkermq.schemas.machines.config import machines_config
+from tinkermq.schemas.wire.subjects import SERVICES
+
+from tests.support.configs import REPOSITORY
+from tests.support.kubernetes import VERSION
+
+FOLDER = REPOSITORY / "deploy" / "kubernetes"
+OVERLAY: dict[str, Any] = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
+RESOURCES: list[dict[str, Any]] = [
+    one for name in OVERLAY["resources"] for one in yaml.safe_load_all((FOLDER / name).read_text())
+]
+TEMPLATES = {
+    one["metadata"]["name"]: one["spec"]["template"]["spec"]
+    for one in RESOURCES
+    if "template" in one.get("spec", {})
+}
+SECRETS = {f"tinkermq-{name}" for name in (*SERVICES, "accounts", "tls", "ca")}
+"""Those that docs/kubernetes.md makes of what `tinkermq init` has written, and of certificates."""
+OPEN = {"GOMEMLIMIT"}
+
+
+def machine() -> dict[str, Any]:
+    """Return the pod of a machine as machines.yaml has it."""
+    config = machines_config(str(FOLDER / "machines.yaml"))
+    return pod(config, config.url, "tmq-00000000-1")
+
+
+@pytest.mark.parametrize(
+    "resource", RESOURCES, ids=lambda one: one["kind"] + one["metadata"]["name"]
+)
+def test_the_schema_holds_a_manifest(resource: dict[str, Any]) -> None:
+    kubernetes_validate.validate(resource, VERSION, strict=True)
+
+
+def test_the_schema_holds_the_pod_of_a_machine() -> None:
+    made = machine()
+    kubernetes_validate.validate(made, VERSION, strict=True)
+    assert made["spec"]["terminationGracePeriodSeconds"] == 120
+    assert made["spec"]["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+
+
+def test_the_scheduler_may_do_what_it_does_and_no_more() -> None:
+    role = next(one for one in RESOURCES if one["kind"] == "Role")
+    code = (REPOSITORY / "actors" / "scheduler" / "machines" / "kubernetes.py").read_text()
+    calls = set(re.findall(r"api\.(\w+?)_namespaced_pod\(", code))
+    assert role["rules"] == [
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["create", "get", "list", "delete"]}
+    ]
+    assert calls == {"create", "read", "list", "delete"}
+    assert [name for name, spec in TEMPLATES.items() if "serviceAccountName" in spec] == [
+        "scheduler"
+    ]
+
+
+@pytest.mark.parametrize("spec", [*TEMPLATES.values(), machine()["spec"]], ids=[*TEMPLATES, "node"])
+def test_a_pod_mounts_what_there_is(spec: dict[str, Any]) -> None:
+    volumes = {one["name"]: one for one in spec["volumes"]}
+    claimed = {one["metadata"]["name"] for one in RESOURCES}
+    made = {one["name"] for one in OVERLAY["configMapGenerator"]}
+    mounted = {one["name"] for one in spec["containers"][0]["volumeMounts"]}
+    assert mounted - {"store"} == volumes.keys()
+    for volume in volumes.values():
+        assert volume.get("secret", {}).get("secretName", "tinkermq-tls") in SECRETS
+        assert volume.get("configMap", {}).get("name", "tinkermq-nats") in made
+        assert volume.get("persistentVolumeClaim", {}).get("claimName", "tinkermq-runs") in claimed
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES.keys() - {"nats"}))
+def test_a_service_starts_a_program_with_options_that_it_has(name: str) -> None:
+    container = TEMPLATES[name]["containers"][0]
+    program, flag, module, *options = container["command"]
+    assert (program, flag) == ("python", "-m")
+    assert importlib.util.find_spec(module) is not None
+    words = [sys.executable, "-m", module, "--help"]
+    shown = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert [one for one in options if one.startswith("--") and one not in shown] == []
+    named = {one["name"] for one in container["env"]}
+    assert [one for one in named - OPEN if one not in _rooms()] == []
+
+
+def _rooms() -> str:
+    rooms = ("schemas", "broker", "envs", "actors", "clients")
+    files: Iterator[Path] = (file for one in rooms for file in (REPOSITORY / one).rglob("*.py"))
+    return "".join(file.read_text() for file in files if "TINKERMQ_" in file.read_text())
+
+
+def test_the_page_makes_the_secrets() -> None:
+    page = (REPOSITORY / "docs" / "kubernetes.md").read_text()
+    assert [name for name in SECRETS if name not in page and name.split("-")[1] not in page] == []
+
+
+def test_kustomize_builds_them() -> None:
+    if shutil.which("kubectl") is None:
+        pytest.skip("needs kubectl: apt-get install kubernetes-client, as root")
+    words = ["kubectl", "kustomize", str(FOLDER)]
+    built = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    found = list(yaml.safe_load_all(built))
+    assert len(found) == len(RESOURCES) + len(OVERLAY["configMapGenerator"])
+    for one in found:
+        kubernetes_validate.validate(one, VERSION, strict=True)
+        assert one["metadata"]["namespace"] == "tinkermq"
