@@ -21,7 +21,10 @@ _MAX_DIMS = 8
 _DTYPES_BY_NAME: dict[bytes, "np.dtype[Any]"] = {
     name.encode(): np.dtype(name) for name in ARRAY_DTYPES
 }
+_NAMES_BY_DTYPE = {dtype: name for name, dtype in _DTYPES_BY_NAME.items()}
 _SHAPES: list[struct.Struct] = [struct.Struct(f"<{ndim}Q") for ndim in range(_MAX_DIMS + 1)]
+_extension = cast("Any", tuple).__new__
+"""Makes an extension without the checks of its constructor, which take longer than the array."""
 
 
 def pack_array(value: Any) -> msgpack.ExtType:
@@ -30,16 +33,24 @@ def pack_array(value: Any) -> msgpack.ExtType:
         value = np.array(cast("Any", value))
     if not isinstance(value, np.ndarray):
         raise TypeError(f"{type(value).__name__} has no msgpack form")
-    shape: tuple[int, ...] = cast("Any", value).shape
-    array = np.ascontiguousarray(cast("np.ndarray[Any, Any]", value))
+    array = cast("np.ndarray[Any, Any]", value)
+    name = _NAMES_BY_DTYPE.get(array.dtype)
+    if name is None:
+        array, name = _little_endian(array)
+    shape: tuple[int, ...] = array.shape
+    if len(shape) > _MAX_DIMS:
+        raise TypeError(f"arrays of {len(shape)} dimensions do not travel, at most {_MAX_DIMS} do")
+    head = bytes((len(name), len(shape))) + name + _SHAPES[len(shape)].pack(*shape)
+    return _extension(msgpack.ExtType, (ARRAY_EXT, head + array.tobytes()))
+
+
+def _little_endian(array: "np.ndarray[Any, Any]") -> "tuple[np.ndarray[Any, Any], bytes]":
+    """Return an array of the other byte order in ours; TypeError for what does not travel."""
     array = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    dtype = array.dtype.str
-    if dtype not in ARRAY_DTYPES:
+    name = _NAMES_BY_DTYPE.get(array.dtype)
+    if name is None:
         raise TypeError(f"arrays of {array.dtype} do not travel")
-    name = dtype.encode()
-    head = _HEADER.pack(len(name), len(shape)) + name
-    head += _SHAPES[len(shape)].pack(*shape)
-    return msgpack.ExtType(ARRAY_EXT, head + array.tobytes())
+    return array, name
 
 
 def unpack_array(code: int, data: bytes) -> "np.ndarray[Any, Any]":

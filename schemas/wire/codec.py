@@ -10,7 +10,7 @@ and never here.
 import json
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
@@ -121,12 +121,16 @@ def _pack_other(plain: Callable[[Any], Any] | None, value: Any) -> Any:
         return found
     if "numpy" not in sys.modules:  # then it cannot be an array
         raise TypeError(f"{type(value).__name__} has no msgpack form")
-    from .array_codec import pack_array
-
-    return pack_array(value)
+    return _arrays()[0](value)
 
 
 def _unpack_other(code: int, data: bytes) -> Any:
-    from .array_codec import unpack_array
+    return _arrays()[1](code, data)
 
-    return unpack_array(code, data)
+
+@cache
+def _arrays() -> tuple[Callable[[Any], Any], Callable[[int, bytes], Any]]:
+    """Return what packs and unpacks arrays, imported when the first one travels."""
+    from .array_codec import pack_array, unpack_array
+
+    return pack_array, unpack_array
