@@ -149,7 +149,8 @@ class StepReply(Message):
             raise ValueError("observations, rewards, done and infos are of different lengths")
         if self.roles and len(self.roles) != len(self.observations):
             raise ValueError("roles and observations are of different lengths")
-        if any(not 0 <= one.index < len(self.observations) for one in self.failed):
+        length = len(self.observations)
+        if self.failed and any(not 0 <= one.index < length for one in self.failed):
             raise ValueError("failed names an action that was not asked for")
         return self
 

@@ -274,7 +274,8 @@ class _Endpoint:
             trace = (request.headers or {}).get(TRACEPARENT, "")
             reply = await self._handler(query, RequestContext(request.subject, trace))
             payload = reply.to_bytes()
-            self._broker.check_size(len(payload), what=f"the reply to {request.subject}")
+            if len(payload) > self._broker.max_payload_bytes:
+                self._broker.check_size(len(payload), what=f"the reply to {request.subject}")
             return payload, None
         except TinkermqError as error:
             return error_reply(error.code, error.message, error.hint)
@@ -288,7 +289,8 @@ class _Endpoint:
 
     async def _count(self, duration_ns: int, headers: dict[str, str] | None) -> None:
         error = f"{headers[ERROR_CODE]}: {headers[ERROR_TEXT]}" if headers else ""
-        (await self.micro).count(duration_ns, error)
+        micro = self.micro.result() if self.micro.done() else await self.micro
+        micro.count(duration_ns, error)
 
 
 def allowed_reply(subject: str, reply: str) -> str:
@@ -359,7 +361,8 @@ async def _send(
     idempotent: bool,
 ) -> Msg:
     while True:
-        await broker.wait_connected(deadline, waiting_for=waiting_for)
+        if not broker.is_connected:
+            await broker.wait_connected(deadline, waiting_for=waiting_for)
         try:
             timeout_s = deadline - broker.clock()
             return await broker.request(subject, payload, headers=headers, timeout_s=timeout_s)

@@ -89,7 +89,7 @@ class Message(BaseModel):
                 hint="run the same tinkermq release on both sides",
             )
         try:
-            return cls.model_validate(fields)
+            return cls.__pydantic_validator__.validate_python(fields)  # as model_validate does
         except ValidationError as error:
             raise MessageError(
                 f"{cls.__name__} is malformed: {summarize(error)}", hint="see docs/messages.md"

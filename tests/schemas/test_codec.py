@@ -42,6 +42,24 @@ def test_arrays_come_back_with_dtype_shape_and_bytes(dtype: str, data: st.DataOb
     assert back.tobytes() == array.tobytes()
 
 
+def test_arrays_of_any_order_in_memory_come_back_the_same() -> None:
+    array = np.arange(12, dtype=">i4").reshape(3, 4)
+    for found in (array, array[:, ::2], np.asfortranarray(array), np.array(3.0), np.float32(2)):
+        back = unpack(pack(found))
+        assert back.dtype == found.dtype.newbyteorder("<")
+        assert back.shape == found.shape
+        assert np.array_equal(back, found)
+
+
+def test_an_array_that_does_not_travel_is_refused_with_why() -> None:
+    for array, why in (
+        (np.zeros((1,) * 9), "arrays of 9 dimensions do not travel, at most 8 do"),
+        (np.array(["x"]), "arrays of <U1 do not travel"),
+    ):
+        with pytest.raises(MessageError, match=why):
+            pack(array)
+
+
 def test_a_decoded_array_is_a_read_only_view() -> None:
     back = unpack(pack(np.arange(4)))
     assert not back.flags.writeable
