@@ -16,7 +16,7 @@ import psutil
 from tests.support.configs import REPOSITORY
 
 PROGRAM = REPOSITORY / ".venv-ray" / "bin" / "ray"
-_DEADLINE_S = 90.0
+_DEADLINE_S = 180.0
 
 
 def lacking() -> str:

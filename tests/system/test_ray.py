@@ -54,7 +54,7 @@ async def test_a_machine_is_asked_for_once_found_given_back_and_asked_for_again(
 
     for _ in range(2):
         await asyncio.gather(*(source.ask(name) for _ in range(4)))
-        found = await eventually(started, "a machine of Ray", 60)
+        found = await eventually(started, "a machine of Ray", 120)
         assert (found.name, len(ray.jobs())) == (name, 1)
         await source.ask(name)
         assert await started() == found

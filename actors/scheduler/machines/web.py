@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ....schemas.wire.errors import DeadlineError, PlacementError
 
-_SILENCE_S = 10.0
+_SILENCE_S = 20.0
 _DEADLINE_S = 30.0
 _MAX_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 16
