@@ -1,10 +1,11 @@
 """Environment steps per second: the broker against FastAPI + uvicorn with pooled aiohttp.
 
-The same trivial game is stepped by 32 episodes at once, each waiting for its answer before its
-next action, once through an environment host and NATS, once through an HTTP server built as the
-field's game servers are: one process, handlers that call the game directly, one client session
-with as many pooled connections as episodes. Server and client are processes of their own on both
-sides, both on uvloop (uvicorn with httptools), in turns of the same run.
+The same game is stepped by 32 episodes at once, each waiting for its answer before its next
+action, once through an environment host and NATS, once through an HTTP server built as the field's
+game servers are: one process, handlers that call the game directly, one client session with as many
+pooled connections as episodes. Server and client are processes of their own on both sides, both on
+uvloop (uvicorn with httptools), in turns of the same run. One game costs nothing, the other is
+Gomoku against an opponent that looks one move ahead, 0.1 to 0.2 ms of Python for each step.
 
     python -m benchmarks.environment [--episodes 32] [--seconds 4] [--rounds 3]
 """
@@ -21,36 +22,56 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import uvloop
 from tinkermq.broker.client.connection import connect
 from tinkermq.broker.programs.server import NatsServer
+from tinkermq.envs.game import AbstractGame
+from tinkermq.envs.games.gomoku import GomokuGame
+from tinkermq.envs.prompt import open_game
 from tinkermq.envs.serving.host import EnvironmentHost
 from tinkermq.envs.serving.remote import Environments, Start
 from tinkermq.schemas.config.job import EnvConfig
 from tinkermq.schemas.wire.subjects import JobScope
 
+from benchmarks.processes import cpu
 from benchmarks.report import Report, parser
 from benchmarks.trivial_game import TURNS, TrivialGame
 
 SCOPE = JobScope("local", "bench")
-ACTION = "move 3"
+WARM_S = 2.0
+GAMES: dict[str, type[AbstractGame]] = {"nothing": TrivialGame, "gomoku": GomokuGame}
+ACTIONS = {
+    "nothing": ["move 3"] * TURNS,
+    "gomoku": [f"<move>{7 * n % 81 // 9},{7 * n % 9}</move>" for n in range(81)],
+}
+"""What every episode plays, until its game is done."""
 Isolation = Literal["thread", "process"]
 Play = Callable[[str], Awaitable[int]]
 
 
-async def serve_nats(url: str, isolation: Isolation) -> None:
+class Rate(NamedTuple):
+    """What one run has shown."""
+
+    steps_per_s: float
+    """By the clock."""
+    cpu_us: float
+    """CPU time of all processes for a step: server, its workers, nats-server and the caller."""
+
+
+async def serve_nats(url: str, game: str, isolation: Isolation) -> None:
     """Host the game over NATS until killed."""
     async with await connect(url, name="host") as broker:
         config = EnvConfig(game="benchmark", isolation=isolation)
-        host = EnvironmentHost(broker, SCOPE, config, game_class=TrivialGame)
+        host = EnvironmentHost(broker, SCOPE, config, game_class=GAMES[game])
         await host.run(asyncio.Event())
 
 
-def serve_http(port: int) -> None:
+def serve_http(port: int, name: str) -> None:
     """Host the game over HTTP until killed."""
     import uvicorn
     from fastapi import FastAPI, HTTPException
@@ -64,12 +85,12 @@ def serve_http(port: int) -> None:
         action: str
 
     app = FastAPI()
-    games: dict[str, TrivialGame] = {}
+    games: dict[str, AbstractGame] = {}
 
     @app.post("/reset")
     async def reset(request: Reset) -> dict[str, Any]:
-        game = games[request.instance_id] = TrivialGame()
-        return {"observation": game.reset(), "system_prompt": game.get_system_prompt()}
+        game = games[request.instance_id] = GAMES[name]()
+        return {"messages": open_game(game, seed=1, record=None, kwargs={})}
 
     @app.post("/step")
     async def step(request: Step) -> dict[str, Any]:
@@ -84,7 +105,7 @@ def serve_http(port: int) -> None:
     uvicorn.run(app, port=port, log_level="warning", access_log=False)
 
 
-async def measure_nats(url: str, num_episodes: int, seconds: float) -> float:
+async def measure_nats(url: str, game: str, num_episodes: int, seconds: float) -> float:
     """Return steps per second through NATS."""
     async with await connect(url, name="client") as broker:
         config = EnvConfig(game="benchmark")
@@ -93,15 +114,16 @@ async def measure_nats(url: str, num_episodes: int, seconds: float) -> float:
 
         async def play(episode: str) -> int:
             host = (await hosts.reset(episode, start)).host
-            for turn in range(TURNS):
-                await hosts.step(host, episode, turn, ACTION)
-            return TURNS
+            for turn, action in enumerate(ACTIONS[game]):
+                if (await hosts.step(host, episode, turn, action)).done:
+                    return turn + 1
+            raise AssertionError("the game did not end")
 
         await hosts.describe()
         return await _steps_per_second(play, num_episodes, seconds)
 
 
-async def measure_http(port: int, num_episodes: int, seconds: float) -> float:
+async def measure_http(port: int, game: str, num_episodes: int, seconds: float) -> float:
     """Return steps per second through HTTP."""
     import aiohttp
 
@@ -115,9 +137,10 @@ async def measure_http(port: int, num_episodes: int, seconds: float) -> float:
 
         async def play(episode: str) -> int:
             await ask("/reset", {"instance_id": episode})
-            for _ in range(TURNS):
-                await ask("/step", {"instance_id": episode, "action": ACTION})
-            return TURNS
+            for turn, action in enumerate(ACTIONS[game]):
+                if (await ask("/step", {"instance_id": episode, "action": action}))["done"]:
+                    return turn + 1
+            raise AssertionError("the game did not end")
 
         return await _steps_per_second(play, num_episodes, seconds)
 
@@ -137,39 +160,84 @@ async def _steps_per_second(play: Play, num_episodes: int, seconds: float) -> fl
     return steps / (time.perf_counter() - started)
 
 
-def compare(num_episodes: int, seconds: float, rounds: int) -> dict[str, list[float]]:
-    """Measure all in turns; return steps per second."""
-    rates: dict[str, list[float]] = {"http": [], "thread": [], "process": []}
+def compare(game: str, num_episodes: int, seconds: float, rounds: int) -> dict[str, list[Rate]]:
+    """Measure all in turns."""
+    rates: dict[str, list[Rate]] = {"http": [], "thread": [], "process": []}
     with tempfile.TemporaryDirectory() as folder, NatsServer(Path(folder)) as server:
+        assert server.pid is not None
         port = _free_port()
         for _ in range(rounds):
-            with _Serving("--serve-http", str(port)):
+            with _Serving("--serve-http", str(port), "--game", game) as serving:
                 _wait_for(port)
-                rates["http"].append(uvloop.run(measure_http(port, num_episodes, seconds)))
+                run = partial(measure_http, port, game, num_episodes)
+                rates["http"].append(_measured(run, seconds, [serving.pid]))
             for isolation in ("thread", "process"):
-                with _Serving("--serve-nats", server.url, "--isolation", isolation):
-                    rate = uvloop.run(measure_nats(server.url, num_episodes, seconds))
-                    rates[isolation].append(rate)
+                of_game = ("--game", game, "--isolation", isolation)
+                with _Serving("--serve-nats", server.url, *of_game) as serving:
+                    run = partial(measure_nats, server.url, game, num_episodes)
+                    pids = [serving.pid, server.pid]
+                    rates[isolation].append(_measured(run, seconds, pids))
     return rates
 
 
-def tell(rates: dict[str, list[float]], num_episodes: int, report: Report) -> None:
-    """Print the table and the ratios."""
-    medians = {name: statistics.median(values) for name, values in rates.items()}
+def _measured(
+    run: Callable[[float], Coroutine[Any, Any, float]], seconds: float, pids: Sequence[int]
+) -> Rate:
+    """Return the steps per second of a run, with the CPU time of it all.
+
+    One that is not measured comes first: hosts start their workers when episodes come.
+    """
+    uvloop.run(run(min(seconds, WARM_S)))
+    started, before = time.perf_counter(), _cpu_s(pids)
+    steps_per_s = uvloop.run(run(seconds))
+    cores = (_cpu_s(pids) - before) / (time.perf_counter() - started)
+    return Rate(steps_per_s, 1e6 * cores / steps_per_s)
+
+
+def _cpu_s(pids: Sequence[int]) -> float:
+    """Return the CPU time so far of this process, of those and of their children."""
+    spent_s = time.process_time()
+    for pid in pids:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        for one in (pid, *map(int, children)):
+            if (found := cpu(one)) is not None:
+                spent_s += found.loop_s + found.other_s
+    return spent_s
+
+
+TARGETS = {
+    "nothing": ("a game that costs nothing", 6.0, 4.0),
+    "gomoku": ("Gomoku, opponent one_ply", 2.5, 3.0),
+}
+"""What each game is called, and what is wanted of it in threads and in processes."""
+
+
+def tell(game: str, rates: dict[str, list[Rate]], num_episodes: int, report: Report) -> None:
+    """Print the table and the ratios of one game."""
     names = {"http": "FastAPI + uvicorn, aiohttp", "thread": "NATS", "process": "NATS, processes"}
+    speeds = {way: statistics.median(one.steps_per_s for one in rates[way]) for way in names}
+    costs = {way: statistics.median(one.cpu_us for one in rates[way]) for way in names}
     rows = [
         [
-            names[name],
-            f"{medians[name]:,.0f}",
-            " ".join(f"{value:,.0f}" for value in values),
-            f"{medians[name] / medians['http']:.2f}",
+            name,
+            f"{speeds[way]:,.0f}",
+            " ".join(f"{one.steps_per_s:,.0f}" for one in rates[way]),
+            f"{speeds[way] / speeds['http']:.2f}",
+            f"{costs[way]:,.0f}",
         ]
-        for name, values in rates.items()
+        for way, name in names.items()
     ]
-    columns = ["way", "steps/s", "runs", "ratio"]
-    report.table(f"Environment steps, {num_episodes} episodes at once", columns, rows)
-    report.at_least("games in threads, against HTTP", medians["thread"] / medians["http"], 4.0)
-    report.at_least("games in processes, against HTTP", medians["process"] / medians["http"], None)
+    columns = ["way", "steps/s", "runs", "ratio", "CPU µs/step"]
+    called, in_threads, in_processes = TARGETS[game]
+    report.table(f"{called}, {num_episodes} episodes at once", columns, rows)
+    for way, where, target in (
+        ("thread", "threads", in_threads),
+        ("process", "processes", in_processes),
+    ):
+        ratio = speeds[way] / speeds["http"]
+        report.at_least(f"{called}, in {where}, against HTTP", ratio, target)
+        saved = costs["http"] / costs[way]
+        report.at_least(f"{called}, in {where}, CPU time of HTTP over it", saved, None)
 
 
 class _Serving:
@@ -179,6 +247,11 @@ class _Serving:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.environment", *arguments]
         )
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
 
     def __enter__(self) -> "_Serving":
         return self
@@ -212,14 +285,15 @@ def main() -> None:
     options.add_argument("--episodes", type=int, default=32)
     options.add_argument("--seconds", type=float, default=4.0)
     options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--game", choices=list(GAMES), help="only this one")
     options.add_argument("--serve-nats", help=argparse.SUPPRESS)
     options.add_argument("--serve-http", type=int, help=argparse.SUPPRESS)
     options.add_argument("--isolation", default="thread", help=argparse.SUPPRESS)
     arguments = options.parse_args()
     if arguments.serve_nats:
-        uvloop.run(serve_nats(arguments.serve_nats, arguments.isolation))
+        uvloop.run(serve_nats(arguments.serve_nats, arguments.game, arguments.isolation))
     elif arguments.serve_http:
-        serve_http(arguments.serve_http)
+        serve_http(arguments.serve_http, arguments.game)
     else:
         measure(arguments)
 
@@ -229,8 +303,9 @@ def measure(arguments: argparse.Namespace) -> None:
     if arguments.quick:
         arguments.seconds, arguments.rounds = 0.5, 1
     report = Report("environment", "Environment steps against HTTP", quick=arguments.quick)
-    rates = compare(arguments.episodes, arguments.seconds, arguments.rounds)
-    tell(rates, arguments.episodes, report)
+    for game in [arguments.game] if arguments.game else GAMES:
+        rates = compare(game, arguments.episodes, arguments.seconds, arguments.rounds)
+        tell(game, rates, arguments.episodes, report)
     report.finish(arguments.json)
 
 
