@@ -18,8 +18,10 @@ VISION_TYPES = frozenset({"qwen2_vl", "qwen2_5_vl"})
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def check_model_folder(path: str) -> None:
+def check_model_folder(path: str, *, hollow: bool = False) -> None:
     """Raise ModelError, naming the missing file, unless `path` can hold a model or an adapter.
+
+    The folder of a `hollow` model needs no weights.
 
     A name such as `Qwen/Qwen3-0.6B` that is no folder here is left for the hub to answer. Raises
     StorageError for a checkpoint with a damaged file.
@@ -45,20 +47,22 @@ def check_model_folder(path: str) -> None:
             f"{path} is no model folder: config.json is missing",
             hint="a model folder is what `model.save_pretrained(folder)` writes",
         )
-    if not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
+    if not hollow and not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
         raise ModelError(
             f"{path} holds no weights: model.safetensors is missing",
             hint="copy the *.safetensors files beside config.json",
         )
 
 
-def load_model_config(path: str, *, trust_remote_code: bool = False) -> "PreTrainedConfig":
+def load_model_config(
+    path: str, *, trust_remote_code: bool = False, hollow: bool = False
+) -> "PreTrainedConfig":
     """Read a model's configuration; ModelError if there is none or it is unknown."""
     from transformers import AutoConfig
 
-    check_model_folder(path)
+    check_model_folder(path, hollow=hollow)
     if is_adapter(path):
-        return load_model_config(base_of(path), trust_remote_code=trust_remote_code)
+        return load_model_config(base_of(path), trust_remote_code=trust_remote_code, hollow=hollow)
     try:
         return cast(
             "PreTrainedConfig",
@@ -101,7 +105,7 @@ def load_causal_lm(
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    check_model_folder(path)
+    check_model_folder(path, hollow=hollow)
     options: dict[str, Any] = {
         "dtype": dtype,
         "attn_implementation": attn_implementation,
@@ -111,7 +115,7 @@ def load_causal_lm(
         base = load_causal_lm(base_of(path), hollow=hollow, **options)
         untie(base, path)
         return base if hollow else merge(base, path).eval()
-    config = load_model_config(path, trust_remote_code=trust_remote_code)
+    config = load_model_config(path, trust_remote_code=trust_remote_code, hollow=hollow)
     auto = auto_class(config)
     return _build_hollow(auto, config, options) if hollow else _load_weights(auto, path, options)
 

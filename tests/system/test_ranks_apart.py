@@ -75,7 +75,7 @@ async def test_two_machines_that_share_nothing_train_what_one_process_does(
     async with stack:
         stack.start("node", "other")
         await stack.until_nodes(2)
-        config = small_job(model, env=SLOW, training={"num_steps": 4, "save_freq": 2})
+        config = small_job(model, env=SLOW, training={"num_steps": 6, "save_freq": 2})
         if kind == "images":
             train, _ = make_data(tmp_path, 24, 8)
             seeing = make_vision_model(tmp_path / "seeing", "qwen2_5_vl")
@@ -84,13 +84,16 @@ async def test_two_machines_that_share_nothing_train_what_one_process_does(
         for name, section in KINDS[kind].items():
             config[name] = {**config.get(name, {}), **section}
         job = await stack.submit({**config, "output_dir": str(tmp_path / "machine")})
+        await job.until_event("checkpoint_saved")
+        await job.kill("rank-3")  # those of the other machine get the checkpoint from the learner
+        assert int((await job.until_event("training_recovered")).data["step"]) >= 2
         await job.until("COMPLETED", deadline_s=200)
         assert {one.node for one in job.record.actors if one.role in ("learner", "rank")} == {
             "node",
             "other",
         }
         found = tmp_path / f"disk-{learners_node(job)}"
-        folder = found / job.run_dir.relative_to(tmp_path / "machine") / "checkpoints/step_000004"
+        folder = found / job.run_dir.relative_to(tmp_path / "machine") / "checkpoints/step_000006"
         shutil.copytree(found, tmp_path / "machine", dirs_exist_ok=True)
         await assert_every_task_once(job)
         await assert_replay_is_identical(job)

@@ -22,8 +22,8 @@ from ....schemas.wire.errors import StorageError
 from .parallel import Parallel
 
 _PIECE_BYTES = 1 << 26
-_WEIGHTS = "model*.safetensors"
-"""What rank 0 alone reads, and the others get by collectives."""
+_NOT_SENT = ("model*.safetensors", "SHA256SUMS")
+"""What rank 0 alone reads, and the others get by collectives; digests of what is not all there."""
 
 
 @contextlib.contextmanager
@@ -39,7 +39,7 @@ def folder_here(folder: Path | None, parallel: Parallel) -> Iterator[Path | None
     blind = [rank for rank, theirs in enumerate(seen) if theirs != seen[0]]
     with _own_place(parallel.rank in blind, folder) as here:
         for rank in blind:
-            names = [name for name, _, _ in seen[0] if not Path(name).match(_WEIGHTS)]
+            names = [name for name, _, _ in seen[0] if not any(map(Path(name).match, _NOT_SENT))]
             failed = _copy(names, folder if parallel.rank == 0 else here, parallel, 0, rank)
             if failed is not None:
                 raise failed
