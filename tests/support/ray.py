@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -100,6 +101,7 @@ class Ray:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                env={**os.environ, "RAY_AUTH_MODE": "disabled"},  # else by a token in the home
                 start_new_session=True,
             )
         return RayNode(process)
