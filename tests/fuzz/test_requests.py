@@ -50,9 +50,14 @@ MAX_GROWTH_MB = 500
 MAX_HEADERS_BYTES = 64 << 10
 SEED = int(os.environ.get("TMQ_FUZZ_SEED", "1"))
 ERROR_CODE = "Nats-Service-Error-Code"
-NOBODY = frozenset({"weights.join", "episode.0.call", "episode.0.post", "episode.keys", "env.give"})
+NOBODY = frozenset(
+    {
+        *("weights.join", "episode.0.call", "episode.0.post", "episode.keys", "env.give"),
+        *(f"rank.rank-1.{verb}" for verb in ("begin", "order-p1", "look-p1")),
+    }
+)
 """Nobody answers there, as the weights of these runs travel through the broker, no program runs in
-them, and there are no users."""
+them, their learners have one rank, and there are no users."""
 ENDS = frozenset({"stop", "hand_over", "profile", "checkpoint"})
 """Verbs that end an actor, or whose answer takes as long as training does."""
 OF_USERS = tuple(topic for topic in TOPICS if ".users." in topic.subject)
@@ -90,10 +95,12 @@ class Field:
         of_tinker = (".tinker-", "<session>", ".snapshot.")
         if any(one in topic.subject for one in of_tinker):
             scope, actor = self.tinkering, "sampler-0"
+        actor = "rank-1" if ".rank." in topic.subject else actor
         filled = {
             "<u>": scope.user, "<j>": scope.job, "<n>": str(rng.randint(10**6, 10**9)),
             "<e>": "0", "<actor>": actor, "<host>": self.names["host"],
             "<node>": "node", "<user>": scope.user, "<session>": "s1", "<seq>": "1",
+            "<process>": "p1",
         }  # fmt: skip
         subject = topic.subject
         for name, value in filled.items():

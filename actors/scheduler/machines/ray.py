@@ -1,23 +1,25 @@
 """Machines of Ray: a job for each, which holds CPUs or GPUs of a Ray node and runs our node there.
 
 Jobs are submitted over HTTP, as `ray job submit` does, so the scheduler needs no Ray and Ray no
-version of ours. A job's submission id is the machine's name, and Ray takes none twice: who asked
-twice, after a kill in between, has one machine. An ended job is forgotten when its name is asked
-for again.
+version of ours. A job's submission id is the machine's name and the number of times that it was
+asked for, and Ray takes none twice: who asked twice, after a kill in between, has one machine.
 
 Ray ends a job by SIGTERM to each process below it. Actors would end at once at that and the node's
 own, so the node is nobody's child (`_SCRIPT`): the shell that Ray knows hands one signal on, and
-ends when the node has. If Ray kills the shell, as it does when a Ray node goes, the node drains.
+ends when the node has. If Ray kills the shell, as it does when a Ray node goes, the node drains. A
+job that is stopped as it begins starts no node, or ends it.
 
 Ray tells when a job was submitted, and not when it began: a machine's time counts from when it was
 last seen to wait, which is remembered, or else from its submission.
 """
 
+import asyncio
 import json
 import os
 import shlex
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 from ....broker.client.login import CREDENTIALS_VARIABLE
@@ -33,14 +35,36 @@ _REFUSED = (
 )
 _ENDED = frozenset({"STOPPED", "SUCCEEDED", "FAILED"})
 _NOT_FOUND = 404
-_SCRIPT = """\
-node=$(setsid {node} >&2 < /dev/null & echo $!)
-(setsid sh -c "while kill -0 $$; do sleep 1; done; kill -TERM $node" > /dev/null 2>&1 < /dev/null &)
-trap "kill -TERM $node" TERM
+_BESIDE = """\
+trap : TERM
+: > $notes/begun
+{node} >&2 < /dev/null &
+node=$! told=
 while kill -0 $node 2> /dev/null && ! grep -qs "^State:.*zombie" /proc/$node/status; do
+  if [ -z "$told" ] && {{ [ -e $notes/stop ] || ! kill -0 $outer 2> /dev/null; }}; then
+    told=yes
+    kill -TERM $node
+  fi
   sleep 1 & wait $!
 done
+: > $notes/ended
+kill -0 $outer 2> /dev/null || rm -rf $notes
 """
+"""What runs beside the job: the node, and who hands a signal on to it."""
+_SCRIPT = """\
+trap '[ -n "$notes" ] || exit 143; : > $notes/stop' TERM
+notes=$(mktemp -d) outer=$$
+export notes outer
+[ -e $notes/stop ] || (setsid sh -c {beside} > /dev/null < /dev/null &)
+tries=0
+while [ ! -e $notes/ended ]; do
+  if [ -e $notes/stop ] && [ ! -e $notes/begun ]; then tries=$((tries + 1)); fi
+  if [ $tries -gt 3 ]; then break; fi
+  sleep 1 & wait $!
+done
+rm -rf $notes
+"""
+"""What Ray runs; a signal that comes before the folder for notes is there ends it."""
 
 
 class RaySource:
@@ -57,7 +81,7 @@ class RaySource:
     async def look(self) -> list[Machine]:
         """Return the pool's jobs that have not ended, by name; raises PlacementError."""
         reply = await self._ask("GET", "/api/jobs/")
-        jobs = [one for one in _jobs(reply) if self._names.own(str(one.get("submission_id")))]
+        jobs = [one for one in _jobs(reply) if self._names.own(_name_of(one))]
         machines = [self._machine(one) for one in jobs if one.get("status") not in _ENDED]
         known = {one.id for one in machines}
         self._waited = {name: when for name, when in self._waited.items() if name in known}
@@ -65,48 +89,74 @@ class RaySource:
 
     async def ask(self, name: str) -> None:
         """Submit the job of a machine, harmless where it is; raises PlacementError."""
-        status = await self._status(name)
-        if status in _ENDED:
-            await self._ask("DELETE", f"/api/jobs/{name}")
-        elif status is not None:
+        before = {
+            _time_of(one): one.get("status")
+            for one in _jobs(await self._ask("GET", "/api/jobs/"))
+            if _name_of(one) == name
+        }
+        if not all(status in _ENDED for status in before.values()):
             return
+        job = f"{name}.{max(before, default=0) + 1}"
         node = _node(self._config, self._url, name)
-        reply = await self._ask("POST", "/api/jobs/", submission(self._config, name, node))
-        if reply.status >= 300 and await self._status(name) in {None, *_ENDED}:
+        reply = await self._ask("POST", "/api/jobs/", submission(self._config, job, node))
+        if reply.status >= 300 and not await self._is_there(job):
             raise _refusal(reply)
+        for time_asked in before:  # what has ended; its name is never taken again
+            await self._ask("DELETE", f"/api/jobs/{name}.{time_asked}")
 
     async def give_back(self, machine: Machine, *, drain: bool) -> None:
         """Stop the job: its node drains whether asked to or not. What waits stops as it starts."""
-        reply = await self._ask("POST", f"/api/jobs/{machine.name}/stop")
+        reply = await self._ask("POST", f"/api/jobs/{machine.id}/stop")
         if reply.status >= 300 and reply.status != _NOT_FOUND:
             raise _refusal(reply)
 
-    async def _status(self, name: str) -> str | None:
-        """Return what became of a job; None: there is none."""
-        reply = await self._ask("GET", f"/api/jobs/{name}")
-        if reply.status == _NOT_FOUND:
-            return None
-        return str(_json(reply).get("status"))
+    async def _is_there(self, job: str) -> bool:
+        """Whether somebody else has asked for the same."""
+        reply = await self._ask("GET", f"/api/jobs/{job}")
+        return reply.status != _NOT_FOUND and _json(reply).get("status") not in _ENDED
 
     def _machine(self, job: Mapping[str, Any]) -> Machine:
-        name, submitted = str(job["submission_id"]), float(job.get("start_time") or 0) / 1000
-        number, waits = f"{name}@{submitted:.0f}", job.get("status") == "PENDING"
+        number, submitted = str(job["submission_id"]), float(job.get("start_time") or 0) / 1000
+        waits = job.get("status") == "PENDING"
         if waits:
             self._waited[number] = time.time()
         return Machine(
-            name,
+            _name_of(job),
             number,
             "asked" if waits else "started",
             None if waits else max(submitted, self._waited.get(number, 0.0)),
             why=str(job.get("message") or "") if waits else "",
-            log=f"`ray job logs --address {address(self._config)} {name}`",
+            log=f"`ray job logs --address {address(self._config)} {number}`",
         )
 
     async def _ask(self, method: str, path: str, body: Any = None) -> WebReply:
-        token = os.environ.get(TOKEN_VARIABLE)
+        token = await asyncio.to_thread(_token)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         url = f"{address(self._config)}{path}"
         return await request(method, url, body, headers, hint=_UNREACHABLE)
+
+
+def _token() -> str:
+    """Return what Ray's own tools would send: from the environment, or a file."""
+    told = os.environ.get(TOKEN_VARIABLE)
+    if told:
+        return told
+    file = os.environ.get(f"{TOKEN_VARIABLE}_PATH") or "~/.ray/auth_token"
+    try:
+        return Path(file).expanduser().read_text().strip()
+    except (OSError, RuntimeError):  # there is none, or no home
+        return ""
+
+
+def _name_of(job: Mapping[str, Any]) -> str:
+    """Return the name of a job's machine."""
+    return str(job.get("submission_id")).rpartition(".")[0]
+
+
+def _time_of(job: Mapping[str, Any]) -> int:
+    """Return which time its machine was asked for."""
+    number = str(job.get("submission_id")).rpartition(".")[2]
+    return int(number) if number.isdecimal() else 0
 
 
 def address(config: MachinesConfig) -> str:
@@ -115,14 +165,16 @@ def address(config: MachinesConfig) -> str:
     return told if "://" in told else f"http://{told}"
 
 
-def submission(config: MachinesConfig, name: str, node: str) -> dict[str, Any]:
+def submission(config: MachinesConfig, job: str, node: str) -> dict[str, Any]:
     """Return the job of one machine, whose command is `node`; what the owner adds wins."""
     own = config.ray
     told: Mapping[str, Any] = own.get("runtime_env", {})
+    beside = shlex.quote(_BESIDE.format(node=node))
+    script = _SCRIPT.replace("{beside}", beside)
     variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(config.drain_s), **told.get("env_vars", {})}
     return {
-        "entrypoint": f"exec sh -c {shlex.quote(_SCRIPT.format(node=node))}",
-        "submission_id": name,
+        "entrypoint": f"exec sh -c {shlex.quote(script)}",
+        "submission_id": job,
         "entrypoint_num_gpus" if config.gpus else "entrypoint_num_cpus": config.slots,
         **own,
         "runtime_env": {**told, "env_vars": variables},

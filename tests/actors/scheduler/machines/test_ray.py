@@ -1,5 +1,6 @@
 """What Ray is asked for, what is told when nobody answers, and how a node there hears signals."""
 
+import contextlib
 import http.server
 import os
 import signal
@@ -42,8 +43,8 @@ def test_an_address_is_that_of_the_dashboard() -> None:
 
 def test_what_the_owner_adds_to_a_submission_wins() -> None:
     own = {"entrypoint_num_cpus": 4, "runtime_env": {"env_vars": {"A": "b"}}}
-    asked = submission(MachinesConfig(kind="ray", slots=8, gpus=True, ray=own), "tmq-1", "node")
-    assert asked["submission_id"] == "tmq-1"
+    asked = submission(MachinesConfig(kind="ray", slots=8, gpus=True, ray=own), "tmq-1.1", "node")
+    assert asked["submission_id"] == "tmq-1.1"
     assert (asked["entrypoint_num_gpus"], asked["entrypoint_num_cpus"]) == (8, 4)
     variables = asked["runtime_env"]["env_vars"]
     assert variables == {"RAY_JOB_STOP_WAIT_TIME_S": "120", "A": "b"}
@@ -83,7 +84,7 @@ async def test_what_answers_and_is_no_ray_is_told() -> None:
 def test_a_node_on_ray_hears_one_signal_however_its_job_ends(tmp_path: Path, killed: bool) -> None:
     heard, program = tmp_path / "heard", tmp_path / "node.py"
     program.write_text(NODE)
-    entry = submission(MachinesConfig(kind="ray"), "tmq-1", f"{sys.executable} {program} {heard}")
+    entry = submission(MachinesConfig(kind="ray"), "tmq-1.1", f"{sys.executable} {program} {heard}")
     job = subprocess.Popen(str(entry["entrypoint"]), shell=True, start_new_session=True)
     try:
         wait_for(heard, "up")
@@ -95,6 +96,29 @@ def test_a_node_on_ray_hears_one_signal_however_its_job_ends(tmp_path: Path, kil
     finally:
         job.kill()
     assert heard.read_text().count("told") == 1
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.005, 0.02, 0.1, 0.4])
+def test_a_job_of_ray_that_is_stopped_as_it_begins_leaves_no_node(
+    tmp_path: Path, after_s: float
+) -> None:
+    heard, program = tmp_path / "heard", tmp_path / "node.py"
+    program.write_text(NODE)
+    entry = submission(MachinesConfig(kind="ray"), "tmq-1.1", f"{sys.executable} {program} {heard}")
+    job = subprocess.Popen(str(entry["entrypoint"]), shell=True, start_new_session=True)
+    time.sleep(after_s)
+    for process in [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    job.wait(20)
+    deadline = time.monotonic() + 20
+    while nodes := [one for one in psutil.process_iter(["cmdline"]) if is_node(one, program)]:
+        assert time.monotonic() < deadline, nodes
+        time.sleep(0.05)
+
+
+def is_node(process: psutil.Process, program: Path) -> bool:
+    return str(program) in (process.info["cmdline"] or []) and process.status() != "zombie"
 
 
 def wait_for(file: Path, text: str) -> None:
