@@ -5,8 +5,9 @@ It is a real model of a real class that knows nothing; a CPU core trains it in s
 
 import argparse
 from pathlib import Path
+from typing import get_args
 
-from .models.tiny_model import save_tiny_model
+from .models.tiny_model import TinyKind, save_tiny_model
 
 
 def main() -> None:
@@ -18,8 +19,11 @@ def main() -> None:
     options.add_argument("--width", type=int, default=64)
     options.add_argument("--layers", type=int, default=1)
     options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--kind", choices=get_args(TinyKind), default="qwen3")
     given = options.parse_args()
-    save_tiny_model(given.folder, width=given.width, layers=given.layers, seed=given.seed)
+    save_tiny_model(
+        given.folder, width=given.width, layers=given.layers, seed=given.seed, kind=given.kind
+    )
 
 
 if __name__ == "__main__":

@@ -229,6 +229,21 @@ def _inject(model: "PreTrainedModel", config: LoraConfig) -> None:
             f"lora.targets={config.targets} finds no layers to adapt: {error}",
             hint="name linear layers of the model, or set lora.targets=all-linear",
         ) from error
+    _refuse_fused(model, config)
+
+
+def _refuse_fused(model: "PreTrainedModel", config: LoraConfig) -> None:
+    """Refuse adapters of tensors that are no layer's own: experts in one tensor, and routers."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    modules = cast("Iterable[tuple[str, nn.Module]]", cast(Any, model).named_modules())
+    fused = [name for name, module in modules if isinstance(module, ParamWrapper)]
+    if fused:
+        raise ModelError(
+            f"lora.targets={config.targets} reaches {fused[0]}, which is no linear layer: adapters "
+            "of experts and routers are not trained here",
+            hint="name layers of the attention: lora.targets=[q_proj, k_proj, v_proj, o_proj]",
+        )
 
 
 def _matched(model: "nn.Module", folder: str | Path) -> "list[tuple[Tensor, Tensor]]":

@@ -14,7 +14,10 @@ from ...schemas.wire.errors import ConfigError, StorageError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-TinyKind = Literal["qwen3", "llama", "qwen2"]
+TinyKind = Literal["qwen3", "llama", "qwen2", "qwen3_moe"]
+
+NUM_EXPERTS, EXPERTS_PER_TOKEN = 4, 2
+"""Of each layer of a `qwen3_moe`, and how many of them read a token."""
 
 PAD, END, SYSTEM, USER, ASSISTANT, TOOL = (
     "<|pad|>",
@@ -81,6 +84,7 @@ def make_model(
         Qwen3Config,
         Qwen3ForCausalLM,
     )
+    from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     if width % heads:
         raise ConfigError(
@@ -106,7 +110,18 @@ def make_model(
             return LlamaForCausalLM(LlamaConfig(**settings)).eval()
         if kind == "qwen2":
             return Qwen2ForCausalLM(Qwen2Config(**settings)).eval()
+        if kind == "qwen3_moe":
+            return Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings, **_experts(width))).eval()
         return Qwen3ForCausalLM(Qwen3Config(**settings)).eval()
+
+
+def _experts(width: int) -> dict[str, Any]:
+    return {
+        "num_experts": NUM_EXPERTS,
+        "num_experts_per_tok": EXPERTS_PER_TOKEN,
+        "moe_intermediate_size": width,
+        "norm_topk_prob": True,
+    }
 
 
 def save_tiny_model(

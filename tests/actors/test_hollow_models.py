@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from tinkermq.actors.models.model_folder import load_causal_lm, load_policy
+from tinkermq.actors.models.tiny_model import TinyKind
 from tinkermq.schemas.config.lora import LoraConfig
 from transformers import Qwen2Config
 
@@ -19,14 +20,15 @@ def _held_mib() -> float:
     return int(found[1]) / 1024
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama", "sees images", "adapter"])
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "qwen3_moe", "sees images", "adapter"])
 def test_a_hollow_model_is_like_the_loaded_one_but_for_its_weights(
     tmp_path: Path, kind: str
 ) -> None:
+    kinds: dict[str, TinyKind] = {"llama": "llama", "qwen3_moe": "qwen3_moe"}
     if kind == "sees images":
         folder = make_vision_model(tmp_path)
     else:
-        folder = make_tiny_model(tmp_path, "llama" if kind == "llama" else "qwen2")
+        folder = make_tiny_model(tmp_path, kinds.get(kind, "qwen2"))
     lora = LoraConfig(rank=4 if kind == "adapter" else 0)
     loaded, hollow = (
         load_policy(str(folder), lora, dtype=torch.float32, hollow=hollow)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="package")
 MAX_SLOTS, MAX_CONTEXT = 8, 160
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3_moe"])
 async def test_greedy_tokens_of_other_models_are_those_of_generate(
     tmp_path: Path, kind: TinyKind
 ) -> None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
 from transformers.models.granite import GraniteConfig, GraniteForCausalLM
 from transformers.models.mistral import MistralConfig, MistralForCausalLM
+from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_next import Qwen3NextConfig, Qwen3NextForCausalLM
 
 from tests.support.groups import random_group
@@ -75,6 +76,15 @@ def _granite(_window: int) -> PreTrainedModel:
     return GraniteForCausalLM(GraniteConfig(**small, logits_scaling=4.0))
 
 
+def _qwen3_moe(_window: int) -> PreTrainedModel:
+    experts: dict[str, Any] = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    }
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **experts, norm_topk_prob=True))
+
+
 def _batch(seed: int = 0):
     rng = np.random.default_rng(seed)
     return assemble([random_group(rng, number, turns=3) for number in range(3)])
@@ -97,7 +107,7 @@ def _scored(scorer: Scorer, **options: Any) -> tuple[torch.Tensor, torch.Tensor]
 
 @pytest.mark.parametrize("share_prompts", [False, True])
 @pytest.mark.parametrize("window", [5, 4096])
-@pytest.mark.parametrize("make", [_gemma, _mistral, _qwen2, _granite])
+@pytest.mark.parametrize("make", [_gemma, _mistral, _qwen2, _granite, _qwen3_moe])
 def test_every_kind_of_model_is_scored_as_it_stands(
     make: Any, window: int, share_prompts: bool
 ) -> None:
