@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from .agent import CallPlaces
 from .images import images_of, number_images
 from .task import Blame, Task
-from .wire.array import FloatVector, IntVector, MaskVector
+from .wire.array import ExpertArray, FloatVector, IntVector, MaskVector
 from .wire.errors import DataError, MessageError
 from .wire.message import Message, with_last
 from .wire.shared_rows import with_shared, without_shared
@@ -32,6 +32,10 @@ class Trajectory(Message):
     """float32[T]: behaviour log-prob of each generated token before top-p/top-k; 0 elsewhere."""
     versions: IntVector
     """int32[T]: policy version that produced each generated token; -1 elsewhere."""
+    experts: ExpertArray | None = None
+    """uint8[T - 1, L, M]: the M experts that read each token but the last, in each of L layers with
+    experts, as the engine computed the token first; None: not recorded (`algorithm.router_replay`).
+    """
     turn_ends: IntVector
     """int32[K]: position of the last generated token of each turn, ascending."""
     rewards: FloatVector
@@ -83,6 +87,11 @@ class Trajectory(Message):
                 raise ValueError(
                     f"{name} has {len(getattr(self, name))} entries, token_ids has {length}"
                 )
+        if self.experts is not None and len(self.experts) != length - 1:
+            raise ValueError(
+                f"experts has {len(self.experts)} entries for {length} tokens: give one for each "
+                "but the last"
+            )
         if len(self.turn_ends) != len(self.rewards) or not len(self.turn_ends):
             raise ValueError(
                 f"turn_ends has {len(self.turn_ends)} entries and rewards {len(self.rewards)}: "

@@ -85,7 +85,7 @@ class Learner:
             group_size=config.rollout.group_size,
             greedy_baseline=config.algorithm.advantage == "remax",
             was_issued=self.ledger.was_issued,
-            check_images=policies.check_images,
+            check_readable=policies.check_readable,
             why_no_rows=why_no_rows(config),
         )
         self.issuer = TaskIssuer(

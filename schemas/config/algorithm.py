@@ -75,6 +75,9 @@ class AlgorithmConfig(Section):
         default="forward", json_schema_extra=when("correction", "decoupled")
     )
     """Proximal policy: a forward pass before the update, or interpolated by version."""
+    router_replay: bool = False
+    """Of a mixture of experts: record which experts read each token as it is generated, and train
+    with those (R3), so that generator and learner compute with the same experts."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL to the frozen initial policy; 0: no reference is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] = Field(default="k3", json_schema_extra=when("kl_coef"))

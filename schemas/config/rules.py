@@ -67,6 +67,41 @@ def _whole_episodes(key: str, when: "Callable[[JobConfig], Any]") -> tuple[Rule,
     )
 
 
+def _no_replay(when: "Callable[[JobConfig], Any]", because: str) -> Rule:
+    return Rule(
+        "algorithm.router_replay", lambda job: job.algorithm.router_replay and when(job), because
+    )
+
+
+_REPLAY_RULES = (
+    _no_replay(
+        lambda job: job.generator.engine == "vllm",
+        "needs what routers chose, which generator.engine=vllm does not tell: set "
+        "generator.engine=transformers",
+    ),
+    _no_replay(
+        lambda job: job.agent.runs_programs,
+        "is not built for agent programs, whose calls are written down without it: remove it",
+    ),
+    _no_replay(
+        lambda job: job.policies,
+        "is not built for several models: remove it, or policies",
+    ),
+    _no_replay(
+        lambda job: job.training.tasks == "external",
+        "needs what routers chose, which external agents do not tell: remove it",
+    ),
+    _no_replay(
+        lambda job: job.generator.segment_tokens,
+        "is not recorded in the segments of generator.segment_tokens: remove one of them",
+    ),
+    _no_replay(
+        lambda job: job.learner.compile,
+        "changes layers as they compute, which learner.compile was not tried with: remove one of "
+        "them",
+    ),
+)
+
 RULES = (
     Rule(
         "algorithm.loss=sft",
@@ -151,6 +186,7 @@ RULES = (
         lambda job: job.critic.warmup_steps >= (job.training.num_steps or float("inf")),
         "leaves none of training.num_steps ({training.num_steps}) to train the policy: lower it",
     ),
+    *_REPLAY_RULES,
     # -- lengths and slots
     _over("rollout.max_turn_tokens", "rollout.max_response_tokens"),
     _over("learner.row_tokens", "learner.microbatch_tokens"),

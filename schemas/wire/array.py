@@ -37,6 +37,9 @@ IntVector = Annotated[
 FloatVector = Annotated[
     NDArray[np.float32], _checker("float32", 1), PlainSerializer(_same), _schema("float32", 1)
 ]
+ExpertArray = Annotated[
+    NDArray[np.uint8], _checker("uint8", 3), PlainSerializer(_same), _schema("uint8", 3)
+]
 MaskVector = Annotated[
     NDArray[np.uint8], _checker("uint8", 1), PlainSerializer(_same), _schema("uint8", 1)
 ]

@@ -8,6 +8,7 @@ from tinkermq.schemas.wire.errors import ConfigError
 LEAST = ["model.path=m", "env.game=bandit"]
 SFT = ["sft.data=[chats.jsonl]"]
 AGENT = ["env.game=agent", "agent.command=[run.sh]"]
+REPLAY = ["algorithm.router_replay=true"]
 EXAMPLES = [
     ["algorithm.loss=sft"],
     ["model.attn_implementation=flash_attention_2"],
@@ -29,6 +30,12 @@ EXAMPLES = [
     ["algorithm.length_coef=0.1", "rollout.group_size=1"],
     ["critic.lr=1e-4"],
     ["algorithm.advantage=gae", "critic.warmup_steps=20", "training.num_steps=20"],
+    [*REPLAY, "generator.engine=vllm"],
+    [*REPLAY, *AGENT],
+    [*REPLAY, "policies.low=m"],
+    [*REPLAY, "training.tasks=external", "training.num_steps=3"],
+    [*REPLAY, "generator.segment_tokens=2"],
+    [*REPLAY, "learner.compile=true"],
     ["rollout.max_turn_tokens=512", "rollout.max_response_tokens=256"],
     ["learner.row_tokens=4096", "learner.microbatch_tokens=2048"],
     ["learner.ranks=2"],

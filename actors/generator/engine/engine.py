@@ -19,6 +19,8 @@ FinishReason = Literal["stop", "length", "cancelled"]
 KvOnSwap = Literal["keep", "recompute"]
 IntVector: TypeAlias = NDArray[np.int32]
 FloatVector: TypeAlias = NDArray[np.float32]
+ExpertRecord: TypeAlias = NDArray[np.uint8]
+"""uint8[tokens, layers, chosen]: the experts that read each token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,9 @@ class Generation:
     """int32[N]: policy version that produced each token."""
     finish_reason: FinishReason
     """A stop token, the token limit, or `cancel`."""
+    experts: ExpertRecord | None = None
+    """Of an engine that records them, the experts of all tokens that it computed for this request:
+    those up to the one before the last, of the prompt, too, but for what it had in its cache."""
 
 
 def nothing() -> Generation:

@@ -51,6 +51,7 @@ async def start_engine(config: JobConfig, version: int = 0, base: "Base | None" 
         base=cast("PreTrainedModel | None", base),
         version=version,
         max_waiting=max_waiting,
+        record_experts=config.algorithm.router_replay,
     )
 
 

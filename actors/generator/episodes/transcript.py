@@ -9,7 +9,8 @@ import numpy as np
 from ....envs.game import StepResult
 from ....schemas.images import images_of
 from ....schemas.rollout import Trajectory
-from ..engine.engine import Drawn, Generation
+from ....schemas.wire.errors import EngineError
+from ..engine.engine import Drawn, ExpertRecord, Generation
 
 
 @dataclass
@@ -29,6 +30,8 @@ class Transcript:
     open: list[Drawn] = field(default_factory=list[Drawn])
     data_source: str = ""
     images: tuple[bytes, ...] = ()
+    experts: list[ExpertRecord] = field(default_factory=list[ExpertRecord])
+    """Of an engine that records them, one part for each turn: all tokens but the last."""
     turn_ends: list[int] = field(default_factory=list[int])
     rewards: list[float] = field(default_factory=list[float])
     observations: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -85,6 +88,8 @@ class Transcript:
         self.logprobs += [*(one.logprob for one in begun), *rest.logprobs.tolist()]
         self.versions += [*(one.version for one in begun), *rest.versions.tolist()]
         self.turn_ends.append(len(self.token_ids) - 1)
+        if rest.experts is not None:
+            self._add_experts(rest.experts)
 
     def say(self, text: str) -> None:
         """Note the text of the turn that has just ended."""
@@ -127,6 +132,7 @@ class Transcript:
             mask=np.array(self.mask, np.uint8),
             logprobs=np.array(self.logprobs, np.float32),
             versions=np.array(self.versions, np.int32),
+            experts=np.concatenate(self.experts) if self.experts else None,
             turn_ends=np.array(self.turn_ends, np.int32),
             rewards=np.array(self.rewards, np.float32),
             finish=finish,
@@ -144,6 +150,20 @@ class Transcript:
             generate_s=self.generate_s,
             environment_s=self.environment_s,
         )
+
+    def _add_experts(self, experts: ExpertRecord) -> None:
+        """Take the experts of the tokens that none are known of yet.
+
+        A token keeps those with which it was computed first, as its successor was drawn.
+        """
+        known = sum(map(len, self.experts))
+        computed_from = len(self.token_ids) - 1 - len(experts)
+        if computed_from > known:
+            raise EngineError(
+                f"the engine told no experts of the tokens {known} to {computed_from - 1}",
+                hint="set algorithm.router_replay=false, and report this",
+            )
+        self.experts.append(experts[known - computed_from :])
 
     def _add_given(self, ids: Sequence[int]) -> None:
         self.token_ids += ids

@@ -110,6 +110,7 @@ def assemble(groups: Sequence[Group], oldest: int = 0) -> TrainingBatch:
                 item.token_ids,
                 item.mask,
                 images_of(item.messages, group.images),
+                experts=item.experts,
                 branches=item.episode >= 0 or bool(item.kind),
             )
             for group in groups

@@ -28,6 +28,10 @@ def columns_of(packed: MicroBatch, place: int, size: int) -> MicroBatch:
         "seen_until_BT": _padded(packed.seen_until_BT, missing, width + missing),
         "columns": (start, start + share),
     }
+    if packed.experts_BTLK is not None:
+        changes["experts_BTLK"] = torch.nn.functional.pad(
+            packed.experts_BTLK, (0, 0, 0, 0, 0, missing)
+        )
     if packed.images is not None:
         changes["images"] = _images_of(packed.images, width, missing)
     for name in ("row_N", "source_col_N", "target_N", "seq_N", "index_N"):

@@ -31,6 +31,7 @@ def flatten(packed: MicroBatch) -> MicroBatch:
     if images is not None:
         rope_31T = images.rope_3BT.flatten(1)[:, None, real_C]
         images = PackedImages(images.images, place_C[images.column_Q], rope_31T)
+    experts = packed.experts_BTLK
     row_B1 = torch.arange(len(packed.input_ids_BT), device=place_C.device)[:, None]
     last_BT = row_B1 * packed.input_ids_BT.shape[1] + packed.seen_until_BT - 1
     column_N = packed.row_N * packed.input_ids_BT.shape[1] + packed.source_col_N
@@ -43,6 +44,7 @@ def flatten(packed: MicroBatch) -> MicroBatch:
         row_N=torch.zeros_like(packed.row_N),
         source_col_N=place_C[column_N],
         images=images,
+        experts_BTLK=None if experts is None else experts.flatten(0, 1)[real_C][None],
     )
 
 

@@ -23,6 +23,8 @@ class TokenSequence:
     """1 where the policy generated the token; the first token belongs to the prompt."""
     images: tuple[bytes, ...] = ()
     """Encoded images of the prompt."""
+    experts: NDArray[Any] | None = None
+    """uint8[tokens - 1, L, K]: experts that read each token but the last; None: not recorded."""
     branches: bool = False
     """It is a row of an agent's episode: a path of a tree, that begins as others do."""
 
@@ -54,6 +56,8 @@ class MicroBatch:
     """int64: its place among the generated tokens of the whole batch, in the batch's order."""
     images: PackedImages | None = None
     """The images in the rows, if there are some."""
+    experts_BTLK: Tensor | None = None
+    """uint8: the experts that read each token as it was generated, where they are replayed."""
     columns: tuple[int, int] | None = None
     """First column that is computed here, and the one behind the last; None: all are."""
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .bins import choose_row_tokens, first_fit_decreasing, group_rows
@@ -64,7 +65,14 @@ def _build(
         seq_S=tensor(seq_S),
         index_N=tensor(index_N),
         images=pack_images([writer.images for writer in writers]),
+        experts_BTLK=_stacked([writer.experts for writer in writers]),
     )
+
+
+def _stacked(experts: Sequence[NDArray[np.uint8] | None]) -> Tensor | None:
+    """Put the records of rows together; all have one, or none has."""
+    rows = [row for row in experts if row is not None]
+    return torch.as_tensor(np.stack(rows)) if rows else None
 
 
 def _see_nothing(_: TokenSequence) -> None:
@@ -91,7 +99,7 @@ def pack(
         return []
     layout = lay_out(sequences)
     units: Sequence[PromptUnit | TreeUnit]
-    if share_prompts and any(sequence.branches for sequence in sequences):
+    if share_prompts and any(one.branches and one.experts is None for one in sequences):
         units, row_tokens = make_tree_units(sequences, layout, row_tokens, hidden_size, see)
         lengths = [unit.length for unit in units]
     else:

@@ -1,5 +1,6 @@
 """One row of a micro-batch as it is filled."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ class RowWriter:
         self.ids, self.positions, self.segments = np.zeros((3, num_columns), dtype=np.int64)
         self.seen_until = np.full(num_columns, num_columns, dtype=np.int64)
         self.images = RowImages.empty(num_columns)
+        self.experts: NDArray[np.uint8] | None = None
+        """uint8[T, L, K]: experts that read each token, where they are replayed."""
         self.num_used = 0
         """Columns that hold a token."""
         self._num_segments = 0
@@ -43,6 +46,16 @@ class RowWriter:
         self.num_used = columns.stop
         self._num_segments += len(lengths)
         return starts
+
+    def replay(self, starts: IntArray, experts: Sequence[NDArray[np.uint8] | None]) -> None:
+        """Note the experts of the tokens of segments that begin at these columns."""
+        for start, of_segment in zip(starts.tolist(), experts, strict=True):
+            if of_segment is None:
+                continue
+            if self.experts is None:
+                self.experts = np.zeros((len(self.ids), *of_segment.shape[1:]), np.uint8)
+                self.experts[:] = np.arange(of_segment.shape[2])  # padding has some, too
+            self.experts[start : start + len(of_segment)] = of_segment
 
     def show(self, first: int, seen: SeenImages | None) -> None:
         """Note the images in what was written from the column `first` on."""

@@ -1,7 +1,8 @@
 """A prompt and its responses: what a group of episodes of one conversation each is packed as.
 
 Each response is a segment of its own that sees the prompt and itself. Equal responses, frequent
-where answers are short, share one segment.
+where answers are short, share one segment. Where experts are replayed, only what was computed with
+the same ones is equal.
 """
 
 from collections import defaultdict
@@ -46,18 +47,37 @@ class PromptUnit:
         index = ranges(layout.first_S[seqs], counts)
         shared = len(self.prompt) if len(self.copies) > 1 else 0
         if shared:
-            writer.append([self.prompt], 0, np.array([shared]), first + self.length)
+            start = writer.append([self.prompt], 0, np.array([shared]), first + self.length)
+            writer.replay(start, _experts_of(sequences, [self.members[0]], 0, [shared]))
         ids = [
             sequences[same[0]].token_ids[shared : layout.totals[same[0]]] for same in self.copies
         ]
         lengths = np.array([len(part) for part in ids], dtype=np.int64)
         starts = writer.append(ids, shared, lengths)
+        owners = [same[0] for same in self.copies]
+        ends = [layout.totals[seq] for seq in owners]
+        writer.replay(starts, _experts_of(sequences, owners, shared, ends))
         starts = np.repeat(starts, [len(same) for same in self.copies])
         columns = np.repeat(starts, counts) + layout.place_N[index] - shared - 1
         if shared:
             columns[np.cumsum(counts) - counts] = starts[0] - 1  # the prompt's end
         writer.show(first, self.seen)
         return index, columns
+
+
+def _experts_of(
+    sequences: Sequence[TokenSequence], chosen: Sequence[int], start: int, ends: Sequence[int]
+) -> list[NDArray[Any] | None]:
+    """Return the experts of some sequences' tokens from `start` on, where they are replayed."""
+    found = ((sequences[seq].experts, end) for seq, end in zip(chosen, ends, strict=True))
+    return [None if experts is None else experts[start:end] for experts, end in found]
+
+
+def _key(sequence: TokenSequence, start: int, end: int) -> tuple[bytes, ...]:
+    """Return what two sequences have in common there if the model computes the same for them."""
+    ids = np.ascontiguousarray(sequence.token_ids[start:end], dtype=np.int64).tobytes()
+    experts = sequence.experts
+    return (ids,) if experts is None else (ids, experts[start:end].tobytes())
 
 
 def make_prompt_units(
@@ -72,8 +92,7 @@ def make_prompt_units(
     families: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for index, sequence in enumerate(sequences):
         if totals[index]:
-            prompt = np.ascontiguousarray(sequence.token_ids[: prompts[index]], dtype=np.int64)
-            same = (prompt.tobytes(), sequence.images)
+            same = (_key(sequence, 0, prompts[index]), sequence.images)
             families[same if share_prompts else (index,)].append(index)
     units: list[PromptUnit] = []
     for members in families.values():
@@ -94,10 +113,10 @@ def _same_columns(
     """Put together the sequences of one prompt that are equal but for their last token."""
     if len(members) == 1:
         return [(members[0],)]
-    found: dict[bytes, list[int]] = defaultdict(list)
+    found: dict[tuple[bytes, ...], list[int]] = defaultdict(list)
     for index in members:
-        response = sequences[index].token_ids[layout.prompts[index] : layout.totals[index]]
-        found[np.ascontiguousarray(response, dtype=np.int64).tobytes()].append(index)
+        key = _key(sequences[index], layout.prompts[index], layout.totals[index])
+        found[key].append(index)
     return [tuple(same) for same in found.values()]
 
 

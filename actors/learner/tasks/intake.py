@@ -64,14 +64,14 @@ class Intake:
         group_size: int,
         greedy_baseline: bool,
         was_issued: Callable[[int], bool],
-        check_images: Callable[[Group], None] | None = None,
+        check_readable: Callable[[Group], None] | None = None,
         why_no_rows: str | None = None,
     ) -> None:
         """Read from `from_seq` on: all before was decided on, and the ranges `decided` behind it.
 
-        `was_issued` says whether a task number can have been given out; `check_images` raises
-        DataError for images that the model cannot see; `why_no_rows` says why no episode may have
-        several rows, if none may.
+        `was_issued` says whether a task number can have been given out; `check_readable` raises
+        DataError for what the model cannot read, such as images; `why_no_rows` says why no episode
+        may have several rows, if none may.
         """
         self._log = log
         self._from_seq = from_seq
@@ -81,7 +81,7 @@ class Intake:
         self._group_size = group_size
         self._greedy_baseline = greedy_baseline
         self._was_issued = was_issued
-        self._check_images = check_images
+        self._check_readable = check_readable
         self._why_no_rows = why_no_rows
         self._entries: dict[int, CheckedEntry] = {}
         self.changed = asyncio.Event()
@@ -226,9 +226,9 @@ class Intake:
             max_tokens=self._max_tokens,
             version=self.max_version,
         )
-        if self._check_images is not None:
+        if self._check_readable is not None:
             try:
-                self._check_images(group)
+                self._check_readable(group)
             except DataError as error:
                 raise MessageError(f"a group of task {task.task} is refused: {error}") from error
         if not all(math.isfinite(item.reward) for item in group.trajectories) or not all(

@@ -21,6 +21,7 @@ from ....schemas.config.job import ModelConfig
 from ....schemas.config.learner import LearnerConfig
 from ....schemas.config.lora import LoraConfig
 from ....schemas.wire.errors import ModelError
+from ...models.experts.replay import RouterReplay
 from ...models.lora import set_dropout
 from ...models.model_folder import load_causal_lm, load_policy
 from ...models.vision import embed
@@ -143,13 +144,16 @@ class Scorer:
         temperature: float,
         dtype: str,
         inside: Inside | None = None,
+        replay: RouterReplay | None = None,
         chunk_bytes: int = _LOGITS_CHUNK_BYTES,
     ) -> None:
-        """`inside`: where the model has been put, by default it is as it was loaded.
+        """`inside`: where the model has been put, by default it is as it was loaded; `replay` puts
+        the experts that rows tell in the place of those that the model's routers choose.
 
         Raises ModelError for a model that cannot read packed rows.
         """
         self._model = model
+        self._replay = replay
         self.inside = inside or Inside(model)
         """Where the model's weights are whole."""
         self._decoder = cast(Any, model).get_decoder()
@@ -232,6 +236,9 @@ class Scorer:
         start, end = packed.columns or (0, packed.input_ids_BT.shape[1])
         column_N = packed.row_N * (end - start) + packed.source_col_N - start
         model = self._model if logits else self._decoder
+        if self._replay is not None:
+            experts = packed.experts_BTLK
+            self._replay.use(None if experts is None else experts[:, start:end])
         with self._computing(autocast=self.autocast):
             output = model(**self._read_in(packed), **attention, use_cache=False)
         states_BTD: Tensor = output.logits if logits else output.last_hidden_state

@@ -147,11 +147,11 @@ class Policies:
         """The models, by policy."""
         return {name: trainer.model for name, trainer in self.trainers.items()}
 
-    def check_images(self, group: Group) -> None:
-        """Raise DataError for a group with images that the policies of its roles cannot see."""
+    def check_readable(self, group: Group) -> None:
+        """Raise DataError for a group that the policies of its roles cannot read."""
         for name, trainer in self.trainers.items():
             if (own := self._of(name, group)) is not None:
-                trainer.check_images(own)
+                trainer.check_readable(own)
 
     def step(
         self, groups: Sequence[Group], step: int, oldest: int = 0, seqs: Sequence[int] = ()

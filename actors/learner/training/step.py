@@ -13,7 +13,7 @@ Shape letters: N generated tokens, S sequences.
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from ....schemas.config.job import JobConfig
 from ....schemas.images import images_of
 from ....schemas.rollout import Group
 from ....schemas.wire.errors import DataError
+from ...models.experts.replay import RouterReplay
 from ...models.lora import (
     has_adapter,
     initial_adapter,
@@ -84,11 +85,12 @@ class Trainer:
         self.image_reader = load_image_reader(
             config.model.path, trust_remote_code=config.model.trust_remote_code
         )
+        self._replay = RouterReplay(model) if config.algorithm.router_replay else None
         inside = self._parallel.place(model, learner)
         self._trained = [weight for weight in model.parameters() if weight.requires_grad]
         self.optimizer = make_optimizer(self._trained, learner, learner.lr)
         self._objective = Objective(config)
-        self._scorer = self._scorer_of(model, inside)
+        self._scorer = self._scorer_of(model, inside, self._replay)
         self._packer = RankPacker(model, self._scorer, learner, self._parallel, self.image_reader)
         self._reference_adapter: list[Tensor] = []
         self._reference = self._make_reference() if config.algorithm.kl_coef else None
@@ -114,11 +116,11 @@ class Trainer:
         )
         return Critic(start, config, self._parallel)
 
-    def _scorer_of(self, model: nn.Module, inside: Inside) -> Scorer:
-        temperature = self.config.rollout.temperature
-        return Scorer(
-            model, temperature=temperature, dtype=self.config.learner.dtype, inside=inside
-        )
+    def _scorer_of(
+        self, model: nn.Module, inside: Inside, replay: RouterReplay | None = None
+    ) -> Scorer:
+        temperature, dtype = self.config.rollout.temperature, self.config.learner.dtype
+        return Scorer(model, temperature=temperature, dtype=dtype, inside=inside, replay=replay)
 
     def _initial_adapter(self) -> list[Tensor]:
         tensors = initial_adapter(self.model, self.config.model.path)
@@ -151,11 +153,14 @@ class Trainer:
 
         return finish
 
-    def check_images(self, group: Group) -> None:
-        """Raise DataError for a group whose images the model cannot see in its prompts.
+    def check_readable(self, group: Group) -> None:
+        """Raise DataError for a group that the model cannot read, as it is configured.
 
-        For a model that reads text alone images are there for people to look at.
+        Its images must be in its prompts, but for a model that reads text alone, for which they
+        are there for people to look at; experts must be told where they are replayed.
         """
+        if self._replay is not None:
+            self._replay.check(group)
         if self.image_reader is None:
             return
         for item in group.sampled:
@@ -259,6 +264,9 @@ class Trainer:
             old_N, entropy_N = self._score_all(everything, batch, self._scorer)
         if self._reference is None:
             return old_N, entropy_N, None
+        everything = [
+            replace(micro, experts_BTLK=None) for micro in everything
+        ]  # it chooses itself
         if not self._reference_adapter:
             return old_N, entropy_N, self._score_all(everything, batch, self._reference)[0]
         with other_adapter(self.model, self._reference_adapter):

@@ -109,7 +109,7 @@ async def test_the_learner_computes_the_logprobs_that_the_engine_recorded(
     await hosting
     await engine.close()
     trainer = Trainer(load_model(config.model, config.learner), config, total_steps=1)
-    trainer.check_images(shared)
+    trainer.check_readable(shared)
     batch = assemble([shared])
     ours_N, _ = trainer._score_all(trainer._packer.pack(batch, _all(batch)), batch, trainer._scorer)
     np.testing.assert_allclose(ours_N.numpy(), batch.behaviour_N.numpy(), atol=1e-4)

@@ -176,8 +176,8 @@ def test_a_group_whose_images_are_not_those_of_its_prompt_is_refused(
     trainer: Trainer, prompt: list[int], images: tuple[bytes, ...], words: str
 ) -> None:
     with pytest.raises(DataError, match=words):
-        trainer.check_images(_group(0, prompt, images))
-    trainer.check_images(_group(0, ONE, (SMALL,)))
+        trainer.check_readable(_group(0, prompt, images))
+    trainer.check_readable(_group(0, ONE, (SMALL,)))
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "ICO", "PDF"])

@@ -291,7 +291,7 @@ def test_an_image_behind_the_first_answer_is_seen_once_by_all_that_share_it(
     config = JobConfig.model_validate({"model": {"path": str(tmp_path)}, "env": {"game": "none"}})
     model = load_model(config.model, config.learner)
     trainer = Trainer(model, config, total_steps=4)
-    trainer.check_images(group)
+    trainer.check_readable(group)
     sequences = assemble([group]).sequences
     [micro] = pack(
         sequences,
@@ -323,4 +323,6 @@ def test_an_image_behind_the_first_answer_is_seen_once_by_all_that_share_it(
     )
     lost = wrong.trajectories[0].model_copy(update={"messages": _seen(SMALL)})
     with pytest.raises(DataError, match="generated an image's token"):
-        trainer.check_images(wrong.model_copy(update={"trajectories": [lost]}).with_shared_images())
+        trainer.check_readable(
+            wrong.model_copy(update={"trajectories": [lost]}).with_shared_images()
+        )

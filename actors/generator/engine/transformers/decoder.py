@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicLayer
 
 from .....schemas.config.lora import LoraConfig
 from .....schemas.wire.errors import ModelError
+from ....models.experts.recorder import RouterRecorder
 from ....models.model_folder import load_model_config, load_policy
 from ....models.vision import (
     ImageReader,
@@ -29,7 +30,7 @@ from ....models.vision import (
     plain_inputs,
     probe_image,
 )
-from ..engine import IntVector
+from ..engine import ExpertRecord, IntVector
 from .attention import ATTENTION
 from .kv_cache import CacheShape, SlotCache
 from .row_adapters import EngineAdapter, RowAdapters, RowsOfAdapters
@@ -115,6 +116,7 @@ class SlotDecoder:
         self.reader = reader
         """What reads images, if the model sees some."""
         self.adapters = RowAdapters(model)
+        self._recorder: RouterRecorder | None = None
         embedding = cast("torch.Tensor", model.get_input_embeddings().weight)
         self.device = embedding.device
         self.vocab_size = int(embedding.shape[0])
@@ -124,6 +126,25 @@ class SlotDecoder:
         self._use_slots()
         for probe, (plain_NV, _) in zip(probes, plain, strict=True):
             self._check(path, probe, plain_NV)
+
+    def record_experts(self) -> None:
+        """Note which experts read each token; ModelError for a model where that cannot be."""
+        self._recorder = RouterRecorder(self.model)
+
+    @property
+    def expert_shape(self) -> tuple[int, int]:
+        """Layers with experts and how many of one read a token, as recorded; (0, 0): nothing is."""
+        shape = None if self._recorder is None else self._recorder.shape
+        return (0, 0) if shape is None else (shape.layers, shape.chosen)
+
+    def chosen(self, num_rows: int) -> ExpertRecord:
+        """Return which experts read the tokens of the latest pass, [B, N, L, K], padding included.
+
+        It may be asked for once, of an engine that records.
+        """
+        assert self._recorder is not None
+        chosen = self._recorder.take()
+        return chosen.reshape(num_rows, -1, *chosen.shape[1:])
 
     def prefill(self, spans: Sequence[FedTokens]) -> Iterator[tuple[list[int], torch.Tensor]]:
         """Feed every span; yield (indices into `spans`, logits of their last token [B, V]).

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....models.vision import SeenImages
-from ..engine import FinishReason, Generation, IntVector, Sampling
+from ..engine import ExpertRecord, FinishReason, Generation, IntVector, Sampling
 from ..sampling import RowParameters
 from .row_adapters import EngineAdapter
 
@@ -53,13 +53,19 @@ class RowRequest:
 class RowTable:
     """Tokens, log-probs, versions and sampling parameters of the running rows."""
 
-    def __init__(self, max_rows: int, max_tokens: int) -> None:
+    def __init__(
+        self, max_rows: int, max_tokens: int, expert_shape: tuple[int, int] = (0, 0)
+    ) -> None:
+        """`expert_shape` is that of a record of experts for each token; (0, 0): there is none."""
         self.num = 0
         self.requests: list[RowRequest] = []
         # `empty` takes address space, not memory, until a row is used.
         self.tokens_RT = np.empty((max_rows, max_tokens), np.int32)
         self._logprobs_RT = np.empty((max_rows, max_tokens), np.float32)
         self._versions_RT = np.empty((max_rows, max_tokens), np.int32)
+        self._experts_RTLK = np.empty((max_rows, max_tokens, *expert_shape), np.uint8)
+        self._computed_from_R = np.zeros(max_rows, np.int64)
+        self.records_experts = 0 not in expert_shape
         self._stops_RK = np.full((max_rows, 1), -1, np.int64)
         self.length_R = np.zeros(max_rows, np.int64)
         self.shift_R = np.zeros(max_rows, np.int64)
@@ -119,6 +125,15 @@ class RowTable:
         self._versions_RT[rows_B, position_B] = version
         self.length_R[rows_B] += 1
 
+    def note_prompt_experts(self, rows: slice, start: int, experts_NLK: ExpertRecord) -> None:
+        """Write the experts of the prompt that rows share, of which `start` tokens were cached."""
+        self._computed_from_R[rows] = start
+        self._experts_RTLK[rows, start : start + len(experts_NLK)] = experts_NLK
+
+    def note_experts(self, rows_B: IndexVector, experts_BLK: ExpertRecord) -> None:
+        """Write the experts of the last token of these rows, which has just been computed."""
+        self._experts_RTLK[rows_B, self.length_R[rows_B] - 1] = experts_BLK
+
     def ended(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
         """Say of each row whether it met a stop token, its limit, or a log-prob that is not finite.
 
@@ -138,7 +153,12 @@ class RowTable:
             self._logprobs_RT[row, span].copy(),
             self._versions_RT[row, span].copy(),
             reason,
+            self._experts_of(row) if self.records_experts else None,
         )
+
+    def _experts_of(self, row: int) -> ExpertRecord:
+        computed = slice(int(self._computed_from_R[row]), int(self.length_R[row]) - 1)
+        return self._experts_RTLK[row, computed].copy()
 
     def remove(self, gone: NDArray[np.bool_]) -> tuple[IndexVector, IndexVector]:
         """Remove rows and close the gaps; return which rows moved, and where to."""
@@ -146,7 +166,7 @@ class RowTable:
         target = np.flatnonzero(gone[:kept])
         source = kept + np.flatnonzero(~gone[kept:])
         longest = int(self.length_R[source].max(initial=0))
-        for wide in (self.tokens_RT, self._logprobs_RT, self._versions_RT):
+        for wide in (self.tokens_RT, self._logprobs_RT, self._versions_RT, self._experts_RTLK):
             wide[target, :longest] = wide[source, :longest]
         for narrow in self._columns():
             narrow[target] = narrow[source]
@@ -169,6 +189,7 @@ class RowTable:
             self._top_p_R,
             self._top_k_R,
             self._seed_R,
+            self._computed_from_R,
         )
 
     def _set_stops(self, row: int, stops: tuple[int, ...]) -> None:

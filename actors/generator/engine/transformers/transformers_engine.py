@@ -104,11 +104,13 @@ class TransformersEngine:
         version: int = 0,
         max_waiting: int = 4096,
         prefix_cache_bytes: int = _PREFIX_CACHE_BYTES,
+        record_experts: bool = False,
     ) -> "TransformersEngine":
         """Load the model in `path` and start; ModelError for one that cannot run here.
 
         With a rank in `lora` the model has an adapter, and `load_weights` changes that alone. With
-        `base` the model's other weights are those of one that is in memory.
+        `base` the model's other weights are those of one that is in memory. `record_experts` tells
+        which experts read each token, of a mixture of them.
         """
         decoder = await asyncio.to_thread(
             load_decoder,
@@ -121,6 +123,8 @@ class TransformersEngine:
             lora=lora,
             base=base,
         )
+        if record_experts:
+            decoder.record_experts()
         return cls(
             decoder, version=version, max_waiting=max_waiting, prefix_cache_bytes=prefix_cache_bytes
         )

@@ -61,7 +61,9 @@ class EngineWorker:
         self._waiting: deque[RowRequest] = deque()
         self._scorer = PromptScorer(decoder)
         self._scored: list[ScoreRequest] = []
-        self._rows = RowTable(decoder.cache.max_slots, decoder.cache.max_tokens)
+        self._rows = RowTable(
+            decoder.cache.max_slots, decoder.cache.max_tokens, decoder.expert_shape
+        )
         self._prefix_cache = PrefixCache(prefix_cache_tokens)
         self._outcomes: list[Outcome] = []
         self._num_streams = 0
@@ -250,6 +252,8 @@ class EngineWorker:
         for batch, logits_BV in self._decoder.prefill(spans):
             sizes_B = np.array([sizes[index] for index in batch])
             rows = [np.arange(spans[i].slot, spans[i].slot + sizes[i]) for i in batch]
+            if self._rows.records_experts:
+                self._note_prompts([spans[i] for i in batch], sizes_B.tolist())
             for index, own in zip(batch, rows, strict=True):
                 self._meter.prefilled += len(spans[index].tokens)
                 if len(own) > 1:
@@ -260,6 +264,14 @@ class EngineWorker:
                 logits_BV = logits_BV[torch.as_tensor(picks, device=logits_BV.device)]
             self._draw(np.concatenate(rows), logits_BV)
 
+    def _note_prompts(self, spans: Sequence[FedTokens], sizes: Sequence[int]) -> None:
+        """Note the experts of prompts that were just computed, for all rows that share each."""
+        chosen_BNLK = self._decoder.chosen(len(spans))
+        for span, size, chosen_NLK in zip(spans, sizes, chosen_BNLK, strict=True):
+            own = chosen_NLK[len(chosen_NLK) - len(span.tokens) :]
+            rows = slice(span.slot, span.slot + size)
+            self._rows.note_prompt_experts(rows, span.start, own)
+
     def _decode(self) -> None:
         rows = np.arange(self._rows.num)
         position = self._rows.length_R[: self._rows.num] - 1
@@ -269,6 +281,8 @@ class EngineWorker:
             self._rows.shift_R[rows],
             self._adapters(),
         )
+        if self._rows.records_experts:
+            self._rows.note_experts(rows, self._decoder.chosen(len(rows))[:, 0])
         self._draw(rows, logits_BV)
         self._retire()
 

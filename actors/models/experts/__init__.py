@@ -1,0 +1,1 @@
+"""Mixtures of experts: which experts read a token, recorded in one process, replayed in another."""
