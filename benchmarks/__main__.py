@@ -40,6 +40,7 @@ NAMES = (
     "tree_packing",
     "agent_memory",
     "retokenised",
+    "router_replay",
     "lora",
     "tinker_step",
     "tinker_peer",

@@ -29,6 +29,9 @@ from tinkermq.schemas.wire.errors import DataError, EngineError, ModelError
 from tests.support.groups import make_group, random_group
 from tests.support.models import gradients_of, make_tiny_model, random_prompt
 
+from .test_ranks import assert_same_reports, assert_same_weights, batch, trained
+from .test_ranks import config_of as ranks_config
+
 LAYERS, CHOSEN, EXPERTS = 2, 2, 4
 
 
@@ -292,3 +295,25 @@ def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no routers") as told:
         shape_of(dense)
     assert "algorithm.router_replay=false" in str(told.value)
+
+
+def told_batch(step: int) -> list[Group]:
+    """Let the batch of a step tell experts at random."""
+    rng = np.random.default_rng(step)
+    return [with_experts(group, rng) for group in batch(step)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("learner", [{}, {"context_parallel": 2}])
+def test_two_ranks_replay_as_one_does(folder: Path, learner: dict[str, Any]) -> None:
+    algorithm = {"router_replay": True, "kl_coef": 0.05}
+    (made, weights), (expected, alone) = (
+        trained(
+            ranks_config(folder, ranks, algorithm=algorithm, learner=learner if ranks > 1 else {}),
+            range(1, 4),
+            groups=told_batch,
+        )
+        for ranks in (2, 1)
+    )
+    assert_same_reports(made, expected)
+    assert_same_weights(weights, alone)

@@ -25,7 +25,6 @@ _MEMORY = Path("/dev/shm")  # noqa: S108  a file system of memory is what is wan
 _PREFIX = "tinkermq-weights-"
 _INFIX = ".lora_A."
 _VISION_TOWER = ".visual."
-_EXPERTS = ".experts"
 
 
 class WeightFiles:
@@ -101,21 +100,13 @@ def hollow_model(path: str, *, trust_remote_code: bool) -> "PreTrainedModel":
 def reference_names(path: str, lora: LoraConfig, *, trust_remote_code: bool) -> WeightNames:
     """Return what new weights of a model, or of its adapter, must be; takes no memory for them.
 
-    Raises ModelError for an adapter that vLLM would not use whole, and for experts, whose weights
-    it lays out anew when it has read them: what it reads into them later is not what it computes.
+    Raises ModelError for an adapter that vLLM would not use whole.
     """
     model = hollow_model(path, trust_remote_code=trust_remote_code)
     if lora.rank:
         with torch.device("meta"):
             add_adapter(model, lora, seed=0)
     tensors = policy_tensors(model)
-    if any(name.rpartition(".")[0].endswith(_EXPERTS) for name in tensors):
-        raise ModelError(
-            f"{path} is a mixture of experts, and vLLM does not take new weights of one as they "
-            "are",
-            hint="set generator.engine=transformers, or train an adapter of the attention "
-            "(lora.rank, lora.targets=[q_proj,k_proj,v_proj,o_proj])",
-        )
     if lora.rank and any(_VISION_TOWER in name for name in tensors):
         raise ModelError(
             "an adapter changes how the model sees images, which vLLM would leave out",

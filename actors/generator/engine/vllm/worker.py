@@ -14,6 +14,9 @@ import threading
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 from vllm.v1.sample.sampler import Sampler
@@ -91,6 +94,11 @@ class WorkerExtension:
                 # One that is tied to the embedding is not loaded, and on a CPU it multiplies with
                 # a packed copy of its own, which would stay as it was (vLLM 0.32).
                 layer.quant_method.process_weights_after_loading(layer)
+            method = getattr(layer, "quant_method", None)
+            if isinstance(method, UnquantizedFusedMoEMethod):
+                # On a CPU it packs the weights of experts when they are loaded first, and again
+                # never: what is loaded later would be read as if it were packed (vLLM 0.32).
+                method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
     def zero_caches(self) -> None:
         """Forget all keys and values; the caller sees to it that no request relies on any."""

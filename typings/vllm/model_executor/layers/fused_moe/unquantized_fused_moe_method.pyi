@@ -1,0 +1,4 @@
+from typing import Any
+
+class UnquantizedFusedMoEMethod:
+    moe_kernel: Any
