@@ -5,7 +5,7 @@ there are too many buckets their width doubles, so memory and work stay bounded 
 lost. Pure: no clock, no broker.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,25 +21,33 @@ class Curves:
 
     def __init__(
         self,
-        names: Iterable[str] | None = None,
         *,
         max_points: int = MAX_POINTS,
+        max_names: int = MAX_NAMES,
         later_counts: bool = False,
     ) -> None:
-        """Keep at most `max_points` buckets, an even number, of each name.
+        """Keep at most `max_points` buckets, an even number, of the first `max_names` names.
 
-        Without `names` the first `MAX_NAMES` that come are kept. `later_counts`: of several values
-        of one step the last is the step's (a run that was resumed); else their mean.
+        `later_counts`: of several values of one step the last is the step's (a run that was
+        resumed); else their mean.
         """
         self._max_points = max_points
+        self._max_names = max_names
         self._later_counts = later_counts
-        self._grows = names is None
         self._rows: dict[str, int] = {}
         self.width = 1
         self.last_step = -1
         self._of = {name: np.full((0, max_points), empty) for name, empty in _EMPTY.items()}
-        for name in names or ():
-            self._add_row(name)
+
+    @property
+    def names(self) -> list[str]:
+        """What was measured, in the order in which it came."""
+        return list(self._rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the curves hold."""
+        return sum(array.nbytes for array in self._of.values())
 
     def add(self, steps: Sequence[int], values: Sequence[Mapping[str, float]]) -> None:
         """Enter what was measured at each of some steps; what is not finite is left out."""
@@ -49,20 +57,20 @@ class Curves:
         self.last_step = max(self.last_step, int(at.max()))
         while self.last_step // self.width >= self._max_points:
             self._halve()
-        if self._grows:
-            for name in [name for one in values for name in one if name not in self._rows]:
-                self._add_row(name)
+        self._add_rows(dict.fromkeys(name for one in values for name in one))
         table = np.array([[one.get(name, np.nan) for one in values] for name in self._rows])
         for row in np.flatnonzero(np.isfinite(table).any(axis=1)):
             self._enter(int(row), at // self.width, table[row])
 
-    def _add_row(self, name: str) -> None:
-        if name in self._rows or (self._grows and len(self._rows) >= MAX_NAMES):
-            return
-        self._rows[name] = len(self._rows)
+    def _add_rows(self, names: Iterable[str]) -> None:
+        """Make room for names that are new, while there is any."""
+        fresh = [name for name in names if name not in self._rows]
+        fresh = fresh[: self._max_names - len(self._rows)]
+        for name in fresh:
+            self._rows[name] = len(self._rows)
         for key, empty in _EMPTY.items():
-            row = np.full((1, self._max_points), empty)
-            self._of[key] = np.concatenate([self._of[key], row])
+            rows = np.full((len(fresh), self._max_points), empty)
+            self._of[key] = np.concatenate([self._of[key], rows])
 
     def _enter(self, row: int, buckets: NDArray[np.int64], values: NDArray[np.float64]) -> None:
         there = np.isfinite(values)
@@ -92,15 +100,21 @@ class Curves:
             array[:, :half] = joined
             array[:, half:] = _EMPTY[key]
 
-    def points(self) -> dict[str, Any]:
-        """Return what is drawn, ready for JSON.
+    def points(
+        self, names: Container[str] | None = None, *, first: int = 0, last: int | None = None
+    ) -> dict[str, Any]:
+        """Return what is drawn, ready for JSON: some names or all, of steps `first` to `last`.
 
         `x` holds the first step of each bucket in which something was told; `series` by name the
         means `y`, and with more than one step to a bucket also `low` and `high`; null for none.
         """
         used = np.flatnonzero(self._of["count"].any(axis=0))
+        until = self.last_step if last is None else last
+        used = used[(used >= first // self.width) & (used <= until // self.width)]
         series: dict[str, dict[str, list[float | None]]] = {}
         for name, row in self._rows.items():
+            if names is not None and name not in names:
+                continue
             total, count, low, high = (self._of[key][row, used] for key in _EMPTY)
             if not count.any():
                 continue
@@ -108,6 +122,14 @@ class Curves:
             if self.width > 1:
                 series[name] |= {"low": _numbers(low, count), "high": _numbers(high, count)}
         return {"width": self.width, "x": (used * self.width).tolist(), "series": series}
+
+    def means(self, name: str) -> NDArray[np.float64]:
+        """Return the mean of each bucket, from the first on; NaN where nothing was told."""
+        num = self.last_step // self.width + 1
+        if name not in self._rows:
+            return np.full(num, np.nan)
+        total, count = (self._of[key][self._rows[name], :num] for key in ("sum", "count"))
+        return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
     def to_map(self) -> dict[str, Any]:
         """Return all of it as JSON may hold it; `restore` reads it."""
@@ -121,8 +143,8 @@ class Curves:
     def restore(self, told: Mapping[str, Any]) -> None:
         """Become what `to_map` told of."""
         self.width, self.last_step = int(told["width"]), int(told["last_step"])
+        self._add_rows(told["lines"])
         for name, line in told["lines"].items():
-            self._add_row(name)
             for key, array in self._of.items():
                 array[self._rows[name], line["at"]] = line[key]
 

@@ -1,6 +1,6 @@
-"""How fast the dashboard opens: 2,000 jobs, and a job of 100,000 steps.
+"""How fast the dashboard opens: 2,000 jobs, a job of 100,000 steps, ten runs over each other.
 
-    python -m benchmarks.dashboard [--jobs 2000] [--steps 100000]
+    python -m benchmarks.dashboard [--jobs 2000] [--steps 100000] [--compared 10000]
 
 Real processes: nats-server, scheduler, gateway, and Debian's chromium, which opens the pages. The
 jobs have ended; the newest fifty have a feed each. The long job has a feed with seventy numbers a
@@ -40,6 +40,7 @@ NAMES = (
     *("perf/throughput", "perf/time_per_step", *(f"game/number_{n}" for n in range(60))),
 )
 WITH_FEED = 50
+COMPARED = 10
 _AT_ONCE = 500
 _WATCH = """
 const look = () => { if (READY) window.readyAt ??= performance.now(); };
@@ -82,8 +83,10 @@ async def write_feed(broker: Broker, scope: JobScope, steps: int) -> None:
             await broker.append(scope.metric, payload, deadline_s=60, waiting_for="the feed")
 
 
-async def fill(broker: Broker, jobs: int, steps: int) -> JobRecord:
-    """Store the jobs; return the long one."""
+async def fill(
+    broker: Broker, jobs: int, steps: int, compared: int
+) -> tuple[JobRecord, list[JobRecord]]:
+    """Store the jobs; return the long one, and those to compare, of `compared` steps each."""
     await create_shared(broker)
     bucket = Bucket(broker, BUCKET_JOBS, JobRecord)
     records = [record(number, 40) for number in range(jobs - 1)]
@@ -93,9 +96,11 @@ async def fill(broker: Broker, jobs: int, steps: int) -> JobRecord:
     for one in records[-WITH_FEED:]:
         await write_feed(broker, JobScope("local", one.job), 5)
     long = record(jobs, steps)
-    await write_feed(broker, JobScope("local", long.job), steps)
-    await bucket.put(f"local.{long.job}", long)
-    return long
+    several = [record(jobs + 1 + number, compared) for number in range(COMPARED)]
+    for one in (long, *several):
+        await write_feed(broker, one.scope, one.version)
+        await bucket.put(f"local.{one.job}", one)
+    return long, several
 
 
 async def open_in_browser(browser: Browser, url: str, ready: str) -> float:
@@ -121,12 +126,15 @@ async def fetch(gateway: Gateway, path: str) -> float:
     return time.perf_counter() - started
 
 
-async def measure(server: NatsServer, folder: Path, long: JobRecord) -> dict[str, float]:
+async def measure(
+    server: NatsServer, folder: Path, long: JobRecord, several: list[JobRecord]
+) -> dict[str, float]:
     """Open the pages with a gateway that has just started; return the seconds of each."""
     times: dict[str, float] = {}
     table = "document.querySelectorAll('table.jobs tbody tr').length >= 50"
     drawn = "document.querySelectorAll('.chart canvas').length >= 3"
     job = f"/jobs/{long.job}"
+    compare = "/compare?" + "&".join(f"run={one.job}" for one in several)
     async with run_gateway(server.url, folder) as gateway, open_browser() as browser:
         await open_in_browser(browser, f"{gateway.url}/api", "document.readyState !== 'loading'")
         times["jobs: first"] = await open_in_browser(browser, f"{gateway.url}/jobs", table)
@@ -142,6 +150,8 @@ async def measure(server: NatsServer, folder: Path, long: JobRecord) -> dict[str
         times["job: all read after"] = time.perf_counter() - started
         times["job: again"] = await open_in_browser(browser, gateway.url + job, drawn)
         times["job: curves as JSON"] = await fetch(gateway, f"/api/v1{job}/metrics")
+        times["ten runs: first"] = await open_in_browser(browser, gateway.url + compare, drawn)
+        times["ten runs: again"] = await open_in_browser(browser, gateway.url + compare, drawn)
     return times
 
 
@@ -149,13 +159,13 @@ async def run(arguments: argparse.Namespace) -> dict[str, float]:
     """Start everything, fill the broker, measure."""
     with tempfile.TemporaryDirectory() as name, NatsServer(Path(name) / "nats") as server:
         async with await connect(server.url, name="bench") as broker:
-            long = await fill(broker, arguments.jobs, arguments.steps)
+            filled = await fill(broker, arguments.jobs, arguments.steps, arguments.compared)
         scheduler = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "tinkermq.actors.scheduler", "--nats", server.url),
             stderr=asyncio.subprocess.DEVNULL,
         )
         try:
-            return await measure(server, Path(name), long)
+            return await measure(server, Path(name), *filled)
         finally:
             scheduler.terminate()
             await scheduler.wait()
@@ -166,9 +176,10 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--jobs", type=int, default=2000)
     options.add_argument("--steps", type=int, default=100_000)
+    options.add_argument("--compared", type=int, default=10_000, help="steps of each of ten runs")
     arguments = options.parse_args()
     if arguments.quick:
-        arguments.jobs, arguments.steps = 100, 5000
+        arguments.jobs, arguments.steps, arguments.compared = 100, 5000, 500
     report = Report("dashboard", "the dashboard with many jobs", quick=arguments.quick)
     times: dict[str, Any] = uvloop.run(run(arguments))
     rows = [[what, f"{seconds:.3f}"] for what, seconds in times.items()]
@@ -177,6 +188,7 @@ def main() -> None:
     report.at_most("the table of jobs opens", times["jobs: first"], 1.0, "s")
     report.at_most("the long job opens, never read before", times["job: first"], 1.0, "s")
     report.at_most("the long job opens, read", times["job: again"], 1.0, "s")
+    report.at_most("ten runs laid over each other open", times["ten runs: first"], 2.0, "s")
     report.finish(arguments.json)
 
 

@@ -35,6 +35,7 @@ def query_of(request: Request) -> Query:
         search=request.query_params.get("search", "")[:200],
         offset=number_in(request, "offset", 0) or 0,
         limit=min(limit, MAX_LIMIT),
+        sort=request.query_params.get("sort", ""),
     )
 
 

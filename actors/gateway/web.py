@@ -28,6 +28,9 @@ from .tinker.trainers import Trainers
 OF_TINKER_SDK = "tml-"
 """What Tinker's SDK wants a key to begin with; behind it stands one of the pool's."""
 
+MAX_NAMES, MAX_NAME_CHARS = 512, 256
+"""Of metrics that one request names."""
+
 
 @dataclass
 class Gateway:
@@ -173,3 +176,19 @@ def number_in(
 def flag_in(request: Request, name: str) -> bool:
     """Return a yes or no of the query."""
     return request.query_params.get(name, "").lower() in ("1", "true", "yes", "on")
+
+
+def names_in(request: Request) -> list[str]:
+    """Return the names, or patterns of names, that a query asks for; empty for all.
+
+    Raises MessageError for too many, or too long ones.
+    """
+    given = request.query_params.get("names", "").split(",")
+    names = [name.strip() for name in given if name.strip()]
+    if len(names) > MAX_NAMES or any(len(name) > MAX_NAME_CHARS for name in names):
+        raise MessageError(
+            f"names= holds {len(names)} names; at most {MAX_NAMES} are taken, of "
+            f"{MAX_NAME_CHARS} characters each",
+            hint="leave it out for all metrics, or use patterns: `critic/*`",
+        )
+    return names

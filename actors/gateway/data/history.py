@@ -7,6 +7,7 @@ bucket, because they are too few to be in a sample.
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -21,9 +22,9 @@ from ....schemas.metric import EvalRecord, Metric
 from ....schemas.wire.errors import MessageError, NotFoundError, TinkermqError
 from ....schemas.wire.subjects import BUCKET_EVALS, JobScope
 from ...curves import Curves
-from .charts import enter, job_curves
+from .charts import chart_points, enter, job_curves
 
-MAX_JOBS = 64
+MAX_JOBS, MAX_BYTES = 64, 256 << 20
 EXACT_ENTRIES = 3000
 """Feeds of up to so many entries are read whole before the page gets its curves."""
 SAMPLES = 250
@@ -51,13 +52,17 @@ class History:
         """Whether all of the feed was read, not a sample of it only."""
         return self._sampled is None
 
-    async def points(self, broker: Broker) -> dict[str, Any]:
-        """Return the curves as of now; see `Curves.points`, and `complete`."""
+    @property
+    def nbytes(self) -> int:
+        """Memory that the curves hold."""
+        return self._curves.nbytes + (self._sampled.nbytes if self._sampled else 0)
+
+    async def curves(self, broker: Broker) -> Curves:
+        """Return the curves as of now."""
         async with self._lock:
             if self._reading is None:
                 await self._catch_up(broker)
-        curves = self._sampled or self._curves
-        return {"complete": self.complete, **curves.points()}
+        return self._sampled or self._curves
 
     async def close(self) -> None:
         """Stop reading."""
@@ -161,18 +166,36 @@ class History:
 class Histories:
     """The histories that were looked at last."""
 
-    def __init__(self, max_jobs: int = MAX_JOBS) -> None:
+    def __init__(self, max_jobs: int = MAX_JOBS, max_bytes: int = MAX_BYTES) -> None:
         self._max_jobs = max_jobs
+        self._max_bytes = max_bytes
         self._kept: OrderedDict[str, History] = OrderedDict()
 
-    async def points(self, broker: Broker, scope: JobScope) -> dict[str, Any]:
-        """Return the curves of a job that the owner of `broker` may read."""
+    async def points(
+        self,
+        broker: Broker,
+        scope: JobScope,
+        names: Sequence[str] = (),
+        *,
+        first: int = 0,
+        last: int | None = None,
+    ) -> dict[str, Any]:
+        """Return the curves of a job that the owner of `broker` may read.
+
+        See `chart_points`; `complete` is false while they are of a sample.
+        """
         history = self._kept.setdefault(scope.key, History(scope))
         self._kept.move_to_end(scope.key)
-        while len(self._kept) > self._max_jobs:
+        curves = await history.curves(broker)
+        while self._too_much():
             _, oldest = self._kept.popitem(last=False)
             await oldest.close()
-        return await history.points(broker)
+        shown = chart_points(curves, names, first=first, last=last)
+        return {"complete": history.complete, **shown}
+
+    def _too_much(self) -> bool:
+        held = sum(history.nbytes for history in self._kept.values())
+        return len(self._kept) > max(1, self._max_jobs if held <= self._max_bytes else 1)
 
     async def close(self) -> None:
         """Stop all reading."""

@@ -23,7 +23,7 @@ from ....schemas.wire.subjects import JobScope
 from ..scheduler import Scheduler
 from ..sessions import Visitor
 from ..web import Gateway, gateway_of, number_in, to_json, visitor_of
-from .charts import live_values
+from .charts import finite_values
 from .logs import shown_lines
 from .overview import glance
 
@@ -140,7 +140,8 @@ def _told(stored: StoredMessage, scope: JobScope) -> tuple[str, Any] | None:
     try:
         if stored.subject == scope.metric:
             metric = Metric.from_bytes(stored.payload)
-            return "metric", {"step": metric.step, "values": live_values(metric)}
+            told = {"step": metric.step, "time": metric.time, "values": finite_values(metric)}
+            return "metric", told
         if stored.subject == scope.event:
             event = Event.from_bytes(stored.payload)
             return "event", event.model_dump(exclude={"data"})

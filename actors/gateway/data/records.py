@@ -3,20 +3,21 @@
 import asyncio
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from ....broker.client.connection import Broker
 from ....broker.observe.recent import recent_values, run_row
 from ....schemas.job import FINAL_STATES, JobRecord
-from ....schemas.wire.errors import TinkermqError
+from ....schemas.wire.errors import MessageError, TinkermqError
 
 PAGE = 50
 ARCHIVED = "archived"
 """The state by which a query asks for archived jobs."""
 FIGURES_AGE_S = 2.0
 MAX_FIGURES = 4096
+_READING_AT_ONCE = 64
 PATIENCE_S = 0.25
 """A page does not wait longer than this for the figures of its jobs."""
 GROUPS: dict[str, frozenset[str]] = {
@@ -39,6 +40,21 @@ class Query:
     """Words that each must be part of name, id, kind, owner, game, model or reason."""
     offset: int = 0
     limit: int = PAGE
+    sort: str = ""
+    """One of `SORTS`, with a `-` before it for the greatest first; empty: newest first."""
+
+
+SORTS: dict[str, Callable[[JobRecord], Any]] = {
+    "name": lambda record: record.name.lower(),
+    "owner": lambda record: record.user,
+    "state": lambda record: record.state,
+    "game": lambda record: game_of(record).lower(),
+    "slots": lambda record: sum(actor.slots for actor in record.actors),
+    "age": lambda record: -(record.started or record.created),
+}
+"""What a job's record is sorted by."""
+FIGURES: dict[str, str] = {"step": "step", "reward": "reward", "validation": "validation"}
+"""What jobs are sorted by that stands in their figures, and its name in a row."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +81,35 @@ def select(records: Sequence[JobRecord], query: Query) -> JobPage:
         for record in (archived if query.state == ARCHIVED else records)
         if (query.state in ("", ARCHIVED) or record.state in states) and _matches(record, words)
     ]
+    name, descends = query.sort.removeprefix("-"), query.sort.startswith("-")
+    if name in SORTS:
+        found.sort(key=SORTS[name], reverse=descends)
+    elif query.sort and name not in FIGURES:
+        raise MessageError(
+            f"jobs cannot be sorted by {name[:40]!r}",
+            hint=f"by {', '.join((*SORTS, *FIGURES))}, with a - before it for the greatest first",
+        )
     shown = found[query.offset : query.offset + query.limit]
     return JobPage(shown, len(found), {"all": len(records), **counts})
+
+
+async def select_rows(
+    figures: "Figures", broker: Broker, records: Sequence[JobRecord], query: Query
+) -> tuple[JobPage, list[dict[str, Any]]]:
+    """Return the jobs that match a query, a page of them, and the row of each.
+
+    Sorted by a figure, those whose figure is not known yet come last. Raises MessageError for a
+    sort that there is not.
+    """
+    key = FIGURES.get(query.sort.removeprefix("-"))
+    if key is None:
+        page = select(records, query)
+        return page, await figures.rows(broker, page.records)
+    page = select(records, replace(query, offset=0, limit=len(records)))
+    rows = await figures.rows(broker, page.records)
+    sign = -1 if query.sort.startswith("-") else 1
+    rows.sort(key=lambda one: (one[key] is None, sign * (one[key] or 0.0)))
+    return page, rows[query.offset : query.offset + query.limit]
 
 
 def _matches(record: JobRecord, words: Sequence[str]) -> bool:
@@ -98,6 +141,7 @@ class Figures:
     def __init__(self) -> None:
         self._kept: OrderedDict[str, tuple[float, dict[str, float]]] = OrderedDict()
         self._reading: set[asyncio.Future[dict[str, float]]] = set()
+        self._free = asyncio.Semaphore(_READING_AT_ONCE)
 
     async def rows(self, broker: Broker, records: Sequence[JobRecord]) -> list[dict[str, Any]]:
         """Return what the table shows of each job; figures that take long come next time."""
@@ -122,7 +166,8 @@ class Figures:
         if record.started is None and record.state == "QUEUED":
             return {}
         try:
-            values = await recent_values(broker, record.scope)
+            async with self._free:
+                values = await recent_values(broker, record.scope)
         except (TinkermqError, TimeoutError):
             values = {}
         age_s = FIGURES_AGE_S if record.state not in FINAL_STATES else float("inf")

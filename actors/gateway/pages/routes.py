@@ -19,8 +19,9 @@ from ....schemas.job import JobRecord
 from ....schemas.wire.errors import MessageError, NotFoundError, TinkermqError
 from ..data import checkpoints, logs
 from ..data.charts import CHARTS
+from ..data.comparison import MAX_RUNS, differences
 from ..data.overview import glance
-from ..data.records import ARCHIVED, GROUPS, row, select
+from ..data.records import ARCHIVED, GROUPS, row, select_rows
 from ..operations import (
     BODIES,
     SubmitBody,
@@ -40,6 +41,8 @@ from ..web import form_of, gateway_of, number_in, visitor_of
 from .render import VERSION, render
 
 _EVENTS, _ALL_EVENTS = 12, 500
+_NAMES = quote(",".join(line.name for chart in CHARTS for line in chart.lines), safe="")
+_CHARTS = [chart._asdict() for chart in CHARTS]
 
 
 async def home(_: Request) -> Response:
@@ -93,8 +96,8 @@ async def log_out(request: Request) -> Response:
 async def jobs(request: Request) -> Response:
     """Show the table of jobs; `?part=rows` only what changes."""
     visitor, query = await visitor_of(request), query_of(request)
-    page = select(await Scheduler(visitor).list_jobs(archived=query.state == ARCHIVED), query)
-    rows = await gateway_of(request).figures.rows(visitor.broker, page.records)
+    records = await Scheduler(visitor).list_jobs(archived=query.state == ARCHIVED)
+    page, rows = await select_rows(gateway_of(request).figures, visitor.broker, records, query)
 
     def link(**changes: Any) -> str:
         return "/jobs?" + urlencode(_query({**vars(query), **changes}))
@@ -113,7 +116,7 @@ async def jobs(request: Request) -> Response:
 
 
 def _query(fields: dict[str, Any]) -> dict[str, Any]:
-    plain = {"state": "", "search": "", "offset": 0, "limit": 50}
+    plain = {"state": "", "search": "", "offset": 0, "limit": 50, "sort": ""}
     return {name: value for name, value in fields.items() if value != plain.get(name)}
 
 
@@ -187,7 +190,8 @@ async def _job_page(
     request: Request, visitor: Visitor, record: JobRecord, tab: str, more: dict[str, Any]
 ) -> Response:
     seen = await glance(gateway_of(request), visitor, record)
-    shown = {"user": visitor.user, "record": record, "tab": tab, **seen, **more}
+    runs = [_curves_of(record)]
+    shown = {"user": visitor.user, "record": record, "tab": tab, "runs": runs, **seen, **more}
     return render(request, f"job_{tab}.html", shown)
 
 
@@ -201,7 +205,38 @@ async def _last_seq(broker: Broker, stream: str) -> int:
 
 async def job(request: Request) -> Response:
     """Show a job's curves, its actors and its last events."""
-    return await _page_with_events(request, "curves", _EVENTS, charts=CHARTS)
+    return await _page_with_events(request, "curves", _EVENTS, charts=_CHARTS)
+
+
+async def compare(request: Request) -> Response:
+    """Show several runs laid over each other, and where their configurations differ."""
+    visitor = await visitor_of(request)
+    jobs = list(dict.fromkeys(request.query_params.getlist("run")))
+    if len(jobs) > MAX_RUNS:
+        raise MessageError(f"{len(jobs)} runs were named; a page compares at most {MAX_RUNS}")
+    scheduler = Scheduler(visitor)
+    records = [await scheduler.get(one) for one in jobs]
+    rows = await gateway_of(request).figures.rows(visitor.broker, records)
+    configs = await asyncio.to_thread(lambda: [effective(one.config) for one in records])
+    kept = [(key, value) for key, value in request.query_params.multi_items() if key != "run"]
+    shown: dict[str, Any] = {
+        "user": visitor.user,
+        "rows": rows,
+        "runs": [_curves_of(one) for one in records],
+        "charts": _CHARTS,
+        "differences": differences(configs),
+        "without": {
+            one.job: "/compare?" + urlencode([*(("run", o) for o in jobs if o != one.job), *kept])
+            for one in records
+        },
+    }
+    return render(request, "compare.html", shown)
+
+
+def _curves_of(record: JobRecord) -> dict[str, str]:
+    """Return where the page has a run's curves from; `first`, what it asks for first."""
+    url = f"/api/v1/jobs/{quote(record.job)}/metrics"
+    return {"job": record.job, "name": record.name, "url": url, "first": f"{url}?names={_NAMES}"}
 
 
 async def job_events(request: Request) -> Response:
@@ -300,9 +335,12 @@ async def tinker_model(request: Request) -> Response:
     """Show the curves of one of these models."""
     visitor = await visitor_of(request)
     found = await curves_of(request, visitor)
-    names = list(found.points["series"])
-    shown = {"user": visitor.user, "model": found.shown, "job": request.path_params["job"]}
-    return render(request, "tinker_model.html", {**shown, "names": names})
+    job, model = request.path_params["job"], found.shown.info.model
+    url = f"/api/v1/tinker/{quote(job)}/{quote(model)}/metrics"
+    runs = [{"job": job, "name": model, "url": url, "whole": True}]
+    return render(
+        request, "tinker_model.html", {"user": visitor.user, "model": found.shown, "runs": runs}
+    )
 
 
 async def api_page(request: Request) -> Response:
@@ -326,6 +364,7 @@ def routes() -> list[Route]:
         ("/", home),
         ("/login", log_in_page),
         ("/jobs", jobs),
+        ("/compare", compare),
         ("/submit", submit_page),
         ("/pool", pool),
         ("/tinker", tinker),

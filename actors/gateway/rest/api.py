@@ -8,8 +8,9 @@ from starlette.responses import Response, StreamingResponse
 
 from ....schemas.job import JobRecord
 from ..data import checkpoints, logs
+from ..data.exact_metrics import exact_lines
 from ..data.overview import actors_of, glance
-from ..data.records import ARCHIVED, row, select
+from ..data.records import ARCHIVED, row, select_rows
 from ..operations import (
     BODIES,
     SubmitBody,
@@ -33,6 +34,7 @@ from ..web import (
     Json,
     gateway_of,
     json_of,
+    names_in,
     number_in,
     scheduler_of,
     visitor_of,
@@ -43,8 +45,8 @@ async def list_jobs(request: Request) -> Response:
     """Answer with a page of the table of jobs."""
     visitor = await visitor_of(request)
     query = query_of(request)
-    page = select(await Scheduler(visitor).list_jobs(archived=query.state == ARCHIVED), query)
-    rows = await gateway_of(request).figures.rows(visitor.broker, page.records)
+    records = await Scheduler(visitor).list_jobs(archived=query.state == ARCHIVED)
+    page, rows = await select_rows(gateway_of(request).figures, visitor.broker, records, query)
     return Json({"jobs": rows, "total": page.total, "counts": page.counts})
 
 
@@ -85,10 +87,29 @@ async def get_config(request: Request) -> Response:
 
 
 async def get_metrics(request: Request) -> Response:
-    """Answer with the curves of a job, down-sampled."""
+    """Answer with the curves of a job, down-sampled: some by name, or all."""
     visitor, record = await job_of(request)
-    histories = gateway_of(request).histories
-    return Json(await histories.points(visitor.broker, record.scope))
+    points = await gateway_of(request).histories.points(
+        visitor.broker,
+        record.scope,
+        names_in(request),
+        first=number_in(request, "from", 0) or 0,
+        last=number_in(request, "to"),
+    )
+    return Json(points)
+
+
+async def get_exact_metrics(request: Request) -> Response:
+    """Answer with what each step told, a line of JSON for each; see `history.exact_lines`."""
+    visitor, record = await job_of(request)
+    lines = exact_lines(
+        visitor.broker,
+        record.scope,
+        names_in(request),
+        first=number_in(request, "from", 0) or 0,
+        last=number_in(request, "to"),
+    )
+    return StreamingResponse(lines, media_type="application/jsonl")
 
 
 async def get_events(request: Request) -> Response:

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from ....schemas.wire.errors import MessageError
 from .. import users
 from ..data.live import job_stream
-from ..data.records import GROUPS
+from ..data.records import FIGURES, GROUPS, SORTS
 from ..operations import BODIES, SubmitBody
 from ..tinker import sessions
 from . import api
@@ -37,6 +37,15 @@ class Operation:
 
 
 _LIMIT = ("limit", "integer", "at most so many")
+_METRICS = (
+    (
+        "names",
+        "string",
+        "names or patterns, with commas: `critic/*,val/mean_score`; none: all",
+    ),
+    ("from", "integer", "first step"),
+    ("to", "integer", "last step"),
+)
 _JOBS = "/api/v1/jobs"
 _JOB = f"{_JOBS}/{{job}}"
 OPERATIONS: tuple[Operation, ...] = (
@@ -51,6 +60,7 @@ OPERATIONS: tuple[Operation, ...] = (
             ("search", "string", "words that name, id, game, model or reason must contain"),
             ("offset", "integer", "leave out so many"),
             _LIMIT,
+            ("sort", "string", f"{', '.join((*SORTS, *FIGURES))}; -reward: greatest first"),
         ),
     ),
     Operation("POST", _JOBS, api.submit_job, "Submit a job", body=SubmitBody),
@@ -72,7 +82,17 @@ OPERATIONS: tuple[Operation, ...] = (
         )
     ),
     Operation("GET", f"{_JOB}/config", api.get_config, "Configuration, as given and effective"),
-    Operation("GET", f"{_JOB}/metrics", api.get_metrics, "Curves, at most 1,000 points each"),
+    Operation(
+        "GET", f"{_JOB}/metrics", api.get_metrics, "Curves, at most 1,000 points each", _METRICS
+    ),
+    Operation(
+        "GET",
+        f"{_JOB}/metrics/exact",
+        api.get_exact_metrics,
+        "What each step told, a line of JSON for each",
+        _METRICS,
+        reply="application/jsonl",
+    ),
     Operation("GET", f"{_JOB}/events", api.get_events, "Last events, newest first", (_LIMIT,)),
     Operation(
         "GET",

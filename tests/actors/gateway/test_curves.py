@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tinkermq.actors.curves import MAX_NAMES, MAX_POINTS, Curves
-from tinkermq.actors.gateway.data.charts import NAMES, enter, job_curves, live_values
+from tinkermq.actors.gateway.data.charts import (
+    CHARTS,
+    chart_points,
+    enter,
+    finite_values,
+    job_curves,
+)
 from tinkermq.schemas.metric import Metric
 
 REWARD = "training_step_reward"
@@ -33,13 +39,45 @@ def test_a_step_that_is_told_again_counts_as_it_was_told_last() -> None:
     assert curves.points()["series"][REWARD]["y"] == [7.0]
 
 
-def test_values_that_are_no_numbers_and_unknown_names_are_left_out() -> None:
+def test_values_that_are_no_numbers_are_left_out() -> None:
     curves = job_curves()
-    enter(
-        curves, [Metric(step=1, values={REWARD: math.nan, "actor/entropy": 2.0, "x": 1.0}, time=0)]
-    )
-    assert curves.points()["series"] == {"actor/entropy": {"y": [2.0]}}
-    assert live_values(metric(1, x=2.0)) == {REWARD: 1.0}
+    told = Metric(step=1, values={REWARD: math.nan, "actor/entropy": 2.0}, time=0)
+    enter(curves, [told])
+    assert chart_points(curves)["series"] == {"actor/entropy": {"y": [2.0]}}
+    assert finite_values(told) == {"actor/entropy": 2.0}
+
+
+def test_every_metric_is_there_by_its_name_or_a_pattern_and_by_its_steps() -> None:
+    curves = job_curves()
+    names = {"critic/score/mean": 1.0, "critic/score/max": 2.0, "game/arm": 3.0}
+    enter(curves, [metric(step, **names) for step in range(1, 11)])
+    every = chart_points(curves)
+    assert every["names"] == sorted([REWARD, *names])
+    assert set(every["series"]) == set(every["names"])
+    some = chart_points(curves, ["critic/*", "no/such"], first=4, last=6)
+    assert some["x"] == [4, 5, 6]
+    assert some["names"] == every["names"]
+    assert set(some["series"]) == {"critic/score/mean", "critic/score/max"}
+
+
+def test_curves_may_be_drawn_over_time_and_tokens() -> None:
+    curves = job_curves()
+    tokens = "perf/total_num_tokens"
+    told = [Metric(step=n, values={REWARD: 1.0, tokens: 10.0 * n}, time=1.7e9 + n) for n in (1, 2)]
+    enter(curves, [Metric(step=0, values={"val/mean_score": 0.0}, time=1.7e9 - 5), *told])
+    points = chart_points(curves, [REWARD])
+    assert points["time"] == [0.0, 6.0, 7.0]
+    assert points["tokens"] == [0.0, 10.0, 30.0]
+    assert list(points["series"]) == [REWARD]
+
+
+def test_tokens_of_a_long_run_add_up_over_its_points() -> None:
+    curves, steps = job_curves(), 4000
+    told = {"perf/total_num_tokens": 8.0}
+    enter(curves, [Metric(step=n, values=told, time=float(n)) for n in range(steps)])
+    points = chart_points(curves, ["perf/*"])
+    assert points["width"] > 1
+    assert points["tokens"][-1] == 8.0 * steps
 
 
 def test_nothing_is_drawn_of_a_run_without_metrics() -> None:
@@ -81,8 +119,9 @@ def test_low_mean_and_high_are_in_order_however_the_steps_come(
         assert low - 1e-3 <= mean <= high + 1e-3
 
 
-def test_no_name_is_drawn_twice() -> None:
-    assert len(set(NAMES)) == len(NAMES)
+def test_no_chart_shows_a_name_twice() -> None:
+    names = [line.name for chart in CHARTS for line in chart.lines]
+    assert len(set(names)) == len(names)
 
 
 def test_names_are_taken_as_they_come_and_their_number_is_bounded() -> None:

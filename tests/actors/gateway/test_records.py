@@ -2,8 +2,11 @@
 
 from typing import Any
 
+import pytest
+from tinkermq.actors.gateway.data.comparison import differences
 from tinkermq.actors.gateway.data.records import Query, row, select
 from tinkermq.schemas.job import JobRecord
+from tinkermq.schemas.wire.errors import MessageError
 
 
 def record(number: int, state: str = "RUNNING", **fields: Any) -> JobRecord:
@@ -60,6 +63,26 @@ def test_a_page_is_cut_out_and_the_total_told() -> None:
     page = select(RECORDS, Query(offset=1, limit=1))
     assert [one.name for one in page.records] == ["run-2"]
     assert page.total == 3
+
+
+def test_jobs_are_sorted_by_what_their_records_say() -> None:
+    assert names(Query(sort="name")) == ["run-1", "run-2", "run-3"]
+    assert names(Query(sort="-name")) == ["run-3", "run-2", "run-1"]
+    assert names(Query(sort="state")) == ["run-1", "run-2", "run-3"]
+    with pytest.raises(MessageError, match="by 'colour'") as raised:
+        names(Query(sort="colour"))
+    assert "reward" in raised.value.hint
+
+
+def test_runs_differ_where_their_configurations_do() -> None:
+    one = {"name": "a", "learner": {"lr": 1e-3, "betas": [0.9, 0.99]}, "storage": None}
+    two = {"name": "b", "learner": {"lr": 1e-4, "betas": [0.9, 0.99]}, "storage": {"url": "s3://x"}}
+    assert differences([one, two]) == [
+        ("learner.lr", ["0.001", "0.0001"]),
+        ("storage", ["null", None]),
+        ("storage.url", [None, '"s3://x"']),
+    ]
+    assert differences([one, one]) == differences([]) == []
 
 
 def test_a_configuration_of_another_shape_does_not_break_the_row() -> None:

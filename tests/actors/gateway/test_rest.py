@@ -298,3 +298,33 @@ async def test_the_openapi_document_has_every_operation_and_no_dangling_referenc
     ids = [one["operationId"] for verbs in document["paths"].values() for one in verbs.values()]
     assert len(ids) == len(set(ids))
     assert (await gateway.get("/api")).status == 200
+
+
+async def test_metrics_are_had_by_name_and_range_and_to_the_bit(
+    stack: Stack, gateway: Gateway
+) -> None:
+    base = f"/api/v1/jobs/{(await finished_job(stack, gateway)).job}/metrics"
+    some = (await gateway.get(f"{base}?names=training_*&from=2&to=3")).json
+    assert some["x"] == [2, 3]
+    assert some["series"] == {"training_step_reward": {"y": [0.4, 0.6]}}
+    assert "training_step_reward" in some["names"]
+    exact = (await gateway.get(f"{base}/exact?from=2&to=3")).text.splitlines()
+    assert [json.loads(line)["step"] for line in exact] == [2, 3]
+    assert json.loads(exact[1])["values"]["training_step_reward"] == 3 / 5
+    wrong = await gateway.get(f"{base}?name=x")
+    assert (wrong.status, wrong.json["error"]["hint"]) == (400, "did you mean names?")
+    many = await gateway.get(f"{base}?names={','.join('a' for _ in range(600))}")
+    assert many.status == 400
+    assert "at most 512" in many.json["error"]["message"]
+
+
+async def test_jobs_are_sorted_by_their_figures(stack: Stack, gateway: Gateway) -> None:
+    record = await finished_job(stack, gateway)
+    for sort in ("-reward", "validation", "name"):
+        jobs = (await gateway.get(f"/api/v1/jobs?sort={sort}&state=completed")).json["jobs"]
+        assert record.job in [one["job"] for one in jobs]
+    known = [one["reward"] for one in jobs if one["reward"] is not None]
+    best = (await gateway.get("/api/v1/jobs?sort=-reward")).json["jobs"]
+    assert best[0]["reward"] == max(known)
+    refused = await gateway.get("/api/v1/jobs?sort=colour")
+    assert refused.status == 400

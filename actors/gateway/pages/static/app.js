@@ -23,14 +23,18 @@
     const url = place.dataset.refresh + (place.dataset.refresh.includes("?") ? "&" : "?") + "part=rows";
     let shown = null;
     setInterval(async () => {
-      const busy = place.contains(document.activeElement) && document.activeElement.matches("input, button");
+      const busy = place.contains(document.activeElement) && document.activeElement.matches("input:not([type=checkbox]), button");
       if (document.hidden || busy) return;
       try {
         const reply = await fetch(url, { headers: { accept: "text/html" } });
         if (reply.redirected || reply.status === 401) return location.reload();
         if (!reply.ok) return;
         const html = await reply.text();
-        if (shown !== null && html !== shown) place.innerHTML = html;
+        if (shown !== null && html !== shown) {
+          const chosen = new Set([...place.querySelectorAll("input:checked")].map((one) => one.value));
+          place.innerHTML = html;
+          for (const one of place.querySelectorAll("input[type=checkbox]")) one.checked = chosen.has(one.value);
+        }
         shown = html;
       } catch { /* the gateway is away; the next round tries again */ }
     }, Number(place.dataset.every) * 1000);

@@ -1,190 +1,346 @@
 "use strict";
-// Curves: down-sampled by the server, drawn by uPlot; those of a job are extended by live metrics,
-// others are fetched anew every few seconds (`data-every`).
+// The curves of a run, or of several laid over each other: which are shown, over what, and how. The
+// view stands in the address, so that a link keeps it. The server down-samples; what is shown of one
+// run is extended by live metrics; other pages ask anew every few seconds (`data-every`).
 (() => {
-  const { url, every } = document.getElementById("charts").dataset;
+  const { Plot, short } = window.tmq;
+  const root = document.getElementById("charts");
   const note = document.getElementById("curves-note");
-  const figures = [...document.querySelectorAll("[data-chart]")];
-  const sync = uPlot.sync("steps");
-  const MAX_POINTS = 2000;
-  let data = { width: 1, x: [], series: {}, complete: true };
-  let loaded = false;
+  const bar = document.getElementById("view");
+  const runs = JSON.parse(root.dataset.runs).map((run) => ({ ...run, data: blank() }));
+  const curated = JSON.parse(root.dataset.charts || "[]");
+  const every = Number(root.dataset.every || 0);
+  const MAX_POINTS = 2000, MAX_FOUND = 60, MAX_NAMED = 120;
+  const one = runs.length === 1;
+  let names = [], loaded = false;
   const early = [];
-  const charts = new Map();
+  const figures = new Map();
 
-  const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const short = (value) => {
-    if (value === null || value === undefined) return "";
-    if (Math.abs(value) < 1e-12) return "0";
-    const size = Math.abs(value);
-    if (size >= 1e6) return `${(value / 1e6).toPrecision(3)}M`;
-    if (size >= 1e4) return `${(value / 1e3).toPrecision(3)}k`;
-    if (size >= 100 || Number.isInteger(value)) return value.toLocaleString("en", { maximumFractionDigits: 0 });
-    return size !== 0 && size < 0.001 ? value.toExponential(1) : String(Number(value.toPrecision(3)));
+  function blank() { return { width: 1, x: [], time: [], tokens: [], series: {}, complete: true }; }
+
+  const element = (tag, className, text = "") => {
+    const made = document.createElement(tag);
+    if (className) made.className = className;
+    made.textContent = text;
+    return made;
   };
-  const linesOf = (figure) => figure.dataset.lines.split(";").map((line) => {
-    const at = line.indexOf("=");
-    return { name: line.slice(0, at), label: line.slice(at + 1) };
-  }).filter((line) => data.series[line.name]);
 
-  // With several steps to a point each line has a band from its least to its greatest value.
-  const columns = (lines) => {
-    const found = [data.x];
-    for (const { name } of lines) {
-      const one = data.series[name];
-      if (data.width > 1) found.push(one.high, one.low);
-      found.push(one.y);
+  // ---- what is looked at, and how
+  const KEYS = ["x", "smooth", "log", "q", "pins", "open"];
+  const asked = new URLSearchParams(location.search);
+  const list = (text) => (text ? text.split(",").map(decodeURIComponent) : []);
+  const kept = (() => {
+    if (KEYS.some((key) => asked.has(key))) return asked;
+    try { return new URLSearchParams(localStorage.getItem("curves") || ""); } catch { return asked; }
+  })();
+  const view = {
+    x: ["step", "time", "tokens"].includes(kept.get("x")) ? kept.get("x") : "step",
+    smooth: Math.min(0.99, Math.max(0, Number(kept.get("smooth")) || 0)),
+    log: kept.get("log") === "1",
+    q: kept.get("q") || "",
+    pins: list(kept.get("pins")),
+    open: new Set(list(kept.get("open"))),
+  };
+  const keep = () => {
+    const told = { x: view.x === "step" ? "" : view.x, smooth: view.smooth || "", log: view.log ? "1" : "", q: view.q, pins: view.pins.map(encodeURIComponent).join(","), open: [...view.open].map(encodeURIComponent).join(",") };
+    const query = new URLSearchParams(location.search), own = new URLSearchParams();
+    for (const [key, value] of Object.entries(told)) {
+      if (value) { query.set(key, value); if (key !== "q") own.set(key, value); } else query.delete(key);
     }
-    return found;
+    history.replaceState(null, "", `${location.pathname}${query.size ? `?${query}` : ""}`);
+    try { localStorage.setItem("curves", String(own)); } catch { /* a browser that keeps nothing */ }
   };
 
-  // Beside the title: each line's newest value, or the one under the cursor.
-  const legend = (figure, lines, at) => {
-    const place = figure.querySelector(".last");
-    if (place.children.length !== lines.length) {
-      place.replaceChildren(...lines.map(({ label }, number) => {
-        const item = document.createElement("span");
-        item.className = lines.length > 1 ? `line line-${number}` : "line";
-        item.append(lines.length > 1 ? `${label} ` : "", document.createElement("b"));
+  const groupOf = (name) => (name.includes("/") ? name.slice(0, name.indexOf("/")) : "others");
+  const chartOf = (name) => ({ key: name, title: name, about: "", lines: [[name, name]] });
+  const overview = one ? curated : curated.flatMap((chart) => chart.lines.map(([name]) => chartOf(name)));
+  if (overview.length) overview[0].large = true;
+  const known = (key) => overview.find((chart) => chart.key === key) || (names.includes(key) ? chartOf(key) : null);
+  const matching = () => {
+    const words = view.q.toLowerCase().split(/\s+/).filter(Boolean);
+    return names.filter((name) => words.every((word) => name.toLowerCase().includes(word)));
+  };
+  const sections = () => {
+    if (view.q.trim()) {
+      const found = matching();
+      const more = found.length > MAX_FOUND ? `, the first ${MAX_FOUND}` : "";
+      return [{ key: "found", title: `${found.length} metrics${more}`, charts: found.slice(0, MAX_FOUND).map(chartOf), always: true }];
+    }
+    const groups = new Map();
+    for (const name of names) groups.set(groupOf(name), [...(groups.get(groupOf(name)) || []), name]);
+    return [
+      { key: "pinned", title: "Pinned", charts: view.pins.map(known).filter(Boolean), always: true },
+      { key: "overview", title: "", charts: overview, always: true },
+      ...[...groups].map(([key, all]) => ({ key: `of-${key}`, title: `${key} · ${all.length}`, charts: all.map(chartOf), open: view.open.has(key) || !overview.length, group: key })),
+    ].filter((section) => section.charts.length);
+  };
+  const wanted = () => [...new Set(sections().filter((section) => section.always || section.open).flatMap((section) => section.charts.flatMap((chart) => chart.lines.map(([name]) => name))).concat(overview.flatMap((chart) => chart.lines.map(([name]) => name))))];
+
+  // ---- the page
+  const button = (text, title, act) => {
+    const made = element("button", "mini", text);
+    made.type = "button";
+    made.title = title;
+    made.setAttribute("aria-label", title);
+    made.addEventListener("click", act);
+    return made;
+  };
+  const pin = (key) => {
+    view.pins = view.pins.includes(key) ? view.pins.filter((other) => other !== key) : [...view.pins, key];
+    build();
+  };
+  const move = (key, by) => {
+    const at = view.pins.indexOf(key), to = at + by;
+    if (to < 0 || to >= view.pins.length) return;
+    [view.pins[at], view.pins[to]] = [view.pins[to], view.pins[at]];
+    build();
+  };
+
+  const figureOf = (chart, section) => {
+    const id = `${section.key} ${chart.key}`;
+    const old = figures.get(id);
+    if (old) return old;
+    const figure = element("figure", `card chart${chart.large && section.key === "overview" ? " large" : ""}`);
+    figure.dataset.chart = chart.key;
+    const caption = element("figcaption");
+    const last = element("span", "last");
+    const tools = element("span", "tools");
+    const where = element("span", "dim at", chart.about);
+    caption.append(element("b", "", chart.title), " ", where, last, tools);
+    const place = element("div", "plot");
+    figure.append(caption, place);
+    const plot = new Plot(place, figure.classList.contains("large") ? 300 : 190);
+    const pinned = section.key === "pinned";
+    if (pinned) tools.append(button("←", "Move to the left", () => move(chart.key, -1)), button("→", "Move to the right", () => move(chart.key, 1)));
+    tools.append(
+      button(view.pins.includes(chart.key) ? "★" : "☆", view.pins.includes(chart.key) ? "Unpin" : "Pin to the top", () => pin(chart.key)),
+      button("CSV", "Download the values", () => plot.csv(title(chart))),
+      button("PNG", "Download the picture", () => plot.png(title(chart))),
+    );
+    const made = { id, figure, chart, plot, last, where };
+    plot.onCursor = (idx) => legend(made, idx);
+    figures.set(id, made);
+    return made;
+  };
+  const title = (chart) => (one ? `${runs[0].name} ${chart.title}` : chart.title);
+
+  const legend = ({ chart, plot, last, where }, idx) => {
+    if (last.children.length !== plot.lines.length) {
+      last.replaceChildren(...plot.lines.map(({ label }, number) => {
+        const item = element("span", plot.lines.length > 1 ? `line line-${number % 10}` : "line");
+        item.append(one && plot.lines.length > 1 ? `${label} ` : "", element("b"));
+        item.title = label;
         return item;
       }));
     }
-    lines.forEach(({ name }, number) => {
-      const values = data.series[name].y;
-      const value = Number.isInteger(at) ? values[at] : values.findLast((one) => one !== null);
-      place.children[number].lastChild.textContent = short(value) || "–";
-    });
-    figure.querySelector("figcaption .at").textContent = Number.isInteger(at) ? `step ${short(data.x[at])}` : figure.dataset.about;
+    plot.lines.forEach((_, number) => { last.children[number].lastChild.textContent = short(plot.at(number, idx)) || "–"; });
+    where.textContent = Number.isInteger(idx) ? plot.where(idx) : chart.about;
   };
 
-  const options = (figure, lines) => {
-    const colours = [style("--c1"), style("--c2"), style("--c3")];
-    const series = [{ label: "step" }];
-    const bands = [];
-    lines.forEach((line, place) => {
-      const colour = colours[place % 3];
-      if (data.width > 1) {
-        bands.push({ series: [series.length, series.length + 1], fill: `${colour}2b` });
-        const edge = { show: true, stroke: "transparent", width: 0, points: { show: false }, spanGaps: true };
-        series.push({ ...edge, label: `${line.label} greatest`, class: "edge" }, { ...edge, label: `${line.label} least`, class: "edge" });
+  const linesOf = (chart) => {
+    const found = [];
+    for (const run of runs) {
+      for (const [name, label] of chart.lines) {
+        const values = run.data.series[name];
+        if (values) found.push({ name: `${run.job} ${name}`, label: one ? label : run.name, ...over(run.data, values) });
       }
-      const few = data.series[line.name].y.filter((value) => value !== null).length < 60;
-      series.push({ label: line.label, stroke: colour, width: 1.5, spanGaps: true, points: { show: few, size: 4, fill: colour } });
-    });
-    const axis = { stroke: style("--dim"), font: "11px system-ui", grid: { stroke: style("--line"), width: 1 }, ticks: { show: false } };
-    return {
-      width: Math.max(200, figure.querySelector(".plot").clientWidth), height: 190, bands, series,
-      scales: { x: { time: false } },
-      axes: [{ ...axis, size: 24, values: (_, splits) => splits.map(short) }, { ...axis, size: 48, values: (_, splits) => splits.map(short) }],
-      legend: { show: false },
-      hooks: { setCursor: [(plot) => legend(figure, lines, plot.cursor.idx)] },
-      cursor: { sync: { key: sync.key }, drag: { x: true, y: false }, points: { size: 6 } },
-    };
-  };
-
-  const drawOne = (figure, lines) => {
-    const shape = `${data.width}:${lines.map((line) => line.name)}`;
-    const old = charts.get(figure);
-    if (old && old.shape === shape) old.plot.setData(columns(lines));
-    else {
-      old?.plot.destroy();
-      const plot = new uPlot(options(figure, lines), columns(lines), figure.querySelector(".plot"));
-      charts.set(figure, { plot, shape });
     }
-    legend(figure, lines, charts.get(figure).plot.cursor.idx);
+    return found;
+  };
+  const over = (data, values) => {
+    const there = (index) => values.y[index] !== null && values.y[index] !== undefined && (view.x === "step" || Number.isFinite(data[view.x]?.[index]));
+    const at = data.x.map((_, index) => index).filter(there);
+    const take = (all) => at.map((index) => all[index]);
+    const x = take(view.x === "step" ? data.x : data[view.x] || data.x);
+    return { x, y: take(values.y), ...(one && values.low ? { low: take(values.low), high: take(values.high) } : {}) };
   };
 
   // What can be seen is drawn at once, the rest when it comes into sight.
+  const seen = new Set(), stale = new Set();
+  const of = new WeakMap();
   const sight = new IntersectionObserver((entries) => {
     for (const { target, isIntersecting } of entries) {
-      if (!isIntersecting) seen.delete(target);
+      const made = of.get(target);
+      if (!isIntersecting) seen.delete(made);
       else {
-        seen.add(target);
-        if (stale.delete(target)) drawOne(target, linesOf(target));
+        seen.add(made);
+        if (stale.delete(made)) drawOne(made);
       }
     }
   }, { rootMargin: "200px" });
-  const seen = new Set();
-  const stale = new Set();
+  const drawOne = (made) => made.plot.draw(linesOf(made.chart), view);
+
+  const build = () => {
+    keep();
+    const shown = new Set();
+    const parts = sections().map((section) => {
+      const grid = element("div", "grid");
+      const opened = section.always || section.open;
+      if (opened) {
+        for (const chart of section.charts) {
+          const made = figureOf(chart, section);
+          shown.add(made);
+          grid.append(made.figure);
+        }
+      }
+      const part = element(section.group ? "details" : "section", "charts-group");
+      part.dataset.group = section.key;
+      if (section.group) {
+        part.open = Boolean(section.open);
+        part.append(element("summary", "", section.title));
+        part.firstChild.addEventListener("click", (event) => {
+          event.preventDefault();
+          view.open.has(section.group) ? view.open.delete(section.group) : view.open.add(section.group);
+          build();
+          load();
+        });
+      } else if (section.title) part.append(element("h2", "", section.title));
+      part.append(grid);
+      return part;
+    });
+    for (const [id, made] of figures) {
+      if (shown.has(made)) continue;
+      figures.delete(id);
+      seen.delete(made);
+      stale.delete(made);
+      sight.unobserve(made.figure);
+      made.plot.remove();
+    }
+    root.replaceChildren(...parts);
+    draw();
+  };
 
   const draw = () => {
-    for (const figure of figures) {
-      const lines = linesOf(figure);
-      figure.hidden = !lines.length;
+    for (const made of figures.values()) {
+      const lines = linesOf(made.chart);
+      made.figure.hidden = !lines.length;
       if (!lines.length) continue;
-      if (seen.has(figure)) drawOne(figure, lines);
+      if (seen.has(made)) drawOne(made);
       else {
-        stale.add(figure);
-        sight.observe(figure);
+        stale.add(made);
+        of.set(made.figure, made);
+        sight.observe(made.figure);
       }
     }
-    const points = data.x.length;
-    document.getElementById("charts").dataset.points = String(points);
-    document.getElementById("charts").dataset.last = String(points ? data.x[points - 1] : -1);
-    note.textContent = !points ? "No metrics yet." : data.width === 1 ? ""
-      : `Each point stands for ${data.width} steps: mean, least and greatest value.` + (data.complete ? "" : " A sample for now; the rest is being read …");
+    tell();
   };
-
+  const tell = () => {
+    const x = runs.flatMap((run) => run.data.x.slice(-1));
+    root.dataset.points = String(Math.max(0, ...runs.map((run) => run.data.x.length)));
+    root.dataset.last = String(x.length ? Math.max(...x) : -1);
+    const width = Math.max(...runs.map((run) => run.data.width));
+    const said = [];
+    if (!x.length) said.push("No metrics yet.");
+    else if (width > 1) said.push(`Each point stands for ${width} steps: ${one ? "mean, least and greatest value" : "the mean"}.`);
+    if (runs.some((run) => !run.data.complete)) said.push("A sample for now; the rest is being read …");
+    if (view.log) said.push("Values that are not above 0 have no place on a logarithmic axis.");
+    note.textContent = said.join(" ");
+  };
   const redraw = () => {
-    for (const { plot } of charts.values()) plot.destroy();
-    charts.clear();
-    for (const figure of figures) if (!figure.hidden) (seen.has(figure) ? drawOne(figure, linesOf(figure)) : stale.add(figure));
+    for (const made of figures.values()) made.plot.remove();
+    draw();
   };
 
-  const append = ({ step, values }) => {
+  // ---- data
+  const append = ({ data }, { step, time, values }) => {
     if (!Object.keys(values).length) return;
     const x = Math.floor(step / data.width) * data.width;
-    let at = data.x.findLastIndex((known) => known <= x);
+    let at = data.x.findLastIndex((before) => before <= x);
     if (at < 0 || data.x[at] !== x) {
       at += 1;
       data.x.splice(at, 0, x);
-      for (const one of Object.values(data.series)) for (const list of Object.values(one)) list.splice(at, 0, null);
+      data.time.splice(at, 0, null);
+      data.tokens.splice(at, 0, (data.tokens[at - 1] || 0) + (values["perf/total_num_tokens"] || 0) * data.width);
+      for (const line of Object.values(data.series)) for (const all of Object.values(line)) all.splice(at, 0, null);
+    }
+    if (time) {
+      data.begun ??= time - (data.time.findLast((told) => told !== null) || 0);
+      data.time[at] = time - data.begun;
     }
     for (const [name, value] of Object.entries(values)) {
-      const blank = () => new Array(data.x.length).fill(null);
-      const one = (data.series[name] ??= data.width > 1 ? { y: blank(), low: blank(), high: blank() } : { y: blank() });
-      one.y[at] = value;
-      if (one.low) {
-        one.low[at] = one.low[at] === null ? value : Math.min(one.low[at], value);
-        one.high[at] = one.high[at] === null ? value : Math.max(one.high[at], value);
+      const none = () => new Array(data.x.length).fill(null);
+      const line = (data.series[name] ??= data.width > 1 ? { y: none(), low: none(), high: none() } : { y: none() });
+      line.y[at] = value;
+      if (line.low) {
+        line.low[at] = line.low[at] === null ? value : Math.min(line.low[at], value);
+        line.high[at] = line.high[at] === null ? value : Math.max(line.high[at], value);
       }
     }
   };
 
-  let due = false;
+  let due = false, fresh = false;
   document.addEventListener("metric", ({ detail }) => {
     if (!loaded) return early.push(detail);
-    append(detail);
-    if (data.x.length > MAX_POINTS) return load();
+    append(runs[0], detail);
+    fresh ||= Object.keys(detail.values).some((name) => !names.includes(name));
+    if (runs[0].data.x.length > MAX_POINTS) return load();
     if (due) return;
     due = true;
-    setTimeout(() => { due = false; draw(); }, 250);
+    setTimeout(() => {
+      due = false;
+      if (fresh) learn(Object.keys(runs[0].data.series));
+      else draw();
+    }, 250);
   });
+  const learn = (more) => {
+    fresh = false;
+    names = [...new Set([...names, ...more])].sort();
+    build();
+  };
 
+  const query = (run, some) => {
+    if (run.whole) return run.url;
+    return some.length > MAX_NAMED ? run.url : `${run.url}?names=${encodeURIComponent(some.map((name) => name.replace(/[,*?[\]]/g, "?")).join(","))}`;
+  };
+  let asking = 0;
   const load = async () => {
-    loaded = false;
+    const mine = (asking += 1), some = wanted();
     try {
-      const reply = await fetch(url);
-      if (!reply.ok) throw new Error(`status ${reply.status}`);
-      data = await reply.json();
+      const replies = await Promise.all(runs.map(async (run) => {
+        const reply = await fetch(query(run, some));
+        if (!reply.ok) throw new Error(`status ${reply.status}`);
+        return reply.json();
+      }));
+      if (mine !== asking) return;
+      runs.forEach((run, number) => { run.data = { ...blank(), ...replies[number] }; });
+      loaded = true;
+      for (const detail of early.splice(0)) append(runs[0], detail);
+      learn(replies.flatMap((reply) => reply.names || Object.keys(reply.series)));
     } catch (error) {
       note.textContent = "The curves cannot be loaded; trying again …";
       return setTimeout(load, 3000);
     }
-    loaded = true;
-    for (const detail of early.splice(0)) append(detail);
-    draw();
-    if (!data.complete) setTimeout(load, 1000);
+    if (some.length <= MAX_NAMED && wanted().some((name) => names.includes(name) && !some.includes(name))) load();
+    else if (runs.some((run) => !run.data.complete)) setTimeout(load, 1000);
     else if (every) setTimeout(load, 1000 * every);
   };
 
+  // ---- the controls
+  if (bar) {
+    const { q, x, smooth, log } = bar.elements;
+    q.value = view.q;
+    x.value = view.x;
+    smooth.value = view.smooth;
+    log.checked = view.log;
+    bar.addEventListener("submit", (event) => event.preventDefault());
+    let typing = 0;
+    q.addEventListener("input", () => {
+      view.q = q.value;
+      clearTimeout(typing);
+      typing = setTimeout(() => { build(); load(); }, 200);
+    });
+    x.addEventListener("change", () => { view.x = x.value; keep(); redraw(); });
+    smooth.addEventListener("input", () => { view.smooth = Number(smooth.value); keep(); draw(); });
+    log.addEventListener("change", () => { view.log = log.checked; keep(); redraw(); });
+  }
+
   document.addEventListener("themechange", redraw);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-  let width = innerWidth;
+  let wide = innerWidth;
   addEventListener("resize", () => {
-    if (innerWidth === width) return;
-    width = innerWidth;
-    for (const [figure, { plot }] of charts) plot.setSize({ width: figure.querySelector(".plot").clientWidth, height: 190 });
+    if (innerWidth === wide) return;
+    wide = innerWidth;
+    for (const { plot } of figures.values()) plot.fit();
   });
   load();
 })();
