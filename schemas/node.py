@@ -1,5 +1,6 @@
 """What the scheduler and the nodes say to each other."""
 
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from pydantic import Field
@@ -10,6 +11,11 @@ from .wire.subjects import NAME_PATTERN, JobScope, token
 
 MAX_SLOTS = 4096
 """Slots of one node at most."""
+MUST_MATCH = ("tinkermq", "torch", "transformers", "cuda", "nccl")
+"""Packages whose versions the ranks of one learner must have in common."""
+CLOCK_BOUND_S = 2.0
+"""A clock that is further off than this is told."""
+_NAMED = 3
 
 
 class WantedActor(Message):
@@ -129,8 +135,13 @@ class NodeStatus(Message):
     """What it runs."""
     draining: bool = False
     """Whether it was told to end: it gives no slots away any more."""
+    packages: dict[str, str] = Field(default_factory=dict[str, str])
+    """Versions of Python and of what its actors compute with, CUDA's and NCCL's among them."""
     time: float
     """Seconds since the epoch."""
+    clock_ahead_s: float | None = None
+    """How far its clock is ahead of the scheduler's, in seconds, as told by the scheduler; None: it
+    has not answered yet."""
 
     def named_at(self, at: str) -> str:
         """Return the node's name, which is its key; those of its actors are checked with it."""
@@ -138,6 +149,29 @@ class NodeStatus(Message):
             JobScope(actor.user, actor.job)
             token(actor.name, what="actor")
         return token(self.node, what="node")
+
+
+def differences(packages: Iterable[tuple[str, Mapping[str, str]]]) -> list[str]:
+    """Say which packages that must match do not, by node: `torch 2.6.0 on a, b; 2.5.1 on c`.
+
+    Nodes that do not tell their packages are passed over.
+    """
+    told = [(node, versions) for node, versions in packages if versions]
+    found: list[str] = []
+    for package in MUST_MATCH:
+        by_version: dict[str, list[str]] = {}
+        for node, versions in told:
+            by_version.setdefault(versions.get(package, "none"), []).append(node)
+        if len(by_version) > 1:
+            parts = (f"{version} on {_some(nodes)}" for version, nodes in by_version.items())
+            found.append(f"{package} {'; '.join(parts)}")
+    return found
+
+
+def _some(nodes: list[str]) -> str:
+    """Name the first of many nodes."""
+    more = len(nodes) - _NAMED
+    return ", ".join(nodes[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 class NodeList(Message):

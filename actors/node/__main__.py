@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ...schemas.wire.subjects import token
 from ..runtime import ActorContext, run_service_actor, service_parser
 from .gpus import find_gpus
-from .machine import check_slots, default_name, default_slots, lock_name
+from .machine import check_slots, default_name, default_slots, lock_name, package_versions
 from .node import Node
 
 
@@ -29,7 +29,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_slots(arguments.slots, arguments.gpus)
             gpus = None if arguments.slots else find_gpus(arguments.gpus)
             slots = arguments.slots or default_slots()
-            node = Node(context.broker, arguments.name, slots, gpus=gpus, link=arguments.link)
+            node = Node(
+                context.broker,
+                arguments.name,
+                slots,
+                gpus=gpus,
+                link=arguments.link,
+                packages=package_versions(),
+            )
             await node.run(context.service, context.stopping)
 
     return run_service_actor("node", arguments.name, arguments.nats, run)

@@ -3,15 +3,27 @@
 import fcntl
 import hashlib
 import os
+import platform
 import re
 import socket
 import tempfile
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
 
 from ...broker.client.addresses import server_urls
 from ...schemas.wire.errors import ConfigError, StateError
+
+_PACKAGES = {
+    "tinkermq": "tinkermq",
+    "torch": "torch",
+    "transformers": "transformers",
+    "nvidia-cuda-runtime": "cuda",
+    "nvidia-cuda-runtime-cu": "cuda",
+    "nvidia-nccl-cu": "nccl",
+}
+"""Packages, or how their names begin, and what they are called here."""
 
 
 def default_name() -> str:
@@ -25,6 +37,19 @@ def default_slots() -> int:
     affinity = getattr(os, "sched_getaffinity", None)
     num_cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     return max(2, num_cores)
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of Python and of what actors compute with, as they are installed here.
+
+    Nothing is imported. CUDA and NCCL are those that packages bring, as torch's wheels do.
+    """
+    found = {"python": platform.python_version()}
+    for one in distributions():
+        for prefix, name in _PACKAGES.items():
+            if one.name == prefix or (prefix.endswith("-cu") and one.name.startswith(prefix)):
+                found[name] = one.version
+    return found
 
 
 def check_slots(slots: int | None, gpus: str | None) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import platform
 import socket
 import time
+from collections.abc import Mapping
 
 import structlog
 
@@ -56,12 +57,14 @@ class Node:
         *,
         gpus: Gpus | None = None,
         link: str = "",
+        packages: Mapping[str, str] | None = None,
         start: StartChild | None = None,
         stop_deadline_s: float = STOP_DEADLINE_S,
     ) -> None:
         """Run nothing yet; with `gpus` each of them is a slot, else there are `slots` CPU shares.
 
-        `start` starts an actor in another way than the usual one.
+        `packages` are the versions that its actors compute with; `start` starts an actor in another
+        way than the usual one.
         """
         self.name = name
         self._broker = broker
@@ -69,6 +72,7 @@ class Node:
         self._gpu_use = gpus.read() if gpus else []
         self._slots = len(gpus) if gpus else slots
         self._link = link
+        self._packages = dict(packages or {})
         has_users = broker.user == "node"  # as a service of a pool with authentication
         self._starter = ActorStarter(enclose_games=has_users)
         self._start_child = with_secrets(broker, start or self._starter.start)
@@ -97,6 +101,7 @@ class Node:
             gpus=gpus,
             actors=[_reported(actor) for actor in self._actors.values()],
             draining=self._draining,
+            packages=self._packages,
             time=time.time(),
         )
 

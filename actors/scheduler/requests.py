@@ -155,7 +155,7 @@ class SchedulerRequests:
 
     async def nodes(self, _: Empty, context: RequestContext) -> NodeList:
         """Return the nodes that are there; of others' actors only admins see whose they are."""
-        nodes = [_short(node) for node in self._pool.nodes()]
+        nodes = [_short(node) for node in self._pool.told()]
         if not self._view.is_admin(context.user):
             nodes = [_shown(node, context.user) for node in nodes]
         trouble = self._broker.availability.trouble

@@ -68,6 +68,8 @@ def test_up_holds_its_children_up_and_down_leaves_nothing(home: Home, cli: Cli) 
     assert findings["broker"]["ok"]
     assert findings["scheduler"]["ok"]
     assert findings["node"]["ok"]
+    assert findings["machines"]["detail"] == "alike"
+    assert findings["clocks"]["detail"] == "as the scheduler's"
     assert not findings["records"]["ok"]
     belied = "other.key of tmq-jobs: the JobRecord under 'other.key' says"
     assert belied in findings["records"]["detail"]

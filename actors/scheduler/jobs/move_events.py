@@ -3,7 +3,8 @@
 Each job is told of in a task of its own, so that a stream that takes nothing holds up nobody else;
 what fails is left to the next turn. The streams of a job that has ended shrink once its end was
 told, and only then its record is done with: whoever is killed on the way leaves the rest to the
-next scheduler.
+next scheduler. Some jobs at a time do so, those first that ended first: a server that is slow would
+finish none of a thousand in time, and be asked for all of them anew.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from ....schemas.wire.errors import NotFoundError, TinkermqError
 from .versions import last_version
 
 _TELL_S = 10.0
+_CLOSING = 8
 _LATER = (TinkermqError, TimeoutError)
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
@@ -35,11 +37,17 @@ class MoveEvents:
 
     def tell(self, records: Iterable[JobRecord], group: asyncio.TaskGroup) -> None:
         """Tell what these records hold, in tasks of `group`, unless that is under way."""
-        for record in records:
+        for record in sorted(records, key=lambda one: one.finished or 0.0):
             key = record.scope.key
-            if key not in self._telling:
-                self._telling[key] = record
-                group.create_task(self._tell(key, record), name=f"events of {key}")
+            if key in self._telling or (is_final(record) and self.num_closing >= _CLOSING):
+                continue
+            self._telling[key] = record
+            group.create_task(self._tell(key, record), name=f"events of {key}")
+
+    @property
+    def num_closing(self) -> int:
+        """How many jobs that have ended are being told of just now."""
+        return sum(map(is_final, self._telling.values()))
 
     def closes(self, key: str) -> bool:
         """Whether the streams of a job are being shrunk: it cannot be started again just now."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from ....schemas.job import ActorPlacement, JobRecord
-from ....schemas.node import ActorStatus, NodeStatus, WantedActor
+from ....schemas.node import MUST_MATCH, ActorStatus, NodeStatus, WantedActor
 from ..jobs.actors import unplaced
 from ..jobs.states import ACTIVE
 from .placement import Assignment, NodeSlots
@@ -65,6 +65,9 @@ def free_slots(
         frozenset() if closed or node.draining else frozenset(range(node.slots)) - held,
         tuple(frozenset(group) for group in node.groups),
         node.link,
+        tuple((name, node.packages.get(name, "none")) for name in MUST_MATCH)
+        if node.packages
+        else (),
     )
 
 

@@ -15,11 +15,12 @@ import structlog
 from ....broker.client.connection import Broker
 from ....broker.client.rpc import call
 from ....broker.jetstream.mirror import Mirror
-from ....schemas.node import ActorStatus, NodeStatus, NodeSync
+from ....schemas.node import CLOCK_BOUND_S, ActorStatus, NodeStatus, NodeSync
 from ....schemas.wire.errors import MessageError, TinkermqError
 from ....schemas.wire.subjects import BUCKET_NODES
 from ....schemas.wire.subjects import node as node_subject
 from ..timing import Timing
+from .clocks import ClockReading, better, reading
 
 _PROMPT_S = 0.2
 _LONGEST_STEP_S = 1.0
@@ -34,6 +35,8 @@ class _Member:
     silent_s: float = 0.0
     asked: NodeSync | None = None
     asked_at: float = float("-inf")
+    clock: ClockReading | None = None
+    clock_is_off: bool = False
 
 
 class Nodes:
@@ -53,13 +56,22 @@ class Nodes:
         self.closed: set[str] = set()
         """Nodes on which nothing new is placed: their machines are about to be given back."""
         self.shape = 0
-        """Grows whenever nodes, their slots or their links change."""
+        """Grows whenever nodes, their slots, their links or their packages change."""
         self._looked = time.monotonic()
 
     def nodes(self) -> list[NodeStatus]:
         """Return the nodes that are there, by name."""
         known = (member.status for _, member in sorted(self._members.items()))
         return [status for status in known if status is not None]
+
+    def told(self) -> list[NodeStatus]:
+        """Return the nodes with what is known of their clocks."""
+        return [
+            node.model_copy(update={"clock_ahead_s": clock.surely_ahead_s})
+            if (clock := self._members[node.node].clock)
+            else node
+            for node in self.nodes()
+        ]
 
     @property
     def num_known(self) -> int:
@@ -114,8 +126,7 @@ class Nodes:
     def _hear(self, name: str, member: _Member, status: NodeStatus) -> None:
         if member.status is None:
             _log.info("node_joined", node=name, host=status.host, slots=status.slots)
-        before = member.status
-        if before is None or (before.slots, before.groups) != (status.slots, status.groups):
+        if member.status is None or _shape(member.status) != _shape(status):
             self.shape += 1
         member.silent_s = 0.0
         member.status = status
@@ -152,6 +163,7 @@ class Nodes:
 
     async def _sync_one(self, name: str, request: NodeSync) -> None:
         self._asking.add(name)
+        asked, began = time.time(), time.monotonic()
         try:
             status = await call(
                 self._broker,
@@ -176,7 +188,24 @@ class Nodes:
         self._complained.discard(name)
         member = self._members.setdefault(name, _Member())
         member.asked, member.asked_at = request, time.monotonic()
+        took_s = member.asked_at - began
+        self._note_clock(member, reading(status.time, asked, took_s, member.asked_at), name)
         self._hear(name, member, status)
+
+    def _note_clock(self, member: _Member, new: ClockReading, name: str) -> None:
+        """Note what a node's clock showed; tell once that it is off, and once that it is not."""
+        member.clock = better(member.clock, new)
+        ahead_s = member.clock.surely_ahead_s
+        is_off = abs(ahead_s) > CLOCK_BOUND_S
+        if is_off != member.clock_is_off:
+            member.clock_is_off = is_off
+            event = "node_clock_off" if is_off else "node_clock_right"
+            _log.warning(event, node=name, ahead_s=round(ahead_s, 1))
+
+
+def _shape(status: NodeStatus) -> tuple[object, ...]:
+    """Return what decides which actors a node can hold."""
+    return status.slots, status.groups, status.link, status.packages
 
 
 def _newer(told: NodeStatus | None, record: NodeStatus) -> NodeStatus:

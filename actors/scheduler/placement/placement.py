@@ -9,13 +9,15 @@ A job is packed onto one node if one can hold it, learner and generators togethe
 group of linked slots if one can. An actor of several slots gets them on one node, and within one
 group wherever the pool has a group of that size; so do the ranks of a learner, as if they were one
 actor, or as many equal parts as they may lie on nodes, those first that are linked to each other.
+Parts lie on nodes with the same packages only: other versions compute other gradients, or hang.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from ....schemas.job import ActorPlacement
+from ....schemas.node import differences
 from ....schemas.wire.errors import PlacementError
 from .queue import PlacementRequest, UserShares, in_order
 
@@ -32,6 +34,8 @@ class NodeSlots:
     """Slots that are linked closely; empty: all alike."""
     link: str = ""
     """What it shares a fast network with: nodes of the same name."""
+    packages: tuple[tuple[str, str], ...] = ()
+    """What the ranks of a learner must have in common, names and versions; empty: not known."""
 
     @property
     def linked(self) -> tuple[frozenset[int], ...]:
@@ -114,7 +118,9 @@ def refuse_impossible(actors: Sequence[ActorPlacement], nodes: Sequence[NodeSlot
     total = sum(node.total for node in nodes)
     largest = max(nodes, key=lambda node: node.total)
     widest = max(actors, key=lambda actor: actor.slots)
-    if gang := [actor for actor in actors if actor.spread or actor.role == "rank"]:
+    if gang := _ranks_of(actors):
+        if place([PlacementRequest("", tuple(actors))], _as_if_alike(nodes)).assignments:
+            raise _unlike(gang, nodes)
         raise _no_place_for(gang, nodes, need, total)
     text = (
         f"the job needs {need} slots ({widest.name} alone {widest.slots} on one node), the pool "
@@ -128,6 +134,24 @@ def refuse_impossible(actors: Sequence[ActorPlacement], nodes: Sequence[NodeSlot
     elif need <= total:
         hint = "its parts fit no combination of nodes: ask for fewer slots per actor"
     raise PlacementError(text, hint=f"{hint} (`tinkermq node --slots N`)")
+
+
+def _as_if_alike(nodes: Sequence[NodeSlots]) -> list[NodeSlots]:
+    """Return the nodes as they would be with the same packages."""
+    return [replace(node, packages=()) for node in nodes]
+
+
+def _unlike(gang: Sequence[ActorPlacement], nodes: Sequence[NodeSlots]) -> PlacementError:
+    return PlacementError(
+        f"the learner's {len(gang)} ranks fit on no nodes with the same packages: "
+        + _differences(nodes),
+        hint="install the same versions on all nodes and restart those that had others, or lower "
+        "learner.ranks and learner.slots until nodes that are alike can hold them",
+    )
+
+
+def _differences(nodes: Sequence[NodeSlots]) -> str:
+    return ", ".join(differences((node.name, dict(node.packages)) for node in nodes))
 
 
 def _no_place_for(
@@ -158,9 +182,11 @@ def _refusal(
     count = len(request.actors)
     if request.whole and quota.max_actors is not None and count > shares.actor_room(request.user):
         return f"waits for {count} processes of its user's quota of {quota.max_actors}"
-    if not pool.could_hold(request):
-        return f"waits for nodes that can hold it: {request.need} slots as the pool has them do not"
-    return ""
+    if pool.could_hold(request):
+        return ""
+    if _ranks_of(request.actors) and _Pool(_as_if_alike(nodes)).could_hold(request):
+        return f"waits for nodes with the same packages for its ranks: {_differences(nodes)}"
+    return f"waits for nodes that can hold it: {request.need} slots as the pool has them do not"
 
 
 class _Pool:
@@ -210,11 +236,31 @@ class _Pool:
         """Return what fits and what is left of the nodes that were touched."""
         best: tuple[list[Assignment], _Slots] = [], {}
         for units in _units_of(request.actors):
-            found = self._fit_units(request, units, available, rank, prefer)
-            if len(found[0]) == len(request.actors):
-                return found
-            best = max(best, found, key=lambda one: len(one[0]))
+            for alike in self._alike(request, units, available):
+                found = self._fit_units(request, units, available, rank, prefer, alike)
+                if len(found[0]) == len(request.actors):
+                    return found
+                best = max(best, found, key=lambda one: len(one[0]))
         return best
+
+    def _alike(
+        self, request: PlacementRequest, units: Sequence[_Unit], available: _Slots
+    ) -> Iterable[_Slots]:
+        """Yield sets of nodes on which parts of a learner may lie, those with most slots first."""
+        of_home = self._nodes[request.home].packages if request.home in available else ()
+        kinds = {self._nodes[name].packages for name in available} - {()}
+        parts = sum(bool(_ranks_of(unit)) for unit in units) + (request.home is not None)
+        if parts < 2 or len(kinds) < 2:
+            return [available]
+        found = [
+            {
+                name: slots
+                for name, slots in available.items()
+                if self._nodes[name].packages in ((), kind)
+            }
+            for kind in ({of_home} if of_home else kinds)
+        ]
+        return sorted(found, key=lambda nodes: (-sum(map(len, nodes.values())), min(nodes)))
 
     def _fit_units(
         self,
@@ -223,11 +269,12 @@ class _Pool:
         available: _Slots,
         rank: Callable[[str], tuple[int, str]],
         prefer: _Slots | None,
+        alike: _Slots,
     ) -> tuple[list[Assignment], _Slots]:
         left: _Slots = {}
         mine: _Slots = {}
         home = request.home if request.home in available else None
-        home = home or self._home(request, available, rank)
+        home = home or self._home(request, alike, rank)
 
         def choose(count: int, name: str) -> tuple[int, ...] | None:
             slots = left.get(name, available[name])
@@ -246,7 +293,7 @@ class _Pool:
             if devices is None:
                 others = [
                     name
-                    for name, slots in available.items()
+                    for name, slots in (alike if _ranks_of(unit) else available).items()
                     if name != home and len(left.get(name, slots)) >= count
                 ]
                 node, devices = self._first(count, others, full, choose)
@@ -321,13 +368,18 @@ def _units_of(actors: Sequence[ActorPlacement]) -> Iterator[list[_Unit]]:
 
     Each other actor is a unit by itself; so are ranks that are not all there.
     """
-    ranks = [actor for actor in actors if actor.spread or actor.role == "rank"]
+    ranks = _ranks_of(actors)
     spread = ranks[0].spread if ranks else []
     rest: list[_Unit] = [(actor,) for actor in actors if not spread or actor not in ranks]
     for parts in spread or [1]:
         size = len(ranks) // parts
         cut = [tuple(ranks[at : at + size]) for at in range(0, len(ranks), size)] if spread else []
         yield [*cut, *rest]
+
+
+def _ranks_of(actors: Iterable[ActorPlacement]) -> list[ActorPlacement]:
+    """Return the ranks of a learner of several, its own among them."""
+    return [actor for actor in actors if actor.spread or actor.role == "rank"]
 
 
 def _slots_of(unit: _Unit) -> int:

@@ -29,6 +29,7 @@ from ...home import Home, find_url
 from ...sync.quiet import quiet_logs
 from ..options import COMMON, Common
 from ..output import literal, print_json, say
+from .machines import clocks_off, unlike
 
 FAILED = 1
 _SLOW_S = 0.05
@@ -201,8 +202,25 @@ async def _look(url: str) -> list[Finding]:
         )
         findings.append(await _trouble(broker, heard))
         if any(one.role == "scheduler" for one in heard):
-            findings.append(await _records(broker))
+            findings += [await _records(broker), *await _machines(broker)]
         return findings
+
+
+async def _machines(broker: Broker) -> list[Finding]:
+    """Tell whether the machines of the nodes have the same packages and the same time."""
+    try:
+        nodes = await SchedulerCalls(broker).nodes()
+    except TinkermqError as error:
+        return [Finding("machines", False, error.message, error.hint)]
+    packages, clocks = unlike(nodes), clocks_off(nodes)
+    same = "ranks of one learner lie on machines that are alike: install the same versions on all"
+    ntp = "set the clocks of the machines by NTP: times, days and bills go by them, leases do not"
+    return [
+        Finding("machines", not packages, "; ".join(packages) or "alike", same if packages else ""),
+        Finding(
+            "clocks", not clocks, "; ".join(clocks) or "as the scheduler's", ntp if clocks else ""
+        ),
+    ]
 
 
 async def _trouble(broker: Broker, heard: Sequence[Presence]) -> Finding:

@@ -4,7 +4,7 @@ import time
 from collections import Counter
 
 from ....schemas.machines.status import MachineList, MachineStatus
-from ....schemas.node import NodeStatus
+from ....schemas.node import CLOCK_BOUND_S, NodeStatus, differences
 from ...pool import Pool
 from ..options import COMMON, Common
 from ..output import duration, note, print_json, print_table, say_plain
@@ -31,7 +31,28 @@ def pool(*, common: Common = COMMON) -> int:
         say_plain(_summary(machines))
     if machines.trouble:
         note(f"none come now: {machines.trouble}")
+    for one in [*unlike(nodes), *clocks_off(nodes)]:
+        note(one)
     return 0
+
+
+def unlike(nodes: list[NodeStatus]) -> list[str]:
+    """Say which packages differ between nodes: ranks of a learner lie on those that are alike."""
+    return [
+        f"packages differ: {one}"
+        for one in differences((node.node, node.packages) for node in nodes)
+    ]
+
+
+def clocks_off(nodes: list[NodeStatus]) -> list[str]:
+    """Say which clocks are off, as the scheduler has measured them."""
+    found: list[str] = []
+    for node in nodes:
+        ahead_s = node.clock_ahead_s or 0.0
+        if abs(ahead_s) > CLOCK_BOUND_S:
+            side = "ahead of" if ahead_s > 0 else "behind"
+            found.append(f"the clock of {node.node} is {abs(ahead_s):.1f} s {side} the scheduler's")
+    return found
 
 
 def _rows(nodes: list[NodeStatus], machines: MachineList, now: float) -> list[tuple[object, ...]]:

@@ -325,3 +325,39 @@ def test_ranks_that_no_set_of_nodes_can_hold_are_refused_with_what_to_change() -
         refuse_impossible([*ranks(4, 1, slots=2), *generators(1)], [node("a", 4), node("b", 5)])
     assert "raise learner.machines" in raised.value.hint
     refuse_impossible([*ranks(4, 1, 2, slots=2), *generators(1)], [node("a", 4), node("b", 5)])
+
+
+OLD, NEW = ({"torch": "2.5.1"}, {"torch": "2.6.0"})
+
+
+def of_packages(name: str, total: int, packages: dict[str, str]) -> NodeSlots:
+    return NodeSlots(name, total, frozenset(range(total)), packages=tuple(packages.items()))
+
+
+def test_parts_of_a_learner_lie_on_nodes_with_the_same_packages() -> None:
+    nodes = [of_packages("a", 3, OLD), of_packages("b", 2, NEW), of_packages("c", 2, NEW)]
+    placed = place([gang(4, 1, 2)], nodes)
+    where = {one.actor: one.node for one in placed.assignments}
+    assert {where.pop("generator-0")} == {"a"}  # who is no rank may lie anywhere
+    assert set(where.values()) == {"b", "c"}
+    whole = place([gang(3, 1, 3)], nodes)  # one part is alike with itself
+    assert {one.node for one in whole.assignments if one.actor != "generator-0"} == {"a"}
+
+
+def test_a_node_that_does_not_tell_its_packages_may_hold_any_part() -> None:
+    nodes = [of_packages("a", 2, OLD), of_packages("b", 3, {}), of_packages("c", 1, NEW)]
+    assert parts_of(place([gang(4, 1, 2)], nodes).assignments) != []
+
+
+def test_ranks_that_only_unlike_nodes_could_hold_are_refused_with_the_versions() -> None:
+    nodes = [of_packages("a", 3, OLD), of_packages("b", 2, NEW)]
+    with pytest.raises(PlacementError) as raised:
+        refuse_impossible([*ranks(4, 1, 2), *generators(1)], nodes)
+    told = (
+        "the learner's 4 ranks fit on no nodes with the same packages: torch 2.5.1 on a; 2.6.0 on b"
+    )
+    assert raised.value.message == told
+    assert "install the same versions on all nodes" in raised.value.hint
+    waiting = place([gang(4, 1, 2), job("b", 1)], nodes)
+    assert waiting.waits["a"].endswith("same packages for its ranks: torch 2.5.1 on a; 2.6.0 on b")
+    assert started([gang(4, 1, 2), job("b", 1)], nodes) == ["b"]
