@@ -6,9 +6,13 @@ import random
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tinkermq.actors.scheduler.machines.slurm import SlurmSource
 from tinkermq.clients.pool import Pool
+from tinkermq.schemas.machines.config import MachinesConfig
+from tinkermq.schemas.wire.errors import PlacementError
 
 from tests.support.on_cluster import SLOW, OnCluster, job_is, machines
 from tests.support.slurm import Slurm, lacking
@@ -20,10 +24,18 @@ pytestmark = [
     pytest.mark.skipif(bool(lacking()), reason=f"Slurm cannot be had: {lacking()}"),
 ]
 
+STRICT = """
+EnforcePartLimits=ALL
+PartitionName=theirs Nodes=ALL State=UP AllowAccounts=physics
+PartitionName=short Nodes=ALL State=UP MaxTime=1
+PartitionName=narrow Nodes=ALL State=UP MaxCPUsPerNode=1
+PartitionName=closed Nodes=ALL State=INACTIVE
+"""
+
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    with Slurm(tmp_path_factory.mktemp("slurm") / "cluster") as cluster:
+    with Slurm(tmp_path_factory.mktemp("slurm") / "cluster", settings=STRICT) as cluster:
         yield cluster
 
 
@@ -68,6 +80,29 @@ async def test_what_slurm_refuses_is_told_in_its_words(on_slurm: OnCluster, mode
         await pool.stop(job.job)
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"partition": "theirs"}, "Invalid account or account/partition combination specified"),
+        ({"partition": "theirs", "sbatch": ["--account=chemistry"]}, "Invalid account"),
+        ({"partition": "short", "sbatch": ["--time=5"]}, "Requested time limit is invalid"),
+        ({"partition": "narrow"}, "configuration"),
+        ({"partition": "closed"}, "Required partition not available"),
+        ({"slots": 99}, "More processors requested than permitted"),
+        ({"gpus": True}, "Invalid generic resource"),
+    ],
+)
+async def test_a_machine_that_the_cluster_may_not_give_is_refused_with_what_to_mend(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], told: str
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
+    config = MachinesConfig.model_validate({"kind": "slurm", "partition": "p", **changes})
+    with pytest.raises(PlacementError, match=told) as refused:
+        await SlurmSource(config, "nats://login:4222").ask("tmq-12345678-1")
+    assert "mend `sbatch:` or `partition:`" in refused.value.hint
+    assert slurm.jobs() == []
+
+
 async def test_a_preempted_machine_drains_and_its_job_goes_on_on_another(
     on_slurm: OnCluster, slurm: Slurm, model: Path
 ) -> None:
@@ -81,6 +116,70 @@ async def test_a_preempted_machine_drains_and_its_job_goes_on_on_another(
         done = await job_is(pool, job.job, "COMPLETED", "FAILED")
         assert done.state == "COMPLETED", done.reason
         assert done.losses == 0
+        await machines(pool)
+
+
+async def test_a_machine_whose_time_is_up_drains_and_its_job_goes_on_on_another(
+    on_slurm: OnCluster, model: Path
+) -> None:
+    """Slurm looks at time limits every half minute, and signals so much earlier."""
+    async with await on_slurm.up(drain_s=20, sbatch=["--time=2"]) as broker:
+        pool = Pool(broker)
+        job = await on_slurm.submit(pool, model, env=SLOW, training={"num_steps": 400})
+        await job_is(pool, job.job, "RUNNING")
+        first = await machines(pool, "here")
+        left = await on_slurm.command("pool")
+        assert "1m" in left.out  # of the two minutes
+        await job_is(pool, job.job, "QUEUED")
+        again = await job_is(pool, job.job, "RUNNING", "FAILED")
+        assert again.state == "RUNNING", again.reason
+        assert again.losses == 0
+        assert again.version > 0  # it goes on from a checkpoint
+        running = {one.id for one in (await pool.machines()).machines if one.state == "here"}
+        assert running.isdisjoint({one.id for one in first.machines})
+        await pool.stop(job.job, now=True)
+        await machines(pool)
+
+
+async def test_a_machine_whose_node_never_joins_is_given_back_and_told(
+    on_slurm: OnCluster, model: Path
+) -> None:
+    async with await on_slurm.up(url="nats://127.0.0.1:1", join_s=4) as broker:
+        pool = Pool(broker)
+        job = await on_slurm.submit(pool, model)
+
+        async def trouble() -> str:
+            return (await pool.machines()).trouble
+
+        told = await eventually(trouble, "a machine that is late", 60)
+        assert "has not joined within 4 s: can it reach the broker at its URL?" in told
+        await machines(pool)
+        assert (await pool.get(job.job)).state == "QUEUED"
+        await pool.stop(job.job)
+
+
+async def test_a_budget_that_is_used_up_lets_all_machines_go_until_there_is_more(
+    on_slurm: OnCluster, slurm: Slurm, model: Path
+) -> None:
+    used_up = "the day's budget of 0.01 slot-hours is used up"
+    async with await on_slurm.up(slot_hours_per_day=0.01) as broker:  # 18 s of one machine
+        pool = Pool(broker)
+        job = await on_slurm.submit(pool, model, env=SLOW, training={"num_steps": 20})
+        await job_is(pool, job.job, "RUNNING")
+        waiting = await job_is(pool, job.job, "QUEUED", "COMPLETED")
+        assert (waiting.state, waiting.losses) == ("QUEUED", 0)
+        told = await machines(pool)
+        assert told.slot_hours >= 0.01
+        assert told.trouble.startswith(used_up)
+        shown = await on_slurm.command("pool")
+        assert "of 0.01 slot-hours today" in shown.out
+        assert used_up in shown.err
+        assert slurm.jobs() == []
+    await on_slurm.down()
+    async with await on_slurm.up(slot_hours_per_day=10) as broker:
+        pool = Pool(broker)
+        done = await job_is(pool, job.job, "COMPLETED", "FAILED")
+        assert done.state == "COMPLETED", done.reason
         await machines(pool)
 
 
