@@ -1,6 +1,6 @@
 """How far a learner's log-probs are from its generator's, with and without its routers' choices.
 
-    python -m benchmarks.router_replay [--sequences 64] [--lr 1e-5]
+    python -m benchmarks.router_replay [--sequences 64] [--lr 1e-5] [--engine vllm]
 
 A Qwen3-MoE of random weights (6 layers of width 256, 32 experts of which 4 read a token) answers
 prompts in the generator's engine, which records what its routers choose. The learner trains three
@@ -18,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from tinkermq.actors.generator.engine.engine import Sampling
-from tinkermq.actors.generator.engine.transformers.transformers_engine import TransformersEngine
+from tinkermq.actors.generator.episodes.players import start_engine
 from tinkermq.actors.generator.episodes.transcript import Transcript
 from tinkermq.actors.learner.algorithms.training_batch import assemble
 from tinkermq.actors.learner.packing.micro_batch import TokenSequence
@@ -75,11 +75,30 @@ def config_of(folder: Path, dtype: str, lr: float, *, replays: bool) -> JobConfi
     )
 
 
-async def generate(folder: Path, dtype: str, num: int, new_tokens: int) -> list[Group]:
-    """Let the engine answer prompts, each several times, and reward the answers at random."""
-    engine = await TransformersEngine.start(
-        str(folder), max_slots=32, max_context=CONTEXT, dtype=dtype, record_experts=True
+def engine_config(folder: Path, engine: str, dtype: str) -> JobConfig:
+    """Return the job of the generator."""
+    in_vllm = {"compile": False, "kv_cache_mb": 256} if engine == "vllm" else {}
+    asked = {"engine": engine, "dtype": dtype, "max_requests": 32, "max_context": CONTEXT}
+    return JobConfig.model_validate(
+        {
+            "model": {"path": str(folder)},
+            "env": {"game": "none"},
+            "algorithm": {"router_replay": True},
+            "rollout": {
+                "max_prompt_tokens": 64,
+                "max_response_tokens": 256,
+                "max_turn_tokens": 256,
+            },
+            "generator": asked | in_vllm,
+        }
     )
+
+
+async def generate(
+    folder: Path, engine_name: str, dtype: str, num: int, new_tokens: int
+) -> list[Group]:
+    """Let the engine answer prompts, each several times, and reward the answers at random."""
+    engine = await start_engine(engine_config(folder, engine_name, dtype))
     rng = np.random.default_rng(0)
     prompts = [rng.integers(8, 264, int(rng.integers(8, 64))) for _ in range(num // GROUP)]
 
@@ -134,7 +153,7 @@ def measure(report: Report, folder: Path, options: argparse.Namespace) -> None:
     rows: list[list[str]] = []
     for dtype in DTYPES:
         new_tokens = 32 if options.quick else 128
-        groups = asyncio.run(generate(folder, dtype, options.sequences, new_tokens))
+        groups = asyncio.run(generate(folder, options.engine, dtype, options.sequences, new_tokens))
         by_way = {
             replays: trained(config_of(folder, dtype, options.lr, replays=replays), groups)
             for replays in (False, True)
@@ -178,6 +197,7 @@ def main() -> None:
     options_of = parser(__doc__)
     options_of.add_argument("--sequences", type=int, default=64)
     options_of.add_argument("--lr", type=float, default=1e-5)
+    options_of.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
     options = options_of.parse_args()
     if options.quick:
         options.sequences = 16

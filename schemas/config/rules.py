@@ -75,9 +75,12 @@ def _no_replay(when: "Callable[[JobConfig], Any]", because: str) -> Rule:
 
 _REPLAY_RULES = (
     _no_replay(
-        lambda job: job.generator.engine == "vllm",
-        "needs what routers chose, which generator.engine=vllm does not tell: set "
-        "generator.engine=transformers",
+        lambda job: (
+            job.generator.engine == "vllm"
+            and (job.generator.compile or job.generator.tensor_parallel > 1)
+        ),
+        "hears of vLLM's routers on one GPU and where nothing is compiled: set "
+        "generator.compile=false and generator.tensor_parallel=1, or generator.engine=transformers",
     ),
     _no_replay(
         lambda job: job.agent.runs_programs,

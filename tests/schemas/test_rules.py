@@ -30,7 +30,7 @@ EXAMPLES = [
     ["algorithm.length_coef=0.1", "rollout.group_size=1"],
     ["critic.lr=1e-4"],
     ["algorithm.advantage=gae", "critic.warmup_steps=20", "training.num_steps=20"],
-    [*REPLAY, "generator.engine=vllm"],
+    [*REPLAY, "generator.engine=vllm", "generator.slots=2", "generator.tensor_parallel=2"],
     [*REPLAY, *AGENT],
     [*REPLAY, "policies.low=m"],
     [*REPLAY, "training.tasks=external", "training.num_steps=3"],

@@ -15,6 +15,8 @@ from tests.support.proofs import assert_every_task_once
 from tests.support.stack import Stack
 from tests.support.stack_fixtures import warm_model
 
+from .test_router_replay import trained_with_experts
+
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(560),
@@ -52,6 +54,10 @@ async def test_a_job_learns_from_what_vllm_generates_validates_and_is_served(
     await assert_every_task_once(job)
     assert STEPS in await job.validations()
     await _serve(stack, job)
+
+
+async def test_a_job_trains_with_the_experts_that_vllm_chose(stack: Stack, tmp_path: Path) -> None:
+    await trained_with_experts(stack, tmp_path, engine="vllm", compile=False, kv_cache_mb=64)
 
 
 async def test_open_streams_of_programs_go_on_when_vllm_is_killed(

@@ -101,16 +101,22 @@ async def start(engine_kind: EngineKind, in_vllm: InVllm) -> AsyncIterator[Start
     """Return what starts an engine of 8 rows and 160 tokens, with the weights of a model."""
     engines: list[Engine] = []
 
-    async def begin(folder: Path, max_waiting: int = 4096) -> Engine:
+    async def begin(folder: Path, max_waiting: int = 4096, *, replays: bool = False) -> Engine:
         if engine_kind == "transformers":
             engine: Engine = await TransformersEngine.start(
-                str(folder), max_slots=MAX_SLOTS, max_context=MAX_CONTEXT, max_waiting=max_waiting
+                str(folder),
+                max_slots=MAX_SLOTS,
+                max_context=MAX_CONTEXT,
+                max_waiting=max_waiting,
+                record_experts=replays,
             )
         else:
             from tinkermq.actors.generator.engine.vllm.vllm_engine import start_vllm
 
             base = await in_vllm(folder)
-            engine = await start_vllm(configured(folder), base=base, max_waiting=max_waiting)
+            config = configured(folder)
+            config.algorithm.router_replay = replays
+            engine = await start_vllm(config, base=base, max_waiting=max_waiting)
             weights = load_causal_lm(str(folder), dtype=torch.float32).state_dict()
             await engine.load_weights(0, weights, "recompute")
             vars(base.meter).update(vars(Meter()))

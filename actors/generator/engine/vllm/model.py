@@ -19,7 +19,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.inputs import MultiModalInput, TokensInput, tokens_input
@@ -116,10 +116,10 @@ class VllmModel:
             ) from error
         model = cls(llm, recorder, config.max_requests)
         await model._call(llm.get_supported_tasks())  # kept there: no request waits for it
-        await model._call(llm.collective_rpc("end_with", args=(os.getpid(),)))
-        await model._call(llm.collective_rpc("record_logprobs_before_filters"))
+        await model.ask_workers("end_with", os.getpid())
+        await model.ask_workers("record_logprobs_before_filters")
         if ranks:
-            await model._call(llm.collective_rpc("score_prompts_with_adapters"))
+            await model.ask_workers("score_prompts_with_adapters")
         await model.name_version("", 0)
         return model
 
@@ -231,7 +231,9 @@ class VllmModel:
         else:
             prompt = prompt_with_images(self._llm.input_processor, tokens, shown, salt)
         parts = await self._outputs(request, prompt, parameters, on_token)
-        self._count(len(tokens), parts[-1])
+        reused = parts[-1].num_cached_tokens or 0
+        self.meter.reused += reused
+        self.meter.prefilled += len(tokens) - reused
         return generation_of(request, parts)
 
     async def _outputs(
@@ -265,17 +267,15 @@ class VllmModel:
             version = self.versions.get(request.adapter, request.version)
             on_token(Drawn(token, logprob, version))
 
-    def _count(self, num_prompt: int, last: RequestOutput) -> None:
-        reused = last.num_cached_tokens or 0
-        self.meter.reused += reused
-        self.meter.prefilled += num_prompt - reused
+    async def ask_workers(self, method: str, *args: Any) -> list[Any]:
+        """Return what a method of `WorkerExtension` returns in each worker."""
+        return await self._call(self._llm.collective_rpc(method, args=args))
 
     # New weights ------------------------------------------------------------------------------
 
     async def load_model(self, version: int, folder: Path, kv: KvOnSwap) -> None:
         """Make the file in a folder the model's weights, between two steps."""
-        take = self._llm.collective_rpc
-        await self._swap("", version, kv, lambda: take("take_weights", args=(str(folder),)))
+        await self._swap("", version, kv, lambda: self.ask_workers("take_weights", str(folder)))
 
     def new_adapter(self) -> str:
         """Return a name for one more adapter."""
@@ -320,7 +320,7 @@ class VllmModel:
         if self._poisoned != self._label:
             self._poisoned = self._label
             async with self._paused(clear_cache=True):
-                await self._call(self._llm.collective_rpc("zero_caches"))
+                await self.ask_workers("zero_caches")
 
     @property
     def _label(self) -> str:
@@ -339,7 +339,7 @@ class VllmModel:
             if self._sees:
                 await self._call(self._llm.reset_encoder_cache())
             if poisoned:
-                await self._call(self._llm.collective_rpc("zero_caches"))
+                await self.ask_workers("zero_caches")
             await self.name_version(adapter, version)
         self.meter.paused(time.perf_counter() - started)
 

@@ -6,6 +6,7 @@ Several engines may share one model in vLLM, each with an adapter of its own. Wh
 
 import asyncio
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -72,6 +73,7 @@ class VllmEngine:
         self._reads = ImageReads[Images]()
         self._path = config.model.path
         self._lora = config.lora
+        self._records_experts = config.algorithm.router_replay
         self._trust_remote_code = config.model.trust_remote_code
         self._max_context = max_context_of(config)
         self._max_pending = max_waiting + config.generator.max_requests
@@ -79,6 +81,8 @@ class VllmEngine:
         """The adapters of the requests by their ids."""
         self._max_rank = max_rank
         self._layers: RowAdapters | None = None
+        self._records: tuple[int, ...] = ()
+        """Layers with experts and how many of one read a token, where that is recorded."""
         self._files = WeightFiles()
         self._names: WeightNames | None = None
         self._loading = asyncio.Lock()
@@ -125,11 +129,26 @@ class VllmEngine:
             )
         finally:
             self._pending.pop(request_id, None)
+        if self._records and result.finish_reason != "cancelled":
+            result = await self._with_experts(result, f"{name}/{request_id}", len(prompt))
         broken = ~np.isfinite(result.logprobs)
         if broken.any():
             await self._to_the_end(self._model.purge())
             raise not_finite(int(result.versions[broken][0]))
         return result
+
+    async def _with_experts(self, result: Generation, key: str, num_prompt: int) -> Generation:
+        """Add the experts of all tokens but the last, as they were computed last."""
+        num = num_prompt + len(result.token_ids) - 1
+        told = self._model.ask_workers("take_experts", key, num)
+        first: bytes = (await self._unless_ended(told))[0]
+        experts = np.frombuffer(first, np.uint8).reshape(-1, *self._records)
+        if len(experts) != num:
+            raise EngineError(
+                f"vLLM told the experts of {len(experts)} of {num} tokens of request {key}",
+                hint="it may work when asked again; else set algorithm.router_replay=false",
+            )
+        return replace(result, experts=experts)
 
     async def score(
         self,
@@ -240,6 +259,8 @@ class VllmEngine:
 
     async def begin(self, version: int) -> None:
         """Name the version of the first weights: an adapter's are its folder's, or add nothing."""
+        if self._records_experts:
+            self._records = tuple((await self._model.ask_workers("record_experts"))[0])
         if not self._adapter:
             await self._model.name_version("", version)
             return

@@ -21,6 +21,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 from vllm.v1.sample.sampler import Sampler
 
+from .slot_experts import SlotExperts
+
 
 class Recording(torch.nn.Module):
     """Draws as another module does; returns the log-probs of what it was given."""
@@ -71,6 +73,7 @@ class WorkerExtension:
     model_runner: Any
     """The worker's own: it inherits from this class."""
     reload_weights: Any
+    _experts: SlotExperts | None = None
 
     def end_with(self, pid: int) -> None:
         """End this process, and vLLM's others by it, when another has ended however it did."""
@@ -99,6 +102,15 @@ class WorkerExtension:
                 # On a CPU it packs the weights of experts when they are loaded first, and again
                 # never: what is loaded later would be read as if it were packed (vLLM 0.32).
                 method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    def record_experts(self) -> list[int]:
+        """Record which experts read each token; return layers, and experts of a token in each."""
+        self._experts = self._experts or SlotExperts(self.model_runner)
+        return self._experts.shape
+
+    def take_experts(self, key: str, num: int) -> bytes:
+        """Return the experts of the first tokens of a request that has ended, in uint8."""
+        return self._experts.take(key, num) if self._experts else b""
 
     def zero_caches(self) -> None:
         """Forget all keys and values; the caller sees to it that no request relies on any."""
