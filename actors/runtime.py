@@ -42,7 +42,7 @@ from ..schemas.wire.errors import NotFoundError, StateError, TinkermqError, root
 from ..schemas.wire.subjects import BUCKET_JOBS, JobScope
 from .folders.links import refuse_links_to_others
 from .logging import configure_logging
-from .storage.models_by_url import with_models_here
+from .storage.models_by_url import with_checkpoints_here, with_models_here
 
 EXIT_DONE = 0
 EXIT_CRASHED = 1
@@ -270,6 +270,7 @@ def run_job_actor(
                 if role != "environment":
                     with context.waiting("models from a store"):
                         context.config = await asyncio.to_thread(with_models_here, context.config)
+                        context.record = await asyncio.to_thread(with_checkpoints_here, record)
                 code = await main(context)
             except TinkermqError as error:
                 if not error.may_pass:

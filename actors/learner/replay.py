@@ -30,7 +30,7 @@ from ...schemas.wire.errors import NotFoundError, TinkermqError
 from ..models.lora import policy_tensors
 from ..models.policies import policy_folder, prefix_of
 from ..runtime import service_parser
-from ..storage.models_by_url import with_models_here
+from ..storage.models_by_url import with_checkpoints_here, with_models_here
 from .ranks.child_ranks import ChildRanks
 from .start import starting_point
 from .training.checkpoint import CheckpointStore, load_state
@@ -76,7 +76,8 @@ async def replay(
         )
     last_step = checkpoints.steps()[-1]
     nothing = CheckpointStore(Path(record.run_dir) / "none", keep_last=1, keep_every=0)
-    folder, state, _ = starting_point(nothing, record.fork_dir)
+    here = await asyncio.to_thread(with_checkpoints_here, record)
+    folder, state, _ = starting_point(nothing, here.fork_dir)
     models = load_models(config, folder)
     records = [item for _, item in await BatchLog(broker, scope).read_all()]
     total_steps = load_state(newest).total_steps

@@ -9,7 +9,7 @@ import hashlib
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from ...schemas.wire.errors import StorageError
 
@@ -85,6 +85,11 @@ def _wanted(folder: Path) -> Iterator[tuple[str, str]]:
 
 def _self_of(body: str) -> str:
     return f"{_SELF}{hashlib.sha256(body.encode()).hexdigest()}"
+
+
+def is_state(name: str) -> bool:
+    """Whether a file of a checkpoint is of its learner's state, which copies may be without."""
+    return _LEFT_OUT in PurePosixPath(name).parts[:-1]
 
 
 def _is_left_out(folder: Path, name: Path) -> bool:

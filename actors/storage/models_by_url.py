@@ -8,6 +8,7 @@ from typing import Any
 
 from ...schemas.config.job import JobConfig
 from ...schemas.config.storage import is_url
+from ...schemas.job import JobRecord
 from ...schemas.wire.errors import ModelError
 from .cache import FolderCache
 from .url_store import UrlStore
@@ -27,6 +28,18 @@ def with_models_here(config: JobConfig) -> JobConfig:
         "policies": {role: _local(path) for role, path in config.policies.items()},
     }
     return config.model_copy(update=changes)
+
+
+def with_checkpoints_here(record: JobRecord) -> JobRecord:
+    """Return a record whose checkpoints of other runs are folders of this machine, too.
+
+    Raises StorageError, ModelError for one that is gone.
+    """
+    changes: dict[str, Any] = {
+        "fork_dir": _local(record.fork_dir),
+        "adapters": {name: _local(path) for name, path in record.adapters.items()},
+    }
+    return record.model_copy(update=changes)
 
 
 def _with_local(section: Any, *keys: str) -> Any:
@@ -55,7 +68,7 @@ def fetch_model(url: str) -> str:
             f"there is no model at {url}: nothing lies below it",
             hint="see its spelling, and which bucket the pool's machines reach",
         )
-    content = hashlib.sha256(repr([store.url, *map(tuple, files)]).encode()).hexdigest()
+    content = hashlib.sha256(repr([store.url, *(one[:3] for one in files)]).encode()).hexdigest()
     if not _caches:
         _caches.append(FolderCache.of_machine())
     num_bytes = sum(one.num_bytes for one in files)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 from ...schemas.wire.errors import StorageError
-from ..models.digests import TABLE, digest_of, read_table
+from ..models.digests import TABLE, digest_of, is_state, read_table
 from ..models.writing import flush, storage_error
 from .url_store import StoredObject, UrlStore
 
@@ -66,8 +66,9 @@ def _fetch_files(store: UrlStore, prefix: str, files: list[StoredObject], folder
     if (table := by_name.pop(TABLE, None)) is not None:
         store.fetch(table.name, table.num_bytes, folder / TABLE)
         wanted = read_table(folder)
+        is_copy = not any(map(is_state, by_name))
         for name in wanted:
-            if name not in by_name:
+            if name not in by_name and not (is_copy and is_state(name)):
                 raise _wrong(store, prefix, name, "is missing")
     for name, one in by_name.items():
         _fetch_whole(store, one, folder / name, wanted.get(name))

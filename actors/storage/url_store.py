@@ -19,6 +19,8 @@ from ...schemas.wire.errors import NotFoundError, StorageError, StoreAwayError
 T = TypeVar("T")
 _RANGE_BYTES = 8 << 20
 _THREADS = 8
+_MOST_COPIED_BYTES = 5 << 30
+"""What stores copy by themselves at once; what is larger goes through here, part by part."""
 _FIRST_PAUSE_S = 0.5
 
 
@@ -29,6 +31,8 @@ class StoredObject(NamedTuple):
     num_bytes: int
     tag: str
     """Changes with the object."""
+    saved: float = 0.0
+    """When it was written, in seconds since 1970."""
 
 
 class UrlStore:
@@ -97,12 +101,29 @@ class UrlStore:
         def look() -> list[StoredObject]:
             batches = cast(Any, obstore).list(self._store, prefix=prefix or None)
             return [
-                StoredObject(one["path"], one["size"], str(one["e_tag"] or one["last_modified"]))
+                StoredObject(
+                    one["path"],
+                    one["size"],
+                    str(one["e_tag"] or one["last_modified"]),
+                    one["last_modified"].timestamp(),
+                )
                 for batch in batches
                 for one in batch
             ]
 
         return sorted(self._try(f"list {prefix}", look))
+
+    def copy(self, one: StoredObject, target: str) -> None:
+        """Copy an object within the store. Raises NotFoundError, StorageError."""
+        import obstore
+
+        def copy() -> None:
+            if one.num_bytes <= _MOST_COPIED_BYTES:
+                obstore.copy(self._store, one.name, target)
+            else:
+                obstore.put(self._store, target, cast(Any, obstore.get(self._store, one.name)))
+
+        self._try(f"copy {one.name}", copy)
 
     def delete(self, names: list[str]) -> None:
         """Remove objects; one that has gone is no error. Raises StorageError."""

@@ -88,6 +88,28 @@ async def test_a_job_whose_node_vanished_goes_on_where_no_path_is_in_common(
             assert len(names_below(tmp_path / f"disk-{name}" / "cache", "*.held")) == 1
 
 
+async def test_a_checkpoint_in_the_store_is_forked_and_served_by_a_node_that_never_saw_it(
+    tmp_path: Path, model: Path, s3: S3
+) -> None:
+    async with Stack(tmp_path, apart=tmp_path / "machine") as stack:
+        job = await submit(stack, s3, model, num_steps=6)
+        await job.until("COMPLETED", deadline_s=200)
+        stack.kill("node")
+        stack.start("node", "other")
+        longer = {**job.record.config, "training": {**job.record.config["training"]}}
+        longer["training"]["num_steps"] = 9
+        longer.pop("name", None)
+        fork = await stack.submit(longer, fork_of=f"{job.record.name}@last")
+        started = await fork.until_event("training_started")
+        assert int(started.data["step"]) == 6
+        await fork.until("COMPLETED", deadline_s=200)
+        mirror = CheckpointMirror.of_run(s3.url("lab"), fork.scope, keep_last=2, keep_every=0)
+        assert [one.step for one in mirror.whole()][-1] == 9
+        served = await stack.submit(longer, fork_of=f"{job.record.name}@3", kind="infer")
+        ready = await served.until_event("server_ready")
+        assert ready.data["model"] == f"{job.record.name}@3"
+
+
 async def test_while_the_store_refuses_the_log_is_kept_and_then_all_comes_there(
     tmp_path: Path, model: Path, s3: S3
 ) -> None:

@@ -12,7 +12,7 @@ import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import call
@@ -175,6 +175,7 @@ class Stack:
         fork_of: str | None = None,
         weights_only: bool = False,
         configured: bool = True,
+        kind: Literal["train", "infer"] = "train",
     ) -> "Job":
         """Submit a configuration; runs go below the stack's folder."""
         tree = {"output_dir": str(self.folder / "runs"), **config}
@@ -182,6 +183,7 @@ class Stack:
             parse_config(tree)
         request = SubmitRequest(
             request_id=uuid.uuid4().hex,
+            kind=kind,
             config=tree,
             fork_of=fork_of,
             weights_only=weights_only,

@@ -1,7 +1,8 @@
 """The checkpoints of a run, listed and packed for download.
 
-The run's folder must be on this machine, or on a disk that it shares with the pool. Only folders
-`checkpoints/step_*` of the run are served, and only plain files that really lie in them.
+They lie in the run's folder, on this machine or on a disk that it shares with the pool, or in the
+run's store, which is read with the gateway's own credentials. Only folders `checkpoints/step_*` of
+the run are packed, and only plain files that really lie in them.
 """
 
 import os
@@ -13,16 +14,18 @@ from typing import Any
 from ....schemas.job import JobRecord
 from ....schemas.wire.errors import NotFoundError
 from ...models.checkpoint_folders import checkpoint_folders
+from ...storage.stored_runs import stored_checkpoints
 
 _CHUNK = 1 << 20
 
 
 def list_checkpoints(record: JobRecord) -> list[dict[str, Any]]:
-    """Return step, size and time of each checkpoint, newest first."""
-    found: list[dict[str, Any]] = []
+    """Return step, size and time of each checkpoint, newest first; raises StorageError."""
+    found = _in_store(record)
+    there = {one["step"] for one in found}
     for step, folder in checkpoint_folders(record.run_dir).items():
         files = list(_files(folder))
-        if not files:
+        if not files or step in there:
             continue
         found.append(
             {
@@ -36,11 +39,30 @@ def list_checkpoints(record: JobRecord) -> list[dict[str, Any]]:
     return sorted(found, key=lambda one: one["step"], reverse=True)
 
 
+def _in_store(record: JobRecord) -> list[dict[str, Any]]:
+    return [
+        {
+            "step": step,
+            "bytes": sum(file.num_bytes for file in one.files),
+            "files": [file.name for file in one.files],
+            "saved": max(file.saved for file in one.files),
+            "path": one.url,
+        }
+        for step, one in stored_checkpoints(record, tries=1).items()
+    ]
+
+
 def folder_of(record: JobRecord, step: int) -> Path:
     """Return the folder of a checkpoint; raises NotFoundError."""
     folder = checkpoint_folders(record.run_dir).get(step)
     if folder is not None:
         return folder
+    stored = stored_checkpoints(record, tries=1).get(step)
+    if stored is not None:
+        raise NotFoundError(
+            f"the checkpoint of step {step} of run {record.name} is in its store: {stored.url}",
+            hint="copy that from there, with any tool of the store",
+        )
     raise NotFoundError(
         f"run {record.name} has no checkpoint of step {step} on this machine",
         hint="checkpoints lie in the run's folder on the pool; older ones are removed "

@@ -22,7 +22,13 @@ from ....schemas.metric import EvalRecord, Presence
 from ....schemas.node import NodeStatus, RemoveRun
 from ....schemas.secret import SealedSecrets
 from ....schemas.weights import Manifest
-from ....schemas.wire.errors import ConflictError, MessageError, NotFoundError, TinkermqError
+from ....schemas.wire.errors import (
+    ConflictError,
+    MessageError,
+    NotFoundError,
+    StorageError,
+    TinkermqError,
+)
 from ....schemas.wire.message import Empty
 from ....schemas.wire.subjects import BUCKET_ACTORS, BUCKET_EVALS, BUCKET_SECRETS, JobScope
 from ....schemas.wire.subjects import node as node_subject
@@ -34,6 +40,7 @@ from ...folders.removing import (
     remove_run_folder,
     remove_weights,
 )
+from ...storage.stored_runs import free_stored
 from ..placement.nodes import Nodes
 from .keeping import Keeping
 from .tidying import Tidier
@@ -113,6 +120,8 @@ class Remover:
                 await self._ask(node, record)
             if await self._is_still(record):
                 await asyncio.to_thread(remove_run_folder, record.run_dir, record.job)
+        if await self._is_still(record):
+            await _free_stored(record)
         await self._jobs.remove(record)
 
     async def _ask(self, node: NodeStatus, record: JobRecord) -> None:
@@ -176,6 +185,16 @@ class Remover:
             results = Bucket(self._broker, BUCKET_EVALS, EvalRecord)
             for key in await results.keys(scope.key):
                 await results.purge(key)
+
+
+async def _free_stored(record: JobRecord) -> None:
+    """Free what a job has in its store; one that refuses this scheduler keeps it."""
+    try:
+        await asyncio.to_thread(free_stored, record)
+    except StorageError as error:
+        if error.may_pass:
+            raise
+        _log.warning("store_not_freed", job=record.job, error=str(error))
 
 
 def kept_streams(scope: JobScope) -> list[str]:

@@ -8,6 +8,7 @@ import asyncio
 from pathlib import Path
 
 from ....broker.jobs import is_final
+from ....schemas.config.storage import is_url
 from ....schemas.job import LAST_STEP, JobRecord, SubmitRequest
 from ....schemas.tinker.names import CheckpointName, is_path, run_in
 from ....schemas.tinker.operation import ModelInfo
@@ -46,7 +47,7 @@ class Origins:
             )
         found = [await self._find(user, source) for source in request.adapters]
         for name, folder in found:
-            if not is_adapter(folder):
+            if not is_url(folder) and not is_adapter(folder):
                 raise ConfigError(
                     f"{name} is no LoRA checkpoint: it cannot be served beside another model",
                     hint=f"serve it by itself: `tinkermq serve {name}`",
@@ -84,6 +85,11 @@ class Origins:
                 hint="write tinker://RUN@STEP, such as tinker://my-run@40",
             )
         source, folder = await self._find(user, f"{run[0]}@{run[1]}")
+        if is_url(folder):
+            raise ConfigError(
+                f"{source} lies in a store ({folder}), and services for Tinker read folders",
+                hint="train the run without storage.url, on machines that share a disk",
+            )
         if not is_adapter(folder):
             raise ConfigError(
                 f"{source} holds all weights of a model, and programs for Tinker train adapters",
@@ -110,7 +116,7 @@ class Origins:
         if origin.removal == "delete":
             raise StateError(f"run {origin.name} is being deleted", hint="fork another one")
         number, folder = await asyncio.to_thread(find_checkpoint, origin, step)
-        return f"{origin.name}@{number}", str(folder)
+        return f"{origin.name}@{number}", folder
 
     def _tinker(self, user: str, name: CheckpointName) -> str:
         """Return the folder of a checkpoint under the Tinker API that a user may read.

@@ -1,16 +1,17 @@
 """The folder of a run, made when the run is accepted."""
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote
 
 from ....schemas.config.job import JobConfig
+from ....schemas.config.storage import is_url
 from ....schemas.job import LAST_STEP, JobRecord
 from ....schemas.tinker.names import is_path
 from ....schemas.wire.errors import NotFoundError, StateError, StorageError
 from ...folders.linking import link_file
 from ...models.checkpoint_folders import checkpoint_folders
+from ...storage.stored_runs import keep_stored, store_of, stored_checkpoints
 
 _FORK = "fork"
 _ADAPTERS = "adapters"
@@ -40,20 +41,35 @@ def make_run_dir(config: JobConfig, owner: str = "") -> Path:
     return folder
 
 
-def find_checkpoint(origin: JobRecord, step: str) -> tuple[int, Path]:
-    """Return step and folder of a run's checkpoint: of a step, or of the `last` one.
+def find_checkpoint(origin: JobRecord, step: str) -> tuple[int, str]:
+    """Return step and place of a run's checkpoint: of a step, or of the `last` one.
 
-    Raises NotFoundError.
+    The place is a URL for a run with a store, else a folder. Raises NotFoundError, StorageError.
     """
-    there = checkpoint_folders(origin.run_dir)
+    if (store := store_of(origin)) is None:
+        there = {step: str(path) for step, path in checkpoint_folders(origin.run_dir).items()}
+    else:
+        there = {number: one.url for number, one in stored_checkpoints(origin).items()}
     number = max(there, default=0) if step == LAST_STEP else int(step)
     if number not in there:
         which = "yet" if step == LAST_STEP else f"of step {number}"
         raise NotFoundError(
-            f"run {origin.name!r} has no checkpoint {which} ({origin.run_dir})",
-            hint=f"see which there are: ls {origin.run_dir}/checkpoints",
+            f"run {origin.name!r} has no checkpoint {which} ({store or origin.run_dir})",
+            hint=f"there are those of steps {', '.join(map(str, sorted(there)))}"
+            if there
+            else "wait until it has written one (training.save_freq)",
         )
     return number, there[number]
+
+
+def keep_checkpoint(record: JobRecord, run_dir: Path) -> str:
+    """Keep what a job begins with: in its store, or in the run's folder. Raises as below."""
+    if is_url(record.fork_dir):
+        only = record.weights_only or not record.trains  # who serves needs no optimiser's state
+        return keep_stored(record.fork_dir, record.scope, weights_only=only)
+    as_copy = is_path(record.fork_of or "")
+    fork = Path(record.fork_dir)
+    return str(pin_checkpoint(fork, run_dir, weights_only=record.weights_only, as_copy=as_copy))
 
 
 def pin_checkpoint(
@@ -90,10 +106,12 @@ def pin_checkpoint(
     return pinned
 
 
-def pin_adapters(adapters: Mapping[str, str], run_dir: Path) -> dict[str, str]:
+def pin_adapters(record: JobRecord, run_dir: Path) -> dict[str, str]:
     """Keep further adapters by their names, `run@step`; raises what `pin_checkpoint` does."""
     return {
-        name: str(
+        name: keep_stored(each, record.scope, place=f"{_ADAPTERS}/{name}", weights_only=True)
+        if is_url(each)
+        else str(
             pin_checkpoint(
                 Path(each),
                 run_dir,
@@ -102,5 +120,5 @@ def pin_adapters(adapters: Mapping[str, str], run_dir: Path) -> dict[str, str]:
                 place=f"{_ADAPTERS}/{quote(name, safe='@')}",
             )
         )
-        for name, each in adapters.items()
+        for name, each in record.adapters.items()
     }

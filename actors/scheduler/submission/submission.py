@@ -7,7 +7,6 @@ was cut off half-way goes on where it was when it is sent again.
 import asyncio
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, cast
 
 from ....broker.client.connection import Broker
@@ -39,7 +38,7 @@ from ..reconciler import Reconciler
 from .access import refuse_code_of_others, refuse_runs_of_others, refuse_second_service
 from .naming import run_name
 from .origins import Origins, begins_with, own
-from .run_folder import make_run_dir, pin_adapters, pin_checkpoint
+from .run_folder import keep_checkpoint, make_run_dir, pin_adapters
 
 
 class Submission:
@@ -194,14 +193,7 @@ class Submission:
         run_dir = await asyncio.to_thread(make_run_dir, config, self._folder_of(record.user))
         fork_dir = record.fork_dir
         if fork_dir:
-            pinned = await asyncio.to_thread(
-                pin_checkpoint,
-                Path(fork_dir),
-                run_dir,
-                weights_only=record.weights_only,
-                as_copy=is_path(record.fork_of or ""),
-            )
-            fork_dir = str(pinned)
+            fork_dir = await asyncio.to_thread(keep_checkpoint, record, run_dir)
         if record.weights_only:
             config, fork_dir = config.with_model(fork_dir), ""
         fields = {
@@ -213,7 +205,7 @@ class Submission:
             "run_dir": str(run_dir),
             "output_roots": [str(root) for root in roots],
             "fork_dir": fork_dir,
-            "adapters": await asyncio.to_thread(pin_adapters, record.adapters, run_dir),
+            "adapters": await asyncio.to_thread(pin_adapters, record, run_dir),
             "judge": await self._judge(record.user, config.env.reward),
         }
         return record.model_copy(update=fields)

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 from tinkermq.actors.gateway.data.checkpoints import folder_of, list_checkpoints, pack
+from tinkermq.actors.models.digests import write_digests
+from tinkermq.actors.storage.checkpoint_mirror import CheckpointMirror
 from tinkermq.schemas.wire.errors import NotFoundError
 
 from tests.actors.gateway.test_records import record
@@ -48,6 +50,24 @@ def test_a_checkpoint_is_packed_as_an_ordinary_tar_archive(run: Any) -> None:
 def test_a_checkpoint_that_is_not_there_is_named(run: Any, step: int) -> None:
     with pytest.raises(NotFoundError, match=f"step {step}"):
         folder_of(run, step)
+
+
+def test_a_run_with_a_store_lists_what_is_there(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    run = record(1, config={"storage": {"url": url}})
+    mirror = CheckpointMirror.of_run(url, run.scope, keep_last=1, keep_every=0)
+    made = tmp_path / "made"
+    (made / "learner").mkdir(parents=True)
+    (made / "learner" / "state.json").write_text("{}")
+    write_digests(made)
+    mirror.upload(8, made)
+    (one,) = list_checkpoints(run)
+    assert (one["step"], one["files"]) == (8, ["SHA256SUMS", "learner/state.json"])
+    assert one["path"].startswith(f"{mirror.store.url}/step_000008-")
+    with pytest.raises(NotFoundError, match=f"of step 8 .* is in its store: {url}"):
+        folder_of(run, 8)
+    with pytest.raises(NotFoundError, match="step 7"):
+        folder_of(run, 7)
 
 
 def test_a_run_without_folder_has_no_checkpoints() -> None:

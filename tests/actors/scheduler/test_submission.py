@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tinkermq.actors.learner.start import starting_point
+from tinkermq.actors.learner.training.checkpoint import CheckpointStore
+from tinkermq.actors.models.digests import write_digests
 from tinkermq.actors.scheduler.jobs.actors import slots_of
+from tinkermq.actors.storage.checkpoint_mirror import CheckpointMirror
+from tinkermq.actors.storage.models_by_url import fetch_model, with_checkpoints_here
+from tinkermq.actors.storage.stored_runs import free_stored
 from tinkermq.actors.tinker.checkpoints.folders import CheckpointFolders, StoredCheckpoint
 from tinkermq.actors.tinker.states import STATES
 from tinkermq.schemas.config.load_config import parse_config
@@ -32,6 +38,8 @@ from tinkermq.schemas.wire.errors import (
     StateError,
     StorageError,
 )
+
+from tests.support.s3 import environment
 
 from .conftest import Stack
 
@@ -160,6 +168,41 @@ async def test_a_fork_names_a_checkpoint_that_is_there(stack: Stack) -> None:
     assert Path(fork.fork_dir).is_relative_to(fork.run_dir)
     with pytest.raises(ConfigError, match="does not name a checkpoint"):
         await stack.submit(fork_of="origin")
+
+
+async def test_a_fork_of_a_run_with_a_store_keeps_a_copy_there(
+    stack: Stack, tmp_path: Path
+) -> None:
+    await stack.scheduler()
+    url = f"file://{tmp_path}/store"
+    origin = await stack.submit(name="origin", storage={"url": url})
+    with pytest.raises(NotFoundError, match=r"'origin' has no checkpoint yet \(file://"):
+        await stack.submit(fork_of="origin@last")
+    mirror = CheckpointMirror.of_run(url, origin.scope, keep_last=2, keep_every=0)
+    for step in (9, 40):
+        made = tmp_path / "made" / str(step)
+        (made / "learner").mkdir(parents=True)
+        (made / "learner" / "state.json").write_text("{}")
+        (made / "config.json").write_text(str(step))
+        write_digests(made)
+        mirror.upload(step, made)
+    with pytest.raises(NotFoundError, match="of step 7") as missing:
+        await stack.submit(fork_of="origin@7")
+    assert missing.value.hint == "there are those of steps 9, 40"
+    fork = await stack.submit(fork_of="origin@last")
+    assert (fork.fork_of, fork.fork_dir) == ("origin@40", f"{url}/runs/local/{fork.job}/fork")
+    begun = await stack.submit(fork_of="origin@9", weights_only=True)
+    assert begun.config["model"]["path"] == f"{url}/runs/local/{begun.job}/fork"
+    shutil.rmtree(tmp_path / "store" / "runs" / "local" / origin.job)
+    with environment({"TINKERMQ_CACHE": str(tmp_path / "cache")}):
+        here = with_checkpoints_here(fork)
+        model = fetch_model(begun.config["model"]["path"])
+    assert starting_point(CheckpointStore(tmp_path, keep_last=1, keep_every=0), here.fork_dir)
+    assert (Path(here.fork_dir) / "config.json").read_text() == "40"
+    assert (Path(model) / "config.json").read_text() == "9"
+    assert not (Path(model) / "learner").exists()
+    free_stored(begun)
+    assert not [path for path in (tmp_path / "store").rglob(f"{begun.job}/*") if path.is_file()]
 
 
 async def test_a_job_may_begin_with_the_weights_of_another_run(stack: Stack) -> None:
