@@ -14,21 +14,29 @@ PROGRAMS = ("munged", "munge", "slurmctld", "slurmd", "sbatch", "squeue", "scanc
 _DEADLINE_S = 60.0
 
 
-def lacking() -> str:
-    """Say what this machine lacks to run Slurm; empty if nothing."""
-    missing = [name for name in PROGRAMS if shutil.which(name) is None]
+ACCOUNTING = ("slurmdbd", "sacctmgr", "mariadbd", "mariadb-install-db")
+_PACKAGES = "slurmctld slurmd slurm-client munge"
+
+
+def lacking(*more: str) -> str:
+    """Say what this machine lacks to run Slurm, and `more` of it; empty if nothing."""
+    missing = [name for name in (*PROGRAMS, *more) if shutil.which(name) is None]
     if missing:
-        return f"no {', '.join(missing)}: apt-get install slurmctld slurmd slurm-client munge"
+        packages = _PACKAGES + (" slurmdbd mariadb-server-core mariadb-client-core" if more else "")
+        return f"no {', '.join(missing)}: apt-get install {packages}"
     return "" if os.geteuid() == 0 else "several slurmd on one machine need root"
 
 
 class Slurm:
     """A cluster of nodes of two cores each; its partition `p` preempts what runs in `low`."""
 
-    def __init__(self, folder: Path, num_nodes: int = 3, *, settings: str = "") -> None:
+    def __init__(
+        self, folder: Path, num_nodes: int = 3, *, settings: str = "", accounting: bool = False
+    ) -> None:
         self.folder = folder
         self.num_nodes = num_nodes
         self._settings = settings
+        self._accounting = accounting
         self._processes: list[subprocess.Popen[bytes]] = []
         self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
 
@@ -36,7 +44,11 @@ class Slurm:
         self.folder.mkdir(parents=True)
         try:
             self._start_munge()
+            if self._accounting:
+                self._start_accounting()
             self._write()
+            if self._accounting:
+                self.tell("sacctmgr", "-i", "add", "cluster", "test")
             self._run("slurmctld", "-D", "-f", self.environment["SLURM_CONF"])
             for number in range(1, self.num_nodes + 1):
                 self._run("slurmd", "-D", "-N", f"n{number}", "-f", self.environment["SLURM_CONF"])
@@ -93,6 +105,40 @@ class Slurm:
             user="munge",
         )
         _until(self._socket.exists, "munged")
+
+    def _start_accounting(self) -> None:
+        """Start slurmdbd, which keeps accounts and their limits, and its database."""
+        data, (database, port) = self.folder / "database", _free_ports(2)
+        plain = ("--no-defaults", f"--datadir={data}", "--user=root")
+        subprocess.run(("mariadb-install-db", *plain), check=True, capture_output=True, timeout=120)
+        listen = ("--bind-address=127.0.0.1", f"--port={database}", "--skip-grant-tables")
+        self._run("mariadbd", *plain, *listen, f"--socket={data}/socket")
+        _until((data / "socket").exists, "mariadbd")
+        config = self.folder / "slurmdbd.conf"
+        config.write_text(f"""
+AuthType=auth/munge
+AuthInfo=socket={self._socket}
+DbdHost=localhost
+DbdAddr=127.0.0.1
+DbdPort={port}
+SlurmUser=root
+StorageType=accounting_storage/mysql
+StorageHost=127.0.0.1
+StoragePort={database}
+StorageUser=root
+LogFile={self.folder}/slurmdbd.log
+PidFile={self.folder}/slurmdbd.pid
+""")
+        config.chmod(0o600)
+        self._run("slurmdbd", "-D")
+        _until(lambda: _answers(port), "slurmdbd")
+        self._settings += f"""
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePort={port}
+AccountingStoragePass={self._socket}
+AccountingStorageEnforce=associations,limits,qos
+"""
 
     def _write(self) -> None:
         host, ports = socket.gethostname().split(".")[0], _free_ports(self.num_nodes + 1)
@@ -167,6 +213,14 @@ def _until(done: Callable[[], bool], what: str) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what} did not come up within {_DEADLINE_S:g} s")
         time.sleep(0.2)
+
+
+def _answers(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
 
 
 def _free_ports(count: int) -> list[int]:
