@@ -474,6 +474,13 @@ STORES: tuple[Store, ...] = (
         None,
         "as long as the manifest",
     ),
+    Store(
+        _shown(_SCOPE.object_checkpoints),
+        "objects",
+        'files of checkpoints, with `storage.url: "broker:"`',
+        None,
+        "up to `limits.checkpoint_bytes`",
+    ),
     Store(subjects.BUCKET_JOBS, "bucket", "`<u>.<j>`", JobRecord, "until the job is archived"),
     Store(subjects.BUCKET_ARCHIVE, "bucket", "`<u>.<j>`", JobRecord, "for good"),
     Store(subjects.BUCKET_SECRETS, "bucket", "`<u>.<j>`", SealedSecrets, "until the job has ended"),

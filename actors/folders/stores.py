@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 
 from ...schemas.config.job import JobConfig
-from ...schemas.config.storage import is_url, model_paths
+from ...schemas.config.storage import BROKER, is_url, model_paths
 from ...schemas.wire.errors import ConfigError
 
 STORES_VARIABLE = "TINKERMQ_STORES"
@@ -29,7 +29,7 @@ def refuse_other_stores(config: JobConfig, user: str, stores: Sequence[str]) -> 
     the user have written.
     """
     url = config.storage.url
-    if url is not None and url.rstrip("/") not in stores:
+    if url not in (None, BROKER) and url.rstrip("/") not in stores:
         raise _refused("storage.url", url, stores)
     for key, path in model_paths(config).items():
         if is_url(path) and not _is_readable(path, user, stores):

@@ -6,8 +6,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from ...broker.rollouts import RolloutLog
+from ...schemas.config.storage import BROKER
 from ...schemas.wire.errors import StorageError
 from ..runtime import JobContext
+from ..storage.broker_store import BrokerStore
 from ..storage.checkpoint_mirror import CheckpointMirror
 from ..storage.uploads import Uploads
 from .tasks.intake import Intake
@@ -182,10 +184,16 @@ class Saver:
 
 
 def open_mirror(context: JobContext, *, tries: int = 6) -> CheckpointMirror | None:
-    """Open the store of a job's checkpoints; None for a job without. Raises StorageError."""
+    """Open the store of a job's checkpoints, on the loop; None for a job without.
+
+    Raises StorageError.
+    """
     training, url = context.config.training, context.config.storage.url
     if url is None:
         return None
+    if url == BROKER:
+        store = BrokerStore(context.broker, context.scope)
+        return CheckpointMirror(store, keep_last=training.keep_last, keep_every=training.keep_every)
     return CheckpointMirror.of_run(
         url,
         context.scope,

@@ -20,7 +20,7 @@ from ..models.lora import refuse_other_kind
 from ..models.model_folder import load_tokenizer
 from ..models.policies import MAIN
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext
-from ..storage.checkpoint_mirror import own_folder
+from ..storage.checkpoint_mirror import CheckpointMirror, own_folder
 from .learner import Learner
 from .ranks.placed_ranks import PlacedRanks
 from .reporter import Reporter, last_reported_step
@@ -68,7 +68,7 @@ async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
         keep_last=config.training.keep_last,
         keep_every=config.training.keep_every,
     )
-    wrong = await asyncio.to_thread(_fetch_newest, context, checkpoints)
+    wrong = await asyncio.to_thread(_fetch_newest, context, open_mirror(context), checkpoints)
     start = await asyncio.to_thread(starting_point, checkpoints, context.record.fork_dir)
     start.damaged.extend(wrong)
     folder, state = start.folder, start.state
@@ -99,12 +99,13 @@ async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
     )
 
 
-def _fetch_newest(context: JobContext, checkpoints: CheckpointStore) -> list[TinkermqError]:
+def _fetch_newest(
+    context: JobContext, mirror: CheckpointMirror | None, checkpoints: CheckpointStore
+) -> list[TinkermqError]:
     """Bring the newest checkpoint of the job's store here; return what is damaged, here and there.
 
     Raises StorageError for a store that cannot be written.
     """
-    mirror = open_mirror(context)
     if mirror is None:
         return []
     mirror.check()
@@ -182,7 +183,7 @@ async def _tell_damaged(context: JobContext, start: StartingPoint) -> None:
         f"the newest checkpoint that this node sees below {context.run_dir} is of step "
         f"{start.state.step}, and the rollout log was trimmed behind a later one",
         hint="the nodes that a job runs on must see the same files under output_dir, or set "
-        "storage.url",
+        "storage.url (`broker:` needs nothing else)",
     )
 
 

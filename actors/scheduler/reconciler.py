@@ -20,6 +20,7 @@ import structlog
 from ...broker.client.connection import Broker
 from ...broker.jetstream.streams import create_job_streams, settle_job_streams
 from ...broker.jobs import JobStore, is_final
+from ...schemas.config.storage import BROKER
 from ...schemas.job import FINAL_STATES, ActorPlacement, JobRecord
 from ...schemas.node import ActorStatus, NodeSync, WantedActor
 from ...schemas.wire.errors import (
@@ -240,6 +241,7 @@ class Reconciler:
                 ack_wait_s=config.generator.ack_wait_s,
                 segments=config.keeps_segments,
                 operations=record.kind == "tinker",
+                checkpoints=config.storage.url == BROKER,
             )
         except BrokerError as error:
             await self._move(record, Transition("FAILED", str(error)))

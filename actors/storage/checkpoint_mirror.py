@@ -15,7 +15,7 @@ from ...schemas.wire.errors import NotFoundError, StorageError, TinkermqError
 from ...schemas.wire.subjects import JobScope
 from ..models.checkpoint_folders import checkpoint_name
 from ..models.digests import TABLE
-from .trees import fetch_tree, upload_tree
+from .trees import Store, fetch_tree, upload_tree
 from .url_store import StoredObject, UrlStore
 
 _NAME = re.compile(r"step_([0-9]{6,})-[0-9a-f]{16}")
@@ -38,7 +38,7 @@ class MirroredCheckpoint(NamedTuple):
 class CheckpointMirror:
     """Puts checkpoints of a run into the store, and gets them from there. Blocks."""
 
-    def __init__(self, store: UrlStore, *, keep_last: int, keep_every: int) -> None:
+    def __init__(self, store: Store, *, keep_last: int, keep_every: int) -> None:
         self.store = store
         self._keep_last = keep_last
         self._keep_every = keep_every

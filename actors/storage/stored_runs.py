@@ -7,6 +7,7 @@ place in the store, made by the store itself: the run may remove its own meanwhi
 from typing import Any, NamedTuple, cast
 
 from ...schemas.config.lora import ADAPTER_CONFIG
+from ...schemas.config.storage import BROKER
 from ...schemas.job import JobRecord
 from ...schemas.wire.errors import NotFoundError
 from ...schemas.wire.subjects import JobScope
@@ -32,9 +33,10 @@ class CheckpointInStore(NamedTuple):
 
 
 def store_of(record: JobRecord) -> str | None:
-    """Return the `storage.url` of a job, None for a job without."""
+    """Return the `storage.url` of a job, None for a job without a store outside of the broker."""
     section = cast("dict[str, Any]", record.config.get("storage") or {})
-    return section.get("url")
+    url = section.get("url")
+    return None if url == BROKER else url
 
 
 def stored_checkpoints(record: JobRecord, *, tries: int = 3) -> dict[int, CheckpointInStore]:

@@ -11,13 +11,15 @@ from pathlib import Path, PurePosixPath
 from ...schemas.wire.errors import StorageError
 from ..models.digests import TABLE, digest_of, is_state, read_table
 from ..models.writing import flush, storage_error
+from .broker_store import BrokerStore
 from .url_store import StoredObject, UrlStore
 
+Store = UrlStore | BrokerStore
 _THREADS = 4
 _FETCHES = 3
 
 
-def upload_tree(store: UrlStore, prefix: str, folder: Path) -> None:
+def upload_tree(store: Store, prefix: str, folder: Path) -> None:
     """Store the files of a folder that has a table of digests, the table last.
 
     Raises StorageError.
@@ -40,7 +42,7 @@ def upload_tree(store: UrlStore, prefix: str, folder: Path) -> None:
     store.put(f"{prefix}/{TABLE}", folder / TABLE)
 
 
-def fetch_tree(store: UrlStore, prefix: str, files: list[StoredObject], target: Path) -> None:
+def fetch_tree(store: Store, prefix: str, files: list[StoredObject], target: Path) -> None:
     """Write the files of a folder of the store to a new folder `target`; it is whole or not there.
 
     What its table of digests names is read again when it is not as it was written. Raises
@@ -60,7 +62,7 @@ def fetch_tree(store: UrlStore, prefix: str, files: list[StoredObject], target: 
         raise
 
 
-def _fetch_files(store: UrlStore, prefix: str, files: list[StoredObject], folder: Path) -> None:
+def _fetch_files(store: Store, prefix: str, files: list[StoredObject], folder: Path) -> None:
     by_name = {_inside(one.name, prefix): one for one in files}
     wanted: dict[str, str] = {}
     if (table := by_name.pop(TABLE, None)) is not None:
@@ -74,7 +76,7 @@ def _fetch_files(store: UrlStore, prefix: str, files: list[StoredObject], folder
         _fetch_whole(store, one, folder / name, wanted.get(name))
 
 
-def _fetch_whole(store: UrlStore, one: StoredObject, target: Path, digest: str | None) -> None:
+def _fetch_whole(store: Store, one: StoredObject, target: Path, digest: str | None) -> None:
     for _ in range(_FETCHES):
         store.fetch(one.name, one.num_bytes, target)
         if digest is None or digest_of(target) == digest:
@@ -90,7 +92,7 @@ def _inside(name: str, prefix: str) -> str:
     return str(inside)
 
 
-def _wrong(store: UrlStore, prefix: str, name: str, how: str) -> StorageError:
+def _wrong(store: Store, prefix: str, name: str, how: str) -> StorageError:
     place = "/".join(part for part in (store.url, prefix, name) if part)
     return StorageError(
         f"{place} {how}", hint="restore the file, or remove the folder that it is in"

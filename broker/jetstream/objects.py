@@ -127,10 +127,14 @@ class ObjectStore:
 
     async def names(self) -> list[str]:
         """Return the names of all objects."""
+        return sorted({info.name for info in await self.infos()})
+
+    async def infos(self) -> list[ObjectInfo]:
+        """Return what is known of all objects."""
         subject = f"$O.{self._bucket}.M.>"
         messages = await self._retry(lambda: get_all(self._broker, self._stream, subject))
         infos = (_read_info(message.payload) for message in messages)
-        return sorted({info.name for info in infos if info is not None})
+        return [info for info in infos if info is not None]
 
     async def delete(self, name: str) -> None:
         """Delete an object; harmless if it is gone."""

@@ -74,20 +74,20 @@ async def create_job_streams(
     ack_wait_s: float | None = None,
     segments: bool = False,
     operations: bool = False,
+    checkpoints: bool = False,
 ) -> None:
     """Make all streams of a job; harmless when they are there.
 
-    With `ack_wait_s` also the consumer of its tasks, which generators have no right to make; with
-    `segments` also the stream of running episodes, with `operations` those of users' operations and
-    their results.
+    With `ack_wait_s` also the consumer of its tasks, which generators have no right to make; those
+    of running episodes, users' operations and checkpoints as asked for.
 
     Raises BrokerError when the server refuses one, DeadlineError.
     """
-    configs = job_streams(scope, limits, weights_bytes)
-    wanted = {scope.stream_segment: segments}
+    wanted = {scope.stream_segment: segments, f"OBJ_{scope.object_checkpoints}": checkpoints}
     wanted |= dict.fromkeys((scope.stream_operation, scope.stream_result), operations)
-    configs = [config for config in configs if wanted.get(config["name"], True)]
-    await asyncio.gather(*(ensure_stream(broker, config) for config in configs))
+    configs = job_streams(scope, limits, weights_bytes)
+    made = (ensure_stream(broker, one) for one in configs if wanted.get(one["name"], True))
+    await asyncio.gather(*made)
     if ack_wait_s is not None:
         await ensure_task_consumer(broker, scope, ack_wait_s)
 
@@ -95,11 +95,10 @@ async def create_job_streams(
 async def settle_job_streams(broker: Broker, scope: JobScope) -> int:
     """Bound the streams of a job that has ended by what they hold, so that others get the room.
 
-    No episode is being played any more: what was written down of them is removed. Returns how many
-    bytes there are.
+    What was written down of running episodes is removed. Returns how many bytes there are.
 
-    Those of events and log lines keep some room: actors that drain still tell their last lines,
-    which must not push out the first ones. `create_job_streams` gives them their bounds back.
+    Those of events and log lines keep some room: actors that drain still tell their last lines.
+    `create_job_streams` gives all of them their bounds back.
 
     Raises BrokerError for a stream that the server does not change, DeadlineError.
     """
@@ -210,7 +209,7 @@ async def wait_for_shared(broker: Broker, deadline_s: float) -> None:
 
 def job_streams(scope: JobScope, limits: LimitsConfig, weights_bytes: int) -> list[StreamConfig]:
     """Return the configuration of every stream of a job."""
-    job = f"job {scope.job} of {scope.user}"
+    job, kept = f"job {scope.job} of {scope.user}", scope.object_checkpoints
     once = {"max_msgs_per_subject": 1, "discard": "new", "discard_new_per_subject": True}
     return [
         stream_config(
@@ -270,6 +269,7 @@ def job_streams(scope: JobScope, limits: LimitsConfig, weights_bytes: int) -> li
         stream_config(scope.stream_log, f"Log lines of {job}", [scope.log("*")], limits.log_bytes),
         bucket_config(scope.bucket_weights, f"Weight manifests of {job}", max_bytes=MANIFEST_BYTES),
         object_store_config(scope.object_weights, f"Weights of {job}", weights_bytes),
+        object_store_config(kept, f"Checkpoints of {job}", limits.checkpoint_bytes),
     ]
 
 

@@ -14,7 +14,7 @@ from ...schemas.wire.subjects import (
 
 STREAMS = ("task", "rollout", "segment", "batch", "dead", "feed", "trace", "log", "op", "result")
 """Kinds of streams that a job has."""
-_JOB_KINDS = frozenset({*STREAMS, "weights"})
+_JOB_KINDS = frozenset({*STREAMS, "weights", "checkpoints"})
 SHARED = (BUCKET_JOBS, BUCKET_ARCHIVE, BUCKET_ACTORS, BUCKET_EVALS)
 """Buckets that all jobs share."""
 _NUMBER = re.compile(r"[0-9]{1,18}")

@@ -185,7 +185,7 @@ def job_permissions(
 
 
 def _learner(scope: JobScope, actor: str) -> tuple[str, ...]:
-    weights = scope.bucket_weights
+    weights, checkpoints = scope.bucket_weights, scope.object_checkpoints
     return (
         *_common(scope, actor),
         scope.rank("*", "*"),
@@ -201,6 +201,9 @@ def _learner(scope: JobScope, actor: str) -> tuple[str, ...]:
         f"$JS.API.STREAM.PURGE.{scope.stream_rollout}",
         f"$JS.API.STREAM.PURGE.KV_{weights}",
         f"$JS.API.STREAM.PURGE.OBJ_{weights}",
+        f"$O.{checkpoints}.>",
+        f"$JS.API.STREAM.PURGE.OBJ_{checkpoints}",
+        *_readable(f"OBJ_{checkpoints}"),
         *_readable(*(f"tmq-{scope.user}-{scope.job}-{kind}" for kind in STREAMS)),
         _env(scope),
     )

@@ -218,6 +218,8 @@ class LimitsConfig(Section):
     operation_bytes: int = Field(default=4 << 30, ge=1 << 20, le=MAX_STREAM_BYTES)
     """Operations of programs that use the Tinker API, and their results, each; results are kept for
     a day, the oldest go first."""
+    checkpoint_bytes: int = Field(default=16 << 30, ge=1 << 20, le=MAX_STREAM_BYTES)
+    """Checkpoints in the broker (`storage.url: "broker:"`): room for `training.keep_last` + 2."""
     log_bytes: int = Field(default=64 << 20, ge=1 << 16, le=MAX_STREAM_BYTES)
     """Log lines of the actors, metrics and events, and traces, each; the oldest go first."""
     max_restarts: int = Field(default=5, ge=0, le=1000)

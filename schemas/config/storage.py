@@ -10,7 +10,9 @@ from .section import Section
 if TYPE_CHECKING:
     from .job import JobConfig
 
-URL_PATTERN = r"^(s3|gs|file)://[A-Za-z0-9._/=+@-]+$"
+BROKER = "broker:"
+"""In the place of a URL: the broker keeps the checkpoints."""
+URL_PATTERN = r"^(broker:|(s3|gs|file)://[A-Za-z0-9._/=+@-]+)$"
 _URL = re.compile(r"(s3|gs|file)://")
 
 
@@ -36,4 +38,5 @@ class StorageConfig(Section):
     url: str | None = Field(default=None, pattern=URL_PATTERN)
     """Checkpoints are kept below this URL, too (`s3://bucket/prefix`, `gs://`, `file:///folder`):
     a learner on a machine that has none of the run's files goes on from there. Machines need the
-    `storage` extra, and the store's credentials in their environment."""
+    `storage` extra, and the store's credentials in their environment. `broker:` needs neither:
+    the broker keeps them, up to `limits.checkpoint_bytes`."""

@@ -37,7 +37,6 @@ RESERVED_USERS = frozenset({*SERVICES, "job", "pool", "invited", "sys", "tinker"
 _USER = re.compile(r"[a-z0-9][a-z0-9_]{0,31}")
 _TOKEN = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 
-
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,63}$"
 """What may stand as one token of a subject; for fields whose value becomes one."""
 
@@ -394,3 +393,8 @@ class JobScope:
     def object_weights(self) -> str:
         """Object store of the weight payloads."""
         return self._stream("weights")
+
+    @property
+    def object_checkpoints(self) -> str:
+        """Object store of the checkpoints, with `storage.url: "broker:"`."""
+        return self._stream("checkpoints")

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from tinkermq.actors.storage.checkpoint_mirror import CheckpointMirror
 from tinkermq.actors.storage.url_store import UrlStore
+from tinkermq.broker.jetstream.objects import ObjectStore
 
 from tests.support.configs import small_job
 from tests.support.jobs import Job
+from tests.support.namespaces import Network
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.support.s3 import S3, environment, s3_server
 from tests.support.stack import Stack
@@ -35,6 +37,13 @@ def s3(tmp_path: Path) -> Iterator[S3]:
         with environment({**server.environment, **cache}):
             (tmp_path / "machine").mkdir()
             yield server
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    made = Network()
+    yield made
+    made.close()
 
 
 def put_model(s3: S3, model: Path) -> None:
@@ -108,6 +117,41 @@ async def test_a_checkpoint_in_the_store_is_forked_and_served_by_a_node_that_nev
         served = await stack.submit(longer, fork_of=f"{job.record.name}@3", kind="infer")
         ready = await served.until_event("server_ready")
         assert ready.data["model"] == f"{job.record.name}@3"
+
+
+async def test_without_any_store_the_broker_keeps_the_checkpoints_of_a_machine_that_dies(
+    tmp_path: Path, model: Path, network: Network
+) -> None:
+    for name in ("node", "other"):  # each machine has the model, and no path leads to the other's
+        shutil.copytree(model, tmp_path / f"disk-{name}" / "model")
+    apart = tmp_path / "machine"
+    apart.mkdir()
+    async with Stack(tmp_path, apart=apart, network=network) as stack:
+        config = small_job(
+            apart / "model",
+            env=SLOW,
+            training={"num_steps": 18},
+            storage={"url": "broker:"},
+            limits={"checkpoint_bytes": 64 << 20},
+        )
+        job = await stack.submit({**config, "output_dir": str(apart)})
+        await job.until_event("checkpoint_uploaded", count=2)
+        network.cut("node")
+        stack.kill("node")
+        stack.start("node", "other")
+        again = await job.until_event("training_started", count=2)
+        assert int(again.data["step"]) >= 6
+        await job.until("COMPLETED", deadline_s=200)
+        inside = job.run_dir.relative_to(apart) / "checkpoints"
+        there = names_below(tmp_path / "disk-other" / inside, "step_*")
+        assert there == ["step_000015", "step_000018"]
+        store = ObjectStore(stack.broker, job.scope.object_checkpoints)
+        kept = {name.partition("-")[0] for name in await store.names()}
+        assert kept == {".job", *there}
+        shutil.copytree(tmp_path / "disk-other" / inside, job.run_dir / "checkpoints")
+        shutil.copytree(model, apart / "model")  # the replay is here
+        await assert_every_task_once(job)
+        await assert_replay_is_identical(job)
 
 
 async def test_while_the_store_refuses_the_log_is_kept_and_then_all_comes_there(

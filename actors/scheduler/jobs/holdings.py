@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from ....broker.jetstream.streams import BUCKET_BYTES
 from ....broker.jobs import is_final
 from ....schemas.config.job import JobConfig
+from ....schemas.config.storage import BROKER
 from ....schemas.job import MAX_RECORD_BYTES, JobRecord
 from ....schemas.user import Quota
 from ....schemas.wire.errors import QuotaError
@@ -37,7 +38,9 @@ def reserved_bytes(config: JobConfig) -> int:
     """Return what the limits of a job let its streams hold."""
     limits = config.limits
     segments = limits.segment_bytes if config.keeps_segments else 0
-    return limits.task_bytes + limits.rollout_bytes + segments + 3 * limits.log_bytes
+    checkpoints = limits.checkpoint_bytes if config.storage.url == BROKER else 0
+    streams = limits.task_bytes + limits.rollout_bytes + 3 * limits.log_bytes
+    return streams + segments + checkpoints
 
 
 def stored_bytes(record: JobRecord | None) -> int:

@@ -199,4 +199,6 @@ async def _free_stored(record: JobRecord) -> None:
 
 def kept_streams(scope: JobScope) -> list[str]:
     """Return the streams that an archive keeps: what was trained, and what was told."""
-    return [scope.stream_rollout, scope.stream_batch, scope.stream_dead, scope.stream_feed]
+    checkpoints = f"OBJ_{scope.object_checkpoints}"
+    told = [scope.stream_dead, scope.stream_feed]
+    return [scope.stream_rollout, scope.stream_batch, *told, checkpoints]

@@ -6,7 +6,8 @@ Ada and Mallory are those of `conftest`.
 import pytest
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import read_events
-from tinkermq.broker.jetstream.streams import stream_info
+from tinkermq.broker.jetstream.objects import ObjectStore
+from tinkermq.broker.jetstream.streams import ensure_stream, object_store_config, stream_info
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.tasks import TaskQueue
@@ -92,3 +93,21 @@ async def test_a_service_has_its_own_rights_only(pool: SecuredPool, job: JobScop
     await refused_listen(node, job.rollout("*"))
     with pytest.raises(BrokerError, match="may not publish"):
         await stream_info(node, "tmq-audit")
+
+
+async def test_only_the_learner_of_a_job_writes_its_checkpoints_in_the_broker(
+    pool: SecuredPool, job: JobScope
+) -> None:
+    bucket = job.object_checkpoints
+    config = object_store_config(bucket, "checkpoints", 1 << 20)
+    await ensure_stream(await pool.service("scheduler"), config)
+    store = ObjectStore(await pool.process(job, "learner"), bucket)
+    await store.put("a", [memoryview(b"a")], deadline_s=10)
+    assert [info.name for info in await store.infos()] == ["a"]
+    await store.delete("a")
+    for actor in ("generator-0", "evaluator-0", "environment-0"):
+        process = await pool.process(job, actor)
+        await refused_publish(process, f"$O.{bucket}.C.x")
+        await refused_publish(process, f"$JS.API.DIRECT.GET.OBJ_{bucket}", b"{}")
+    stranger = await pool.process(JobScope("mallory", "01mine"), "learner")
+    await refused_publish(stranger, f"$O.{bucket}.C.x")

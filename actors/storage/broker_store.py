@@ -1,0 +1,103 @@
+"""The checkpoints of one job in the broker, for machines that have no disk and no store in common.
+
+They are objects of a bucket of the job's own, which `limits.checkpoint_bytes` bounds. Calls block,
+as those of a store by URL do, and are made in threads; the loop of the process carries them.
+"""
+
+import asyncio
+import mmap
+import os
+from collections.abc import Coroutine
+from concurrent.futures import CancelledError, Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ...broker.client.connection import Broker
+from ...broker.jetstream.objects import ObjectInfo, ObjectStore
+from ...schemas.config.storage import BROKER
+from ...schemas.wire.errors import BrokerError, NotFoundError, StoreAwayError
+from ...schemas.wire.subjects import JobScope
+from .url_store import StoredObject
+
+T = TypeVar("T")
+_DEADLINE_S = 600.0
+
+
+class BrokerStore:
+    """What a job has in its bucket of checkpoints."""
+
+    url = BROKER
+
+    def __init__(self, broker: Broker, scope: JobScope) -> None:
+        """Reach nothing yet; to be made on the loop."""
+        self._objects = ObjectStore(broker, scope.object_checkpoints)
+        self._loop = asyncio.get_running_loop()
+        self._running: set[Future[Any]] = set()
+        self._closed = False
+
+    def close(self) -> None:
+        """End what is under way, with its error."""
+        self._closed = True
+        for one in list(self._running):
+            one.cancel()
+
+    def put(self, name: str, content: Path | bytes) -> None:
+        """Store a file or bytes under a name. Raises StoreAwayError, also when it is full."""
+        views = [memoryview(content)] if isinstance(content, bytes) else _mapped(content)
+        self._wait(f"write {name}", self._objects.put(name, views, deadline_s=_DEADLINE_S))
+
+    def fetch(self, name: str, num_bytes: int, target: Path) -> None:
+        """Write an object of that size to a file.
+
+        Raises NotFoundError, StoreAwayError, OSError for the file.
+        """
+        info = self._wait(f"read {name}", self._objects.info(name))
+        if info is None or info.num_bytes != num_bytes:
+            raise NotFoundError(f"{self.url} has no {name} any more", hint="take another one")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("w+b") as file:
+            if num_bytes:
+                os.posix_fallocate(file.fileno(), 0, num_bytes)  # a full disk is told here
+                view = memoryview(mmap.mmap(file.fileno(), num_bytes))
+                reading = self._objects.get_into(info, view, deadline_s=_DEADLINE_S)
+                self._wait(f"read {name}", reading)
+
+    def objects(self, prefix: str = "") -> list[StoredObject]:
+        """Return the objects below a prefix, by name. Raises StoreAwayError."""
+        infos = self._wait("list what it has", self._objects.infos())
+        below = f"{prefix}/" if prefix else ""
+        return sorted(_told(one) for one in infos if one.name.startswith(below))
+
+    def delete(self, names: list[str]) -> None:
+        """Remove objects; one that has gone is no error. Raises StoreAwayError."""
+        for name in names:
+            self._wait(f"remove {name}", self._objects.delete(name))
+
+    def _wait(self, what: str, work: Coroutine[Any, Any, T]) -> T:
+        if self._closed:
+            work.close()
+            raise StoreAwayError(f"{self.url} was closed", hint="nothing to do: its actor ends")
+        doing = asyncio.run_coroutine_threadsafe(work, self._loop)
+        self._running.add(doing)
+        try:
+            return doing.result()
+        except (BrokerError, CancelledError) as error:
+            raise StoreAwayError(
+                f"{self.url} could not {what}: {error}",
+                hint="limits.checkpoint_bytes must have room for training.keep_last + 2 "
+                "checkpoints, and the broker's disk for all that is in it",
+            ) from error
+        finally:
+            self._running.discard(doing)
+
+
+def _mapped(file: Path) -> list[memoryview]:
+    """Return the content of a file, read when it is needed."""
+    with file.open("rb") as opened:
+        if not file.stat().st_size:
+            return []
+        return [memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))]
+
+
+def _told(info: ObjectInfo) -> StoredObject:
+    return StoredObject(info.name, info.num_bytes, info.digest)
