@@ -298,3 +298,18 @@ def test_two_ranks_replay_as_one_does(folder: Path, learner: dict[str, Any]) -> 
     )
     assert_same_reports(made, expected)
     assert_same_weights(weights, alone)
+
+
+def test_the_model_of_a_kl_chooses_experts_for_itself(folder: Path) -> None:
+    rng = np.random.default_rng(7)
+    batch_of_one = assemble([with_experts(random_group(rng), rng)])
+    kls: list[float] = []
+    for lora in ({}, {"rank": 4, "targets": ["q_proj", "v_proj"]}):
+        told = config_of(folder).model_dump(exclude_unset=True)
+        told["algorithm"] |= {"kl_coef": 0.1}
+        config = JobConfig.model_validate({**told, "lora": lora})
+        model = load_model(config.model, config.learner, lora=config.lora)
+        numbers = Trainer(model, config, total_steps=3).step(batch_of_one, 1).numbers
+        kls.append(numbers["actor/reference_kl"])
+    assert kls[0] > 1e-6  # the policy is the reference, but for the experts
+    assert kls[1] == pytest.approx(kls[0], rel=1e-4)

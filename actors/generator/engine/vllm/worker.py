@@ -89,19 +89,23 @@ class WorkerExtension:
 
     def take_weights(self, folder: str) -> None:
         """Make the file in a folder the weights; the caller sees to it that no step runs."""
-        self.reload_weights(weights_path=folder)
         if not current_platform.is_cpu():
+            self.reload_weights(weights_path=folder)
             return
-        for layer in self.model_runner.get_model().modules():
+        layers = list(self.model_runner.get_model().modules())
+        experts = [layer for layer in layers if _has_experts(layer)]
+        for layer in experts:
+            _make_room(layer)
+        self.reload_weights(weights_path=folder)
+        for layer in experts:
+            # On a CPU it packs the weights of experts when they are loaded first, and again never:
+            # what is loaded later would be read as if it were packed (vLLM 0.32).
+            layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+        for layer in layers:
             if isinstance(layer, ParallelLMHead):
                 # One that is tied to the embedding is not loaded, and on a CPU it multiplies with
                 # a packed copy of its own, which would stay as it was (vLLM 0.32).
                 layer.quant_method.process_weights_after_loading(layer)
-            method = getattr(layer, "quant_method", None)
-            if isinstance(method, UnquantizedFusedMoEMethod):
-                # On a CPU it packs the weights of experts when they are loaded first, and again
-                # never: what is loaded later would be read as if it were packed (vLLM 0.32).
-                method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
     def record_experts(self) -> list[int]:
         """Record which experts read each token; return layers, and experts of a token in each."""
@@ -141,3 +145,19 @@ class WorkerExtension:
             raise TypeError(f"vLLM samples by {sampler}, whose log-probs are not known")
         sampler.logprobs_mode = "processed_logprobs"
         sampler.topk_topp_sampler = Recording(sampler.topk_topp_sampler)
+
+
+def _has_experts(layer: Any) -> bool:
+    return isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod)
+
+
+def _make_room(layer: Any) -> None:
+    """Give experts that were padded when they were packed the shape of what will be loaded."""
+    size = layer.quant_method.moe.intermediate_size_per_partition
+    num, _, hidden = layer.w13_weight.shape
+    for weight, shape in (
+        (layer.w13_weight, (num, 2 * size, hidden)),
+        (layer.w2_weight, (num, hidden, size)),
+    ):
+        if weight.shape != shape:
+            weight.data = weight.new_empty(shape)

@@ -1,4 +1,5 @@
 from typing import Any
 
 class UnquantizedFusedMoEMethod:
+    moe: Any
     moe_kernel: Any
