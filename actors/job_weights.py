@@ -5,8 +5,10 @@ from typing import cast
 
 import torch
 
+from ..broker.weights.seen_files import SeenFiles
 from ..broker.weights.store import TensorBytes, WeightStore
 from ..schemas.config.job import JobConfig
+from ..schemas.config.storage import model_paths
 from ..schemas.wire.subjects import JobScope
 from .broadcast.receiver import BroadcastReceiver
 from .broadcast.sender import Sender
@@ -33,6 +35,7 @@ def open_weights(context: JobContext, sender: Sender | None = None) -> WeightSto
         whole_every=config.whole_every,
         holder=sender,
         receiver=BroadcastReceiver(context.broker, context.scope, device),
+        files=SeenFiles([*model_paths(context.config).values()]),
     )
 
 

@@ -69,6 +69,10 @@ class Manifest(Message):
     one, its anchor. Of an anchor, which is full: from the version before, if that is smaller."""
     published: float
     """Seconds since the epoch."""
+    host: str = ""
+    """The machine of the learner."""
+    files: dict[str, str] = Field(default_factory=dict[str, str])
+    """What it sees in the folder of the model: digests by path."""
 
     def named_at(self, at: str) -> str:
         """Return the key of its version; any may be the latest."""

@@ -111,7 +111,7 @@ class UrlStore:
                 for one in batch
             ]
 
-        return sorted(self._try(f"list {prefix}", look))
+        return sorted(self._try(f"list {prefix or 'what is there'}", look))
 
     def copy(self, one: StoredObject, target: str) -> None:
         """Copy an object within the store. Raises NotFoundError, StorageError."""

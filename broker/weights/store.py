@@ -16,6 +16,7 @@ all versions travel whole.
 import asyncio
 import contextlib
 import re
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
@@ -38,6 +39,7 @@ from ..jetstream.objects import CHUNK_BYTES, DigestMismatch
 from .history import Step, WeightHistory, Whole, joined, make
 from .layout import TensorBytes, check_layout, layout
 from .payloads import Holder, Payload, Payloads, Receiver, Transport
+from .seen_files import SeenFiles
 
 _LOOK_S = 2.0
 _KEY = re.compile(r"v([0-9]{1,18})")
@@ -60,8 +62,11 @@ class WeightStore:
         look_s: float = _LOOK_S,
         holder: Holder | None = None,
         receiver: Receiver | None = None,
+        files: SeenFiles | None = None,
     ) -> None:
         """`transport` is how `publish` sends; `fetch` follows each manifest.
+
+        `files` are told with each version, and compared with what a fetched version tells.
 
         By `nccl` a learner publishes with its `holder` and others fetch with their `receiver`.
 
@@ -80,6 +85,7 @@ class WeightStore:
         kept = differences and transport != "nccl"
         self._history = WeightHistory(enabled=kept, whole_every=whole_every)
         self._look_s = look_s
+        self._files = files or SeenFiles([])
         self._announced = asyncio.Event()
         self._listening: Listening | None = None
 
@@ -96,6 +102,7 @@ class WeightStore:
         StorageError (file transport).
         """
         entries = layout(tensors)
+        await asyncio.to_thread(lambda: self._files.digests)  # reads them, once
         given = [cast("memoryview", one.data) for one in tensors.values() if one.data.nbytes]
         views = [data.cast("B") for data in given]
         if kind == "full" and self._history.keeps(entries):
@@ -177,6 +184,8 @@ class WeightStore:
             location=location,
             differences=list(differences),
             published=time.time(),
+            host=socket.gethostname(),
+            files=self._files.digests,
         )
 
     async def latest(self) -> Manifest | None:
@@ -231,9 +240,11 @@ class WeightStore:
 
         Raises NotFoundError when the version was removed, BrokerError when its digest does not
         match twice, MessageError for a manifest that contradicts itself, DeadlineError,
-        StorageError (file transport), ConfigError without the `receiver` that it needs.
+        StorageError (file transport), ConfigError without the `receiver` that it needs, ModelError
+        for a machine that sees other files than the learner's.
         """
         check_layout(manifest)
+        await asyncio.to_thread(self._files.check, manifest)
         try:
             payload = await self._payload(manifest, self._history.step_to)
         except DigestMismatch:

@@ -2,6 +2,7 @@
 
 import asyncio
 import resource
+import socket
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +13,7 @@ from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.jetstream.objects import ObjectStore, chunks_of
 from tinkermq.broker.jetstream.streams import create_job_streams, delete_job_streams, stream_info
 from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.weights.seen_files import SeenFiles
 from tinkermq.broker.weights.store import TensorBytes, WeightStore
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.weights import Manifest
@@ -19,6 +21,7 @@ from tinkermq.schemas.wire.errors import (
     BrokerError,
     ConfigError,
     MessageError,
+    ModelError,
     NotFoundError,
     StorageError,
 )
@@ -338,3 +341,22 @@ async def test_versions_that_were_removed_leave_nothing_for_later_steps_to_read(
     state = (await stream_info(broker, f"KV_{scope.bucket_weights}"))["state"]
     assert state["messages"] == 3  # two versions and which is the latest
     assert await store.versions() == [18, 19]
+
+
+async def test_a_machine_that_sees_another_file_under_the_models_path_is_named(
+    broker: Broker, scope: JobScope, tmp_path: Path
+) -> None:
+    for name in ("config.json", "tokenizer.json", "notes.md"):
+        (tmp_path / name).write_text("{}")
+    learner = WeightStore(broker, scope, files=SeenFiles([str(tmp_path), "owner/name"]))
+    manifest = await learner.publish(1, _tensors(1))
+    (tmp_path / "notes.md").write_text("other")
+    (tmp_path / "config.json").unlink()  # what is not there is told by who needs it
+    await WeightStore(broker, scope, files=SeenFiles([str(tmp_path)])).fetch(manifest)
+    (tmp_path / "tokenizer.json").write_text("[]")
+    elsewhere = WeightStore(broker, scope, files=SeenFiles([str(tmp_path)]))
+    with pytest.raises(ModelError, match=rf"sees another {tmp_path}/tokenizer.json than") as other:
+        await elsewhere.fetch(manifest)
+    assert socket.gethostname() in other.value.message
+    assert "1 of 2 files differ" in other.value.message
+    assert "copy the model anew" in other.value.hint

@@ -154,6 +154,23 @@ async def test_without_any_store_the_broker_keeps_the_checkpoints_of_a_machine_t
         await assert_replay_is_identical(job)
 
 
+async def test_a_node_that_sees_another_tokenizer_under_the_models_path_fails_the_job(
+    tmp_path: Path, model: Path
+) -> None:
+    for name in ("node", "other"):
+        shutil.copytree(model, tmp_path / f"disk-{name}" / "model")
+    with (tmp_path / "disk-other" / "model" / "tokenizer.json").open("a") as file:
+        file.write(" ")
+    apart = tmp_path / "machine"
+    apart.mkdir()
+    async with Stack(tmp_path, slots=1, apart=apart) as stack:
+        stack.start("node", "other")
+        await stack.until_nodes(2)
+        job = await stack.submit({**small_job(apart / "model", env=SLOW), "output_dir": str(apart)})
+        ended = await job.until("FAILED")
+        assert f"sees another {apart}/model/tokenizer.json than" in ended.reason
+
+
 async def test_while_the_store_refuses_the_log_is_kept_and_then_all_comes_there(
     tmp_path: Path, model: Path, s3: S3
 ) -> None:

@@ -205,6 +205,22 @@ async def test_a_fork_of_a_run_with_a_store_keeps_a_copy_there(
     assert not [path for path in (tmp_path / "store").rglob(f"{begun.job}/*") if path.is_file()]
 
 
+async def test_a_fork_of_a_run_whose_store_cannot_be_reached_or_read_is_told(
+    stack: Stack, tmp_path: Path
+) -> None:
+    await stack.scheduler()
+    (tmp_path / "file").write_text("")
+    await stack.submit(name="away", storage={"url": "s3://nobody/here"})
+    await stack.submit(name="wrong", storage={"url": f"file://{tmp_path}/file/below"})
+    keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+    with environment({"AWS_ENDPOINT": "http://127.0.0.1:1", **keys}):
+        with pytest.raises(StorageError, match=r"s3://nobody/here.*could not list") as away:
+            await stack.submit(fork_of="away@last")
+        assert "see whether the pool's machines reach the store" in away.value.hint
+    with pytest.raises(StorageError, match=r"file/below"):
+        await stack.submit(fork_of="wrong@last")
+
+
 async def test_a_job_may_begin_with_the_weights_of_another_run(stack: Stack) -> None:
     await stack.scheduler()
     origin = await stack.submit(name="origin")
