@@ -7,14 +7,17 @@ that looking works while the scheduler is down.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from ..broker.calls.scheduler import SchedulerCalls, new_request_id
 from ..broker.client.connection import Broker
 from ..broker.jobs import JobStore
+from ..schemas.config.load_config import merged
 from ..schemas.job import FINAL_STATES, JobRecord
 from ..schemas.wire.errors import DeadlineError, MessageError, NotFoundError
 from ..schemas.wire.subjects import DEFAULT_USER, token
+from .secrets import secrets_for
 from .validation.names import did_you_mean
 
 __all__ = ["Pool", "is_token", "new_request_id"]
@@ -64,6 +67,17 @@ class Pool(SchedulerCalls):
             await self.delete(record.job)
         await self._until(record, "delete", lambda now: now is None, _REMOVAL_S)
         return record
+
+    async def resume_run(self, name: str, changes: Mapping[str, Any]) -> JobRecord:
+        """Let a run go on; one that has ended with `changes` to its configuration.
+
+        Raises NotFoundError, StateError, ConfigError for a key that a run keeps.
+        """
+        record = await self.find(name)
+        secrets = secrets_for(merged(record.config, changes))
+        if secrets and record.state in FINAL_STATES:  # what it had went with its end
+            await self.hand_over(record.job, secrets)
+        return await self.resume(record.job, changes)
 
     async def archive_run(self, name: str, *, undo: bool = False) -> JobRecord:
         """Archive a run that has ended, or bring it back, and wait for it.

@@ -217,6 +217,17 @@ class JobRequest(Request):
     """Job id or run name."""
 
 
+class ResumeRequest(Request):
+    """Let a job go on: `resume`."""
+
+    max_bytes: ClassVar[int] = MAX_CONFIG_BYTES
+
+    job: str
+    """Job id or run name."""
+    config: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Keys to lay over the configuration of a job that has ended: `training.num_steps`."""
+
+
 class ConfigureRequest(Request):
     """Complete the configuration of a job that was submitted without: `configure`."""
 

@@ -20,11 +20,31 @@ _FINAL_TRIES = 12
 _LAST_ROLLOUTS_BYTES = 16 << 20
 """Of the log of a run that has ended so much stays, to be read by people."""
 _PAUSE_S = 5.0
+_WRITING_SHARE = 10
 _UPLOAD_S = 600.0
 _UPLOAD_TRIES = 3
 """Of one request before a failure is told; then the whole is tried again, for ever."""
 _DRAIN_S = 8.0
 """A node gives actors that drain 20 s. What is not in the store then is trained again elsewhere."""
+
+
+class CheckpointAge:
+    """How long it is since a checkpoint was written. Pure: it is told the time, in seconds."""
+
+    def __init__(self, most_s: float, now: float) -> None:
+        """Call it old after `most_s`, or never where that is 0; `now` the run begins."""
+        self._most_s = most_s
+        self._since = now
+        self._took_s = 0.0
+
+    def saved(self, began: float, ended: float) -> None:
+        """Note that a checkpoint was written."""
+        self._since, self._took_s = ended, ended - began
+
+    def is_over(self, now: float) -> bool:
+        """Whether a checkpoint is due; at most a tenth of the time goes into writing them."""
+        patience = max(self._most_s, _WRITING_SHARE * self._took_s)
+        return bool(self._most_s) and now - self._since >= patience
 
 
 class Saver:
@@ -49,6 +69,7 @@ class Saver:
         self._failed: StorageError | None = None
         self._next_try = 0.0
         self._keep_bytes = 0
+        self._age = CheckpointAge(context.config.training.save_minutes * 60, time.monotonic())
         mirror = open_mirror(context, tries=_UPLOAD_TRIES)
         self._uploads = None if mirror is None else Uploads(context, mirror, self._trim)
 
@@ -71,7 +92,10 @@ class Saver:
         if step == self._state.total_steps:
             return False  # the last one is written when the learner ends
         log_is_filling = self._intake.bytes_held > self._due_bytes and not training.keep_rollouts
-        return log_is_filling or bool(training.save_freq and step % training.save_freq == 0)
+        is_old = self._age.is_over(time.monotonic())
+        return (
+            log_is_filling or is_old or bool(training.save_freq and step % training.save_freq == 0)
+        )
 
     @property
     def missing(self) -> str:
@@ -99,6 +123,7 @@ class Saver:
         A full disk does not end the run: the first failure is an event, and None is returned.
         """
         context, state = self._context, self._state
+        began = time.monotonic()
         try:
             folder = await self._write()
         except StorageError as error:
@@ -108,6 +133,7 @@ class Saver:
                 await context.event("checkpoint_failed", str(error), step=state.step)
             return None
         self._failed = None
+        self._age.saved(began, time.monotonic())
         await context.event("checkpoint_saved", str(folder), step=state.step)
         self._intake.bytes_held, self._keep_bytes = 0, keep_bytes
         if self._uploads is not None:

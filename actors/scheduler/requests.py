@@ -18,6 +18,7 @@ from ...schemas.job import (
     ListRequest,
     PriorityRequest,
     Removal,
+    ResumeRequest,
     ScaleRequest,
     StopRequest,
     SubmitRequest,
@@ -31,9 +32,9 @@ from ...schemas.user import Quota, QuotaReply
 from ...schemas.wire.errors import StateError
 from ...schemas.wire.message import Empty, Message
 from ...schemas.wire.subjects import DEFAULT_USER, acting, rpc
-from .jobs.actors import scaled, slots_of, unplaced
+from .jobs.actors import scaled, slots_of
 from .jobs.damaged import DamageReport
-from .jobs.holdings import check_priority, check_room, reserved_bytes
+from .jobs.holdings import check_priority, check_room
 from .jobs.secrets import SecretStore
 from .jobs.usage import with_usage
 from .jobs.view import JobsView
@@ -41,6 +42,7 @@ from .machines.keeper import MachineKeeper
 from .messenger import tell_learner
 from .placement.nodes import Nodes
 from .reconciler import Reconciler
+from .submission.resuming import refuse_changes, told_changes
 from .submission.rules import refuse_removal, refuse_removed
 from .submission.submission import Submission
 
@@ -90,7 +92,7 @@ class SchedulerRequests:
             ("get", JobRequest, self.get),
             ("list", ListRequest, self.list_jobs),
             ("stop", StopRequest, self.stop),
-            ("resume", JobRequest, self.resume),
+            ("resume", ResumeRequest, self.resume),
             ("scale", ScaleRequest, self.scale),
             ("priority", PriorityRequest, self.priority),
             ("pause", JobRequest, self.pause),
@@ -232,40 +234,26 @@ class SchedulerRequests:
 
         return JobReply(record=await self._jobs.update(record, ask))
 
-    async def resume(self, request: JobRequest, context: RequestContext) -> JobReply:
-        """Queue a job that has ended again; one that is paused goes on; others are left alone."""
+    async def resume(self, request: ResumeRequest, context: RequestContext) -> JobReply:
+        """Queue a job that has ended again; one that is paused goes on; others are left alone.
+
+        Only one that has ended takes other values of its configuration.
+        """
         async with self._alone(request, context):
             record = await self._view.steered(context.user, request.job)
-            if record.state == "PAUSED":
-                return await self.unpause(request, context)
             if not is_final(record):
-                return JobReply(record=record)
-            refuse_removed(record)
-            if not record.configured:
-                raise StateError(f"job {record.name} was never configured", hint="submit a new job")
-            self._reconciler.refuse_impossible(record.actors)
-            reserved = reserved_bytes(self._view.config(record))
-            self._submission.check_growth(
-                record, record.model_copy(update={"stored_bytes": reserved, "has_streams": True})
-            )
-            record = await self._jobs.transition(
-                record,
-                "QUEUED",
-                "resumed",
-                context.who,
-                attempt=record.attempt + 1,
-                stop="no",
-                stop_complete=False,
-                stopped_by="",
-                losses=0,
-                stored_bytes=reserved,
-                actors=unplaced(record.actors),
-            )
+                refuse_changes(record, request.config)
+                paused = record.state == "PAUSED"
+                job = JobRequest(job=request.job)
+                return await self.unpause(job, context) if paused else JobReply(record=record)
+            again = await self._submission.resumed(record, request.config)
+            why = told_changes(request.config)
+            record = await self._jobs.transition(record, "QUEUED", why, context.who, **again)
         return JobReply(record=record)
 
     @contextlib.asynccontextmanager
     async def _alone(
-        self, request: JobRequest | ScaleRequest, context: RequestContext
+        self, request: ResumeRequest | ScaleRequest, context: RequestContext
     ) -> AsyncIterator[None]:
         """Hold what one request about the jobs of an owner at a time holds."""
         record = await self._view.steered(context.user, request.job)

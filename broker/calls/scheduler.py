@@ -13,6 +13,7 @@ from ...schemas.job import (
     JobRequest,
     ListRequest,
     PriorityRequest,
+    ResumeRequest,
     ScaleRequest,
     StopRequest,
     SubmitRequest,
@@ -135,9 +136,12 @@ class SchedulerCalls:
         """Remove a job that has ended, with all that is stored of it."""
         return await self._change("delete", JobRequest(job=job))
 
-    async def resume(self, job: str) -> JobRecord:
-        """Let a paused job go on, and one that has ended, from its last checkpoint."""
-        return await self._change("resume", JobRequest(job=job))
+    async def resume(self, job: str, config: Mapping[str, Any] | None = None) -> JobRecord:
+        """Let a paused job go on, and one that has ended, from its last checkpoint.
+
+        `config` is laid over the configuration of one that has ended, and refused otherwise.
+        """
+        return await self._change("resume", ResumeRequest(job=job, config=dict(config or {})))
 
     async def scale(
         self, job: str, role: Literal["generator", "environment", "server"], count: int

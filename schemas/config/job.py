@@ -147,7 +147,10 @@ class TrainingConfig(Section):
     validate_before_training: bool = True
     """Validate the initial weights."""
     save_freq: int = Field(default=0, ge=0)
-    """Checkpoint every so many steps; 0: only at the end."""
+    """Checkpoint every so many steps, and at the end; 0: when `save_minutes` ask for one."""
+    save_minutes: float = Field(default=15.0, ge=0)
+    """Checkpoint, too, when the last is so old: a learner that dies trains no more than that again.
+    Rarer where writing one takes over a tenth of that time; 0: never."""
     keep_last: int = Field(default=2, ge=1)
     """Newest checkpoints that are kept. The rollout log is kept from the one before the newest on,
     which is gone on from when the newest is damaged, unless it fills three quarters of

@@ -6,16 +6,18 @@ was cut off half-way goes on where it was when it is sent again.
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 from ....broker.client.connection import Broker
 from ....broker.jobs import JobStore, is_final
 from ....envs.registry import check_registered
 from ....schemas.config.agent import runs_programs
+from ....schemas.config.job import JobConfig
 from ....schemas.config.load_config import check_keys, merged, parse_config
 from ....schemas.config.reward import RewardConfig
-from ....schemas.job import ConfigureRequest, JobRecord, SubmitRequest
+from ....schemas.job import ActorPlacement, ConfigureRequest, JobRecord, SubmitRequest
 from ....schemas.tinker.names import is_path
 from ....schemas.wire.errors import ConfigError, MessageError, StateError
 from ....schemas.wire.ids import new_id
@@ -23,7 +25,7 @@ from ....schemas.wire.subjects import DEFAULT_USER, JobScope, token
 from ...folders.links import named_by
 from ...folders.roots import in_default_folder, output_roots, with_allowed_folders
 from ...folders.stores import operator_stores, refuse_other_stores
-from ..jobs.actors import KINDS, actors_for, slots_of
+from ..jobs.actors import KINDS, actors_for, slots_of, unplaced
 from ..jobs.holdings import (
     check_bucket,
     check_priority,
@@ -38,6 +40,7 @@ from ..reconciler import Reconciler
 from .access import refuse_code_of_others, refuse_runs_of_others, refuse_second_service
 from .naming import run_name
 from .origins import Origins, begins_with, own
+from .resuming import changed_config
 from .run_folder import keep_checkpoint, make_run_dir, pin_adapters
 
 
@@ -170,24 +173,10 @@ class Submission:
         config = parse_config({**record.config, "name": record.name})
         if record.weights_only:
             config = config.with_model(begins_with(record))
-        roots = output_roots(has_users=self._has_users)
-        config = in_default_folder(config, roots)
-        if self._view.is_admin(record.user):
-            roots = []
-        else:
-            config = with_allowed_folders(config, roots)
-            if self._has_users:
-                refuse_code_of_others(config)
-                refuse_other_stores(config, record.user, operator_stores())
-                others = self._view.run_folders_of_others(record.user)
-                await asyncio.to_thread(
-                    refuse_runs_of_others, config, others, named_by(own(record))
-                )
+        config, roots = await self._allowed(config, record)
         kind = "sft" if record.kind == "train" and config.sft.data else record.kind
         actors = actors_for(config, kind)
-        self._reconciler.refuse_impossible(actors)
-        quota = self._view.quota(record.user)
-        check_room(record.user, quota, {}, max_slots=slots_of(actors), max_actors=len(actors))
+        self._refuse_placing(record.user, actors)
         wanted = {"actors": actors, "stored_bytes": reserved_bytes(config)}
         self.check_growth(before, record.model_copy(update=wanted))
         run_dir = await asyncio.to_thread(make_run_dir, config, self._folder_of(record.user))
@@ -209,6 +198,58 @@ class Submission:
             "judge": await self._judge(record.user, config.env.reward),
         }
         return record.model_copy(update=fields)
+
+    async def resumed(self, record: JobRecord, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields with which a job that has ended waits for its next attempt.
+
+        `changes` are laid over its configuration; where they ask for other actors, it has those.
+
+        Raises StateError, ConfigError, PlacementError, QuotaError.
+        """
+        config, actors = changed_config(record, changes), record.actors
+        if changes:
+            check_game(config.model_dump(mode="json", exclude_unset=True))
+            before = self._view.config(record)
+            config, _ = await self._allowed(config, record)
+            asked = actors_for(config, record.kind)
+            actors = actors if asked == actors_for(before, record.kind) else asked
+        self._refuse_placing(record.user, actors)
+        fields: dict[str, Any] = {
+            "attempt": record.attempt + 1,
+            "stop": "no",
+            "stop_complete": False,
+            "stopped_by": "",
+            "losses": 0,
+            "stored_bytes": reserved_bytes(config),
+            "actors": unplaced(actors),
+        }
+        if changes:
+            fields["config"] = config.model_dump(mode="json", exclude_unset=True)
+            fields["judge"] = await self._judge(record.user, config.env.reward)
+        self.check_growth(record, record.model_copy(update={**fields, "has_streams": True}))
+        return fields
+
+    def _refuse_placing(self, user: str, actors: Sequence[ActorPlacement]) -> None:
+        self._reconciler.refuse_impossible(actors)
+        quota = self._view.quota(user)
+        check_room(user, quota, {}, max_slots=slots_of(actors), max_actors=len(actors))
+
+    async def _allowed(self, config: JobConfig, record: JobRecord) -> tuple[JobConfig, list[Path]]:
+        """Return what the owner of a job may ask for, and where its processes may write.
+
+        Raises ConfigError, AuthError.
+        """
+        roots = output_roots(has_users=self._has_users)
+        config = in_default_folder(config, roots)
+        if self._view.is_admin(record.user):
+            return config, []
+        config = with_allowed_folders(config, roots)
+        if self._has_users:
+            refuse_code_of_others(config)
+            refuse_other_stores(config, record.user, operator_stores())
+            others = self._view.run_folders_of_others(record.user)
+            await asyncio.to_thread(refuse_runs_of_others, config, others, named_by(own(record)))
+        return config, roots
 
     def check_growth(self, before: JobRecord | None, after: JobRecord) -> None:
         """Raise QuotaError unless there is room for a record, or for what it grows by."""

@@ -260,21 +260,22 @@ def pause(run: str, /, *, common: Common = COMMON) -> int:
     return _tell(record, f"{record.name} is {record.state}", as_json=common.json)
 
 
-def resume(run: str, /, *, common: Common = COMMON) -> int:
+def resume(run: str, /, *overrides: str, common: Common = COMMON) -> int:
     """Let a run go on: after a pause, or from its last checkpoint; harmless while it runs.
 
     Parameters
     ----------
     run
         Name or job id.
+    overrides
+        Of a run that has ended: keys that differ from now on: `training.num_steps=80`.
     """
+    changes: dict[str, Any] = {}
+    for override in overrides:
+        apply_override(changes, override)
 
     async def work(pool: Pool) -> JobRecord:
-        record = await pool.find(run)
-        secrets = secrets_for(record.config)
-        if secrets and record.state in FINAL_STATES:  # what it had went with its end
-            await pool.hand_over(record.job, secrets)
-        return await pool.resume(record.job)
+        return await pool.resume_run(run, changes)
 
     record = with_pool(common.nats_url, work)
     return _tell(record, f"{record.name} is {record.state}", as_json=common.json)

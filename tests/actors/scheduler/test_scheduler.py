@@ -1,16 +1,24 @@
 """A job's way through scheduler and node, with toy actors."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tinkermq.broker.jetstream.streams import stream_info
 from tinkermq.broker.presence import presences
 from tinkermq.broker.users.records import UserStore, create_user_stores
 from tinkermq.schemas.config.job import LimitsConfig
-from tinkermq.schemas.job import JobRequest, PriorityRequest, ScaleRequest, StopRequest
+from tinkermq.schemas.job import (
+    JobRecord,
+    JobRequest,
+    PriorityRequest,
+    ResumeRequest,
+    ScaleRequest,
+    StopRequest,
+)
 from tinkermq.schemas.metric import Presence
 from tinkermq.schemas.user import UserRecord
-from tinkermq.schemas.wire.errors import QuotaError
+from tinkermq.schemas.wire.errors import ConfigError, QuotaError, StateError
 
 from tests.support.waiting import eventually
 
@@ -149,14 +157,52 @@ async def test_resume_queues_an_ended_job_as_a_new_attempt(stack: Stack) -> None
     job = await stack.running()
     stack.do(job, "learner", "fail")
     await stack.until(job, "FAILED")
-    resumed = await stack.ask("resume", JobRequest(job=job.name))
+    resumed = await stack.ask("resume", ResumeRequest(job=job.name))
     assert (resumed.attempt, resumed.finished) == (2, None)
-    again = await stack.ask("resume", JobRequest(job=job.name))
+    again = await stack.ask("resume", ResumeRequest(job=job.name))
     assert again.attempt == 2
     await stack.until(job, "RUNNING")
     stack.do(job, "learner", "done")
     await stack.until(job, "COMPLETED")
     assert (Path(job.run_dir) / "logs" / "attempt_2" / "learner.log").exists()
+
+
+async def test_a_completed_run_goes_on_with_what_was_changed(stack: Stack) -> None:
+    job = await stack.running(slots=3, training={"num_steps": 40})
+    with pytest.raises(StateError, match="is RUNNING"):
+        await stack.ask("resume", _changed(job, training={"num_steps": 80}))
+    stack.do(job, "learner", "done")
+    await stack.until(job, "COMPLETED")
+    again = await stack.ask(
+        "resume", _changed(job, training={"num_steps": 80}, generator={"count": 2})
+    )
+    assert again.attempt == 2
+    assert again.config["training"]["num_steps"] == 80
+    assert again.config["env"] == job.config["env"]
+    assert [actor.name for actor in again.actors][:3] == ["learner", "generator-0", "generator-1"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"training": {"batch_size": 3}}, "training.batch_size of run .* cannot be changed"),
+        ({"model": {"path": "another"}}, "goes on with the model of its checkpoint"),
+        ({"training": {"num_step": 80}}, "num_step"),
+    ],
+)
+async def test_what_a_checkpoint_hangs_on_stays_as_it_is(
+    stack: Stack, changes: dict[str, Any], words: str
+) -> None:
+    job = await stack.running()
+    stack.do(job, "learner", "fail")
+    await stack.until(job, "FAILED")
+    with pytest.raises(ConfigError, match=words):
+        await stack.ask("resume", _changed(job, **changes))
+    assert (await stack.get(job)).state == "FAILED"
+
+
+def _changed(job: JobRecord, **changes: Any) -> ResumeRequest:
+    return ResumeRequest(job=job.job, config=changes)
 
 
 async def test_generators_and_hosts_come_and_go_while_the_job_runs(stack: Stack) -> None:
@@ -242,7 +288,7 @@ async def test_a_job_that_has_ended_gives_its_room_in_the_broker_back(stack: Sta
         return (await stack.broker.api("INFO"))["reserved_storage"] < reserved - (60 << 30)
 
     await eventually(settled, "the streams to be settled")
-    await stack.ask("resume", JobRequest(job=job.name))
+    await stack.ask("resume", ResumeRequest(job=job.name))
     await stack.until(job, "RUNNING")
     info = await stream_info(stack.broker, scope.stream_rollout)
     assert info["config"]["max_bytes"] == LimitsConfig().rollout_bytes

@@ -161,6 +161,9 @@ async def test_a_fork_names_a_checkpoint_that_is_there(stack: Stack) -> None:
     folder = Path(origin.run_dir) / "checkpoints" / "step_000040"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
+    with pytest.raises(NotFoundError, match="no checkpoint of step 20") as caught:
+        await stack.submit(fork_of="origin@20")
+    assert "there are those of steps 40" in (caught.value.hint or "")
     fork = await stack.submit(fork_of=f"{origin.job}@40")
     assert fork.fork_of == (await stack.submit(fork_of="origin@last")).fork_of == "origin@40"
     shutil.rmtree(folder)  # the other run rotates its checkpoints: the fork keeps what it needs
