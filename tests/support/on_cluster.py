@@ -54,6 +54,12 @@ class OnCluster:
         down = await self.command("down")
         assert down.code == 0, down.err
 
+    def url(self) -> str:
+        """Return where the broker of the pool is."""
+        state = Home(self._folder / "home").running()
+        assert state is not None
+        return state.url
+
     def scheduler_pid(self) -> int:
         """Return the process of the scheduler that runs, waiting for one that is started again."""
         deadline = time.monotonic() + 30
