@@ -2,8 +2,8 @@
 
 A queued job starts whole or not at all, so two jobs never hold half of the pool each and wait for
 the other half. The first job that has to wait keeps slots for itself: those that are free and
-would serve it, and more as they become free. Jobs behind it are placed on what is left (backfill),
-so they never delay it, and it is never starved.
+would serve it, on whatever nodes, and more as they become free. Jobs behind it are placed on what
+is left (backfill), so they never delay it, and it is never starved.
 
 A job is packed onto one node if one can hold it, learner and generators together, within one
 group of linked slots if one can. An actor of several slots gets them on one node, and within one
@@ -217,14 +217,19 @@ class _Pool:
         return given
 
     def keep(self, request: PlacementRequest, given: Sequence[Assignment], free: _Slots) -> None:
-        """Take out of `free` what serves a request that waits, on the nodes that serve it first."""
+        """Take out of `free` what serves a request that waits.
+
+        All that is free and fits it by now, wherever it lies; the rest on the nodes that serve it
+        first.
+        """
         names = {one.actor for one in given}
-        rest = tuple(actor for actor in request.actors if actor.name not in names)
-        waiting = PlacementRequest(request.job, rest, home=request.home, whole=request.whole)
-        idle = {name: set(range(node.total)) for name, node in self._nodes.items()}
-        kept, _ = self._fit(waiting, idle, lambda name: (-len(free[name]), name), prefer=free)
-        for one in kept:
-            free[one.node] -= set(one.devices)
+        for nodes in (free, {name: set(range(node.total)) for name, node in self._nodes.items()}):
+            rest = tuple(actor for actor in request.actors if actor.name not in names)
+            waiting = PlacementRequest(request.job, rest, home=request.home, whole=False)
+            kept, _ = self._fit(waiting, nodes, lambda name: (-len(free[name]), name), prefer=free)
+            for one in kept:
+                free[one.node] -= set(one.devices)
+            names |= {one.actor for one in kept}
 
     def _fit(
         self,

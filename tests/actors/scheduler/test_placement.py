@@ -111,7 +111,9 @@ def test_where_no_slots_are_linked_so_closely_any_of_one_node_do() -> None:
 
 def test_jobs_behind_one_that_waits_fill_what_it_cannot_use() -> None:
     nodes = [node("n", 4, free=1), node("m", 2)]
-    assert started([job("large", 3), job("small", 1)], nodes) == ["small"]
+    wide = PlacementRequest("wide", (learner(4),), user="ann")
+    assert started([wide, job("small", 1)], nodes) == ["small"]
+    assert started([job("large", 3), job("small", 1)], nodes) == []  # it may lie on both
     nodes = [node("n", 4, free=3)]
     placed = place([job("large", 3), job("small", 1)], nodes)
     assert placed.assignments == []
@@ -205,6 +207,15 @@ def test_between_users_the_one_who_holds_less_for_their_weight_comes_first() -> 
     assert started(queue, [node("n", 8)]) == ["a0", "b0", "a1", "b1"]
     heavy = UserShares(quotas={"bob": Quota(weight=3)})
     assert started(queue, [node("n", 8)], shares=heavy) == ["a0", "b0", "b1", "b2"]
+
+
+def test_the_job_to_come_counts_half_unless_a_user_holds_nothing() -> None:
+    quotas = {"light": Quota(weight=1), "heavy": Quota(weight=4)}
+    queue = [job(user, 7, user=user) for user in ("light", "heavy")]
+    shares = UserShares(held={"light": 6, "heavy": 26}, quotas=quotas)  # with 4 more: 10 and 7.5
+    assert started(queue, [node("n", 8)], shares=shares) == ["heavy"]
+    shares = UserShares(held={"heavy": 4}, quotas=quotas)
+    assert started(queue, [node("n", 8)], shares=shares) == ["light"]
 
 
 def test_a_quota_bounds_what_a_user_holds_and_lets_others_pass() -> None:
