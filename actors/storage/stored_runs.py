@@ -34,9 +34,17 @@ class CheckpointInStore(NamedTuple):
 
 def store_of(record: JobRecord) -> str | None:
     """Return the `storage.url` of a job, None for a job without a store outside of the broker."""
+    return None if keeps_in_broker(record) else _url_of(record)
+
+
+def keeps_in_broker(record: JobRecord) -> bool:
+    """Whether the broker keeps the checkpoints of a job, where others do not look for them."""
+    return _url_of(record) == BROKER
+
+
+def _url_of(record: JobRecord) -> str | None:
     section = cast("dict[str, Any]", record.config.get("storage") or {})
-    url = section.get("url")
-    return None if url == BROKER else url
+    return section.get("url")
 
 
 def stored_checkpoints(record: JobRecord, *, tries: int = 3) -> dict[int, CheckpointInStore]:

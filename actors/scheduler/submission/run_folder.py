@@ -11,7 +11,12 @@ from ....schemas.tinker.names import is_path
 from ....schemas.wire.errors import NotFoundError, StateError, StorageError
 from ...folders.linking import link_file
 from ...models.checkpoint_folders import checkpoint_folders
-from ...storage.stored_runs import keep_stored, store_of, stored_checkpoints
+from ...storage.stored_runs import (
+    keep_stored,
+    keeps_in_broker,
+    store_of,
+    stored_checkpoints,
+)
 
 _FORK = "fork"
 _ADAPTERS = "adapters"
@@ -55,11 +60,21 @@ def find_checkpoint(origin: JobRecord, step: str) -> tuple[int, str]:
         which = "yet" if step == LAST_STEP else f"of step {number}"
         raise NotFoundError(
             f"run {origin.name!r} has no checkpoint {which} ({store or origin.run_dir})",
-            hint=f"there are those of steps {', '.join(map(str, sorted(there)))}"
-            if there
-            else "wait until it has written one (training.save_freq)",
+            hint=_where_else(origin, there),
         )
     return number, there[number]
+
+
+def _where_else(origin: JobRecord, there: dict[int, str]) -> str:
+    """Say which steps are there, or why none is."""
+    if there:
+        return f"there are those of steps {', '.join(map(str, sorted(there)))}"
+    if keeps_in_broker(origin):
+        return (
+            "its checkpoints are in the broker (storage.url: broker:), where only the run itself "
+            "finds them; others find those on a disk that the scheduler sees, or in a store by URL"
+        )
+    return "wait until it has written one (training.save_freq)"
 
 
 def keep_checkpoint(record: JobRecord, run_dir: Path) -> str:

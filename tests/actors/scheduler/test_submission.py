@@ -173,6 +173,16 @@ async def test_a_fork_names_a_checkpoint_that_is_there(stack: Stack) -> None:
         await stack.submit(fork_of="origin")
 
 
+async def test_a_fork_of_a_run_whose_checkpoints_are_in_the_broker_is_told_so(
+    stack: Stack,
+) -> None:
+    await stack.scheduler()
+    await stack.submit(name="origin", storage={"url": "broker:"})
+    with pytest.raises(NotFoundError, match="'origin' has no checkpoint yet") as caught:
+        await stack.submit(fork_of="origin@last")
+    assert "its checkpoints are in the broker" in (caught.value.hint or "")
+
+
 async def test_a_fork_of_a_run_with_a_store_keeps_a_copy_there(
     stack: Stack, tmp_path: Path
 ) -> None:
