@@ -15,10 +15,10 @@ from ..broker.client.connection import Broker
 from ..broker.jobs import JobStore
 from ..schemas.config.load_config import merged
 from ..schemas.job import FINAL_STATES, JobRecord
-from ..schemas.wire.errors import DeadlineError, MessageError, NotFoundError
+from ..schemas.wire.errors import ConfigError, DeadlineError, MessageError, NotFoundError
 from ..schemas.wire.subjects import DEFAULT_USER, token
 from .secrets import secrets_for
-from .validation.names import did_you_mean
+from .validation.names import did_you_mean, run_and_step
 
 __all__ = ["Pool", "is_token", "new_request_id"]
 
@@ -78,6 +78,27 @@ class Pool(SchedulerCalls):
         if secrets and record.state in FINAL_STATES:  # what it had went with its end
             await self.hand_over(record.job, secrets)
         return await self.resume(record.job, changes)
+
+    async def fork_run(self, source: str, changes: Mapping[str, Any]) -> JobRecord:
+        """Begin a new run at a checkpoint of another, with `changes` to its configuration.
+
+        `source` is `RUN@STEP` or `RUN@last`. Raises NotFoundError, ConfigError.
+        """
+        run, step = run_and_step(source)
+        if step is None:
+            raise ConfigError(
+                f"{source!r} does not name a checkpoint", hint="write RUN@STEP, such as my-run@40"
+            )
+        origin = await self.find(run)
+        inherited = {key: value for key, value in origin.config.items() if key != "name"}
+        config = merged(inherited, changes)
+        return await self.submit(
+            config,
+            kind="sft" if origin.kind == "sft" else "train",
+            fork_of=f"{origin.job}@{step}",
+            request_id=new_request_id(),
+            secrets=secrets_for(config),
+        )
 
     async def archive_run(self, name: str, *, undo: bool = False) -> JobRecord:
         """Archive a run that has ended, or bring it back, and wait for it.

@@ -3,9 +3,10 @@
 import asyncio
 import os
 from concurrent.futures import Future
-from typing import Any, cast
+from typing import Any, Literal, TypeAlias, cast
 
 from ..broker.calls.learner import write_checkpoint
+from ..broker.feed import read_metrics
 from ..schemas.config.load_config import check_keys, merged
 from ..schemas.job import JobRecord
 from ..schemas.secret import WANDB_KEY
@@ -22,6 +23,8 @@ from .validation.names import checkpoint_named
 from .validation.paths import resolve_paths
 
 CANCEL_S = 60.0
+ScaledRole: TypeAlias = Literal["generator", "environment", "server"]
+"""Actors of which a live job may have more or fewer."""
 _STARTED = frozenset({"RUNNING", "PAUSED", "COMPLETED"})
 _ENDED_BADLY = frozenset({"FAILED", "CANCELLED"})
 _LEARNT = (("env", "game"), ("agent", "command"), ("agent", "client"), ("sft", "data"))
@@ -127,6 +130,35 @@ class AsyncSchedulerClient(PoolClient):
         """Have a training job write a checkpoint; see `SchedulerClient.save_checkpoint`."""
         pool = await self._connected()
         return await write_checkpoint(pool.broker, await pool.find(job_id))
+
+    async def pause_job(self, job_id: str) -> dict[str, Any]:
+        """Let a running job stand still; see `SchedulerClient.pause_job`."""
+        pool = await self._connected()
+        return self._summary(await pool.pause((await pool.find(job_id)).job))
+
+    async def resume_job(self, job_id: str, changes: Any = None) -> dict[str, Any]:
+        """Let a job go on; see `SchedulerClient.resume_job`."""
+        pool = await self._connected()
+        return self._summary(await pool.resume_run(job_id, _changes(changes)))
+
+    async def fork_job(self, source: str, changes: Any = None) -> dict[str, Any]:
+        """Begin a new run at a checkpoint of another; see `SchedulerClient.fork_job`."""
+        pool = await self._connected()
+        return self._summary(await pool.fork_run(source, _changes(changes)))
+
+    async def scale_job(self, job_id: str, role: ScaledRole, count: int) -> dict[str, Any]:
+        """Change how many actors of a role a job has; see `SchedulerClient.scale_job`."""
+        pool = await self._connected()
+        return self._summary(await pool.scale((await pool.find(job_id)).job, role, count))
+
+    async def metrics(self, job_id: str) -> list[dict[str, float]]:
+        """Return the numbers of a run by step; see `SchedulerClient.metrics`."""
+        pool = await self._connected()
+        told = await read_metrics(pool.broker, (await pool.find(job_id)).scope)
+        rows: dict[int, dict[str, float]] = {}
+        for one in told:
+            rows.setdefault(one.step, {"step": one.step}).update(one.values)
+        return [rows[step] for step in sorted(rows)]
 
     async def _started(self, pool: Pool, record: JobRecord) -> JobRecord:
         """Wait until the job runs.
@@ -261,6 +293,51 @@ class SchedulerClient(SyncTwin[AsyncSchedulerClient]):
         Raises StateError for a job that does not train, StorageError when the disk is full.
         """
         return self._run(self.aio.save_checkpoint(job_id))
+
+    def pause_job(self, job_id: str) -> dict[str, Any]:
+        """Let a running job stand still; its actors keep their slots until `resume_job`.
+
+        Raises StateError for a job that does not run.
+        """
+        return self._run(self.aio.pause_job(job_id))
+
+    def resume_job(self, job_id: str, changes: Any = None) -> dict[str, Any]:
+        """Let a job go on: after a pause, or from its last checkpoint; harmless while it runs.
+
+        One that has ended takes `changes`, a tree of keys: `{"training": {"num_steps": 80}}`.
+        Raises ConfigError for a key that a run keeps, StateError for changes to one that lives.
+        """
+        return self._run(self.aio.resume_job(job_id, changes))
+
+    def fork_job(self, source: str, changes: Any = None) -> dict[str, Any]:
+        """Begin a new run at a checkpoint of another, `RUN@STEP` or `RUN@last`.
+
+        Its configuration is the other's with `changes` laid over it. Returns as soon as it waits
+        for its slots. Raises NotFoundError with the checkpoints that there are, ConfigError.
+        """
+        return self._run(self.aio.fork_job(source, changes))
+
+    def scale_job(self, job_id: str, role: ScaledRole, count: int) -> dict[str, Any]:
+        """Change how many generators, environment hosts or servers a live job has.
+
+        Raises StateError for a job that has ended, PlacementError, QuotaError.
+        """
+        return self._run(self.aio.scale_job(job_id, role, count))
+
+    def metrics(self, job_id: str) -> list[dict[str, float]]:
+        """Return the numbers of a run, one dict for each step, in their order.
+
+        Each has `step`; validation stands in the rows of the steps that were validated. It is what
+        `pandas.DataFrame(…)` takes. Raises NotFoundError for a run without a feed (not begun, or
+        archived).
+        """
+        return self._run(self.aio.metrics(job_id))
+
+
+def _changes(changes: Any) -> dict[str, Any]:
+    tree = translate(as_tree(changes or {}))
+    check_keys(tree)
+    return tree
 
 
 def is_complete(tree: dict[str, Any]) -> bool:

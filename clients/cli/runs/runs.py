@@ -15,10 +15,9 @@ from ....schemas.config.load_config import apply_override
 from ....schemas.job import FINAL_STATES, JobRecord
 from ....schemas.metric import Presence
 from ....schemas.wire.errors import BrokerError, ConfigError, NotFoundError
-from ...pool import Pool, new_request_id
+from ...pool import Pool
 from ...progress import RunProgress
-from ...secrets import secrets_for
-from ...validation.names import did_you_mean, run_and_step
+from ...validation.names import did_you_mean
 from ..options import COMMON, Common
 from ..output import duration, note, print_json, print_table, say, say_plain
 from ..session import with_pool
@@ -270,14 +269,8 @@ def resume(run: str, /, *overrides: str, common: Common = COMMON) -> int:
     overrides
         Of a run that has ended: keys that differ from now on: `training.num_steps=80`.
     """
-    changes: dict[str, Any] = {}
-    for override in overrides:
-        apply_override(changes, override)
-
-    async def work(pool: Pool) -> JobRecord:
-        return await pool.resume_run(run, changes)
-
-    record = with_pool(common.nats_url, work)
+    changes = _tree(overrides)
+    record = with_pool(common.nats_url, lambda pool: pool.resume_run(run, changes))
     return _tell(record, f"{record.name} is {record.state}", as_json=common.json)
 
 
@@ -296,26 +289,8 @@ def fork(
     overrides
         Configuration keys that differ: `learner.lr=1e-5`.
     """
-    run, step = run_and_step(source)
-    if step is None:
-        raise ConfigError(
-            f"{source!r} does not name a checkpoint", hint="write RUN@STEP, such as my-run@40"
-        )
-
-    async def work(pool: Pool) -> JobRecord:
-        origin = await pool.find(run)
-        config = {key: value for key, value in origin.config.items() if key != "name"}
-        for override in overrides:
-            apply_override(config, override)
-        return await pool.submit(
-            config,
-            kind="sft" if origin.kind == "sft" else "train",
-            fork_of=f"{origin.job}@{step}",
-            request_id=new_request_id(),
-            secrets=secrets_for(config),
-        )
-
-    record = with_pool(common.nats_url, work)
+    changes = _tree(overrides)
+    record = with_pool(common.nats_url, lambda pool: pool.fork_run(source, changes))
     if common.json:
         print_json(record.model_dump())
     else:
@@ -349,6 +324,13 @@ def _parse_target(target: str) -> tuple[Literal["generator", "environment", "ser
     if word not in _ROLES:
         raise ConfigError(f"{word!r} cannot be scaled", hint=did_you_mean(word, _ROLES))
     return _ROLES[word], int(count)
+
+
+def _tree(overrides: Sequence[str]) -> dict[str, Any]:
+    changes: dict[str, Any] = {}
+    for override in overrides:
+        apply_override(changes, override)
+    return changes
 
 
 def _on_run(
