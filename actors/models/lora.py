@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ...schemas.config.lora import ADAPTER_CONFIG, LoraConfig
 from ...schemas.wire.errors import ModelError
+from ..storage.models_by_url import base_here
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -36,14 +37,17 @@ def is_adapter(path: str | Path) -> bool:
 
 
 def base_of(folder: str | Path) -> str:
-    """Return the model that an adapter belongs to; ModelError when the folder does not say."""
+    """Return the model that an adapter belongs to; ModelError when the folder does not say.
+
+    One that came by URL may name its base so: that is fetched, too, which may raise StorageError.
+    """
     base = _settings(folder).get("base_model_name_or_path")
     if not base:
         raise ModelError(
             f"{folder} does not say to which model its adapter belongs",
             hint=f"set base_model_name_or_path in its {ADAPTER_CONFIG}",
         )
-    return str(base)
+    return base_here(str(folder), str(base))
 
 
 def config_of(folder: str | Path) -> LoraConfig:

@@ -15,6 +15,8 @@ from .url_store import UrlStore
 
 _caches: list[FolderCache] = []
 """What this process holds stays in use as long as it lives."""
+_fetched: dict[str, str] = {}
+"""Folders of the cache that this process holds, each with its URL."""
 
 
 def with_models_here(config: JobConfig) -> JobConfig:
@@ -73,4 +75,21 @@ def fetch_model(url: str) -> str:
         _caches.append(FolderCache.of_machine())
     num_bytes = sum(one.num_bytes for one in files)
     place = _caches[0].hold(content, num_bytes, lambda target: fetch_tree(store, "", files, target))
+    _fetched[str(place)] = url
     return str(place)
+
+
+def url_of(folder: str) -> str | None:
+    """Return the URL that a folder of the cache was fetched from by this process, if it was."""
+    return _fetched.get(folder)
+
+
+def base_here(adapter: str, base: str) -> str:
+    """Return the base of an adapter, as a folder where it is a URL and the adapter came by one.
+
+    What lies elsewhere names no store: users may write it, and this machine has keys of its own.
+    Raises StorageError, ModelError.
+    """
+    if not is_url(base) or adapter not in _fetched:
+        return base
+    return next((here for here, url in _fetched.items() if url == base), None) or fetch_model(base)

@@ -13,6 +13,7 @@ from pathlib import Path
 from ...schemas.wire.errors import TinkermqError
 from ..folders.linking import link_tree
 from ..runtime import JobContext
+from .bases import name_bases_by_url
 from .checkpoint_mirror import CheckpointMirror
 
 _PAUSE_S = 5.0
@@ -62,6 +63,7 @@ class Uploads:
         await self._begun.wait()
         held = self._folder / f"{folder.name}.{first_seq}"
         await asyncio.to_thread(link_tree, folder, held)
+        await asyncio.to_thread(name_bases_by_url, held)
         left, self._waiting = self._waiting, (step, first_seq, held)
         self._idle.clear()
         self._changed.set()

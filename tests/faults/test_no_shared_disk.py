@@ -154,6 +154,34 @@ async def test_without_any_store_the_broker_keeps_the_checkpoints_of_a_machine_t
         await assert_replay_is_identical(job)
 
 
+async def test_an_adapter_in_the_store_goes_on_and_is_served_with_its_base_from_there(
+    tmp_path: Path, model: Path, s3: S3
+) -> None:
+    put_model(s3, model)
+    config = small_job(
+        model,
+        env=SLOW,
+        training={"num_steps": 9},
+        storage={"url": s3.url("lab")},
+        lora={"rank": 4},
+    )
+    config["model"] = {"path": s3.url("models/tiny")}
+    config["output_dir"] = str(tmp_path / "machine")
+    async with Stack(tmp_path, apart=tmp_path / "machine") as stack:
+        job = await stack.submit(config)
+        await job.until_event("checkpoint_uploaded")
+        stack.kill("node")
+        stack.start("node", "other")
+        again = await job.until_event("training_started", count=2)
+        assert int(again.data["step"]) >= 3
+        await job.until("COMPLETED", deadline_s=200)
+        stack.kill("other")
+        stack.start("node", "third")
+        served = await stack.submit(config, fork_of=f"{job.record.name}@9", kind="infer")
+        ready = await served.until_event("server_ready")
+        assert ready.data["model"] == f"{job.record.name}@9"
+
+
 async def test_a_node_that_sees_another_tokenizer_under_the_models_path_fails_the_job(
     tmp_path: Path, model: Path
 ) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ....broker.jobs import is_final
+from ....schemas.config.storage import is_url
 from ....schemas.job import JobRecord, Removal
 from ....schemas.wire.errors import StateError
 from ...folders.links import texts_of
@@ -58,10 +59,12 @@ def _needs(other: JobRecord, record: JobRecord, removal: Removal) -> str:
         return ""
     if other.follow == record.job:
         return f"{other.name} is {other.state} and serves its versions"
-    if removal == "delete" and record.run_dir:
+    if removal == "delete":
         for key, value in texts_of(other.config):
-            if _is_within(value, record.run_dir):
+            if record.run_dir and _is_within(value, record.run_dir):
                 return f"{other.name} is {other.state} and reads its folder ({key})"
+            if is_url(value) and f"/runs/{record.user}/{record.job}/" in f"{value}/":
+                return f"{other.name} is {other.state} and reads what it has in the store ({key})"
     return ""
 
 

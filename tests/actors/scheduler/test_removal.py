@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tinkermq.actors.storage.url_store import UrlStore
 from tinkermq.broker.batches import BatchLog
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import publish_metric, read_events
@@ -87,8 +88,15 @@ def _beside(job: JobRecord) -> list[str]:
     return sorted(path.name for path in Path(job.run_dir).parent.iterdir())
 
 
-async def test_of_a_deleted_job_nothing_is_left_and_its_name_is_free_again(stack: Stack) -> None:
-    job = await stack.running(name="mine", generator={"count": 1, "segment_tokens": 8})
+async def test_of_a_deleted_job_nothing_is_left_and_its_name_is_free_again(
+    stack: Stack, tmp_path: Path
+) -> None:
+    url = f"file://{tmp_path}/store"
+    generator = {"count": 1, "segment_tokens": 8}
+    job = await stack.running(name="mine", generator=generator, storage={"url": url})
+    store = UrlStore(url)
+    for name in (job.job, "another"):
+        store.put(f"runs/{job.user}/{name}/checkpoints/step_000001-0/config.json", b"{}")
     job = await _ended(stack, job)
     assert job.version == 7
     assert {actor.state for actor in job.actors} == {"exited"}
@@ -98,6 +106,7 @@ async def test_of_a_deleted_job_nothing_is_left_and_its_name_is_free_again(stack
     await pool.delete_run("mine")
     assert await _traces(stack.broker, job) == set()
     assert _beside(job) == []
+    assert [one.name.split("/")[2] for one in store.objects()] == ["another"]
     with pytest.raises(NotFoundError):
         await pool.delete_run("mine")
     again = await stack.submit(name="mine")
@@ -120,6 +129,16 @@ async def test_a_job_that_runs_or_that_others_live_on_is_not_deleted(stack: Stac
     await stack.until(reader, "CANCELLED")
     await Pool(stack.broker).delete_run("base")
     assert _beside(job) == ["reader"]
+
+
+async def test_a_job_from_whose_place_in_a_store_another_reads_is_not_deleted(
+    stack: Stack,
+) -> None:
+    job = await _ended(stack, await stack.running(slots=4, name="base"))
+    url = f"s3://lab/runs/{job.user}/{job.job}/checkpoints/step_000001-0"
+    await stack.submit(name="reader", model={"path": url})
+    with pytest.raises(StateError, match=r"reads what it has in the store \(model.path\)"):
+        await stack.ask("delete", JobRequest(job=job.job))
 
 
 async def test_a_deletion_that_a_kill_cut_off_is_done_by_the_next_scheduler(stack: Stack) -> None:

@@ -1,6 +1,7 @@
 """Folders in a store, through a network that fails: nothing torn is seen, nothing wrong is kept."""
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -8,8 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tinkermq.actors.folders.linking import link_tree
 from tinkermq.actors.folders.stores import refuse_other_stores
 from tinkermq.actors.models.digests import check_digests, write_digests
+from tinkermq.actors.models.lora import base_of
+from tinkermq.actors.storage.bases import name_bases_by_url
 from tinkermq.actors.storage.cache import FolderCache
 from tinkermq.actors.storage.checkpoint_mirror import CheckpointMirror, own_folder
 from tinkermq.actors.storage.models_by_url import fetch_model
@@ -217,6 +221,8 @@ def test_what_was_asked_for_longest_ago_leaves_first_and_what_is_in_use_never(
 ASKS = """
 import sys, time
 from pathlib import Path
+from tinkermq.actors.models.lora import base_of
+from tinkermq.actors.storage.bases import name_bases_by_url
 from tinkermq.actors.storage.cache import FolderCache
 def fetch(target):
     with Path(sys.argv[2]).open("a") as told:
@@ -253,6 +259,24 @@ def test_a_model_by_url_is_fetched_once(s3: S3, checkpoint: Path, tmp_path: Path
         assert fetch_model(s3.url("models/tiny")) == first
     assert not [path for _, path in s3.faults.requests if "safetensors" in path]
     assert files_of(Path(first)) == files_of(checkpoint)
+
+
+def test_an_adapter_in_a_store_names_its_base_by_url_and_brings_it_along(
+    s3: S3, checkpoint: Path, tmp_path: Path
+) -> None:
+    upload_tree(UrlStore(s3.url("models")), "base", checkpoint)
+    base = fetch_model(s3.url("models/base"))
+    made = tmp_path / "adapter"
+    made.mkdir()
+    (made / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    write_digests(made)
+    link_tree(made, tmp_path / "held")
+    name_bases_by_url(tmp_path / "held")
+    check_digests(made, required=True)
+    assert base_of(made) == base
+    assert base_of(tmp_path / "held") == s3.url("models/base")  # a folder that anybody may write
+    upload_tree(UrlStore(s3.url("runs")), "adapter", tmp_path / "held")
+    assert base_of(fetch_model(s3.url("runs/adapter"))) == base
 
 
 # -- whose files -------------------------------------------------------------------------------
