@@ -6,6 +6,7 @@ threads. A file is read in ranges by several threads.
 """
 
 import os
+import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ T = TypeVar("T")
 _RANGE_BYTES = 8 << 20
 _THREADS = 8
 _MOST_COPIED_BYTES = 5 << 30
-"""What stores copy by themselves at once; what is larger goes through here, part by part."""
+"""What stores copy by themselves; what is larger goes through a file in $TMPDIR."""
 _FIRST_PAUSE_S = 0.5
 
 
@@ -113,17 +114,17 @@ class UrlStore:
 
         return sorted(self._try(f"list {prefix or 'what is there'}", look))
 
-    def copy(self, one: StoredObject, target: str) -> None:
-        """Copy an object within the store. Raises NotFoundError, StorageError."""
+    def copy(self, one: StoredObject, target: str, *, most_bytes: int = _MOST_COPIED_BYTES) -> None:
+        """Copy an object within the store. Raises NotFoundError, StorageError, OSError."""
         import obstore
 
-        def copy() -> None:
-            if one.num_bytes <= _MOST_COPIED_BYTES:
-                obstore.copy(self._store, one.name, target)
-            else:
-                obstore.put(self._store, target, cast(Any, obstore.get(self._store, one.name)))
-
-        self._try(f"copy {one.name}", copy)
+        if one.num_bytes <= most_bytes:
+            self._try(f"copy {one.name}", lambda: obstore.copy(self._store, one.name, target))
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            here = Path(folder) / "part"
+            self.fetch(one.name, one.num_bytes, here)
+            self.put(target, here)
 
     def delete(self, names: list[str]) -> None:
         """Remove objects; one that has gone is no error. Raises StorageError."""

@@ -102,6 +102,16 @@ def test_ranges_are_read_in_parallel_and_equal_the_file(
     check_digests(tmp_path / "got", required=True)
 
 
+@pytest.mark.parametrize("most_bytes", [len(BIG), len(BIG) - 1])
+def test_an_object_is_copied_by_the_store_or_through_here_when_it_is_too_large(
+    s3: S3, most_bytes: int
+) -> None:
+    store = UrlStore(s3.url(f"copied-{most_bytes}"))
+    store.put("one/a", BIG)
+    store.copy(store.objects("one")[0], "two/a", most_bytes=most_bytes)
+    assert store.read("two/a") == BIG
+
+
 def test_a_torn_upload_is_never_seen(s3: S3, checkpoint: Path, tmp_path: Path) -> None:
     mirror = mirror_of(s3.url("torn"))
     mirror.upload(1, checkpoint)
