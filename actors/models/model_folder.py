@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ...schemas.config.lora import LoraConfig
 from ...schemas.wire.errors import ModelError
 from .digests import check_digests
+from .hub_errors import hub_error
 from .lora import add_adapter, base_of, beside, is_adapter, merge, untie
 
 if TYPE_CHECKING:
@@ -69,6 +70,10 @@ def load_model_config(
             AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code),  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
         )
     except (OSError, ValueError, KeyError) as error:
+        if not Path(path).is_dir():
+            from huggingface_hub import constants
+
+            raise hub_error(path, error, offline=constants.HF_HUB_OFFLINE) from error
         raise ModelError(
             f"the configuration of model {path} cannot be read: {error}",
             hint="see whether config.json is complete and its model_type is one of transformers'",
