@@ -150,11 +150,14 @@ class RolloutLog:
         return (await stream_info(self._broker, self._stream))["state"]
 
     async def trim(self, before_seq: int, *, keep_bytes: int = 0) -> None:
-        """Remove all entries before a sequence, but for about so many bytes of the newest."""
+        """Remove all entries before a sequence, but for about so many bytes of the newest.
+
+        Of those at least one stays, however large it is.
+        """
         if keep_bytes:
             state = await self._state()
             mean = int(state["bytes"]) / max(int(state["messages"]), 1)
-            num_kept = int(keep_bytes / max(mean, 1.0))
+            num_kept = max(int(keep_bytes / max(mean, 1.0)), 1)
             before_seq = min(before_seq, int(state["last_seq"]) + 1 - num_kept)
         if before_seq <= 1:  # the server takes 0 for all of them
             return

@@ -12,7 +12,7 @@ from ..schemas.job import JobRecord
 from ..schemas.secret import WANDB_KEY
 from ..schemas.wire.errors import ConfigError, DeadlineError, JobFailedError
 from .address import JobAddress, parse_broker_url
-from .compat.arguments import as_tree, refuse_unknown_options
+from .compat.arguments import as_tree
 from .compat.opentinker_keys import translate
 from .pool import Pool, new_request_id
 from .pool_client import PoolClient
@@ -245,10 +245,18 @@ class SchedulerClient(SyncTwin[AsyncSchedulerClient]):
             self.aio.goes_on,
         )
 
-    def submit_job_future(self, config: Any, **options: Any) -> "Future[dict[str, Any]]":
+    def submit_job_future(
+        self,
+        config: Any,
+        enable_agent_loop: bool = False,
+        wandb_key: str | None = None,
+        num_gpus: int | None = None,
+        from_run: str | None = None,
+    ) -> "Future[dict[str, Any]]":
         """Submit as `submit_job` does, without waiting; `.result()` waits."""
-        refuse_unknown_options(self.aio.submit_job, options)
-        return self._start(self.aio.submit_job(config, **options))
+        return self._start(
+            self.aio.submit_job(config, enable_agent_loop, wandb_key, num_gpus, from_run)
+        )
 
     def job_status(self, job_id: str) -> dict[str, Any]:
         """Return state, reason, times and server_url of a job, by id or run name."""

@@ -20,7 +20,7 @@ from ..schemas.job import FINAL_STATES, JobRecord
 from ..schemas.metric import Metric
 from ..schemas.wire.errors import ConfigError
 from .address import parse_server_url
-from .compat.arguments import as_tree, refuse_unknown_options
+from .compat.arguments import as_tree
 from .compat.opentinker_keys import translate
 from .follow import follow_run
 from .hosting.hosted_environment import HostedEnvironment
@@ -275,11 +275,21 @@ class ServiceClient(SyncTwin[AsyncServiceClient]):
         )
 
     def fit_future(
-        self, env: HostedEnvironment | None = None, **options: Any
+        self,
+        env: HostedEnvironment | None = None,
+        num_epochs: int | None = None,
+        num_steps: int | None = None,
+        save_freq: int = 100,
+        test_freq: int = 50,
+        validate_before_training: bool = True,
+        verbose: bool = True,
     ) -> "Future[dict[str, float]]":
         """Train as `fit` does, without waiting; `.result()` waits."""
-        refuse_unknown_options(self.aio.fit, options)
-        return self._start(self.aio.fit(env, **options))
+        return self._start(
+            self.aio.fit(
+                env, num_epochs, num_steps, save_freq, test_freq, validate_before_training, verbose
+            )
+        )
 
     def upload_reward_function(self, function_name: str, source_code: str) -> None:
         """Refuse: no code of clients is run in the pool.

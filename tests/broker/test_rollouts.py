@@ -199,6 +199,8 @@ async def test_trimming_leaves_about_as_many_bytes_of_the_newest_as_it_is_told(
     assert 4 <= len(await log.numbers()) <= 6
     await log.trim(3, keep_bytes=1)
     assert len(await log.numbers()) >= 4
+    await log.trim(11, keep_bytes=1)  # one that is larger than that
+    assert await log.numbers() == {9}
     await log.trim(11)
     assert await log.numbers() == set()
 
