@@ -15,6 +15,7 @@ from .sessions import Visitor
 from .web import (
     flag_in,
     number_in,
+    real_in,
     visitor_of,
 )
 
@@ -57,13 +58,22 @@ async def page_of_rollouts(
         before=number_in(request, "before", least=1),
         step=number_in(request, "step", least=1),
         sort=request.query_params.get("sort", "log"),
-        errors=flag_in(request, "errors"),
+        wanted=rollouts.Wanted(
+            text=request.query_params.get("q", "")[:200],
+            reward_from=real_in(request, "reward_from"),
+            reward_to=real_in(request, "reward_to"),
+            version=number_in(request, "version"),
+            tokens_from=number_in(request, "tokens_from"),
+            sample=number_in(request, "sample"),
+            errors=flag_in(request, "errors"),
+        ),
     )
 
 
-async def read_episode(visitor: Visitor, record: JobRecord, request: Request) -> dict[str, Any]:
-    """Return the episode that a path names, with its tokens."""
-    seq, number = int(request.path_params["seq"]), int(request.path_params["episode"])
+async def read_episode(
+    visitor: Visitor, record: JobRecord, seq: int, number: int
+) -> dict[str, Any]:
+    """Return an episode of an entry of the log, with its tokens."""
     group, step = await rollouts.read_group(visitor.broker, record.scope, seq)
     algorithm: dict[str, Any] = record.config.get("algorithm") or {}
     estimator = algorithm.get("advantage", "grpo")
@@ -72,7 +82,30 @@ async def read_episode(visitor: Visitor, record: JobRecord, request: Request) ->
         shown = show_episode(group, number, estimator=estimator, step=step)
         return {"seq": seq, **shown, **show_tokens(group.trajectories[number], _texts_of(record))}
 
-    return await visitor.share.in_thread(show)
+    shown = await visitor.share.in_thread(show)
+    beside = await rollouts.around(
+        visitor.broker, record.scope, seq, number, len(group.trajectories)
+    )
+    return {**shown, **beside}
+
+
+def episode_in(request: Request) -> tuple[int, int]:
+    """Return entry and episode that a path names."""
+    return int(request.path_params["seq"]), int(request.path_params["episode"])
+
+
+def beside_in(request: Request) -> tuple[int, int] | None:
+    """Return the episode to be shown beside another, `SEQ/EPISODE`; None without one.
+
+    Raises MessageError for anything else.
+    """
+    text = request.query_params.get("beside", "")
+    if not text:
+        return None
+    seq, _, number = text.partition("/")
+    if not all(part.isascii() and part.isdigit() and len(part) < 16 for part in (seq, number)):
+        raise MessageError(f"beside={text[:40]!r} names no episode", hint="write SEQ/EPISODE")
+    return int(seq), int(number)
 
 
 def _texts_of(record: JobRecord) -> TokenTexts:

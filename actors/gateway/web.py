@@ -173,6 +173,20 @@ def number_in(
     return int(text)
 
 
+def real_in(request: Request, name: str) -> float | None:
+    """Return a number of the query, None without one; raises MessageError for what is none."""
+    text = request.query_params.get(name, "").strip()
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise MessageError(f"{name}={text[:40]!r} is no number")
+    return value
+
+
 def flag_in(request: Request, name: str) -> bool:
     """Return a yes or no of the query."""
     return request.query_params.get(name, "").lower() in ("1", "true", "yes", "on")

@@ -13,14 +13,9 @@ from starlette.routing import Route
 
 from ....broker.calls.scheduler import new_request_id
 from ....broker.client.connection import Broker
-from ....broker.jetstream.streams import stream_info
 from ....broker.presence import list_presences
 from ....schemas.job import JobRecord
-from ....schemas.wire.errors import MessageError, NotFoundError, TinkermqError
-from ..data import checkpoints, logs
-from ..data.charts import CHARTS
-from ..data.comparison import MAX_RUNS, differences
-from ..data.overview import glance
+from ....schemas.wire.errors import MessageError, TinkermqError
 from ..data.records import ARCHIVED, GROUPS, row, select_rows
 from ..operations import (
     BODIES,
@@ -28,21 +23,20 @@ from ..operations import (
     act,
     body_of,
     checked_config,
-    effective,
     submit,
     to_yaml,
 )
-from ..queries import actor_in, job_of, page_of_rollouts, query_of, queue_of, read_episode
+from ..queries import (
+    query_of,
+    queue_of,
+)
 from ..rest.openapi import description
 from ..scheduler import Scheduler
-from ..sessions import COOKIE, SESSION_S, LogInError, Visitor
+from ..sessions import COOKIE, SESSION_S, LogInError
 from ..tinker.sessions import curves_of, services_of
 from ..web import form_of, gateway_of, number_in, visitor_of
+from . import job_pages
 from .render import VERSION, render
-
-_EVENTS, _ALL_EVENTS = 12, 500
-_NAMES = quote(",".join(line.name for chart in CHARTS for line in chart.lines), safe="")
-_CHARTS = [chart._asdict() for chart in CHARTS]
 
 
 async def home(_: Request) -> Response:
@@ -186,113 +180,6 @@ async def act_form(request: Request) -> Response:
     return RedirectResponse(place, status_code=303)
 
 
-async def _job_page(
-    request: Request, visitor: Visitor, record: JobRecord, tab: str, more: dict[str, Any]
-) -> Response:
-    seen = await glance(gateway_of(request), visitor, record)
-    runs = [_curves_of(record)]
-    shown = {"user": visitor.user, "record": record, "tab": tab, "runs": runs, **seen, **more}
-    return render(request, f"job_{tab}.html", shown)
-
-
-async def _last_seq(broker: Broker, stream: str) -> int:
-    """Return where live updates begin: what is stored later is not on the page yet."""
-    try:
-        return int((await stream_info(broker, stream))["state"]["last_seq"])
-    except NotFoundError:  # the job's streams were removed: there is nothing to follow
-        return 0
-
-
-async def job(request: Request) -> Response:
-    """Show a job's curves, its actors and its last events."""
-    return await _page_with_events(request, "curves", _EVENTS, charts=_CHARTS)
-
-
-async def compare(request: Request) -> Response:
-    """Show several runs laid over each other, and where their configurations differ."""
-    visitor = await visitor_of(request)
-    jobs = list(dict.fromkeys(request.query_params.getlist("run")))
-    if len(jobs) > MAX_RUNS:
-        raise MessageError(f"{len(jobs)} runs were named; a page compares at most {MAX_RUNS}")
-    scheduler = Scheduler(visitor)
-    records = [await scheduler.get(one) for one in jobs]
-    rows = await gateway_of(request).figures.rows(visitor.broker, records)
-    configs = await asyncio.to_thread(lambda: [effective(one.config) for one in records])
-    kept = [(key, value) for key, value in request.query_params.multi_items() if key != "run"]
-    shown: dict[str, Any] = {
-        "user": visitor.user,
-        "rows": rows,
-        "runs": [_curves_of(one) for one in records],
-        "charts": _CHARTS,
-        "differences": differences(configs),
-        "without": {
-            one.job: "/compare?" + urlencode([*(("run", o) for o in jobs if o != one.job), *kept])
-            for one in records
-        },
-    }
-    return render(request, "compare.html", shown)
-
-
-def _curves_of(record: JobRecord) -> dict[str, str]:
-    """Return where the page has a run's curves from; `first`, what it asks for first."""
-    url = f"/api/v1/jobs/{quote(record.job)}/metrics"
-    return {"job": record.job, "name": record.name, "url": url, "first": f"{url}?names={_NAMES}"}
-
-
-async def job_events(request: Request) -> Response:
-    """Show a job's events."""
-    return await _page_with_events(request, "events", _ALL_EVENTS)
-
-
-async def _page_with_events(request: Request, tab: str, limit: int, **more: Any) -> Response:
-    visitor, record = await job_of(request)
-    seq = await _last_seq(visitor.broker, record.scope.stream_feed)
-    events = await logs.tail_of_events(visitor.broker, record, limit=limit)
-    return await _job_page(request, visitor, record, tab, {"events": events, "seq": seq, **more})
-
-
-async def job_logs(request: Request) -> Response:
-    """Show the ends of the logs of a job's actors."""
-    visitor, record = await job_of(request)
-    actor = actor_in(request)
-    seq = await _last_seq(visitor.broker, record.scope.stream_log)
-    lines = await logs.tail_of_log(visitor.broker, record.scope, actor=actor)
-    more = {"lines": lines, "actor": actor, "seq": seq}
-    return await _job_page(request, visitor, record, "logs", more)
-
-
-async def job_rollouts(request: Request) -> Response:
-    """Show a page of a job's groups."""
-    visitor, record = await job_of(request)
-    page = await page_of_rollouts(request, visitor, record)
-    asked = {name: request.query_params.get(name, "") for name in ("step", "sort", "errors")}
-    rewards = [one["reward"] for group in page.groups for one in group["episodes"]]
-    low, high = (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
-    shown = {"page": page, "asked": asked, "low": low, "high": high}
-    return await _job_page(request, visitor, record, "rollouts", shown)
-
-
-async def job_episode(request: Request) -> Response:
-    """Show one episode."""
-    visitor, record = await job_of(request)
-    episode = await read_episode(visitor, record, request)
-    return await _job_page(request, visitor, record, "episode", {"episode": episode})
-
-
-async def job_config(request: Request) -> Response:
-    """Show a job's configuration."""
-    visitor, record = await job_of(request)
-    texts = {"given": to_yaml(record.config), "effective": to_yaml(effective(record.config))}
-    return await _job_page(request, visitor, record, "config", texts)
-
-
-async def job_checkpoints(request: Request) -> Response:
-    """Show a job's checkpoints."""
-    visitor, record = await job_of(request)
-    found = await asyncio.to_thread(checkpoints.list_checkpoints, record)
-    return await _job_page(request, visitor, record, "checkpoints", {"checkpoints": found})
-
-
 async def pool(request: Request) -> Response:
     """Show nodes, slots, what runs where, and who waits for what; `?part=rows` only that."""
     visitor = await visitor_of(request)
@@ -364,19 +251,19 @@ def routes() -> list[Route]:
         ("/", home),
         ("/login", log_in_page),
         ("/jobs", jobs),
-        ("/compare", compare),
+        ("/compare", job_pages.compare),
         ("/submit", submit_page),
         ("/pool", pool),
         ("/tinker", tinker),
         ("/tinker/models/{job}/{model}", tinker_model),
         ("/api", api_page),
-        ("/jobs/{job}", job),
-        ("/jobs/{job}/rollouts", job_rollouts),
-        ("/jobs/{job}/rollouts/{seq:int}/{episode:int}", job_episode),
-        ("/jobs/{job}/logs", job_logs),
-        ("/jobs/{job}/events", job_events),
-        ("/jobs/{job}/config", job_config),
-        ("/jobs/{job}/checkpoints", job_checkpoints),
+        ("/jobs/{job}", job_pages.job),
+        ("/jobs/{job}/rollouts", job_pages.job_rollouts),
+        ("/jobs/{job}/rollouts/{seq:int}/{episode:int}", job_pages.job_episode),
+        ("/jobs/{job}/logs", job_pages.job_logs),
+        ("/jobs/{job}/events", job_pages.job_events),
+        ("/jobs/{job}/config", job_pages.job_config),
+        ("/jobs/{job}/checkpoints", job_pages.job_checkpoints),
     ]
     post: list[tuple[str, Any]] = [
         ("/login", log_in),

@@ -23,6 +23,7 @@ from ..operations import (
 from ..queries import (
     MAX_LIMIT,
     actor_in,
+    episode_in,
     job_of,
     page_of_rollouts,
     query_of,
@@ -145,7 +146,7 @@ async def get_rollouts(request: Request) -> Response:
 async def get_episode(request: Request) -> Response:
     """Answer with one episode: messages, turns, tokens."""
     visitor, record = await job_of(request)
-    return Json(await read_episode(visitor, record, request))
+    return Json(await read_episode(visitor, record, *episode_in(request)))
 
 
 async def get_checkpoints(request: Request) -> Response:

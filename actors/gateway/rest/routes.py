@@ -120,6 +120,12 @@ OPERATIONS: tuple[Operation, ...] = (
             ("step", "integer", "only those that this step trained"),
             ("sort", "string", "log or reward"),
             ("errors", "boolean", "only what failed"),
+            ("q", "string", "words that must all stand in an episode's messages"),
+            ("reward_from", "number", "episodes with at least this reward"),
+            ("reward_to", "number", "episodes with at most this reward"),
+            ("version", "integer", "episodes of this policy version"),
+            ("tokens_from", "integer", "episodes of at least so many generated tokens"),
+            ("sample", "integer", "row of the data, or seed"),
         ),
     ),
     Operation(

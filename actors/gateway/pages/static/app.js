@@ -19,6 +19,14 @@
     if (question && !window.confirm(question)) event.preventDefault();
   });
 
+  // The arrow keys lead to the page before and after this one, where it names them.
+  document.addEventListener("keydown", (event) => {
+    const rel = { ArrowLeft: "prev", ArrowRight: "next" }[event.key];
+    if (!rel || event.altKey || event.ctrlKey || event.metaKey || event.shiftKey) return;
+    if (event.target.closest("input, textarea, select, .u-over")) return;
+    document.querySelector(`main a[rel=${rel}]`)?.click();
+  });
+
   for (const place of document.querySelectorAll("[data-refresh]")) {
     const url = place.dataset.refresh + (place.dataset.refresh.includes("?") ? "&" : "?") + "part=rows";
     let shown = null;
