@@ -25,6 +25,7 @@ IN_VLLM = ROOT / ".venv-vllm" / "bin" / "python"
 """Of the environment that `make test-vllm` makes."""
 NAMES = (
     "broker",
+    "transfer_queue",
     "against_trl",
     "asynchrony",
     "environment",
