@@ -4,8 +4,13 @@ Pages run no script and load nothing that this gateway did not serve. A browser'
 changes something must come from one of these pages: cookies are `samesite=strict`, and beyond that
 `Sec-Fetch-Site` or `Origin` must say so. Without a log-in only names of this machine are answered,
 so that no web site can reach the gateway under a name of its own.
+
+Who is answered before all of his request was read is still sending it. A connection closed then is
+reset, and with it goes the answer, unread (RFC 9112, 9.6). So the answer is sent whole, the rest of
+the body is dropped as it comes, within bounds, and only then does the answer end.
 """
 
+import asyncio
 import contextlib
 import time
 from urllib.parse import SplitResult, urlsplit
@@ -22,6 +27,9 @@ from .sessions import COOKIE
 
 HELD = "tinkermq.held"
 """Key in a request's scope: what is held until the request is answered."""
+MAX_DROPPED_BYTES = 64 << 20
+DROPPING_S = 10.0
+"""How much is read, and how long, of a request that has been answered already."""
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _POLICY = (
@@ -56,6 +64,7 @@ class Guard:
         started = time.perf_counter()
         status = 500
         held = scope[HELD] = contextlib.ExitStack()
+        body = _Body(receive, scope, _largest(scope))
 
         async def send_guarded(message: Message) -> None:
             nonlocal status
@@ -65,13 +74,18 @@ class Guard:
                 for name, value in _HEADERS.items():
                     headers.setdefault(name, value)
                 headers.setdefault("cache-control", "no-store")
+            elif not message.get("more_body", False) and not body.ended:
+                await send({**message, "more_body": True})
+                held.close()
+                await body.drop_the_rest()
+                message = {"type": "http.response.body"}
             await send(message)
 
         refusal = self._refusal(scope)
         app = self._app if refusal is None else refusal
         try:
             with held:
-                await app(scope, _limited(receive, _largest(scope)), send_guarded)
+                await app(scope, body.receive, send_guarded)
         finally:
             self._counters.count(scope, status, time.perf_counter() - started)
 
@@ -113,19 +127,38 @@ def _place(url: str) -> SplitResult:
         return urlsplit("")
 
 
-def _limited(receive: Receive, largest: int) -> Receive:
-    """Refuse a body that is longer than it said."""
-    seen = 0
+class _Body:
+    """The body of a request as it comes, which is refused where it is longer than it may be."""
 
-    async def limited() -> Message:
-        nonlocal seen
-        message = await receive()
-        seen += len(message.get("body", b""))
-        if seen > largest:
-            raise HTTPException(413, f"a request may have {largest:,} bytes")
+    def __init__(self, receive: Receive, scope: Scope, largest: int) -> None:
+        headers = Headers(scope=scope)
+        told = headers.get("content-length", "0")
+        self.ended = told == "0" and "transfer-encoding" not in headers
+        """Whether all of it has come."""
+        self._receive = receive
+        self._largest = largest
+        self._seen = 0
+
+    async def receive(self) -> Message:
+        """Return what came next; HTTPException 413 for more than may come."""
+        message = await self._next()
+        if self._seen > self._largest:
+            raise HTTPException(413, f"a request may have {self._largest:,} bytes")
         return message
 
-    return limited
+    async def drop_the_rest(self) -> None:
+        """Read to the end of what is still sent, for as long and as much as is bearable."""
+        most = self._seen + MAX_DROPPED_BYTES
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DROPPING_S):
+                while not self.ended and self._seen < most:
+                    await self._next()
+
+    async def _next(self) -> Message:
+        message = await self._receive()
+        self._seen += len(message.get("body", b""))
+        self.ended = message["type"] != "http.request" or not message.get("more_body", False)
+        return message
 
 
 def _refuse(why: str, status: int = 403) -> JSONResponse:

@@ -112,6 +112,27 @@ async def test_a_body_that_is_larger_than_its_route_needs_is_refused(
     assert int(answer.split()[1]) == status, answer
 
 
+@pytest.mark.parametrize("connection", ["close", "keep-alive"])
+@pytest.mark.parametrize("size", [3 << 20, 40 << 20])
+async def test_who_sends_all_of_a_refused_body_first_still_reads_the_answer(
+    guarded: Guarded, connection: str, size: int
+) -> None:
+    head = (
+        "POST /api/v1/check HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        f"authorization: {guarded.bearer('alice')['authorization']}\r\n"
+        f"connection: {connection}\r\ncontent-length: {size}\r\n\r\n"
+    )
+    async with opened(port_of(guarded.gateway)) as (reader, writer), asyncio.timeout(PATIENCE_S):
+        writer.write(head.encode())
+        for _ in range(size >> 20):
+            writer.write(b" " * (1 << 20))
+            await writer.drain()
+            await asyncio.sleep(0.005)
+        answer = await reader.readuntil(b"}}")
+    assert answer.split()[1] == b"413", answer
+    assert b"a request may have" in answer
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/api/v1/check"])
 @pytest.mark.parametrize(
     "body",
