@@ -59,6 +59,8 @@ class BulkLink:
             if url is None or url.hostname is None:
                 raise ConnectionLost("not connected", hint="try again")
             self._socket = socket.create_connection((url.hostname, url.port or 4222), _TIMEOUT_S)
+            # else each window that is asked for waits some 40 ms for a delayed acknowledgement
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._closed:
                 self.close()
             info = json.loads(self._line().split(b" ", 1)[1])
