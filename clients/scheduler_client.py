@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, TypeAlias, cast
 
@@ -151,6 +152,18 @@ class AsyncSchedulerClient(PoolClient):
         pool = await self._connected()
         return self._summary(await pool.scale((await pool.find(job_id)).job, role, count))
 
+    async def label_job(
+        self,
+        job_id: str,
+        tags: Sequence[str] | None = None,
+        group: str | None = None,
+        notes: str | None = None,
+    ) -> dict[str, Any]:
+        """Change what a job is found by; see `SchedulerClient.label_job`."""
+        pool = await self._connected()
+        job = (await pool.find(job_id)).job
+        return self._summary(await pool.label(job, tags=tags, group=group, notes=notes))
+
     async def metrics(self, job_id: str) -> list[dict[str, float]]:
         """Return the numbers of a run by step; see `SchedulerClient.metrics`."""
         pool = await self._connected()
@@ -192,6 +205,9 @@ class AsyncSchedulerClient(PoolClient):
             "completed_at": record.finished,
             "error_message": record.reason if record.state == "FAILED" else None,
             "run_dir": record.run_dir,
+            "tags": record.tags,
+            "group": record.group,
+            "notes": record.notes,
         }
 
 
@@ -331,6 +347,16 @@ class SchedulerClient(SyncTwin[AsyncSchedulerClient]):
         Raises StateError for a job that has ended, PlacementError, QuotaError.
         """
         return self._run(self.aio.scale_job(job_id, role, count))
+
+    def label_job(
+        self,
+        job_id: str,
+        tags: Sequence[str] | None = None,
+        group: str | None = None,
+        notes: str | None = None,
+    ) -> dict[str, Any]:
+        """Change what a job is found by; None leaves it, an empty group is none. MessageError."""
+        return self._run(self.aio.label_job(job_id, tags, group, notes))
 
     def metrics(self, job_id: str) -> list[dict[str, float]]:
         """Return the numbers of a run, one dict for each step, in their order.

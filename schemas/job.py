@@ -4,6 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from .config.section import MAX_NOTES, MAX_TAGS, Label
 from .metric import Event
 from .secret import MAX_SEALED_BYTES, SecretName
 from .tinker.usage import SamplerTokens
@@ -169,6 +170,21 @@ class JobRecord(Message):
         return JobScope(self.user, self.job)
 
     @property
+    def tags(self) -> list[str]:
+        """What the job is found by."""
+        return [str(tag) for tag in self.config.get("tags") or ()]
+
+    @property
+    def group(self) -> str:
+        """The group that the job is in, or nothing."""
+        return str(self.config.get("group") or "")
+
+    @property
+    def notes(self) -> str:
+        """What its owner wrote down of the job."""
+        return str(self.config.get("notes") or "")
+
+    @property
     def trains(self) -> bool:
         """Whether the job has a learner, and so steps, versions and checkpoints."""
         return self.kind in ("train", "sft")
@@ -270,6 +286,19 @@ class PriorityRequest(Request):
     """Job id or run name."""
     priority: Priority
     """The new one."""
+
+
+class LabelRequest(Request):
+    """Change what a job is found by, whether it runs or has ended: `label`."""
+
+    job: str
+    """Job id or run name."""
+    tags: Annotated[list[Label], Field(max_length=MAX_TAGS)] | None = None
+    """All its tags from now on; none: they stay."""
+    group: Label | Literal[""] | None = None
+    """Its group; empty: it leaves the one that it is in; none: it stays."""
+    notes: Annotated[str, Field(max_length=MAX_NOTES)] | None = None
+    """Its notes; none: they stay."""
 
 
 class ListRequest(Request):

@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ...broker.calls.learner import write_checkpoint
 from ...schemas.config.job import JobConfig
 from ...schemas.config.load_config import apply_override, parse_config, parse_yaml
+from ...schemas.config.section import MAX_NOTES, MAX_TAGS, Label
 from ...schemas.job import JobRecord, Priority
 from ...schemas.wire.errors import ConfigError, MessageError
 from ...schemas.wire.message import summarize
@@ -76,6 +77,22 @@ class PriorityBody(Body):
     """Jobs of a higher priority are placed first."""
 
 
+def _words(value: Any) -> Any:
+    """Return the words of a text, as a form sends tags."""
+    return value.replace(",", " ").split() if isinstance(value, str) else value
+
+
+class LabelBody(Body):
+    """What a job is found by."""
+
+    tags: Annotated[list[Label], Field(max_length=MAX_TAGS), BeforeValidator(_words)] | None = None
+    """All its tags from now on, a list or words; left out: they stay."""
+    group: Label | Literal[""] | None = None
+    """Its group; empty: none; left out: it stays."""
+    notes: Annotated[str, Field(max_length=MAX_NOTES)] | None = None
+    """Its notes; left out: they stay."""
+
+
 class EmptyBody(Body):
     """Nothing has to be said."""
 
@@ -87,6 +104,7 @@ BODIES: dict[str, type[Body]] = {
     "resume": EmptyBody,
     "scale": ScaleBody,
     "priority": PriorityBody,
+    "label": LabelBody,
     "archive": EmptyBody,
     "unarchive": EmptyBody,
     "delete": EmptyBody,
@@ -101,6 +119,8 @@ async def act(scheduler: Scheduler, job: str, action: str, body: Body) -> JobRec
         return await scheduler.scale(job, body.role, body.count)
     if isinstance(body, PriorityBody):
         return await scheduler.priority(job, body.priority)
+    if isinstance(body, LabelBody):
+        return await scheduler.label(job, tags=body.tags, group=body.group, notes=body.notes)
     if action == "checkpoint":
         record = await scheduler.get(job)
         await write_checkpoint(scheduler.broker, record)

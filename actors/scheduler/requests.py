@@ -15,6 +15,7 @@ from ...schemas.job import (
     JobRecord,
     JobReply,
     JobRequest,
+    LabelRequest,
     ListRequest,
     PriorityRequest,
     Removal,
@@ -48,7 +49,7 @@ from .submission.submission import Submission
 
 _CHANGES = frozenset(
     {"submit", "configure", "stop", "resume", "scale", "priority", "pause", "unpause", "secrets"}
-    | {"archive", "unarchive", "delete"}
+    | {"label", "archive", "unarchive", "delete"}
 )
 
 MAX_ERROR_CHARS = 300
@@ -95,6 +96,7 @@ class SchedulerRequests:
             ("resume", ResumeRequest, self.resume),
             ("scale", ScaleRequest, self.scale),
             ("priority", PriorityRequest, self.priority),
+            ("label", LabelRequest, self.label),
             ("pause", JobRequest, self.pause),
             ("unpause", JobRequest, self.unpause),
             ("nodes", Empty, self.nodes),
@@ -253,7 +255,7 @@ class SchedulerRequests:
 
     @contextlib.asynccontextmanager
     async def _alone(
-        self, request: ResumeRequest | ScaleRequest, context: RequestContext
+        self, request: ResumeRequest | ScaleRequest | LabelRequest, context: RequestContext
     ) -> AsyncIterator[None]:
         """Hold what one request about the jobs of an owner at a time holds."""
         record = await self._view.steered(context.user, request.job)
@@ -313,6 +315,20 @@ class SchedulerRequests:
             return current.model_copy(update={"priority": request.priority})
 
         return JobReply(record=await self._jobs.update(record, change))
+
+    async def label(self, request: LabelRequest, context: RequestContext) -> JobReply:
+        """Change what a job is found by; nothing of what it does hangs on that."""
+        async with self._alone(request, context):
+            record = await self._view.steered(context.user, request.job)
+            refuse_removed(record)
+            told = request.model_dump(include={"tags", "group", "notes"}, exclude_none=True)
+            labels = {**told, "group": request.group or None} if "group" in told else told
+
+            def change(current: JobRecord) -> JobRecord:
+                return current.model_copy(update={"config": {**current.config, **labels}})
+
+            self._submission.check_growth(record, change(record))
+            return JobReply(record=await self._jobs.update(record, change))
 
     async def _remove(
         self, request: JobRequest, context: RequestContext, *, removal: Removal

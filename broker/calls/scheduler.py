@@ -11,6 +11,7 @@ from ...schemas.job import (
     JobRecord,
     JobReply,
     JobRequest,
+    LabelRequest,
     ListRequest,
     PriorityRequest,
     ResumeRequest,
@@ -152,6 +153,22 @@ class SchedulerCalls:
     async def priority(self, job: str, priority: int) -> JobRecord:
         """Change the priority of a job that waits."""
         return await self._change("priority", PriorityRequest(job=job, priority=priority))
+
+    async def label(
+        self,
+        job: str,
+        *,
+        tags: Sequence[str] | None = None,
+        group: str | None = None,
+        notes: str | None = None,
+    ) -> JobRecord:
+        """Change what a job is found by; None leaves it, an empty group takes the job out of its.
+
+        Raises MessageError for what cannot be a tag or a group.
+        """
+        named = None if tags is None else list(tags)
+        request = LabelRequest(job=job, tags=named, group=group, notes=notes)
+        return await self._change("label", request)
 
     async def nodes(self) -> list[NodeStatus]:
         """Return the nodes of the pool, by name."""

@@ -50,4 +50,6 @@ def run_row(record: JobRecord, values: Mapping[str, float]) -> dict[str, Any]:
         "age_s": (record.finished or time.time()) - record.created,
         "restarts": sum(one.restarts for one in record.actors),
         "attempt": record.attempt,
+        "tags": record.tags,
+        "group": record.group,
     }

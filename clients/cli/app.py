@@ -51,6 +51,7 @@ _GROUPS: dict[str, list[_Command]] = {
         _Command("fork", "runs.runs:fork", "Start a new run from a checkpoint of another."),
         _Command("scale", "runs.runs:scale", "Change the number of generators or environments."),
         _Command("priority", "runs.queue:priority", "Change the priority of a run that waits."),
+        _Command("label", "runs.labels:label", "Tag a run, group it, write notes on it."),
         _Command("cost", "runs.queue:cost", "Show the slot-hours that runs have used."),
     ],
     "Inference": [

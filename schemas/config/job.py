@@ -16,7 +16,7 @@ from .learner import LearnerConfig
 from .lora import LoraConfig
 from .reward import RewardConfig
 from .rules import broken_rules
-from .section import MAX_WAIT_S, Section, when
+from .section import MAX_NOTES, MAX_TAGS, MAX_WAIT_S, Label, Section, when
 from .self_play import SelfPlayConfig
 from .sft import SftConfig, settle_sft
 from .storage import StorageConfig
@@ -241,6 +241,12 @@ class JobConfig(Section):
 
     name: str | None = Field(default=None, pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")
     """Name of the run; default `<env>-<model>-<two words>`."""
+    tags: Annotated[list[Label], Field(max_length=MAX_TAGS)] = Field(default_factory=list[str])
+    """What the run is found by in lists; `tinkermq label` changes them later."""
+    group: Label | None = None
+    """Runs that belong together have the same: those of one sweep, the seeds of one setting."""
+    notes: str = Field(default="", max_length=MAX_NOTES)
+    """What is to be remembered of the run, for people."""
     seed: int = Field(default=0, ge=0, lt=1 << 63)
     """Seed of data order, episodes and optimiser."""
     output_dir: str = "outputs"

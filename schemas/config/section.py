@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, Self, cast
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema
 
@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 MAX_WAIT_S = 86_400.0
 """The longest wait that a configuration may ask for."""
+MAX_TAGS = 32
+MAX_NOTES = 4000
+Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:/=+@-]{0,63}$")]
+"""What runs are found by: a tag, or the name of a group."""
 
 
 def when(key: str, *values: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from ....broker.client.connection import Broker
@@ -37,11 +37,14 @@ class Query:
     state: str = ""
     """A state, a group of `GROUPS`, or `archived`; empty for all that are not archived."""
     search: str = ""
-    """Words that each must be part of name, id, kind, owner, game, model or reason."""
+    """Words that each must be part of name, id, kind, owner, game, model, reason, tags, group or
+    notes; `tag:x` and `group:x` are one of the tags, and the group, as they are."""
     offset: int = 0
     limit: int = PAGE
     sort: str = ""
     """One of `SORTS`, with a `-` before it for the greatest first; empty: newest first."""
+    folded: bool = False
+    """Tell what serves or evaluates a run with the run, and not by itself."""
 
 
 SORTS: dict[str, Callable[[JobRecord], Any]] = {
@@ -66,6 +69,8 @@ class JobPage:
     """Jobs that match."""
     counts: dict[str, int]
     """Jobs by group of states, whatever is filtered."""
+    helpers: dict[str, list[JobRecord]] = field(default_factory=dict[str, list[JobRecord]])
+    """By job, those that serve or evaluate it, which are told with it and not by themselves."""
 
 
 def select(records: Sequence[JobRecord], query: Query) -> JobPage:
@@ -89,8 +94,30 @@ def select(records: Sequence[JobRecord], query: Query) -> JobPage:
             f"jobs cannot be sorted by {name[:40]!r}",
             hint=f"by {', '.join((*SORTS, *FIGURES))}, with a - before it for the greatest first",
         )
+    found, helpers = fold(found) if query.folded else (found, {})
     shown = found[query.offset : query.offset + query.limit]
-    return JobPage(shown, len(found), {"all": len(records), **counts})
+    return JobPage(shown, len(found), {"all": len(records), **counts}, helpers)
+
+
+def fold(records: Sequence[JobRecord]) -> tuple[list[JobRecord], dict[str, list[JobRecord]]]:
+    """Return jobs without those that serve or evaluate another of them, and these by that job."""
+    runs = {name: one for one in records if not _helps(one) for name in (one.job, one.name)}
+    left: list[JobRecord] = []
+    helpers: dict[str, list[JobRecord]] = {}
+    for record in records:
+        run = runs.get(_helps(record))
+        if run is None or run.user != record.user:
+            left.append(record)
+        else:
+            helpers.setdefault(run.job, []).append(record)
+    return left, helpers
+
+
+def _helps(record: JobRecord) -> str:
+    """Return the run, by id or name, whose versions a job serves or evaluates; or nothing."""
+    if record.kind not in ("infer", "eval"):
+        return ""
+    return record.follow or (record.serves or record.fork_of or "").rpartition("@")[0]
 
 
 async def select_rows(
@@ -104,20 +131,40 @@ async def select_rows(
     key = FIGURES.get(query.sort.removeprefix("-"))
     if key is None:
         page = select(records, query)
-        return page, await figures.rows(broker, page.records)
+        return page, with_helpers(await figures.rows(broker, page.records), page)
     page = select(records, replace(query, offset=0, limit=len(records)))
     rows = await figures.rows(broker, page.records)
     sign = -1 if query.sort.startswith("-") else 1
     rows.sort(key=lambda one: (one[key] is None, sign * (one[key] or 0.0)))
-    return page, rows[query.offset : query.offset + query.limit]
+    return page, with_helpers(rows[query.offset : query.offset + query.limit], page)
+
+
+def with_helpers(rows: list[dict[str, Any]], page: JobPage) -> list[dict[str, Any]]:
+    """Return rows with what is told of the jobs that serve or evaluate each."""
+    told = {job: [_helper(one) for one in those] for job, those in page.helpers.items()}
+    return [{**one, "helpers": told.get(one["job"], [])} for one in rows]
+
+
+def _helper(record: JobRecord) -> dict[str, Any]:
+    what = "serves" if record.kind == "infer" else "evaluates"
+    step = (record.serves or record.fork_of or "").rpartition("@")[2] if not record.follow else ""
+    return {
+        "job": record.job,
+        "name": record.name,
+        "kind": record.kind,
+        "state": record.state,
+        "what": f"{what} @{step}" if step else f"{what} its newest version",
+    }
 
 
 def _matches(record: JobRecord, words: Sequence[str]) -> bool:
     if not words:
         return True
     parts = (record.name, record.job, record.kind, record.user, record.state, record.reason)
-    text = " ".join((*parts, game_of(record), model_of(record))).lower()
-    return all(word in text for word in words)
+    parts = (*parts, game_of(record), model_of(record), *record.tags, record.group, record.notes)
+    text = " ".join(parts).lower()
+    exact = {f"group:{record.group.lower()}", *(f"tag:{tag.lower()}" for tag in record.tags)}
+    return all(word in exact or word in text for word in words)
 
 
 def game_of(record: JobRecord) -> str:
@@ -190,6 +237,7 @@ def row(record: JobRecord, values: dict[str, float]) -> dict[str, Any]:
         "total_steps": _whole(values.get("training/total_steps", training.get("num_steps"))),
         "tokens_per_s": values.get("perf/throughput") if record.state == "RUNNING" else None,
         "slots_wanted": sum(one.slots for one in record.actors),
+        "notes": record.notes,
         "fork_of": record.fork_of,
         "archived": record.archived,
         "removal": record.removal,

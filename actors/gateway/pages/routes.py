@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -89,7 +90,7 @@ async def log_out(request: Request) -> Response:
 
 async def jobs(request: Request) -> Response:
     """Show the table of jobs; `?part=rows` only what changes."""
-    visitor, query = await visitor_of(request), query_of(request)
+    visitor, query = await visitor_of(request), replace(query_of(request), folded=True)
     records = await Scheduler(visitor).list_jobs(archived=query.state == ARCHIVED)
     page, rows = await select_rows(gateway_of(request).figures, visitor.broker, records, query)
 
@@ -110,7 +111,7 @@ async def jobs(request: Request) -> Response:
 
 
 def _query(fields: dict[str, Any]) -> dict[str, Any]:
-    plain = {"state": "", "search": "", "offset": 0, "limit": 50, "sort": ""}
+    plain = {"state": "", "search": "", "offset": 0, "limit": 50, "sort": "", "folded": True}
     return {name: value for name, value in fields.items() if value != plain.get(name)}
 
 

@@ -76,6 +76,7 @@ OPERATIONS: tuple[Operation, ...] = (
             ("resume", "Let a job go on: after a pause, or from its last checkpoint"),
             ("scale", "Change the number of generators, environment hosts or servers"),
             ("priority", "Change a job's place in the queue"),
+            ("label", "Change a job's tags, group and notes"),
             ("archive", "Put what is stored of a job that has ended into its run folder"),
             ("unarchive", "Bring back what an archived job has stored"),
             ("delete", "Remove a job that has ended, with all that is stored of it"),

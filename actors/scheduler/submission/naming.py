@@ -1,12 +1,36 @@
-"""Names of runs: `<env>-<model>-<two words>`, from whatever of the configuration is there."""
+"""Names of jobs, from whatever of the configuration is there.
+
+A run is `<env>-<model>-<two words>`; what serves or evaluates says so, and of which run:
+`serve-<run>-<step>`.
+"""
 
 import re
+from collections.abc import Iterator
 from typing import Any, cast
 
 from ....schemas.config.agent import runs_programs
 
 _PART_CHARS = 20
+_SOURCE_CHARS = 36
 _NOT_NAME = re.compile(r"[^a-z0-9]+")
+
+
+_HELPERS = {"infer": "serve", "eval": "eval"}
+
+
+def names(config: dict[str, Any], kind: str, source: str) -> Iterator[str]:
+    """Yield names for a job that was given none, for ever; `source` is the run that it is for."""
+    helps = _HELPERS.get(kind, "")
+    if not helps:
+        while True:
+            yield run_name(config)
+    from coolname import generate_slug
+
+    what = _NOT_NAME.sub("-", source.lower()).strip("-")[:_SOURCE_CHARS].strip("-")
+    if what:
+        yield f"{helps}-{what}"
+    while True:
+        yield f"{helps}-{what}-{generate_slug(2)}" if what else f"{helps}-{run_name(config)}"[:64]
 
 
 def run_name(config: dict[str, Any]) -> str:

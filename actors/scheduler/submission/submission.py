@@ -38,7 +38,7 @@ from ..jobs.secrets import SecretStore
 from ..jobs.view import JobsView, size_of
 from ..reconciler import Reconciler
 from .access import refuse_code_of_others, refuse_runs_of_others, refuse_second_service
-from .naming import run_name
+from .naming import names
 from .origins import Origins, begins_with, own
 from .resuming import changed_config
 from .run_folder import keep_checkpoint, make_run_dir, pin_adapters
@@ -107,9 +107,10 @@ class Submission:
         fork_of, fork_dir = await self.origins.fork(user, request)
         followed = await self.origins.followed(user, request)
         adapters = await self.origins.adapters(user, request)
+        source = followed.name if followed else fork_of or ""
         blank = JobRecord(
             job=job,
-            name=await self._free_name(user, job, request.config),
+            name=await self._free_name(user, job, request.config, request.kind, source),
             user=user,
             kind=request.kind,
             state="QUEUED",
@@ -157,7 +158,7 @@ class Submission:
             check_game(config)
             name = record.name
             if request.config.get("name") is not None:
-                name = await self._free_name(user, record.job, config)
+                name = await self._free_name(user, record.job, config, record.kind)
             changed = record.model_copy(update={"config": config, "name": name})
             if request.start:
                 changed = await self._complete(changed, record)
@@ -293,11 +294,13 @@ class Submission:
         """Whether another run of the user has a name."""
         return self._view.owner_of(user, name) not in (None, job) or (user, name) in self._names
 
-    async def _free_name(self, user: str, job: str, config: Mapping[str, Any]) -> str:
+    async def _free_name(
+        self, user: str, job: str, config: Mapping[str, Any], kind: str, source: str = ""
+    ) -> str:
         """Return the configured name if no other run has it, else a new one."""
         name = config.get("name")
         if name is None:
-            made = (run_name(dict(config)) for _ in iter(int, 1))
+            made = names(dict(config), kind, source)
             return next(one for one in made if not self._is_taken(user, job, one))
         check_name(name)
         if self._is_taken(user, job, name):

@@ -42,6 +42,8 @@ def ps(
     all: Annotated[bool, Parameter(alias="-a")] = False,
     everyone: bool = False,
     archived: bool = False,
+    tag: list[str] | None = None,
+    group: str | None = None,
     common: Common = COMMON,
 ) -> int:
     """List runs: state, step, reward, validation, tokens/s, slots, age and restarts.
@@ -56,12 +58,22 @@ def ps(
         Those of all users, for admins.
     archived
         Those that were archived, and no others.
+    tag
+        Only those with this tag; of several tags, with all of them.
+    group
+        Only those of this group.
     """
 
     async def work(pool: Pool) -> tuple[list[dict[str, Any]], str]:
         listed = pool.everybodys_jobs if everyone else pool.list_jobs
         records = await listed(all=all or archived)
-        records = [one for one in records if one.archived is not None or not archived]
+        records = [
+            one
+            for one in records
+            if (one.archived is not None or not archived)
+            and set(tag or ()) <= set(one.tags)
+            and group in (None, one.group)
+        ]
         told = asyncio.create_task(_told(pool)) if not common.json else None
         rows = await asyncio.gather(*(_row(pool, record) for record in records))
         return list(rows), "" if told is None else await told

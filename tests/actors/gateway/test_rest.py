@@ -110,6 +110,51 @@ async def test_a_job_is_submitted_found_and_stopped(
     assert stopped.json["stop"] == "now"
 
 
+async def test_jobs_are_found_by_tags_group_and_notes_which_change_at_any_time(
+    stack: Stack, gateway: Gateway
+) -> None:
+    record = await finished_job(stack, gateway)
+    tag = f"seed={record.job}"
+    labels = {"tags": [tag, "baseline"], "group": f"of-{record.job}", "notes": "the good one"}
+    told = await gateway.post(f"/api/v1/jobs/{record.job}/label", labels)
+    assert told.status == 200, told.text
+    for words in (f"tag:{tag}", f"group:of-{record.job}", f"{record.job} good"):
+        found = (await gateway.get(f"/api/v1/jobs?{urlencode({'search': words})}")).json["jobs"]
+        assert [one["job"] for one in found] == [record.job], words
+        assert {name: found[0][name] for name in labels} == labels
+    none = (await gateway.get(f"/api/v1/jobs?{urlencode({'search': f'tag:{tag[:-1]}'})}")).json
+    assert none["total"] == 0
+    form = urlencode({"tags": f"{tag}, other", "group": "", "notes": HOSTILE})
+    page = await gateway.post(
+        f"/jobs/{record.job}/label", form.encode(), content_type="application/x-www-form-urlencoded"
+    )
+    assert page.status in (200, 303), page.text
+    now = (await gateway.get(f"/api/v1/jobs?{urlencode({'search': tag})}")).json["jobs"][0]
+    assert (now["tags"], now["group"], now["notes"]) == ([tag, "other"], "", HOSTILE)
+    for bad in ({"tags": ["a b"]}, {"tags": ["x"] * 33}, {"group": "-"}, {"notes": "x" * 4001}):
+        refused = await gateway.post(f"/api/v1/jobs/{record.job}/label", bad)
+        assert refused.status == 400, bad
+        assert next(iter(bad)) in refused.json["error"]["message"]
+
+
+async def test_what_serves_or_evaluates_a_run_stands_beneath_it(
+    stack: Stack, gateway: Gateway
+) -> None:
+    run = await finished_job(stack, gateway)
+    serving = await finished_job(stack, gateway, kind="infer", serves=f"{run.name}@3")
+    judging = await finished_job(stack, gateway, kind="eval", fork_of=f"{run.name}@2")
+    alone = await finished_job(stack, gateway, kind="infer", serves="gone@1")
+    everything = {run.job, serving.job, judging.job, alone.job}
+    jobs = (await gateway.get("/api/v1/jobs?limit=1000")).json["jobs"]
+    assert everything <= {one["job"] for one in jobs}
+    page = re.sub(r"<[^>]*>", "", (await gateway.get("/jobs?limit=1000")).text)
+    assert f"↳ {serving.job} serves @3 · completed" in page
+    assert f"↳ {judging.job} evaluates @2 · completed" in page
+    assert f"↳ {alone.job}" not in page
+    alone_on_page = (await gateway.get(f"/jobs?search={serving.job}")).text
+    assert (serving.job in alone_on_page, "↳" in alone_on_page) == (True, False)
+
+
 async def test_a_form_that_is_sent_twice_makes_one_job_and_a_changed_one_another(
     stack: Stack, gateway: Gateway, model: Path
 ) -> None:

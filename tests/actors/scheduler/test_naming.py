@@ -2,7 +2,7 @@
 
 import re
 
-from tinkermq.actors.scheduler.submission.naming import run_name
+from tinkermq.actors.scheduler.submission.naming import names, run_name
 
 
 def test_a_run_is_named_after_its_game_its_model_and_two_words() -> None:
@@ -28,3 +28,13 @@ def test_any_name_may_stand_in_a_subject() -> None:
 def test_a_run_of_programs_is_named_so() -> None:
     name = run_name({"agent": {"command": ["codex"]}, "model": {"path": "tiny"}})
     assert re.fullmatch(r"agent-tiny-[a-z]+-[a-z]+", name)
+
+
+def test_what_serves_or_evaluates_says_so_and_of_which_run() -> None:
+    config = {"env": {"game": "bandit"}, "model": {"path": "tiny"}}
+    served = names(config, "infer", "Guess run@80")
+    assert next(served) == "serve-guess-run-80"
+    assert re.fullmatch(r"serve-guess-run-80-[a-z]+-[a-z]+", next(served))
+    assert re.fullmatch(r"eval-bandit-tiny-[a-z]+-[a-z]+", next(names(config, "eval", "")))
+    assert re.fullmatch(r"bandit-tiny-[a-z]+-[a-z]+", next(names(config, "train", "any@1")))
+    assert all(len(name) <= 64 for name, _ in zip(names(config, "infer", "x" * 99), "ab"))
