@@ -170,6 +170,12 @@ class JobRecord(Message):
         return JobScope(self.user, self.job)
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """The configuration as a job for the same thing takes it: without what names this one."""
+        own = ("name", "tags", "group", "notes")
+        return {key: value for key, value in self.config.items() if key not in own}
+
+    @property
     def tags(self) -> list[str]:
         """What the job is found by."""
         return [str(tag) for tag in self.config.get("tags") or ()]

@@ -8,9 +8,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ...broker.calls.learner import write_checkpoint
 from ...schemas.config.job import JobConfig
-from ...schemas.config.load_config import apply_override, parse_config, parse_yaml
+from ...schemas.config.load_config import apply_override, merged, parse_config, parse_yaml
 from ...schemas.config.section import MAX_NOTES, MAX_TAGS, Label
-from ...schemas.job import JobRecord, Priority
+from ...schemas.job import FINAL_STATES, JobRecord, Priority
 from ...schemas.wire.errors import ConfigError, MessageError
 from ...schemas.wire.message import summarize
 from .limits import Share
@@ -147,6 +147,36 @@ async def submit(scheduler: Scheduler, body: SubmitBody) -> JobRecord:
         priority=body.priority,
         request_id=body.request_id,
     )
+
+
+async def serve_checkpoint(scheduler: Scheduler, record: JobRecord, step: int) -> JobRecord:
+    """Have one server answer with a checkpoint; one that does so already is returned.
+
+    Raises NotFoundError with the steps that there are, and what `submit` raises.
+    """
+    what = f"{record.name}@{step}"
+    return await _living(scheduler, "infer", what) or await scheduler.submit(
+        merged(record.settings, {"generator": {"count": 1}}),
+        kind="infer",
+        fork_of=f"{record.job}@{step}",
+    )
+
+
+async def evaluate_checkpoint(scheduler: Scheduler, record: JobRecord, step: int) -> JobRecord:
+    """Have a checkpoint evaluated on its run's validation set; raises as `serve_checkpoint`."""
+    what = f"{record.name}@{step}"
+    return await _living(scheduler, "eval", what) or await scheduler.submit(
+        record.settings, kind="eval", fork_of=f"{record.job}@{step}"
+    )
+
+
+async def _living(scheduler: Scheduler, kind: str, what: str) -> JobRecord | None:
+    """Return the job that serves or evaluates `run@step` now."""
+    for one in await scheduler.list_jobs():
+        named = one.serves if kind == "infer" else one.fork_of
+        if one.kind == kind and named == what and one.state not in FINAL_STATES:
+            return one
+    return None
 
 
 async def checked_config(share: Share, body: SubmitBody) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -75,7 +75,7 @@ async def _run_source(pool: Pool, name: str) -> ModelSource:
             f"{record.name} is a job of kind {record.kind} that trains nothing",
             hint="name a training run, or the model folder",
         )
-    config = {key: value for key, value in record.config.items() if key != "name"}
+    config = record.settings
     if config.get("generator", {}).get("count") == 0:  # its rollouts came from external agents
         config = merged(config, {"generator": {"count": 1}})
     if step is None and record.state not in FINAL_STATES:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, cast
 
 MAX_RUNS = 20
 """Runs that one page lays over each other."""
-_OF_THE_RUN = frozenset({"name"})
+_OF_THE_RUN = frozenset({"name", "tags", "group", "notes"})
 """What differs anyway."""
 
 

@@ -11,7 +11,7 @@ from ....broker.client.connection import Broker
 from ....broker.jetstream.streams import stream_info
 from ....schemas.job import JobRecord
 from ....schemas.wire.errors import MessageError, NotFoundError
-from ..data import checkpoints, logs
+from ..data import logs
 from ..data.charts import CHARTS
 from ..data.comparison import MAX_RUNS, differences
 from ..data.overview import glance
@@ -41,9 +41,10 @@ _NAMES = quote(",".join(line.name for chart in CHARTS for line in chart.lines), 
 _CHARTS = [chart._asdict() for chart in CHARTS]
 
 
-async def _job_page(
+async def job_page(
     request: Request, visitor: Visitor, record: JobRecord, tab: str, more: dict[str, Any]
 ) -> Response:
+    """Show a tab of a job's page, with the head that is the same in all of them."""
     seen = await glance(gateway_of(request), visitor, record)
     runs = [_curves_of(record)]
     shown = {"user": visitor.user, "record": record, "tab": tab, "runs": runs, **seen, **more}
@@ -103,7 +104,7 @@ async def _page_with_events(request: Request, tab: str, limit: int, **more: Any)
     visitor, record = await job_of(request)
     seq = await _last_seq(visitor.broker, record.scope.stream_feed)
     events = await logs.tail_of_events(visitor.broker, record, limit=limit)
-    return await _job_page(request, visitor, record, tab, {"events": events, "seq": seq, **more})
+    return await job_page(request, visitor, record, tab, {"events": events, "seq": seq, **more})
 
 
 async def job_logs(request: Request) -> Response:
@@ -113,7 +114,7 @@ async def job_logs(request: Request) -> Response:
     seq = await _last_seq(visitor.broker, record.scope.stream_log)
     lines = await logs.tail_of_log(visitor.broker, record.scope, actor=actor)
     more = {"lines": lines, "actor": actor, "seq": seq}
-    return await _job_page(request, visitor, record, "logs", more)
+    return await job_page(request, visitor, record, "logs", more)
 
 
 async def job_rollouts(request: Request) -> Response:
@@ -127,7 +128,7 @@ async def job_rollouts(request: Request) -> Response:
     told = {name: value for name, value in kept.items() if name != "beside"}
     links = {"query": urlencode(kept), "query_json": urlencode(told)}
     shown = {"page": page, "asked": asked, "low": low, "high": high, **links}
-    return await _job_page(request, visitor, record, "rollouts", shown)
+    return await job_page(request, visitor, record, "rollouts", shown)
 
 
 async def job_episode(request: Request) -> Response:
@@ -137,18 +138,11 @@ async def job_episode(request: Request) -> Response:
     named = beside_in(request)
     beside = None if named is None else await read_episode(visitor, record, *named)
     shown = {"episode": episode, "beside": beside}
-    return await _job_page(request, visitor, record, "episode", shown)
+    return await job_page(request, visitor, record, "episode", shown)
 
 
 async def job_config(request: Request) -> Response:
     """Show a job's configuration."""
     visitor, record = await job_of(request)
     texts = {"given": to_yaml(record.config), "effective": to_yaml(effective(record.config))}
-    return await _job_page(request, visitor, record, "config", texts)
-
-
-async def job_checkpoints(request: Request) -> Response:
-    """Show a job's checkpoints."""
-    visitor, record = await job_of(request)
-    found = await asyncio.to_thread(checkpoints.list_checkpoints, record)
-    return await _job_page(request, visitor, record, "checkpoints", {"checkpoints": found})
+    return await job_page(request, visitor, record, "config", texts)

@@ -36,7 +36,7 @@ from ..scheduler import Scheduler
 from ..sessions import COOKIE, SESSION_S, LogInError
 from ..tinker.sessions import curves_of, services_of
 from ..web import form_of, gateway_of, number_in, visitor_of
-from . import job_pages
+from . import job_pages, model_pages, removal_pages
 from .render import VERSION, render
 
 
@@ -264,12 +264,17 @@ def routes() -> list[Route]:
         ("/jobs/{job}/logs", job_pages.job_logs),
         ("/jobs/{job}/events", job_pages.job_events),
         ("/jobs/{job}/config", job_pages.job_config),
-        ("/jobs/{job}/checkpoints", job_pages.job_checkpoints),
+        ("/jobs/{job}/checkpoints", model_pages.job_checkpoints),
+        ("/playground", model_pages.playground),
+        ("/remove", removal_pages.ask),
     ]
     post: list[tuple[str, Any]] = [
         ("/login", log_in),
         ("/logout", log_out),
         ("/submit", submit_form),
+        ("/remove", removal_pages.remove),
+        ("/jobs/{job}/checkpoints/{step:int}/serve", model_pages.serve),
+        ("/jobs/{job}/checkpoints/{step:int}/evaluate", model_pages.evaluate),
         ("/jobs/{job}/{action}", act_form),
     ]
     return [

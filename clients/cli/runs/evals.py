@@ -125,7 +125,7 @@ class _Settings(NamedTuple):
 
     def config(self, record: JobRecord, folder: Path | None) -> dict[str, Any]:
         """Return the configuration of the job that evaluates a model folder, or a checkpoint."""
-        config: dict[str, Any] = {k: v for k, v in record.config.items() if k != "name"}
+        config = record.settings
         if folder is not None:
             policies = cast("dict[str, str]", config.get("policies") or {})
             own = {role: str(folder / "policies" / role) for role in policies}

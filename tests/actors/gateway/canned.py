@@ -1,6 +1,7 @@
 """A server behind the gateway that says what a test wants."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -26,7 +27,8 @@ from tinkermq.schemas.wire.subjects import JobScope
 class Canned:
     """A server that says what the test wants, and remembers what it was asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str = "my-run@4") -> None:
+        self.model = model
         self.words = ["Hel", "lo"]
         self.asked: list[ChatRequest | CompletionRequest] = []
         self.error: Exception | None = None
@@ -49,7 +51,7 @@ class Canned:
         for number, word in enumerate(self.words):
             ids, logprobs = [number], [-0.5 * number]
             delta = Delta(choice=0, text=word, token_ids=ids, tokens=[word], logprobs=logprobs)
-            await tell(InferPart(model="my-run@4", deltas=[delta], **told))
+            await tell(InferPart(model=self.model, deltas=[delta], **told))
             told.pop("prompt_token_ids", None)
         if self.fails_late is not None:
             raise self.fails_late
@@ -59,12 +61,21 @@ class Canned:
             self.cancelled.set()
             raise
         end = Delta(choice=0, finish="stop")
-        return InferPart(model="my-run@4", deltas=[end], completion_tokens=2, **told)
+        return InferPart(model=self.model, deltas=[end], completion_tokens=2, **told)
 
 
 @pytest.fixture
 async def canned(broker: Broker, scope: JobScope) -> AsyncIterator[Canned]:
     """A job that serves my-run@4, with a canned server."""
+    async with canned_server(broker, scope) as server:
+        yield server
+
+
+@contextlib.asynccontextmanager
+async def canned_server(
+    broker: Broker, scope: JobScope, model: str = "my-run@4"
+) -> AsyncIterator[Canned]:
+    """Serve a model as a job of this scope, from this process."""
     record = JobRecord(
         job=scope.job,
         name=f"serves-{scope.job}",
@@ -72,8 +83,8 @@ async def canned(broker: Broker, scope: JobScope) -> AsyncIterator[Canned]:
         kind="infer",
         state="RUNNING",
         config={},
-        fork_of="my-run@4",
-        serves="my-run@4",
+        fork_of=model,
+        serves=model,
         adapters={"other-run@2": "/pool/adapters/other-run@2"},
         created=time.time(),
     )
@@ -81,8 +92,8 @@ async def canned(broker: Broker, scope: JobScope) -> AsyncIterator[Canned]:
     presence = Presence(
         actor="server-0", role="server", host="h", pid=1, state="working", version=4, time=0
     )
-    await presences(broker).put(f"{scope.key}.server-0", presence)
-    server = Canned()
+    beating = asyncio.create_task(_beat(broker, f"{scope.key}.server-0", presence))
+    server = Canned(model)
     async with await Service.start(broker, name="canned", description="canned") as service:
         parts = PartsService(broker, service)
         for verb, model in (("chat", ChatRequest), ("complete", CompletionRequest)):
@@ -93,4 +104,11 @@ async def canned(broker: Broker, scope: JobScope) -> AsyncIterator[Canned]:
         )
         yield server
         await listening.stop()
+    beating.cancel()
     await JobStore(broker).transition(record, "COMPLETED", "the test is over", "test")
+
+
+async def _beat(broker: Broker, key: str, presence: Presence) -> None:
+    while True:
+        await presences(broker).put(key, presence)
+        await asyncio.sleep(3)

@@ -37,4 +37,6 @@ def test_what_serves_or_evaluates_says_so_and_of_which_run() -> None:
     assert re.fullmatch(r"serve-guess-run-80-[a-z]+-[a-z]+", next(served))
     assert re.fullmatch(r"eval-bandit-tiny-[a-z]+-[a-z]+", next(names(config, "eval", "")))
     assert re.fullmatch(r"bandit-tiny-[a-z]+-[a-z]+", next(names(config, "train", "any@1")))
-    assert all(len(name) <= 64 for name, _ in zip(names(config, "infer", "x" * 99), "ab"))
+    assert all(
+        len(name) <= 64 for name, _ in zip(names(config, "infer", "x" * 99), "ab", strict=False)
+    )

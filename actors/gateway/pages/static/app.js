@@ -19,6 +19,11 @@
     if (question && !window.confirm(question)) event.preventDefault();
   });
 
+  document.addEventListener("change", (event) => {
+    if (!event.target.matches("[data-all]")) return;
+    for (const one of event.target.form.querySelectorAll("input[name=run]")) one.checked = event.target.checked;
+  });
+
   // The arrow keys lead to the page before and after this one, where it names them.
   document.addEventListener("keydown", (event) => {
     const rel = { ArrowLeft: "prev", ArrowRight: "next" }[event.key];
