@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.request import Request, urlopen
 
-from playwright.async_api import Browser
+from playwright.async_api import Browser, Page
 from tinkermq.actors.warm_start import warm_start
 
 from tests.support.browser import open_browser
@@ -25,6 +25,7 @@ MODELS = Path("outputs") / "models"  # below ROOT, where the stack runs
 WIDE, PHONE = 1280, 390
 _POLL_S = 1.0
 _DEADLINE_S = 600
+_SERVED_MS = 120_000
 
 
 class Shot(NamedTuple):
@@ -81,10 +82,15 @@ async def take(browser: Browser, url: str, shot: Shot) -> None:
     page = await context.new_page()
     await page.goto(url + shot.path)
     await page.wait_for_timeout(2500)
-    file = IMAGES / f"{shot.name}.png"
+    await shoot(page, shot.name)
+    await context.close()
+
+
+async def shoot(page: Page, name: str) -> None:
+    """Write the picture of what a page shows."""
+    file = IMAGES / f"{name}.png"
     await page.screenshot(path=file)
     print(file.relative_to(ROOT))
-    await context.close()
 
 
 async def take_all(url: str, home: Path) -> None:
@@ -116,6 +122,24 @@ async def take_all(url: str, home: Path) -> None:
             Shot("dashboard-phone", f"/jobs/{bandit}", "dark", PHONE, 844),
         ):
             await take(browser, url, shot)
+        await until_step(url, bandit, 60)
+        await take_playground(browser, url, bandit)
+
+
+async def take_playground(browser: Browser, url: str, job: str) -> None:
+    """Talk with the oldest checkpoint of a run, and take the pictures of both pages."""
+    page = await browser.new_page(viewport={"width": WIDE, "height": 640})
+    await page.goto(f"{url}/jobs/{job}/checkpoints")
+    await page.locator("tbody tr").last.locator("button:text('Chat')").click()
+    await page.locator("button.primary:text('Send'):not([disabled])").wait_for(timeout=_SERVED_MS)
+    for text in ("Which arm pays?", "And the next one?"):
+        await page.fill("textarea[name=text]", text)
+        await page.press("textarea[name=text]", "Control+Enter")
+        await page.locator("[data-again]").wait_for()
+    await shoot(page, "dashboard-playground")
+    await page.goto(f"{url}/jobs/{job}/checkpoints")
+    await page.wait_for_timeout(1000)
+    await shoot(page, "dashboard-checkpoints")
 
 
 def main() -> None:

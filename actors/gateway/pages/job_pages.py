@@ -15,6 +15,7 @@ from ..data import logs
 from ..data.charts import CHARTS
 from ..data.comparison import MAX_RUNS, differences
 from ..data.overview import glance
+from ..data.records import Query, select
 from ..operations import (
     effective,
     to_yaml,
@@ -65,21 +66,24 @@ async def job(request: Request) -> Response:
 
 
 async def compare(request: Request) -> Response:
-    """Show several runs laid over each other, and where their configurations differ."""
+    """Show several runs laid over each other, and where their configurations differ.
+
+    They are named one by one, or are those that a search finds: by tag, by group.
+    """
     visitor = await visitor_of(request)
-    jobs = list(dict.fromkeys(request.query_params.getlist("run")))
-    if len(jobs) > MAX_RUNS:
-        raise MessageError(f"{len(jobs)} runs were named; a page compares at most {MAX_RUNS}")
-    scheduler = Scheduler(visitor)
-    records = [await scheduler.get(one) for one in jobs]
+    search, records, num_found = await _compared(request, Scheduler(visitor))
     rows = await gateway_of(request).figures.rows(visitor.broker, records)
     configs = await asyncio.to_thread(lambda: [effective(one.config) for one in records])
-    kept = [(key, value) for key, value in request.query_params.multi_items() if key != "run"]
+    jobs = [one.job for one in records]
+    asked = request.query_params.multi_items()
+    kept = [(key, value) for key, value in asked if key not in ("run", "search")]
     shown: dict[str, Any] = {
         "user": visitor.user,
         "rows": rows,
         "runs": [_curves_of(one) for one in records],
         "charts": _CHARTS,
+        "search": search,
+        "num_found": num_found,
         "differences": differences(configs),
         "without": {
             one.job: "/compare?" + urlencode([*(("run", o) for o in jobs if o != one.job), *kept])
@@ -87,6 +91,20 @@ async def compare(request: Request) -> Response:
         },
     }
     return render(request, "compare.html", shown)
+
+
+async def _compared(request: Request, scheduler: Scheduler) -> tuple[str, list[JobRecord], int]:
+    """Return the search, the runs to compare, and how many there would be."""
+    jobs = list(dict.fromkeys(request.query_params.getlist("run")))
+    if len(jobs) > MAX_RUNS:
+        raise MessageError(f"{len(jobs)} runs were named; a page compares at most {MAX_RUNS}")
+    search = "" if jobs else request.query_params.get("search", "")[:200]
+    if not search:
+        return "", [await scheduler.get(one) for one in jobs], len(jobs)
+    told = await scheduler.list_jobs()
+    found = select(told, Query(search=search, limit=len(told))).records
+    found = [one for one in found if one.trains]
+    return search, found[:MAX_RUNS], len(found)
 
 
 def _curves_of(record: JobRecord) -> dict[str, str]:

@@ -80,3 +80,19 @@ async def test_nothing_is_removed_by_looking_and_bad_requests_are_refused(
         refused = await gateway.get(f"/remove?{query}")
         assert (refused.status, said in refused.text) == (400, True), refused.text
     assert (await gateway.get(f"/remove?how=delete&run={quote('no/such')}")).status in (400, 404)
+
+
+async def test_all_runs_of_a_group_are_compared_by_one_address(
+    stack: Stack, gateway: Gateway, browser: Browser
+) -> None:
+    first = await finished_job(stack, gateway, config={**CONFIG, "group": "of-two", "seed": 1})
+    await finished_job(stack, gateway, config={**CONFIG, "group": "of-two", "seed": 2})
+    await finished_job(stack, gateway, kind="infer", config={**CONFIG, "group": "of-two"})
+    async with watched_page(browser, gateway.url) as page:
+        await page.goto(f"/jobs/{first.job}")
+        await page.click("a.chip.group")
+        await page.click("a:text('Compare all that were found')")
+        await expect(page.locator(".title .sub")).to_contain_text("the newest 2 of 2 runs that")
+        await expect(page.locator("table code:text-is('seed')")).to_have_count(1)
+        await page.locator("a:text('leave out')").first.click()
+        await expect(page.locator(".title .sub")).to_contain_text("1 runs")

@@ -112,7 +112,7 @@
           model: told_of.model,
           messages: system ? [{ role: "system", content: system }, ...messages] : messages,
           temperature: Number(settings.temperature.value),
-          max_tokens: Number(settings.max_tokens.value),
+          max_tokens: Number(settings.max_tokens.value) || undefined,
           stream: true,
           logprobs: true,
         }),
