@@ -122,8 +122,8 @@ async def take_all(url: str, home: Path) -> None:
             Shot("dashboard-phone", f"/jobs/{bandit}", "dark", PHONE, 844),
         ):
             await take(browser, url, shot)
-        await until_step(url, bandit, 60)
-        await take_playground(browser, url, bandit)
+        await until_step(url, guess, 22)
+        await take_playground(browser, url, guess)
 
 
 async def take_playground(browser: Browser, url: str, job: str) -> None:
@@ -132,7 +132,7 @@ async def take_playground(browser: Browser, url: str, job: str) -> None:
     await page.goto(f"{url}/jobs/{job}/checkpoints")
     await page.locator("tbody tr").last.locator("button:text('Chat')").click()
     await page.locator("button.primary:text('Send'):not([disabled])").wait_for(timeout=_SERVED_MS)
-    for text in ("Which arm pays?", "And the next one?"):
+    for text in ("Guess my number, from 1 to 9.", "higher"):
         await page.fill("textarea[name=text]", text)
         await page.press("textarea[name=text]", "Control+Enter")
         await page.locator("[data-again]").wait_for()
