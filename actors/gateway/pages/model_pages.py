@@ -36,8 +36,8 @@ async def job_checkpoints(request: Request) -> Response:
         {**one, "score": scores.get(one["step"]), "helpers": helpers.get(one["step"], [])}
         for one in found
     ]
-    scored = [one for one in rows if one["score"] is not None]
-    best = max(scored, key=lambda one: (one["score"], -one["step"]))["step"] if scored else None
+    there = {one["step"] for one in found} & set(scores)
+    best = max(there, key=lambda step: (scores[step], -step), default=None)
     more = {"checkpoints": rows, "best": best}
     return await job_page(request, visitor, record, "checkpoints", more)
 

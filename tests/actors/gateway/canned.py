@@ -96,8 +96,8 @@ async def canned_server(
     server = Canned(model)
     async with await Service.start(broker, name="canned", description="canned") as service:
         parts = PartsService(broker, service)
-        for verb, model in (("chat", ChatRequest), ("complete", CompletionRequest)):
-            await parts.endpoint(verb, scope.infer(verb), model, InferPart, server.answer)
+        for verb, asked in (("chat", ChatRequest), ("complete", CompletionRequest)):
+            await parts.endpoint(verb, scope.infer(verb), asked, InferPart, server.answer)
         listening = await broker.listen(
             scope.infer("cancel"),
             lambda message: parts.cancel(CancelInference.from_bytes(message.data).request),
