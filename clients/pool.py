@@ -17,7 +17,7 @@ from ..schemas.config.load_config import merged
 from ..schemas.job import FINAL_STATES, JobRecord
 from ..schemas.wire.errors import ConfigError, DeadlineError, MessageError, NotFoundError
 from ..schemas.wire.subjects import DEFAULT_USER, token
-from .secrets import secrets_for
+from .secrets import secrets_for, with_tracker_settings
 from .validation.names import did_you_mean, run_and_step
 
 __all__ = ["Pool", "is_token", "new_request_id"]
@@ -91,7 +91,7 @@ class Pool(SchedulerCalls):
             )
         origin = await self.find(run)
         inherited = {key: value for key, value in origin.config.items() if key != "name"}
-        config = merged(inherited, changes)
+        config = with_tracker_settings(merged(inherited, changes))
         return await self.submit(
             config,
             kind="sft" if origin.kind == "sft" else "train",

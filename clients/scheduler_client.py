@@ -17,7 +17,7 @@ from .compat.arguments import as_tree
 from .compat.opentinker_keys import translate
 from .pool import Pool, new_request_id
 from .pool_client import PoolClient
-from .secrets import secrets_for
+from .secrets import secrets_for, with_tracker_settings
 from .sync.sync_twin import SyncTwin
 from .validation.files import refuse_missing
 from .validation.names import checkpoint_named
@@ -67,6 +67,7 @@ class AsyncSchedulerClient(PoolClient):
             tree = merged(tree, translate({"num_gpus": num_gpus}))
         if from_run is not None:
             tree = merged(tree, {"model": {"path": from_run}})
+        tree = with_tracker_settings(tree)
         check_keys(tree)
         refuse_missing(tree, self.scheduler_url, has_model=from_run is not None)
         complete = is_complete(tree)

@@ -1,10 +1,71 @@
-"""What a client hands over with a job: taken from the own environment; it travels sealed."""
+"""What of the caller's environment goes with a job: secrets, sealed, and what wandb is told."""
 
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
+from ..schemas.config.load_config import merged
 from ..schemas.secret import NOTIFY_URL, WANDB_KEY, SecretName
+from ..schemas.wire.errors import ConfigError
+
+_OF_WANDB = {
+    "WANDB_ENTITY": ("tracking", "entity"),
+    "WANDB_PROJECT": ("project",),
+    "WANDB_RUN_GROUP": ("group",),
+    "WANDB_TAGS": ("tags",),
+    "WANDB_NOTES": ("notes",),
+}
+_ON_NODES = ("WANDB_BASE_URL",)
+_MODES = {"online": "wandb", "offline": "wandb-offline"}
+
+
+def with_tracker_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with what $WANDB_… says here, where it logs to wandb and is silent.
+
+    Raises ConfigError for a variable that has to be set where the learner runs.
+    """
+    backends = [str(one) for one in config.get("logger_backends") or ()]
+    if not {"wandb", "wandb-offline"} & set(backends):
+        return dict(config)
+    for name in _ON_NODES:
+        if os.environ.get(name):
+            raise ConfigError(
+                f"{name} is set here, but the learner logs to wandb from one of the pool's nodes",
+                hint=f"have it set in the environment of the nodes (node.env), and unset {name} "
+                "here, or log to wandb-offline",
+            )
+    changes: dict[str, Any] = {"logger_backends": _in_mode(backends)}
+    for name, path in _OF_WANDB.items():
+        value = os.environ.get(name, "").strip()
+        if value and not _is_set(config, path):
+            told: Any = [one.strip() for one in value.split(",")] if path == ("tags",) else value
+            changes = merged(changes, _nested(path, told))
+    return merged(dict(config), changes)
+
+
+def _in_mode(backends: list[str]) -> list[str]:
+    """Return trackers as $WANDB_MODE has them."""
+    mode = os.environ.get("WANDB_MODE", "")
+    if not mode:
+        return backends
+    if mode in ("disabled", "dryrun"):
+        return [one for one in backends if not one.startswith("wandb")]
+    if mode not in _MODES:
+        raise ConfigError(
+            f"WANDB_MODE={mode!r} is not known for jobs", hint="set online, offline or disabled"
+        )
+    return [_MODES[mode] if one.startswith("wandb") else one for one in backends]
+
+
+def _is_set(config: Mapping[str, Any], path: Sequence[str]) -> bool:
+    value: Any = config
+    for part in path:
+        value = cast("Mapping[str, Any]", value).get(part) if isinstance(value, Mapping) else None
+    return value is not None
+
+
+def _nested(path: Sequence[str], value: Any) -> dict[str, Any]:
+    return {path[0]: _nested(path[1:], value) if len(path) > 1 else value}
 
 
 def secrets_for(config: Mapping[str, Any], wandb_key: str | None = None) -> dict[SecretName, str]:

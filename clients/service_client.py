@@ -14,7 +14,7 @@ from typing import Any
 
 from ..broker.client.faults import shown_url
 from ..broker.disk.room import in_thread, with_room
-from ..broker.observe.tracking import ConsoleTracker, Tracker, make_trackers
+from ..broker.observe.tracking import ConsoleTracker, TrackedRun, Tracker, make_trackers
 from ..schemas.config.load_config import check_keys, merged
 from ..schemas.job import FINAL_STATES, JobRecord
 from ..schemas.metric import Metric
@@ -166,9 +166,8 @@ class AsyncServiceClient(PoolClient):
         name = self._experiment_name or record.name
         trackers = make_trackers(
             self._logger_backends,
+            TrackedRun(project=self._project_name or "tinkermq", name=name),
             folder=Path("outputs") / record.name / "client",
-            project=self._project_name or "tinkermq",
-            name=name,
         )
         for tracker in trackers:
             tracker.log_config(record.config)

@@ -108,9 +108,7 @@ class Learner:
             lambda: self.intake.max_version,
             self._tracer,
         )
-        self._order = order
-        self._policies = policies
-        self._reporter = reporter
+        self._order, self._policies, self._reporter = order, policies, reporter
         self._batches = BatchLog(broker, scope)
         self._drops = Drops(
             self.intake,
@@ -366,7 +364,9 @@ class Learner:
         parts = (self.intake, self.ledger, self.issuer, self._drops, self._reporter, self._order)
         for part in parts:
             part.write_to(self.state)
-        return await self._in_torch(partial(self._checkpoints.save, self.state, self._save_models))
+        save = partial(self._checkpoints.save, self.state, self._save_models)
+        await self._reporter.log_checkpoint(self.state.step, folder := await self._in_torch(save))
+        return folder
 
     async def _in_torch(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._torch, work)

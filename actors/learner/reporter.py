@@ -5,7 +5,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from ...broker.disk.lines import read_objects
 from ...broker.disk.room import in_thread, with_room
@@ -15,6 +17,7 @@ from ...broker.observe.advice import advise, bound_key
 from ...broker.observe.profile import profile_of
 from ...broker.observe.tracking import Tracker
 from ...broker.presence import list_presences
+from ...schemas.images import plain_text
 from ...schemas.metric import Metric, Presence
 from ...schemas.rollout import Group
 from ...schemas.wire.errors import TinkermqError
@@ -30,6 +33,7 @@ from .training.step import StepReport
 _LOOK_S = 2.0
 _WINDOW = 20
 _BOTTLENECK_EVERY_S = 5.0
+_MAX_TABLE_CHARS = 20_000
 
 
 @dataclass
@@ -103,6 +107,7 @@ class Reporter:
         metric = Metric(step=step, values=numbers, time=time.time())
         await publish_metric(self.context.broker, self.context.scope, metric)
         await self._log(step, numbers)
+        await self._log_episodes(step, groups)
         await self._tell_bottleneck()
 
     async def _log(self, step: int, values: Mapping[str, float]) -> None:
@@ -114,6 +119,20 @@ class Reporter:
         for tracker in self.trackers:
             log = in_thread(tracker.log, values, step)
             await with_room(log, f"metrics of step {step}", self.context.missing, first_word=say)
+
+    async def _log_episodes(self, step: int, groups: Sequence[Group]) -> None:
+        """Hand episodes of the step to the trackers, where that is asked for."""
+        tracking = self.context.config.tracking
+        if tracking.episodes_every and step % tracking.episodes_every == 0:
+            rows = await asyncio.to_thread(episode_rows, groups, tracking.max_episodes)
+            for tracker in self.trackers:
+                await asyncio.to_thread(tracker.log_episodes, rows, step)
+
+    async def log_checkpoint(self, step: int, folder: Path) -> None:
+        """Hand a checkpoint to the trackers, where that is asked for."""
+        if self.context.config.tracking.checkpoints:
+            for tracker in self.trackers:
+                await asyncio.to_thread(tracker.log_checkpoint, folder, step)
 
     async def watch_actors(self) -> None:
         """Read the heartbeats of generators and environment hosts, for ever."""
@@ -183,6 +202,26 @@ class Reporter:
             profile, record.name, bound_key(record.config), cores_busy=busy if here else 0.0
         )[0]
         await self.context.event("bottleneck", first.text)
+
+
+def episode_rows(groups: Sequence[Group], most: int) -> list[dict[str, Any]]:
+    """Return what a table tells of the first episodes of a step."""
+    rows = (
+        {
+            "task": group.task.task,
+            "reward": one.reward,
+            "version": one.max_version,
+            "tokens": one.num_generated,
+            "ended by": one.ended_by,
+            "messages": "\n\n".join(
+                f"{message.get('role', '')}: {plain_text(message.get('content', ''))}"
+                for message in one.messages
+            )[:_MAX_TABLE_CHARS],
+        }
+        for group in groups
+        for one in group.sampled
+    )
+    return list(islice(rows, most))
 
 
 def last_reported_step(run_dir: Path) -> int:

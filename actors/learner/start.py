@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...broker.disk.room import in_thread, with_room
-from ...broker.observe.tracking import Tracker, make_trackers
+from ...broker.observe.tracking import TrackedRun, Tracker, make_trackers
 from ...broker.rollouts import RolloutLog
 from ...envs.data.chat_data import ChatData
 from ...envs.serving.remote import Environments
@@ -230,7 +230,14 @@ async def _make_reporter(context: JobContext, state: LearnerState) -> Reporter:
 def _trackers(config: JobConfig, context: JobContext) -> list[Tracker]:
     return make_trackers(
         ["jsonl", *(name for name in config.logger_backends if name not in ("jsonl", "console"))],
+        TrackedRun(
+            project=config.project,
+            name=context.record.name,
+            id=context.record.job,
+            entity=config.tracking.entity,
+            group=config.group or "",
+            tags=config.tags,
+            notes=config.notes,
+        ),
         folder=context.run_dir,
-        project=config.project,
-        name=context.record.name,
     )

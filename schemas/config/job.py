@@ -23,7 +23,9 @@ from .storage import StorageConfig
 from .tinker import TinkerConfig, settle_tinker
 
 MAX_STREAM_BYTES = 1 << 44
-LoggerName = Literal["console", "jsonl", "tensorboard", "wandb", "wandb-offline", "trackio"]
+LoggerName = Literal[
+    "console", "jsonl", "tensorboard", "wandb", "wandb-offline", "trackio", "mlflow"
+]
 
 
 class ModelConfig(Section):
@@ -208,6 +210,20 @@ class WeightsConfig(Section):
     """Of so many versions one is stored whole, too, for those who join or were away."""
 
 
+class TrackingConfig(Section):
+    """What trackers of experiments (`logger_backends`) are told beside metrics."""
+
+    entity: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")] | None = None
+    """Team or user of wandb; default: that of the key."""
+    episodes_every: int = Field(default=0, ge=0)
+    """Every so many steps, episodes of the step as a table: their messages, reward and version;
+    0: never."""
+    max_episodes: int = Field(default=16, ge=1, le=1024, json_schema_extra=when("episodes_every"))
+    """Episodes in such a table."""
+    checkpoints: bool = False
+    """Keep each checkpoint there, too: an artifact of wandb or MLflow."""
+
+
 class LimitsConfig(Section):
     """Bounds of the job's queues and logs, in bytes."""
 
@@ -255,6 +271,7 @@ class JobConfig(Section):
     """Where metrics go besides the broker; jsonl always."""
     project: str = "tinkermq"
     """Project name at the experiment tracker."""
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
     model: ModelConfig
     env: EnvConfig
     agent: AgentConfig = Field(default_factory=AgentConfig)

@@ -18,7 +18,7 @@ from ...follow import follow_run
 from ...home import find_url
 from ...pool import Pool, new_request_id
 from ...progress import RunProgress
-from ...secrets import secrets_for
+from ...secrets import secrets_for, with_tracker_settings
 from ...validation.files import refuse_missing
 from ...validation.names import checkpoint_named
 from ...validation.paths import resolve_paths
@@ -130,9 +130,8 @@ def _begin(
 
     async def work(pool: Pool) -> int:
         # Only the keys that were set are sent: the scheduler fills in the rest and stores it.
-        values = resolve_paths(
-            effective.model_dump(exclude_unset=True), pool.broker.url, has_users=pool.has_users
-        )
+        given = with_tracker_settings(effective.model_dump(exclude_unset=True))
+        values = resolve_paths(given, pool.broker.url, has_users=pool.has_users)
         record = await pool.submit(
             values,
             fork_of=from_run and checkpoint_named(from_run),
