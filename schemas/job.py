@@ -19,6 +19,8 @@ HOLDING_STATES: frozenset[str] = frozenset({"STARTING", "RUNNING", "PAUSED"})
 FINAL_STATES: frozenset[str] = frozenset({"COMPLETED", "FAILED", "CANCELLED"})
 LAST_STEP = "last"
 """Stands for a step in `run@step`: that of the run's newest checkpoint."""
+BEST_STEP = "best"
+"""Stands for that of the checkpoint, of those that are left, with the best validation."""
 Removal = Literal["no", "archive", "unarchive", "delete"]
 Role = Literal[
     "learner", "rank", "generator", "evaluator", "environment", "server", "trainer", "sampler"
@@ -217,7 +219,7 @@ class SubmitRequest(Request):
     configured: bool = True
     """False: the configuration is completed later by `configure`."""
     fork_of: str | None = None
-    """`run@step` whose checkpoint the job starts from, or `run@last`."""
+    """`run@step` whose checkpoint the job starts from, `run@last` or `run@best`."""
     weights_only: bool = False
     """Take the checkpoint's weights as the initial model and begin a new run with them, instead of
     going on where the other one was."""

@@ -41,7 +41,7 @@ class SubmitBody(Body):
     kind: Literal["train", "infer", "eval", "sft", "tinker"] = "train"
     """What the job does."""
     fork_of: str | None = None
-    """`run@step` whose checkpoint the job starts from, or `run@last`."""
+    """`run@step` whose checkpoint the job starts from, `run@last` or `run@best`."""
     weights_only: bool = False
     """Begin a new run with that checkpoint's weights instead of `model.path`."""
     adapters: list[str] = Field(default_factory=list[str], max_length=64)

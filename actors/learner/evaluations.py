@@ -3,9 +3,10 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from ...broker.client.connection import Broker
+from ...broker.evaluations import SCORE, best_of
 from ...broker.feed import publish_metric
 from ...broker.jetstream.key_changes import KeyChanges
 from ...broker.jetstream.kv import Bucket, Entry
@@ -39,6 +40,7 @@ class Evaluations:
         self._scope = scope
         self._bucket = Bucket(broker, BUCKET_EVALS, EvalRecord)
         self._waiting: set[int] = set()
+        self._scores: dict[int, float] = {}
         self._revision = 0
         """Of the newest write that was read."""
         self._collecting = asyncio.Lock()
@@ -51,6 +53,17 @@ class Evaluations:
     def open_versions(self) -> set[int]:
         """Versions whose weights an evaluator still needs."""
         return set(self._waiting)
+
+    def best(self, steps: Sequence[int]) -> int | None:
+        """Return which of these steps has the best validation that is known; see `keep_best`."""
+        return best_of(dict(self._scores), steps) if self._training.keep_best else None
+
+    def spared(self, steps: Sequence[int]) -> set[int]:
+        """Return those of these steps whose checkpoints stay: the best, and who may become it."""
+        if not self._training.keep_best:
+            return set()
+        best = self.best(steps)
+        return self.open_versions.intersection(steps) | ({best} if best is not None else set())
 
     def is_due(self, step: int, last: int) -> bool:
         """Whether the version after `step` is to be evaluated; `last` is the job's last step."""
@@ -91,6 +104,8 @@ class Evaluations:
             for entry in await self._bucket.changes(self._scope.key, self._revision):
                 self._revision = entry.revision
                 version, state = entry.value.version, entry.value.state
+                if SCORE in entry.value.values:
+                    self._scores[version] = entry.value.values[SCORE]
                 if state in ("requested", "running"):
                     self._waiting.add(version)
                     continue

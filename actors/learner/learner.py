@@ -71,9 +71,7 @@ class Learner:
     ) -> None:
         config: JobConfig = context.config
         broker, scope = context.broker, context.scope
-        self.context = context
-        self.config = config
-        self.state = state
+        self.context, self.config, self.state = context, config, state
         self.total_steps = policies.total_steps
         self.ledger = Ledger(state)
         self.intake = Intake(
@@ -98,6 +96,7 @@ class Learner:
             state.bound,
         )
         self.evaluations = Evaluations(broker, scope, reporter.log_evaluation, config)
+        checkpoints.judged = self.evaluations
         self.publisher = Publisher(context, policies.models, policies.snapshot)
         self._tracer = TorchTracer(context.run_dir / "traces")
         self.control = LearnerControl(
@@ -396,5 +395,6 @@ class Learner:
                     await self.context.unless_stopping(self.evaluations.wait_all(), None)
         except TimeoutError:
             await self.context.event("evaluation_missing", f"no result in {_EVALUATION_S:.0f} s")
+        await asyncio.to_thread(self._checkpoints.remove_old)
         self._reporter.finish()
         await self.context.event("training_completed", step=self.state.step)

@@ -71,6 +71,8 @@ class Saver:
         self._keep_bytes = 0
         self._age = CheckpointAge(context.config.training.save_minutes * 60, time.monotonic())
         mirror = open_mirror(context, tries=_UPLOAD_TRIES)
+        if mirror is not None and checkpoints.judged is not None:
+            mirror.spared = checkpoints.judged.spared
         self._uploads = None if mirror is None else Uploads(context, mirror, self._trim)
 
     async def upload(self) -> None:
@@ -93,9 +95,8 @@ class Saver:
             return False  # the last one is written when the learner ends
         log_is_filling = self._intake.bytes_held > self._due_bytes and not training.keep_rollouts
         is_old = self._age.is_over(time.monotonic())
-        return (
-            log_is_filling or is_old or bool(training.save_freq and step % training.save_freq == 0)
-        )
+        every = [training.save_freq, training.test_freq if training.keep_best else 0]
+        return log_is_filling or is_old or any(freq and step % freq == 0 for freq in every)
 
     @property
     def missing(self) -> str:

@@ -8,6 +8,7 @@ import hashlib
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,6 +43,8 @@ class CheckpointMirror:
         self.store = store
         self._keep_last = keep_last
         self._keep_every = keep_every
+        self.spared: Callable[[list[int]], set[int]] = lambda _: set()
+        """Which of these steps stay, beside those that the counts keep."""
 
     @classmethod
     def of_run(
@@ -100,6 +103,7 @@ class CheckpointMirror:
         steps = sorted({one.step for one in every if one.is_whole})
         kept = {*steps[-self._keep_last :]}
         kept |= {step for step in steps if self._keep_every and step % self._keep_every == 0}
+        kept |= self.spared(steps)
         for one in every:
             if one.step not in kept if one.is_whole else one.step < newest:
                 names = [file.name for file in one.files]

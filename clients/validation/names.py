@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable
 
-from ...schemas.job import LAST_STEP
+from ...schemas.job import BEST_STEP, LAST_STEP
 from ...schemas.tinker.names import is_path
 from ...schemas.wire.errors import ConfigError
 
@@ -22,15 +22,15 @@ def did_you_mean(typed: str, known: Iterable[str], *, otherwise: str = "") -> st
 
 
 def run_and_step(name: str) -> tuple[str, str | None]:
-    """Return run and step of `RUN@STEP` or `RUN@last`, and None for the step of `RUN`.
+    """Return run and step of `RUN@STEP`, `RUN@last` or `RUN@best`, and None for the step of `RUN`.
 
     The pool says whether there is such a checkpoint. Raises ConfigError.
     """
     run, at, step = name.partition("@")
-    if at and step != LAST_STEP and not step.isdecimal():
+    if at and step not in (LAST_STEP, BEST_STEP) and not step.isdecimal():
         raise ConfigError(
             f"{name!r} names no step",
-            hint=f"write RUN@STEP, such as my-run@40, or RUN@{LAST_STEP}",
+            hint=f"write RUN@STEP, such as my-run@40, RUN@{LAST_STEP} or RUN@{BEST_STEP}",
         )
     return run, step if at else None
 

@@ -159,6 +159,9 @@ class TrainingConfig(Section):
     `limits.rollout_bytes`; with 1 there is none to go back to."""
     keep_every: int = Field(default=0, ge=0)
     """Checkpoints of every so many steps are kept for good; 0: none."""
+    keep_best: bool = Field(default=False, json_schema_extra=when("test_freq"))
+    """Write a checkpoint at each step that is validated, and keep the one with the best mean score
+    until a better one is there: `RUN@best`, and the link `best` in the run folder."""
     keep_rollouts: bool = False
     """Never trim the rollout log: the run can be replayed, and all of it looked at. Else the
     newest groups are left when it ends."""
@@ -238,7 +241,8 @@ class LimitsConfig(Section):
     """Operations of programs that use the Tinker API, and their results, each; results are kept for
     a day, the oldest go first."""
     checkpoint_bytes: int = Field(default=16 << 30, ge=1 << 20, le=MAX_STREAM_BYTES)
-    """Checkpoints in the broker (`storage.url: "broker:"`): room for `training.keep_last` + 2."""
+    """Checkpoints in the broker (`storage.url: "broker:"`): room for `training.keep_last` + 2,
+    one more with `training.keep_best`."""
     log_bytes: int = Field(default=64 << 20, ge=1 << 16, le=MAX_STREAM_BYTES)
     """Log lines of the actors, metrics and events, and traces, each; the oldest go first."""
     max_restarts: int = Field(default=5, ge=0, le=1000)

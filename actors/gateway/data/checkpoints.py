@@ -5,18 +5,35 @@ run's store, which is read with the gateway's own credentials. Only folders `che
 the run are packed, and only plain files that really lie in them.
 """
 
+import asyncio
 import os
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ....broker.client.connection import Broker
+from ....broker.evaluations import best_of, read_scores
 from ....schemas.job import JobRecord
-from ....schemas.wire.errors import NotFoundError
+from ....schemas.wire.errors import NotFoundError, TinkermqError
 from ...models.checkpoint_folders import checkpoint_folders
 from ...storage.stored_runs import stored_checkpoints
 
 _CHUNK = 1 << 20
+
+
+async def scored_checkpoints(broker: Broker, record: JobRecord) -> list[dict[str, Any]]:
+    """Return what `list_checkpoints` does, with the validation of each and which is the best.
+
+    Raises StorageError.
+    """
+    found = await asyncio.to_thread(list_checkpoints, record)
+    try:
+        scores = await read_scores(broker, record.scope)
+    except TinkermqError:
+        scores = {}  # the bucket is not there, or not for this user
+    best = best_of(scores, [one["step"] for one in found])
+    return [{**one, "score": scores.get(one["step"]), "best": one["step"] == best} for one in found]
 
 
 def list_checkpoints(record: JobRecord) -> list[dict[str, Any]]:

@@ -7,12 +7,8 @@ from urllib.parse import quote, urlencode
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from ....broker.jetstream.kv import Bucket
 from ....schemas.job import JobRecord
-from ....schemas.metric import EvalRecord
-from ....schemas.wire.errors import TinkermqError
-from ....schemas.wire.subjects import BUCKET_EVALS
-from ..data.checkpoints import list_checkpoints
+from ..data.checkpoints import scored_checkpoints
 from ..operations import evaluate_checkpoint, serve_checkpoint
 from ..queries import job_of
 from ..scheduler import Scheduler
@@ -21,36 +17,16 @@ from ..web import gateway_of, visitor_of
 from .job_pages import job_page
 from .render import render
 
-_SCORE = "val/mean_score"
-
 
 async def job_checkpoints(request: Request) -> Response:
     """Show a job's checkpoints with their validation, and which jobs serve or evaluate each."""
     visitor, record = await job_of(request)
-    found, scores, helpers = await asyncio.gather(
-        asyncio.to_thread(list_checkpoints, record),
-        _scores(visitor, record),
-        _helpers(request, visitor, record),
+    found, helpers = await asyncio.gather(
+        scored_checkpoints(visitor.broker, record), _helpers(request, visitor, record)
     )
-    rows = [
-        {**one, "score": scores.get(one["step"]), "helpers": helpers.get(one["step"], [])}
-        for one in found
-    ]
-    there = {one["step"] for one in found} & set(scores)
-    best = max(there, key=lambda step: (scores[step], -step), default=None)
-    more = {"checkpoints": rows, "best": best}
+    rows = [{**one, "helpers": helpers.get(one["step"], [])} for one in found]
+    more = {"checkpoints": rows}
     return await job_page(request, visitor, record, "checkpoints", more)
-
-
-async def _scores(visitor: Visitor, record: JobRecord) -> dict[int, float]:
-    """Return the mean validation score of each version that was validated; its step is its name."""
-    try:
-        bucket = Bucket(visitor.broker, BUCKET_EVALS, EvalRecord)
-        entries = await bucket.items(record.scope.key)
-    except TinkermqError:
-        return {}  # the bucket is not there, or not for this user
-    told = [entry.value for entry in entries]
-    return {one.version: one.values[_SCORE] for one in told if _SCORE in one.values}
 
 
 async def _helpers(

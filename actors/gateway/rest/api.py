@@ -151,8 +151,8 @@ async def get_episode(request: Request) -> Response:
 
 async def get_checkpoints(request: Request) -> Response:
     """Answer with a job's checkpoints."""
-    _, record = await job_of(request)
-    return Json({"checkpoints": await asyncio.to_thread(checkpoints.list_checkpoints, record)})
+    visitor, record = await job_of(request)
+    return Json({"checkpoints": await checkpoints.scored_checkpoints(visitor.broker, record)})
 
 
 async def get_checkpoint(request: Request) -> Response:

@@ -9,9 +9,9 @@ renamed; `latest` is a link to the newest. Master weights are float32, and so ar
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from pydantic import ValidationError
@@ -33,6 +33,18 @@ _REPLACED = ".replaced_"
 _DAMAGED = "damaged_"
 
 
+class CheckpointJudge(Protocol):
+    """Knows which checkpoints are good."""
+
+    def best(self, steps: Sequence[int]) -> int | None:
+        """Return the best of these steps; None where that is not known."""
+        ...
+
+    def spared(self, steps: Sequence[int]) -> set[int]:
+        """Return those of these steps whose checkpoints stay."""
+        ...
+
+
 class CheckpointStore:
     """The checkpoints of one run."""
 
@@ -40,6 +52,8 @@ class CheckpointStore:
         self.folder = run_dir / "checkpoints"
         self._keep_last = keep_last
         self._keep_every = keep_every
+        self.judged: CheckpointJudge | None = None
+        """Who knows which checkpoint is the best, and is kept; None: nobody does."""
 
     def save(self, state: LearnerState, write: Callable[[Path], None]) -> Path:
         """Write a checkpoint and return its folder; on an error nothing earlier is lost.
@@ -59,7 +73,7 @@ class CheckpointStore:
             flush(temporary)
             self._put_in_place(temporary, final)
             self._point_latest(final)
-            self._remove_old()
+            self.remove_old()
         except Exception as error:
             failure = storage_error(final, error)  # before room is made again
             shutil.rmtree(temporary, ignore_errors=True)
@@ -141,15 +155,25 @@ class CheckpointStore:
             shutil.rmtree(replaced)
 
     def _point_latest(self, final: Path) -> None:
-        link = self.folder.parent / "latest"
-        temporary = self.folder.parent / f".latest.{os.getpid()}"
+        self._point("latest", final)
+
+    def _point(self, name: str, final: Path) -> None:
+        link = self.folder.parent / name
+        temporary = self.folder.parent / f".{name}.{os.getpid()}"
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(final.relative_to(self.folder.parent))
         temporary.replace(link)
 
-    def _remove_old(self) -> None:
-        for step in self.steps()[: -self._keep_last]:
-            if not (self._keep_every and step % self._keep_every == 0):
+    def remove_old(self) -> None:
+        """Remove what is not kept, and let `best` lead to the best that is left."""
+        steps = self.steps()
+        spared: set[int] = set()
+        if self.judged is not None:
+            spared = self.judged.spared(steps)
+            if (best := self.judged.best(steps)) is not None:
+                self._point("best", self.path(best))
+        for step in steps[: -self._keep_last]:
+            if step not in spared and not (self._keep_every and step % self._keep_every == 0):
                 gone = self.folder / f".{checkpoint_name(step)}.{os.getpid()}"
                 self.path(step).rename(gone)  # a folder is whole as long as it has its name
                 shutil.rmtree(gone)

@@ -7,9 +7,11 @@ whose it is stands in its path. It is copied to the job's own folder before anyt
 import asyncio
 from pathlib import Path
 
+from ....broker.client.connection import Broker
+from ....broker.evaluations import read_scores
 from ....broker.jobs import is_final
 from ....schemas.config.storage import is_url
-from ....schemas.job import LAST_STEP, JobRecord, SubmitRequest
+from ....schemas.job import BEST_STEP, LAST_STEP, JobRecord, SubmitRequest
 from ....schemas.tinker.names import CheckpointName, is_path, run_in
 from ....schemas.tinker.operation import ModelInfo
 from ....schemas.wire.errors import ConfigError, NotFoundError, StateError
@@ -24,8 +26,9 @@ from .run_folder import find_checkpoint
 class Origins:
     """Finds what requests name."""
 
-    def __init__(self, view: JobsView) -> None:
-        """Look among the jobs of `view`."""
+    def __init__(self, broker: Broker, view: JobsView) -> None:
+        """Look among the jobs of `view`, and at the broker for what was evaluated."""
+        self._broker = broker
         self._view = view
 
     async def fork(self, user: str, request: SubmitRequest) -> tuple[str | None, str]:
@@ -107,15 +110,16 @@ class Origins:
         if is_path(source):
             return source, await asyncio.to_thread(self._tinker, user, CheckpointName.parse(source))
         run, _, step = source.partition("@")
-        if step != LAST_STEP and not step.isdecimal():
+        if step not in (LAST_STEP, BEST_STEP) and not step.isdecimal():
             raise ConfigError(
                 f"fork_of={source!r} does not name a checkpoint",
-                hint=f"write run@step, such as my-run@40, or run@{LAST_STEP}",
+                hint=f"write run@step, such as my-run@40, run@{LAST_STEP} or run@{BEST_STEP}",
             )
         origin = await self._view.get(user, run)
         if origin.removal == "delete":
             raise StateError(f"run {origin.name} is being deleted", hint="fork another one")
-        number, folder = await asyncio.to_thread(find_checkpoint, origin, step)
+        scores = await read_scores(self._broker, origin.scope) if step == BEST_STEP else {}
+        number, folder = await asyncio.to_thread(find_checkpoint, origin, step, scores)
         return f"{origin.name}@{number}", folder
 
     def _tinker(self, user: str, name: CheckpointName) -> str:

@@ -1,12 +1,14 @@
 """The folder of a run, made when the run is accepted."""
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote
 
+from ....broker.evaluations import best_of
 from ....schemas.config.job import JobConfig
 from ....schemas.config.storage import is_url
-from ....schemas.job import LAST_STEP, JobRecord
+from ....schemas.job import BEST_STEP, LAST_STEP, JobRecord
 from ....schemas.tinker.names import is_path
 from ....schemas.wire.errors import NotFoundError, StateError, StorageError
 from ...folders.linking import link_file
@@ -46,8 +48,12 @@ def make_run_dir(config: JobConfig, owner: str = "") -> Path:
     return folder
 
 
-def find_checkpoint(origin: JobRecord, step: str) -> tuple[int, str]:
-    """Return step and place of a run's checkpoint: of a step, or of the `last` one.
+def find_checkpoint(
+    origin: JobRecord, step: str, scores: Mapping[int, float] | None = None
+) -> tuple[int, str]:
+    """Return step and place of a run's checkpoint: of a step, of the `last` or the `best` one.
+
+    `scores` of validated versions say which is the best.
 
     The place is a URL for a run with a store, else a folder. Raises NotFoundError, StorageError.
     """
@@ -55,6 +61,15 @@ def find_checkpoint(origin: JobRecord, step: str) -> tuple[int, str]:
         there = {step: str(path) for step, path in checkpoint_folders(origin.run_dir).items()}
     else:
         there = {number: one.url for number, one in stored_checkpoints(origin).items()}
+    if step == BEST_STEP:
+        number = best_of(scores or {}, there)
+        if number is None:
+            raise NotFoundError(
+                f"no checkpoint that run {origin.name!r} has left was validated",
+                hint=f"{_where_else(origin, there)}; a run with training.keep_best=true and "
+                "training.test_freq keeps the best",
+            )
+        return number, there[number]
     number = max(there, default=0) if step == LAST_STEP else int(step)
     if number not in there:
         which = "yet" if step == LAST_STEP else f"of step {number}"

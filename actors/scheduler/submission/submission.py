@@ -58,7 +58,7 @@ class Submission:
         """Make jobs that `reconciler` takes up, with their secrets in `secrets`."""
         self._secrets = secrets
         self._broker = broker
-        self.origins = Origins(view)
+        self.origins = Origins(broker, view)
         """What jobs begin with."""
         self._jobs = jobs
         self._view = view

@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ from tinkermq.actors.learner.tasks.state import LearnerState, Waste
 from tinkermq.actors.learner.training.checkpoint import load_state
 from tinkermq.actors.learner.training.step import Trainer
 from tinkermq.actors.models.model_folder import load_tokenizer
+from tinkermq.broker.evaluations import best_of
 from tinkermq.schemas.wire.errors import NotFoundError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -94,6 +95,37 @@ def test_the_newest_and_every_so_many_are_kept(folder: Path, tmp_path: Path) -> 
     assert (tmp_path / "latest").resolve() == store.path(8)
     names = sorted(path.name for path in store.folder.iterdir())
     assert names == ["step_000003", "step_000006", "step_000007", "step_000008"]
+
+
+class Scores:
+    """What is known of versions, as the evaluations of a run tell it."""
+
+    def __init__(self, **scores: float) -> None:
+        self.known = {int(name.removeprefix("v")): score for name, score in scores.items()}
+        self.waiting: set[int] = set()
+
+    def best(self, steps: Sequence[int]) -> int | None:
+        """Return the best of these."""
+        return best_of(self.known, steps)
+
+    def spared(self, steps: Sequence[int]) -> set[int]:
+        """Return the best and those whose score is waited for."""
+        best = self.best(steps)
+        return self.waiting | ({best} if best is not None else set())
+
+
+def test_the_best_stays_and_so_does_what_may_become_it(folder: Path, tmp_path: Path) -> None:
+    store, trainer = make_store(tmp_path), make_trainer(folder)
+    store.judged = scores = Scores(v1=0.5, v2=0.9, v3=float("nan"), v4=0.9)
+    scores.waiting = {1}
+    for step in range(1, 7):
+        save(store, trainer, folder, step)
+    assert store.steps() == [1, 2, 5, 6]  # of equals the earliest
+    assert (tmp_path / "best").resolve() == store.path(2)
+    scores.waiting, scores.known[6] = set(), 1.0
+    store.remove_old()
+    assert store.steps() == [5, 6]
+    assert (tmp_path / "best").resolve() == store.path(6)
 
 
 def test_saving_a_step_again_replaces_it(folder: Path, tmp_path: Path) -> None:
