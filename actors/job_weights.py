@@ -36,6 +36,7 @@ def open_weights(context: JobContext, sender: Sender | None = None) -> WeightSto
         holder=sender,
         receiver=BroadcastReceiver(context.broker, context.scope, device),
         files=SeenFiles([*model_paths(context.config).values()]),
+        shared_bytes=config.shared_bytes,
     )
 
 
@@ -50,7 +51,8 @@ def follow_weights(context: JobContext, job: str) -> WeightStore:
     """Open the weights of another job of the same user, however they travel."""
     scope = JobScope(context.scope.user, job)
     receiver = BroadcastReceiver(context.broker, scope, device_of_new_weights(context.config))
-    return WeightStore(context.broker, scope, receiver=receiver)
+    shared_bytes = context.config.weights.shared_bytes
+    return WeightStore(context.broker, scope, receiver=receiver, shared_bytes=shared_bytes)
 
 
 def device_of_new_weights(config: JobConfig) -> torch.device:

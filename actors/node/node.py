@@ -19,6 +19,7 @@ from ...broker.client.connection import Broker
 from ...broker.client.rpc import Service, call
 from ...broker.feed import publish_log
 from ...broker.jetstream.kv import Bucket
+from ...broker.weights.shared_memory import sweep
 from ...schemas.metric import LogLines, Presence
 from ...schemas.node import ActorStatus, NodeStatus, NodeSync, RemoveRun, WantedActor
 from ...schemas.wire.errors import (
@@ -185,6 +186,7 @@ class Node:
             await self._drain()
             await self._starter.close()
             record.cancel()
+            await asyncio.to_thread(sweep, 0.0)
         await self._leave()
 
     async def _remove_run(self, request: RemoveRun) -> Empty:
@@ -228,6 +230,7 @@ class Node:
                 await self._records.put(self.name, self.status())
             except TinkermqError as error:
                 _log.warning("node_record_failed", error=str(error))
+            await asyncio.to_thread(sweep)  # versions that killed actors have left in memory
             await asyncio.sleep(_RECORD_PAUSE_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RECORD_S):

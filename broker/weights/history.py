@@ -96,19 +96,18 @@ class WeightHistory:
         return Step(difference, base, steps[-1][1])
 
 
-def make(base: Whole, difference: memoryview, manifest: Manifest) -> Whole:
-    """Return the version that a difference makes of a base. Runs in a thread.
+def make(base: Whole, difference: memoryview, manifest: Manifest, buffer: memoryview) -> None:
+    """Make the version that a difference makes of a base, in `buffer`. Runs in a thread.
 
     Raises DigestMismatch if it is not what the manifest tells.
     """
-    payload = np.array(np.frombuffer(base.payload, np.uint8)).data
+    np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(base.payload, np.uint8))
     try:
-        apply(difference, payload)
+        apply(difference, buffer)
     except MessageError as error:
         raise DigestMismatch(error.message) from error
-    if (found := digest_of([payload])) != manifest.digest:
+    if (found := digest_of([buffer])) != manifest.digest:
         raise DigestMismatch(f"a difference made {found}, told was {manifest.digest}")
-    return Whole(manifest.version, manifest.tensors, manifest.digest, payload)
 
 
 def joined(views: Sequence[memoryview]) -> memoryview:

@@ -126,17 +126,21 @@ class Payloads:
             if found != digest:
                 raise DigestMismatch(f"{path} has digest {found}, stored was {digest}")
             return payload
+        buffer = np.empty(num_bytes, np.uint8).data  # not zeroed: it is filled anyway
+        await self.get_into(location, digest, buffer)
+        return buffer
+
+    async def get_into(self, location: str, digest: str, buffer: memoryview) -> None:
+        """Read bytes out of NATS into a buffer of their size; raises what `get` raises."""
         info = await self._objects.info(location)
         if info is None:
             raise NotFoundError(
                 f"weights {location} of job {self._scope.job} were removed",
                 hint="take the newest version",
             )
-        if info.num_bytes != num_bytes or info.digest != digest:
+        if info.num_bytes != len(buffer) or info.digest != digest:
             raise DigestMismatch(f"object {info.name} is not the one of its manifest")
-        buffer = np.empty(num_bytes, np.uint8).data  # not zeroed: it is filled anyway
         await self._objects.get_into(info, buffer, deadline_s=TRANSFER_DEADLINE_S)
-        return buffer
 
     async def holds(self, transport: Transport, location: str) -> bool:
         """Whether bytes are there: what stores them may have been deleted and made again."""

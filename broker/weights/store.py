@@ -19,6 +19,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
 from pathlib import Path
 from typing import Literal, cast
 
@@ -40,6 +41,7 @@ from .history import Step, WeightHistory, Whole, joined, make
 from .layout import TensorBytes, check_layout, layout
 from .payloads import Holder, Payload, Payloads, Receiver, Transport
 from .seen_files import SeenFiles
+from .shared_memory import SharedMemory
 
 _LOOK_S = 2.0
 _KEY = re.compile(r"v([0-9]{1,18})")
@@ -63,8 +65,11 @@ class WeightStore:
         holder: Holder | None = None,
         receiver: Receiver | None = None,
         files: SeenFiles | None = None,
+        shared_bytes: int = 0,
     ) -> None:
         """`transport` is how `publish` sends; `fetch` follows each manifest.
+
+        In so many `shared_bytes` of its memory a machine keeps versions for all who fetch there.
 
         `files` are told with each version, and compared with what a fetched version tells.
 
@@ -84,6 +89,7 @@ class WeightStore:
         self._receiver = receiver
         kept = differences and transport != "nccl"
         self._history = WeightHistory(enabled=kept, whole_every=whole_every)
+        self._shared = SharedMemory(scope, shared_bytes)
         self._look_s = look_s
         self._files = files or SeenFiles([])
         self._announced = asyncio.Event()
@@ -109,6 +115,7 @@ class WeightStore:
             manifest = await self._publish_words(version, entries, views)
         else:
             manifest = await self._put_whole(version, kind, entries, views)
+            await self._offered(manifest.digest, views)
         old = await self._manifests.find(manifest_key(version))
         await self._manifests.put(manifest_key(version), manifest)
         await self._advance_latest(manifest)
@@ -131,11 +138,19 @@ class WeightStore:
         stored = [await self._put_difference(version, base, text) for base, text in made]
         if not made or self._history.is_anchor(version):
             manifest = await self._put_whole(version, "full", entries, [payload], stored)
+            payload = await self._offered(manifest.digest, [payload]) or payload
             self._history.restart(Whole(version, entries, manifest.digest, payload))
             return manifest
         digest = await asyncio.to_thread(digest_of, [payload])
+        payload = await self._offered(digest, [payload]) or payload
         self._history.hold(Whole(version, entries, digest, payload), made[-1][0])
         return self._manifest(version, "delta", entries, digest, differences=stored)
+
+    async def _offered(self, digest: str, views: Sequence[memoryview]) -> memoryview | None:
+        """Leave a version in memory for this machine's receivers; files are mapped anyway."""
+        if self._payloads.transport != "object" or self._holder is not None:
+            return None
+        return await self._shared.offer(digest, views)
 
     async def _put_difference(self, version: int, base: Whole, text: bytes) -> Difference:
         label = f"v{version}-from-v{base.version}"
@@ -286,13 +301,7 @@ class WeightStore:
             self._history.hold(whole)
             return whole.payload
         base = step.base or await self._anchor(manifest, step.difference)
-        difference = await self._payloads.get(
-            manifest.transport,
-            step.difference.location,
-            step.difference.num_bytes,
-            step.difference.digest,
-        )
-        whole = await asyncio.to_thread(make, base, difference, manifest)
+        whole = await self._made(manifest, base, step.difference)
         anchor = step.anchor if step.base else base
         self._history.hold(whole, None if manifest.kind == "full" else anchor)
         return whole.payload
@@ -309,10 +318,23 @@ class WeightStore:
             raise DigestMismatch(f"version {step.base} is not what {manifest.version} is made of")
         return await self._whole(anchor)
 
+    async def _made(self, manifest: Manifest, base: Whole, step: Difference) -> Whole:
+        async def fill(buffer: memoryview) -> None:
+            difference = await self._payloads.get(
+                manifest.transport, step.location, step.num_bytes, step.digest
+            )
+            await asyncio.to_thread(make, base, difference, manifest, buffer)
+
+        payload = await self._shared.get(manifest.digest, manifest.num_bytes, fill)
+        return Whole(manifest.version, manifest.tensors, manifest.digest, payload)
+
     async def _whole(self, manifest: Manifest) -> Whole:
-        payload = await self._payloads.get(
-            manifest.transport, manifest.location, manifest.num_bytes, manifest.digest
-        )
+        place, size, digest = manifest.location, manifest.num_bytes, manifest.digest
+        if manifest.transport == "file":
+            payload = await self._payloads.get("file", place, size, digest)
+        else:
+            fill = partial(self._payloads.get_into, place, digest)
+            payload = await self._shared.get(digest, size, fill)
         return Whole(manifest.version, manifest.tensors, manifest.digest, payload)
 
     async def remove(self, version: int) -> None:

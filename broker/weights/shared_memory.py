@@ -1,0 +1,294 @@
+"""One read of a version for all actors of a machine: files in its shared memory, named by digest.
+
+Of the actors of a machine that want the same bytes the first makes them, in a file that it has
+locked alone (flock), checks them, and gives the file its name; the others wait and map it, without
+a byte from the broker. A mapping holds its file's lock, shared, so the kernel counts who uses it:
+who dies holds nothing. A half file whose writer died is taken over at once by one who waits, and
+one whose writer hangs is waited for no longer than `_WAIT_S` and a slow transfer: then each reads
+for itself, as it does where there is no such memory, or no room in it.
+
+The folder belongs to one user of the system, and nobody else can read or write there; processes of
+the same user could trace each other anyway. The bytes are checked by who writes them, and a file
+with a name is never written again. Mappings are private: who writes to one changes nothing for
+others. What nobody maps any more leaves some time after somebody last asked for it: each who comes
+here sweeps, and the node does when an actor ends.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import mmap
+import os
+import re
+import stat
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+
+import structlog
+
+from ...schemas.wire.subjects import JobScope
+
+_MEMORY = Path("/dev/shm")  # noqa: S108  a file system of memory is what is wanted
+_HALF = ".half"
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_PART_BYTES = 1 << 20
+_LEAST_BYTES = 1 << 20
+"""Less is sooner fetched than looked for."""
+_WAIT_S = 10.0
+_SLOWEST_BYTES_PER_S = 100e6
+_POLL_S = 0.01
+_KEEP_S = 30.0
+_FREE_SHARE = 0.5
+"""Of the memory that is free a version takes at most so much."""
+Fill = Callable[[memoryview], Awaitable[None]]
+"""`await fill(buffer)` makes the bytes, checked, in a buffer of their size."""
+_log = structlog.get_logger()
+
+
+class SharedMemory:
+    """Versions of one job in the shared memory of this machine."""
+
+    def __init__(
+        self,
+        scope: JobScope,
+        max_bytes: int,
+        *,
+        root: Path = _MEMORY,
+        wait_s: float = _WAIT_S,
+    ) -> None:
+        """Use at most `max_bytes` for the job; 0: share nothing."""
+        self._prefix = f"{scope.key}."
+        self._max_bytes = max_bytes
+        self._root = root
+        self._wait_s = wait_s
+
+    async def get(self, digest: str, num_bytes: int, fill: Fill) -> memoryview:
+        """Return the bytes of a digest, made by `fill` unless another actor has made them.
+
+        Raises what `fill` raises.
+        """
+        shared = await self._shared(digest, num_bytes, fill)
+        return await _made(num_bytes, fill) if shared is None else shared
+
+    async def offer(self, digest: str, views: Sequence[memoryview]) -> memoryview | None:
+        """Put bytes of a digest there for the others; return them, or None if they are not shared.
+
+        The learner does so, which has them before they are sent.
+        """
+
+        async def fill(buffer: memoryview) -> None:
+            await asyncio.to_thread(_copy, views, buffer)
+
+        return await self._shared(digest, sum(len(view) for view in views), fill)
+
+    async def _shared(self, digest: str, num_bytes: int, fill: Fill) -> memoryview | None:
+        if not _LEAST_BYTES <= num_bytes <= self._max_bytes or not _DIGEST.fullmatch(digest):
+            return None
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._wait_s + num_bytes / _SLOWEST_BYTES_PER_S
+        try:
+            while loop.time() < deadline:
+                found = await asyncio.to_thread(self._look, digest, num_bytes)
+                if isinstance(found, _Half):
+                    return await found.written(fill)
+                if found is not None:
+                    return found
+                await asyncio.sleep(_POLL_S)
+        except _NotShared as error:
+            _log.info("memory_not_shared", reason=str(error))
+        return None
+
+    def _look(self, digest: str, num_bytes: int) -> "memoryview | _Half | None":
+        """Return the bytes, or the half file that is now ours to write; None: another writes it."""
+        with _as_not_shared():
+            folder = own_folder(self._root)
+            sweep(root=self._root)
+            place = folder / f"{self._prefix}{digest}"
+            mapped = _mapped(place, num_bytes)
+            if mapped is not None:
+                return mapped
+            lock = _claimed(place)
+            if lock is None:
+                return None
+            half = _Half(place, lock)
+            try:
+                self._make_room(folder, num_bytes)
+                half.allocate(num_bytes)
+            except BaseException:
+                half.give_up()
+                raise
+            return half
+
+    def _make_room(self, folder: Path, num_bytes: int) -> None:
+        """Remove what nobody uses until so much fits; raises _NotShared where it does not."""
+        files = sorted(_files(folder, self._prefix), key=lambda one: one.stat().st_mtime)
+        total = num_bytes + sum(one.stat().st_size for one in files)
+        for file in files:
+            if total <= self._max_bytes:
+                break
+            size = file.stat().st_size
+            total -= size * _removed(file)
+        room = os.statvfs(folder)
+        if total > self._max_bytes or num_bytes > room.f_bavail * room.f_frsize * _FREE_SHARE:
+            raise _NotShared(f"no room for {num_bytes:,} bytes in {folder}")
+
+
+class _NotShared(Exception):
+    """There is no shared memory for this."""
+
+
+class _Half:
+    """A file that this process writes, and nobody else sees yet."""
+
+    def __init__(self, place: Path, lock: int) -> None:
+        """`lock` is its descriptor, locked alone."""
+        self._place = place
+        self._lock = lock
+        self._num_bytes = 0
+
+    def allocate(self, num_bytes: int) -> None:
+        """Take the memory, so that none is missing as it is written."""
+        self._num_bytes = num_bytes
+        os.posix_fallocate(self._lock, 0, num_bytes)
+
+    async def written(self, fill: Fill) -> memoryview:
+        """Write it and give it its name; return it as the others see it."""
+        try:
+            with _as_not_shared():
+                buffer = memoryview(mmap.mmap(self._lock, self._num_bytes))
+            await fill(buffer)
+            with _as_not_shared():
+                return self._named()
+        except BaseException:
+            self.give_up()
+            raise
+
+    def _named(self) -> memoryview:
+        os.fchmod(self._lock, stat.S_IRUSR)
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
+        mapped = _map(self._lock, self._num_bytes)
+        _half(self._place).rename(self._place)
+        os.close(self._lock)
+        return mapped
+
+    def give_up(self) -> None:
+        """Leave it to the next."""
+        with contextlib.suppress(OSError):
+            _half(self._place).unlink()
+        with contextlib.suppress(OSError):
+            os.close(self._lock)
+
+
+def own_folder(root: Path = _MEMORY) -> Path:
+    """Return this user's folder, made if it is missing; OSError for one that is not safe."""
+    folder = root / f"tinkermq-{os.geteuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{folder} is not a folder of this user alone")
+    return folder
+
+
+def sweep(keep_s: float = _KEEP_S, root: Path = _MEMORY) -> None:
+    """Remove what nobody has mapped, or asked for in the last `keep_s`; harmless if it fails."""
+    with contextlib.suppress(OSError):
+        for file in _files(own_folder(root), ""):
+            if time.time() - file.stat().st_mtime >= keep_s:
+                _removed(file)
+
+
+def _copy(views: Sequence[memoryview], buffer: memoryview) -> None:
+    """Copy views one after the other, in parts that let the event loop in between."""
+    end = 0
+    for view in views:
+        for start in range(0, len(view), _PART_BYTES):
+            part = view[start : start + _PART_BYTES]
+            buffer[end : end + len(part)] = part
+            end += len(part)
+
+
+async def _made(num_bytes: int, fill: Fill) -> memoryview:
+    """Return the bytes in memory of this process; a node, which only sweeps, needs no numpy."""
+    import numpy as np
+
+    buffer = np.empty(num_bytes, np.uint8).data  # not zeroed: it is filled anyway
+    await fill(buffer)
+    return buffer
+
+
+def _files(folder: Path, prefix: str) -> Iterator[Path]:
+    return (one for one in folder.iterdir() if one.name.startswith(prefix))
+
+
+def _half(place: Path) -> Path:
+    return place.with_name(f"{place.name}{_HALF}")
+
+
+def _mapped(place: Path, num_bytes: int) -> memoryview | None:
+    """Map a whole file; None where there is none, or it is just being removed."""
+    try:
+        file = os.open(place, os.O_RDONLY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        os.utime(file)
+        return _map(file, num_bytes)
+    except BlockingIOError:
+        return None
+    finally:
+        os.close(file)  # the mapping has a descriptor of its own, and with it the lock
+
+
+def _map(file: int, num_bytes: int) -> memoryview:
+    found = os.fstat(file)
+    if found.st_uid != os.geteuid() or found.st_size != num_bytes:
+        raise _NotShared(f"a file of {found.st_size:,} bytes stands where {num_bytes:,} should")
+    return memoryview(mmap.mmap(file, num_bytes, access=mmap.ACCESS_COPY))
+
+
+def _claimed(place: Path) -> int | None:
+    """Return a half file that nobody writes, locked; None where somebody does, or has done."""
+    half = _half(place)
+    file = os.open(half, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_there = half.stat().st_ino == os.fstat(file).st_ino  # else it got its name meanwhile
+        if is_there and not place.exists():
+            file, claimed = -1, file
+            return claimed
+        if is_there:
+            half.unlink()
+    except (BlockingIOError, FileNotFoundError):
+        return None
+    finally:
+        if file >= 0:
+            os.close(file)
+    return None
+
+
+def _removed(file: Path) -> bool:
+    """Remove a file unless somebody has it mapped or writes it; return whether it has gone."""
+    try:
+        lock = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.unlink()
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    finally:
+        os.close(lock)
+    return True
+
+
+@contextlib.contextmanager
+def _as_not_shared() -> Iterator[None]:
+    """Whatever is the matter with this machine's shared memory, nobody needs it."""
+    try:
+        yield
+    except OSError as error:
+        raise _NotShared(str(error)) from error

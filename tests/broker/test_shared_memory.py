@@ -1,0 +1,215 @@
+"""Of the actors of one machine one reads a version, whatever becomes of it meanwhile."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.jetstream.digests import digest_of
+from tinkermq.broker.jetstream.objects import ObjectStore
+from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.weights.shared_memory import SharedMemory, own_folder, sweep
+from tinkermq.broker.weights.store import TensorBytes, WeightStore
+from tinkermq.schemas.wire.errors import NotFoundError
+from tinkermq.schemas.wire.subjects import JobScope
+
+from tests.support.models import bytes_of
+
+NUM_BYTES = 3 << 20
+ROOM = 64 << 20
+SCOPE = JobScope("local", "shared")
+PAYLOAD = memoryview(np.random.default_rng(0).bytes(NUM_BYTES))
+DIGEST = digest_of([PAYLOAD])
+
+WRITER = """
+import asyncio, sys
+from pathlib import Path
+from tinkermq.broker.weights.shared_memory import SharedMemory
+from tinkermq.schemas.wire.subjects import JobScope
+
+async def fill(buffer):
+    buffer[:10] = b"0123456789"
+    print("writes", flush=True)
+    await asyncio.sleep(60)
+
+memory = SharedMemory(JobScope("local", "shared"), 64 << 20, root=Path(sys.argv[1]))
+asyncio.run(memory.get(sys.argv[2], int(sys.argv[3]), fill))
+"""
+
+
+@contextmanager
+def writer(root: Path) -> Iterator[subprocess.Popen[str]]:
+    """Run another process that is in the middle of writing."""
+    command = [sys.executable, "-c", WRITER, str(root), DIGEST, str(NUM_BYTES)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writes\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+class Reads:
+    """Fills buffers, and counts how often."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    async def fill(self, buffer: memoryview) -> None:
+        self.count += 1
+        await asyncio.sleep(0.02)
+        buffer[:] = PAYLOAD
+
+
+def shared(root: Path, *, max_bytes: int = ROOM, wait_s: float = 10.0) -> SharedMemory:
+    return SharedMemory(SCOPE, max_bytes, root=root, wait_s=wait_s)
+
+
+def files(root: Path) -> list[str]:
+    return [one.name for one in own_folder(root).iterdir()]
+
+
+def weights(seed: int) -> dict[str, TensorBytes]:
+    words = np.arange(NUM_BYTES // 2, dtype=np.uint16)
+    words[::1000] += np.uint16(seed)
+    return {"w": TensorBytes("bfloat16", (words.size,), memoryview(words.tobytes()))}
+
+
+async def test_the_second_receiver_of_a_machine_pulls_nothing_from_the_broker(
+    broker: Broker, nats_server: NatsServer, scope: JobScope
+) -> None:
+    learner = WeightStore(broker, scope, whole_every=2)
+    objects = ObjectStore(broker, scope.object_weights)
+    async with (
+        await connect(nats_server.url, name="first") as first,
+        await connect(nats_server.url, name="second") as second,
+    ):
+        receivers = [WeightStore(one, scope, shared_bytes=ROOM) for one in (first, second)]
+        for version in range(4):
+            manifest = await learner.publish(version, weights(version))
+            fetched = await receivers[0].fetch(manifest)
+            for place in await objects.names():
+                await objects.delete(place)
+            again = await receivers[1].fetch(manifest)
+            assert bytes_of(again["w"]) == bytes_of(fetched["w"]) == weights(version)["w"].data
+            with pytest.raises(NotFoundError):
+                await WeightStore(broker, scope).fetch(manifest)
+
+
+async def test_receivers_beside_the_learner_pull_nothing_at_all(
+    broker: Broker, nats_server: NatsServer, scope: JobScope
+) -> None:
+    learner = WeightStore(broker, scope, shared_bytes=ROOM)
+    manifests = [await learner.publish(version, weights(version)) for version in range(2)]
+    await learner.keep(set())
+    async with await connect(nats_server.url, name="receiver") as other:
+        receiver = WeightStore(other, scope, shared_bytes=ROOM)
+        for version in range(2):
+            fetched = await receiver.fetch(manifests[version])
+            assert fetched["w"].data == weights(version)["w"].data
+
+
+async def test_of_many_that_want_the_same_one_reads_and_the_others_map_it(tmp_path: Path) -> None:
+    reads = Reads()
+    found = await asyncio.gather(
+        *(shared(tmp_path).get(DIGEST, NUM_BYTES, reads.fill) for _ in range(8))
+    )
+    assert reads.count == 1
+    assert all(one == PAYLOAD for one in found)
+    found[0][:4] = b"mine"
+    assert found[1] == PAYLOAD, "who writes to its own changes nothing for others"
+
+
+async def test_a_reader_that_is_killed_does_not_hold_up_the_next(tmp_path: Path) -> None:
+    reads = Reads()
+    with writer(tmp_path) as process:
+        waiting = asyncio.create_task(shared(tmp_path).get(DIGEST, NUM_BYTES, reads.fill))
+        await asyncio.sleep(0.2)
+        assert reads.count == 0, "the other one reads"
+        process.kill()
+        started = time.monotonic()
+        assert await waiting == PAYLOAD
+    assert time.monotonic() - started < 5
+    assert files(tmp_path) == [f"local.shared.{DIGEST}"]
+
+
+async def test_a_reader_that_hangs_is_waited_for_no_longer_than_a_deadline(tmp_path: Path) -> None:
+    reads = Reads()
+    with writer(tmp_path) as process:
+        process.send_signal(signal.SIGSTOP)
+        memory = shared(tmp_path, wait_s=0.2)
+        assert await memory.get(DIGEST, NUM_BYTES, reads.fill) == PAYLOAD
+    assert reads.count == 1
+
+
+async def test_a_read_that_fails_leaves_nothing_and_the_next_one_reads(tmp_path: Path) -> None:
+    async def fail(_: memoryview) -> None:
+        raise NotFoundError("gone", hint="")
+
+    with pytest.raises(NotFoundError):
+        await shared(tmp_path).get(DIGEST, NUM_BYTES, fail)
+    assert files(tmp_path) == []
+    assert await shared(tmp_path).get(DIGEST, NUM_BYTES, Reads().fill) == PAYLOAD
+
+
+async def test_what_nobody_maps_is_swept_and_what_somebody_maps_stays(tmp_path: Path) -> None:
+    found = await shared(tmp_path).get(DIGEST, NUM_BYTES, Reads().fill)
+    sweep(0.0, tmp_path)
+    assert len(files(tmp_path)) == 1
+    del found
+    sweep(root=tmp_path)
+    assert len(files(tmp_path)) == 1, "others may still come for it"
+    sweep(0.0, tmp_path)
+    assert files(tmp_path) == []
+    with writer(tmp_path) as process:
+        sweep(0.0, tmp_path)
+        assert files(tmp_path) == [f"local.shared.{DIGEST}.half"]
+        process.kill()
+        process.wait()
+    sweep(0.0, tmp_path)
+    assert files(tmp_path) == []
+
+
+async def test_old_versions_make_room_and_what_does_not_fit_is_not_shared(tmp_path: Path) -> None:
+    memory = shared(tmp_path, max_bytes=2 * NUM_BYTES)
+    for first in "0123":
+        await memory.get(first * 64, NUM_BYTES, Reads().fill)
+    assert sorted(files(tmp_path)) == [f"local.shared.{first * 64}" for first in "23"]
+    held = [await memory.get(first * 64, NUM_BYTES, Reads().fill) for first in "23"]
+    assert await memory.get("4" * 64, NUM_BYTES, Reads().fill) == PAYLOAD
+    assert len(files(tmp_path)) == len(held)
+    assert await shared(tmp_path, max_bytes=0).get(DIGEST, NUM_BYTES, Reads().fill) == PAYLOAD
+    assert len(files(tmp_path)) == len(held)
+
+
+async def test_a_folder_that_others_may_write_to_and_a_forged_file_are_not_used(
+    tmp_path: Path,
+) -> None:
+    folder = own_folder(tmp_path)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    (folder / f"local.shared.{DIGEST}").write_bytes(bytes(NUM_BYTES - 1))
+    (folder / f"local.shared.{'a' * 64}").symlink_to("/etc/passwd")
+    for digest in (DIGEST, "a" * 64, "../../../../etc/passwd"):
+        assert await shared(tmp_path).get(digest, NUM_BYTES, Reads().fill) == PAYLOAD
+    folder.chmod(0o777)
+    found = [await shared(tmp_path).get("b" * 64, NUM_BYTES, Reads().fill) for _ in range(2)]
+    assert found == [PAYLOAD, PAYLOAD]
+    assert len(list(folder.iterdir())) == 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+async def test_a_folder_of_another_user_is_not_used(tmp_path: Path) -> None:
+    os.chown(own_folder(tmp_path), 65534, 65534)
+    reads = Reads()
+    for _ in range(2):
+        assert await shared(tmp_path).get(DIGEST, NUM_BYTES, reads.fill) == PAYLOAD
+    assert reads.count == 2
