@@ -12,6 +12,8 @@ from ..schemas.metric import Event, Metric, Presence
 REWARD = "training_step_reward"
 LOSS = "actor/pg_loss"
 VALIDATION = "val/mean_score"
+SUCCESS = "game/success_rate"
+VALIDATED_SUCCESS = "val/success_rate"
 _RECENT_STEPS = 10
 _BARS = "▁▂▃▄▅▆▇█"
 _LAG_SHARE = "staleness/lag_share/"
@@ -119,6 +121,10 @@ class RunProgress:
     def last_validation(self) -> tuple[int, float] | None:
         """Return step and score of the newest validation."""
         return max(self.validation.items(), default=None)
+
+    def best_validation(self) -> tuple[int, float] | None:
+        """Return step and score of the best validation, the first of equal ones."""
+        return max(self.validation.items(), key=lambda item: (item[1], -item[0]), default=None)
 
     def smoothed_rewards(self, width: int) -> list[float]:
         """Return at most `width` means of consecutive rewards, oldest first."""

@@ -4,6 +4,7 @@ import io
 import math
 
 import pytest
+from rich.console import Console
 from tinkermq.clients.cli.runs.live import LineDisplay, render, step_line
 from tinkermq.clients.progress import RunProgress, sparkline
 from tinkermq.clients.text_plot import text_plot
@@ -51,6 +52,30 @@ def test_numbers_that_could_not_be_computed_are_left_out(progress: RunProgress) 
     assert "lag" not in step_line(progress)
 
 
+def test_success_entropy_and_length_stand_before_the_speed(progress: RunProgress) -> None:
+    numbers = {
+        "game/success_rate": 0.25,
+        "val/success_rate": 0.5,
+        "actor/entropy": 0.731,
+        "response_length/mean": 212.4,
+        "perf/throughput": 10.0,
+    }
+    progress.take_metric(metric(2, **numbers))
+    assert step_line(progress) == (
+        "step 2/3  reward 0.200  success 25%  validated success 50%  entropy 0.73  length 212  "
+        "tokens/s 10"
+    )
+
+
+def test_the_best_validation_is_told_where_it_is_not_the_last(progress: RunProgress) -> None:
+    for step, score in ((0, 0.1), (1, 0.8), (2, 0.8)):
+        progress.take_metric(Metric(step=step, values={"val/mean_score": score}, time=0))
+    assert progress.best_validation() == (1, 0.8)
+    out = io.StringIO()
+    Console(file=out, width=120).print(render(progress, []))
+    assert "0.800 at step 2, best 0.800 at 1" in out.getvalue()
+
+
 def test_a_line_tells_the_step_and_its_figures(progress: RunProgress) -> None:
     progress.take_metric(Metric(step=0, values={"val/mean_score": 0.25}, time=0))
     progress.take_metric(metric(2, **{"staleness/lag_mean": 1.5, "perf/throughput": 12345.0}))
@@ -95,8 +120,6 @@ def presence(role: str, **numbers: float) -> Presence:
 
 
 def shown(progress: RunProgress) -> str:
-    from rich.console import Console
-
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(render(progress, []))
     return console.export_text()

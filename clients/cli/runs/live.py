@@ -15,7 +15,7 @@ from rich.text import Text
 from ....schemas.job import JobRecord
 from ....schemas.metric import Event, Metric
 from ...follow import Update
-from ...progress import RunProgress, sparkline
+from ...progress import SUCCESS, VALIDATED_SUCCESS, RunProgress, sparkline
 from ..output import (
     duration,
     is_terminal,
@@ -112,7 +112,7 @@ class LineDisplay:
 
 
 class LiveDisplay:
-    """Progress, reward, validation, lag, tokens/s, time left, episodes, and the bottleneck.
+    """Progress, reward, validation, success, lag, speed, time left, episodes, the bottleneck.
 
     It is drawn some times a second, however fast the updates of a long run come.
     """
@@ -204,10 +204,17 @@ def _curves(progress: RunProgress) -> list[Table]:
     if last is not None:
         scores = [score for _, score in sorted(progress.validation.items())]
         line = sparkline(scores).ljust(_SPARK_WIDTH)
-        row.add_row("validation", f"[magenta]{line}[/]", f"{last[1]:.3f} at step {last[0]}")
+        row.add_row("validation", f"[magenta]{line}[/]", _validated(progress, last))
     if any(progress.lag_shares().values()):
         row.add_row("lag       ", _lags(progress), "of the step's tokens")
     return [row]
+
+
+def _validated(progress: RunProgress, last: tuple[int, float]) -> str:
+    """Return the last score, and the best where that is another."""
+    text = f"{last[1]:.3f} at step {last[0]}"
+    best = progress.best_validation()
+    return text if best is None or best == last else f"{text}, best {best[1]:.3f} at {best[0]}"
 
 
 def _lags(progress: RunProgress) -> str:
@@ -220,9 +227,14 @@ def _lags(progress: RunProgress) -> str:
 
 
 def _figures(progress: RunProgress) -> list[tuple[str, str]]:
+    """Return what a step tells in numbers, those of learning first."""
     figures: list[tuple[str, str]] = []
     last = progress.last_validation()
     for name, label, shape in (
+        (SUCCESS, "success", "{:.0%}"),
+        (VALIDATED_SUCCESS, "validated success", "{:.0%}"),
+        ("actor/entropy", "entropy", "{:.2f}"),
+        ("response_length/mean", "length", "{:,.0f}"),
         ("staleness/lag_mean", "lag", "{:.2f}"),
         ("perf/throughput", "tokens/s", "{:,.0f}"),
         ("perf/time_per_step", "s/step", "{:.2f}"),
