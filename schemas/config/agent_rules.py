@@ -10,13 +10,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from .algorithm import OF_WHOLE_SEQUENCES
 from .section import Rule
 
 if TYPE_CHECKING:
     from .job import JobConfig
 
-OF_WHOLE_SEQUENCES = ("geometric", "mis", "veto")
-"""Corrections that need all of a sequence at once."""
 _BY_CALL = ("gae", "gigpo", "grpo_per_turn", "reinforce_pp")
 
 _ROWS = (
@@ -30,6 +29,11 @@ _ROWS = (
         lambda job: job.algorithm.correction in OF_WHOLE_SEQUENCES,
         "keeps or drops a sequence as a whole, and an agent's episode has several: choose tis, "
         "icepop, decoupled or m2po",
+    ),
+    Rule(
+        "algorithm.correction_masks",
+        lambda job: any(mask.over != "token" for mask in job.algorithm.correction_masks),
+        "keep or drop a sequence as a whole, and an agent's episode has several: set over: token",
     ),
     Rule(
         "algorithm.correction_level=sequence",

@@ -1,6 +1,6 @@
 """The algorithm of a job: advantage, loss, off-policy correction, KL, and the critic."""
 
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Field, model_validator
 
@@ -21,9 +21,46 @@ AdvantageName = Literal[
 ]
 LossName = Literal["ppo", "gspo", "cispo", "dppo", "reinforce", "sft"]
 CorrectionName = Literal["none", "tis", "icepop", "geometric", "mis", "veto", "decoupled", "m2po"]
+OF_WHOLE_SEQUENCES = ("geometric", "mis", "veto")
+"""Corrections that need all of a sequence at once."""
 AggregationName = Literal[
     "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
 ]
+
+
+class CorrectionMask(Section):
+    """Tokens that are not trained because the policy has moved too far from what drew them.
+
+    w = π_o/π_b of a token: the policy before the update over the one that generated it.
+    """
+
+    over: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] = "token"
+    """What is dropped: a token by its own value; all of a sequence by the sum (of ratios: the
+    product) or the mean (the geometric one) of its tokens' values, or as soon as one of its tokens
+    is out of bounds."""
+    of: Literal["ratio", "k1", "k2", "k3"] = "ratio"
+    """What is bounded: w, or an estimate of KL(π_b‖π_o): k1 = −log w, k2 = (log w)²/2,
+    k3 = w − 1 − log w."""
+    low: float | None = None
+    """Dropped below this."""
+    high: float | None = None
+    """Dropped above this."""
+    only: Literal["all", "negative"] = "all"
+    """negative: only where the advantage is negative (DeepSeek-V3.2's off-policy mask is
+    `{over: sequence_mean, of: k1, high: δ, only: negative}`)."""
+
+    @model_validator(mode="after")
+    def _bounds_bound_something(self) -> Self:
+        low, high = self.low, self.high
+        if low is None and high is None:
+            raise ValueError("a mask needs low, high, or both: without a bound it drops nothing")
+        if low is not None and high is not None and low >= high:
+            raise ValueError(f"low={low:g} is not under high={high:g}: nothing would be left")
+        if self.of in ("k2", "k3") and (low is not None or (high or 0) <= 0):
+            raise ValueError(f"{self.of} is never negative: bound it from above, by high > 0")
+        if self.of == "ratio" and ((low or 0) < 0 or (high is not None and high <= 0)):
+            raise ValueError("a ratio is never negative: bound it by low ≥ 0 and high > 0")
+        return self
 
 
 class AlgorithmConfig(Section):
@@ -68,9 +105,29 @@ class AlgorithmConfig(Section):
     )
     """Truncate each token's weight, or the product over the sequence."""
     correction_cap: float | None = Field(
-        default=None, gt=0, json_schema_extra=when("correction", "tis", "mis", "icepop")
+        default=None,
+        gt=0,
+        json_schema_extra=when("correction", "tis", "mis", "icepop", "geometric", "decoupled"),
     )
-    """Upper bound of the weight; default 2 (tis), 3 (mis), 5 (icepop)."""
+    """Upper bound of the weight, or of what is kept; default 2 (tis), 3 (mis), 5 (icepop), 1.01
+    (geometric), none (decoupled)."""
+    correction_floor: float | None = Field(
+        default=None, ge=0, json_schema_extra=when("correction", "icepop", "geometric", "veto")
+    )
+    """Lower bound of what is kept; default 0.5 (icepop), 0.99 (geometric), 1e-4 (veto)."""
+    correction_budget: float | None = Field(
+        default=None, gt=0, json_schema_extra=when("correction", "m2po")
+    )
+    """Bound of the second moment of log w; default 0.04."""
+    correction_masks: Annotated[list[CorrectionMask], Field(max_length=16)] = Field(
+        default_factory=list[CorrectionMask]
+    )
+    """Masks beside what the correction itself drops: any number, each with its bounds."""
+    correction_normalise: bool = False
+    """Divide the weights by their mean over the batch; needs a forward pass before the update."""
+    correction_denominator: Literal["all", "kept"] = "all"
+    """Whether tokens that are dropped count in what losses are divided by; kept, where they do not,
+    needs a forward pass before the update."""
     proximal: Literal["forward", "loglinear"] = Field(
         default="forward", json_schema_extra=when("correction", "decoupled")
     )
@@ -107,6 +164,22 @@ class AlgorithmConfig(Section):
     (`evaluation.success_reward`) only lose by being long (Kimi k1.5)."""
 
     @property
+    def weighs_whole_batches(self) -> bool:
+        """Whether the weights of the correction hang on the whole batch."""
+        return (
+            self.correction == "m2po"
+            or self.correction_normalise
+            or self.correction_denominator == "kept"
+        )
+
+    @property
+    def corrects_sequences(self) -> bool:
+        """Whether the correction keeps, drops or weighs a sequence as a whole."""
+        by_weight = self.correction == "tis" and self.correction_level == "sequence"
+        by_mask = any(mask.over != "token" for mask in self.correction_masks)
+        return self.correction in OF_WHOLE_SEQUENCES or by_weight or by_mask
+
+    @property
     def discount(self) -> float:
         """The discount in effect."""
         if self.gamma is None:
@@ -133,7 +206,27 @@ class AlgorithmConfig(Section):
                 f"correction={given['correction']} cannot be used with loss=dppo, which corrects "
                 "for the behaviour policy by itself: remove it"
             )
+        further = ("correction_masks", "correction_normalise")
+        if found := next((key for key in further if given.get(key)), None):
+            raise ValueError(
+                f"{found} cannot be used with loss=dppo, which corrects for the behaviour policy "
+                "by itself: remove it"
+            )
         return {**given, "correction": "none"}
+
+    @model_validator(mode="after")
+    def _bounds_are_not_crossed(self) -> Self:
+        floors, caps = {"icepop": 0.5, "geometric": 0.99}, {"icepop": 5.0, "geometric": 1.01}
+        if self.correction in floors:
+            floor = self.correction_floor
+            floor = floors[self.correction] if floor is None else floor
+            cap = self.correction_cap or caps[self.correction]
+            if floor >= cap:
+                raise ValueError(
+                    f"correction_floor={floor:g} is not under correction_cap={cap:g}: "
+                    f"{self.correction} would keep nothing"
+                )
+        return self
 
 
 class CriticConfig(Section):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from .agent_rules import AGENT_RULES, OF_WHOLE_SEQUENCES
+from .agent_rules import AGENT_RULES
 from .episode import MAX_EPISODES
 from .section import Rule
 
@@ -52,8 +52,7 @@ def _over(key: str, limit: str) -> Rule:
 
 def _needs_whole_sequences(job: "JobConfig") -> bool:
     algorithm = job.algorithm
-    by_sequence = algorithm.correction == "tis" and algorithm.correction_level == "sequence"
-    return algorithm.loss == "gspo" or algorithm.correction in OF_WHOLE_SEQUENCES or by_sequence
+    return algorithm.loss == "gspo" or algorithm.corrects_sequences
 
 
 def _whole_episodes(key: str, when: "Callable[[JobConfig], Any]") -> tuple[Rule, Rule]:
@@ -128,6 +127,17 @@ RULES = (
         "with lora.rank are not built: train all weights, or one policy",
     ),
     # -- the algorithm
+    Rule(
+        "algorithm.proximal=loglinear",
+        lambda job: (
+            job.algorithm.correction == "decoupled"
+            and job.algorithm.proximal == "loglinear"
+            and job.algorithm.weighs_whole_batches
+        ),
+        "moves with each update, and algorithm.correction_normalise and "
+        "correction_denominator=kept weigh the batch before the first: set "
+        "algorithm.proximal=forward",
+    ),
     Rule(
         "algorithm.kl_estimator=k1",
         lambda job: (
@@ -220,8 +230,8 @@ RULES = (
         "learner.context_parallel ({learner.context_parallel})",
         lambda job: job.learner.context_parallel > 1 and _needs_whole_sequences(job),
         "divides sequences, and algorithm.loss={algorithm.loss} with "
-        "algorithm.correction={algorithm.correction} at level {algorithm.correction_level} needs "
-        "them whole: choose another loss or correction",
+        "algorithm.correction={algorithm.correction} at level {algorithm.correction_level}, or one "
+        "of algorithm.correction_masks, needs them whole: choose another loss, correction or mask",
     ),
     Rule(
         "learner.compile",

@@ -14,6 +14,11 @@ EXAMPLES = [
     ["model.attn_implementation=flash_attention_2"],
     ["policies.low=m", *SFT],
     ["policies.low=m", "lora.rank=4"],
+    [
+        "algorithm.correction=decoupled",
+        "algorithm.proximal=loglinear",
+        "algorithm.correction_normalise=true",
+    ],
     ["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"],
     [
         "algorithm.correction=decoupled",
@@ -72,6 +77,7 @@ EXAMPLES = [
     ["env.reward.source=judge", "env.reward.url=http://x"],
     [*AGENT, "algorithm.loss=gspo"],
     [*AGENT, "algorithm.correction=mis"],
+    [*AGENT, "algorithm.correction_masks=[{over: sequence_mean, high: 2}]"],
     [*AGENT, "algorithm.correction_level=sequence"],
     [*AGENT, "algorithm.sample=turn"],
     [*AGENT, "algorithm.overlong_buffer=64"],

@@ -66,6 +66,13 @@ class TrainingBatch:
         }
         return replace(self, **moved, calls=None if self.calls is None else self.calls.to(device))
 
+    def fresh_of(self, values_N: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return places and values of the tokens that are not too old, as one part."""
+        fresh_N = self.fresh_N
+        if fresh_N is None:
+            fresh_N = torch.ones_like(values_N, dtype=torch.bool)
+        return [(fresh_N.nonzero().squeeze(1), values_N[fresh_N])]
+
     @property
     def num_tokens(self) -> int:
         """Generated tokens."""

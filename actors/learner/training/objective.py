@@ -1,11 +1,11 @@
 """What a step minimises: the loss of a micro-batch, from its log-probs to one number.
 
 Shape letters: N generated tokens, S sequences. Sequences are never split over micro-batches, nor
-are samples, so every loss and correction reads one micro-batch at a time, but for m2po: it ranks
-the tokens of the whole batch, and its weights are computed before.
+are samples, so every loss and correction reads one micro-batch at a time, but for those whose
+weights hang on the whole batch (m2po, normalised ones): they are computed before.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,9 +13,15 @@ from torch import Tensor
 
 from ....schemas.config.job import JobConfig
 from ..algorithms.aggregation import Denominators, aggregate
-from ..algorithms.corrections import Correction, CorrectionInputs, correct
 from ..algorithms.kl import kl_per_token
 from ..algorithms.losses import LossInputs, compute_loss
+from ..algorithms.off_policy.corrections import (
+    Correction,
+    CorrectionInputs,
+    correct,
+    normalised,
+)
+from ..algorithms.off_policy.masks import masked
 from ..algorithms.samples import renumber
 from ..algorithms.sequences import sum_by_sequence
 from ..algorithms.training_batch import TrainingBatch
@@ -75,22 +81,54 @@ class Objective:
         return (
             (num_minibatches > 1 and not interpolated)
             or (dropout > 0 and algorithm.loss != "sft")
-            or algorithm.correction == "m2po"
+            or algorithm.weighs_whole_batches
             or (algorithm.kl_coef > 0 and algorithm.kl_in == "reward")
         )
 
     def whole_batch_weights(
-        self, batch: TrainingBatch, old_N: Tensor | None, kept_N: Tensor
+        self,
+        batch: TrainingBatch,
+        old_N: Tensor | None,
+        kept_N: Tensor,
+        sample_N: Tensor,
+        advantages_N: Tensor,
     ) -> Tensor | None:
-        """Compute the weights of m2po among the tokens kept; None for the other corrections."""
-        if old_N is None or self._algorithm.correction != "m2po":
+        """Compute weights that hang on the whole batch among the tokens kept; None: they do not."""
+        algorithm = self._algorithm
+        if old_N is None or not algorithm.weighs_whole_batches:
             return None
-        kept = CorrectionInputs(
-            old_N[kept_N], batch.behaviour_N[kept_N], batch.seq_N[kept_N], batch.num_seqs
-        )
+        kept_n, numbers_M = renumber(sample_N[kept_N])
+        kept = CorrectionInputs(old_N[kept_N], batch.behaviour_N[kept_N], kept_n, len(numbers_M))
+        correction = self._masked(kept, advantages_N[kept_N])
         weights_N = torch.zeros_like(old_N)
-        weights_N[kept_N] = correct("m2po", kept).weight_N
+        weights_N[kept_N] = correction.weight_N
         return weights_N
+
+    def without_dropped(
+        self, batch: TrainingBatch, kept_N: Tensor, weights_N: Tensor | None
+    ) -> tuple[TrainingBatch, Tensor]:
+        """Return the batch to train and its tokens that count in denominators: bool[N].
+
+        Where only tokens that are kept count, the others are left out as those too old are.
+        """
+        if weights_N is None or self._algorithm.correction_denominator == "all":
+            return batch, kept_N
+        counted_N = kept_N & (weights_N > 0)
+        return replace(batch, fresh_N=counted_N), counted_N
+
+    def dropped_share(self, weights_N: Tensor | None, kept_N: Tensor) -> dict[str, float]:
+        """Return the share that is dropped, where dropped tokens are not among those measured."""
+        if weights_N is None or self._algorithm.correction_denominator == "all":
+            return {}
+        dropped_n = (weights_N[kept_N] == 0).float()
+        return {"actor/correction_dropped": float(dropped_n.mean()) if len(dropped_n) else 0.0}
+
+    def _masked(self, inputs: CorrectionInputs, advantages_N: Tensor) -> Correction:
+        algorithm = self._algorithm
+        correction = correct(algorithm.correction, inputs, **self._correction_options)
+        if algorithm.correction_normalise:
+            correction = normalised(correction, inputs, level=algorithm.correction_level)
+        return masked(correction, algorithm.correction_masks, inputs, advantages_N)
 
     def has_gradient(self, batch: TrainingBatch, advantages_N: Tensor) -> Tensor:
         """Mark the sequences that move the weights: the others need no pass at all."""
@@ -138,6 +176,8 @@ class Objective:
 
         loss = total(policy_N * correction.weight_N)
         sums |= {"pg_loss": loss.detach(), "entropy": scores.entropy_N.detach().sum()}
+        sums["correction_dropped"] = (correction.weight_N == 0).sum().float()
+        sums["correction_weight"] = correction.weight_N.sum()
         if inputs.reference_N is not None:
             before_N = kl_per_token(algorithm.kl_estimator, old_N, inputs.reference_N[index_N])
             sums["reference_kl"] = before_N.sum()
@@ -165,7 +205,7 @@ class Objective:
             logprobs_N=current_N.detach(),
             lag_N=inputs.version - batch.versions_N[index_N],
         )
-        return correct(self._algorithm.correction, read, **self._correction_options)
+        return self._masked(read, inputs.advantages_N[index_N])
 
 
 def _fresh(inputs: StepInputs, index_N: Tensor, scores: TokenScores) -> tuple[Tensor, TokenScores]:
@@ -194,6 +234,10 @@ def _correction_options(config: JobConfig) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if algorithm.correction_cap is not None:
         options["cap"] = algorithm.correction_cap
+    if algorithm.correction_floor is not None:
+        options["floor"] = algorithm.correction_floor
+    if algorithm.correction_budget is not None:
+        options["budget"] = algorithm.correction_budget
     if algorithm.correction == "tis":
         options["level"] = algorithm.correction_level
     if algorithm.correction == "decoupled":

@@ -35,8 +35,8 @@ from ...models.lora import (
 )
 from ...models.vision import Processor, load_image_reader
 from ..algorithms.aggregation import Denominators
-from ..algorithms.corrections import mismatch_statistics
 from ..algorithms.credit import assign_credit
+from ..algorithms.off_policy.mismatch import mismatch_statistics, off_policy_statistics
 from ..algorithms.training_batch import TrainingBatch
 from ..packing.micro_batch import MicroBatch
 from .checkpoint import OPTIMIZER, save_policy
@@ -201,29 +201,34 @@ class Trainer:
         credit = assign_credit(self.config, batch, old_N, reference_N, values_N)
         sample_N, advantages_N = credit.samples.sample_N, credit.advantages_N
         kept_N = credit.kept_N
-        weights_N = self._objective.whole_batch_weights(batch, old_N, kept_N)
-        inputs = StepInputs(batch, sample_N, step - 1, advantages_N, old_N, reference_N, weights_N)
+        objective, parts = self._objective, (kept_N, sample_N, advantages_N)
+        weights_N = objective.whole_batch_weights(batch, old_N, *parts)
+        trained, counted_N = objective.without_dropped(batch, kept_N, weights_N)
+        before = (old_N, reference_N, weights_N)
+        inputs = StepInputs(trained, sample_N, step - 1, advantages_N, *before)
         if self.critic is not None and credit.targets is not None:
             self.critic.begin_step(self._rate(step, self.config.critic.lr), credit.targets)
         sums = StepSums()
         for part_S in self._minibatches(batch):
             kept_S = part_S & credit.kept_S
-            kept_n = sample_N[part_S[batch.seq_N] & kept_N]
-            denominators = self._denominators(kept_n, credit.samples.num)
+            of_part_N = part_S[batch.seq_N]
             if step > self.config.critic.warmup_steps:
-                self._update(inputs, part_S, kept_S, denominators, sums)
+                counted = self._denominators(sample_N[of_part_N & counted_N], credit.samples.num)
+                self._update(inputs, part_S, kept_S, counted, sums)
             if self.critic is not None:
-                self.critic.update(self._packer.pack(batch, kept_S), denominators)
+                kept = self._denominators(sample_N[of_part_N & kept_N], credit.samples.num)
+                self.critic.update(self._packer.pack(batch, kept_S), kept)
         sums = sums.of_all(self._parallel)
         numbers = {
             "actor/lr": rate,
             **sums.numbers(),
+            **objective.dropped_share(weights_N, kept_N),
             **({} if entropy_N is None else {"actor/entropy": float(entropy_N.mean())}),
             **spread("critic/advantages", advantages_N[kept_N]),
             **spread("critic/rewards", credit.rewards_E),
             **({} if self.critic is None else self.critic.numbers()),
             "training/num_samples": float(credit.samples.num),
-            **_mismatch(sums.old, batch, step - 1),
+            **_mismatch(sums.old if old_N is None else batch.fresh_of(old_N), batch, step - 1),
         }
         return StepReport(numbers, time.perf_counter() - start)
 
@@ -368,6 +373,7 @@ def _mismatch(
     lag_N = version - batch.versions_N[index_N]
     behaviour_N = batch.behaviour_N[index_N]
     numbers = mismatch_statistics(old_N, behaviour_N, lag_N)
+    numbers |= off_policy_statistics(old_N, behaviour_N, batch.seq_N[index_N], batch.num_seqs)
     if any(batch.kinds):
         up_to_date_N = lag_N == 0
         differs_N = (old_N - behaviour_N).abs()[up_to_date_N]

@@ -6,12 +6,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tinkermq.actors.learner.algorithms.corrections import (
+from tinkermq.actors.learner.algorithms.off_policy.corrections import (
     CORRECTIONS,
     CorrectionInputs,
     correct,
-    mismatch_statistics,
+    normalised,
 )
+from tinkermq.actors.learner.algorithms.off_policy.masks import masked
+from tinkermq.actors.learner.algorithms.off_policy.mismatch import (
+    mismatch_statistics,
+    off_policy_statistics,
+)
+from tinkermq.schemas.config.algorithm import AlgorithmConfig, CorrectionMask
 from tinkermq.schemas.wire.errors import ConfigError
 
 
@@ -160,3 +166,104 @@ def test_the_mismatch_is_reported_by_lag():
         "staleness/effective_sample_size/lag_5_up": 1,
     }
     assert statistics == {key: pytest.approx(value, abs=1e-6) for key, value in expected.items()}
+
+
+# w of each token, and the sequence of each: products 1.2, 0.25 and 4; geometric means 1.095, 0.5, 2
+WEIGHTS, SEQ = [0.6, 2.0, 0.5, 0.5, 8.0, 0.5], [0, 0, 1, 1, 2, 2]
+ADVANTAGES = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
+
+
+DEEPSEEK = {"over": "sequence_mean", "of": "k1", "high": 0.1, "only": "negative"}
+
+
+@pytest.mark.parametrize(
+    ("mask", "kept"),
+    [
+        ({"high": 3}, [1, 1, 1, 1, 0, 1]),
+        ({"low": 0.55, "high": 3}, [1, 1, 0, 0, 0, 0]),
+        ({"over": "sequence_sum", "high": 3}, [1, 1, 1, 1, 0, 0]),
+        ({"over": "sequence_mean", "low": 0.9, "high": 1.1}, [1, 1, 0, 0, 0, 0]),
+        ({"over": "sequence_max", "low": 0.55}, [1, 1, 0, 0, 0, 0]),
+        ({"over": "sequence_max", "high": 3}, [1, 1, 1, 1, 0, 0]),
+        ({"of": "k1", "low": -1.0}, [1, 1, 1, 1, 0, 1]),
+        ({"of": "k2", "high": 0.3}, [1, 1, 1, 1, 0, 1]),
+        ({"of": "k3", "high": 0.15}, [1, 0, 0, 0, 0, 0]),
+        ({"over": "sequence_mean", "of": "k2", "high": 0.2}, [1, 1, 0, 0, 0, 0]),
+        (
+            {"over": "sequence_mean", "of": "k1", "high": 0.1, "only": "negative"},
+            [1, 1, 0, 0, 1, 1],
+        ),
+        ({"over": "sequence_mean", "of": "k1", "high": -0.5}, [0, 0, 0, 0, 1, 1]),
+        ({"low": 1.5, "only": "negative"}, [1, 1, 0, 0, 1, 0]),
+    ],
+)
+def test_a_mask_drops_what_is_out_of_its_bounds(mask, kept):
+    case = inputs(WEIGHTS, SEQ)
+    left = masked(correct("none", case), [CorrectionMask(**mask)], case, ADVANTAGES)
+    assert left.weight_N.tolist() == kept
+
+
+def test_masks_go_with_any_weight_and_with_each_other():
+    case = inputs(WEIGHTS, SEQ)
+    masks = [CorrectionMask(over="sequence_mean", low=0.9), CorrectionMask(low=0.55)]
+    left = masked(correct("tis", case), masks, case, ADVANTAGES)
+    assert left.weight_N.tolist() == pytest.approx([0.6, 2.0, 0.0, 0.0, 2.0, 0.0])
+
+
+def test_the_named_corrections_are_weights_with_masks():
+    """Each old name is one of the weights with one of the masks: the same bits."""
+    case = inputs(WEIGHTS, SEQ)
+    for name, weight, mask in (
+        ("mis", "none", {"over": "sequence_sum", "high": 3.0}),
+        ("geometric", "none", {"over": "sequence_mean", "low": 0.99, "high": 1.01}),
+        ("veto", "none", {"over": "sequence_max", "low": 1e-4}),
+        ("icepop", "decoupled", {"low": 0.5, "high": 5.0}),
+    ):
+        composed = masked(correct(weight, case), [CorrectionMask(**mask)], case, ADVANTAGES)
+        assert torch.equal(composed.weight_N, correct(name, case).weight_N), name
+
+
+def test_normalised_weights_have_a_mean_of_one():
+    case = inputs(WEIGHTS, SEQ)
+    by_token = normalised(correct("tis", case), case, level="token").weight_N
+    torch.testing.assert_close(by_token.mean().item(), 1.0)
+    by_sequence = normalised(correct("tis", case, level="sequence"), case, level="sequence")
+    torch.testing.assert_close(by_sequence.weight_N[::2].mean().item(), 1.0)
+
+
+def test_a_cap_bounds_the_weights_of_the_decoupled_loss():
+    check("decoupled", inputs([0.5, 9.0]), [0.5, 9.0])
+    check("decoupled", inputs([0.5, 9.0]), [0.5, 4.0], cap=4.0)
+
+
+def test_off_policy_statistics_are_those_of_their_formulas():
+    case = inputs(WEIGHTS, SEQ)
+    old, behaviour = case.old_logprobs_N, case.behaviour_logprobs_N
+    told = off_policy_statistics(old, behaviour, case.seq_N, 4)  # one has no tokens
+    assert told["off_policy/training_ppl"] == pytest.approx(math.exp(2))
+    means = [math.log(1.2) / 2, math.log(0.25) / 2, math.log(4) / 2]
+    assert told["off_policy/log_ppl_diff"] == pytest.approx(-sum(means) / 3)
+    assert told["off_policy/ppl_ratio"] == pytest.approx(sum(math.exp(-m) for m in means) / 3)
+    assert told["off_policy/kl"] == pytest.approx(-sum(map(math.log, WEIGHTS)) / 6)
+    assert told["off_policy/chi2_token"] == pytest.approx(sum(w * w for w in WEIGHTS) / 6 - 1)
+    assert told["off_policy/chi2_seq"] == pytest.approx((1.2**2 + 0.25**2 + 4**2) / 3 - 1)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "said"),
+    [
+        ({"correction_masks": [{}]}, "without a bound it drops nothing"),
+        ({"correction_masks": [{"low": 2, "high": 1}]}, "low=2 is not under high=1"),
+        ({"correction_masks": [{"of": "k3", "low": 0.1}]}, "k3 is never negative"),
+        ({"correction_masks": [{"high": -1}]}, "a ratio is never negative"),
+        ({"correction_masks": [{"high": 2}] * 17}, "correction_masks"),
+        ({"correction": "icepop", "correction_floor": 6}, "icepop would keep nothing"),
+        ({"correction": "geometric", "correction_cap": 0.5}, "geometric would keep nothing"),
+        ({"correction": "none", "correction_floor": 0.5}, "correction_floor"),
+        ({"loss": "dppo", "correction": "tis"}, "cannot be used with loss=dppo"),
+        ({"loss": "dppo", "correction_masks": [{"high": 2}]}, "cannot be used with loss=dppo"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_with_the_reason(algorithm, said):
+    with pytest.raises(ValueError, match=said):
+        AlgorithmConfig.model_validate(algorithm)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.learner.algorithms.corrections import CorrectionInputs, correct
 from tinkermq.actors.learner.algorithms.credit import Credit, assign_credit
+from tinkermq.actors.learner.algorithms.off_policy.corrections import CorrectionInputs, correct
 from tinkermq.actors.learner.algorithms.training_batch import assemble
 from tinkermq.actors.learner.training.model import load_model
 from tinkermq.actors.learner.training.step import Trainer

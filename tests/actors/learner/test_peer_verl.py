@@ -8,6 +8,7 @@ mask.
 # verl: not installed for development.
 # pyright: reportMissingImports=false
 
+import math
 import warnings
 from types import SimpleNamespace
 
@@ -16,14 +17,20 @@ import pytest
 import torch
 from tinkermq.actors.learner.algorithms.advantages import AdvantageInputs, compute_advantages
 from tinkermq.actors.learner.algorithms.aggregation import Denominators, aggregate
-from tinkermq.actors.learner.algorithms.corrections import (
-    CorrectionInputs,
-    correct,
-    mismatch_statistics,
-)
 from tinkermq.actors.learner.algorithms.kl import kl_per_token
 from tinkermq.actors.learner.algorithms.losses import LossInputs, compute_loss
+from tinkermq.actors.learner.algorithms.off_policy.corrections import (
+    CorrectionInputs,
+    correct,
+    normalised,
+)
+from tinkermq.actors.learner.algorithms.off_policy.masks import masked
+from tinkermq.actors.learner.algorithms.off_policy.mismatch import (
+    mismatch_statistics,
+    off_policy_statistics,
+)
 from tinkermq.actors.learner.algorithms.values import generalized_advantage, value_loss
+from tinkermq.schemas.config.algorithm import CorrectionMask
 from torch import Tensor
 
 with warnings.catch_warnings():
@@ -385,3 +392,65 @@ def test_the_mismatch_agrees(batch):
     effective = ours["staleness/effective_sample_size/lag_0"]
     assert effective == pytest.approx(weights["rollout_is_eff_sample_size"], abs=1e-5)
     assert ours["staleness/max_ratio/lag_0"] == pytest.approx(weights["rollout_is_max"], rel=1e-5)
+
+
+def _mask_of(option, threshold):
+    """Return our mask for verl's option; its k1 is bounded by exponentials."""
+    level, _, of = option.rpartition("_")
+    over = {"token": "token", "seq_sum": "sequence_sum", "seq_mean": "sequence_mean"}
+    over |= {"seq_max": "sequence_max"}
+    if of == "k1":
+        low, high = (math.log(float(bound)) for bound in threshold.split("_"))
+        return CorrectionMask(over=over[level], of=of, low=low, high=high)
+    return CorrectionMask(over=over[level], of=of, high=float(threshold))
+
+
+@pytest.mark.parametrize(
+    ("option", "threshold"),
+    [
+        ("token_k1", "0.7_1.4"),
+        ("token_k2", "0.05"),
+        ("token_k3", "0.05"),
+        ("seq_sum_k1", "0.5_2.0"),
+        ("seq_sum_k2", "0.4"),
+        ("seq_sum_k3", "0.4"),
+        ("seq_mean_k1", "0.95_1.05"),
+        ("seq_mean_k2", "0.04"),
+        ("seq_mean_k3", "0.04"),
+        ("seq_max_k2", "0.2"),
+        ("seq_max_k3", "0.2"),
+    ],
+)
+def test_masks_agree(batch, option, threshold):
+    log_ratio = batch.old - batch.behaviour
+    theirs, _ = compute_rollout_rejection_mask(
+        log_ratio, batch.mask, rollout_rs=option, rollout_rs_threshold=threshold
+    )
+    inputs = batch.correction_inputs()
+    ours = masked(
+        correct("none", inputs), [_mask_of(option, threshold)], inputs, batch.flat(batch.advantages)
+    )
+    assert_same(ours.weight_N, batch.flat(theirs))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_normalised_weights_agree(batch, level):
+    theirs, _ = compute_rollout_correction_weights(
+        batch.old - batch.behaviour,
+        batch.mask,
+        rollout_is=level,
+        rollout_is_threshold=2.0,
+        rollout_is_batch_normalize=True,
+    )
+    inputs = batch.correction_inputs()
+    ours = normalised(correct("tis", inputs, level=level), inputs, level=level)
+    assert_same(ours.weight_N, batch.flat(theirs))
+
+
+def test_off_policy_metrics_agree(batch):
+    theirs = compute_offpolicy_metrics(batch.old, batch.behaviour, batch.mask)
+    ours = off_policy_statistics(
+        batch.flat(batch.old), batch.flat(batch.behaviour), batch.seq_N, NUM_SEQS
+    )
+    for name, value in ours.items():
+        assert value == pytest.approx(theirs[name.removeprefix("off_policy/")], abs=1e-5), name

@@ -2,12 +2,13 @@
 
 Shapes: N generated tokens, S sequences. π_b is the behaviour policy, π_o the policy before the
 update, w = π_o/π_b. A correction gives a weight for each token, 0 where the token is dropped, and
-the log-probs around which the loss clips. Weights never carry a gradient; the denominators of
-the aggregation count tokens before any is dropped.
+the log-probs around which the loss clips; any number of masks (`masks.py`) drops more. Weights
+never carry a gradient; the denominators of the aggregation count tokens before any is dropped,
+unless `correction_denominator` is `kept`.
 
-Sequence corrections need whole sequences, m2po the whole batch: compute them before the batch is
-cut into micro-batches. Only the log-linear proximal policy of `decoupled` needs the current
-log-probs, and works on any part.
+Sequence corrections need whole sequences, m2po and normalised weights the whole batch: compute
+them before the batch is cut into micro-batches. Only the log-linear proximal policy of `decoupled`
+needs the current log-probs, and works on any part.
 """
 
 from collections.abc import Callable
@@ -17,10 +18,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ....schemas.wire.errors import ConfigError
-from .losses import MAX_LOG_RATIO, log_ratio
-from .registry import choose
-from .sequences import mean_by_sequence, sum_by_sequence
+from .....schemas.wire.errors import ConfigError
+from ..losses import MAX_LOG_RATIO, log_ratio
+from ..registry import choose
+from ..sequences import mean_by_sequence, sum_by_sequence
 
 
 @dataclass(frozen=True)
@@ -124,15 +125,22 @@ def loglinear_proximal(behaviour_N: Tensor, logprobs_N: Tensor, lag_N: Tensor) -
     return behaviour_N + alpha_N * (logprobs_N.detach() - behaviour_N)
 
 
+def _up_to(weight_N: Tensor, cap: float | None) -> Tensor:
+    return weight_N if cap is None else weight_N.clamp(max=cap)
+
+
 def decoupled(
-    inputs: CorrectionInputs, *, proximal: Literal["forward", "loglinear"] = "forward"
+    inputs: CorrectionInputs,
+    *,
+    proximal: Literal["forward", "loglinear"] = "forward",
+    cap: float | None = None,
 ) -> Correction:
-    """Weigh by π_prox/π_b and clip around π_prox (decoupled PPO, arXiv 2505.24298).
+    """Weigh by π_prox/π_b, up to `cap`, and clip around π_prox (decoupled PPO, arXiv 2505.24298).
 
     The proximal policy is π_o, or interpolated (`loglinear_proximal`).
     """
     if proximal == "forward":
-        return Correction(_log_weight(inputs).exp(), inputs.old_logprobs_N)
+        return Correction(_up_to(_log_weight(inputs).exp(), cap), inputs.old_logprobs_N)
     if inputs.logprobs_N is None or inputs.lag_N is None:
         raise ConfigError(
             f"correction=decoupled with proximal={proximal} got no current log-probs or lags",
@@ -140,7 +148,7 @@ def decoupled(
         )
     behaviour_N = inputs.behaviour_logprobs_N
     proximal_N = loglinear_proximal(behaviour_N, inputs.logprobs_N, inputs.lag_N)
-    return Correction(log_ratio(proximal_N, behaviour_N).exp(), proximal_N)
+    return Correction(_up_to(log_ratio(proximal_N, behaviour_N).exp(), cap), proximal_N)
 
 
 def m2po(inputs: CorrectionInputs, *, budget: float = 0.04) -> Correction:
@@ -170,49 +178,20 @@ CORRECTIONS: dict[str, CorrectionFn] = {
 }
 
 
+def normalised(
+    correction: Correction, inputs: CorrectionInputs, *, level: Literal["token", "sequence"]
+) -> Correction:
+    """Divide the weights by their mean over the tokens, or over the sequences, which is 1 then."""
+    weight_N = correction.weight_N
+    if level == "token":
+        mean = weight_N.mean()
+    else:
+        mean_S = mean_by_sequence(weight_N, inputs.seq_N, inputs.num_seqs)
+        mean = mean_S[torch.bincount(inputs.seq_N, minlength=inputs.num_seqs) > 0].mean()
+    return Correction(weight_N / mean.clamp(min=1e-8), correction.old_logprobs_N)
+
+
 @torch.no_grad()
 def correct(name: str, inputs: CorrectionInputs, **options: Any) -> Correction:
     """Compute the weights of the correction called `name`; `options` are its keyword arguments."""
     return choose(CORRECTIONS, "correction", name)(inputs, **options)
-
-
-LAG_BUCKETS: dict[str, tuple[int, int | None]] = {
-    "lag_0": (0, 0),
-    "lag_1": (1, 1),
-    "lag_2": (2, 2),
-    "lag_3_4": (3, 4),
-    "lag_5_up": (5, None),
-}
-"""Name of each bucket, its first lag and its last."""
-
-
-def _mismatch(log_weight_N: Tensor) -> dict[str, float]:
-    weight_N = log_weight_N.exp()
-    effective = weight_N.sum() ** 2 / (len(weight_N) * (weight_N**2).sum())
-    return {
-        "abs_log_ratio": float(log_weight_N.abs().mean()),
-        "max_ratio": float(weight_N.max()),
-        "k3": float((weight_N - 1 - log_weight_N).mean()),
-        "effective_sample_size": float(effective),
-    }
-
-
-@torch.no_grad()
-def mismatch_statistics(old_N: Tensor, behaviour_N: Tensor, lag_N: Tensor) -> dict[str, float]:
-    """Compare the learner's log-probs with the engine's, by lag.
-
-    Keys are `staleness/<statistic>/<bucket>` for every bucket that has tokens, and
-    `staleness/num_tokens/<bucket>`. At lag 0 they show the engine's mismatch, above it staleness.
-    Statistics: mean |log w|, largest w, k3 of KL(π_b‖π_o), effective sample size as a share of
-    the tokens (1: all weigh the same).
-    """
-    log_weight_N = log_ratio(old_N.double(), behaviour_N.double())
-    result: dict[str, float] = {}
-    for bucket, (first, last) in LAG_BUCKETS.items():
-        inside_N = (lag_N >= first) & (lag_N <= last) if last is not None else lag_N >= first
-        if not bool(inside_N.any()):
-            continue
-        result[f"staleness/num_tokens/{bucket}"] = float(inside_N.sum())
-        for name, value in _mismatch(log_weight_N[inside_N]).items():
-            result[f"staleness/{name}/{bucket}"] = value
-    return result

@@ -1,0 +1,1 @@
+"""What samples of an older policy, or of another engine, need."""
