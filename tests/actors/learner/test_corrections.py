@@ -199,7 +199,7 @@ DEEPSEEK = {"over": "sequence_mean", "of": "k1", "high": 0.1, "only": "negative"
 )
 def test_a_mask_drops_what_is_out_of_its_bounds(mask, kept):
     case = inputs(WEIGHTS, SEQ)
-    left = masked(correct("none", case), [CorrectionMask(**mask)], case, ADVANTAGES)
+    left = masked(correct("none", case), [CorrectionMask.model_validate(mask)], case, ADVANTAGES)
     assert left.weight_N.tolist() == kept
 
 
@@ -219,7 +219,9 @@ def test_the_named_corrections_are_weights_with_masks():
         ("veto", "none", {"over": "sequence_max", "low": 1e-4}),
         ("icepop", "decoupled", {"low": 0.5, "high": 5.0}),
     ):
-        composed = masked(correct(weight, case), [CorrectionMask(**mask)], case, ADVANTAGES)
+        composed = masked(
+            correct(weight, case), [CorrectionMask.model_validate(mask)], case, ADVANTAGES
+        )
         assert torch.equal(composed.weight_N, correct(name, case).weight_N), name
 
 

@@ -401,8 +401,10 @@ def _mask_of(option, threshold):
     over |= {"seq_max": "sequence_max"}
     if of == "k1":
         low, high = (math.log(float(bound)) for bound in threshold.split("_"))
-        return CorrectionMask(over=over[level], of=of, low=low, high=high)
-    return CorrectionMask(over=over[level], of=of, high=float(threshold))
+        bounds = {"low": low, "high": high}
+    else:
+        bounds = {"high": float(threshold)}
+    return CorrectionMask.model_validate({"over": over[level], "of": of, **bounds})
 
 
 @pytest.mark.parametrize(
