@@ -211,7 +211,9 @@ class WeightsConfig(Section):
     where that is less; learner, generators and evaluators then keep two versions in memory."""
     whole_every: int = Field(default=16, ge=2, json_schema_extra=when("differences", True))
     """Of so many versions one is stored whole, too, for those who join or were away."""
-    shared_bytes: int = Field(default=64 << 30, ge=0, json_schema_extra=when("transport", "object"))
+    shared_bytes: int = Field(
+        default=64 << 30, ge=0, le=MAX_STREAM_BYTES, json_schema_extra=when("transport", "object")
+    )
     """Room in each machine's shared memory (/dev/shm), where the first of the job's actors puts a
     version and the others find it: never more than half of what is free. 0: each reads for itself.
     """
