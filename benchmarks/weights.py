@@ -6,7 +6,8 @@ One process publishes and loads as learner and generator do, over two connection
 nats-server with file storage. Peers in the same run: one copy within memory, BLAKE3 alone (the
 digest that every transfer is checked by), SHA-256 alone (by which the stock tools check; on
 processors without instructions for it it limits publishing), and put and get of nats-py's
-ObjectStore. The last column is the longest time for which the event loop stood still meanwhile.
+ObjectStore. On one machine the learner leaves what it publishes in shared memory, where the
+generator maps it. The last column is the longest time for which the event loop stood still.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from tinkermq.broker.jetstream.digests import digest_of
 from tinkermq.broker.jetstream.streams import create_job_streams
 from tinkermq.broker.programs.server import NatsServer
 from tinkermq.broker.weights.history import joined
+from tinkermq.broker.weights.shared_memory import sweep
 from tinkermq.broker.weights.store import TensorBytes, WeightStore
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.wire.subjects import JobScope
@@ -81,6 +83,8 @@ async def run_store(store: WeightStore, reader: WeightStore, version: int, tenso
     loaded, fetched = await timed(lambda: reader.fetch(manifest))
     assert fetched["layer.7"].data == tensors["layer.7"].data
     await store.remove(version)
+    del fetched
+    sweep(0.0)
     return published, loaded
 
 
@@ -130,16 +134,23 @@ async def run(arguments: argparse.Namespace) -> dict[str, list[Timed]]:
             await connect(server.url, name="generator") as generator,
         ):
             await create_job_streams(learner, SCOPE, LimitsConfig())
+            chunk_bytes = int(arguments.chunk_mb * 2**20)
+            room = 4 * len(payload)
             reader = WeightStore(generator, SCOPE)
+            beside = WeightStore(generator, SCOPE, shared_bytes=room)
+            object_store = WeightStore(learner, SCOPE, chunk_bytes=chunk_bytes)
+            shared = WeightStore(learner, SCOPE, chunk_bytes=chunk_bytes, shared_bytes=room)
+            file_store = WeightStore(learner, SCOPE, "file", folder=Path(folder) / "weights")
             stores = {
-                "object": WeightStore(learner, SCOPE, chunk_bytes=int(arguments.chunk_mb * 2**20)),
-                "file": WeightStore(learner, SCOPE, "file", folder=Path(folder) / "weights"),
+                "object": (object_store, reader),
+                "one machine": (shared, beside),
+                "file": (file_store, reader),
             }
             for version in range(arguments.rounds):
                 for name, seconds in run_memory(payload).items():
                     times.setdefault(name, []).append((seconds, 0.0))
-                for name, store in stores.items():
-                    published, loaded = await run_store(store, reader, version, tensors)
+                for name, (store, taking) in stores.items():
+                    published, loaded = await run_store(store, taking, version, tensors)
                     times.setdefault(f"{name}: publish", []).append(published)
                     times.setdefault(f"{name}: load", []).append(loaded)
                 put, got = await run_stock(learner, payload)
@@ -165,6 +176,10 @@ def write_report(times: dict[str, list[Timed]], mb: int, report: Report) -> None
         report.at_least(f"{name} against the stock store", _peer(seconds, name) / seconds[name], 1)
         share = seconds["SHA-256 alone"] / seconds[name]
         report.at_least(f"{name} against SHA-256 alone", share, None)
+    stock_s = seconds["stock object store: put"] + seconds["stock object store: get"]
+    for way, where in (("object", "on two machines"), ("one machine", "on one machine")):
+        total = seconds[f"{way}: publish"] + seconds[f"{way}: load"]
+        report.at_least(f"publish and load {where}, against the stock store", stock_s / total, 10)
     total = seconds["object: publish"] + seconds["object: load"]
     report.at_most("publish and load, in memory copies", total / seconds["memory copy"], None)
 
