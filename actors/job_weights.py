@@ -37,6 +37,7 @@ def open_weights(context: JobContext, sender: Sender | None = None) -> WeightSto
         receiver=BroadcastReceiver(context.broker, context.scope, device),
         files=SeenFiles([*model_paths(context.config).values()]),
         shared_bytes=config.shared_bytes,
+        stock_digest=config.stock_digest,
     )
 
 

@@ -140,10 +140,16 @@ async def run(arguments: argparse.Namespace) -> dict[str, list[Timed]]:
             beside = WeightStore(generator, SCOPE, shared_bytes=room)
             object_store = WeightStore(learner, SCOPE, chunk_bytes=chunk_bytes)
             shared = WeightStore(learner, SCOPE, chunk_bytes=chunk_bytes, shared_bytes=room)
+            fast = WeightStore(learner, SCOPE, chunk_bytes=chunk_bytes, stock_digest=False)
+            fast_shared = WeightStore(
+                learner, SCOPE, chunk_bytes=chunk_bytes, shared_bytes=room, stock_digest=False
+            )
             file_store = WeightStore(learner, SCOPE, "file", folder=Path(folder) / "weights")
             stores = {
                 "object": (object_store, reader),
                 "one machine": (shared, beside),
+                "no SHA-256": (fast, reader),
+                "one machine, no SHA-256": (fast_shared, beside),
                 "file": (file_store, reader),
             }
             for version in range(arguments.rounds):
@@ -177,7 +183,13 @@ def write_report(times: dict[str, list[Timed]], mb: int, report: Report) -> None
         share = seconds["SHA-256 alone"] / seconds[name]
         report.at_least(f"{name} against SHA-256 alone", share, None)
     stock_s = seconds["stock object store: put"] + seconds["stock object store: get"]
-    for way, where in (("object", "on two machines"), ("one machine", "on one machine")):
+    ways = {
+        "object": "on two machines",
+        "no SHA-256": "on two machines, no SHA-256",
+        "one machine": "on one machine",
+        "one machine, no SHA-256": "on one machine, no SHA-256",
+    }
+    for way, where in ways.items():
         total = seconds[f"{way}: publish"] + seconds[f"{way}: load"]
         report.at_least(f"publish and load {where}, against the stock store", stock_s / total, 10)
     total = seconds["object: publish"] + seconds["object: load"]

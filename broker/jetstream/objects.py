@@ -38,6 +38,7 @@ GET_WINDOW_BYTES = 32 * 2**20
 _API_DEADLINE_S = 60.0
 _DIGEST = "blake3"
 """Among what the entry of an object tells besides: its digest."""
+_UNREADABLE = "stored without the SHA-256 by which `nats object get` checks"
 _LAG_PAUSE_S = 0.05
 
 
@@ -60,8 +61,19 @@ class ObjectInfo:
 class ObjectStore:
     """One bucket of objects."""
 
-    def __init__(self, broker: Broker, bucket: str, *, chunk_bytes: int = CHUNK_BYTES) -> None:
-        """Name a bucket that `streams` has made."""
+    def __init__(
+        self,
+        broker: Broker,
+        bucket: str,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+        stock_digest: bool = True,
+    ) -> None:
+        """Name a bucket that `streams` has made.
+
+        Without `stock_digest` the stock tools list what is put, and refuse to read it.
+        """
+        self._stock_digest = stock_digest
         self._broker = broker
         self._bucket = bucket
         self._stream = f"OBJ_{bucket}"
@@ -74,7 +86,7 @@ class ObjectStore:
         """
         in_thread = partial(asyncio.get_running_loop().run_in_executor, None)
         digesting = in_thread(digest_of, views)
-        stock_digesting = in_thread(_stock_digest, views)
+        stock_digesting = in_thread(_stock_digest, views if self._stock_digest else [])
         attempts: list[str] = []
 
         async def attempt() -> tuple[int, int]:
@@ -165,7 +177,7 @@ class ObjectStore:
             link.close()
 
     async def _put_info(self, info: ObjectInfo, stock_digest: bytes) -> None:
-        stock = base64.urlsafe_b64encode(stock_digest).decode()
+        stock = f"SHA-256={base64.urlsafe_b64encode(stock_digest).decode()}"
         meta = {
             "name": info.name,
             "bucket": self._bucket,
@@ -173,7 +185,8 @@ class ObjectStore:
             "size": info.num_bytes,
             "chunks": info.num_chunks,
             "mtime": datetime.now(UTC).isoformat(),
-            "digest": f"SHA-256={stock}",
+            "digest": stock if self._stock_digest else "",
+            "description": "" if self._stock_digest else _UNREADABLE,
             "metadata": {_DIGEST: info.digest},
             "options": {"max_chunk_size": self._chunk_bytes},
         }

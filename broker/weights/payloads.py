@@ -83,8 +83,12 @@ class Payloads:
         transport: Transport,
         folder: Path | str | None,
         chunk_bytes: int,
+        *,
+        stock_digest: bool = True,
     ) -> None:
         """`transport` is how `put` stores; `get` is told for each payload.
+
+        Without `stock_digest` the stock tools do not read what is put.
 
         Raises ConfigError for the file transport without a folder.
         """
@@ -96,7 +100,9 @@ class Payloads:
         self.transport: Transport = transport
         self._scope = scope
         self._folder = Path(folder) if folder is not None else None
-        self._objects = ObjectStore(broker, scope.object_weights, chunk_bytes=chunk_bytes)
+        self._objects = ObjectStore(
+            broker, scope.object_weights, chunk_bytes=chunk_bytes, stock_digest=stock_digest
+        )
 
     async def put(
         self, label: str, views: Sequence[memoryview], entries: list[TensorEntry] | None = None
@@ -162,3 +168,9 @@ class Payloads:
         for name in await self._objects.names():
             if name not in named:
                 await self._objects.delete(name)
+
+
+def locations(manifest: Manifest) -> list[str]:
+    """Return where all that was stored for a version lies."""
+    places = [manifest.location, *(one.location for one in manifest.differences)]
+    return [place for place in places if place]

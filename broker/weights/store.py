@@ -39,7 +39,7 @@ from ..jetstream.kv import Bucket, DamagedEntry
 from ..jetstream.objects import CHUNK_BYTES, DigestMismatch
 from .history import Step, WeightHistory, Whole, joined, make
 from .layout import TensorBytes, check_layout, layout
-from .payloads import Holder, Payload, Payloads, Receiver, Transport
+from .payloads import Holder, Payload, Payloads, Receiver, Transport, locations
 from .seen_files import SeenFiles
 from .shared_memory import SharedMemory
 
@@ -66,10 +66,12 @@ class WeightStore:
         receiver: Receiver | None = None,
         files: SeenFiles | None = None,
         shared_bytes: int = 0,
+        stock_digest: bool = True,
     ) -> None:
         """`transport` is how `publish` sends; `fetch` follows each manifest.
 
-        In so many `shared_bytes` of its memory a machine keeps versions for all who fetch there.
+        In so many `shared_bytes` of its memory a machine keeps versions for all who fetch there;
+        without `stock_digest` the stock tools do not read what is published.
 
         `files` are told with each version, and compared with what a fetched version tells.
 
@@ -83,7 +85,9 @@ class WeightStore:
         """
         self._broker = broker
         self._scope = scope
-        self._payloads = Payloads(broker, scope, transport, folder, chunk_bytes)
+        self._payloads = Payloads(
+            broker, scope, transport, folder, chunk_bytes, stock_digest=stock_digest
+        )
         self._manifests = Bucket(broker, scope.bucket_weights, Manifest)
         self._holder = holder
         self._receiver = receiver
@@ -362,7 +366,7 @@ class WeightStore:
         """Remove payloads in NATS that no manifest names: of a learner that died publishing."""
         manifests = [entry.value for entry in await self._manifests.items()]
         await self._payloads.remove_others(
-            {location for one in manifests for location in _locations(one)}
+            {location for one in manifests for location in locations(one)}
         )
 
     async def close(self) -> None:
@@ -387,12 +391,6 @@ class WeightStore:
 
     async def _remove_payload(self, manifest: Manifest) -> None:
         if manifest.transport != "nccl":
-            await self._payloads.remove(manifest.transport, _locations(manifest))
+            await self._payloads.remove(manifest.transport, locations(manifest))
         elif self._holder is not None:
             await self._holder.remove(manifest.location)
-
-
-def _locations(manifest: Manifest) -> list[str]:
-    """Return where all that was stored for a version lies."""
-    places = [manifest.location, *(one.location for one in manifest.differences)]
-    return [place for place in places if place]

@@ -211,6 +211,9 @@ class WeightsConfig(Section):
     where that is less; learner, generators and evaluators then keep two versions in memory."""
     whole_every: int = Field(default=16, ge=2, json_schema_extra=when("differences", True))
     """Of so many versions one is stored whole, too, for those who join or were away."""
+    stock_digest: bool = Field(default=True, json_schema_extra=when("transport", "object"))
+    """Also compute the SHA-256 without which `nats object get` refuses what is published: on a
+    processor without instructions for it that takes longer than sending."""
     shared_bytes: int = Field(
         default=64 << 30, ge=0, le=MAX_STREAM_BYTES, json_schema_extra=when("transport", "object")
     )

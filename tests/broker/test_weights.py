@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 import pytest
+from nats.js.errors import DigestMismatchError
 from safetensors.numpy import load_file
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.jetstream.objects import ObjectStore, chunks_of
@@ -286,6 +287,19 @@ async def test_the_stock_object_store_reads_what_was_published(
     objects = await broker.nc.jetstream().object_store(scope.object_weights)
     stored = await objects.get(manifest.location)
     assert stored.data == b"".join(map(bytes_of, tensors.values()))
+
+
+async def test_without_its_digest_the_stock_object_store_lists_and_refuses_it(
+    broker: Broker, scope: JobScope
+) -> None:
+    store = WeightStore(broker, scope, stock_digest=False)
+    manifest = await store.publish(0, _tensors(0))
+    assert _same(await store.fetch(manifest), _tensors(0))
+    objects = await broker.nc.jetstream().object_store(scope.object_weights)
+    listed = await objects.get_info(manifest.location)
+    assert listed.description == "stored without the SHA-256 by which `nats object get` checks"
+    with pytest.raises(DigestMismatchError):
+        await objects.get(manifest.location)
 
 
 @pytest.mark.parametrize(
