@@ -39,6 +39,9 @@ REQUEST = StepRequest(episodes=["e" * 32], turns=[3], actions=["move left"])
 NUM_CALLERS = 32
 NUM_LONG_WRITERS = 4
 LONG_TOKENS = 4096
+RAW_20KB = "raw stored message of 20 kB, 32 writers"
+RAW_GROUP = "raw stored message of the size of the following, 32 writers"
+APPENDED = "group of 8 × 256 tokens appended, 32 writers"
 RAW_LONG = "raw stored message of the size of the following, 4 writers"
 APPENDED_LONG = f"group of 8 × {LONG_TOKENS:,} tokens appended, 4 writers"
 READ_LONG = f"group of 8 × {LONG_TOKENS:,} tokens read back and checked"
@@ -142,13 +145,20 @@ async def run(arguments: argparse.Namespace) -> dict[str, list[float]]:
             async def publish(number: int) -> None:
                 await queue.publish(Task(task=offset + number, seed=0, group_size=8))
 
+            group = make_group(0)
+            group_bytes = bytes(len(group.to_bytes()))
+
             async def append(number: int) -> None:
-                await log.append(make_group(offset + number))
+                task = Task(task=offset + number, seed=0, group_size=8)
+                await log.append(group.model_copy(update={"task": task}))
 
             jetstream = caller.nc.jetstream()
 
             async def stored(_: int) -> None:
                 await jetstream.publish(SCOPE.metric, bytes(20_000))
+
+            async def stored_group(_: int) -> None:
+                await jetstream.publish(SCOPE.metric, group_bytes)
 
             async def append_long(number: int) -> None:
                 task = Task(task=offset + number, seed=0, group_size=8)
@@ -162,8 +172,9 @@ async def run(arguments: argparse.Namespace) -> dict[str, list[float]]:
                 "typed call, 1 caller": (typed, 1),
                 "raw request, 32 callers": (raw, NUM_CALLERS),
                 "typed call, 32 callers": (typed, NUM_CALLERS),
-                "raw stored message of 20 kB, 32 writers": (stored, NUM_CALLERS),
-                "group of 8 × 256 tokens appended, 32 writers": (append, NUM_CALLERS),
+                RAW_20KB: (stored, NUM_CALLERS),
+                RAW_GROUP: (stored_group, NUM_CALLERS),
+                APPENDED: (append, NUM_CALLERS),
                 "task published, 32 writers": (publish, NUM_CALLERS),
                 RAW_LONG: (stored_long, NUM_LONG_WRITERS),
                 APPENDED_LONG: (append_long, NUM_LONG_WRITERS),
@@ -199,6 +210,10 @@ def main() -> None:
     for callers in ("1 caller", "32 callers"):
         share = rates[f"typed call, {callers}"] / rates[f"raw request, {callers}"]
         report.at_least(f"typed calls per raw request, {callers}", share, None)
+    share = rates[APPENDED] / rates[RAW_20KB]
+    report.at_least("groups appended per raw stored message of 20 kB", share, 0.5)
+    share = rates[APPENDED] / rates[RAW_GROUP]
+    report.at_least("groups appended per raw stored message of their size", share, None)
     share = rates[APPENDED_LONG] / rates[RAW_LONG]
     report.at_least("long groups appended per raw stored message of their size", share, None)
     share = rates[READ_LONG] / rates[RAW_LONG]

@@ -86,7 +86,7 @@ class ObjectStore:
         """
         in_thread = partial(asyncio.get_running_loop().run_in_executor, None)
         digesting = in_thread(digest_of, views)
-        stock_digesting = in_thread(_stock_digest, views if self._stock_digest else [])
+        stock_digesting = in_thread(_stock_digest, views if self._stock_digest else views[:0])
         attempts: list[str] = []
 
         async def attempt() -> tuple[int, int]:

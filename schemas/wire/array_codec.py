@@ -5,6 +5,7 @@ Most processes send and receive none, and need not load NumPy for them.
 
 import math
 import struct
+from functools import lru_cache
 from typing import Any, cast
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
@@ -29,28 +30,38 @@ _extension = cast("Any", tuple).__new__
 
 def pack_array(value: Any) -> msgpack.ExtType:
     """Return an array or a NumPy scalar as an extension; TypeError for anything else."""
-    if isinstance(value, np.generic):
-        value = np.array(cast("Any", value))
     if not isinstance(value, np.ndarray):
-        raise TypeError(f"{type(value).__name__} has no msgpack form")
+        if not isinstance(value, np.generic):
+            raise TypeError(f"{type(value).__name__} has no msgpack form")
+        value = np.array(cast("Any", value))
     array = cast("np.ndarray[Any, Any]", value)
-    name = _NAMES_BY_DTYPE.get(array.dtype)
-    if name is None:
-        array, name = _little_endian(array)
-    shape: tuple[int, ...] = array.shape
+    head = _head(array.dtype, array.shape)
+    if head is None:
+        array = _little_endian(array)
+        head = _head(array.dtype, array.shape)
+    return _extension(msgpack.ExtType, (ARRAY_EXT, cast("bytes", head) + array.tobytes()))
+
+
+@lru_cache(1024)
+def _head(dtype: "np.dtype[Any]", shape: tuple[int, ...]) -> bytes | None:
+    """Return what stands before the numbers, None for a dtype that does not travel so.
+
+    Raises TypeError for too many dimensions.
+    """
     if len(shape) > _MAX_DIMS:
         raise TypeError(f"arrays of {len(shape)} dimensions do not travel, at most {_MAX_DIMS} do")
-    head = bytes((len(name), len(shape))) + name + _SHAPES[len(shape)].pack(*shape)
-    return _extension(msgpack.ExtType, (ARRAY_EXT, head + array.tobytes()))
+    name = _NAMES_BY_DTYPE.get(dtype)
+    if name is None:
+        return None
+    return bytes((len(name), len(shape))) + name + _SHAPES[len(shape)].pack(*shape)
 
 
-def _little_endian(array: "np.ndarray[Any, Any]") -> "tuple[np.ndarray[Any, Any], bytes]":
+def _little_endian(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
     """Return an array of the other byte order in ours; TypeError for what does not travel."""
     array = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    name = _NAMES_BY_DTYPE.get(array.dtype)
-    if name is None:
+    if array.dtype not in _NAMES_BY_DTYPE:
         raise TypeError(f"arrays of {array.dtype} do not travel")
-    return array, name
+    return array
 
 
 def unpack_array(code: int, data: bytes) -> "np.ndarray[Any, Any]":
