@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .algorithm import OF_WHOLE_SEQUENCES
+from .algorithm import LOSSES_OF_SEQUENCES, OF_WHOLE_SEQUENCES
 from .section import Rule
 
 if TYPE_CHECKING:
@@ -20,9 +20,9 @@ _BY_CALL = ("gae", "gigpo", "grpo_per_turn", "reinforce_pp")
 
 _ROWS = (
     Rule(
-        "algorithm.loss=gspo",
-        lambda job: job.algorithm.loss == "gspo",
-        "clips a sequence as a whole, and an agent's episode has several: choose another loss",
+        "algorithm.loss={algorithm.loss}",
+        lambda job: job.algorithm.loss in LOSSES_OF_SEQUENCES,
+        "weighs a sequence as a whole, and an agent's episode has several: choose another loss",
     ),
     Rule(
         "algorithm.correction={algorithm.correction}",

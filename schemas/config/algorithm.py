@@ -19,7 +19,34 @@ AdvantageName = Literal[
     "gigpo",
     "gae",
 ]
-LossName = Literal["ppo", "gspo", "cispo", "dppo", "reinforce", "sft"]
+LossName = Literal[
+    "ppo",
+    "gspo",
+    "gmpo",
+    "cispo",
+    "sapo",
+    "clip_cov",
+    "kl_cov",
+    "dppo",
+    "dppo_kl",
+    "topr",
+    "vespo",
+    "reinforce",
+    "sft",
+]
+CORRECTING_LOSSES = ("dppo", "dppo_kl", "topr", "vespo")
+"""Losses that correct for the behaviour policy by themselves."""
+LOSSES_OF_SEQUENCES = ("gspo", "gmpo", "topr", "vespo")
+"""Losses that need all of a sequence at once."""
+LOSS_OPTIONS: dict[str, tuple[str, ...]] = {
+    "sapo": ("tau_pos", "tau_neg"),
+    "clip_cov": ("share", "cov_low", "cov_high"),
+    "kl_cov": ("share", "coef"),
+    "dppo": ("kl_tau",),
+    "dppo_kl": ("ratio_cap",),
+    "vespo": ("k_pos", "lambda_pos", "k_neg", "lambda_neg"),
+}
+"""What losses have beside their clips."""
 CorrectionName = Literal["none", "tis", "icepop", "geometric", "mis", "veto", "decoupled", "m2po"]
 OF_WHOLE_SEQUENCES = ("geometric", "mis", "veto")
 """Corrections that need all of a sequence at once."""
@@ -88,18 +115,31 @@ class AlgorithmConfig(Section):
     loss: LossName = "ppo"
     """Policy loss; SFT jobs have sft, the cross entropy, by themselves."""
     clip_low: float | None = Field(
-        default=None, gt=0, json_schema_extra=when("loss", "ppo", "gspo", "dppo")
+        default=None,
+        gt=0,
+        json_schema_extra=when(
+            "loss", "ppo", "gspo", "gmpo", "cispo", "clip_cov", "dppo", "dppo_kl"
+        ),
     )
-    """Lower clip; default 0.2 (ppo, dppo), 3e-4 (gspo)."""
+    """Lower clip; default 0.2 (ppo, clip_cov, dppo), 3e-4 (gspo), 0.4 (gmpo), 0.05 (dppo_kl), none
+    (cispo, of the weight itself)."""
     clip_high: float | None = Field(
-        default=None, gt=0, json_schema_extra=when("loss", "ppo", "gspo", "cispo", "dppo")
+        default=None,
+        gt=0,
+        json_schema_extra=when(
+            "loss", "ppo", "gspo", "gmpo", "cispo", "clip_cov", "dppo", "dppo_kl"
+        ),
     )
-    """Upper clip; default 0.2 (ppo, dppo), 4e-4 (gspo), 5 (cispo)."""
+    """Upper clip; default 0.2 (ppo, clip_cov, dppo), 4e-4 (gspo), 0.4 (gmpo), 5 (cispo), 0.05
+    (dppo_kl)."""
+    loss_options: dict[str, float] = Field(default_factory=dict[str, float])
+    """What the loss has beside its clips, by name: `{tau_pos: 1, tau_neg: 1.05}` of sapo
+    ([losses](training.md#losses))."""
     dual_clip: float = Field(default=3.0, gt=1, json_schema_extra=when("loss", "ppo"))
     """Bound of the loss for negative advantages."""
     correction: CorrectionName = "tis"
-    """Off-policy correction by the recorded behaviour log-probs; none for dppo, which corrects for
-    them by itself."""
+    """Off-policy correction by the recorded behaviour log-probs; none for dppo, dppo_kl, topr and
+    vespo, which correct for them by themselves."""
     correction_level: Literal["token", "sequence"] = Field(
         default="token", json_schema_extra=when("correction", "tis")
     )
@@ -196,23 +236,35 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _dppo_corrects_by_itself(cls, values: Any) -> Any:
-        """Let loss=dppo imply correction=none, and refuse another one."""
-        if not isinstance(values, dict) or cast("dict[str, Any]", values).get("loss") != "dppo":
-            return cast("Any", values)
+    def _some_losses_correct_by_themselves(cls, values: Any) -> Any:
+        """Let such a loss imply correction=none, and refuse another one."""
+        if not isinstance(values, dict):
+            return values
         given = cast("dict[str, Any]", values)
+        loss = given.get("loss")
+        if loss not in CORRECTING_LOSSES:
+            return given
         if given.get("correction", "none") != "none":
             raise ValueError(
-                f"correction={given['correction']} cannot be used with loss=dppo, which corrects "
+                f"correction={given['correction']} cannot be used with loss={loss}, which corrects "
                 "for the behaviour policy by itself: remove it"
             )
         further = ("correction_masks", "correction_normalise")
         if found := next((key for key in further if given.get(key)), None):
             raise ValueError(
-                f"{found} cannot be used with loss=dppo, which corrects for the behaviour policy "
+                f"{found} cannot be used with loss={loss}, which corrects for the behaviour policy "
                 "by itself: remove it"
             )
         return {**given, "correction": "none"}
+
+    @model_validator(mode="after")
+    def _options_are_known(self) -> Self:
+        known = LOSS_OPTIONS.get(self.loss, ())
+        for name in self.loss_options:
+            if name not in known:
+                there = f"it has {', '.join(known)}" if known else "it has none"
+                raise ValueError(f"loss={self.loss} has no option {name[:40]!r}: {there}")
+        return self
 
     @model_validator(mode="after")
     def _bounds_are_not_crossed(self) -> Self:

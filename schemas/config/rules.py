@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from .agent_rules import AGENT_RULES
+from .algorithm import LOSSES_OF_SEQUENCES
 from .episode import MAX_EPISODES
 from .section import Rule
 
@@ -52,7 +53,7 @@ def _over(key: str, limit: str) -> Rule:
 
 def _needs_whole_sequences(job: "JobConfig") -> bool:
     algorithm = job.algorithm
-    return algorithm.loss == "gspo" or algorithm.corrects_sequences
+    return algorithm.loss in LOSSES_OF_SEQUENCES or algorithm.corrects_sequences
 
 
 def _whole_episodes(key: str, when: "Callable[[JobConfig], Any]") -> tuple[Rule, Rule]:

@@ -6,6 +6,7 @@ the number of tokens of the whole batch. The importance weight of an off-policy 
 multiplies `loss_N` afterwards; see `corrections.py`.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +15,12 @@ import torch
 from torch import Tensor
 
 from .registry import choose
-from .sequences import mean_by_sequence
+from .sequences import mean_by_sequence, sum_by_sequence
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios beyond it are clamped before they are exponentiated."""
+
+_LEAST_LOG_WEIGHT = math.log(1e-8)
 
 TokenLoss = tuple[Tensor, dict[str, Tensor]]
 LossFn = Callable[..., TokenLoss]
@@ -34,9 +37,10 @@ class LossInputs:
     old_logprobs_N: Tensor
     """Policy π_o around which the loss clips: before the update, or proximal."""
     behaviour_logprobs_N: Tensor
-    """Policy π_b that generated the tokens, as recorded by the engine; read by dppo."""
+    """Policy π_b that generated the tokens, as recorded by the engine; read by those that correct
+    for it by themselves: dppo, dppo_kl, topr, vespo."""
     seq_N: Tensor
-    """int64: the sequence of each token; read by gspo."""
+    """int64: the sequence of each token; read by gspo, gmpo, topr and vespo."""
     num_seqs: int
     """Number of sequences of this micro-batch."""
 
@@ -100,16 +104,140 @@ def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4)
     return loss_N, _statistics(log_ratio_N, clipped_N)
 
 
-def cispo(inputs: LossInputs, *, clip_high: float = 5.0) -> TokenLoss:
-    """−sg(clip(r, 0, ε_hi)) · A · log π: no token loses its gradient (arXiv 2506.13585).
+def cispo(inputs: LossInputs, *, clip_low: float = 0.0, clip_high: float = 5.0) -> TokenLoss:
+    """−sg(clip(r, ε_lo, ε_hi)) · A · log π: no token loses its gradient (arXiv 2506.13585).
 
-    There is no lower clip, as in the paper and in TRL; verl has one.
+    There is no lower clip by itself, as in the paper and in TRL; verl has 1 − 0.2.
     """
     log_ratio_N = log_ratio(inputs.logprobs_N, inputs.old_logprobs_N)
     ratio_N = log_ratio_N.detach().exp()
-    weight_N = ratio_N.clamp(max=clip_high)
+    weight_N = ratio_N.clamp(min=clip_low, max=clip_high)
     loss_N = -weight_N * inputs.advantages_N * inputs.logprobs_N
-    return loss_N, _statistics(log_ratio_N, ratio_N > clip_high)
+    return loss_N, _statistics(log_ratio_N, ratio_N > clip_high, ratio_N < clip_low)
+
+
+def gmpo(inputs: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4) -> TokenLoss:
+    """−A · exp(mean of clipped log r) over a sequence: the geometric mean (arXiv 2507.20673).
+
+    Each log r is clipped to [−ε_lo, ε_hi] where that is the worse one for its advantage. Each token
+    has its sequence's loss; the paper aggregates by `seq-mean-token-mean`.
+    """
+    log_ratio_N = log_ratio(inputs.logprobs_N, inputs.old_logprobs_N)
+    sign_N = inputs.advantages_N.sign()
+    bounded_N = sign_N * log_ratio_N.clamp(-clip_low, clip_high)
+    worse_N = sign_N * torch.minimum(sign_N * log_ratio_N, bounded_N)
+    parts = (inputs.seq_N, inputs.num_seqs)
+    ratio_S = mean_by_sequence(worse_N, *parts).exp()
+    advantage_S = mean_by_sequence(inputs.advantages_N, *parts)
+    clipped_N = worse_N != log_ratio_N
+    return (-advantage_S * ratio_S)[inputs.seq_N], _statistics(log_ratio_N, clipped_N)
+
+
+def _by_sign(positive_N: Tensor, positive: float, negative: float) -> Tensor:
+    """float64[N]: one of two numbers for each token."""
+    numbers = torch.tensor([negative, positive], dtype=torch.float64, device=positive_N.device)
+    return numbers[positive_N.long()]
+
+
+def sapo(inputs: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> TokenLoss:
+    """−A · (4/τ) σ(τ (r − 1)): a soft gate in place of a clip (arXiv 2511.20347).
+
+    τ is `tau_pos` where A > 0, else `tau_neg`.
+    """
+    log_ratio_N = log_ratio(inputs.logprobs_N, inputs.old_logprobs_N)
+    tau_N = _by_sign(inputs.advantages_N > 0, tau_pos, tau_neg)
+    gate_N = torch.sigmoid(tau_N * (log_ratio_N.exp() - 1)) * (4 / tau_N)
+    never_N = torch.zeros_like(log_ratio_N, dtype=torch.bool)
+    loss_N = (-gate_N * inputs.advantages_N).to(log_ratio_N.dtype)
+    return loss_N, _statistics(log_ratio_N, never_N)
+
+
+def topr(inputs: LossInputs) -> TokenLoss:
+    """−A log π where A ≥ 0, −sg(min(∏π/π_b, 1)) A log π elsewhere (TOPR, arXiv 2503.14286).
+
+    What went well is learnt as it is; what went badly no more than the policy would still do it.
+    It corrects for the behaviour policy by itself: use it with `correction=none`.
+    """
+    log_ratio_N = inputs.logprobs_N.detach() - inputs.behaviour_logprobs_N
+    product_S = sum_by_sequence(log_ratio_N, inputs.seq_N, inputs.num_seqs)
+    taper_N = product_S.clamp(-MAX_LOG_RATIO, 0.0).exp()[inputs.seq_N]
+    weight_N = torch.where(inputs.advantages_N >= 0, 1.0, taper_N)
+    bounded_N = (inputs.advantages_N < 0) & (product_S > 0)[inputs.seq_N]
+    loss_N = -weight_N * inputs.advantages_N * inputs.logprobs_N
+    return loss_N, _statistics(log_ratio_N, bounded_N)
+
+
+def vespo(
+    inputs: LossInputs,
+    *,
+    k_pos: float = 2.0,
+    lambda_pos: float = 3.0,
+    k_neg: float = 3.0,
+    lambda_neg: float = 2.0,
+) -> TokenLoss:
+    """−sg(φ(W)) A log π, φ(W) = W^k e^(λ(1−W)), W = ∏π/π_b of the sequence (arXiv 2602.10693).
+
+    k and λ hang on the advantage's sign. It corrects for the behaviour policy by itself: use it
+    with `correction=none`.
+    """
+    log_ratio_N = log_ratio(inputs.logprobs_N.detach(), inputs.behaviour_logprobs_N)
+    product_S = sum_by_sequence(log_ratio_N, inputs.seq_N, inputs.num_seqs)
+    log_w_N = product_S.clamp(_LEAST_LOG_WEIGHT, MAX_LOG_RATIO)[inputs.seq_N]
+    positive_N = inputs.advantages_N >= 0
+    k_N, lambda_N = _by_sign(positive_N, k_pos, k_neg), _by_sign(positive_N, lambda_pos, lambda_neg)
+    log_weight_N = lambda_N + k_N * log_w_N - lambda_N * log_w_N.exp()
+    weight_N = log_weight_N.exp().to(log_ratio_N.dtype)
+    never_N = torch.zeros_like(log_ratio_N, dtype=torch.bool)
+    loss_N = -weight_N * inputs.advantages_N * inputs.logprobs_N
+    return loss_N, _statistics(log_ratio_N, never_N)
+
+
+def _covariance(inputs: LossInputs) -> Tensor:
+    """(A − mean A)(log π − mean log π) of each token, over the tokens of the micro-batch."""
+    advantages_N, logprobs_N = inputs.advantages_N, inputs.logprobs_N.detach()
+    if not len(advantages_N):
+        return advantages_N
+    return (advantages_N - advantages_N.mean()) * (logprobs_N - logprobs_N.mean())
+
+
+def clip_cov(
+    inputs: LossInputs,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    share: float = 0.0002,
+    cov_low: float = 1.0,
+    cov_high: float = 5.0,
+) -> TokenLoss:
+    """PPO's clip, without some tokens by whose covariance entropy falls (arXiv 2505.22617).
+
+    Of the tokens of a micro-batch that are not clipped, `share` (one at least) are drawn among
+    those whose covariance of advantage and log-prob lies between the bounds, and are not trained.
+    """
+    log_ratio_N = log_ratio(inputs.logprobs_N, inputs.old_logprobs_N)
+    loss_N, clipped_N = _clipped(log_ratio_N.exp(), inputs.advantages_N, clip_low, clip_high)
+    cov_N = _covariance(inputs)
+    drawn = ((cov_N > cov_low) & (cov_N < cov_high) & ~clipped_N).nonzero().squeeze(1)
+    most = max(int(share * len(cov_N)), 1)
+    drawn = drawn[torch.randperm(len(drawn))[:most].to(drawn.device)]
+    left_out_N = torch.zeros_like(clipped_N).index_fill(0, drawn, value=True)
+    return loss_N.masked_fill(left_out_N, 0.0), _statistics(log_ratio_N, left_out_N)
+
+
+def kl_cov(inputs: LossInputs, *, share: float = 0.0002, coef: float = 1.0) -> TokenLoss:
+    """−A r, and a penalty `coef` · |log r| where entropy falls most (arXiv 2505.22617).
+
+    That is on the `share` of a micro-batch's tokens (one at least) with the greatest covariance of
+    advantage and log-prob.
+    """
+    log_ratio_N = log_ratio(inputs.logprobs_N, inputs.old_logprobs_N)
+    cov_N = _covariance(inputs)
+    most = min(max(int(share * len(cov_N)), 1), len(cov_N))
+    places = cov_N.topk(most).indices
+    held_N = torch.zeros_like(cov_N, dtype=torch.bool).index_fill(0, places, value=True)
+    plain_N = -inputs.advantages_N * log_ratio_N.exp()
+    loss_N = torch.where(held_N, plain_N + coef * log_ratio_N.abs(), plain_N)
+    return loss_N, _statistics(log_ratio_N, held_N)
 
 
 def dppo(
@@ -131,6 +259,26 @@ def dppo(
     return loss_N, _statistics(log_ratio_N, masked_N)
 
 
+def dppo_kl(
+    inputs: LossInputs, *, clip_low: float = 0.05, clip_high: float = 0.05, ratio_cap: float = 20.0
+) -> TokenLoss:
+    """−A · sg(min(π/π_b, cap)) · log π, masked where the token's binary KL has grown too far.
+
+    Too far: KL(Bernoulli(π_b)‖Bernoulli(π)) > ε_hi with A > 0 and π > π_b, or > ε_lo with A ≤ 0 and
+    π < π_b (arXiv 2602.04879). It corrects for the behaviour policy by itself.
+    """
+    behaviour_N, current_N = inputs.behaviour_logprobs_N, inputs.logprobs_N.detach()
+    log_ratio_N = log_ratio(current_N, behaviour_N)
+    before_N, now_N = behaviour_N.exp(), current_N.exp()
+    rest_N = torch.log((1 - before_N + 1e-8) / (1 - now_N + 1e-8))
+    kl_N = before_N * (behaviour_N - current_N) + (1 - before_N) * rest_N
+    up_N = (inputs.advantages_N > 0) & (kl_N > clip_high) & (now_N > before_N)
+    down_N = (inputs.advantages_N <= 0) & (kl_N > clip_low) & (now_N < before_N)
+    weight_N = log_ratio_N.exp().clamp(max=ratio_cap).masked_fill(up_N | down_N, 0.0)
+    loss_N = -weight_N * inputs.advantages_N * inputs.logprobs_N
+    return loss_N, _statistics(log_ratio_N, up_N | down_N)
+
+
 def reinforce(inputs: LossInputs) -> TokenLoss:
     """−A log π (Williams 1992)."""
     log_ratio_N = log_ratio(inputs.logprobs_N, inputs.old_logprobs_N)
@@ -146,8 +294,15 @@ def sft(inputs: LossInputs) -> TokenLoss:
 LOSSES: dict[str, LossFn] = {
     "ppo": ppo,
     "gspo": gspo,
+    "gmpo": gmpo,
     "cispo": cispo,
+    "sapo": sapo,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
     "dppo": dppo,
+    "dppo_kl": dppo_kl,
+    "topr": topr,
+    "vespo": vespo,
     "reinforce": reinforce,
     "sft": sft,
 }

@@ -28,7 +28,8 @@ from ..algorithms.training_batch import TrainingBatch
 from ..packing.micro_batch import MicroBatch
 from .model import TokenScores
 
-_NO_GRADIENT_AT_ZERO = frozenset({"ppo", "gspo", "cispo", "reinforce"})
+_GRADIENT_AT_ZERO = frozenset({"dppo", "kl_cov", "sft"})
+"""Losses that move the weights where the advantage is 0, too."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class Objective:
         """Mark the sequences that move the weights: the others need no pass at all."""
         algorithm = self._algorithm
         kl_in_loss = algorithm.kl_coef > 0 and algorithm.kl_in == "loss"
-        if kl_in_loss or algorithm.entropy_coef or algorithm.loss not in _NO_GRADIENT_AT_ZERO:
+        if kl_in_loss or algorithm.entropy_coef or algorithm.loss in _GRADIENT_AT_ZERO:
             return torch.ones_like(batch.group_S, dtype=torch.bool)
         return sum_by_sequence(advantages_N.abs(), batch.seq_N, batch.num_seqs) > 0
 
@@ -219,7 +220,7 @@ def _fresh(inputs: StepInputs, index_N: Tensor, scores: TokenScores) -> tuple[Te
 
 def _loss_options(config: JobConfig) -> dict[str, float]:
     algorithm = config.algorithm
-    options: dict[str, float] = {}
+    options: dict[str, float] = dict(algorithm.loss_options)
     if algorithm.clip_low is not None:
         options["clip_low"] = algorithm.clip_low
     if algorithm.clip_high is not None:

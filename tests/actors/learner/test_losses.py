@@ -131,7 +131,7 @@ def test_extreme_ratios_stay_finite(name):
     assert all(torch.isfinite(value) for value in statistics.values())
 
 
-@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"sft"}))
+@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"sft", "gmpo"}))
 def test_the_gradient_on_policy_is_that_of_reinforce(name):
     case = inputs([1.0, 1.0, 1.0], [0.5, -2.0, 1.0], seq=[0, 0, 1])
     loss_N, _ = compute_loss(name, case)
@@ -139,7 +139,7 @@ def test_the_gradient_on_policy_is_that_of_reinforce(name):
     torch.testing.assert_close(gradient_N, -case.advantages_N)
 
 
-@pytest.mark.parametrize("name", sorted(LOSSES))
+@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"clip_cov", "kl_cov"}))
 def test_the_statistics_of_parts_add_up(name):
     case = inputs([1.0, 3.0, 0.2, 7.0], [1.0, 1.0, -1.0, -1.0], seq=[0, 0, 1, 1])
     whole = compute_loss(name, case)[1]
@@ -155,3 +155,91 @@ def test_an_unknown_loss_names_the_closest():
     with pytest.raises(ConfigError, match="loss=gspoo") as caught:
         compute_loss("gspoo", inputs([1.0], [1.0]))
     assert caught.value.hint == "did you mean gspo?"
+
+
+def test_gmpo_takes_the_geometric_mean_of_what_is_clipped_for_the_worse():
+    case = inputs([math.e, 1.0, math.e**-1, 1.0], [2.0, 2.0, -1.0, -1.0], seq=[0, 0, 1, 1])
+    up, down = math.exp(0.2), math.exp(-0.2)
+    statistics = check("gmpo", case, [-2 * up] * 2 + [down] * 2, [0.0, -2 * up, 0.0, down])
+    assert statistics["pg_clipfrac"] == 2
+    case = inputs([math.e**-1, 1.0], [2.0, 2.0])  # for the worse: it is not clipped
+    low = math.exp(-0.5)
+    check("gmpo", case, [-2 * low] * 2, [-2 * low] * 2)
+
+
+def test_sapo_gates_softly_by_the_sign_of_the_advantage():
+    case = inputs([1.0, 1.5, 0.5], [1.0, 1.0, -1.0])
+
+    def gate(ratio, tau):
+        return 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
+
+    def slope(ratio, tau):
+        sigmoid = 1 / (1 + math.exp(-tau * (ratio - 1)))
+        return 4 * sigmoid * (1 - sigmoid) * ratio
+
+    check(
+        "sapo",
+        case,
+        [-gate(1.0, 1.0), -gate(1.5, 1.0), gate(0.5, 1.05)],
+        [-slope(1.0, 1.0), -slope(1.5, 1.0), slope(0.5, 1.05)],
+    )
+
+
+def test_topr_tapers_what_went_badly_by_its_sequence():
+    case = inputs(
+        [1.0] * 6,
+        [1.0, 1.0, -1.0, -1.0, -1.0, -1.0],
+        seq=[0, 0, 1, 1, 2, 2],
+        behaviour_ratios=[0.5, 0.5, 0.5, 0.5, 3.0, 1.0],
+    )
+    statistics = check(
+        "topr", case, [1.0, 1.0, -0.25, -0.25, -1.0, -1.0], [-1.0, -1.0, 0.25, 0.25, 1.0, 1.0]
+    )
+    assert statistics["pg_clipfrac"] == 2
+
+
+def test_vespo_weighs_a_sequence_by_a_gamma_of_its_weight():
+    case = inputs([1.0] * 4, [1.0, 1.0, -1.0, -1.0], [0, 0, 1, 1], [2.0, 1.0, 0.5, 0.5])
+    up, down = 4 * math.exp(3 * (1 - 2)), 0.25**3 * math.exp(2 * (1 - 0.25))
+    check("vespo", case, [up, up, -down, -down], [-up, -up, down, down])
+    even = inputs([1.0], [1.0])
+    check("vespo", even, [1.0], [-1.0])  # on-policy it is reinforce
+
+
+def test_dppo_kl_masks_what_has_moved_too_far_from_its_sampler():
+    # from 0.5 to 0.9, to 0.1, and to 0.55: binary KLs 0.51, 0.51 and 0.005
+    behaviour = torch.tensor([0.5] * 5, dtype=torch.float64)
+    current = torch.tensor([0.9, 0.9, 0.1, 0.1, 0.55], dtype=torch.float64)
+    logprobs_N = current.log().requires_grad_()
+    advantages_N = torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0], dtype=torch.float64)
+    seq_N = torch.zeros(5, dtype=torch.int64)
+    case = LossInputs(logprobs_N, advantages_N, behaviour.log(), behaviour.log(), seq_N, 1)
+    loss_N, statistics = compute_loss("dppo_kl", case)
+    [gradient_N] = torch.autograd.grad(loss_N.sum(), logprobs_N)
+    ratios = (current / behaviour).tolist()
+    assert gradient_N.tolist() == pytest.approx([0.0, ratios[1], 0.0, -ratios[3], -ratios[4]])
+    assert float(statistics["pg_clipfrac"]) == 2
+
+
+def test_kl_cov_holds_the_token_that_costs_most_entropy():
+    logprobs_N = torch.tensor([-3.0, -1.0, -0.1, -2.0], dtype=torch.float64, requires_grad=True)
+    old_N = torch.tensor([-3.0, -1.0, -0.5, -2.0], dtype=torch.float64)
+    advantages_N = torch.tensor([0.0, 0.0, 2.0, 0.0], dtype=torch.float64)
+    case = LossInputs(logprobs_N, advantages_N, old_N, old_N, torch.zeros(4, dtype=torch.int64), 1)
+    loss_N, _ = compute_loss("kl_cov", case, coef=0.5)
+    expected = [0.0, 0.0, -2 * math.exp(0.4) + 0.5 * 0.4, 0.0]
+    assert loss_N.tolist() == pytest.approx(expected)
+
+
+def test_clip_cov_leaves_out_a_token_whose_covariance_is_between_the_bounds():
+    logprobs_N = torch.tensor([-3.0, -1.0, -0.1, -2.0], dtype=torch.float64, requires_grad=True)
+    advantages_N = torch.tensor([0.0, 0.0, 2.0, 0.0], dtype=torch.float64)
+    old_N = logprobs_N.detach()
+    case = LossInputs(logprobs_N, advantages_N, old_N, old_N, torch.zeros(4, dtype=torch.int64), 1)
+    assert compute_loss("clip_cov", case)[0].tolist() == [0.0] * 4  # 1.5 · 1.425
+    assert compute_loss("clip_cov", case, cov_low=3.0)[0].tolist() == [0.0, 0.0, -2.0, 0.0]
+
+
+def test_cispo_has_a_lower_clip_where_asked():
+    case = inputs([0.5, 2.0], [1.0, 1.0])
+    check("cispo", case, [0.8, 1.2], [-0.8, -1.2], clip_low=0.8, clip_high=1.2)

@@ -456,3 +456,74 @@ def test_off_policy_metrics_agree(batch):
     )
     for name, value in ours.items():
         assert value == pytest.approx(theirs[name.removeprefix("off_policy/")], abs=1e-5), name
+
+
+def _policy_config(**options):
+    config = ActorConfig(
+        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_c=20.0
+    )
+    for key, value in options.items():
+        object.__setattr__(config, key, value)
+    return config
+
+
+@pytest.mark.parametrize("spread", [0.3, 2.0])
+@pytest.mark.parametrize(
+    ("name", "theirs", "options", "theirs_options", "of_behaviour"),
+    [
+        ("sapo", "sapo", {}, {"tau_pos": 1.0, "tau_neg": 1.05}, False),
+        ("gmpo", "geo_mean", {}, {"clip_ratio_low": 0.4, "clip_ratio_high": 0.4}, False),
+        (
+            "cispo",
+            "cispo",
+            {"clip_low": 0.8, "clip_high": 1.3},
+            {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3},
+            False,
+        ),
+        (
+            "dppo_kl",
+            "dppo_kl",
+            {"clip_low": 0.02, "clip_high": 0.03},
+            {"clip_ratio_low": 0.02, "clip_ratio_high": 0.03},
+            True,
+        ),
+        ("kl_cov", "kl_cov", {"share": 0.2}, {"kl_cov_ratio": 0.2, "ppo_kl_coef": 1.0}, False),
+        (
+            "clip_cov",
+            "clip_cov",
+            {"share": 0.2, "cov_low": 0.1},
+            {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.1, "clip_cov_ub": 5.0},
+            False,
+        ),
+    ],
+)
+def test_further_losses_agree(spread, name, theirs, options, theirs_options, of_behaviour):
+    batch = Batch(7, spread)
+    config = _policy_config(**theirs_options)
+    object.__setattr__(config, "policy_loss", SimpleNamespace(**theirs_options))
+    batch.current, batch.behaviour = (  # probabilities under 1, of which binary KLs are made
+        rows.clamp(max=-0.02) for rows in (batch.current, batch.behaviour)
+    )
+    before = batch.behaviour if of_behaviour else batch.old
+    theirs_current = batch.current.clone().requires_grad_()
+    loss_agg = "seq-mean-token-mean" if name in ("gmpo", "sapo") else "token-mean"
+    torch.manual_seed(3)
+    expected, _ = core_algos.get_policy_loss_fn(theirs)(
+        old_log_prob=before,
+        log_prob=theirs_current,
+        advantages=batch.advantages,
+        response_mask=batch.mask,
+        loss_agg_mode=loss_agg,
+        config=config,
+    )
+    current = batch.current.clone().requires_grad_()
+    behaviour_N, old_N = batch.flat(batch.behaviour), batch.flat(before)
+    inputs = LossInputs(
+        batch.flat(current), batch.flat(batch.advantages), old_N, behaviour_N, batch.seq_N, NUM_SEQS
+    )
+    torch.manual_seed(3)
+    loss_N, _ = compute_loss(name, inputs, **options)
+    denominators = Denominators.of(batch.seq_N)
+    aggregate(loss_agg, loss_N, batch.seq_N, NUM_SEQS, denominators).backward()
+    expected.backward()
+    assert_same(current.grad, theirs_current.grad)
