@@ -7,6 +7,7 @@ Opt-in as `test_peer_verl.py` is.
 # pyright: reportMissingImports=false
 
 import math
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -18,17 +19,17 @@ from tinkermq.actors.learner.algorithms.off_policy.masks import masked
 from tinkermq.actors.learner.algorithms.off_policy.mismatch import off_policy_statistics
 from tinkermq.schemas.config.algorithm import CorrectionMask
 
-from tests.actors.learner.test_peer_verl import (
-    NUM_SEQS,
-    ActorConfig,
-    Batch,
-    assert_same,
-    batch,
-    compute_offpolicy_metrics,
-    compute_rollout_correction_weights,
-    compute_rollout_rejection_mask,
-    core_algos,
-)
+from tests.actors.learner.test_peer_verl import NUM_SEQS, Batch, assert_same, batch
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # verl and ray warn while they are imported
+    from verl.trainer.ppo import core_algos
+    from verl.trainer.ppo.rollout_corr_helper import (
+        compute_offpolicy_metrics,
+        compute_rollout_correction_weights,
+        compute_rollout_rejection_mask,
+    )
+    from verl.workers.config import ActorConfig
 
 __all__ = ["batch"]
 
