@@ -4,14 +4,14 @@ import asyncio
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 from ..broker.calls.learner import write_checkpoint
 from ..broker.feed import read_metrics
 from ..schemas.config.load_config import check_keys, merged
 from ..schemas.job import JobRecord
 from ..schemas.secret import WANDB_KEY
-from ..schemas.wire.errors import ConfigError, DeadlineError, JobFailedError
+from ..schemas.wire.errors import DeadlineError, JobFailedError
 from .address import JobAddress, parse_broker_url
 from .compat.arguments import as_tree
 from .compat.opentinker_keys import translate
@@ -19,6 +19,7 @@ from .pool import Pool, new_request_id
 from .pool_client import PoolClient
 from .secrets import secrets_for, with_tracker_settings
 from .sync.sync_twin import SyncTwin
+from .validation.completeness import is_complete, value_of
 from .validation.files import refuse_missing
 from .validation.names import checkpoint_named
 from .validation.paths import resolve_paths
@@ -28,8 +29,6 @@ ScaledRole: TypeAlias = Literal["generator", "environment", "server"]
 """Actors of which a live job may have more or fewer."""
 _STARTED = frozenset({"RUNNING", "PAUSED", "COMPLETED"})
 _ENDED_BADLY = frozenset({"FAILED", "CANCELLED"})
-_LEARNT = (("env", "game"), ("agent", "command"), ("agent", "client"), ("sft", "data"))
-"""Keys that say what a job learns."""
 
 
 class AsyncSchedulerClient(PoolClient):
@@ -37,13 +36,14 @@ class AsyncSchedulerClient(PoolClient):
 
     def __init__(
         self,
-        scheduler_url: str,
+        scheduler_url: str = "",
         api_key: str | None = None,
         timeout: float = 600.0,
         poll_interval: float = 2.0,
+        url: str = "",
     ) -> None:
-        """Name the pool's broker, `nats://host:port`; the connection is made at first use."""
-        self.scheduler_url = parse_broker_url(scheduler_url)
+        """Name the pool's broker, `nats://host:port`, as `scheduler_url` or as `url`."""
+        self.scheduler_url = parse_broker_url(scheduler_url or url)
         super().__init__(self.scheduler_url, api_key)
         self.timeout = timeout
         self.poll_interval = poll_interval
@@ -59,11 +59,13 @@ class AsyncSchedulerClient(PoolClient):
     ) -> dict[str, Any]:
         """Submit a training job; see `SchedulerClient.submit_job`."""
         del enable_agent_loop  # every job runs the agent loop
-        if wandb_key is not None:  # for trackers of this process; the job gets it sealed
+        given = as_tree(config)
+        wandb_key = wandb_key or given.pop("wandb_key", None)
+        if wandb_key:  # for trackers of this process; the job gets it sealed
             os.environ[WANDB_KEY] = wandb_key
         self._submitted = None
-        tree = translate(as_tree(config))
-        if num_gpus is not None and not (num_gpus == 1 and _value(tree, "sft", "data")):
+        tree = translate(given)
+        if num_gpus is not None and not (num_gpus == 1 and value_of(tree, "sft", "data")):
             tree = merged(tree, translate({"num_gpus": num_gpus}))
         if from_run is not None:
             tree = merged(tree, {"model": {"path": from_run}})
@@ -221,13 +223,14 @@ class SchedulerClient(SyncTwin[AsyncSchedulerClient]):
 
     def __init__(
         self,
-        scheduler_url: str,
+        scheduler_url: str = "",
         api_key: str | None = None,
         timeout: float = 600.0,
         poll_interval: float = 2.0,
+        url: str = "",
     ) -> None:
         """Name the pool; `timeout` bounds the wait for a job to start, in seconds."""
-        super().__init__(AsyncSchedulerClient(scheduler_url, api_key, timeout, poll_interval))
+        super().__init__(AsyncSchedulerClient(scheduler_url, api_key, timeout, poll_interval, url))
 
     @property
     def scheduler_url(self) -> str:
@@ -373,20 +376,6 @@ def _changes(changes: Any) -> dict[str, Any]:
     tree = translate(as_tree(changes or {}))
     check_keys(tree)
     return tree
-
-
-def is_complete(tree: dict[str, Any]) -> bool:
-    """Whether a job can start: there is a model, and a game, programs or conversations."""
-    return bool(_value(tree, "model", "path")) and any(
-        _value(tree, section, key) for section, key in _LEARNT
-    )
-
-
-def _value(tree: dict[str, Any], section: str, key: str) -> Any:
-    inner: Any = tree.get(section) or {}
-    if not isinstance(inner, dict):
-        raise ConfigError(f"{section} is a section, got {inner!r}")
-    return cast("dict[str, Any]", inner).get(key)
 
 
 def failure(record: JobRecord) -> JobFailedError:

@@ -21,14 +21,15 @@ from ..schemas.metric import Metric
 from ..schemas.wire.errors import ConfigError
 from .address import parse_server_url
 from .compat.arguments import as_tree
-from .compat.opentinker_keys import translate
+from .compat.opentinker_keys import tell_needless, translate
 from .follow import follow_run
 from .hosting.hosted_environment import HostedEnvironment
 from .pool import Pool
 from .pool_client import PoolClient
 from .progress import REWARD
-from .scheduler_client import failure, is_complete
+from .scheduler_client import failure
 from .sync.sync_twin import SyncTwin
+from .validation.completeness import is_complete
 from .validation.files import refuse_missing
 from .validation.paths import resolve_paths
 
@@ -49,8 +50,10 @@ class AsyncServiceClient(PoolClient):
         experiment_name: str | None = None,
         logger_backends: Sequence[str] | None = None,
         api_key: str | None = None,
+        config: Any = None,
     ) -> None:
         """Name the job by the `server_url` that `submit_job` returned."""
+        del config  # trackers are told the job's own
         self._address = parse_server_url(server_url)
         super().__init__(self._address.broker_url, api_key)
         self._project_name = project_name
@@ -91,14 +94,13 @@ class AsyncServiceClient(PoolClient):
         test_freq: int = 50,
         validate_before_training: bool = True,
         verbose: bool = True,
-        game_stats_client: None = None,
+        game_stats_client: Any = None,
+        game_stats_log_freq: int = 1,
     ) -> dict[str, float]:
         """Train to the end; see `ServiceClient.fit`."""
+        del game_stats_log_freq  # the metrics of each step have them
         if game_stats_client is not None:
-            raise ConfigError(
-                "game_stats_client has no effect here",
-                hint="numbers that the game puts into `info` come with the metrics as game/*",
-            )
+            tell_needless({"game_stats_client": "what the game says in info comes as game/*"})
         pool = await self._connected()
         if env is not None:
             await asyncio.to_thread(env.setup, self)
@@ -211,15 +213,19 @@ class ServiceClient(SyncTwin[AsyncServiceClient]):
         experiment_name: str | None = None,
         logger_backends: Sequence[str] | None = None,
         api_key: str | None = None,
+        config: Any = None,
     ) -> None:
         """Name the job by the `server_url` that `submit_job` returned.
 
         `logger_backends` (console, jsonl, tensorboard, wandb, trackio) run in this process, under
         `project_name` and `experiment_name`; the pool writes its own beside the run. `api_key`
-        is that of the job's owner; without it $TINKERMQ_API_KEY counts.
+        is that of the job's owner; without it $TINKERMQ_API_KEY counts. `config` is not read: the
+        trackers are told the job's own.
         """
         super().__init__(
-            AsyncServiceClient(server_url, project_name, experiment_name, logger_backends, api_key)
+            AsyncServiceClient(
+                server_url, project_name, experiment_name, logger_backends, api_key, config
+            )
         )
 
     @property
@@ -244,7 +250,8 @@ class ServiceClient(SyncTwin[AsyncServiceClient]):
         test_freq: int = 50,
         validate_before_training: bool = True,
         verbose: bool = True,
-        game_stats_client: None = None,
+        game_stats_client: Any = None,
+        game_stats_log_freq: int = 1,
     ) -> dict[str, float]:
         """Train to the end and return the last training metrics.
 
@@ -269,6 +276,7 @@ class ServiceClient(SyncTwin[AsyncServiceClient]):
                 validate_before_training,
                 verbose,
                 game_stats_client,
+                game_stats_log_freq,
             ),
             lambda: self.aio.goes_on(hosts_game=env is not None),
         )

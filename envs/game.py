@@ -85,7 +85,7 @@ class AbstractGame(ABC):
 
     @abstractmethod
     def get_system_prompt(self) -> str:
-        """Return the system prompt; an empty text means none."""
+        """Return the system prompt; an empty text, or None, means none."""
 
     @abstractmethod
     def get_initial_user_message(self) -> str:

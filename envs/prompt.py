@@ -91,7 +91,8 @@ def _generated(game: AbstractGame, state: dict[str, Any], opening: str) -> list[
 
 
 def _system(game: AbstractGame) -> list[ChatMessage]:
-    text = check_text(game, "get_system_prompt", game.get_system_prompt())
+    said: Any = game.get_system_prompt()
+    text = "" if said is None else check_text(game, "get_system_prompt", said)
     return [{"role": "system", "content": text}] if text else []
 
 

@@ -1,12 +1,15 @@
 """The configuration keys that users of OpenTinker know, translated to a job's own.
 
-One table says for every such key which of our keys it means, or why it has no effect here and what
-to use instead. A configuration may mix both kinds; a key that neither side knows is an error that
-names the closest one. What a key means is kept: `max_new_tokens` bounds the whole episode after
-the first prompt, observations included, which here is `rollout.max_response_tokens`.
+One table says for every such key which of our keys it means, why the job is the same without it, or
+why it has no effect here and what to use instead. A configuration may mix both kinds; a key that
+neither side knows is an error that names the closest one. What a key means is kept:
+`max_new_tokens` bounds the whole episode after the first prompt, observations included, which here
+is `rollout.max_response_tokens`.
 """
 
-from collections.abc import Callable, Mapping
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 from ...schemas.config.job import JobConfig, LearnerConfig, RolloutConfig
@@ -25,14 +28,24 @@ _ADVANTAGES = {
 }
 _KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 _BACKENDS = {"file": "jsonl"}
+_STEPS = "interaction.config.max_steps"
+_TEMPLATE = "interaction.config.observation_template"
+_BARE = "{observation}"
+
+
+class NeedlessWarning(UserWarning):
+    """Keys or arguments of OpenTinker's that a job here is the same without."""
 
 
 class Translation(NamedTuple):
-    """What a known key becomes: our key and the way its value changes, or a refusal."""
+    """What a known key becomes: our key and the way its value changes, a refusal, or nothing."""
 
     target: str = ""
     convert: Callable[[Any], Any] = lambda value: value
     refusal: str = ""
+    """Why it has no effect, and what to use: without it the job would be another one."""
+    needless: str = ""
+    """Why the job is the same without it."""
 
 
 def _as_list(value: Any) -> list[str]:
@@ -82,8 +95,15 @@ def _no(refusal: str) -> Translation:
     return Translation(refusal=refusal)
 
 
-_CONNECTION = "it is not part of a job: give it to SchedulerClient(scheduler_url, api_key=…)"
-_HOSTED = "games are reached through the broker: pass a GameEnvironment, or set env.game"
+def _needless(why: str) -> Translation:
+    return Translation(needless=why)
+
+
+_CONNECTION = "clients are told where the pool is, not jobs"
+_HOSTED = "games are reached through the broker, whoever hosts them"
+_TRACED = "each run's episodes are in `tinkermq rollouts` and the dashboard"
+_AGENT_LOOP = "every job runs the agent loop"
+_WORKERS = "generator.max_episodes and env.workers say how many play at once"
 
 TABLE: dict[str, Translation] = {
     "tokenizer_path": _to("model.path"),
@@ -114,62 +134,106 @@ TABLE: dict[str, Translation] = {
     "checkpoint_path": _to("output_dir"),
     "logger_backends": _to("logger_backends", _backends),
     "multi_turn.max_tokens_per_turn": _to("rollout.max_turn_tokens"),
-    "multi_turn.weave_project": _no("use project_name and logger_backends"),
-    "multi_turn.experiment_name": _no("use experiment_name"),
+    "multi_turn.weave_project": _needless(_TRACED),
+    "multi_turn.experiment_name": _needless(_TRACED),
     "lora.lora_rank": _to("lora.rank"),
     "lora.lora_alpha": _to("lora.alpha"),
     "lora.target_modules": _to("lora.targets", _targets),
     "lora.exclude_modules": _to("lora.exclude", _as_list),
     "lora.lora_adapter_path": _to("model.path"),
     "lora.lr": _to("learner.lr"),
-    "algorithm": _no("every job runs the agent loop: remove it; adv_estimator chooses the rest"),
-    "enable_agent_loop": _no("every job runs the agent loop: remove it"),
-    "agent_num_workers": _no("use generator.max_episodes and env.workers"),
-    "num_workers": _no("data is read where the game is hosted: use env.workers for the games"),
-    "interaction": _no(_HOSTED),
-    "env_host": _no(_HOSTED),
-    "env_port": _no(_HOSTED),
-    "env_endpoint": _no(_HOSTED),
-    "env_shards": _no("use env.hosts and env.workers"),
-    "scheduler_url": _no(_CONNECTION),
-    "scheduler_api_key": _no(_CONNECTION),
-    "api_key": _no(_CONNECTION),
-    "server_url": _no("give it to ServiceClient(server_url)"),
+    "algorithm": _needless(_AGENT_LOOP),
+    "enable_agent_loop": _needless(_AGENT_LOOP),
+    "agent_num_workers": _needless(_WORKERS),
+    "num_workers": _needless(_WORKERS),
+    "interaction": _needless(_HOSTED),
+    "env_host": _needless(_HOSTED),
+    "env_port": _needless(_HOSTED),
+    "env_endpoint": _needless(_HOSTED),
+    "env_shards": _needless(_HOSTED),
+    "scheduler_url": _needless(_CONNECTION),
+    "scheduler_api_key": _needless(_CONNECTION),
+    "api_key": _needless(_CONNECTION),
+    "server_url": _needless(_CONNECTION),
     "reward_function": _no(
         "pass it to the GameEnvironment, or name it: env.reward.source=function and "
         "env.reward.function=package.module:function"
     ),
-    "wandb_key": _no(
-        "set WANDB_API_KEY in your environment: it is handed over sealed, no record holds it"
-    ),
+    "wandb_key": _needless("submit_job hands it over sealed, and no record holds it"),
+    "enable_tracing": _needless(_TRACED),
+    "weave_project": _needless(_TRACED),
+    "bind_worker_to_endpoint": _needless(_HOSTED),
+    "env_url": _needless(_HOSTED),
     "tensor_parallel_size": _no("use generator.count, or generator.tensor_parallel with vllm"),
-    "gpu_memory_utilization": _no("the transformers engine takes what it needs"),
+    "gpu_memory_utilization": _needless("the engine takes what it needs"),
 }
 
 
 def translate(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return `config` as a tree of our own keys.
 
-    Dotted keys become sections. Raises ConfigError for a key that is unknown, that has no effect
-    here, or that says something else than another key for the same thing.
+    Dotted keys become sections. Keys without which the job is the same are told in one warning.
+    Raises ConfigError for keys that are unknown, that would have no effect here, or that say
+    something else than another key for the same thing: for all of them at once.
     """
     tree: dict[str, Any] = {}
     flat = dict(flatten(config))
-    _take_lora(flat)
-    _take_turn_limits(flat, tree)
-    _take_kl(flat, tree)
-    _take_turn_samples(flat, tree)
+    refused: list[ConfigError] = []
+    for take in (_take_lora, _take_turn_limits, _take_template, _take_kl, _take_turn_samples):
+        with _collected(refused):
+            take(flat, tree)
+    needless: dict[str, str] = {}
     for key, value in flat.items():
-        entry = _find(key, value)
-        if entry is None:
-            _put(tree, key, value, key)
-        elif entry.refusal:
-            raise ConfigError(f"configuration key {key} has no effect here", hint=entry.refusal)
-        elif value is not None:
-            _put(tree, entry.target, _converted(entry.convert, key, value), key)
-    if "max_new_tokens" in flat:
-        _fit_lengths(tree)
+        with _collected(refused):
+            _take(key, value, tree, needless)
+    if "max_new_tokens" in flat and "max_response_tokens" in tree.get("rollout", {}):
+        with _collected(refused):
+            _fit_lengths(tree)
+    if refused:
+        raise _all_of(refused)
+    if needless:
+        tell_needless(needless)
     return tree
+
+
+def _take(key: str, value: Any, tree: dict[str, Any], needless: dict[str, str]) -> None:
+    """Enter one key into the tree, or among those that are needless."""
+    entry = _find(key, value)
+    if entry is None:
+        _put(tree, key, value, key)
+    elif entry.needless:
+        needless[key] = entry.needless
+    elif entry.refusal:
+        raise ConfigError(f"configuration key {key} has no effect here", hint=entry.refusal)
+    elif value is not None:
+        _put(tree, entry.target, _converted(entry.convert, key, value), key)
+
+
+@contextlib.contextmanager
+def _collected(refused: list[ConfigError]) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        refused.append(error)
+
+
+def _all_of(refused: Sequence[ConfigError]) -> ConfigError:
+    if len(refused) == 1:
+        return refused[0]
+    told = "".join(f"\n  {error.message}: {error.hint}" for error in refused)
+    return ConfigError(
+        f"{len(refused)} configuration keys cannot be used as they are{told}",
+        hint="docs/opentinker.md says what each key becomes",
+    )
+
+
+def tell_needless(needless: Mapping[str, str]) -> None:
+    """Warn of keys or arguments that were left out, with the reason of each, by reason."""
+    by_reason: dict[str, list[str]] = {}
+    for key, reason in needless.items():
+        by_reason.setdefault(reason, []).append(key)
+    told = "; ".join(f"{', '.join(keys)}: {reason}" for reason, keys in by_reason.items())
+    warnings.warn(f"left out, as nothing changes by it: {told}", NeedlessWarning, stacklevel=1)
 
 
 def _converted(convert: Callable[[Any], T], key: str, value: Any) -> T:
@@ -216,7 +280,7 @@ def _find(key: str, value: Any) -> Translation | None:
         )
     section = key.split(".")[0]
     # `algorithm` is a word there and a section here.
-    if section in TABLE and TABLE[section].refusal and section not in _SECTIONS:
+    if section in TABLE and not TABLE[section].target and section not in _SECTIONS:
         return TABLE[section]
     raise ConfigError(
         f"unknown configuration key {key}",
@@ -239,7 +303,7 @@ def _put(tree: dict[str, Any], target: str, value: Any, source: str) -> None:
     place[last] = value
 
 
-def _take_lora(flat: dict[str, Any]) -> None:
+def _take_lora(flat: dict[str, Any], _: dict[str, Any]) -> None:
     """A rank of 0 switches the whole section off."""
     if flat.get("lora.lora_rank") == 0:
         for key in [key for key in flat if key.startswith("lora.")]:
@@ -269,15 +333,26 @@ def _fit_lengths(tree: dict[str, Any]) -> None:
 
 
 def _take_turn_limits(flat: dict[str, Any], tree: dict[str, Any]) -> None:
-    """The smaller of the two limits that is not 0 (no limit) bounds the policy's answers."""
+    """The smallest of the limits that is not 0 (no limit) bounds the policy's answers."""
+    steps = _converted(int, _STEPS, flat.pop(_STEPS, None) or 0)
     names = ("multi_turn.max_user_turns", "multi_turn.max_assistant_turns")
     limits = [_converted(int, name, flat.pop(name) or 0) for name in names if name in flat]
-    bounds = [limit for limit in limits if limit > 0]
+    bounds = [limit for limit in [*limits, steps] if limit > 0]
     if bounds:
         _put(tree, "rollout.max_turns", min(bounds), " / ".join(names))
     elif limits:
         raise ConfigError(
             "multi_turn sets no limit on the turns", hint="set multi_turn.max_assistant_turns"
+        )
+
+
+def _take_template(flat: dict[str, Any], _: dict[str, Any]) -> None:
+    """What the policy sees of a turn is what the game says, in no frame of words."""
+    template = flat.pop(_TEMPLATE, _BARE)
+    if template != _BARE:
+        raise ConfigError(
+            f"{_TEMPLATE}={template!r} has no effect here",
+            hint="let the game's step return the whole observation",
         )
 
 

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +28,7 @@ from ...schemas.wire.errors import (
 )
 from ...schemas.wire.subjects import JobScope
 from ..compat.arguments import refuse_unknown_options
+from ..compat.inference_arguments import translate_inference
 from ..hosting.host import hosted
 from ..pool import Pool
 from ..scheduler_client import failure
@@ -59,9 +61,11 @@ async def run_inference_async(
     **options: Any,
 ) -> InferenceReport:
     """Play episodes; see `run_inference`."""
-    refuse_unknown_options(run_inference_async, options, PlayOptions)
+    ours = {one.name for one in fields(PlayOptions)}
+    told = translate_inference(options, game_class, ours)
+    refuse_unknown_options(run_inference_async, told, PlayOptions)
     played = PlayOptions(
-        game_class=game_class, data_path=data_path, output_path=output_path, **options
+        game_class=game_class, data_path=data_path, output_path=output_path, **told
     )
     served = open_served(
         vllm_server_url, job_id, model_path=model_path, url=scheduler_url, api_key=api_key
@@ -111,6 +115,11 @@ def run_inference(
     `max_concurrent` (256); `token_ids=True` to keep them; `game_kwargs`; `scheduler_url`,
     `api_key`; `on_job(record)`, `on_start(episodes, already_there)` and `on_result(result)` are
     called as it goes on.
+
+    OpenTinker's arguments are taken, too: `max_user_turns` and `max_assistant_turns` are
+    `max_turns`, those that the game's constructor names go to it, and what needs no saying here
+    (`env_endpoint`, `tokenizer_path` …) is left out with a warning. The report is iterated as the
+    list of its results.
 
     Raises NotFoundError for a job that is not there or is another user's, ConfigError, for an
     unknown option too, GameError, JobFailedError.

@@ -8,7 +8,7 @@ from ...broker.presence import presences
 from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.wire.errors import ConfigError, DeadlineError
 from ..compat.arguments import as_tree
-from ..compat.opentinker_keys import translate
+from ..compat.opentinker_keys import tell_needless, translate
 from ..home import find_openai
 from ..pool import Pool, new_request_id
 from ..scheduler_client import AsyncSchedulerClient, failure
@@ -26,14 +26,16 @@ class AsyncInferenceSchedulerClient(AsyncSchedulerClient):
 
     def __init__(
         self,
-        scheduler_url: str,
+        scheduler_url: str = "",
         api_key: str | None = None,
         timeout: float = 600.0,
         poll_interval: float = 2.0,
         gateway_url: str | None = None,
+        *,
+        url: str = "",
     ) -> None:
         """Name the pool's broker and, if it is not found by itself, the gateway's `http://…`."""
-        super().__init__(scheduler_url, api_key, timeout, poll_interval)
+        super().__init__(scheduler_url, api_key, timeout, poll_interval, url=url)
         self._gateway = gateway_url
 
     async def submit_inference_job(
@@ -85,16 +87,18 @@ class InferenceSchedulerClient(SyncTwin[AsyncInferenceSchedulerClient]):
 
     def __init__(
         self,
-        scheduler_url: str,
+        scheduler_url: str = "",
         api_key: str | None = None,
         timeout: float = 600.0,
         poll_interval: float = 2.0,
         gateway_url: str | None = None,
+        *,
+        url: str = "",
     ) -> None:
         """Name the pool; `timeout` bounds the wait for a model to be served, in seconds."""
         super().__init__(
             AsyncInferenceSchedulerClient(
-                scheduler_url, api_key, timeout, poll_interval, gateway_url
+                scheduler_url, api_key, timeout, poll_interval, gateway_url, url=url
             )
         )
 
@@ -205,8 +209,4 @@ def _refuse_ineffective(tensor_parallel_size: int, gpu_memory_utilization: float
             "spans several GPUs with generator.slots and generator.tensor_parallel in config",
         )
     if gpu_memory_utilization is not None:
-        raise ConfigError(
-            "gpu_memory_utilization has no effect here",
-            hint="leave it out: the engine takes what generator.max_requests and "
-            "generator.max_context need",
-        )
+        tell_needless({"gpu_memory_utilization": "the engine takes what it needs"})

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,6 +94,14 @@ class InferenceReport:
     failed: list[EpisodeResult] = field(default_factory=list[EpisodeResult])
     """Episodes that could not be played; `error` says why."""
     samples: int = 1
+
+    def __iter__(self) -> Iterator[EpisodeResult]:
+        """Return the episodes one by one."""
+        return iter(self.results)
+
+    def __len__(self) -> int:
+        """Return the number of episodes that were played."""
+        return len(self.results)
 
     @property
     def summary(self) -> dict[str, Any]:

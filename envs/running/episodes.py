@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import structlog
+
 from ...schemas.env import Split
 from ...schemas.wire.errors import GameError, NotFoundError, TinkermqError
 from ..game import (
@@ -24,6 +26,9 @@ from ..game import (
 )
 from ..prompt import address, open_async_game, open_game, settled
 from ..record import Record
+from .draws import DRAWS_HINT, global_draws
+
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,8 @@ class Episodes:
     def probe(self) -> GameFacts:
         """Make one instance to see that it can be made; return what all episodes share."""
         game = self._make()
+        if draws := global_draws(self._class):
+            _log.warning("game_draws_from_random", game=self._name, where=draws, hint=DRAWS_HINT)
         try:
             name = check_text(game, "get_interaction_name", game.get_interaction_name())
             return GameFacts(name, check_tools(game), list(game.roles))

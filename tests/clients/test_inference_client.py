@@ -145,7 +145,6 @@ def test_the_url_is_the_gateways_where_one_is_known(
     ("option", "told"),
     [
         ("temprature", "did you mean temperature"),
-        ("env_endpoint", "games are reached through the broker"),
         ("num_gpus", "it has"),
     ],
 )

@@ -1,9 +1,11 @@
 """Configurations written for OpenTinker mean the same here, or say why not."""
 
+import re
+import warnings
 from typing import Any
 
 import pytest
-from tinkermq.clients.compat.opentinker_keys import TABLE, translate
+from tinkermq.clients.compat.opentinker_keys import TABLE, NeedlessWarning, translate
 from tinkermq.schemas.config.load_config import all_keys, merged, parse_config
 from tinkermq.schemas.wire.errors import ConfigError
 
@@ -80,9 +82,46 @@ def test_a_key_without_effect_names_what_to_use(key: str) -> None:
     assert caught.value.hint == TABLE[key].refusal
 
 
-def test_keys_below_a_refused_section_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"interaction\.name has no effect"):
-        translate({"interaction": {"name": "gomoku"}})
+@pytest.mark.parametrize("key", sorted(key for key in TABLE if TABLE[key].needless))
+def test_a_key_that_changes_nothing_is_left_out_with_a_warning(key: str) -> None:
+    with pytest.warns(NeedlessWarning, match=f"{re.escape(key)}: "):
+        assert translate({key: "x"}) == {}
+
+
+def test_all_keys_that_change_nothing_are_told_in_one_warning() -> None:
+    theirs = {
+        "scheduler_url": "http://0.0.0.0:8780",
+        "algorithm": "agent_loop",
+        "interaction": {"name": "gomoku", "config": {"env_endpoint": "http://0.0.0.0:8088"}},
+        "scheduler_api_key": None,
+    }
+    with pytest.warns(NeedlessWarning) as caught:
+        assert translate(theirs) == {}
+    assert len(caught) == 1
+    for key in ("scheduler_url", "algorithm", "interaction.config.env_endpoint"):
+        assert key in str(caught[0].message)
+
+
+def test_all_keys_that_cannot_be_used_are_told_at_once() -> None:
+    theirs = {"rolout_n": 4, "tensor_parallel_size": 2, "num_gpus": 1, "batch_size": 8}
+    with pytest.raises(ConfigError, match="3 configuration keys cannot be used") as caught:
+        translate(theirs)
+    for told in ("did you mean rollout_n?", "generator.tensor_parallel", "num_gpus=1"):
+        assert told in caught.value.message
+
+
+def test_the_steps_of_an_interaction_bound_the_turns_as_they_did() -> None:
+    turns = {"max_user_turns": 8, "max_assistant_turns": 9}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NeedlessWarning)
+        tree = translate({"interaction": {"config": {"max_steps": 5}}, "multi_turn": turns})
+    assert tree == {"rollout": {"max_turns": 5}}
+
+
+def test_observations_in_a_frame_of_words_are_refused() -> None:
+    assert translate({"interaction": {"config": {"observation_template": "{observation}"}}}) == {}
+    with pytest.raises(ConfigError, match="observation_template='State: "):
+        translate({"interaction": {"config": {"observation_template": "State: {observation}"}}})
 
 
 def test_lora_keys_make_an_adapter() -> None:

@@ -5,7 +5,6 @@ import asyncio
 import json
 import time
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 from tinkermq.broker.client.connection import Broker
@@ -14,9 +13,10 @@ from tinkermq.broker.jobs import JobStore
 from tinkermq.clients import AsyncServiceClient, GameEnvironment, ServiceClient
 from tinkermq.clients.address import JobAddress
 from tinkermq.clients.compat.arguments import as_tree
+from tinkermq.clients.compat.opentinker_keys import NeedlessWarning
 from tinkermq.schemas.job import JobRecord, JobState
 from tinkermq.schemas.metric import Metric
-from tinkermq.schemas.wire.errors import ConfigError, JobFailedError
+from tinkermq.schemas.wire.errors import ConfigError, JobFailedError, NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.clients.test_game_environment import EchoGame
@@ -104,11 +104,13 @@ def test_uploading_a_reward_is_refused_with_the_remedy() -> None:
     assert "reward_function" in caught.value.hint
 
 
-async def test_game_stats_come_with_the_metrics(url: str, record: JobRecord) -> None:
-    async with AsyncServiceClient(url) as client:
-        with pytest.raises(ConfigError, match="game_stats_client") as caught:
-            await client.fit(game_stats_client=cast("Any", object()))
-    assert "game/*" in caught.value.hint
+async def test_game_stats_come_with_the_metrics_and_a_client_of_them_is_left_out(url: str) -> None:
+    async with AsyncServiceClient(url, config={"any": "thing"}) as client:
+        with (
+            pytest.warns(NeedlessWarning, match=r"game_stats_client: .* as game/\*"),
+            pytest.raises(NotFoundError),  # there is no such job, which comes after
+        ):
+            await client.fit(game_stats_client=object(), game_stats_log_freq=5)
 
 
 def test_configurations_come_as_maps_namespaces_and_nested_objects() -> None:

@@ -175,7 +175,6 @@ async def test_a_tokenizer_of_another_model_fails_the_job_with_both_sizes(
     ("options", "said"),
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 has no effect"),
-        ({"gpu_memory_utilization": 0.9}, "gpu_memory_utilization has no effect"),
         ({"num_gpus": 0}, "without a server"),
         ({"config": {"generator": {"max_contxt": 1}}}, "max_contxt"),
     ],

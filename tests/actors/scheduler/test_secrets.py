@@ -14,6 +14,7 @@ from tinkermq.broker.client.rpc import call
 from tinkermq.broker.feed import publish_metric
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.users.sealing import Seal, close_seal
+from tinkermq.clients import AsyncSchedulerClient
 from tinkermq.clients.pool import Pool
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.metric import Metric
@@ -94,6 +95,19 @@ async def test_the_key_of_a_tracker_reaches_the_learner_alone(stack: Stack, tmp_
 
     await eventually(gone, "the secret to be removed")
     assert not files_with(SECRET, tmp_path)
+
+
+async def test_a_key_in_a_configuration_is_sealed_and_stands_in_no_record(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(WANDB_KEY, "that of the environment")
+    await stack.scheduler()
+    async with AsyncSchedulerClient(url=stack.broker.url) as client:
+        told = await client.submit_job({"wandb_key": SECRET, "batch_size": 2})
+    job = await Pool(stack.broker).find(told["job_id"])
+    assert job.secrets == [WANDB_KEY]
+    assert await is_kept(stack, job)
+    assert SECRET not in str(job)
 
 
 async def test_a_node_gets_nothing_for_a_process_that_is_not_the_jobs(stack: Stack) -> None:
