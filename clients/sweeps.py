@@ -18,7 +18,7 @@ Point = Mapping[str, str]
 """Value of each key that varies, as it is written in an override."""
 
 
-class Span(NamedTuple):
+class NumberRange(NamedTuple):
     """Numbers from low to high, drawn evenly; evenly in their logarithm from a factor of 10 on."""
 
     low: float
@@ -34,13 +34,13 @@ class Span(NamedTuple):
         return str(round(value)) if self.whole else f"{value:.6g}"
 
 
-def parse_space(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str] | Span]]:
+def parse_space(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str] | NumberRange]]:
     """Return the overrides that are the same for all runs, and the keys that vary.
 
     `learner.lr=1e-5,1e-4` are values, `learner.lr=1e-6..1e-4` is a range. Raises ConfigError.
     """
     same: list[str] = []
-    space: dict[str, list[str] | Span] = {}
+    space: dict[str, list[str] | NumberRange] = {}
     for override in overrides:
         key, separator, text = override.partition("=")
         values, span = _split(text), _RANGE.fullmatch(text.strip())
@@ -53,7 +53,9 @@ def parse_space(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str
     return same, space
 
 
-def points(space: Mapping[str, list[str] | Span], runs: int | None, seed: int) -> list[Point]:
+def points(
+    space: Mapping[str, list[str] | NumberRange], runs: int | None, seed: int
+) -> list[Point]:
     """Return every combination of the values, or `runs` drawn ones; the same for the same `seed`.
 
     Raises ConfigError for a range without `runs`, and for too many.
@@ -63,7 +65,7 @@ def points(space: Mapping[str, list[str] | Span], runs: int | None, seed: int) -
             "nothing varies", hint="give a key several values: learner.lr=1e-5,3e-5 seed=1,2,3"
         )
     if runs is None:
-        lists = {key: one for key, one in space.items() if not isinstance(one, Span)}
+        lists = {key: one for key, one in space.items() if not isinstance(one, NumberRange)}
         if len(lists) < len(space):
             ranged = next(key for key in space if key not in lists)
             raise ConfigError(
@@ -75,9 +77,9 @@ def points(space: Mapping[str, list[str] | Span], runs: int | None, seed: int) -
     return [{key: _drawn(one, key, seed, n) for key, one in space.items()} for n in range(runs)]
 
 
-def _drawn(values: list[str] | Span, key: str, seed: int, number: int) -> str:
+def _drawn(values: list[str] | NumberRange, key: str, seed: int, number: int) -> str:
     draw = random.Random(f"{seed} {number} {key}")  # noqa: S311  no secret
-    return values.draw(draw.random()) if isinstance(values, Span) else draw.choice(values)
+    return values.draw(draw.random()) if isinstance(values, NumberRange) else draw.choice(values)
 
 
 def _refuse_too_many(count: int) -> None:
@@ -88,9 +90,9 @@ def _refuse_too_many(count: int) -> None:
         )
 
 
-def _span(override: str, low: str, high: str) -> Span:
+def _span(override: str, low: str, high: str) -> NumberRange:
     try:
-        span = Span(float(low), float(high), low.lstrip("-").isdigit() and high.isdigit())
+        span = NumberRange(float(low), float(high), low.lstrip("-").isdigit() and high.isdigit())
     except ValueError as error:
         raise ConfigError(f"{override!r} is no range", hint="write it as 1e-6..1e-4") from error
     if not span.low < span.high:

@@ -1,7 +1,7 @@
 """The points of a sweep: combinations, or drawn ones that are the same each time."""
 
 import pytest
-from tinkermq.clients.sweeps import Span, parse_space, points
+from tinkermq.clients.sweeps import NumberRange, parse_space, points
 from tinkermq.schemas.wire.errors import ConfigError
 
 
@@ -12,7 +12,7 @@ def test_keys_with_several_values_or_a_range_vary_and_the_others_do_not() -> Non
     assert same == ["a.b=1", "tags=[x,y]"]
     assert space == {
         "learner.lr": ["1e-5", "3e-5"],
-        "seed": Span(1, 9, whole=True),
+        "seed": NumberRange(1, 9, whole=True),
         "k": ["{a: 1, b: 2}", "{a: 3}"],
     }
 
