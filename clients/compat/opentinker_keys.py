@@ -20,7 +20,6 @@ from ..validation.names import did_you_mean
 T = TypeVar("T")
 
 _ADVANTAGES = {
-    "grpo_per_step": "grpo_per_turn",
     "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
     "rloo_vectorized": "rloo",
@@ -381,7 +380,7 @@ def _take_kl(flat: dict[str, Any], tree: dict[str, Any]) -> None:
 def _take_turn_samples(flat: dict[str, Any], tree: dict[str, Any]) -> None:
     """The two `multi_turn.per_turn_*` keys: turns as samples, and the discount of their returns.
 
-    A discount that is not 0 asks for returns. `grpo_per_turn` has a discount without the other.
+    A discount that is not 0 asks for returns. `grpo_per_step` has a discount without the other.
     """
     by_turn = flat.pop("multi_turn.per_turn_training", None)
     name = "multi_turn.per_turn_reward_gamma"

@@ -25,6 +25,12 @@ _ROWS = (
         "weighs a sequence as a whole, and an agent's episode has several: choose another loss",
     ),
     Rule(
+        "algorithm.advantage=grpo_per_step",
+        lambda job: job.algorithm.advantage == "grpo_per_step",
+        "follows one turn after the other, and those of an agent's episode stand in branches: "
+        "choose grpo_per_turn, which compares calls of the same place",
+    ),
+    Rule(
         "algorithm.correction={algorithm.correction}",
         lambda job: job.algorithm.correction in OF_WHOLE_SEQUENCES,
         "keeps or drops a sequence as a whole, and an agent's episode has several: choose tis, "

@@ -16,6 +16,7 @@ AdvantageName = Literal[
     "opo",
     "maxrl",
     "grpo_per_turn",
+    "grpo_per_step",
     "gigpo",
     "gae",
 ]
@@ -96,8 +97,9 @@ class AlgorithmConfig(Section):
     advantage: AdvantageName = "grpo"
     """How rewards become advantages; gae is PPO and trains a critic beside the policy."""
     gamma: float | None = Field(default=None, ge=0, le=1)
-    """Discount: per token for reinforce_pp and gae, per turn for grpo_per_turn, gigpo and turns as
-    samples that earn what follows them (per turn only, then); default 1, for gigpo 0.95."""
+    """Discount: per token for reinforce_pp and gae, per turn for grpo_per_turn, grpo_per_step,
+    gigpo and turns as samples that earn what follows them (per turn only, then); default 1, for
+    gigpo 0.95."""
     gae_lambda: float = Field(default=1.0, ge=0, le=1, json_schema_extra=when("advantage", "gae"))
     """λ of the generalised advantage: 1 trusts the rewards, 0 the critic."""
     step_weight: float = Field(default=1.0, ge=0, json_schema_extra=when("advantage", "gigpo"))

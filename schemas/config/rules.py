@@ -16,8 +16,8 @@ from .section import Rule
 if TYPE_CHECKING:
     from .job import JobConfig
 
-_DISCOUNTED = ("gae", "gigpo", "grpo_per_turn", "reinforce_pp")
-_NOT_BY_TURN = ("remax", "grpo_per_turn", "gigpo")
+_DISCOUNTED = ("gae", "gigpo", "grpo_per_turn", "grpo_per_step", "reinforce_pp")
+_NOT_BY_TURN = ("remax", "grpo_per_turn", "grpo_per_step", "gigpo")
 
 
 def broken_rules(job: "JobConfig") -> Iterator[str]:

@@ -53,7 +53,7 @@ def test_every_translation_ends_in_a_key_that_exists(key: str) -> None:
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
-        ("grpo_per_step", "grpo_per_turn"),
+        ("grpo_per_step", "grpo_per_step"),
         ("reinforce_plus_plus", "reinforce_pp"),
         ("reinforce_plus_plus_baseline", "reinforce_pp_baseline"),
         ("rloo", "rloo"),
@@ -172,7 +172,7 @@ def test_two_keys_for_the_same_thing_must_agree() -> None:
         ),
         (
             {"adv_estimator": "grpo_per_step", "multi_turn": {"per_turn_reward_gamma": 0.9}},
-            {"advantage": "grpo_per_turn", "gamma": 0.9},
+            {"advantage": "grpo_per_step", "gamma": 0.9},
         ),
     ],
 )

@@ -76,6 +76,7 @@ EXAMPLES = [
     ["env.reward.source=endpoint"],
     ["env.reward.source=judge", "env.reward.url=http://x"],
     [*AGENT, "algorithm.loss=gspo"],
+    [*AGENT, "algorithm.advantage=grpo_per_step"],
     [*AGENT, "algorithm.correction=mis"],
     [*AGENT, "algorithm.correction_masks=[{over: sequence_mean, high: 2}]"],
     [*AGENT, "algorithm.correction_level=sequence"],

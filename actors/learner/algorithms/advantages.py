@@ -225,6 +225,24 @@ def grpo_per_turn(inputs: AdvantageInputs, *, epsilon: float = 1e-6) -> Tensor:
     return normalised_K.masked_fill(lonely_K, 0.0)[turns.of_token_N].float()
 
 
+def grpo_per_step(inputs: AdvantageInputs, *, epsilon: float = 1e-6) -> Tensor:
+    """R_t = r_t + γ R_{t+1} per turn, less the mean of the first returns R_0, over their std.
+
+    It is OpenTinker's estimator of that name, after GTPO (arXiv 2511.17052), but that a group whose
+    first returns are all equal gets 0: divided by their std of 0 it would grow without bound.
+    """
+    turns = _turns(inputs, "grpo_per_step")
+    _, key_S, _ = _groups(inputs)
+    first_K = turns.turn_K == 0
+    seq_F = turns.seq_K[first_K]
+    peers = peers_of(turns.returns_K[first_K], key_S[seq_F])
+    mean_S = turns.returns_K.new_zeros(inputs.num_seqs).index_put((seq_F,), peers.mean)
+    std_S = torch.ones_like(mean_S).index_put((seq_F,), peers.std)
+    normalised_K = (turns.returns_K - mean_S[turns.seq_K]) / (std_S[turns.seq_K] + epsilon)
+    equal_K = (std_S == 0)[turns.seq_K]
+    return normalised_K.masked_fill(equal_K, 0.0)[turns.of_token_N].float()
+
+
 def _per_call(inputs: AdvantageInputs, calls: BatchCalls, epsilon: float) -> Tensor:
     """Return R_c = r_c + γ R of the call that it led to, normalised among calls of its key."""
     returns_K = calls.returns_by_call(_token_rewards(inputs), inputs.gamma)
@@ -288,6 +306,7 @@ ADVANTAGES: dict[str, AdvantageFn] = {
     "opo": opo,
     "maxrl": maxrl,
     "grpo_per_turn": grpo_per_turn,
+    "grpo_per_step": grpo_per_step,
     "gigpo": gigpo,
     "gae": gae,
 }

@@ -1,6 +1,7 @@
 """Advantages against tables worked out by hand."""
 
 import math
+import statistics
 from typing import Any
 
 import pytest
@@ -135,6 +136,23 @@ def test_eight_equal_episodes_of_several_turns_get_exactly_nothing():
         gamma=0.95,
     )
     assert torch.equal(compute_advantages("grpo_per_turn", case), torch.zeros(24))
+
+
+def test_grpo_per_step_compares_each_turn_with_the_first_returns_of_its_group():
+    # returns of the turns: 3 and 2; 1; 5: first ones 3, 1 and 5
+    turns: dict[str, Any] = {"turn_N": [0, 1, 0, 0], "token_rewards_N": [1.0, 2.0, 1.0, 5.0]}
+    case = inputs([3, 1, 5], [0, 0, 0], [2, 1, 1], **turns)
+    assert_advantages("grpo_per_step", case, [0, -0.5, -1, 1])
+    halved = inputs([3, 1, 5], [0, 0, 0], [2, 1, 1], **turns, gamma=0.5)  # first ones 2, 1 and 5
+    mean, std = 8 / 3, statistics.stdev([2, 1, 5])
+    assert_advantages("grpo_per_step", halved, [(one - mean) / std for one in (2, 2, 1, 5)])
+
+
+def test_grpo_per_step_of_equal_first_returns_is_nothing_and_of_one_episode_its_returns():
+    turns: dict[str, Any] = {"turn_N": [0, 1, 0], "token_rewards_N": [1.0, 2.0, 3.0]}
+    assert_advantages("grpo_per_step", inputs([3, 3], [0, 0], [2, 1], **turns), [0, 0, 0])
+    alone = inputs([3], [0], [2], turn_N=[0, 1], token_rewards_N=[1.0, 2.0])
+    assert_advantages("grpo_per_step", alone, [3, 2])
 
 
 def test_grpo_per_turn_needs_turns():
