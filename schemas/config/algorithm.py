@@ -9,6 +9,8 @@ from .section import Section, when
 AdvantageName = Literal[
     "grpo",
     "dr_grpo",
+    "gpg",
+    "passk",
     "rloo",
     "reinforce_pp",
     "reinforce_pp_baseline",
@@ -96,6 +98,10 @@ class AlgorithmConfig(Section):
 
     advantage: AdvantageName = "grpo"
     """How rewards become advantages; gae is PPO and trains a critic beside the policy."""
+    advantage_std: Literal["group", "batch"] = Field(
+        default="group", json_schema_extra=when("advantage", "grpo")
+    )
+    """Whose standard deviation grpo divides by."""
     gamma: float | None = Field(default=None, ge=0, le=1)
     """Discount: per token for reinforce_pp and gae, per turn for grpo_per_turn, grpo_per_step,
     gigpo and turns as samples that earn what follows them (per turn only, then); default 1, for

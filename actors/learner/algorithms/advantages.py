@@ -10,7 +10,7 @@ A group whose rewards are all equal gets exactly 0. A group of one has no baseli
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -96,10 +96,45 @@ def _whiten(values_N: Tensor, epsilon: float, kept_N: Tensor | None) -> Tensor:
     return (values_N - kept_n.mean()) * torch.rsqrt(kept_n.var() + epsilon)
 
 
-def grpo(inputs: AdvantageInputs, *, epsilon: float = 1e-6) -> Tensor:
-    """(R − mean) / (std + ε) in the group, unbiased std (DeepSeekMath, arXiv 2402.03300)."""
+def grpo(
+    inputs: AdvantageInputs, *, std: Literal["group", "batch"] = "group", epsilon: float = 1e-6
+) -> Tensor:
+    """(R − mean) / (std + ε) in the group, unbiased std (DeepSeekMath, arXiv 2402.03300).
+
+    With std=batch the std is that of all rewards of the batch, so that easy and hard tasks weigh
+    the same (arXiv 2508.08221).
+    """
     rewards_S, _, peers = _groups(inputs)
-    return _to_tokens((rewards_S - peers.mean) / (peers.std + epsilon), inputs)
+    if std == "group" or len(rewards_S) < 2:
+        return _to_tokens((rewards_S - peers.mean) / (peers.std + epsilon), inputs)
+    return _to_tokens((rewards_S - peers.mean) / (rewards_S.std() + epsilon), inputs)
+
+
+def gpg(inputs: AdvantageInputs) -> Tensor:
+    """α (R − mean), α = episodes over those whose reward is not 0 (GPG, arXiv 2504.02546)."""
+    rewards_S, _, peers = _groups(inputs)
+    scale = len(rewards_S) / max(int((rewards_S != 0).sum()), 1)
+    return _to_tokens(scale * (rewards_S - peers.mean), inputs)
+
+
+def passk(inputs: AdvantageInputs, *, epsilon: float = 1e-6) -> Tensor:
+    """The lead of a group's best episode on its second, over the std (arXiv 2503.19595).
+
+    All others get 0, and so does the best where it is not better: what is trained is that one of
+    the group is good.
+    """
+    rewards_S, key_S, peers = _groups(inputs)
+    owner_S = torch.arange(len(rewards_S)) if inputs.owner_S is None else inputs.owner_S
+    owner_S = owner_S.to(rewards_S.device)
+    advantages_S = torch.zeros_like(rewards_S)
+    for key in range(int(key_S.max()) + 1 if len(key_S) else 0):
+        here = key_S == key
+        best = int(torch.where(here, rewards_S, -torch.inf).argmax())
+        of_best = here & (owner_S == owner_S[best])
+        if bool((here & ~of_best).any()):
+            lead = rewards_S[best] - rewards_S[here & ~of_best].max()
+            advantages_S[of_best] = lead.clamp(min=0) / (peers.std[best] + epsilon)
+    return _to_tokens(advantages_S, inputs)
 
 
 def dr_grpo(inputs: AdvantageInputs) -> Tensor:
@@ -299,6 +334,8 @@ def gae(inputs: AdvantageInputs, *, gae_lambda: float = 1.0, epsilon: float = 1e
 ADVANTAGES: dict[str, AdvantageFn] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
+    "gpg": gpg,
+    "passk": passk,
     "rloo": rloo,
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,

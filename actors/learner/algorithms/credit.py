@@ -150,10 +150,12 @@ def _of_tokens(inputs: AdvantageInputs, kept_N: Tensor) -> AdvantageInputs:
     return replace(inputs, **kept, calls=None if calls is None else calls.of_tokens(kept_N))
 
 
-def _options(config: JobConfig) -> dict[str, float]:
+def _options(config: JobConfig) -> dict[str, Any]:
     algorithm = config.algorithm
     if algorithm.advantage == "gae":
         return {"gae_lambda": algorithm.gae_lambda}
+    if algorithm.advantage == "grpo":
+        return {"std": algorithm.advantage_std}
     return {"step_weight": algorithm.step_weight} if algorithm.advantage == "gigpo" else {}
 
 

@@ -155,6 +155,27 @@ def test_grpo_per_step_of_equal_first_returns_is_nothing_and_of_one_episode_its_
     assert_advantages("grpo_per_step", alone, [3, 2])
 
 
+def test_grpo_divides_by_the_std_of_the_batch_where_asked():
+    case = inputs([1, 3, 0, 0, 4, 8], [0, 0, 1, 1, 2, 2])
+    std = statistics.stdev([1, 3, 0, 0, 4, 8])
+    expected = [value / std for value in (-1, 1, 0, 0, -2, 2)]
+    assert_advantages("grpo", case, expected, std="batch")
+
+
+def test_gpg_makes_up_for_episodes_without_a_reward():
+    # half of the rewards are not 0: α = 2
+    assert_advantages("gpg", inputs([0, 1, 0, 1], [0, 0, 1, 1]), [-1, 1, -1, 1])
+    assert_advantages("gpg", inputs([0, 0], [0, 0]), [0, 0])
+
+
+def test_passk_rewards_the_lead_of_the_best_alone():
+    std = statistics.stdev([1, 4, 2]) + 1e-6
+    case = inputs([1, 4, 2, 3, 3, 5], [0, 0, 0, 1, 1, 2])
+    assert_advantages("passk", case, [0, 2 / std, 0, 0, 0, 0])
+    rows = inputs([1, 4, 4, 2], [0, 0, 0, 0], owner_S=[0, 1, 1, 2])  # two rows of one episode
+    assert_advantages("passk", rows, [0, 2 / std, 2 / std, 0])
+
+
 def test_grpo_per_turn_needs_turns():
     with pytest.raises(ConfigError, match="no turns"):
         compute_advantages("grpo_per_turn", inputs([1], [0]))

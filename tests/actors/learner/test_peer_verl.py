@@ -102,6 +102,7 @@ def assert_same(ours, theirs):
     [
         ("grpo", "grpo", {}),
         ("dr_grpo", "grpo", {"norm_adv_by_std_in_grpo": False}),
+        ("gpg", "gpg", {}),
         ("rloo", "rloo", {}),
         ("opo", "opo", {}),
         ("reinforce_pp_baseline", "reinforce_plus_plus_baseline", {}),

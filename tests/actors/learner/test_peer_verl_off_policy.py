@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tinkermq.actors.learner.algorithms.advantages import AdvantageInputs, compute_advantages
 from tinkermq.actors.learner.algorithms.aggregation import Denominators, aggregate
 from tinkermq.actors.learner.algorithms.losses import LossInputs, compute_loss
 from tinkermq.actors.learner.algorithms.off_policy.corrections import correct, normalised
@@ -169,3 +170,17 @@ def test_further_losses_agree(spread, name, theirs, options, theirs_options, of_
     aggregate(loss_agg, loss_N, batch.seq_N, NUM_SEQS, denominators).backward()
     expected.backward()
     assert_same(current.grad, theirs_current.grad)
+
+
+def test_the_advantage_of_the_best_of_a_group_agrees(batch):
+    expected, _ = core_algos.get_adv_estimator_fn("grpo_passk")(
+        token_level_rewards=batch.token_rewards.clone(),
+        response_mask=batch.mask,
+        index=batch.index,
+        config={"norm_adv_by_std_in_grpo": True},
+    )
+    ours = compute_advantages(
+        "passk",
+        AdvantageInputs(rewards_S=batch.rewards_S, group_S=batch.group_S, seq_N=batch.seq_N),
+    )
+    assert_same(ours, batch.flat(expected))
