@@ -19,7 +19,6 @@ from tinkermq.actors.learner.algorithms.aggregation import Denominators, aggrega
 from tinkermq.actors.learner.algorithms.kl import kl_per_token
 from tinkermq.actors.learner.algorithms.losses import LossInputs, compute_loss
 from tinkermq.actors.learner.algorithms.off_policy.corrections import (
-    CorrectionInputs,
     correct,
 )
 from tinkermq.actors.learner.algorithms.off_policy.mismatch import (
@@ -27,6 +26,8 @@ from tinkermq.actors.learner.algorithms.off_policy.mismatch import (
 )
 from tinkermq.actors.learner.algorithms.values import generalized_advantage, value_loss
 from torch import Tensor
+
+from tests.actors.learner.verl_batch import LENGTH, NUM_SEQS, Batch, assert_same, batch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # verl and ray warn while they are imported
@@ -44,57 +45,16 @@ with warnings.catch_warnings():
     )
     from verl.workers.config import ActorConfig
 
+__all__ = ["batch"]
+
 pytestmark = [pytest.mark.bench, pytest.mark.filterwarnings("ignore")]
 
-NUM_GROUPS, GROUP_SIZE, LENGTH = 5, 4, 12
-NUM_SEQS = NUM_GROUPS * GROUP_SIZE
 AGGREGATIONS = [
     "token-mean",
     "seq-mean-token-mean",
     "seq-mean-token-sum",
     "seq-mean-token-sum-norm",
 ]
-
-
-class Batch:
-    """Random episodes: flat for us, as padded rows [S, L] with a mask for verl."""
-
-    def __init__(self, seed, spread=0.3):
-        generator = torch.Generator().manual_seed(seed)
-
-        def normal(scale):
-            return scale * torch.randn(NUM_SEQS, LENGTH, generator=generator)
-
-        self.mask = (torch.rand(NUM_SEQS, LENGTH, generator=generator) < 0.7).float()
-        self.mask[:, 0] = 1
-        self.place = self.mask.nonzero(as_tuple=True)
-        self.seq_N = self.place[0]
-        self.group_S = torch.arange(NUM_SEQS) // GROUP_SIZE
-        self.index = self.group_S.numpy().astype(object)
-        self.old = -normal(1.0).abs() - 0.1
-        self.behaviour = self.old - normal(spread)
-        self.current = self.old + normal(spread)
-        self.advantages = normal(1.0)
-        self.rewards_S = torch.randint(0, 3, (NUM_SEQS,), generator=generator).float()
-        last_S = (self.mask * torch.arange(LENGTH)).argmax(dim=1)
-        self.token_rewards = torch.zeros(NUM_SEQS, LENGTH)
-        self.token_rewards[torch.arange(NUM_SEQS), last_S] = self.rewards_S
-
-    def flat(self, rows):
-        return rows[self.place]
-
-    def correction_inputs(self):
-        old_N, behaviour_N = self.flat(self.old), self.flat(self.behaviour)
-        return CorrectionInputs(old_N, behaviour_N, self.seq_N, NUM_SEQS)
-
-
-@pytest.fixture(params=range(4))
-def batch(request):
-    return Batch(request.param)
-
-
-def assert_same(ours, theirs):
-    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
