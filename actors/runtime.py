@@ -42,7 +42,7 @@ from ..schemas.wire.errors import NotFoundError, StateError, TinkermqError, root
 from ..schemas.wire.subjects import BUCKET_JOBS, JobScope
 from .folders.links import refuse_links_to_others
 from .logging import configure_logging
-from .storage.models_by_url import with_checkpoints_here, with_models_here
+from .storage.models_by_url import bring_here
 
 EXIT_DONE = 0
 EXIT_CRASHED = 1
@@ -269,8 +269,8 @@ def run_job_actor(
                 await asyncio.to_thread(refuse_links_to_others, record, context.config)
                 if role != "environment":
                     with context.waiting("models from a store"):
-                        context.config = await asyncio.to_thread(with_models_here, context.config)
-                        context.record = await asyncio.to_thread(with_checkpoints_here, record)
+                        here = await bring_here(broker, context.config, record, role)
+                        context.config, context.record = here
                 code = await main(context)
             except TinkermqError as error:
                 if not error.may_pass:

@@ -38,6 +38,7 @@ def refuse_other_stores(config: JobConfig, user: str, stores: Sequence[str]) -> 
 
 def _is_readable(url: str, user: str, stores: Sequence[str]) -> bool:
     below = [f"{one}/{part}/" for one in stores for part in ("models", f"runs/{user}")]
+    below.append(f"{BROKER}runs/{user}/")
     rest = next((url.removeprefix(one) for one in below if url.startswith(one)), "")
     return bool(rest) and not any(odd in rest for odd in _ODD)
 

@@ -31,6 +31,7 @@ from ..models.lora import policy_tensors
 from ..models.policies import policy_folder, prefix_of
 from ..runtime import service_parser
 from ..storage.models_by_url import with_checkpoints_here, with_models_here
+from ..storage.opening import Stores
 from .ranks.child_ranks import ChildRanks
 from .start import starting_point
 from .training.checkpoint import CheckpointStore, load_state
@@ -65,8 +66,8 @@ async def replay(
 
     Raises NotFoundError when the log no longer holds them, or no checkpoint is there.
     """
-    config = await asyncio.to_thread(with_models_here, parse_config(record.config))
-    scope = record.scope
+    scope, stores = record.scope, Stores(broker, record.scope)
+    config = await asyncio.to_thread(with_models_here, parse_config(record.config), stores)
     checkpoints = CheckpointStore(Path(record.run_dir), keep_last=1, keep_every=0)
     newest = checkpoints.latest()
     if newest is None:
@@ -76,7 +77,7 @@ async def replay(
         )
     last_step = checkpoints.steps()[-1]
     nothing = CheckpointStore(Path(record.run_dir) / "none", keep_last=1, keep_every=0)
-    here = await asyncio.to_thread(with_checkpoints_here, record)
+    here = await asyncio.to_thread(with_checkpoints_here, record, stores)
     folder, state, _ = starting_point(nothing, here.fork_dir)
     models = load_models(config, folder)
     records = [item for _, item in await BatchLog(broker, scope).read_all()]

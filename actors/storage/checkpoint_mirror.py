@@ -16,7 +16,8 @@ from ...schemas.wire.errors import NotFoundError, StorageError, TinkermqError
 from ...schemas.wire.subjects import JobScope
 from ..models.checkpoint_folders import checkpoint_name
 from ..models.digests import TABLE
-from .trees import Store, fetch_tree, upload_tree
+from .opening import Store
+from .trees import fetch_tree, upload_tree
 from .url_store import StoredObject, UrlStore
 
 _NAME = re.compile(r"step_([0-9]{6,})-[0-9a-f]{16}")

@@ -11,10 +11,9 @@ from pathlib import Path, PurePosixPath
 from ...schemas.wire.errors import StorageError
 from ..models.digests import TABLE, digest_of, is_state, read_table
 from ..models.writing import flush, storage_error
-from .broker_store import BrokerStore
-from .url_store import StoredObject, UrlStore
+from .opening import Store
+from .url_store import StoredObject
 
-Store = UrlStore | BrokerStore
 _THREADS = 4
 _FETCHES = 3
 

@@ -130,6 +130,7 @@ def job_permissions(
     own = f"{scope.user}" if answers_others else f"{scope.user}.{scope.job}"
     inboxes = (f"_INBOX_job.{own}.>", f"{inbox(scope.user)}.>")
     listed = identity.role != "environment"
+    loads = identity.role in ("rank", "generator", "evaluator", "server")
     publish = {
         "learner": _learner,
         "rank": _rank,
@@ -170,6 +171,7 @@ def job_permissions(
         publish=(
             *publish,
             scope.store(identity.role) + ".>",
+            *(_readable(f"OBJ_{scope.object_checkpoints}") if loads else ()),
             *inboxes,
             *((_TOOLS_INBOX,) if listed else ()),
         ),

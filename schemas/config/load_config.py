@@ -106,7 +106,9 @@ def apply_override(values: dict[str, Any], override: str) -> None:
 
 
 def _scalar(text: str, what: str) -> Any:
-    """Read a value as YAML, taking 1e-5 as the number that people mean."""
+    """Read a value as YAML, taking 1e-5 as the number that people mean, and `broker:` as a word."""
+    if text.endswith(":") and text.isprintable() and " " not in text:
+        return text
     value = _load(text, what) if text else ""
     if isinstance(value, str):
         try:

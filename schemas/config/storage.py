@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 BROKER = "broker:"
 """In the place of a URL: the broker keeps the checkpoints."""
 URL_PATTERN = r"^(broker:|(s3|gs|file)://[A-Za-z0-9._/=+@-]+)$"
-_URL = re.compile(r"(s3|gs|file)://")
+_URL = re.compile(r"(s3|gs|file)://|broker:runs/")
 
 
 def is_url(value: str) -> bool:

@@ -9,6 +9,7 @@ import pytest
 from tinkermq.envs.registry import GROUP
 from tinkermq.schemas.config.load_config import (
     all_keys,
+    apply_override,
     check_keys,
     load_config,
     parse_config,
@@ -208,3 +209,9 @@ def test_the_examples_are_valid(example: Path) -> None:
 
 def test_every_game_has_an_example() -> None:
     assert {example.stem for example in EXAMPLES} >= GAMES
+
+
+def test_an_override_may_end_with_a_colon() -> None:
+    values: dict[str, object] = {}
+    apply_override(values, "storage.url=broker:")
+    assert values == {"storage": {"url": "broker:"}}

@@ -17,6 +17,7 @@ from ....broker.evaluations import best_of, read_scores
 from ....schemas.job import JobRecord
 from ....schemas.wire.errors import NotFoundError, TinkermqError
 from ...models.checkpoint_folders import checkpoint_folders
+from ...storage.opening import Stores
 from ...storage.stored_runs import stored_checkpoints
 
 _CHUNK = 1 << 20
@@ -27,7 +28,7 @@ async def scored_checkpoints(broker: Broker, record: JobRecord) -> list[dict[str
 
     Raises StorageError.
     """
-    found = await asyncio.to_thread(list_checkpoints, record)
+    found = await asyncio.to_thread(list_checkpoints, record, Stores(broker))
     try:
         scores = await read_scores(broker, record.scope)
     except TinkermqError:
@@ -36,9 +37,9 @@ async def scored_checkpoints(broker: Broker, record: JobRecord) -> list[dict[str
     return [{**one, "score": scores.get(one["step"]), "best": one["step"] == best} for one in found]
 
 
-def list_checkpoints(record: JobRecord) -> list[dict[str, Any]]:
+def list_checkpoints(record: JobRecord, stores: Stores) -> list[dict[str, Any]]:
     """Return step, size and time of each checkpoint, newest first; raises StorageError."""
-    found = _in_store(record)
+    found = _in_store(record, stores)
     there = {one["step"] for one in found}
     for step, folder in checkpoint_folders(record.run_dir).items():
         files = list(_files(folder))
@@ -56,7 +57,7 @@ def list_checkpoints(record: JobRecord) -> list[dict[str, Any]]:
     return sorted(found, key=lambda one: one["step"], reverse=True)
 
 
-def _in_store(record: JobRecord) -> list[dict[str, Any]]:
+def _in_store(record: JobRecord, stores: Stores) -> list[dict[str, Any]]:
     return [
         {
             "step": step,
@@ -65,20 +66,21 @@ def _in_store(record: JobRecord) -> list[dict[str, Any]]:
             "saved": max(file.saved for file in one.files),
             "path": one.url,
         }
-        for step, one in stored_checkpoints(record, tries=1).items()
+        for step, one in stored_checkpoints(record, stores, tries=1).items()
     ]
 
 
-def folder_of(record: JobRecord, step: int) -> Path:
+def folder_of(record: JobRecord, step: int, stores: Stores) -> Path:
     """Return the folder of a checkpoint; raises NotFoundError."""
     folder = checkpoint_folders(record.run_dir).get(step)
     if folder is not None:
         return folder
-    stored = stored_checkpoints(record, tries=1).get(step)
+    stored = stored_checkpoints(record, stores, tries=1).get(step)
     if stored is not None:
         raise NotFoundError(
             f"the checkpoint of step {step} of run {record.name} is in its store: {stored.url}",
-            hint="copy that from there, with any tool of the store",
+            hint="copy that from there, with any tool of the store; from the broker with "
+            "`nats object get`",
         )
     raise NotFoundError(
         f"run {record.name} has no checkpoint of step {step} on this machine",

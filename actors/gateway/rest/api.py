@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from ....schemas.job import JobRecord
+from ...storage.opening import Stores
 from ..data import checkpoints, logs
 from ..data.exact_metrics import exact_lines
 from ..data.overview import actors_of, glance
@@ -157,9 +158,9 @@ async def get_checkpoints(request: Request) -> Response:
 
 async def get_checkpoint(request: Request) -> Response:
     """Answer with a checkpoint as a tar archive."""
-    _, record = await job_of(request)
-    step = int(request.path_params["step"])
-    folder = await asyncio.to_thread(checkpoints.folder_of, record, step)
+    visitor, record = await job_of(request)
+    step, stores = int(request.path_params["step"]), Stores(visitor.broker)
+    folder = await asyncio.to_thread(checkpoints.folder_of, record, step, stores)
     name = f"{record.name}-step_{step:06d}"
     safe = "".join(char for char in name if char.isalnum() or char in "-_") or "checkpoint"
     return StreamingResponse(

@@ -16,6 +16,7 @@ from ....schemas.tinker.names import CheckpointName, is_path, run_in
 from ....schemas.tinker.operation import ModelInfo
 from ....schemas.wire.errors import ConfigError, NotFoundError, StateError
 from ...models.lora import base_of, is_adapter
+from ...storage.opening import Stores
 from ...tinker.checkpoints.folders import CheckpointFolders, missing
 from ...tinker.checkpoints.taken import take_over
 from ...tinker.states import STATES
@@ -119,7 +120,9 @@ class Origins:
         if origin.removal == "delete":
             raise StateError(f"run {origin.name} is being deleted", hint="fork another one")
         scores = await read_scores(self._broker, origin.scope) if step == BEST_STEP else {}
-        number, folder = await asyncio.to_thread(find_checkpoint, origin, step, scores)
+        number, folder = await asyncio.to_thread(
+            find_checkpoint, origin, step, Stores(self._broker), scores
+        )
         return f"{origin.name}@{number}", folder
 
     def _tinker(self, user: str, name: CheckpointName) -> str:

@@ -13,9 +13,10 @@ from ....schemas.tinker.names import is_path
 from ....schemas.wire.errors import NotFoundError, StateError, StorageError
 from ...folders.linking import link_file
 from ...models.checkpoint_folders import checkpoint_folders
+from ...storage.opening import Stores
 from ...storage.stored_runs import (
+    is_put_away,
     keep_stored,
-    keeps_in_broker,
     store_of,
     stored_checkpoints,
 )
@@ -49,7 +50,10 @@ def make_run_dir(config: JobConfig, owner: str = "") -> Path:
 
 
 def find_checkpoint(
-    origin: JobRecord, step: str, scores: Mapping[int, float] | None = None
+    origin: JobRecord,
+    step: str,
+    stores: Stores,
+    scores: Mapping[int, float] | None = None,
 ) -> tuple[int, str]:
     """Return step and place of a run's checkpoint: of a step, of the `last` or the `best` one.
 
@@ -60,7 +64,7 @@ def find_checkpoint(
     if (store := store_of(origin)) is None:
         there = {step: str(path) for step, path in checkpoint_folders(origin.run_dir).items()}
     else:
-        there = {number: one.url for number, one in stored_checkpoints(origin).items()}
+        there = {number: one.url for number, one in stored_checkpoints(origin, stores).items()}
     if step == BEST_STEP:
         number = best_of(scores or {}, there)
         if number is None:
@@ -84,19 +88,16 @@ def _where_else(origin: JobRecord, there: dict[int, str]) -> str:
     """Say which steps are there, or why none is."""
     if there:
         return f"there are those of steps {', '.join(map(str, sorted(there)))}"
-    if keeps_in_broker(origin):
-        return (
-            "its checkpoints are in the broker (storage.url: broker:), where only the run itself "
-            "finds them; others find those on a disk that the scheduler sees, or in a store by URL"
-        )
+    if is_put_away(origin) and origin.archived is not None:
+        return f"they are in its archive: bring it back (`tinkermq archive {origin.name} --undo`)"
     return "wait until it has written one (training.save_freq)"
 
 
-def keep_checkpoint(record: JobRecord, run_dir: Path) -> str:
+def keep_checkpoint(record: JobRecord, run_dir: Path, stores: Stores) -> str:
     """Keep what a job begins with: in its store, or in the run's folder. Raises as below."""
     if is_url(record.fork_dir):
         only = record.weights_only or not record.trains  # who serves needs no optimiser's state
-        return keep_stored(record.fork_dir, record.scope, weights_only=only)
+        return keep_stored(record.fork_dir, record.scope, stores, weights_only=only)
     as_copy = is_path(record.fork_of or "")
     fork = Path(record.fork_dir)
     return str(pin_checkpoint(fork, run_dir, weights_only=record.weights_only, as_copy=as_copy))
@@ -136,10 +137,12 @@ def pin_checkpoint(
     return pinned
 
 
-def pin_adapters(record: JobRecord, run_dir: Path) -> dict[str, str]:
+def pin_adapters(record: JobRecord, run_dir: Path, stores: Stores) -> dict[str, str]:
     """Keep further adapters by their names, `run@step`; raises what `pin_checkpoint` does."""
     return {
-        name: keep_stored(each, record.scope, place=f"{_ADAPTERS}/{name}", weights_only=True)
+        name: keep_stored(
+            each, record.scope, stores, place=f"{_ADAPTERS}/{name}", weights_only=True
+        )
         if is_url(each)
         else str(
             pin_checkpoint(

@@ -5,6 +5,7 @@ was cut off half-way goes on where it was when it is sent again.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,12 +20,14 @@ from ....schemas.config.load_config import check_keys, merged, parse_config
 from ....schemas.config.reward import RewardConfig
 from ....schemas.job import ActorPlacement, ConfigureRequest, JobRecord, SubmitRequest
 from ....schemas.tinker.names import is_path
-from ....schemas.wire.errors import ConfigError, MessageError, StateError
+from ....schemas.wire.errors import ConfigError, MessageError, StateError, TinkermqError
 from ....schemas.wire.ids import new_id
 from ....schemas.wire.subjects import DEFAULT_USER, JobScope, token
 from ...folders.links import named_by
 from ...folders.roots import in_default_folder, output_roots, with_allowed_folders
 from ...folders.stores import operator_stores, refuse_other_stores
+from ...storage.opening import Stores
+from ...storage.stored_runs import free_copies
 from ..jobs.actors import KINDS, actors_for, slots_of, unplaced
 from ..jobs.holdings import (
     check_bucket,
@@ -133,6 +136,7 @@ class Submission:
             record = await self._complete(blank, None) if request.configured else blank
             job = await self._jobs.job_of_request(user, request.request_id, job)
             if job != record.job:  # another scheduler has made it meanwhile
+                await self._free_copies(blank)
                 return await self._jobs.get(user, job)
             if request.sealed:
                 await self._secrets.keep(JobScope(user, job), request.sealed)
@@ -181,9 +185,8 @@ class Submission:
         wanted = {"actors": actors, "stored_bytes": reserved_bytes(config)}
         self.check_growth(before, record.model_copy(update=wanted))
         run_dir = await asyncio.to_thread(make_run_dir, config, self._folder_of(record.user))
-        fork_dir = record.fork_dir
-        if fork_dir:
-            fork_dir = await asyncio.to_thread(keep_checkpoint, record, run_dir)
+        judge = await self._judge(record.user, config.env.reward)
+        fork_dir, adapters = await self._kept(record, run_dir)
         if record.weights_only:
             config, fork_dir = config.with_model(fork_dir), ""
         fields = {
@@ -195,10 +198,25 @@ class Submission:
             "run_dir": str(run_dir),
             "output_roots": [str(root) for root in roots],
             "fork_dir": fork_dir,
-            "adapters": await asyncio.to_thread(pin_adapters, record, run_dir),
-            "judge": await self._judge(record.user, config.env.reward),
+            "adapters": adapters,
+            "judge": judge,
         }
         return record.model_copy(update=fields)
+
+    async def _kept(self, record: JobRecord, run_dir: Path) -> tuple[str, dict[str, str]]:
+        """Return the job's own copies of what it begins with; of a half one nothing is left."""
+        stores, fork_dir = Stores(self._broker), record.fork_dir
+        try:
+            if fork_dir:
+                fork_dir = await asyncio.to_thread(keep_checkpoint, record, run_dir, stores)
+            return fork_dir, await asyncio.to_thread(pin_adapters, record, run_dir, stores)
+        except TinkermqError:
+            await self._free_copies(record)
+            raise
+
+    async def _free_copies(self, record: JobRecord) -> None:
+        with contextlib.suppress(TinkermqError):  # the store is away: the error before is told
+            await asyncio.to_thread(free_copies, record, Stores(self._broker))
 
     async def resumed(self, record: JobRecord, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields with which a job that has ended waits for its next attempt.

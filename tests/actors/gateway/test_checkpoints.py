@@ -9,6 +9,8 @@ import pytest
 from tinkermq.actors.gateway.data.checkpoints import folder_of, list_checkpoints, pack
 from tinkermq.actors.models.digests import write_digests
 from tinkermq.actors.storage.checkpoint_mirror import CheckpointMirror
+from tinkermq.actors.storage.opening import Stores
+from tinkermq.broker.client.connection import Broker
 from tinkermq.schemas.wire.errors import NotFoundError
 
 from tests.actors.gateway.test_records import record
@@ -29,15 +31,20 @@ def run(tmp_path: Path) -> Any:
     return record(1, run_dir=str(tmp_path / "run"))
 
 
-def test_checkpoints_are_listed_newest_first_links_left_out(run: Any) -> None:
-    found = list_checkpoints(run)
+@pytest.fixture
+async def stores(broker: Broker) -> Stores:
+    return Stores(broker)
+
+
+async def test_checkpoints_are_listed_newest_first_links_left_out(run: Any, stores: Stores) -> None:
+    found = list_checkpoints(run, stores)
     assert [one["step"] for one in found] == [12, 3]
     assert found[0]["files"] == ["model.safetensors", "learner/state.json"]
     assert found[0]["bytes"] == 256 * 5000 + 2
 
 
-def test_a_checkpoint_is_packed_as_an_ordinary_tar_archive(run: Any) -> None:
-    packed = b"".join(pack(folder_of(run, 12), "run-12"))
+async def test_a_checkpoint_is_packed_as_an_ordinary_tar_archive(run: Any, stores: Stores) -> None:
+    packed = b"".join(pack(folder_of(run, 12, stores), "run-12"))
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
         names = archive.getnames()
         weights = archive.extractfile("run-12/model.safetensors")
@@ -47,12 +54,12 @@ def test_a_checkpoint_is_packed_as_an_ordinary_tar_archive(run: Any) -> None:
 
 
 @pytest.mark.parametrize("step", [7, 99])
-def test_a_checkpoint_that_is_not_there_is_named(run: Any, step: int) -> None:
+async def test_a_checkpoint_that_is_not_there_is_named(run: Any, step: int, stores: Stores) -> None:
     with pytest.raises(NotFoundError, match=f"step {step}"):
-        folder_of(run, step)
+        folder_of(run, step, stores)
 
 
-def test_a_run_with_a_store_lists_what_is_there(tmp_path: Path) -> None:
+async def test_a_run_with_a_store_lists_what_is_there(tmp_path: Path, stores: Stores) -> None:
     url = f"file://{tmp_path}/store"
     run = record(1, config={"storage": {"url": url}})
     mirror = CheckpointMirror.of_run(url, run.scope, keep_last=1, keep_every=0)
@@ -61,15 +68,15 @@ def test_a_run_with_a_store_lists_what_is_there(tmp_path: Path) -> None:
     (made / "learner" / "state.json").write_text("{}")
     write_digests(made)
     mirror.upload(8, made)
-    (one,) = list_checkpoints(run)
+    (one,) = list_checkpoints(run, stores)
     assert (one["step"], one["files"]) == (8, ["SHA256SUMS", "learner/state.json"])
     assert one["path"].startswith(f"{mirror.store.url}/step_000008-")
     with pytest.raises(NotFoundError, match=f"of step 8 .* is in its store: {url}"):
-        folder_of(run, 8)
+        folder_of(run, 8, stores)
     with pytest.raises(NotFoundError, match="step 7"):
-        folder_of(run, 7)
+        folder_of(run, 7, stores)
 
 
-def test_a_run_without_folder_has_no_checkpoints() -> None:
-    assert list_checkpoints(record(1)) == []
-    assert list_checkpoints(record(1, run_dir="/nonexistent")) == []
+async def test_a_run_without_folder_has_no_checkpoints(stores: Stores) -> None:
+    assert list_checkpoints(record(1), stores) == []
+    assert list_checkpoints(record(1, run_dir="/nonexistent"), stores) == []

@@ -14,11 +14,19 @@ from tinkermq.actors.learner.start import starting_point
 from tinkermq.actors.learner.training.checkpoint import CheckpointStore
 from tinkermq.actors.models.digests import write_digests
 from tinkermq.actors.scheduler.jobs.actors import slots_of
+from tinkermq.actors.storage.broker_store import BrokerStore
 from tinkermq.actors.storage.checkpoint_mirror import CheckpointMirror
 from tinkermq.actors.storage.models_by_url import fetch_model, with_checkpoints_here
-from tinkermq.actors.storage.stored_runs import free_stored
+from tinkermq.actors.storage.opening import Stores
+from tinkermq.actors.storage.stored_runs import free_copies, free_stored
 from tinkermq.actors.tinker.checkpoints.folders import CheckpointFolders, StoredCheckpoint
 from tinkermq.actors.tinker.states import STATES
+from tinkermq.broker.jetstream.streams import (
+    create_job_streams,
+    delete_job_streams,
+    stream_info,
+)
+from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.config.load_config import parse_config
 from tinkermq.schemas.job import (
     ConfigureRequest,
@@ -173,14 +181,45 @@ async def test_a_fork_names_a_checkpoint_that_is_there(stack: Stack) -> None:
         await stack.submit(fork_of="origin")
 
 
-async def test_a_fork_of_a_run_whose_checkpoints_are_in_the_broker_is_told_so(
-    stack: Stack,
+async def test_a_fork_of_a_run_whose_checkpoints_are_in_the_broker_has_a_copy_of_its_own(
+    stack: Stack, tmp_path: Path
 ) -> None:
     await stack.scheduler()
-    await stack.submit(name="origin", storage={"url": "broker:"})
-    with pytest.raises(NotFoundError, match="'origin' has no checkpoint yet") as caught:
+    origin = await stack.submit(name="origin", storage={"url": "broker:"})
+    with pytest.raises(NotFoundError, match="'origin' has no checkpoint yet"):
         await stack.submit(fork_of="origin@last")
-    assert "its checkpoints are in the broker" in (caught.value.hint or "")
+    limits = LimitsConfig(checkpoint_bytes=16 << 20)
+    await create_job_streams(stack.broker, origin.scope, limits, checkpoints=True)
+    await stack.jobs.update(origin, lambda now: now.model_copy(update={"has_streams": True}))
+    store = BrokerStore(stack.broker, origin.scope)
+    mirror = CheckpointMirror(store, keep_last=2, keep_every=0)
+    made = tmp_path / "made"
+    (made / "learner").mkdir(parents=True)
+    (made / "learner" / "state.json").write_text("{}")
+    (made / "config.json").write_text("40")
+    write_digests(made)
+    await asyncio.to_thread(mirror.upload, 40, made)
+    await asyncio.sleep(3)  # the scheduler has seen that change
+    with pytest.raises(NotFoundError, match="of step 7") as missing:
+        await stack.submit(fork_of="origin@7")
+    assert missing.value.hint == "there are those of steps 40"
+    fork = await stack.submit(fork_of="origin@last")
+    own = f"broker:runs/local/{fork.job}/fork"
+    assert (fork.fork_of, fork.fork_dir) == ("origin@40", own)
+    await delete_job_streams(stack.broker, origin.scope)  # the copy is the fork's own
+    stores = Stores(stack.broker, fork.scope)
+    with environment({"TINKERMQ_CACHE": str(tmp_path / "cache")}):
+        here = await asyncio.to_thread(with_checkpoints_here, fork, stores)
+        only = await asyncio.to_thread(with_checkpoints_here, fork, stores, weights_only=True)
+    assert (Path(here.fork_dir) / "config.json").read_text() == "40"
+    assert (Path(here.fork_dir) / "learner" / "state.json").exists()
+    assert (Path(only.fork_dir) / "config.json").read_text() == "40"
+    assert not (Path(only.fork_dir) / "learner").exists()
+    with pytest.raises(StorageError, match="is of another job"):
+        stores.open(f"broker:runs/local/{origin.job}/fork")
+    await asyncio.to_thread(free_copies, fork, Stores(stack.broker))
+    with pytest.raises(NotFoundError):
+        await stream_info(stack.broker, f"OBJ_{fork.scope.object_checkpoints}")
 
 
 async def test_a_fork_of_a_run_with_a_store_keeps_a_copy_there(
@@ -208,7 +247,7 @@ async def test_a_fork_of_a_run_with_a_store_keeps_a_copy_there(
     assert begun.config["model"]["path"] == f"{url}/runs/local/{begun.job}/fork"
     shutil.rmtree(tmp_path / "store" / "runs" / "local" / origin.job)
     with environment({"TINKERMQ_CACHE": str(tmp_path / "cache")}):
-        here = with_checkpoints_here(fork)
+        here = with_checkpoints_here(fork, Stores(stack.broker))
         model = fetch_model(begun.config["model"]["path"])
     assert starting_point(CheckpointStore(tmp_path, keep_last=1, keep_every=0), here.fork_dir)
     assert (Path(here.fork_dir) / "config.json").read_text() == "40"
