@@ -185,8 +185,11 @@ class AlgorithmConfig(Section):
     with those (R3), so that generator and learner compute with the same experts."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL to the frozen initial policy; 0: no reference is loaded."""
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(default="k3", json_schema_extra=when("kl_coef"))
-    """Estimator of the KL; k1 in rewards only, its gradient in a loss is zero in expectation."""
+    kl_estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] = Field(
+        default="k3", json_schema_extra=when("kl_coef")
+    )
+    """Estimator of the KL; k1 in rewards only, its gradient in a loss is zero in expectation. k1+
+    and k3+ have the gradient of k2, which is that of the KL."""
     kl_in: Literal["loss", "reward"] = Field(default="loss", json_schema_extra=when("kl_coef"))
     """Where the KL enters."""
     entropy_coef: float = Field(default=0.0, ge=0)

@@ -147,7 +147,7 @@ RULES = (
             and job.algorithm.kl_in == "loss"
         ),
         "has no effect in the loss, where its gradient is zero in expectation: set "
-        "algorithm.kl_estimator to k3 or k2, or algorithm.kl_in=reward",
+        "algorithm.kl_estimator to k3, k2 or k1+, or algorithm.kl_in=reward",
     ),
     Rule(
         "algorithm.proximal=loglinear",

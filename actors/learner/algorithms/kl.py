@@ -2,7 +2,8 @@
 
 With x = log π − log π_ref the estimators are k1 = x, k2 = x²/2, k3 = e^(−x) − 1 + x
 (http://joschu.net/blog/kl-approx.html). In the loss the gradient flows through `logprobs_N`; the
-gradient of k1 is 0 in expectation, so k1 belongs in the reward.
+gradient of k1 is 0 in expectation, so k1 belongs in the reward. k1+ and k3+ have the value of k1
+and k3 with the gradient of k2, which is that of the KL (as verl names them).
 """
 
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from .losses import log_ratio
 from .registry import choose
+
+KlEstimator = Callable[[Tensor, Tensor], Tensor]
 
 
 def k1(logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
@@ -30,7 +33,21 @@ def k3(logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
     return torch.exp(-x_N) - 1 + x_N
 
 
-KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+def _with_gradient_of_k2(value: Callable[[Tensor, Tensor], Tensor]) -> KlEstimator:
+    def estimate(logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
+        slope_N = k2(logprobs_N, reference_N)
+        return value(logprobs_N, reference_N).detach() + slope_N - slope_N.detach()
+
+    return estimate
+
+
+KL_ESTIMATORS: dict[str, KlEstimator] = {
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+    "k1+": _with_gradient_of_k2(k1),
+    "k3+": _with_gradient_of_k2(k3),
+}
 
 
 def kl_per_token(name: str, logprobs_N: Tensor, reference_N: Tensor) -> Tensor:

@@ -33,6 +33,15 @@ def test_in_the_loss_the_gradient_flows_through_the_current_policy(name, slope):
 
 
 @pytest.mark.parametrize("name", ["k1", "k3"])
+def test_with_a_plus_the_value_stays_and_the_gradient_is_that_of_k2(name):
+    logprobs = LOGPROBS.clone().requires_grad_()
+    plus = kl_per_token(f"{name}+", logprobs, REFERENCE)
+    torch.testing.assert_close(plus.detach(), kl_per_token(name, LOGPROBS, REFERENCE))
+    [gradient] = torch.autograd.grad(plus.sum(), logprobs)
+    torch.testing.assert_close(gradient, LOGPROBS - REFERENCE)
+
+
+@pytest.mark.parametrize("name", ["k1", "k3"])
 def test_unbiased_estimates_average_to_the_exact_kl(name):
     torch.manual_seed(0)
     policy, reference = torch.randn(2, 6, dtype=torch.float64).log_softmax(-1)

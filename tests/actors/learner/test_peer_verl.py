@@ -209,10 +209,17 @@ def test_the_gradient_of_dppo_agrees(batch):
     assert_same(current.grad, theirs_current.grad)
 
 
-@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("name", ["k1", "k2", "k3", "k1+", "k3+"])
 def test_kl_estimates_agree(batch, name):
-    ours = kl_per_token(name, batch.flat(batch.current), batch.flat(batch.old))
-    assert_same(ours, batch.flat(core_algos.kl_penalty(batch.current, batch.old, name)))
+    current = batch.current.clone().requires_grad_()
+    ours = kl_per_token(name, batch.flat(current), batch.flat(batch.old))
+    theirs_current = batch.current.clone().requires_grad_()
+    theirs = batch.flat(core_algos.kl_penalty(theirs_current, batch.old, name))
+    assert_same(ours, theirs)
+    assert_same(
+        torch.autograd.grad(ours.sum(), current)[0],
+        torch.autograd.grad(theirs.sum(), theirs_current)[0],
+    )
 
 
 @pytest.mark.parametrize("spread", [0.01, 0.3, 2.0])
