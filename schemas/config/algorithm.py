@@ -41,15 +41,16 @@ CORRECTING_LOSSES = ("dppo", "dppo_kl", "topr", "vespo")
 """Losses that correct for the behaviour policy by themselves."""
 LOSSES_OF_SEQUENCES = ("gspo", "gmpo", "topr", "vespo")
 """Losses that need all of a sequence at once."""
-LOSS_OPTIONS: dict[str, tuple[str, ...]] = {
-    "sapo": ("tau_pos", "tau_neg"),
-    "clip_cov": ("share", "cov_low", "cov_high"),
-    "kl_cov": ("share", "coef"),
-    "dppo": ("kl_tau",),
-    "dppo_kl": ("ratio_cap",),
-    "vespo": ("k_pos", "lambda_pos", "k_neg", "lambda_neg"),
+_ABOVE_0, _AT_MOST_1 = (1e-6, 1e6), (1e-6, 1.0)
+LOSS_OPTIONS: dict[str, dict[str, tuple[float, float]]] = {
+    "sapo": {"tau_pos": _ABOVE_0, "tau_neg": _ABOVE_0},
+    "clip_cov": {"share": _AT_MOST_1, "cov_low": (-1e6, 1e6), "cov_high": (-1e6, 1e6)},
+    "kl_cov": {"share": _AT_MOST_1, "coef": (0.0, 1e6)},
+    "dppo": {"kl_tau": (0.0, 1e6)},
+    "dppo_kl": {"ratio_cap": _ABOVE_0},
+    "vespo": dict.fromkeys(("k_pos", "lambda_pos", "k_neg", "lambda_neg"), _ABOVE_0),
 }
-"""What losses have beside their clips."""
+"""What losses have beside their clips: each with its least and its greatest value."""
 CorrectionName = Literal["none", "tis", "icepop", "geometric", "mis", "veto", "decoupled", "m2po"]
 OF_WHOLE_SEQUENCES = ("geometric", "mis", "veto")
 """Corrections that need all of a sequence at once."""
@@ -88,8 +89,8 @@ class CorrectionMask(Section):
             raise ValueError(f"low={low:g} is not under high={high:g}: nothing would be left")
         if self.of in ("k2", "k3") and (low is not None or (high or 0) <= 0):
             raise ValueError(f"{self.of} is never negative: bound it from above, by high > 0")
-        if self.of == "ratio" and ((low or 0) < 0 or (high is not None and high <= 0)):
-            raise ValueError("a ratio is never negative: bound it by low ≥ 0 and high > 0")
+        if self.of == "ratio" and any(one is not None and one <= 0 for one in (low, high)):
+            raise ValueError("a ratio is never negative: bound it by low > 0 and high > 0")
         return self
 
 
@@ -270,15 +271,28 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _options_are_known(self) -> Self:
-        known = LOSS_OPTIONS.get(self.loss, ())
-        for name in self.loss_options:
+        known = LOSS_OPTIONS.get(self.loss, {})
+        for name, value in self.loss_options.items():
             if name not in known:
                 there = f"it has {', '.join(known)}" if known else "it has none"
                 raise ValueError(f"loss={self.loss} has no option {name[:40]!r}: {there}")
+            least, most = known[name]
+            if not least <= value <= most:
+                raise ValueError(
+                    f"{name}={value:g} of loss={self.loss}: from {least:g} to {most:g}"
+                )
+        options = {"cov_low": 1.0, "cov_high": 5.0, **self.loss_options}
+        if self.loss == "clip_cov" and options["cov_low"] >= options["cov_high"]:
+            raise ValueError("cov_low is not under cov_high: no token would be left out")
         return self
 
     @model_validator(mode="after")
     def _bounds_are_not_crossed(self) -> Self:
+        low, high = self.clip_low, self.clip_high or 5.0
+        if self.loss == "cispo" and low is not None and low >= high:
+            raise ValueError(
+                f"clip_low={low:g} is not under clip_high={high:g}: every token would weigh the same"
+            )
         floors, caps = {"icepop": 0.5, "geometric": 0.99}, {"icepop": 5.0, "geometric": 1.01}
         if self.correction in floors:
             floor = self.correction_floor

@@ -104,16 +104,27 @@ def grpo(
     With std=batch the std is that of all rewards of the batch, so that easy and hard tasks weigh
     the same (arXiv 2508.08221).
     """
-    rewards_S, _, peers = _groups(inputs)
-    if std == "group" or len(rewards_S) < 2:
+    rewards_S, key_S, peers = _groups(inputs)
+    of_episodes = _by_episode(inputs, key_S, peers)
+    if std == "group" or len(of_episodes) < 2:
         return _to_tokens((rewards_S - peers.mean) / (peers.std + epsilon), inputs)
-    return _to_tokens((rewards_S - peers.mean) / (rewards_S.std() + epsilon), inputs)
+    return _to_tokens((rewards_S - peers.mean) / (of_episodes.std() + epsilon), inputs)
+
+
+def _by_episode(inputs: AdvantageInputs, key_S: Tensor, peers: Peers) -> Tensor:
+    """Return one reward for each episode: the mean of its sequences, where it has several."""
+    if inputs.owner_S is None:
+        return peers.mine
+    pair_S: Any = key_S * (int(inputs.owner_S.max()) + 1) + inputs.owner_S
+    pairs, of_pair_S = pair_S.unique(return_inverse=True)
+    return peers.mine.new_zeros(len(pairs)).index_put((of_pair_S,), peers.mine)
 
 
 def gpg(inputs: AdvantageInputs) -> Tensor:
     """α (R − mean), α = episodes over those whose reward is not 0 (GPG, arXiv 2504.02546)."""
-    rewards_S, _, peers = _groups(inputs)
-    scale = len(rewards_S) / max(int((rewards_S != 0).sum()), 1)
+    rewards_S, key_S, peers = _groups(inputs)
+    of_episodes = _by_episode(inputs, key_S, peers)
+    scale = len(of_episodes) / max(int((of_episodes != 0).sum()), 1)
     return _to_tokens(scale * (rewards_S - peers.mean), inputs)
 
 

@@ -28,8 +28,8 @@ from ..algorithms.training_batch import TrainingBatch
 from ..packing.micro_batch import MicroBatch
 from .model import TokenScores
 
-_GRADIENT_AT_ZERO = frozenset({"dppo", "kl_cov", "sft"})
-"""Losses that move the weights where the advantage is 0, too."""
+_GRADIENT_AT_ZERO = frozenset({"clip_cov", "dppo", "kl_cov", "sft"})
+"""Losses in which tokens of advantage 0 have a part, too."""
 
 
 @dataclass(frozen=True)

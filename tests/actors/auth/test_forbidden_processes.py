@@ -105,9 +105,16 @@ async def test_only_the_learner_of_a_job_writes_its_checkpoints_in_the_broker(
     await store.put("a", [memoryview(b"a")], deadline_s=10)
     assert [info.name for info in await store.infos()] == ["a"]
     await store.delete("a")
+    await store.put("a", [memoryview(b"a")], deadline_s=10)
     for actor in ("generator-0", "evaluator-0", "environment-0"):
         process = await pool.process(job, actor)
         await refused_publish(process, f"$O.{bucket}.C.x")
-        await refused_publish(process, f"$JS.API.DIRECT.GET.OBJ_{bucket}", b"{}")
+        await refused_publish(process, f"$JS.API.STREAM.DELETE.OBJ_{bucket}", b"{}")
+        if actor == "environment-0":  # which runs games, and loads no model
+            await refused_publish(process, f"$JS.API.DIRECT.GET.OBJ_{bucket}", b"{}")
+        else:
+            read = ObjectStore(process, bucket)
+            assert [info.name for info in await read.infos()] == ["a"]
     stranger = await pool.process(JobScope("mallory", "01mine"), "learner")
     await refused_publish(stranger, f"$O.{bucket}.C.x")
+    await refused_publish(stranger, f"$JS.API.DIRECT.GET.OBJ_{bucket}", b"{}")

@@ -168,6 +168,14 @@ def test_gpg_makes_up_for_episodes_without_a_reward():
     assert_advantages("gpg", inputs([0, 0], [0, 0]), [0, 0])
 
 
+def test_an_episode_of_several_sequences_counts_once_in_the_batch():
+    once = inputs([0, 2, 0, 2], [0, 0, 1, 1])
+    rows = inputs([0, 2, 2, 2, 0, 2], [0, 0, 0, 0, 1, 1], owner_S=[0, 1, 1, 1, 2, 3])
+    for name, options in (("gpg", {}), ("grpo", {"std": "batch"})):
+        expected = compute_advantages(name, once, **options)
+        assert torch.equal(compute_advantages(name, rows, **options)[[0, 1, 4, 5]], expected)
+
+
 def test_passk_rewards_the_lead_of_the_best_alone():
     std = statistics.stdev([1, 4, 2]) + 1e-6
     case = inputs([1, 4, 2, 3, 3, 5], [0, 0, 0, 1, 1, 2])

@@ -43,7 +43,6 @@ def masked(
 def _out_of_bounds(mask: CorrectionMask, inputs: CorrectionInputs) -> Tensor:
     """Mark the tokens that a mask drops: bool[N]."""
     log_N = inputs.old_logprobs_N - inputs.behaviour_logprobs_N
-    # A product is bounded by its logarithm, so that no long sequence overflows.
     value_N = log_N if mask.of == "ratio" else _divergence(mask.of, log_N)
     if mask.over in _BY_SEQUENCE:
         value_S = _BY_SEQUENCE[mask.over](value_N, inputs.seq_N, inputs.num_seqs)
@@ -63,7 +62,8 @@ def _divergence(of: str, log_N: Tensor) -> Tensor:
 
 
 def _outside(mask: CorrectionMask, values: Tensor) -> Tensor:
-    """Mark values beyond the bounds of a mask; those of ratios are logarithms."""
+    """Mark values beyond the bounds of a mask; those of ratios come as logarithms, whose
+    exponentials may be infinite: that is beyond any bound."""
     outside = torch.zeros_like(values, dtype=torch.bool)
     low, high = mask.low, mask.high
     if mask.of == "ratio":
