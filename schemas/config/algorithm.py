@@ -291,7 +291,7 @@ class AlgorithmConfig(Section):
         low, high = self.clip_low, self.clip_high or 5.0
         if self.loss == "cispo" and low is not None and low >= high:
             raise ValueError(
-                f"clip_low={low:g} is not under clip_high={high:g}: every token would weigh the same"
+                f"clip_low={low:g} is not under clip_high={high:g}: all tokens would weigh the same"
             )
         floors, caps = {"icepop": 0.5, "geometric": 0.99}, {"icepop": 5.0, "geometric": 1.01}
         if self.correction in floors:
