@@ -157,6 +157,10 @@ def kl(config: JobConfig, now: Tensor, reference: Tensor) -> Tensor:
             return x**2 / 2
         case "k3":
             return torch.exp(-x) - 1 + x
+        case "k1+":
+            return x.detach() + (x**2 - (x**2).detach()) / 2
+        case "k3+":
+            return (torch.exp(-x) - 1 + x).detach() + (x**2 - (x**2).detach()) / 2
 
 
 def plain_step(

@@ -170,6 +170,7 @@ KLS: list[dict[str, Any]] = [
     {"kl_coef": 0.1, "kl_in": "loss", "kl_estimator": "k3"},
     {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"},
     {"kl_coef": 0.1, "kl_in": "loss", "kl_estimator": "k2"},
+    {"kl_coef": 0.1, "kl_in": "loss", "kl_estimator": "k3+"},
 ]
 
 
