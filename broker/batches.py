@@ -4,12 +4,15 @@ An append names the last sequence that its writer knows. If somebody else has wr
 learner is no longer the one that owns the job: it is fenced off and must end.
 """
 
+from collections.abc import Iterable
+from functools import partial
+
 from ..schemas.batch import BatchRecord
 from ..schemas.wire.errors import FencedError
 from ..schemas.wire.subjects import JobScope
 from .client.connection import Broker
 from .jetstream.appending import Overtaken, append_behind
-from .jetstream.stored import StoredMessage, get_all
+from .jetstream.stored import StoredMessage, get_all, get_seq
 from .jetstream.streams import stream_info
 
 DEADLINE_S = 60.0
@@ -59,6 +62,18 @@ class BatchLog:
             waiting_for=f"the batch records of job {self._scope.job}",
         )
         return [(message.seq, BatchRecord.from_bytes(message.payload)) for message in messages]
+
+    async def read_some(self, seqs: Iterable[int]) -> list[BatchRecord]:
+        """Return the records at some sequences, those left out that are not there (any more)."""
+        found = [
+            await self._broker.retry(
+                partial(get_seq, self._broker, self._stream, seq),
+                deadline_s=DEADLINE_S,
+                waiting_for=f"the batch records of job {self._scope.job}",
+            )
+            for seq in seqs
+        ]
+        return [BatchRecord.from_bytes(one.payload) for one in found if one is not None]
 
     async def _all(self) -> list[StoredMessage]:
         """Read all records; in a cluster until a replica has as many as the leader."""

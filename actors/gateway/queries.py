@@ -54,7 +54,7 @@ async def page_of_rollouts(
     """Return the page of the rollout log that a request names."""
     return await rollouts.read_page(
         visitor.broker,
-        record.scope,
+        record,
         before=number_in(request, "before", least=1),
         step=number_in(request, "step", least=1),
         sort=request.query_params.get("sort", "log"),
@@ -74,7 +74,7 @@ async def read_episode(
     visitor: Visitor, record: JobRecord, seq: int, number: int
 ) -> dict[str, Any]:
     """Return an episode of an entry of the log, with its tokens."""
-    group, step = await rollouts.read_group(visitor.broker, record.scope, seq)
+    group, step = await rollouts.read_group(visitor.broker, record, seq)
     algorithm: dict[str, Any] = record.config.get("algorithm") or {}
     estimator = algorithm.get("advantage", "grpo")
 
@@ -83,9 +83,7 @@ async def read_episode(
         return {"seq": seq, **shown, **show_tokens(group.trajectories[number], _texts_of(record))}
 
     shown = await visitor.share.in_thread(show)
-    beside = await rollouts.around(
-        visitor.broker, record.scope, seq, number, len(group.trajectories)
-    )
+    beside = await rollouts.around(visitor.broker, record, seq, number, len(group.trajectories))
     return {**shown, **beside}
 
 

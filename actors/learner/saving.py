@@ -5,6 +5,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from ...broker.rollout_keeping import RolloutKeeper
 from ...broker.rollouts import RolloutLog
 from ...schemas.config.storage import BROKER
 from ...schemas.wire.errors import StorageError
@@ -69,6 +70,8 @@ class Saver:
         self._failed: StorageError | None = None
         self._next_try = 0.0
         self._keep_bytes = 0
+        run_dir, kept = context.run_dir, context.config.training.kept_rollout_bytes
+        self._keeper = RolloutKeeper(context.broker, context.scope, run_dir, kept)
         self._age = CheckpointAge(context.config.training.save_minutes * 60, time.monotonic())
         mirror = open_mirror(context, tries=_UPLOAD_TRIES)
         if mirror is not None and checkpoints.judged is not None:
@@ -137,6 +140,7 @@ class Saver:
         self._age.saved(began, time.monotonic())
         await context.event("checkpoint_saved", str(folder), step=state.step)
         self._intake.bytes_held, self._keep_bytes = 0, keep_bytes
+        await self._keeper.sample(state.batch_seq)
         if self._uploads is not None:
             await self._uploads.take(state.step, state.log_seq, folder)
         else:
@@ -183,6 +187,7 @@ class Saver:
         while left:
             folder = await self.save(keep_bytes=kept)
             if folder is not None:
+                await self._keeper.keep_newest()
                 await self._until_uploaded()
                 return folder
             left -= not self.lacks_room

@@ -165,6 +165,10 @@ class TrainingConfig(Section):
     keep_rollouts: bool = False
     """Never trim the rollout log: the run can be replayed, and all of it looked at. Else the
     newest groups are left when it ends."""
+    kept_rollout_bytes: int = Field(default=32 << 20, ge=0, le=1 << 40)
+    """Bytes of rollouts that are kept in the run's folder, where they outlive the log, for people
+    to look at: at its end the newest, for half of the bytes, and some of each checkpoint's steps,
+    sampled more thinly the longer the run is; 0: none."""
     plateau_steps: int = Field(default=0, ge=0)
     """Who has asked for notifications is told when validation, or else the reward, has not improved
     for so many steps; 0: never."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tinkermq.actors.learner.training.checkpoint import CheckpointStore
 from tinkermq.actors.models.model_folder import load_causal_lm
+from tinkermq.broker.run_rollouts import RunRollouts
 from tinkermq.broker.weights.store import WeightStore
 
 from tests.support.configs import small_job
@@ -56,6 +57,12 @@ async def test_a_stopped_run_goes_on_and_a_fork_starts_from_its_checkpoint(
     forked = _weights(CheckpointStore(fork.run_dir, keep_last=1, keep_every=0).path(step + 4))
     assert any(not torch.equal(parent[name], forked[name]) for name in parent)
     await assert_replay_is_identical(fork)
+    there, logged = RunRollouts.of_folder(fork.run_dir), list(await fork.entries())
+    assert there.before(None, len(logged)) == [entry.seq for entry in reversed(logged)]
+    last = await there.get(logged[-1].seq)
+    assert last is not None
+    assert last.payload == logged[-1].payload
+    assert set(there.steps.values()) == set(range(step + 1, step + 5))
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:

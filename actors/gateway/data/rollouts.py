@@ -8,8 +8,10 @@ from typing import Any
 from ....broker.client.connection import Broker, NoResponders
 from ....broker.jetstream.stored import get_batch
 from ....broker.jetstream.streams import stream_info
-from ....broker.rollouts import LogEntry, RolloutLog
+from ....broker.rollouts import LogEntry
+from ....broker.run_rollouts import RunRollouts
 from ....schemas.batch import BatchRecord
+from ....schemas.job import JobRecord
 from ....schemas.rollout import Group, Trajectory, return_of
 from ....schemas.wire.errors import MessageError, NotFoundError
 from ....schemas.wire.subjects import JobScope
@@ -79,64 +81,55 @@ class GroupPage:
 
 async def read_page(
     broker: Broker,
-    scope: JobScope,
+    job: JobRecord,
     *,
     before: int | None = None,
     step: int | None = None,
     sort: str = "log",
     wanted: Wanted = EVERYTHING,
 ) -> GroupPage:
-    """Return a page of the log's newest groups, or the groups that one step trained.
+    """Return a page of the run's newest groups, or the groups that one step trained.
 
-    `before` is the sequence behind the page's first entry. What is looked for is sought page after
-    page, within a bound: `older` leads on from there. Raises NotFoundError for a step that was not
-    trained.
+    Behind the log's oldest come those of the run's folder. `before` is the sequence behind the
+    page's first entry. What is looked for is sought page after page, within a bound: `older` leads
+    on from there. Raises NotFoundError for a step that was not trained.
     """
-    log = RolloutLog(broker, scope)
-    try:
-        first, last = await log.first_seq(), await log.last_seq()
-    except NotFoundError:
-        return GroupPage([], None, 0)  # the job's streams were removed
+    there = await RunRollouts.open(broker, job.scope, job.run_dir)
     older: int | None = None
     if step is not None:
-        record = await trained_in(broker, scope, step)
-        step_of = dict.fromkeys(record.seqs, record.step)
-        entries = await _entries(log, record.seqs)
-        found = await asyncio.to_thread(_those, entries, wanted)
-        rows = [group_row(one, step_of[one.seq], wanted) for one in found]
+        seqs = await _trained_in(broker, job.scope, there, step)
+        found = await asyncio.to_thread(_those, await _entries(there, seqs), wanted)
+        rows = [group_row(one, step, wanted) for one in found]
     else:
-        end = min(last, before - 1) if before is not None else last
-        step_of = await _recent_steps(broker, scope)
-        found, left = await _search(log, first, end, wanted)
+        step_of = there.steps | await _recent_steps(broker, job.scope)
+        found, older = await _search(there, before, wanted)
         rows = [group_row(one, step_of.get(one.seq), wanted) for one in found]
-        older = left if left > first else None
     if sort == "reward":
         rows.sort(key=lambda row: row["reward"] if row["reward"] is not None else float("-inf"))
         rows.reverse()
-    return GroupPage(rows, older, max(0, last - first + 1))
+    return GroupPage(rows, older, len(there))
 
 
 async def _search(
-    log: RolloutLog, first: int, end: int, wanted: Wanted
-) -> tuple[list[LogEntry], int]:
-    """Return a page of what is wanted, from `end` back, and the sequence read last."""
+    there: RunRollouts, before: int | None, wanted: Wanted
+) -> tuple[list[LogEntry], int | None]:
+    """Return a page of what is wanted, from `before` back, and where older ones begin."""
     found: list[LogEntry] = []
     num_entries = num_bytes = 0
-    left = end + 1
-    while left > first and len(found) < PAGE:
-        start = max(first, left - PAGE)
-        entries = await _entries(log, range(left - 1, start - 1, -1))
+    while seqs := there.before(before, PAGE):
+        entries = await _entries(there, seqs)
         found += await asyncio.to_thread(_those, entries, wanted)
-        left = start
+        before = seqs[-1]
         num_entries += len(entries)
         num_bytes += sum(len(one.payload) for one in entries)
-        if num_entries >= _SEARCHED_ENTRIES or num_bytes >= _SEARCHED_BYTES:
+        enough = num_entries >= _SEARCHED_ENTRIES or num_bytes >= _SEARCHED_BYTES
+        if enough or len(found) >= PAGE:
             break
-    return found, left
+    return found, before if there.before(before, 1) else None
 
 
-async def _entries(log: RolloutLog, seqs: Iterable[int]) -> list[LogEntry]:
-    entries = await asyncio.gather(*(log.get(seq) for seq in seqs))
+async def _entries(there: RunRollouts, seqs: Iterable[int]) -> list[LogEntry]:
+    entries = await asyncio.gather(*map(there.get, seqs))
     return [one for one in entries if one is not None]
 
 
@@ -175,32 +168,47 @@ def _preview(group: Group) -> dict[str, str]:
     return {"prompt": prompt[-_PREVIEW_CHARS:], "answer": answer[:_PREVIEW_CHARS]}
 
 
-async def read_group(broker: Broker, scope: JobScope, seq: int) -> tuple[Group, int | None]:
+async def read_group(broker: Broker, job: JobRecord, seq: int) -> tuple[Group, int | None]:
     """Return the group at a sequence of the log, and the step that trained it.
 
     Raises NotFoundError when it is not there (any more), MessageError when it cannot be read.
     """
-    entry = await RolloutLog(broker, scope).get(seq)
+    there = await RunRollouts.open(broker, job.scope, job.run_dir)
+    entry = await there.get(seq)
     if entry is None:
         raise NotFoundError(
             f"the rollout log has no entry {seq} (any more)",
-            hint="it is trimmed behind each checkpoint unless training.keep_rollouts is true",
+            hint="it is trimmed behind each checkpoint unless training.keep_rollouts is true, and "
+            "some of it is kept in the run's folder (training.kept_rollout_bytes)",
         )
     if entry.group is None:
         raise entry.error or MessageError(f"entry {seq} of the rollout log cannot be read")
-    return entry.group, (await _recent_steps(broker, scope)).get(seq)
+    return entry.group, (there.steps | await _recent_steps(broker, job.scope)).get(seq)
 
 
 async def around(
-    broker: Broker, scope: JobScope, seq: int, episode: int, num_episodes: int
+    broker: Broker, job: JobRecord, seq: int, episode: int, num_episodes: int
 ) -> dict[str, tuple[int, int] | None]:
     """Return the episodes before and after one: in its group, else in the entry beside that."""
-    log = RolloutLog(broker, scope)
-    first, last = await log.first_seq(), await log.last_seq()
-    before = (seq, episode - 1) if episode else (seq - 1, 0) if seq > first else None
+    there = await RunRollouts.open(broker, job.scope, job.run_dir)
+    older, newer = next(iter(there.before(seq, 1)), None), there.after(seq)
+    before = (seq, episode - 1) if episode else None if older is None else (older, 0)
     more = episode + 1 < num_episodes
-    after = (seq, episode + 1) if more else (seq + 1, 0) if seq < last else None
+    after = (seq, episode + 1) if more else None if newer is None else (newer, 0)
     return {"before": before, "after": after}
+
+
+async def _trained_in(
+    broker: Broker, scope: JobScope, there: RunRollouts, step: int
+) -> Sequence[int]:
+    """Return the entries that a step trained; of a run without a batch log those in its folder."""
+    try:
+        return (await trained_in(broker, scope, step)).seqs
+    except NotFoundError:
+        kept = [seq for seq, trained in there.steps.items() if trained == step]
+        if not kept:
+            raise
+        return kept
 
 
 async def trained_in(broker: Broker, scope: JobScope, step: int) -> BatchRecord:

@@ -1,12 +1,13 @@
 """`tinkermq rollouts`: read the episodes of a run from its rollout log."""
 
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+import asyncio
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ....broker.batches import BatchLog
-from ....broker.rollouts import LogEntry, RolloutLog
+from ....broker.rollouts import LogEntry
+from ....broker.run_rollouts import RunRollouts
 from ....envs.agents.call_lines import CallLine, call_lines
 from ....schemas.images import plain_text, restore_images
 from ....schemas.rollout import Group, Trajectory
@@ -17,6 +18,7 @@ from ..options import COMMON, Common
 from ..output import note, print_json_line, say, say_plain
 from ..session import with_pool
 
+_AT_ONCE = 64
 _ROLE_STYLES = {"system": "dim", "user": "blue", "assistant": "green", "tool": "magenta"}
 
 
@@ -79,12 +81,13 @@ def rollouts(
     """Read a run's episodes: messages, rewards by turn, policy versions.
 
     The log holds what the run still needs, and at its end the newest groups (16 MiB); with
-    `training.keep_rollouts=true` all of it.
+    `training.keep_rollouts=true` all of it. Older ones come from the run's folder, where that is on
+    this machine: a sample of the whole run, and what is left of a run that was archived.
 
     Parameters
     ----------
     run
-        Name or job id.
+        Name or job id; or the folder of a run, whose rollouts are read without its broker.
     step
         Only the groups that this training step trained.
     sort
@@ -97,15 +100,16 @@ def rollouts(
 
     async def work(pool: Pool) -> list[Episode]:
         record = await pool.find(run)
-        return await read_episodes(pool, record.scope, step=step)
+        there = await RunRollouts.open(pool.broker, record.scope, record.run_dir)
+        return await read_episodes(there, await _steps(pool, record.scope, there), wanted)
 
-    episodes = with_pool(common.nats_url, work)
-    if errors:
-        episodes = [one for one in episodes if one.trajectory is None or one.trajectory.failures]
+    wanted = Wanted(step, errors=errors, most=limit if sort == "log" else None)
+    if "/" in run:
+        episodes = asyncio.run(_of_folder(run, wanted))
+    else:
+        episodes = with_pool(common.nats_url, work)
     if sort == "reward":
         episodes = sorted(episodes, key=lambda one: one.reward, reverse=True)
-    else:
-        episodes = episodes[::-1]
     if not episodes and not common.json:
         note("no such rollouts in the log (it is trimmed unless training.keep_rollouts=true)")
     for episode in episodes[:limit]:
@@ -116,41 +120,64 @@ def rollouts(
     return 0
 
 
-async def read_episodes(pool: Pool, scope: JobScope, *, step: int | None) -> list[Episode]:
-    """Return the log's episodes in order; those of one step only if `step` is given.
+@dataclass(frozen=True)
+class Wanted:
+    """Which episodes of a run are read."""
+
+    step: int | None = None
+    """Only those that this step trained."""
+    errors: bool = False
+    """Only what failed."""
+    most: int | None = None
+    """At most so many, the newest; None: all."""
+
+    def has(self, episode: Episode) -> bool:
+        """Whether an episode is one of them."""
+        one = episode.trajectory
+        return not self.errors or one is None or bool(one.failures)
+
+
+async def _steps(pool: Pool, scope: JobScope, there: RunRollouts) -> dict[int, int]:
+    """Return the step that trained each entry; what was archived is known by its file's name."""
+    try:
+        records = await BatchLog(pool.broker, scope).read_all()
+    except NotFoundError:
+        return there.steps
+    return there.steps | {seq: record.step for _, record in records for seq in record.seqs}
+
+
+async def _of_folder(folder: str, wanted: Wanted) -> list[Episode]:
+    if not (there := RunRollouts.of_folder(folder)):
+        raise NotFoundError(
+            f"{folder} holds no rollouts",
+            hint="name the folder of a run (`tinkermq ps --json` tells it), or the run itself",
+        )
+    return await read_episodes(there, there.steps, wanted)
+
+
+async def read_episodes(
+    there: RunRollouts, step_of: Mapping[int, int], wanted: Wanted
+) -> list[Episode]:
+    """Return the episodes of a run that are wanted, newest first.
 
     Raises NotFoundError for a step that was not trained.
     """
-    records = await BatchLog(pool.broker, scope).read_all()
-    step_of = {seq: record.step for _, record in records for seq in record.seqs}
+    step = wanted.step
     if step is not None and step not in step_of.values():
         trained = f"trained are 1 to {max(step_of.values())}" if step_of else "none is trained yet"
         raise NotFoundError(f"step {step} is not in the batch log", hint=trained)
-    log = RolloutLog(pool.broker, scope)
-    wanted = {seq for seq, trained in step_of.items() if step in (None, trained)}
     episodes: list[Episode] = []
-    async with aclosing(_entries(log, wanted if step is not None else None)) as entries:
-        async for entry in entries:
-            episodes += _episodes(entry, step_of.get(entry.seq))
-    return episodes
-
-
-async def _entries(log: RolloutLog, seqs: set[int] | None) -> AsyncGenerator[LogEntry, None]:
-    """Yield the entries at `seqs` that are still there, or all that are there now."""
-    if seqs is not None:
-        for seq in sorted(seqs):
-            entry = await log.get(seq)
+    before: int | None = None
+    while seqs := there.before(before, _AT_ONCE):
+        before = seqs[-1]
+        asked = [seq for seq in seqs if step is None or step_of.get(seq) == step]
+        for entry in await asyncio.gather(*map(there.get, asked)):
             if entry is not None:
-                yield entry
-        return
-    first, last = await log.first_seq(), await log.last_seq()
-    if last < first:
-        return
-    async with aclosing(log.read(first)) as entries:
-        async for entry in entries:
-            yield entry
-            if entry.seq >= last:
-                return
+                found = _episodes(entry, step_of.get(entry.seq))
+                episodes += filter(wanted.has, reversed(list(found)))
+        if wanted.most is not None and len(episodes) >= wanted.most:
+            break
+    return episodes
 
 
 def _episodes(entry: LogEntry, step: int | None) -> Iterator[Episode]:
