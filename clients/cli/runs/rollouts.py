@@ -103,7 +103,7 @@ def rollouts(
         there = await RunRollouts.open(pool.broker, record.scope, record.run_dir)
         return await read_episodes(there, await _steps(pool, record.scope, there), wanted)
 
-    wanted = Wanted(step, errors=errors, most=limit if sort == "log" else None)
+    wanted = EpisodeFilter(step, errors=errors, most=limit if sort == "log" else None)
     if "/" in run:
         episodes = asyncio.run(_of_folder(run, wanted))
     else:
@@ -121,7 +121,7 @@ def rollouts(
 
 
 @dataclass(frozen=True)
-class Wanted:
+class EpisodeFilter:
     """Which episodes of a run are read."""
 
     step: int | None = None
@@ -146,7 +146,7 @@ async def _steps(pool: Pool, scope: JobScope, there: RunRollouts) -> dict[int, i
     return there.steps | {seq: record.step for _, record in records for seq in record.seqs}
 
 
-async def _of_folder(folder: str, wanted: Wanted) -> list[Episode]:
+async def _of_folder(folder: str, wanted: EpisodeFilter) -> list[Episode]:
     if not (there := RunRollouts.of_folder(folder)):
         raise NotFoundError(
             f"{folder} holds no rollouts",
@@ -156,7 +156,7 @@ async def _of_folder(folder: str, wanted: Wanted) -> list[Episode]:
 
 
 async def read_episodes(
-    there: RunRollouts, step_of: Mapping[int, int], wanted: Wanted
+    there: RunRollouts, step_of: Mapping[int, int], wanted: EpisodeFilter
 ) -> list[Episode]:
     """Return the episodes of a run that are wanted, newest first.
 
