@@ -64,6 +64,8 @@ from tinkermq.schemas.machines.status import MachineList, MachineSpending
 from tinkermq.schemas.metric import EvalRecord, Event, LogLines, Metric, Presence
 from tinkermq.schemas.node import (
     DamagedRecords,
+    ModelAnswer,
+    ModelQuestion,
     NodeList,
     NodeStatus,
     NodeSync,
@@ -256,6 +258,9 @@ TOPICS: tuple[Topic, ...] = (
     Topic(subjects.REFUSALS, "stream", AuditRecord, None, "auth service → people"),
     Topic(subjects.node("<node>", "sync"), "request", NodeSync, NodeStatus, "scheduler → node"),
     Topic(subjects.node("<node>", "remove"), "request", RemoveRun, Empty, "scheduler → node"),
+    Topic(
+        subjects.node("<node>", "model"), "request", ModelQuestion, ModelAnswer, "scheduler → node"
+    ),
     Topic(subjects.node("<node>", "status"), "request", Empty, NodeStatus, "anyone → node"),
     _stored(_SCOPE.task("<n>"), Task, "learner → one generator"),
     _stored(_SCOPE.rollout("<n>"), Group, "generator, external agent → learner"),

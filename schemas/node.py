@@ -223,3 +223,21 @@ class SchedulerLease(Message):
     """Grows with every new holder."""
     beat: int = 0
     """Grows with every renewal."""
+
+
+class ModelQuestion(Message):
+    """Whether a node can have a model, on `node.<n>.model`; asked before a job is queued."""
+
+    model: str = Field(min_length=1, max_length=4096)
+    """Folder on the node, or `owner/name` of the hub."""
+
+
+class ModelAnswer(Message):
+    """What a node says of a model."""
+
+    known: bool
+    """False: it could not find out in time."""
+    missing: str = ""
+    """Why it cannot have it; empty: it can."""
+    hint: str = ""
+    """What to do about it."""

@@ -1,6 +1,7 @@
 """Fixtures that all tests share: a real nats-server, connections, and the streams of a job."""
 
 import itertools
+import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ settings.load_profile("any machine")
 
 # A shell's background job ignores it, and so would all that the tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing asks beyond this machine
 
 _numbers = itertools.count(1)
 

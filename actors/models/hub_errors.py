@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 from ...schemas.wire.errors import ModelError
 
+_HUB_S = 5.0
+
 
 def hub_error(path: str, error: Exception, *, offline: bool) -> ModelError:
     """Return what is told of a hub's model that transformers could not open with `error`.
@@ -53,6 +55,36 @@ def hub_error(path: str, error: Exception, *, offline: bool) -> ModelError:
         f"the configuration of model {path} cannot be read: {error}",
         hint="see whether the hub's model has a config.json whose model_type transformers knows",
     )
+
+
+def check_hub_model(path: str) -> None:
+    """Raise ModelError for a model of the hub that cannot be had here, asking the hub once.
+
+    What is in the cache is there. Whatever else is wrong is told when the model is loaded.
+    """
+    from huggingface_hub import (
+        constants,
+        get_hf_file_metadata,
+        hf_hub_url,
+        try_to_load_from_cache,
+    )
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    if isinstance(try_to_load_from_cache(path, "config.json"), str):
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=_HUB_S)
+    except (OfflineModeIsEnabled, RepositoryNotFoundError) as error:
+        raise hub_error(path, error, offline=constants.HF_HUB_OFFLINE) from error
+    except (HfHubHTTPError, HFValidationError):
+        return
+    except Exception as error:  # of an HTTP library that differs with huggingface_hub's release
+        raise hub_error(path, ConnectionError(str(error)), offline=False) from error
 
 
 def _behind(error: BaseException) -> Iterator[BaseException]:

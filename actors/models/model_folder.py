@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ...schemas.config.lora import LoraConfig
 from ...schemas.wire.errors import ModelError
 from .digests import check_digests
-from .hub_errors import hub_error
+from .hub_errors import check_hub_model, hub_error
 from .lora import add_adapter, base_of, beside, is_adapter, merge, untie
 
 if TYPE_CHECKING:
@@ -27,8 +27,24 @@ def check_model_folder(path: str, *, hollow: bool = False) -> None:
     A name such as `Qwen/Qwen3-0.6B` that is no folder here is left for the hub to answer. Raises
     StorageError for a checkpoint with a damaged file.
     """
+    check_digests(Path(path))
+    _check_files(path, hollow=hollow)
+
+
+def check_model_is_here(path: str) -> None:
+    """Raise ModelError for a model that this machine cannot have; reads no weights.
+
+    A name of the hub is asked there, which takes as long as the hub does.
+    """
+    _check_files(path)
+    if not Path(path).is_dir():
+        check_hub_model(path)
+    elif is_adapter(path):
+        check_model_is_here(base_of(path))
+
+
+def _check_files(path: str, *, hollow: bool = False) -> None:
     folder = Path(path)
-    check_digests(folder)
     if not folder.is_dir():
         if folder.is_file():
             raise ModelError(

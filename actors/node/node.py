@@ -21,7 +21,14 @@ from ...broker.feed import publish_log
 from ...broker.jetstream.kv import Bucket
 from ...broker.weights.shared_memory import sweep
 from ...schemas.metric import LogLines, Presence
-from ...schemas.node import ActorStatus, NodeStatus, NodeSync, RemoveRun, WantedActor
+from ...schemas.node import (
+    ActorStatus,
+    ModelQuestion,
+    NodeStatus,
+    NodeSync,
+    RemoveRun,
+    WantedActor,
+)
 from ...schemas.wire.errors import (
     DeadlineError,
     FencedError,
@@ -36,6 +43,7 @@ from ..folders.removing import remove_run_folder
 from .children import ActorStarter, StartChild
 from .credentials import with_job_keys, with_secrets
 from .gpus import Gpus
+from .models import ModelLookout
 from .process import STOP_DEADLINE_S, ActorProcess
 
 RECORD_S = 2.0
@@ -181,6 +189,9 @@ class Node:
             )
             await service.endpoint(
                 "remove", node_subject(self.name, "remove"), RemoveRun, self._remove_run
+            )
+            await service.endpoint(
+                "model", node_subject(self.name, "model"), ModelQuestion, ModelLookout().answer
             )
             await stopping.wait()
             await self._drain()

@@ -22,7 +22,7 @@ from ...broker.jetstream.streams import create_job_streams, settle_job_streams
 from ...broker.jobs import JobStore, is_final
 from ...schemas.config.storage import BROKER
 from ...schemas.job import FINAL_STATES, ActorPlacement, JobRecord
-from ...schemas.node import ActorStatus, NodeSync, WantedActor
+from ...schemas.node import ActorStatus, NodeStatus, NodeSync, WantedActor
 from ...schemas.wire.errors import (
     BrokerError,
     ConfigError,
@@ -112,6 +112,10 @@ class Reconciler:
         """Take the next turn at once."""
         if self._timing.hurries:
             self._hurry.set()
+
+    def nodes(self) -> list[NodeStatus]:
+        """Return the nodes that are there."""
+        return self._pool.nodes()
 
     def refuse_impossible(self, actors: Sequence[ActorPlacement]) -> None:
         """Raise PlacementError if the pool could not hold the actors even when idle."""

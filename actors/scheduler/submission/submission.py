@@ -41,6 +41,7 @@ from ..jobs.secrets import SecretStore
 from ..jobs.view import JobsView, size_of
 from ..reconciler import Reconciler
 from .access import refuse_code_of_others, refuse_runs_of_others, refuse_second_service
+from .models import refuse_missing_models
 from .naming import names
 from .origins import Origins, begins_with, own
 from .resuming import changed_config
@@ -182,6 +183,8 @@ class Submission:
         kind = "sft" if record.kind == "train" and config.sft.data else record.kind
         actors = actors_for(config, kind)
         self._refuse_placing(record.user, actors)
+        if not record.fork_dir:
+            await refuse_missing_models(self._broker, self._reconciler.nodes(), config)
         wanted = {"actors": actors, "stored_bytes": reserved_bytes(config)}
         self.check_growth(before, record.model_copy(update=wanted))
         run_dir = await asyncio.to_thread(make_run_dir, config, self._folder_of(record.user))

@@ -15,6 +15,7 @@ from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.metric import Presence
 from tinkermq.schemas.wire.errors import BrokerError, NotFoundError
 
+from tests.support.hollow_model import hollow_model
 from tests.support.secured import SecuredPool
 from tests.support.waiting import PATIENCE_S, eventually
 
@@ -44,7 +45,7 @@ async def a_scheduler(pool: SecuredPool) -> AsyncIterator[None]:
 async def submitted(pool: SecuredPool, user: str, folder: Path | None, **changes: Any) -> JobRecord:
     """Submit a small job as a user, as soon as a scheduler takes it."""
     config: dict[str, Any] = {
-        "model": {"path": "models/tiny"},
+        "model": {"path": hollow_model()},
         "env": {"game": "bandit", "hosts": 0, "num_val": 0},
         **({} if folder is None else {"output_dir": str(folder)}),
         **changes,

@@ -27,6 +27,7 @@ from tinkermq.schemas.user import AddUser, NameUser, NewKey, UserReply
 from tests.support.browser import Browser, watched_page
 from tests.support.certificates import self_signed
 from tests.support.gateway import Gateway, run_gateway, start
+from tests.support.hollow_model import hollow_model
 from tests.support.secured import SecuredPool, environment, secured
 from tests.support.waiting import PATIENCE_S, eventually
 
@@ -167,7 +168,7 @@ async def test_an_admin_sees_who_waits_and_a_user_only_the_own_jobs(
 ) -> None:
     admin = bearer(guarded.pool.admin_key)
     config = {
-        "model": {"path": "models/tiny"},
+        "model": {"path": hollow_model()},
         "env": {"game": "bandit", "hosts": 0, "num_val": 0},
         "output_dir": str(tmp_path),
     }

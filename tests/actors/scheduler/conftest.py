@@ -41,6 +41,7 @@ from tinkermq.schemas.wire.errors import DeadlineError, NobodyAnswersError
 from tinkermq.schemas.wire.message import Empty, Message
 from tinkermq.schemas.wire.subjects import rpc
 
+from tests.support.hollow_model import hollow_model
 from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, eventually
 
 from .toy_node import toy_command
@@ -207,7 +208,7 @@ class Stack:
         kind, weights_only = changes.pop("kind", "train"), changes.pop("weights_only", False)
         adapters = changes.pop("adapters", [])
         config = {
-            "model": {"path": "models/tiny"},
+            "model": {"path": hollow_model()},
             "env": {"game": "bandit", "hosts": 0, "num_val": 0},
             "output_dir": str(self.folder / "outputs"),
         }

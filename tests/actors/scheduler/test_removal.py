@@ -29,6 +29,7 @@ from tinkermq.schemas.wire.subjects import (
     BUCKET_SECRETS,
 )
 
+from tests.support.hollow_model import make_hollow
 from tests.support.strategies import make_group
 from tests.support.waiting import eventually
 
@@ -121,7 +122,8 @@ async def test_a_job_that_runs_or_that_others_live_on_is_not_deleted(stack: Stac
     with pytest.raises(NotFoundError):
         await stack.ask("delete", JobRequest(job=job.job), user="mallory")
     job = await _ended(stack, job)
-    reader = await stack.submit(name="reader", model={"path": f"{job.run_dir}/checkpoints"})
+    folder = make_hollow(Path(job.run_dir) / "checkpoints")
+    reader = await stack.submit(name="reader", model={"path": str(folder)})
     with pytest.raises(StateError, match=r"reader is .* and reads its folder \(model.path\)"):
         await stack.ask("delete", JobRequest(job=job.job))
     await stack.until(reader, "RUNNING")

@@ -41,6 +41,7 @@ from tinkermq.schemas.tinker.names import CheckpointName
 from tinkermq.schemas.tinker.operation import ModelInfo
 from tinkermq.schemas.wire.errors import (
     ConfigError,
+    ModelError,
     NotFoundError,
     PlacementError,
     StateError,
@@ -433,3 +434,20 @@ async def test_only_an_inference_job_of_the_user_judges(stack: Stack) -> None:
     for name, user in (("nobody", "local"), (infer.name, "ada")):
         with pytest.raises(NotFoundError, match=name):
             await judged_by(name, user)
+
+
+async def test_a_model_that_no_node_can_have_is_refused_before_the_job_is_queued(
+    stack: Stack, tmp_path: Path
+) -> None:
+    await stack.scheduler()
+    missing = {"path": str(tmp_path / "nowhere")}
+    waits = await stack.submit(model=missing)  # no node is there that could be asked
+    assert waits.state == "QUEUED"
+    await stack.node("n1")
+    await stack.node("n2")
+    await stack.until(waits, "RUNNING")
+    with pytest.raises(ModelError, match=r"node n\d: there is no model folder .*nowhere"):
+        await stack.submit(model=missing)
+    with pytest.raises(ModelError, match="offline mode"):
+        await stack.submit(model={"path": "nowhere/model"})
+    assert [one.job for one in await stack.list_jobs(ListRequest())] == [waits.job]

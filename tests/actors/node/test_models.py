@@ -1,0 +1,105 @@
+"""Whether a node can have a model: folders, names of the hub, a hub that does not answer."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from tinkermq.actors.models.model_folder import check_model_is_here
+from tinkermq.actors.node.models import ModelLookout
+from tinkermq.schemas.node import ModelQuestion
+from tinkermq.schemas.wire.errors import ModelError
+
+from tests.support.hollow_model import hollow_model
+
+_ASK = """
+import sys
+from tinkermq.actors.models.model_folder import check_model_is_here
+from tinkermq.schemas.wire.errors import ModelError
+try:
+    check_model_is_here(sys.argv[1])
+    print("there")
+except ModelError as error:
+    print(error.message, "|", error.hint)
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+"""
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Knows one model, one that is gated, and no other."""
+
+    def do_HEAD(self) -> None:
+        name = "/".join(self.path.split("/")[1:3])
+        status, code = {
+            "lab/here": (200, ""),
+            "lab/gated": (403, "GatedRepo"),
+        }.get(name, (404, "RepoNotFound"))
+        self.send_response(status)
+        if code:
+            self.send_header("X-Error-Code", code)
+        self.send_header("ETag", '"abc"')
+        self.send_header("X-Repo-Commit", "0" * 40)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        del format, args
+
+
+def ask(model: str, tmp_path: Path, **environment: str) -> str:
+    """Ask in a process of its own, since the hub's settings are read once."""
+    done = subprocess.run(
+        [sys.executable, "-c", _ASK, model],
+        env={**os.environ, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return done.stdout
+
+
+def test_hub_offline_mode_and_folders_are_told_apart(tmp_path: Path) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    Thread(target=server.serve_forever, daemon=True).start()
+    hub = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
+    assert ask("lab/here", tmp_path, **hub) == "there\n"
+    assert "the hub has no such model" in ask("nowhere/model", tmp_path, **hub)
+    assert "gated on the hub" in ask("lab/gated", tmp_path, **hub)
+    assert "offline mode" in ask("lab/here", tmp_path, **hub, HF_HUB_OFFLINE="1")
+    server.shutdown()
+    server.server_close()
+    assert "the hub cannot be reached" in ask("lab/here", tmp_path, **hub)
+    assert "there is no model folder" in ask(str(tmp_path / "gone"), tmp_path, **hub)
+
+
+async def test_a_node_answers_with_what_is_missing_and_what_to_do(tmp_path: Path) -> None:
+    lookout = ModelLookout()
+    there = await lookout.answer(ModelQuestion(model=hollow_model()))
+    assert (there.known, there.missing) == (True, "")
+    (tmp_path / "config.json").write_text("{}")
+    answer = await lookout.answer(ModelQuestion(model=str(tmp_path)))
+    assert "model.safetensors is missing" in answer.missing
+    assert "safetensors" in answer.hint
+
+
+async def test_more_questions_than_a_node_looks_into_are_left_open(tmp_path: Path) -> None:
+    lookout = ModelLookout()
+    asked = [ModelQuestion(model=str(tmp_path / str(number))) for number in range(40)]
+    answers = await asyncio.gather(*map(lookout.answer, asked))
+    assert {one.known for one in answers} == {True, False}
+    assert (await lookout.answer(asked[0])).known
+
+
+def test_an_adapter_is_here_if_its_base_is(tmp_path: Path) -> None:
+    base = '{"base_model_name_or_path": "%s", "peft_type": "LORA", "r": 8}'
+    (tmp_path / "adapter_config.json").write_text(base % (tmp_path / "gone"))
+    (tmp_path / "adapter_model.safetensors").touch()
+    with pytest.raises(ModelError, match="there is no model folder"):
+        check_model_is_here(str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text(base % hollow_model())
+    check_model_is_here(str(tmp_path))
