@@ -64,7 +64,7 @@ def check_hub_model(path: str) -> None:
     """
     from huggingface_hub import (
         constants,
-        get_hf_file_metadata,
+        get_hf_file_metadata,  # pyright: ignore[reportUnknownVariableType]  # untyped there
         hf_hub_url,
         try_to_load_from_cache,
     )
