@@ -8,6 +8,7 @@ import hashlib
 from typing import Any
 
 from ...broker.client.connection import Broker
+from ...schemas.config.algorithm import AlgorithmConfig
 from ...schemas.config.job import JobConfig
 from ...schemas.config.storage import is_url
 from ...schemas.job import JobRecord
@@ -47,6 +48,7 @@ def with_models_here(config: JobConfig, stores: Stores) -> JobConfig:
     changes: dict[str, Any] = {
         "model": _with_local(stores, config.model, "path", "tokenizer"),
         "critic": _with_local(stores, config.critic, "path"),
+        "algorithm": _with_teachers(config.algorithm, stores),
         "policies": {role: _local(path, stores) for role, path in config.policies.items()},
     }
     return config.model_copy(update=changes)
@@ -65,6 +67,11 @@ def with_checkpoints_here(
         "adapters": {name: _local(path, stores, True) for name, path in record.adapters.items()},
     }
     return record.model_copy(update=changes)
+
+
+def _with_teachers(algorithm: AlgorithmConfig, stores: Stores) -> AlgorithmConfig:
+    found = {source: _local(path, stores, True) for source, path in algorithm.teachers.items()}
+    return algorithm.model_copy(update={"teacher": found or None})
 
 
 def _with_local(stores: Stores, section: Any, *keys: str) -> Any:

@@ -193,6 +193,21 @@ class AlgorithmConfig(Section):
     and k3+ have the gradient of k2, which is that of the KL."""
     kl_in: Literal["loss", "reward"] = Field(default="loss", json_schema_extra=when("kl_coef"))
     """Where the KL enters."""
+    teacher: (
+        Annotated[str, Field(min_length=1, max_length=4096)]
+        | Annotated[dict[str, str], Field(min_length=1, max_length=16)]
+        | None
+    ) = None
+    """On-policy distillation: the model that says of each token that the policy drew how likely it
+    was, by folder, URL or name of the hub; several by the data source of the rows that each
+    teaches, `""` for all others. It must have the policy's tokenizer."""
+    teacher_coef: float = Field(default=1.0, gt=0, le=1e6, json_schema_extra=when("teacher"))
+    """What log π_teacher − log π_o of each token is multiplied by, as an advantage."""
+    teacher_normalise: bool = Field(default=False, json_schema_extra=when("teacher"))
+    """Divide that by its standard deviation over the batch."""
+    reward_coef: float = Field(default=1.0, ge=0, le=1e6, json_schema_extra=when("teacher"))
+    """What the advantages of rewards are multiplied by beside a teacher's; 0: it teaches alone, and
+    `rollout.group_size: 1` will do."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
     loss_agg: AggregationName = "token-mean"
@@ -214,6 +229,11 @@ class AlgorithmConfig(Section):
     length_coef: float = Field(default=0.0, ge=0)
     """Reward the shorter episodes of a group, by up to half of this; those that are not solved
     (`evaluation.success_reward`) only lose by being long (Kimi k1.5)."""
+
+    @property
+    def teachers(self) -> dict[str, str]:
+        """The teachers by data source; `""` for all that have none of their own."""
+        return {"": self.teacher} if isinstance(self.teacher, str) else dict(self.teacher or {})
 
     @property
     def weighs_whole_batches(self) -> bool:

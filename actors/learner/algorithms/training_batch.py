@@ -52,6 +52,8 @@ class TrainingBatch:
     all are trained."""
     kinds: list[str]
     """What each sequence is of its episode: main, sub-agent and so on; empty: all of it."""
+    sources: list[str]
+    """Data source of each sequence's row; empty where it has none."""
     calls: BatchCalls | None
     """Where the turns stand in trees of calls; None: one after the other."""
     baseline_E: Tensor | None
@@ -135,6 +137,7 @@ def assemble(groups: Sequence[Group], oldest: int = 0) -> TrainingBatch:
         truncated_S=_tensor(np.logical_or.reduceat(cut_S, first_E)[episode_S]),
         fresh_N=None if fresh_N.all() else _tensor(fresh_N),
         kinds=[item.kind for item in trajectories],
+        sources=[item.data_source for item in trajectories],
         calls=calls_of(groups, turns_N),
         baseline_E=_baselines(groups),
     )

@@ -83,6 +83,7 @@ class Objective:
             (num_minibatches > 1 and not interpolated)
             or (dropout > 0 and algorithm.loss != "sft")
             or algorithm.weighs_whole_batches
+            or algorithm.teacher is not None
             or (algorithm.kl_coef > 0 and algorithm.kl_in == "reward")
         )
 

@@ -36,8 +36,9 @@ from ...models.lora import (
 from ...models.vision import Processor, load_image_reader
 from ..algorithms.aggregation import Denominators
 from ..algorithms.credit import assign_credit
-from ..algorithms.off_policy.mismatch import mismatch_statistics, off_policy_statistics
+from ..algorithms.off_policy.mismatch import batch_mismatch
 from ..algorithms.training_batch import TrainingBatch
+from ..distillation.teachers import Teachers
 from ..packing.micro_batch import MicroBatch
 from .checkpoint import OPTIMIZER, save_policy
 from .critic import Critic, spread
@@ -94,6 +95,7 @@ class Trainer:
         self._packer = RankPacker(model, self._scorer, learner, self._parallel, self.image_reader)
         self._reference_adapter: list[Tensor] = []
         self._reference = self._make_reference() if config.algorithm.kl_coef else None
+        self._teachers = Teachers(config, self._frozen, self._packer, self._parallel)
         self.critic = self._make_critic() if config.algorithm.advantage == "gae" else None
 
     def _make_reference(self) -> Scorer:
@@ -101,10 +103,15 @@ class Trainer:
         if has_adapter(self.model):
             self._reference_adapter = self._initial_adapter()
             return self._scorer
-        config, learner = self.config.model, self.config.learner
+        return self._frozen(self.config.model.path)
+
+    def _frozen(self, path: str) -> Scorer:
+        """Return what scores by a model that is not trained."""
+        config = self.config.model.model_copy(update={"path": path})
+        learner = self.config.learner
         loaded = load_reference(config, learner, hollow=self._parallel.filled_by_another)
-        reference = cast(nn.Module, loaded)
-        return self._scorer_of(reference, self._parallel.place(reference, learner))
+        frozen = cast(nn.Module, loaded)
+        return self._scorer_of(frozen, self._parallel.place(frozen, learner))
 
     def _make_critic(self) -> Critic:
         config = self.config
@@ -199,6 +206,7 @@ class Trainer:
         old_N, entropy_N, reference_N = self._scores_before(batch)
         values_N = self._values(batch)
         credit = assign_credit(self.config, batch, old_N, reference_N, values_N)
+        credit, taught = self._teachers.guide(credit, batch, old_N)
         sample_N, advantages_N = credit.samples.sample_N, credit.advantages_N
         kept_N = credit.kept_N
         objective, parts = self._objective, (kept_N, sample_N, advantages_N)
@@ -222,13 +230,14 @@ class Trainer:
         numbers = {
             "actor/lr": rate,
             **sums.numbers(),
+            **taught,
             **objective.dropped_share(weights_N, kept_N),
             **({} if entropy_N is None else {"actor/entropy": float(entropy_N.mean())}),
             **spread("critic/advantages", advantages_N[kept_N]),
             **spread("critic/rewards", credit.rewards_E),
             **({} if self.critic is None else self.critic.numbers()),
             "training/num_samples": float(credit.samples.num),
-            **_mismatch(sums.old if old_N is None else batch.fresh_of(old_N), batch, step - 1),
+            **batch_mismatch(sums.old if old_N is None else batch.fresh_of(old_N), batch, step - 1),
         }
         return StepReport(numbers, time.perf_counter() - start)
 
@@ -359,37 +368,3 @@ class Trainer:
 
 def _all(batch: TrainingBatch) -> Tensor:
     return torch.ones_like(batch.group_S, dtype=torch.bool)
-
-
-def _mismatch(
-    seen: list[tuple[Tensor, Tensor]], batch: TrainingBatch, version: int
-) -> dict[str, float]:
-    """Compare the learner's log-probs with the recorded ones: engine mismatch and staleness."""
-    if not seen:
-        return {}
-    device = batch.behaviour_N.device
-    index_N = torch.cat([index.to(device) for index, _ in seen])
-    old_N = torch.cat([old.to(device) for _, old in seen])
-    lag_N = version - batch.versions_N[index_N]
-    behaviour_N = batch.behaviour_N[index_N]
-    numbers = mismatch_statistics(old_N, behaviour_N, lag_N)
-    numbers |= off_policy_statistics(old_N, behaviour_N, batch.seq_N[index_N], batch.num_seqs)
-    if any(batch.kinds):
-        up_to_date_N = lag_N == 0
-        differs_N = (old_N - behaviour_N).abs()[up_to_date_N]
-        numbers |= _by_kind(differs_N, batch.seq_N[index_N[up_to_date_N]], batch.kinds)
-    return numbers
-
-
-def _by_kind(differs_N: Tensor, seq_N: Tensor, kinds: list[str]) -> dict[str, float]:
-    """Tell how far the log-probs of tokens up to date differ, by the kind of an agent's row.
-
-    Where they do, what the engine had in its context is not what stands in that kind of row.
-    """
-    numbers: dict[str, float] = {}
-    for kind in sorted({kind for kind in kinds if kind}):
-        of_kind_S = torch.tensor([one == kind for one in kinds], device=seq_N.device)
-        of_kind_N = differs_N[of_kind_S[seq_N]]
-        if len(of_kind_N):
-            numbers[f"agent/abs_log_ratio/{kind}"] = float(of_kind_N.mean())
-    return numbers

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from ....broker.client.connection import Broker
 from ....broker.client.rpc import call
 from ....schemas.config.job import JobConfig
-from ....schemas.config.storage import is_url
+from ....schemas.config.storage import is_url, model_paths
 from ....schemas.node import ModelAnswer, ModelQuestion, NodeStatus
 from ....schemas.wire.errors import ModelError, TinkermqError
 from ....schemas.wire.subjects import node
@@ -33,8 +33,9 @@ async def refuse_missing_models(
 
 def _models(config: JobConfig) -> Iterable[str]:
     """Return the models that a job starts from, those left out that are fetched by URL."""
-    named = [config.model.path, *config.policies.values(), config.critic.path]
-    return dict.fromkeys(one for one in named if one and not is_url(one))
+    named = model_paths(config)
+    named.pop("model.tokenizer", None)  # it needs no weights
+    return dict.fromkeys(one for one in named.values() if not is_url(one))
 
 
 async def _ask(broker: Broker, name: str, model: str) -> ModelAnswer:

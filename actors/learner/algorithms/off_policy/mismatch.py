@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..losses import MAX_LOG_RATIO, log_ratio
 from ..sequences import mean_by_sequence, sum_by_sequence
+from ..training_batch import TrainingBatch
 
 LAG_BUCKETS: dict[str, tuple[int, int | None]] = {
     "lag_0": (0, 0),
@@ -83,3 +84,37 @@ def off_policy_statistics(
         "chi2_seq": (2 * product_S).exp().mean() - 1,
     }
     return {f"off_policy/{name}": float(value) for name, value in told.items()}
+
+
+def batch_mismatch(
+    seen: list[tuple[Tensor, Tensor]], batch: TrainingBatch, version: int
+) -> dict[str, float]:
+    """Compare the learner's log-probs with the recorded ones: engine mismatch and staleness."""
+    if not seen:
+        return {}
+    device = batch.behaviour_N.device
+    index_N = torch.cat([index.to(device) for index, _ in seen])
+    old_N = torch.cat([old.to(device) for _, old in seen])
+    lag_N = version - batch.versions_N[index_N]
+    behaviour_N = batch.behaviour_N[index_N]
+    numbers = mismatch_statistics(old_N, behaviour_N, lag_N)
+    numbers |= off_policy_statistics(old_N, behaviour_N, batch.seq_N[index_N], batch.num_seqs)
+    if any(batch.kinds):
+        up_to_date_N = lag_N == 0
+        differs_N = (old_N - behaviour_N).abs()[up_to_date_N]
+        numbers |= _by_kind(differs_N, batch.seq_N[index_N[up_to_date_N]], batch.kinds)
+    return numbers
+
+
+def _by_kind(differs_N: Tensor, seq_N: Tensor, kinds: list[str]) -> dict[str, float]:
+    """Tell how far the log-probs of tokens up to date differ, by the kind of an agent's row.
+
+    Where they do, what the engine had in its context is not what stands in that kind of row.
+    """
+    numbers: dict[str, float] = {}
+    for kind in sorted({kind for kind in kinds if kind}):
+        of_kind_S = torch.tensor([one == kind for one in kinds], device=seq_N.device)
+        of_kind_N = differs_N[of_kind_S[seq_N]]
+        if len(of_kind_N):
+            numbers[f"agent/abs_log_ratio/{kind}"] = float(of_kind_N.mean())
+    return numbers

@@ -1,0 +1,1 @@
+"""On-policy distillation: teachers that score what the policy drew itself."""
