@@ -105,6 +105,11 @@ _GROUPS: dict[str, list[_Command]] = {
             "games.data:prepare",
             "Make data of a published set: gsm8k, math, geo3k.",
         ),
+        _Command(
+            "algorithm check",
+            "runs.algorithms:check",
+            "Check an advantage, loss or correction of your own.",
+        ),
         _Command("agent new", "agents.new_agent:new", "Make a folder with an agent of your own."),
         _Command(
             "agent check", "agents.check:check", "See what a program makes of a model's answers."
@@ -123,6 +128,7 @@ _GROUPS: dict[str, list[_Command]] = {
 }
 _ALSO = {"version": ("version", "--version")}
 _FAMILIES = {
+    "algorithm": ("Writing one", "Write advantages, losses and corrections of your own."),
     "agent": ("Writing one", "Make, check, play and host agent programs."),
     "config": ("Writing one", "Look at the configuration of a job."),
     "data": ("Writing one", "Prepare data."),

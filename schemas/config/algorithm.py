@@ -59,6 +59,9 @@ AggregationName = Literal[
 ]
 
 
+OWN_FUNCTION = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*$"
+
+
 class CorrectionMask(Section):
     """Tokens that are not trained because the policy has moved too far from what drew them.
 
@@ -193,6 +196,13 @@ class AlgorithmConfig(Section):
     and k3+ have the gradient of k2, which is that of the KL."""
     kl_in: Literal["loss", "reward"] = Field(default="loss", json_schema_extra=when("kl_coef"))
     """Where the KL enters."""
+    own_advantage: str | None = Field(default=None, pattern=OWN_FUNCTION, max_length=200)
+    """An advantage of one's own in the place of the one named, whose inputs it gets:
+    `module:function`, found where the learner runs ([own algorithms](own-algorithms.md))."""
+    own_loss: str | None = Field(default=None, pattern=OWN_FUNCTION, max_length=200)
+    """A policy loss of one's own in the place of `loss`."""
+    own_correction: str | None = Field(default=None, pattern=OWN_FUNCTION, max_length=200)
+    """Off-policy weights of one's own in the place of `correction`'s; masks are laid over them."""
     teacher: (
         Annotated[str, Field(min_length=1, max_length=4096)]
         | Annotated[dict[str, str], Field(min_length=1, max_length=16)]

@@ -129,6 +129,16 @@ RULES = (
     ),
     # -- the algorithm
     Rule(
+        "algorithm.loss",
+        lambda job: job.algorithm.own_loss and "loss" in job.algorithm.model_fields_set,
+        "has no effect beside algorithm.own_loss: remove one of them",
+    ),
+    Rule(
+        "algorithm.correction",
+        lambda job: job.algorithm.own_correction and "correction" in job.algorithm.model_fields_set,
+        "has no effect beside algorithm.own_correction: remove one of them",
+    ),
+    Rule(
         "algorithm.proximal=loglinear",
         lambda job: (
             job.algorithm.correction == "decoupled"

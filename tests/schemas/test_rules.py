@@ -14,6 +14,8 @@ EXAMPLES = [
     ["model.attn_implementation=flash_attention_2"],
     ["policies.low=m", *SFT],
     ["policies.low=m", "lora.rank=4"],
+    ["algorithm.loss=gspo", "algorithm.own_loss=m:f"],
+    ["algorithm.correction=icepop", "algorithm.own_correction=m:f"],
     [
         "algorithm.correction=decoupled",
         "algorithm.proximal=loglinear",

@@ -3,7 +3,9 @@
 Shape letters: N generated tokens, S sequences, E episodes, M samples.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,8 +45,9 @@ def assign_credit(
     old_N: Tensor | None,
     reference_N: Tensor | None,
     values_N: Tensor | None,
+    own: Callable[[AdvantageInputs], Tensor] | None = None,
 ) -> Credit:
-    """Compute the advantages of a batch.
+    """Compute the advantages of a batch, by the configuration's function or the user's `own`.
 
     `old_N` and `reference_N` are read where a KL enters the rewards; `values_N` are the critic's.
     An episode that is masked (`overlong_filter`) still counts in its group's mean and std, as in
@@ -76,7 +79,8 @@ def assign_credit(
         kept_N=kept_N,
         gamma=algorithm.token_discount,
     )
-    advantages_N = _advantages(config, batch, inputs)
+    compute = own or partial(compute_advantages, algorithm.advantage, **_options(config))
+    advantages_N = _advantages(config, batch, inputs, compute)
     whole = episodes(batch)
     return Credit(
         samples,
@@ -88,30 +92,34 @@ def assign_credit(
     )
 
 
-def _advantages(config: JobConfig, batch: TrainingBatch, inputs: AdvantageInputs) -> Tensor:
+def _advantages(
+    config: JobConfig,
+    batch: TrainingBatch,
+    inputs: AdvantageInputs,
+    compute: Callable[[AdvantageInputs], Tensor],
+) -> Tensor:
     """Compare episodes, and branches that are credited with rewards of their own.
 
     `own`: tokens of such a branch have its advantage, the others that of the episode; `both`: they
     have the sum.
     """
-    name, options = config.algorithm.advantage, _options(config)
     if batch.calls is None:
-        return compute_advantages(name, inputs, **options)
+        return compute(inputs)
     inputs = _with_calls(inputs, batch, batch.calls)
     mode = config.algorithm.branch_credit
     branch_N = batch.calls.branch_K[batch.calls.call_N]
     if mode == "episode" or not bool((branch_N >= 0).any()):
-        return compute_advantages(name, inputs, **options)
+        return compute(inputs)
     own = _with_calls(inputs, batch, batch.calls.own_chains())
     inside_N = branch_N >= 0
     if mode == "both":
-        advantages_N = compute_advantages(name, inputs, **options)
+        advantages_N = compute(inputs)
     else:
         advantages_N = torch.zeros_like(batch.behaviour_N)
         outside = _of_tokens(own, ~inside_N)
-        advantages_N[~inside_N] = compute_advantages(name, outside, **options)
+        advantages_N[~inside_N] = compute(outside)
     branches = _of_tokens(_by_branch(own, batch.calls), inside_N)
-    advantages_N[inside_N] += compute_advantages(name, branches, **options)
+    advantages_N[inside_N] += compute(branches)
     return advantages_N
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ....schemas.config.job import JobConfig
 from ..algorithms.aggregation import Denominators, aggregate
 from ..algorithms.kl import kl_per_token
-from ..algorithms.losses import LossInputs, compute_loss
+from ..algorithms.losses import LossInputs, TokenLoss, compute_loss
 from ..algorithms.off_policy.corrections import (
     Correction,
     CorrectionInputs,
@@ -25,6 +25,7 @@ from ..algorithms.off_policy.masks import masked
 from ..algorithms.samples import renumber
 from ..algorithms.sequences import sum_by_sequence
 from ..algorithms.training_batch import TrainingBatch
+from ..own.functions import own_function
 from ..packing.micro_batch import MicroBatch
 from .model import TokenScores
 
@@ -70,6 +71,8 @@ class Objective:
         self._algorithm = config.algorithm
         self._loss_options = _loss_options(config)
         self._correction_options = _correction_options(config)
+        self._own_loss = own_function("loss", config.algorithm.own_loss)
+        self._own_correction = own_function("correction", config.algorithm.own_correction)
 
     def needs_old(self, num_minibatches: int, dropout: float = 0.0) -> bool:
         """Whether π_o needs a forward pass of its own: it is not the policy at the update.
@@ -127,16 +130,25 @@ class Objective:
 
     def _masked(self, inputs: CorrectionInputs, advantages_N: Tensor) -> Correction:
         algorithm = self._algorithm
-        correction = correct(algorithm.correction, inputs, **self._correction_options)
+        if self._own_correction is not None:
+            correction = self._own_correction.correction(inputs)
+        else:
+            correction = correct(algorithm.correction, inputs, **self._correction_options)
         if algorithm.correction_normalise:
             correction = normalised(correction, inputs, level=algorithm.correction_level)
         return masked(correction, algorithm.correction_masks, inputs, advantages_N)
+
+    def _policy_loss(self, inputs: LossInputs) -> TokenLoss:
+        if self._own_loss is not None:
+            return self._own_loss.loss(inputs)
+        return compute_loss(self._algorithm.loss, inputs, **self._loss_options)
 
     def has_gradient(self, batch: TrainingBatch, advantages_N: Tensor) -> Tensor:
         """Mark the sequences that move the weights: the others need no pass at all."""
         algorithm = self._algorithm
         kl_in_loss = algorithm.kl_coef > 0 and algorithm.kl_in == "loss"
-        if kl_in_loss or algorithm.entropy_coef or algorithm.loss in _GRADIENT_AT_ZERO:
+        everywhere = self._own_loss is not None or algorithm.loss in _GRADIENT_AT_ZERO
+        if kl_in_loss or algorithm.entropy_coef or everywhere:
             return torch.ones_like(batch.group_S, dtype=torch.bool)
         return sum_by_sequence(advantages_N.abs(), batch.seq_N, batch.num_seqs) > 0
 
@@ -160,18 +172,15 @@ class Objective:
         current_N = scores.logprobs_N
         old_N = current_N.detach() if inputs.old_N is None else inputs.old_N[index_N]
         correction = self._correction(inputs, index_N, current_N, old_N)
-        policy_N, sums = compute_loss(
-            algorithm.loss,
-            LossInputs(
-                logprobs_N=current_N,
-                advantages_N=inputs.advantages_N[index_N],
-                old_logprobs_N=correction.old_logprobs_N,
-                behaviour_logprobs_N=inputs.batch.behaviour_N[index_N],
-                seq_N=sample_N,
-                num_seqs=len(numbers_M),
-            ),
-            **self._loss_options,
+        read = LossInputs(
+            logprobs_N=current_N,
+            advantages_N=inputs.advantages_N[index_N],
+            old_logprobs_N=correction.old_logprobs_N,
+            behaviour_logprobs_N=inputs.batch.behaviour_N[index_N],
+            seq_N=sample_N,
+            num_seqs=len(numbers_M),
         )
+        policy_N, sums = self._policy_loss(read)
 
         def total(values_N: Tensor) -> Tensor:
             return aggregate(algorithm.loss_agg, values_N, sample_N, len(numbers_M), part)

@@ -39,6 +39,7 @@ from ..algorithms.credit import assign_credit
 from ..algorithms.off_policy.mismatch import batch_mismatch
 from ..algorithms.training_batch import TrainingBatch
 from ..distillation.teachers import Teachers
+from ..own.functions import own_function
 from ..packing.micro_batch import MicroBatch
 from .checkpoint import OPTIMIZER, save_policy
 from .critic import Critic, spread
@@ -95,6 +96,7 @@ class Trainer:
         self._packer = RankPacker(model, self._scorer, learner, self._parallel, self.image_reader)
         self._reference_adapter: list[Tensor] = []
         self._reference = self._make_reference() if config.algorithm.kl_coef else None
+        self._own_advantage = own_function("advantage", config.algorithm.own_advantage)
         self._teachers = Teachers(config, self._frozen, self._packer, self._parallel)
         self.critic = self._make_critic() if config.algorithm.advantage == "gae" else None
 
@@ -205,7 +207,8 @@ class Trainer:
         rate = self._set_learning_rate(step)
         old_N, entropy_N, reference_N = self._scores_before(batch)
         values_N = self._values(batch)
-        credit = assign_credit(self.config, batch, old_N, reference_N, values_N)
+        own = None if self._own_advantage is None else self._own_advantage.advantage
+        credit = assign_credit(self.config, batch, old_N, reference_N, values_N, own)
         credit, taught = self._teachers.guide(credit, batch, old_N)
         sample_N, advantages_N = credit.samples.sample_N, credit.advantages_N
         kept_N = credit.kept_N

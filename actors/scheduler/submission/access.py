@@ -4,6 +4,7 @@ All actors of a node but the hosts of games, which are enclosed, run as one user
 system, who can read every run folder.
 """
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +13,9 @@ from ....schemas.config.job import JobConfig
 from ....schemas.tinker.operation import TrainerOffer
 from ....schemas.wire.errors import AuthError, ConfigError
 from ...folders.links import foreign, hard_links, inodes_below, leads
+
+AUTHORS_VARIABLE = "TINKERMQ_ALGORITHM_AUTHORS"
+"""Of the scheduler's environment: users whose own functions learners may run."""
 
 
 def refuse_second_service(
@@ -42,6 +46,26 @@ def refuse_code_of_others(config: JobConfig) -> None:
             "run for admins only",
             hint="let an admin submit the job, or take a model that transformers has itself",
         )
+
+
+def refuse_own_algorithms(config: JobConfig, user: str) -> None:
+    """Raise ConfigError for functions of a user who may not run code in a learner.
+
+    A learner can read every run folder: the operator names who is trusted with that.
+    """
+    algorithm = config.algorithm
+    for key in ("own_advantage", "own_loss", "own_correction"):
+        if (target := getattr(algorithm, key)) and user not in _authors():
+            raise ConfigError(
+                f"algorithm.{key}={target}: code of one's own runs in the learner, which is not "
+                f"allowed for user {user}",
+                hint=f"let the operator add {user} to ${AUTHORS_VARIABLE} of the scheduler, or an "
+                "admin submit the job",
+            )
+
+
+def _authors() -> list[str]:
+    return os.environ.get(AUTHORS_VARIABLE, "").replace(",", " ").split()
 
 
 def refuse_runs_of_others(

@@ -40,7 +40,12 @@ from ..jobs.holdings import (
 from ..jobs.secrets import SecretStore
 from ..jobs.view import JobsView, size_of
 from ..reconciler import Reconciler
-from .access import refuse_code_of_others, refuse_runs_of_others, refuse_second_service
+from .access import (
+    refuse_code_of_others,
+    refuse_own_algorithms,
+    refuse_runs_of_others,
+    refuse_second_service,
+)
 from .models import refuse_missing_models
 from .naming import names
 from .origins import Origins, begins_with, own
@@ -268,6 +273,7 @@ class Submission:
         config = with_allowed_folders(config, roots)
         if self._has_users:
             refuse_code_of_others(config)
+            refuse_own_algorithms(config, record.user)
             refuse_other_stores(config, record.user, operator_stores())
             others = self._view.run_folders_of_others(record.user)
             await asyncio.to_thread(refuse_runs_of_others, config, others, named_by(own(record)))

@@ -1,6 +1,8 @@
 """`tinkermq env list|check|serve`."""
 
-from ....envs.check import check_game
+from collections.abc import Sequence
+
+from ....envs.check import CheckResult, check_game
 from ....envs.registry import list_games as registered_games
 from ..models.check_model import check_with_model, model_to_check
 from ..output import literal, note, print_json, print_table, say
@@ -65,7 +67,15 @@ def check(
         passed = all(result.ok for result in results)
         if asked is not None and passed:
             results += check_with_model(chosen, asked)
-            passed = all(result.ok for result in results)
+    code = say_checks(results, json=json)
+    if why_not and not json:
+        note(f"chat template and lengths in tokens were not checked: {why_not}")
+    return code
+
+
+def say_checks(results: Sequence[CheckResult], *, json: bool) -> int:
+    """Print what was checked; return the exit code."""
+    passed = all(result.ok for result in results)
     if json:
         print_json({"ok": passed, "checks": [vars(result) for result in results]})
         return 0 if passed else FAILED
@@ -74,8 +84,6 @@ def check(
         say(f"{mark} {result.name}  {literal(result.detail)}")
         if result.hint and not result.ok:
             say(f"       {literal(result.hint)}")
-    if why_not:
-        note(f"chat template and lengths in tokens were not checked: {why_not}")
     return 0 if passed else FAILED
 
 

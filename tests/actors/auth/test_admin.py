@@ -188,6 +188,19 @@ async def test_code_that_comes_with_a_model_is_for_admins(
     assert (await submitted(scheduled, "root", tmp_path, model=model)).state == "QUEUED"
 
 
+async def test_functions_of_ones_own_are_for_admins_and_whom_the_operator_names(
+    scheduled: SecuredPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"own_loss": "mine:loss"}
+    with pytest.raises(ConfigError, match=r"own_loss=mine:loss: .* not allowed for user mallory"):
+        await submitted(scheduled, "mallory", tmp_path, algorithm=own)
+    assert (await submitted(scheduled, "root", tmp_path, algorithm=own)).state == "QUEUED"
+    monkeypatch.setenv("TINKERMQ_ALGORITHM_AUTHORS", "ada, bob")
+    assert (await submitted(scheduled, "ada", tmp_path, algorithm=own)).state == "QUEUED"
+    with pytest.raises(ConfigError, match="TINKERMQ_ALGORITHM_AUTHORS"):
+        await submitted(scheduled, "mallory", tmp_path, algorithm=own)
+
+
 @pytest.mark.parametrize("path", ["~nobody-here/model", "a/\0/b", "x/" * 2000])
 async def test_a_path_that_cannot_be_one_is_not_the_files_of_another(
     scheduled: SecuredPool, tmp_path: Path, path: str

@@ -1,0 +1,118 @@
+"""Advantages, losses and corrections of the user's own: found by `module:function`, and checked.
+
+They have the signature of the library's own functions and run in the learner, in its process. What
+they return is looked at on every call, so that a wrong one ends the job with its name and the value
+instead of training nothing, or anything.
+
+Shape letters: N generated tokens.
+"""
+
+import hashlib
+import importlib
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ....schemas.wire.errors import ConfigError, TinkermqError
+from ..algorithms.advantages import AdvantageInputs
+from ..algorithms.losses import LossInputs, TokenLoss
+from ..algorithms.off_policy.corrections import Correction, CorrectionInputs
+
+Kind = Literal["advantage", "loss", "correction"]
+_CHECK = "see what it does wrong with `tinkermq algorithm check {target}`"
+
+
+class OwnFunction:
+    """One function of the user's."""
+
+    def __init__(self, kind: Kind, target: str) -> None:
+        """Import it; raises ConfigError with what the import raised."""
+        self.key = f"algorithm.own_{kind}={target}"
+        self._hint = _CHECK.format(target=target)
+        self._call = self._find(target)
+
+    def advantage(self, inputs: AdvantageInputs) -> Tensor:
+        """Return float32[N], the advantage of each token. Raises ConfigError."""
+        advantages_N = self._vector(self._called(inputs), len(inputs.seq_N), "advantages")
+        return advantages_N.detach().float()
+
+    def loss(self, inputs: LossInputs) -> TokenLoss:
+        """Return the loss of each token, with gradient, and no statistics. Raises ConfigError."""
+        loss_N = self._vector(self._called(inputs), len(inputs.seq_N), "losses")
+        if len(loss_N) and not loss_N.requires_grad:
+            raise self._wrong(
+                "returned losses without a gradient: nothing would be learnt",
+                "compute them from inputs.logprobs_N, without detach() or item()",
+            )
+        return loss_N, {}
+
+    def correction(self, inputs: CorrectionInputs) -> Correction:
+        """Return the weight of each token, 0 to drop it. Raises ConfigError."""
+        weight_N = self._vector(self._called(inputs), len(inputs.seq_N), "weights").detach()
+        if bool((weight_N < 0).any()):
+            raise self._wrong(f"returned a negative weight: {float(weight_N.min()):g}")
+        return Correction(weight_N, inputs.old_logprobs_N)
+
+    def source_digest(self) -> str:
+        """Return the SHA-256 of the file that it stands in; empty for one without."""
+        file = inspect.getsourcefile(self._call)
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
+
+    def _find(self, target: str) -> Callable[[Any], Any]:
+        module_name, _, name = target.partition(":")
+        here = str(Path.cwd())
+        if here not in sys.path:
+            sys.path.append(here)
+        try:
+            found = getattr(importlib.import_module(module_name), name, None)
+        except (Exception, SystemExit) as error:
+            last = traceback.format_exception_only(error)[-1].strip()
+            raise ConfigError(
+                f"{self.key} cannot be imported: {last}",
+                hint=f"see that `python -c 'import {module_name}'` works where the learner runs",
+            ) from error
+        if not callable(found):
+            raise ConfigError(
+                f"{self.key}: module {module_name} has no function {name!r}",
+                hint="name a function of the module, as module:function",
+            )
+        return found
+
+    def _called(self, inputs: object) -> Any:
+        try:
+            return self._call(inputs)
+        except TinkermqError:
+            raise
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(last.filename).name}, line {last.lineno}"
+            raise self._wrong(f"raised {type(error).__name__}: {error} ({where})") from error
+
+    def _vector(self, value: Any, num: int, what: str) -> Tensor:
+        if not isinstance(value, Tensor):
+            raise self._wrong(f"returned a {type(value).__name__} in place of a tensor of {what}")
+        if value.shape != (num,):
+            raise self._wrong(
+                f"returned {what} of shape {list(value.shape)} for {num} tokens",
+                f"return one value for each token: shape [{num}]",
+            )
+        if not value.is_floating_point():
+            raise self._wrong(f"returned {what} of {value.dtype}, which are no real numbers")
+        if not bool(torch.isfinite(value).all()):
+            count = int((~torch.isfinite(value)).sum())
+            raise self._wrong(f"returned {count} {what} of {num} that are NaN or infinite")
+        return value
+
+    def _wrong(self, what: str, hint: str = "") -> ConfigError:
+        return ConfigError(f"{self.key} {what}", hint="; ".join(filter(None, (hint, self._hint))))
+
+
+def own_function(kind: Kind, target: str | None) -> OwnFunction | None:
+    """Return the function that a key names; None where it names none. Raises ConfigError."""
+    return None if target is None else OwnFunction(kind, target)

@@ -1,0 +1,39 @@
+"""An advantage, a loss and a correction of one's own, each in some lines.
+
+    tinkermq algorithm check examples.own_algorithms:clipped
+    tinkermq train examples/addition.yaml algorithm.own_loss=examples.own_algorithms:clipped
+
+Shape letters: N generated tokens of some sequences, S sequences.
+"""
+
+import torch
+from tinkermq.actors.learner.algorithms.advantages import AdvantageInputs
+from tinkermq.actors.learner.algorithms.losses import LossInputs
+from tinkermq.actors.learner.algorithms.off_policy.corrections import CorrectionInputs
+from torch import Tensor
+
+
+def best_of_group(inputs: AdvantageInputs) -> Tensor:
+    """Credit the best episodes of each group with 1, less the share of the best: float32[N]."""
+    num_groups = int(inputs.group_S.max()) + 1
+    best = torch.full((num_groups,), -torch.inf).scatter_reduce(
+        0, inputs.group_S, inputs.rewards_S.float(), "amax"
+    )
+    is_best_S = (inputs.rewards_S == best[inputs.group_S]).float()
+    count = torch.bincount(inputs.group_S, minlength=num_groups).float()
+    share = torch.bincount(inputs.group_S, is_best_S, num_groups).float() / count
+    return (is_best_S - share[inputs.group_S])[inputs.seq_N]
+
+
+def clipped(inputs: LossInputs) -> Tensor:
+    """PPO's clipped objective: one loss for each token, with gradient."""
+    ratio_N = (inputs.logprobs_N - inputs.old_logprobs_N).exp()
+    plain_N = ratio_N * inputs.advantages_N
+    bounded_N = ratio_N.clamp(0.8, 1.28) * inputs.advantages_N
+    return -torch.minimum(plain_N, bounded_N)
+
+
+def square_root(inputs: CorrectionInputs) -> Tensor:
+    """Weigh each token by the root of its ratio, at most 2."""
+    log_ratio_N = inputs.old_logprobs_N - inputs.behaviour_logprobs_N
+    return (0.5 * log_ratio_N).exp().clamp(max=2.0)

@@ -1,0 +1,174 @@
+"""Functions of the user's own: they train what the library's do, and wrong ones are told."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tinkermq.actors.learner.algorithms.training_batch import assemble
+from tinkermq.actors.learner.own.check import check_function
+from tinkermq.actors.learner.own.functions import Kind
+from tinkermq.actors.learner.training.model import load_model
+from tinkermq.actors.learner.training.step import Trainer
+from tinkermq.schemas.config.job import JobConfig
+from tinkermq.schemas.wire.errors import ConfigError
+
+from tests.support.groups import random_group
+from tests.support.models import make_tiny_model
+
+torch.set_num_threads(1)
+HERE = "tests.actors.learner.test_own_functions"
+EXAMPLES = "examples.own_algorithms"
+
+
+def scalar(inputs: Any) -> torch.Tensor:
+    """One value for all tokens."""
+    return inputs.logprobs_N.mean()
+
+
+def not_a_number(inputs: Any) -> torch.Tensor:
+    """NaN for one token."""
+    values = torch.zeros(len(inputs.seq_N))
+    values[0] = torch.nan
+    return values
+
+
+def no_gradient(inputs: Any) -> torch.Tensor:
+    """A loss that learns nothing."""
+    return -inputs.logprobs_N.detach() * inputs.advantages_N
+
+
+def raises(inputs: Any) -> torch.Tensor:
+    """A mistake."""
+    return inputs.nothing_of_the_kind
+
+
+def negative(inputs: Any) -> torch.Tensor:
+    """Weights under 0."""
+    return -torch.ones(len(inputs.seq_N))
+
+
+def at_random(inputs: Any) -> torch.Tensor:
+    """Another loss with each call."""
+    return -inputs.logprobs_N * inputs.advantages_N * torch.rand(1)
+
+
+def upside_down(inputs: Any) -> torch.Tensor:
+    """The sign is forgotten."""
+    return inputs.logprobs_N * inputs.advantages_N
+
+
+def over_the_batch(inputs: Any) -> torch.Tensor:
+    """Whitened over whatever stands in the micro-batch."""
+    advantages = inputs.advantages_N
+    return -inputs.logprobs_N * (advantages - advantages.mean()) / advantages.std()
+
+
+def own_reinforce(inputs: Any) -> torch.Tensor:
+    """The library's reinforce, written again."""
+    return -inputs.logprobs_N * inputs.advantages_N
+
+
+def own_tis(inputs: Any) -> torch.Tensor:
+    """The library's tis, written again."""
+    return (inputs.old_logprobs_N - inputs.behaviour_logprobs_N).exp().clamp(max=2.0)
+
+
+def own_dr_grpo(inputs: Any) -> torch.Tensor:
+    """The library's dr_grpo, written again."""
+    sums = torch.zeros(int(inputs.group_S.max()) + 1).index_add(0, inputs.group_S, inputs.rewards_S)
+    means = sums / torch.bincount(inputs.group_S)
+    return (inputs.rewards_S - means[inputs.group_S])[inputs.seq_N]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's folder."""
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def _trained(folder: Path, **algorithm: Any) -> dict[str, torch.Tensor]:
+    config = JobConfig.model_validate(
+        {
+            "model": {"path": str(folder)},
+            "env": {"game": "none"},
+            "learner": {"lr": 0.1, "eps": 1.0, "grad_clip": 1e9},
+            "rollout": {"max_prompt_tokens": 16, "max_turn_tokens": 16, "max_response_tokens": 48},
+            "algorithm": algorithm,
+        }
+    )
+    trainer = Trainer(load_model(config.model, config.learner), config, total_steps=10)
+    rng = np.random.default_rng(0)
+    groups = [random_group(rng, number, version=3) for number in range(3)]
+    trainer.step(assemble(groups), 4)
+    return trainer.weights()
+
+
+def test_own_functions_train_what_the_same_ones_of_the_library_do(folder: Path) -> None:
+    library = _trained(folder, advantage="dr_grpo", loss="reinforce", correction="tis")
+    own = _trained(
+        folder,
+        own_advantage=f"{HERE}:own_dr_grpo",
+        own_loss=f"{HERE}:own_reinforce",
+        own_correction=f"{HERE}:own_tis",
+    )
+    assert all(torch.allclose(one, own[name], atol=1e-6) for name, one in library.items())
+    again = _trained(
+        folder,
+        own_advantage=f"{HERE}:own_dr_grpo",
+        own_loss=f"{HERE}:own_reinforce",
+        own_correction=f"{HERE}:own_tis",
+    )
+    assert all(torch.equal(one, again[name]) for name, one in own.items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "words"),
+    [
+        ("loss", "scalar", r"losses of shape \[\] for \d+ tokens"),
+        ("loss", "not_a_number", "1 losses of .* that are NaN"),
+        ("loss", "no_gradient", "without a gradient"),
+        ("loss", "raises", "raised AttributeError: .*test_own_functions.py, line"),
+        ("loss", "there_is_none", "has no function 'there_is_none'"),
+        ("advantage", "not_a_number", "1 advantages of"),
+        ("correction", "negative", "returned a negative weight: -1"),
+    ],
+)
+def test_a_wrong_function_ends_the_step_with_its_name_and_what_to_do(
+    folder: Path, kind: str, name: str, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words) as raised:
+        _trained(folder, **{f"own_{kind}": f"{HERE}:{name}"})
+    assert f"algorithm.own_{kind}={HERE}:{name}" in raised.value.message
+    assert raised.value.hint
+
+
+def test_a_module_that_is_not_there_is_told(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be imported: ModuleNotFoundError"):
+        _trained(folder, own_loss="nowhere_at_all:loss")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("advantage", "best_of_group"), ("loss", "clipped"), ("correction", "square_root")],
+)
+def test_the_examples_pass_the_check(kind: Kind, name: str) -> None:
+    results = check_function(kind, f"{EXAMPLES}:{name}")
+    assert [one["detail"] for one in results if not one["ok"]] == []
+    assert len(results) >= 4
+
+
+@pytest.mark.parametrize(
+    ("name", "question"),
+    [
+        ("at_random", "the same twice"),
+        ("upside_down", "it rewards"),
+        ("over_the_batch", "micro-batches"),
+        ("no_gradient", "it keeps a finite gradient"),
+        ("scalar", "one finite value for each token"),
+    ],
+)
+def test_the_check_finds_what_is_wrong(name: str, question: str) -> None:
+    results = check_function("loss", f"{HERE}:{name}")
+    assert question in [one["name"] for one in results if not one["ok"]]
