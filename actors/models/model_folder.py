@@ -142,11 +142,18 @@ def load_causal_lm(
 
 
 def _load_weights(auto: Any, path: str, options: dict[str, Any]) -> "PreTrainedModel":
+    from safetensors import SafetensorError
+
     try:
         loaded = cast(
             "tuple[PreTrainedModel, dict[str, Any]]",
             auto.from_pretrained(path, output_loading_info=True, **options),
         )
+    except SafetensorError as error:
+        raise ModelError(
+            f"a *.safetensors file of model {path} is damaged or cut: {error}",
+            hint="copy or download the model's files again",
+        ) from error
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise ModelError(
             f"model {path} cannot be loaded: {error}",

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from tinkermq.schemas.wire.errors import ModelError
 
 from tests.support.configs import small_job
 from tests.support.jobs import Job
@@ -47,7 +48,9 @@ async def jobs(
 ) -> AsyncIterator[dict[str, Job]]:
     """Start a job for each mistake, and one without."""
     folder = tmp_path_factory.mktemp("mistakes")
-    (folder / "empty").mkdir()
+    cut = shutil.copytree(model, folder / "cut")
+    weights = cut / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
     forgetful = with_template(model, folder / "forgetful", FORGETS)
     rows = [{"prompt": "3+4=", "answer": "7"}]
     (folder / "no_answer.jsonl").write_text(json.dumps({"prompt": rows[0]["prompt"]}) + "\n")
@@ -59,7 +62,7 @@ async def jobs(
 
     alone = {"count": 0}  # no generator is needed to find these
     configs = {
-        "model": small_job(folder / "empty", generator=alone),
+        "model": small_job(cut, generator=alone),
         "template": small_job(forgetful, rollout={"max_turns": 2}),
         "missing": small_job(model, env=data("missing.parquet"), generator=alone),
         "column": small_job(model, env=data("no_answer.jsonl"), generator=alone),
@@ -91,7 +94,7 @@ async def jobs(
 @pytest.mark.parametrize(
     ("mistake", "told"),
     [
-        ("model", ["empty is no model folder: config.json is missing", "save_pretrained"]),
+        ("model", ["a *.safetensors file of model", "/cut is damaged or cut", "again"]),
         ("template", ["chat template"]),
         ("missing", ["missing.parquet"]),
         ("column", ["no_answer.jsonl", "answer"]),
@@ -112,6 +115,16 @@ async def test_a_mistake_fails_the_job_with_its_reason(
     for part in told:
         assert part in record.reason
     assert "Traceback" not in record.reason or mistake == "raises"
+
+
+async def test_a_folder_without_a_model_is_refused_by_a_node_and_makes_no_job(
+    shared_stack: Stack, jobs: dict[str, Job], tmp_path: Path
+) -> None:
+    told = "empty is no model folder: config.json is missing"
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match=told) as refused:
+        await shared_stack.submit(small_job(tmp_path / "empty"))
+    assert "save_pretrained" in refused.value.hint
 
 
 async def test_a_deserted_run_gives_its_slots_back_and_leaves_a_checkpoint(
