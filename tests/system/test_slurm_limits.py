@@ -1,6 +1,7 @@
 """Limits that a real Slurm keeps for accounts and users, told in its words."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tinkermq.actors.scheduler.machines.slurm import SlurmSource
@@ -35,12 +36,14 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 @pytest.fixture
 def source(
-    slurm: Slurm, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, tmp_path: Path
 ) -> Iterator[SlurmSource]:
     """Machines of the account that the test names, whose nodes find no broker."""
     monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
-    config = {"kind": "slurm", "slots": 2, "sbatch": [f"--account={request.param}"]}
-    yield SlurmSource(MachinesConfig.model_validate(config), URL)
+    config = MachinesConfig(
+        kind="slurm", slots=2, sbatch=[f"--account={request.param}"], logs=str(tmp_path)
+    )
+    yield SlurmSource(config, URL)
     slurm.tell("scancel", "--me")
 
 
