@@ -142,6 +142,9 @@ class StepReply(Message):
     """Who says the observations; empty where that is the user everywhere."""
     failed: list[FailedStep] = Field(default_factory=list[FailedStep])
     """The actions that failed; their episodes have ended."""
+    timed_out: list[int] = Field(default_factory=list[int])
+    """Numbers of the actions whose step took too long, where that ends an episode without failing
+    it (`env.on_step_timeout`)."""
 
     @model_validator(mode="after")
     def _check_columns(self) -> Self:
@@ -150,8 +153,10 @@ class StepReply(Message):
         if self.roles and len(self.roles) != len(self.observations):
             raise ValueError("roles and observations are of different lengths")
         length = len(self.observations)
-        if self.failed and any(not 0 <= one.index < length for one in self.failed):
-            raise ValueError("failed names an action that was not asked for")
+        if not all(
+            0 <= at < length for at in (*(one.index for one in self.failed), *self.timed_out)
+        ):
+            raise ValueError("failed or timed_out names an action that was not asked for")
         return self
 
 

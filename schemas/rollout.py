@@ -17,6 +17,9 @@ from .wire.errors import DataError, MessageError
 from .wire.message import Message, with_last
 from .wire.shared_rows import with_shared, without_shared
 
+Finish = Literal["done", "turns", "length", "timeout"]
+"""What ends an episode."""
+
 
 class Trajectory(Message):
     """The token-level record of one episode.
@@ -40,8 +43,9 @@ class Trajectory(Message):
     """int32[K]: position of the last generated token of each turn, ascending."""
     rewards: FloatVector
     """float32[K]: the game's reward for each turn."""
-    finish: Literal["done", "turns", "length"] = "done"
-    """Why there was no further turn: the game said so, the turn limit, or the token limit."""
+    finish: Finish = "done"
+    """Why there was no further turn: the game said so, the turn limit, the token limit, or a step
+    that took the game too long (`env.on_step_timeout`)."""
     finish_reasons: list[Literal["stop", "length"]] = Field(
         default_factory=list[Literal["stop", "length"]]
     )
@@ -109,9 +113,11 @@ class Trajectory(Message):
         return self
 
     @property
-    def ended_by(self) -> Literal["done", "turns", "length"]:
-        """What ended the episode: `length` where its last turn was cut, whatever came of it."""
-        return "length" if self.finish_reasons[-1:] == ["length"] else self.finish
+    def ended_by(self) -> Finish:
+        """What ended the episode: `length` where its last turn was cut, whatever came of it, but
+        that it took the game too long."""
+        was_cut = self.finish_reasons[-1:] == ["length"] and self.finish != "timeout"
+        return "length" if was_cut else self.finish
 
     @property
     def reward(self) -> float:

@@ -2,16 +2,16 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...envs.evaluation import is_success, mean_info, outcome_shares
-from ...schemas.rollout import Group, Trajectory
+from ...schemas.rollout import Finish, Group, Trajectory
 from .packing.trees import count_distinct
 
-_ENDS = ("done", "turns", "length")
+_ENDS = get_args(Finish)
 _LAG_BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, None))
 
 

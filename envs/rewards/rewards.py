@@ -15,6 +15,7 @@ from ...schemas.config.reward import RewardConfig
 from ...schemas.wire.errors import NotFoundError, RewardError
 from ..game import ChatMessage, StepResult
 from ..record import Record
+from ..running.step_timeout import TimedOut
 from .endpoint import EndpointSource
 from .function import FunctionSource
 from .judge import JudgeSource
@@ -68,6 +69,8 @@ class Rewards:
 
     async def _step(self, case: Case, action: str, playing: Awaitable[StepResult]) -> StepResult:
         result, config = await playing, self._config
+        if isinstance(result, TimedOut):
+            return result
         case.solution_str, case.info = action, result.info
         case.game_return += result.reward
         case.messages.append({"role": "assistant", "content": action})

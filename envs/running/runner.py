@@ -13,7 +13,7 @@ from ..registry import load_game
 from .async_runner import AsyncRunner
 from .episodes import GameFacts, Opening, is_async, refuse_async
 from .process_runner import ProcessRunner
-from .step_timeout import TimeLimits
+from .step_timeout import GameHung, TimeLimits, end_of_hung
 from .thread_runner import ThreadRunner
 
 T = TypeVar("T")
@@ -61,11 +61,17 @@ class PlacedRunner(Runner, Protocol):
 
 
 class TimedRunner:
-    """A runner that tells for how long games play, and for how long all its workers do."""
+    """A runner that tells for how long games play, and for how long all its workers do.
 
-    def __init__(self, runner: Runner, num_workers: int, time_use: TimeUse) -> None:
+    A step that takes too long ends its episode here as the configuration says.
+    """
+
+    def __init__(
+        self, runner: Runner, config: EnvConfig, num_workers: int, time_use: TimeUse
+    ) -> None:
         """`time_use` knows `full` and `play`: a game has been asked and has not answered."""
         self._runner = runner
+        self._config = config
         self._time_use = time_use
         self._room = math.inf if isinstance(runner, AsyncRunner) else num_workers
         self._num_asked = 0
@@ -80,7 +86,13 @@ class TimedRunner:
 
     def step(self, episode: str, action: str) -> Awaitable[StepResult]:
         """Play one action; GameError when the game fails, which ends the episode."""
-        return self._timed(self._runner.step(episode, action))
+        return self._timed(self._step(episode, action))
+
+    async def _step(self, episode: str, action: str) -> StepResult:
+        try:
+            return await self._runner.step(episode, action)
+        except GameHung as error:
+            return end_of_hung(self._config, error)
 
     def turn(self, episode: str) -> Awaitable[tuple[str, list[ChatMessage]]]:
         """Say whose turn it is in a game with roles, and what opens that role's conversation."""
@@ -105,6 +117,9 @@ class TimedRunner:
 def make_runner(config: EnvConfig, game_class: type[AbstractGame] | None = None) -> Runner:
     """Return the runner that `config.isolation` asks for, or else the game's class.
 
+    Where steps are expected to hang (`config.on_step_timeout`) that is a process, which can be
+    ended, unless the configuration asks for threads.
+
     `game_class` stands for `config.game` where a client hosts a class of its own. Raises GameError.
     """
     limits = TimeLimits(config.reset_timeout_s, config.step_timeout_s)
@@ -116,6 +131,8 @@ def make_runner(config: EnvConfig, game_class: type[AbstractGame] | None = None)
         if isolation == "process":
             refuse_async(found)
         return AsyncRunner(found, config.kwargs, limits=limits)
+    if config.on_step_timeout != "retry":
+        isolation = config.isolation or "process"
     if isolation == "process":
         target = config.game if game_class is None else _importable(game_class)
         return _process_runner(config, target, limits)

@@ -9,7 +9,9 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ...schemas.config.job import EnvConfig
 from ...schemas.wire.errors import GameError
+from ..game import StepResult
 
 if TYPE_CHECKING:
     import asyncio
@@ -17,6 +19,23 @@ if TYPE_CHECKING:
 LOOK_S = 0.1
 """Seconds between two looks for overdue calls."""
 _OF_STEPS = frozenset({"step", "turn", "drop"})
+
+
+class GameHung(GameError):
+    """A call of a game that ran past its limit."""
+
+
+@dataclass
+class TimedOut(StepResult):
+    """The end of an episode whose last action took the game too long (`env.on_step_timeout`)."""
+
+
+def end_of_hung(config: EnvConfig, error: GameHung) -> TimedOut:
+    """Return what stands for the answer to an action that hung; raises `error` for `retry`."""
+    if config.on_step_timeout == "retry":
+        raise error
+    is_penalty = config.on_step_timeout == "penalty"
+    return TimedOut("", config.step_timeout_reward if is_penalty else 0.0, done=True)
 
 
 class TimeLimits(NamedTuple):
@@ -48,15 +67,15 @@ class Call:
         """Whether the game has been at it for longer than it may."""
         return self.started is not None and time.monotonic() - self.started >= self.limit_s
 
-    def hung(self, game: str) -> GameError:
+    def hung(self, game: str) -> GameHung:
         """Return the error that ends it."""
         return hung(game, self.verb, self.limit_s)
 
 
-def hung(game: str, verb: str, limit_s: float) -> GameError:
+def hung(game: str, verb: str, limit_s: float) -> GameHung:
     """Return the error of a game that ran past its limit."""
     key = "env.step_timeout_s" if verb in _OF_STEPS else "env.reset_timeout_s"
-    return GameError(
+    return GameHung(
         f"{game} hung in {verb} for {limit_s:g} s",
         hint=f"mend the game, or raise {key} if it may take longer",
     )

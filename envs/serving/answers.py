@@ -13,6 +13,7 @@ from ...schemas.wire.codec import pack
 from ...schemas.wire.errors import TinkermqError
 from ...schemas.wire.reply import ErrorReply
 from ..game import ChatMessage, StepResult
+from ..running.step_timeout import TimedOut
 
 MAX_BYTES = 2**20
 
@@ -62,12 +63,15 @@ class StepAnswer:
         self._infos: list[dict[str, Any]] = []
         self._roles: list[Literal["user", "tool"]] = []
         self._failed: list[FailedStep] = []
+        self._timed_out: list[int] = []
         self._num_bytes = 0
 
     def add(self, answer: "asyncio.Future[StepResult] | TinkermqError") -> None:
         """Add the next action: the game's answer, or why it was not asked."""
         result = self._result(answer)
         self._roles.append(result.role if result else "user")
+        if isinstance(result, TimedOut):
+            self._timed_out.append(len(self._observations))
         if result is None:
             self._observations.append(None)
             self._rewards.append(0.0)
@@ -89,6 +93,7 @@ class StepAnswer:
             infos=self._infos,
             roles=roles,
             failed=self._failed,
+            timed_out=self._timed_out,
         )
 
     def _result(self, answer: "asyncio.Future[StepResult] | TinkermqError") -> StepResult | None:

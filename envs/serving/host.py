@@ -107,7 +107,7 @@ class EnvironmentHost:
         self._needs_answers = programs is None
         self._runner = programs or make_runner(config, game_class)
         places = config.workers if programs is None else programs.places
-        self._games = TimedRunner(self._runner, places, self.time_use)
+        self._games = TimedRunner(self._runner, config, places, self.time_use)
         self._rewards = make_rewards(config.reward, broker, scope.user, reward_function, judge_job)
         self._held: dict[str, Held] = {}
         self._changed = asyncio.Event()

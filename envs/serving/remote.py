@@ -34,6 +34,7 @@ from ...schemas.wire.codec import pack
 from ...schemas.wire.errors import DeadlineError, NotFoundError, TinkermqError
 from ...schemas.wire.subjects import JobScope
 from ..game import StepResult
+from ..running.step_timeout import TimedOut
 from .gone import HostGone
 
 _ANSWER_S = 4.0
@@ -365,6 +366,8 @@ def _results(reply: StepReply) -> list[StepResult | TinkermqError | None]:
         None if observation is None else StepResult(observation, reward, done, info, role)
         for observation, reward, done, info, role in columns
     ]
+    for at in reply.timed_out:
+        results[at] = TimedOut("", reply.rewards[at], done=True, info=reply.infos[at])
     for failed in reply.failed:
         results[failed.index] = failed.error.to_error()
     return results

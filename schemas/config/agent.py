@@ -7,7 +7,7 @@ from pydantic import Field
 
 from .section import MAX_WAIT_S, Section, when
 
-IMPLIED_OF_ENV = ("game", "hosts", "reset_timeout_s", "step_timeout_s")
+IMPLIED_OF_ENV = ("game", "hosts", "reset_timeout_s", "step_timeout_s", "on_step_timeout")
 """Keys of the section `env` that follow from the section `agent`."""
 _GAME = "agent"
 _MARGIN_S = 30.0

@@ -73,7 +73,19 @@ class EnvConfig(Section):
     reset_timeout_s: float = Field(default=30.0, gt=0, le=MAX_WAIT_S)
     """A reset that takes longer fails its episode."""
     step_timeout_s: float = Field(default=30.0, gt=0, le=MAX_WAIT_S)
-    """A step that takes longer fails its episode."""
+    """A step that takes longer fails its episode, or ends it as `on_step_timeout` says."""
+    on_step_timeout: Literal["retry", "penalty", "mask"] = "retry"
+    """What an episode becomes whose step takes too long. retry: it has failed, and is played again.
+    penalty: it has ended, its last turn is rewarded with `step_timeout_reward` and it is trained,
+    for the policy's action is to blame. mask: it has ended, is in the rollout log, and is neither
+    trained nor compared with. Under the last two games run in processes, which can be ended,
+    unless `isolation` is thread or the game is async."""
+    step_timeout_reward: float = Field(
+        default=-1.0,
+        allow_inf_nan=False,
+        json_schema_extra=when("on_step_timeout", "penalty"),
+    )
+    """Reward of a turn whose step takes too long, in place of all others of that turn."""
     reward: RewardConfig = Field(default_factory=RewardConfig)
     lease_s: float = Field(default=600.0, gt=0, le=MAX_WAIT_S)
     """An episode that is neither stepped nor closed for this long is freed."""

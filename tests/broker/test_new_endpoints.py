@@ -1,8 +1,6 @@
 """What is asked of an endpoint while it is being made, and what happens to the server meanwhile."""
 
 import asyncio
-import os
-import signal
 
 import pytest
 from tinkermq.broker.client.connection import Broker, connect
@@ -13,6 +11,7 @@ from tinkermq.schemas.wire.errors import NotFoundError
 from tinkermq.schemas.wire.message import Empty
 from tinkermq.schemas.wire.subjects import rpc
 
+from tests.support.processes import halt
 from tests.support.waiting import PATIENCE_S
 
 NUM_ENDPOINTS = 60
@@ -63,7 +62,7 @@ async def test_a_server_that_dies_while_an_endpoint_is_made_is_waited_for(
     subject = rpc("ann", "test", "who")
     service = await Service.start(own_broker, name="test-service", description="d")
     assert own_server.pid is not None
-    os.kill(own_server.pid, signal.SIGSTOP)  # nobody answers, and then nobody is there
+    halt(own_server.pid)  # nobody answers, and then nobody is there
     making = asyncio.create_task(service.endpoint("who", subject, Empty, who, fair=fair))
     for _ in range(20):
         await asyncio.sleep(0)

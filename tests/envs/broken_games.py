@@ -232,6 +232,8 @@ class TurnsGame(CountingGame):
     def step(self, action: str) -> StepResult:
         """1 to whoever acts and 10 to the other; 5 to the other at the end."""
         mover, other = self.role, self.roles[self.role == "sun"]
+        if action == "hang":
+            time.sleep(3600)
         if action == "raise":
             raise ValueError(f"no rule for {action}")
         if action.startswith("reward "):

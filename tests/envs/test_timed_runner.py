@@ -27,8 +27,9 @@ class HeldBandit(BanditGame):
 async def test_the_workers_of_a_host_are_all_at_work_some_or_none() -> None:
     now = 0.0
     use = TimeUse("full", "play", rest="idle", clock=lambda: now)
-    games = make_runner(EnvConfig(game="none", workers=2), HeldBandit)
-    timed = TimedRunner(games, 2, use)
+    config = EnvConfig(game="none", workers=2)
+    games = make_runner(config, HeldBandit)
+    timed = TimedRunner(games, config, 2, use)
     await timed.start()
     for episode in "abc":
         await timed.reset(Opening(episode, seed=0))

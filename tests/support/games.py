@@ -1,5 +1,6 @@
 """Games for tests of the whole stack: importable, so that environment hosts find them."""
 
+import asyncio
 import itertools
 import time
 from pathlib import Path
@@ -223,3 +224,13 @@ class MoodyGame(EchoGame):
         result = super().step(action)
         result.observation += f" {next(self.moods)}"
         return result
+
+
+class FragileBandit(BanditGame):
+    """A bandit that hangs for every second letter that it is told."""
+
+    async def step(self, action: str) -> StepResult:  # pyright: ignore[reportIncompatibleMethodOverride]  # a game may be async
+        """Hang, or pull the arm."""
+        if ord(self.parse_action(action)[:1] or "0") % 2:
+            await asyncio.sleep(600)
+        return super().step(action)

@@ -1,7 +1,12 @@
 """What the system says of processes."""
 
 import contextlib
+import os
+import signal
+import time
 from pathlib import Path
+
+from .waiting import PATIENCE_S
 
 _LISTENS = "0A"
 
@@ -9,10 +14,23 @@ _LISTENS = "0A"
 def alive(pid: int) -> bool:
     """Whether a process runs (a zombie does not)."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state = _state(Path(f"/proc/{pid}/stat"))
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"
+
+
+def halt(pid: int) -> None:
+    """Stop a process by SIGSTOP; return once each of its threads stands still."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + PATIENCE_S
+    while not all(_state(file) == "T" for file in Path(f"/proc/{pid}/task").glob("*/stat")):
+        assert time.monotonic() < deadline, f"process {pid} does not stop"
+        time.sleep(0.001)
+
+
+def _state(stat: Path) -> str:
+    return stat.read_text().rpartition(")")[2].split()[0]
 
 
 def listening_ports(pid: int) -> set[int]:

@@ -13,14 +13,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NoReturn, TypeAlias
+from typing import NoReturn
 
 from ....broker.observe.time_use import TimeUse
 from ....broker.segments import Fenced
 from ....envs.game import StepResult
+from ....envs.running.step_timeout import TimedOut
 from ....envs.serving.remote import Environments, Start
 from ....schemas.config.job import RolloutConfig
-from ....schemas.rollout import Trajectory
+from ....schemas.rollout import Finish, Trajectory
 from ....schemas.task import Blame
 from ....schemas.wire.errors import (
     Boundary,
@@ -35,8 +36,6 @@ from ..engine.engine import Drawn, Engine, Generation, OnToken, Sampling, nothin
 from .chat import ChatTokenizer
 from .recorder import EpisodeRecorder, GameAt
 from .transcript import Transcript
-
-Finish: TypeAlias = Literal["done", "turns", "length"]
 
 
 class EpisodeFailed(TinkermqError):
@@ -149,7 +148,7 @@ class AgentLoop:
         finally:
             self._engine.release(plan.episode)
             recorder.stop()
-            if game is not None and finish != "done" and not recorder.keeps_game:
+            if game is not None and finish not in ("done", "timeout") and not recorder.keeps_game:
                 self._environments.close(game.host, game.episode)  # one that is done frees itself
 
     async def _start(
@@ -275,6 +274,8 @@ class AgentLoop:
 
     def _finish(self, transcript: Transcript, reply: StepResult) -> Finish | None:
         """Say why the episode is over; None: the observation is appended, and a turn follows."""
+        if isinstance(reply, TimedOut):
+            return "timeout"
         if reply.done:
             return "done"
         if len(transcript.turn_ends) >= self._config.max_turns:

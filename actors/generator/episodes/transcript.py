@@ -2,13 +2,13 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from ....envs.game import StepResult
 from ....schemas.images import images_of
-from ....schemas.rollout import Trajectory
+from ....schemas.rollout import Finish, Trajectory
 from ....schemas.wire.errors import EngineError
 from ..engine.engine import Drawn, ExpertRecord, Generation
 
@@ -115,7 +115,7 @@ class Transcript:
 
     def trajectory(
         self,
-        finish: Literal["done", "turns", "length"],
+        finish: Finish,
         host: str,
         *,
         stop_token_ids: Collection[int],

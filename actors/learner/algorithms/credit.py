@@ -16,7 +16,7 @@ from .advantages import AdvantageInputs, compute_advantages
 from .calls import BatchCalls
 from .kl import rewards_with_kl
 from .peers import peers_of
-from .samples import Samples, answered_states, episodes, returns_by_turn, turns
+from .samples import Samples, answered_states, episodes, returns_by_turn, turns, without_peers
 from .sequences import is_last_of_sequence, lengths_by_sequence, sum_by_sequence
 from .shaping import length_reward, overlong_penalty
 from .training_batch import TrainingBatch
@@ -51,17 +51,22 @@ def assign_credit(
 
     `old_N` and `reference_N` are read where a KL enters the rewards; `values_N` are the critic's.
     An episode that is masked (`overlong_filter`) still counts in its group's mean and std, as in
-    TRL, but not where a whole batch is whitened; and so do tokens that are too old.
+    TRL, but not where a whole batch is whitened; and so do tokens that are too old. One that took
+    its game too long (`env.on_step_timeout=mask`) counts nowhere: nobody knows what it is worth.
     """
     algorithm = config.algorithm
     cut_S = batch.truncated_S
     kept_S = ~cut_S if algorithm.overlong_filter else torch.ones_like(cut_S)
+    if config.env.on_step_timeout == "mask":
+        kept_S = kept_S & ~batch.timed_out_S
     kept_N = kept_S[batch.seq_N]
     if batch.fresh_N is not None:
         kept_N = kept_N & batch.fresh_N
         kept_S = lengths_by_sequence(batch.seq_N[kept_N], batch.num_seqs) > 0
     by_turn = algorithm.sample == "turn"
     samples = turns(batch) if by_turn else episodes(batch)
+    if config.env.on_step_timeout == "mask" and bool(batch.timed_out_S.any()):
+        samples = without_peers(samples, batch, batch.timed_out_S)
     earned_N = _rewards(config, batch, old_N, reference_N)
     rewards_N = earned_N
     if by_turn and algorithm.turn_reward == "return":

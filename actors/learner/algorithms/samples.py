@@ -12,7 +12,7 @@ Shape letters: N generated tokens, S sequences (episodes), M samples.
 # torch leaves some of its methods untyped.
 # pyright: reportUnknownMemberType=false
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -36,13 +36,27 @@ class Samples:
     num: int
     """Number of samples."""
     lone_M: Tensor | None = None
-    """bool: turns that no other episode of the group reached."""
+    """bool: what is compared with nothing though its group has more: a turn that no other episode
+    reached, an episode all others of which are set apart."""
 
 
 def renumber(sample_n: Tensor) -> tuple[Tensor, Tensor]:
     """Number the samples of some of the tokens from 0; also return their numbers in the batch."""
     numbers_M, local_n = _unique(sample_n)
     return local_n, numbers_M
+
+
+def without_peers(samples: Samples, batch: TrainingBatch, apart_S: Tensor) -> Samples:
+    """Compare the samples of some sequences (bool[S]) with no other, and no other with them."""
+    seq_M = torch.zeros_like(samples.group_M).scatter(0, samples.sample_N, batch.seq_N)
+    before_M = samples.group_M
+    own_M = int(before_M.max()) + 1 + torch.arange(samples.num, device=before_M.device)
+    group_M = torch.where(apart_S[seq_M], own_M, before_M)
+    is_left_M = torch.bincount(group_M)[group_M] == 1
+    lone_M = is_left_M & (torch.bincount(before_M)[before_M] > 1)
+    if samples.lone_M is not None:
+        lone_M |= samples.lone_M
+    return replace(samples, group_M=group_M, lone_M=lone_M)
 
 
 def episodes(batch: TrainingBatch) -> Samples:

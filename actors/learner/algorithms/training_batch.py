@@ -47,6 +47,8 @@ class TrainingBatch:
     """int64: tokens after the first prompt, observations included."""
     truncated_S: Tensor
     """bool: a token limit ended a row of the episode or cut its last turn."""
+    timed_out_S: Tensor
+    """bool: a step of the episode took its game too long."""
     fresh_N: Tensor | None
     """bool: tokens that are trained; the others are too old, and count in rewards alone. None:
     all are trained."""
@@ -109,6 +111,7 @@ def assemble(groups: Sequence[Group], oldest: int = 0) -> TrainingBatch:
     first_turn_S = np.cumsum(turns_S) - turns_S
     first_turn_E = first_turn_S[first_E]
     cut_S = np.array([item.ended_by == "length" for item in trajectories])
+    hung_S = np.array([item.finish == "timeout" for item in trajectories])
     prompts_S = at_N[np.searchsorted(seq_N, np.arange(len(trajectories)))] - first_S
     versions_N = np.concatenate([item.versions for item in trajectories])[at_N]
     fresh_N = versions_N >= oldest
@@ -135,6 +138,7 @@ def assemble(groups: Sequence[Group], oldest: int = 0) -> TrainingBatch:
         group_S=_tensor(_peers(members)),
         lengths_S=_tensor(lengths_S - prompts_S),
         truncated_S=_tensor(np.logical_or.reduceat(cut_S, first_E)[episode_S]),
+        timed_out_S=_tensor(np.logical_or.reduceat(hung_S, first_E)[episode_S]),
         fresh_N=None if fresh_N.all() else _tensor(fresh_N),
         kinds=[item.kind for item in trajectories],
         sources=[item.data_source for item in trajectories],

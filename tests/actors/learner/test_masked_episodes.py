@@ -205,3 +205,30 @@ def test_a_batch_that_is_masked_as_a_whole_changes_nothing_and_tells_finite_numb
     assert torch.equal(before, after)
     assert all(np.isfinite(value) for value in report.numbers.values()), report.numbers
     assert report.numbers["actor/entropy"] > 0
+
+
+def _of_rewards(rewards: list[float], hung: set[int], **config: Any) -> Credit:
+    """One token for each episode of a group; some took their game too long."""
+    episodes = [
+        make_trajectory([1], [([11], [])], [reward], finish="timeout" if at in hung else "done")
+        for at, reward in enumerate(rewards)
+    ]
+    settings = {"env": {"game": "none", "on_step_timeout": "mask"}, "algorithm": config}
+    return assign_credit(_config(**settings), assemble([make_group(episodes)]), None, None, None)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline"])
+def test_an_episode_that_took_its_game_too_long_is_neither_trained_nor_compared_with(
+    advantage: str,
+) -> None:
+    credit = _of_rewards([1.0, 0.0, 0.0, 1.0], {1, 3}, advantage=advantage)
+    without = _of_rewards([1.0, 0.0], set(), advantage=advantage)
+    assert credit.kept_S.tolist() == [True, False, True, False]
+    assert credit.advantages_N[[1, 3]].tolist() == [0.0, 0.0]
+    torch.testing.assert_close(credit.advantages_N[[0, 2]], without.advantages_N)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo"])
+def test_the_only_one_that_did_not_hang_earns_nothing(advantage: str) -> None:
+    credit = _of_rewards([1.0, 0.0, 0.0], {1, 2}, advantage=advantage)
+    assert credit.advantages_N.tolist() == [0.0, 0.0, 0.0]

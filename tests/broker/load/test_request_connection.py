@@ -15,6 +15,7 @@ from tinkermq.broker.programs.server import NatsServer
 from tinkermq.schemas.wire.message import Empty
 from tinkermq.schemas.wire.subjects import rpc
 
+from tests.support.processes import halt
 from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, until
 
 NUM_FLOODING = 30_000
@@ -62,7 +63,7 @@ async def test_a_connection_that_a_flood_has_left_behind_is_made_anew(
         own.on_reconnect(back.set)
         dropping = asyncio.create_task(drop_old_requests(own, share, look_s=0.01, late_s=0.1))
         assert own_server.pid is not None
-        os.kill(own_server.pid, signal.SIGSTOP)
+        halt(own_server.pid)
         try:
             await until(flooded, "the connection to be dropped")
         finally:
@@ -106,7 +107,7 @@ async def test_a_ping_that_is_answered_late_does_not_end_the_reading(
     lost = asyncio.Event()
     own_broker.on_disconnect(lost.set)
     assert own_server.pid is not None
-    os.kill(own_server.pid, signal.SIGSTOP)
+    halt(own_server.pid)
     try:
         with pytest.raises(nats.errors.FlushTimeoutError):
             await own_broker.nc.flush(cast("int", 0.05))
