@@ -251,7 +251,7 @@ class Evaluator:
         episode = f"{self._context.name}-{version}-{task}-{sample}-{time.time_ns():x}"
         kwargs = config.evaluation.reset_kwargs
         start = Start(config.evaluation.data, None if listed else task, seed, kwargs)
-        return EpisodePlan(episode, start)
+        return EpisodePlan(episode, start, draws=f"{config.seed} {start.split} {task} {sample}")
 
     async def _episode(
         self, plan: EpisodePlan, free: asyncio.Semaphore

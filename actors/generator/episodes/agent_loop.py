@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
 from typing import NoReturn
 
 from ....broker.observe.time_use import TimeUse
@@ -69,6 +70,16 @@ class EpisodePlan:
     greedy: bool = False
     number: int = 0
     """Its place in the group."""
+    draws: str | None = None
+    """Names the random numbers that the policy draws: the same in every run with the same seed.
+    None: fresh ones."""
+
+    def seed(self, turn: int) -> int | None:
+        """Return the seed of a turn's sampling, below 2^63; None: any."""
+        if self.draws is None:
+            return None
+        digest = blake2b(f"{self.draws} {turn}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
 
 
 @dataclass(frozen=True)
@@ -191,13 +202,14 @@ class AgentLoop:
         has_end = bool(begun) and begun[-1].token_id in self._chat.stop_token_ids
         rest = nothing()
         if not has_end and len(begun) < room:
+            recorded_seed = recorder.seed(turn)
             sampling = Sampling(
                 max_new_tokens=room - len(begun),
                 temperature=0.0 if plan.greedy else self._sampling.temperature,
                 top_p=1.0 if plan.greedy else self._sampling.top_p,
                 top_k=0 if plan.greedy else self._sampling.top_k,
                 stop_token_ids=self._chat.stop_token_ids,
-                seed=recorder.seed(turn),
+                seed=plan.seed(turn) if recorded_seed is None else recorded_seed,
                 num_drawn=len(begun),
             )
             request = f"{plan.episode}.{turn}"

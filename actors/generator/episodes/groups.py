@@ -164,12 +164,14 @@ class GroupRunner:
     def _plans(self, task: Task, attempt: str, traceparent: str) -> list[EpisodePlan]:
         """All episodes of a group start from the same state: the prompt is what they share."""
         start = Start("train", task.sample, task.seed, task.reset_kwargs, traceparent=traceparent)
+        repeats = self._config.training.max_staleness == 0
         return [
             EpisodePlan(
                 episode=f"{attempt}-{task.task}-{number}",
                 start=start,
                 greedy=task.greedy_baseline and number == task.group_size,
                 number=number,
+                draws=f"{task.seed} {task.task} {number}" if repeats else None,
             )
             for number in range(self._num_episodes(task))
         ]

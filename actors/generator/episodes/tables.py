@@ -45,8 +45,10 @@ async def play_table(
 
 async def _seat(loop: AgentLoop, plan: EpisodePlan, seat: SeatAt) -> Trajectory | Exception:
     """Play one role; a seat that fails gives itself up, which ends the game for the others."""
-    episode = f"{plan.episode}.{seat.role}"
+    named = {"episode": f"{plan.episode}.{seat.role}"}
+    if plan.draws is not None:
+        named["draws"] = f"{plan.draws} {seat.role}"
     try:
-        return await loop.run(replace(plan, episode=episode, start=replace(plan.start, seat=seat)))
+        return await loop.run(replace(plan, **named, start=replace(plan.start, seat=seat)))
     except (EpisodeFailed, NoTurn) as outcome:
         return outcome

@@ -28,7 +28,9 @@ async def until_played(
     """
     failures = [] if failures is None else failures
     while True:
-        tried = replace(plan, episode=f"{plan.episode}-{len(failures) + 1}")
+        attempt = len(failures) + 1
+        draws = None if plan.draws is None else f"{plan.draws} {attempt}"
+        tried = replace(plan, episode=f"{plan.episode}-{attempt}", draws=draws)
         try:
             return await play(tried)
         except EpisodeFailed as failure:

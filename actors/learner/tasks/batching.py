@@ -73,7 +73,8 @@ class BatchDecision:
     """What to do now; final, whatever comes later."""
 
     train: list[int] = field(default_factory=list[int])
-    """Log sequences to train, in this order; empty while more groups are needed."""
+    """Log sequences to train, in this order, that of their tasks; empty while more groups are
+    needed."""
     dropped: list[tuple[int, DropReason]] = field(default_factory=list[tuple[int, DropReason]])
     """Log sequences that will never be trained, and why; also without a batch."""
 
@@ -179,4 +180,10 @@ def form_batch(
     train = usable[:batch_size]
     if policy == "wait" and _must_wait(train, outstanding, version, batch_size, max_staleness):
         return BatchDecision(dropped=dropped)
+    train.sort(key=_in_order_of_tasks)
     return BatchDecision([candidate.seq for candidate in train], dropped)
+
+
+def _in_order_of_tasks(candidate: Candidate) -> tuple[bool, int, int]:
+    """Order a batch by its tasks, whichever was played first; what has no number comes last."""
+    return candidate.number is None, candidate.number or 0, candidate.seq

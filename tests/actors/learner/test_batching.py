@@ -72,7 +72,12 @@ def test_only_a_duplicate_gives_no_credit_back():
 
 def test_wait_trains_the_oldest_first():
     candidates = [group(1, 3), group(2, 3), group(3, 2)]
-    assert decide(candidates, policy="wait") == BatchDecision([3, 1], [])
+    assert sorted(decide(candidates, policy="wait").train) == [1, 3]
+
+
+def test_a_batch_is_in_the_order_of_its_tasks_whichever_was_played_first():
+    candidates = [group(1, 3, number=9), group(2, 3), group(3, 3, number=4)]
+    assert decide(candidates, batch_size=3).train == [2, 3, 1]
 
 
 def test_wait_holds_for_a_task_that_would_exceed_the_bound():

@@ -1,0 +1,41 @@
+"""Two runs with the same seed, trained on policy, play the same episodes."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tinkermq.schemas.rollout import Trajectory
+
+from tests.support.configs import small_job
+from tests.support.jobs import Job
+from tests.support.stack import Stack
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def _played(job: Job) -> dict[int, list[Trajectory]]:
+    await job.until("COMPLETED")
+    groups = [entry.group for entry in await job.entries()]
+    return {group.task.task: group.trajectories for group in groups if group is not None}
+
+
+def _said(tasks: dict[int, list[Trajectory]]) -> dict[int, list[tuple[list[int], list[float]]]]:
+    """Return all that does not hang on which requests shared a forward pass."""
+    return {
+        task: [(one.token_ids.tolist(), one.rewards.tolist()) for one in rows]
+        for task, rows in tasks.items()
+    }
+
+
+async def test_the_rollouts_of_a_seed_repeat(stack: Stack, model: Path) -> None:
+    training = {"max_staleness": 0, "num_steps": 12}
+    config = small_job(model, training=training, learner={"lr": 1e-2})
+    first, again, other = [
+        await _played(await stack.submit(one)) for one in (config, config, {**config, "seed": 7})
+    ]
+    assert len(first) == 48
+    assert _said(first) == _said(again)
+    assert _said(first) != _said(other)
+    for task, rows in first.items():
+        for mine, theirs in zip(rows, again[task], strict=True):
+            np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-4)
