@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from .models.tiny_model import TinyKind, save_tiny_model
+from .models.tiny_model import CHAT_TEMPLATE, TOOLS_TEMPLATE, TinyKind, save_tiny_model
 
 
 def main() -> None:
@@ -20,9 +20,15 @@ def main() -> None:
     options.add_argument("--layers", type=int, default=1)
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--kind", choices=get_args(TinyKind), default="qwen3")
+    options.add_argument("--tools", action="store_true", help="its template names a game's tools")
     given = options.parse_args()
     save_tiny_model(
-        given.folder, width=given.width, layers=given.layers, seed=given.seed, kind=given.kind
+        given.folder,
+        width=given.width,
+        layers=given.layers,
+        seed=given.seed,
+        kind=given.kind,
+        template=TOOLS_TEMPLATE if given.tools else CHAT_TEMPLATE,
     )
 
 

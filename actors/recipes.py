@@ -4,7 +4,8 @@ Nothing here needs torch, so that whoever only asks need not wait for it.
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -41,11 +42,26 @@ RECIPES = {
 }
 
 
+OWN = Recipe(steps=300, lr=3e-3, width=64, conversations=2048)
+"""Of a module of the user's; it sees where the module's `VISION` is true."""
+
+
+def module_of(game: str) -> str:
+    """Return the module whose `demonstrations(rng)` returns a conversation of the game."""
+    return game if "." in game else f"tinkermq.envs.games.{game}"
+
+
 def find_recipe(game: str) -> Recipe:
-    """Return the recipe of a game; ConfigError for a game without one."""
+    """Return the recipe of a game, or of a module of the user's (`package.module`).
+
+    Raises ConfigError for a game without one.
+    """
+    if "." in game:
+        return replace(OWN, sees=getattr(import_module(game), "VISION", False))
     if game not in RECIPES:
         raise ConfigError(
-            f"there is no warm start for game {game!r}", hint=f"there is one for {list(RECIPES)}"
+            f"there is no warm start for game {game!r}",
+            hint=f"there is one for {list(RECIPES)}; or name a module of yours, package.module",
         )
     return RECIPES[game]
 
@@ -64,14 +80,14 @@ def mark_made(folder: Path, game: str, *, seed: int = 0, steps: int | None = Non
 def _digest(game: str, seed: int, steps: int | None) -> str:
     """Digest all sources that decide what the model is."""
     rooms = [
-        f"envs.games.{game}",
         "actors.recipes",
         "actors.warm_start",
         "actors.models.tiny_model",
     ]
     if find_recipe(game).sees:
         rooms += ["actors.models.tiny_vision_model", "actors.models.vision"]
-    specs = [find_spec(f"tinkermq.{room}") for room in rooms]
+    names = [module_of(game), *(f"tinkermq.{room}" for room in rooms)]
+    specs = [find_spec(name) for name in names]
     files = [Path(spec.origin) for spec in specs if spec is not None and spec.origin]
     digest = hashlib.sha256(f"{game} {seed} {steps}".encode())
     for file in files:

@@ -34,7 +34,7 @@ from .models.model_folder import load_causal_lm, load_tokenizer
 from .models.tiny_model import save_tiny_model
 from .models.tiny_vision_model import save_tiny_vision_model
 from .models.vision import load_image_reader
-from .recipes import RECIPES, Recipe, find_recipe, is_made, mark_made
+from .recipes import RECIPES, Recipe, find_recipe, is_made, mark_made, module_of
 
 ChatMessage = dict[str, Any]
 _ROW_CONVERSATIONS = 2
@@ -104,7 +104,7 @@ def _train(game: str, folder: Path, recipe: Recipe, steps: int, seed: int) -> fl
 
 
 def _conversations(game: str, seed: int) -> Iterator[list[ChatMessage]]:
-    module = import_module(f"tinkermq.envs.games.{game}")
+    module = import_module(module_of(game))
     rng = random.Random(seed)  # noqa: S311  data, not secrets
     while True:
         yield module.demonstrations(rng)
@@ -129,7 +129,8 @@ def _tokens(chat: ChatTokenizer, messages: list[ChatMessage]) -> TokenSequence:
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line and make the model."""
     parser = argparse.ArgumentParser(prog="python -m tinkermq.actors.warm_start")
-    parser.add_argument("game", help=f"one of {', '.join(RECIPES)}")
+    games = f"one of {', '.join(RECIPES)}, or package.module with demonstrations(rng)"
+    parser.add_argument("game", help=games)
     parser.add_argument("folder", type=Path, help="folder of the model to write")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, help="default: the game's recipe")

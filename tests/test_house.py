@@ -117,9 +117,8 @@ def shipped_files() -> list[Path]:
     """Return what the gateway sends to browsers, or makes it of, and what `… new` writes."""
     places = [ROOT / "actors" / "gateway" / "pages" / name for name in ("static", "templates")]
     places += [ROOT / "clients" / "new_game", ROOT / "clients" / "new_agent"]
-    return [path for place in places for path in place.iterdir()] + [
-        ROOT / room / "py.typed" for room in ROOMS
-    ]
+    found = [path for place in places for path in place.rglob("*") if path.is_file()]
+    return found + [ROOT / room / "py.typed" for room in ROOMS]
 
 
 # -- imports ---------------------------------------------------------------------------------------

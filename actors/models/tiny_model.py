@@ -37,6 +37,12 @@ CHAT_TEMPLATE = (
 )
 """One token for the role, the content, one token for the end: it only ever appends."""
 
+TOOLS_TEMPLATE = (
+    "{%- for tool in tools or [] -%}{{ tool['function']['name'] + ' ' }}{%- endfor -%}"
+    + CHAT_TEMPLATE
+)
+"""The same behind the names of the tools."""
+
 
 def make_tokenizer(more: Sequence[str] = ()) -> "PreTrainedTokenizerFast":
     """Return the tokenizer: 264 tokens, one per byte after the special ones; `more` come last."""
@@ -133,6 +139,7 @@ def save_tiny_model(
     kind: TinyKind = "qwen3",
     heads: int = 4,
     kv_heads: int | None = None,
+    template: str = CHAT_TEMPLATE,
 ) -> Path:
     """Write a tiny random model and its tokenizer as a Hugging Face folder; return the folder."""
     from transformers.utils import logging
@@ -144,7 +151,9 @@ def save_tiny_model(
     )
     try:
         model.save_pretrained(path)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
-        make_tokenizer().save_pretrained(path)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+        tokenizer = make_tokenizer()
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(path)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
     except OSError as error:
         raise StorageError(
             f"the tiny model cannot be written to {path}: {error}", hint="choose another folder"

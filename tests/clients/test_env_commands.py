@@ -63,10 +63,15 @@ def test_a_new_package_has_game_data_configuration_and_test(cli: Cli, tmp_path: 
         "data/val.jsonl",
         "pyproject.toml",
         "tests/test_game.py",
+        "tests/test_rules.py",
+        "tiny/sft.yaml",
+        "tiny/train.yaml",
         "train.yaml",
         "word_chain/__init__.py",
+        "word_chain/demonstrations.py",
         "word_chain/game.py",
     ]
+    assert (folder / "Makefile").is_file()
     again = cli("env", "new", "word-chain", "--into", str(tmp_path))
     assert (again.code, again.err.splitlines()[0]) == (2, f"error: {folder} is there already")
 

@@ -26,8 +26,15 @@ def make_tiny_model(
 ) -> Path:
     """Write a model of 2 layers and width 64 with grouped key-value heads; return its folder."""
     assert vocab == "chars"
-    shape = {"width": 64, "layers": 2, "heads": heads, "kv_heads": kv_heads or heads // 2}
-    return save_tiny_model(folder, kind=kind, **shape, seed=1)
+    return save_tiny_model(
+        folder,
+        kind=kind,
+        width=64,
+        layers=2,
+        heads=heads,
+        kv_heads=kv_heads or heads // 2,
+        seed=1,
+    )
 
 
 def random_prompt(rng: np.random.Generator, longest: int = 40) -> np.ndarray:

@@ -3,45 +3,143 @@
 import keyword
 import re
 import sys
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from string import Template
+from typing import Literal, TypeAlias
 
 from ....schemas.wire.errors import ConfigError
+from ..agents.new_agent import new as new_agent
 from ..output import literal, say
 
+Kind: TypeAlias = Literal["dataset", "generated", "tools", "multi-agent", "vision", "agent"]
+
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
-_PLACES = {
+_COMMON = {
     "README.md": "README.md",
+    "Makefile": "Makefile",
     "pyproject.toml": "pyproject.toml",
     "train.yaml": "train.yaml",
+    "tiny.yaml": "tiny/train.yaml",
     "__init__.py": "{module}/__init__.py",
-    "game.py": "{module}/game.py",
-    "train.jsonl": "data/train.jsonl",
-    "val.jsonl": "data/val.jsonl",
     "test_game.py": "tests/test_game.py",
 }
-"""Where each template of `clients/new_game` goes."""
+"""Where each template of `clients/new_game/common` goes."""
+_OF_KIND = {
+    "game.py": "{module}/game.py",
+    "demonstrations.py": "{module}/demonstrations.py",
+    "test_rules.py": "tests/test_rules.py",
+    "make_data.py": "{module}/make_data.py",
+    "train.jsonl": "data/train.jsonl",
+    "val.jsonl": "data/val.jsonl",
+}
+"""Where those of a kind's own folder go, if it has them."""
+
+_TRAIN = "tinkermq train tiny/train.yaml name=tiny"
+_UP = "tinkermq up --port 0 --slots 2"
+_WARM_START = (
+    "python -m tinkermq.actors.make_tiny $(HERE)/blank {tiny_options}",
+    "python -m {module}.demonstrations $(HERE)/chats.jsonl",
+    _UP,
+    "tinkermq sft tiny/sft.yaml name=warm",
+    f"{_TRAIN} --from warm",
+)
+_WARM_START_OF_IMAGES = (
+    "python -m {module}.make_data",
+    "python -m tinkermq.actors.warm_start {module}.demonstrations $(HERE)/blank",
+    _UP,
+    _TRAIN,
+)
+"""What `make train` does; `tinkermq sft` learns from text alone."""
 
 
-def new(name: str, /, *, into: Path = Path()) -> int:
+@dataclass(frozen=True)
+class _Kind:
+    """What the templates are told of a kind: sizes are those of the tiny model's training."""
+
+    max_turns: int = 1
+    max_prompt: int = 96
+    max_turn: int = 8
+    max_response: int = 16
+    row_tokens: int = 1024
+    sft_epochs: int = 4
+    num_steps: int = 40
+    lr: str = "5.0e-4"
+    tiny_options: str = "--width 64 --layers 2"
+    model: str = "Qwen/Qwen2.5-0.5B-Instruct"
+    extra: str = ""
+    data: str = ""
+    """Ending of the data's files."""
+
+    def words(self, module: str) -> dict[str, str]:
+        """Return what stands in the templates for it."""
+        words = {name: str(value) for name, value in vars(self).items()}
+        words["env_data"] = words["data_row"] = ""
+        if self.data:
+            words["env_data"] = "".join(
+                f"  {split}_data: [data/{split}.{self.data}]\n" for split in ("train", "val")
+            )
+            words["data_row"] = f"| `data/*.{self.data}` | one question a row |\n"
+        words["tiny_data"] = words["env_data"]
+        if self.data == "jsonl":  # so few words a tiny model learns by heart
+            words["tiny_data"] = words["env_data"].replace("data/val", "data/train")
+        has_images = self.data == "parquet"
+        words["tiny_files"] = "" if has_images else "`tiny/sft.yaml`, "
+        lines = _WARM_START_OF_IMAGES if has_images else _WARM_START
+        fit = {**words, "module": module}
+        words["warm_start"] = "".join(f"\t{line.format(**fit)}\n" for line in lines)
+        return words
+
+
+_KINDS: dict[Kind, _Kind] = {
+    "dataset": _Kind(
+        max_turns=2, max_turn=10, max_response=64, num_steps=100, lr="3.0e-4", data="jsonl"
+    ),
+    "generated": _Kind(),
+    "tools": _Kind(
+        max_turns=2,
+        max_turn=80,
+        max_response=120,
+        sft_epochs=6,
+        lr="3.0e-4",
+        tiny_options="--tools --width 64 --layers 2",
+    ),
+    "multi-agent": _Kind(num_steps=80),
+    "vision": _Kind(
+        model="Qwen/Qwen2-VL-2B-Instruct",
+        extra="[vision]",
+        data="parquet",
+    ),
+}
+
+
+def new(name: str, /, *, kind: Kind = "dataset", into: Path = Path()) -> int:
     """Make a package with a game of your own: game, data, configuration, test, entry point.
 
     Parameters
     ----------
     name
         Name of the game and of its folder: small letters, digits and hyphens.
+    kind
+        What the game is like: rows of a dataset, states that it draws itself, tools, several
+        roles, images; or an agent program, as `tinkermq agent new` makes it.
     into
         Folder in which the package's folder is made.
     """
-    folder = write_package(name, into)
+    if kind == "agent":
+        return new_agent(name, into=into)
+    folder = write_package(name, into, kind)
     say(f"made {folder}")
+    needs_data = {f"python -m {name.replace('-', '_')}.make_data": "make its pictures"}
     steps = {
         f"cd {folder}": "the package",
         "pip install -e '.[test]'": "register the game",
+        **(needs_data if kind == "vision" else {}),
         "pytest": "its own test",
         "tinkermq env check train.yaml": "prove that it is sound",
         "tinkermq env play train.yaml": "play it yourself",
+        "make train": "let a tiny model learn it, in two minutes",
         "tinkermq train train.yaml": "train a model on it",
     }
     width = max(map(len, steps))
@@ -50,7 +148,7 @@ def new(name: str, /, *, into: Path = Path()) -> int:
     return 0
 
 
-def write_package(name: str, into: Path) -> Path:
+def write_package(name: str, into: Path, kind: Kind = "dataset") -> Path:
     """Write the package of a game into a new folder of `into`; return it. Raises ConfigError."""
     module = name.replace("-", "_")
     _check_name(name, module)
@@ -65,11 +163,16 @@ def write_package(name: str, into: Path) -> Path:
         "class_name": "".join(part.capitalize() for part in module.split("_")) + "Game",
     }
     templates = files("tinkermq.clients") / "new_game"
-    for source, place in _PLACES.items():
-        file = folder / place.format(module=module)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        text = (templates / f"{source}.in").read_text(encoding="utf-8")
-        file.write_text(Template(text).substitute(words), encoding="utf-8")
+    words |= _KINDS[kind].words(module)
+    common = _COMMON if kind == "vision" else {**_COMMON, "sft.yaml": "tiny/sft.yaml"}
+    for room, places in (("common", common), (kind.replace("-", "_"), _OF_KIND)):
+        for source, place in places.items():
+            template = templates / room / f"{source}.in"
+            if template.is_file():
+                file = folder / place.format(module=module)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                text = template.read_text(encoding="utf-8")
+                file.write_text(Template(text).substitute(words), encoding="utf-8")
     return folder
 
 
