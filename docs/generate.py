@@ -10,32 +10,27 @@ import pkgutil
 import re
 import sys
 import types
-import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import cast
 
 import tinkermq.schemas
 import tinkermq.schemas.machines
 import tinkermq.schemas.tinker
 import tinkermq.schemas.wire
-from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
-from pydantic import BaseModel, WithJsonSchema
 from pydantic.fields import FieldInfo
 from tinkermq.schemas.bounds import defaults
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.section import Section, only_while
 from tinkermq.schemas.wire import array_codec, codec, errors
 from tinkermq.schemas.wire.errors import InternalError, TinkermqError
-from tinkermq.schemas.wire.ids import new_id
+from tinkermq.schemas.wire.field_text import default_text, type_text
 from tinkermq.schemas.wire.message import SCHEMA_VERSION, Message
 from tinkermq.schemas.wire.subjects import PREFIX, acting
 
 from docs.topics import STORES, TOPICS
 
 _WRITTEN = "<!-- Written by `make docs` from {source}: change that, not this page. -->"
-_BOUNDS = ((Ge, "ge", "≥"), (Gt, "gt", ">"), (Le, "le", "≤"), (Lt, "lt", "<"))
-_LENGTHS = ((MinLen, "min_length", "at least"), (MaxLen, "max_length", "at most"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -233,70 +228,6 @@ def is_section(field: FieldInfo) -> bool:
 def text_of(field: FieldInfo) -> str:
     """Return the text below a field, on one line."""
     return _unwrap(field.description or "")
-
-
-def type_text(field: FieldInfo) -> str:
-    """Return a field's type and bounds for people to read, as Markdown."""
-    arrays = [rule for rule in field.metadata if isinstance(rule, WithJsonSchema)]
-    if arrays:
-        return str((arrays[0].json_schema or {})["description"])
-    value = _type(field.annotation)
-    or_null = " or null" if value.endswith(" or null") else ""
-    return f"{value.removesuffix(or_null)}{''.join(_bounds(field))}{or_null}"
-
-
-def _bounds(field: FieldInfo) -> Iterator[str]:
-    for rule in field.metadata:
-        for kind, attribute, sign in _BOUNDS:
-            if isinstance(rule, kind):
-                yield f" {sign} {getattr(rule, attribute):,}"
-        for kind, attribute, words in _LENGTHS:
-            if isinstance(rule, kind):
-                yield f", {words} {getattr(rule, attribute):,} long"
-        pattern = getattr(rule, "pattern", None)
-        if pattern is not None:
-            yield f" that matches `{pattern}`"
-
-
-def _type(annotation: Any) -> str:
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if annotation is None or annotation is type(None):
-        return "null"
-    if origin is Literal:
-        return " or ".join(f"`{value}`" for value in arguments)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_type(argument) for argument in arguments)
-    if origin is list:
-        return f"list of {_type(arguments[0])}"
-    if origin is tuple:
-        return f"list of {len(arguments)} {_type(arguments[0])}"
-    if origin is dict:
-        return "map" if arguments[1] is Any else f"map to {_type(arguments[1])}"
-    if isinstance(annotation, type) and issubclass(annotation, Message):
-        return _link(annotation)
-    return "text" if annotation is str else str(annotation.__name__)
-
-
-def default_text(field: FieldInfo) -> str:
-    """Return a field's default for people to read, as Markdown."""
-    if field.is_required():
-        return "required"
-    if field.default_factory is new_id:
-        return "a new one"
-    value: Any = field.get_default(call_default_factory=True)
-    if isinstance(value, BaseModel):
-        return ""
-    return f"`{_yaml(value)}`"
-
-
-def _yaml(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_yaml(inner) for inner in cast('list[Any]', value))}]"
-    if isinstance(value, str):
-        return value or '""'
-    return str(value)
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

@@ -1,9 +1,12 @@
 """`tinkermq config show|schema`."""
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
 from ..output import print_json, say_plain
+
+_WIDTH = 100
 
 
 def show(config: Path, /, *overrides: str, json: bool = False) -> int:
@@ -55,7 +58,9 @@ def schema(key: str | None = None, /, *, json: bool = False) -> int:
             f"there is no configuration key {key!r}", hint=did_you_mean(str(key), known)
         )
     for name, kind, default, text in rows:
-        say_plain(f"{name}: {kind} = {default}\n    {text}")
+        said = default if default == "required" else f"default {default}"
+        lines = textwrap.wrap(text, _WIDTH, initial_indent="    ", subsequent_indent="    ")
+        say_plain("\n".join([f"{name}: {kind}; {said}", *lines]))
     return 0
 
 
@@ -67,6 +72,7 @@ def _rows(model: type[Any], prefix: str) -> list[tuple[str, str, str, str]]:
     from pydantic import BaseModel
 
     from ....schemas.config.section import only_while
+    from ....schemas.wire.field_text import default_text, type_text
 
     rows: list[tuple[str, str, str, str]] = []
     for name, field in model.model_fields.items():
@@ -74,14 +80,9 @@ def _rows(model: type[Any], prefix: str) -> list[tuple[str, str, str, str]]:
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             rows += _rows(inner, f"{prefix}{name}.")
             continue
-        default: Any = field.get_default(call_default_factory=True)
-        shown = "required" if field.is_required() else repr(default)
-        text = " ".join((field.description or "").split()) + only_while(field).replace("`", "")
-        rows.append((f"{prefix}{name}", _type_name(inner), shown, text))
+        text = " ".join((field.description or "").split()) + only_while(field)
+        kind, default, text = (
+            told.replace("`", "") for told in (type_text(field), default_text(field), text)
+        )
+        rows.append((f"{prefix}{name}", kind, default, text))
     return rows
-
-
-def _type_name(annotation: Any) -> str:
-    if isinstance(annotation, type):
-        return annotation.__name__
-    return str(annotation).replace("typing.", "").replace("NoneType", "None")

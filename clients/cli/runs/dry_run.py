@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def dry_run(
     config: JobConfig, nats_url: str | None, *, as_json: bool, from_run: str | None = None
 ) -> int:
-    """Check everything, print the effective configuration, and raise the first problem."""
+    """Check everything, print what is set and what was found, and raise the first problem."""
     begins = f"that of run {from_run}: looked up when the job is submitted"
     checks: list[tuple[str, Callable[[], str]]] = [
         ("model", lambda: begins if from_run else check_model(config, nats_url)),
@@ -38,11 +38,12 @@ def dry_run(
         *_check_of_episodes(config),
         ("slots", lambda: check_slots(config, nats_url)),
     ]
-    effective = config.model_dump(mode="json")
     if not as_json:
         import yaml
 
-        say_plain(yaml.safe_dump(effective, sort_keys=False))
+        given = config.model_dump(mode="json", exclude_unset=True)
+        say_plain(yaml.safe_dump(given, sort_keys=False))
+        note("all other keys have their defaults: `tinkermq config show FILE` prints them too")
     results: list[dict[str, object]] = []
     problems: list[TinkermqError] = []
     for name, check in checks:
@@ -52,7 +53,7 @@ def dry_run(
             problems.append(error)
             results.append({"check": name, "ok": False, "detail": error.message})
     if as_json:
-        print_json({"config": effective, "checks": results})
+        print_json({"config": config.model_dump(mode="json"), "checks": results})
     else:
         for result in results:
             mark = "[green]ok[/]  " if result["ok"] else "[red]fail[/]"

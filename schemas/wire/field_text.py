@@ -1,0 +1,82 @@
+"""A field's type, bounds and default in words, as Markdown: for reference pages and `--help`."""
+
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any, Literal, cast
+
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
+from pydantic import BaseModel, WithJsonSchema
+from pydantic.fields import FieldInfo
+
+from .ids import new_id
+from .message import Message
+
+_BOUNDS = ((Ge, "ge", "≥"), (Gt, "gt", ">"), (Le, "le", "≤"), (Lt, "lt", "<"))
+_LENGTHS = ((MinLen, "min_length", "at least"), (MaxLen, "max_length", "at most"))
+
+
+def type_text(field: FieldInfo) -> str:
+    """Return a field's type and bounds for people to read, as Markdown."""
+    arrays = [rule for rule in field.metadata if isinstance(rule, WithJsonSchema)]
+    if arrays:
+        return str((arrays[0].json_schema or {})["description"])
+    value = _type(field.annotation)
+    or_null = " or null" if value.endswith(" or null") else ""
+    return f"{value.removesuffix(or_null)}{''.join(_bounds(field))}{or_null}"
+
+
+def _bounds(field: FieldInfo) -> Iterator[str]:
+    for rule in field.metadata:
+        for kind, attribute, sign in _BOUNDS:
+            if isinstance(rule, kind):
+                yield f" {sign} {getattr(rule, attribute):,}"
+        for kind, attribute, words in _LENGTHS:
+            if isinstance(rule, kind):
+                yield f", {words} {getattr(rule, attribute):,} long"
+        pattern = getattr(rule, "pattern", None)
+        if pattern is not None:
+            yield f" that matches `{pattern}`"
+
+
+def _type(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation is None or annotation is type(None):
+        return "null"
+    if origin is Literal:
+        return " or ".join(f"`{value}`" for value in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_type(argument) for argument in arguments)
+    if origin is list:
+        return f"list of {_type(arguments[0])}"
+    if origin is tuple:
+        return f"list of {len(arguments)} {_type(arguments[0])}"
+    if origin is dict:
+        return "map" if arguments[1] is Any else f"map to {_type(arguments[1])}"
+    if isinstance(annotation, type) and issubclass(annotation, Message):
+        return f"[{annotation.__name__}](#{annotation.__name__.lower()})"
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _type(arguments[0])
+    return "text" if annotation is str else str(annotation.__name__)
+
+
+def default_text(field: FieldInfo) -> str:
+    """Return a field's default for people to read, as Markdown."""
+    if field.is_required():
+        return "required"
+    if field.default_factory is new_id:
+        return "a new one"
+    value: Any = field.get_default(call_default_factory=True)
+    if isinstance(value, BaseModel):
+        return ""
+    return f"`{_yaml(value)}`"
+
+
+def _yaml(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_yaml(inner) for inner in cast('list[Any]', value))}]"
+    if isinstance(value, str):
+        return value or '""'
+    return str(value)
