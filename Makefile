@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart venv programs accept-gpu test test-long test-vllm test-vllm-engine \
-  test-vllm-stack extras ray test-ray agents test-agents tinker test-tinker lint format check docs screenshots bench bench-quick
+  test-vllm-stack extras ray test-ray agents test-agents tinker test-tinker lint format check docs site screenshots bench bench-quick
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -83,6 +83,16 @@ $(VENV)-extras/extras.stamp: pyproject.toml
 	@$(PYTHON) -m venv $(VENV)-extras
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)-extras/bin/python -m pip -qq install -e \
 	  '.[alfworld,gymnasium,reasoning-gym,textarena,verifiers]' pytest pytest-asyncio pytest-timeout
+	@touch $@
+
+# The documentation as pages, with search; every link is checked. It needs nothing of ours.
+site: $(VENV)-docs/docs.stamp  ## Build the documentation as a site, into site/
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --quiet --strict
+
+$(VENV)-docs/docs.stamp:
+	@$(PYTHON) -m venv --clear $(VENV)-docs
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)-docs/bin/python -m pip -qq install \
+	  'mkdocs-material==9.*' 'mike==2.*'
 	@touch $@
 
 # A real Ray for the tests of pools on one; the pool speaks HTTP with it and needs nothing of it.

@@ -6,7 +6,6 @@ for its whole life, so a state file left behind by a crash is never mistaken for
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import time
@@ -107,7 +106,11 @@ class Home:
             yield
 
     def held(self) -> bool:
-        """Whether a supervisor holds the folder."""
+        """Whether a supervisor holds the folder; none does where there are no such locks."""
+        try:
+            import fcntl
+        except ModuleNotFoundError:  # Windows, where there is no pool but clients
+            return False
         with self._open_lock() as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -163,6 +166,8 @@ def find_openai(given: str | None = None) -> str | None:
 
 def _take(lock: IO[str]) -> bool:
     """Take the lock; a reader that looks whether it is held has it for a moment only."""
+    import fcntl
+
     for _ in range(_LOCK_TRIES):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,6 +1,7 @@
 """Hosting the episodes of a run in this process: its game, or its programs."""
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -50,7 +51,8 @@ async def _serve(pool: Pool, record: JobRecord, host: "EnvironmentHost") -> None
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopping.set)
+        with contextlib.suppress(NotImplementedError):  # Windows: Ctrl-C interrupts
+            loop.add_signal_handler(number, stopping.set)
     async with asyncio.TaskGroup() as tasks:
         hosting = tasks.create_task(host.run(stopping), name="host the episodes")
         await host.ready.wait()
