@@ -7,7 +7,7 @@ Shape letters: N generated tokens of some sequences, S sequences.
 """
 
 import torch
-from tinkermq.actors.learner.algorithms.advantages import AdvantageInputs
+from tinkermq.actors.learner.algorithms.advantage_inputs import AdvantageInputs
 from tinkermq.actors.learner.algorithms.losses import LossInputs
 from tinkermq.actors.learner.algorithms.off_policy.corrections import CorrectionInputs
 from torch import Tensor

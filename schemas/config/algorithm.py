@@ -9,6 +9,7 @@ from .section import Section, when
 AdvantageName = Literal[
     "grpo",
     "dr_grpo",
+    "gdpo",
     "gpg",
     "passk",
     "rloo",
@@ -102,16 +103,30 @@ class AlgorithmConfig(Section):
 
     advantage: AdvantageName = "grpo"
     """How rewards become advantages; gae is PPO and trains a critic beside the policy."""
-    advantage_std: Literal["group", "batch"] = Field(
-        default="group", json_schema_extra=when("advantage", "grpo")
+    advantage_std: Literal["group", "batch", "none"] = Field(
+        default="group", json_schema_extra=when("advantage", "grpo", "gigpo")
     )
-    """Whose standard deviation grpo divides by."""
+    """Whose standard deviation grpo and both parts of gigpo divide by; none: by nothing (gigpo's
+    F_norm = 1). batch is grpo's alone."""
+    reward_components: dict[str, float] = Field(
+        default_factory=dict[str, float],
+        max_length=16,
+        json_schema_extra=when("advantage", "gdpo"),
+    )
+    """What gdpo adds up, with weights: numbers that the game tells in `info` at an episode's end,
+    each normalised in its group by itself, so that none drowns the others. `{correct: 1, format:
+    0.2}`."""
     gamma: float | None = Field(default=None, ge=0, le=1)
     """Discount: per token for reinforce_pp and gae, per turn for grpo_per_turn, grpo_per_step,
     gigpo and turns as samples that earn what follows them (per turn only, then); default 1, for
     gigpo 0.95."""
     gae_lambda: float = Field(default=1.0, ge=0, le=1, json_schema_extra=when("advantage", "gae"))
     """λ of the generalised advantage: 1 trusts the rewards, 0 the critic."""
+    gae_lambda_length: float | None = Field(
+        default=None, gt=0, le=1e6, json_schema_extra=when("advantage", "gae")
+    )
+    """α of a λ for the policy's advantages that grows with the sample, in place of `gae_lambda`,
+    which stays the critic's: 1 − 1 / (α · tokens), at least 0 (VAPO)."""
     step_weight: float = Field(default=1.0, ge=0, json_schema_extra=when("advantage", "gigpo"))
     """Weight of the advantage among turns that answer equal observations."""
     sample: Literal["episode", "turn"] = "episode"
@@ -220,6 +235,9 @@ class AlgorithmConfig(Section):
     `rollout.group_size: 1` will do."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
+    entropy_share: float = Field(default=1.0, gt=0, le=1)
+    """Share of the batch's tokens that rewards train: those with the highest entropy. The others
+    count in what losses are divided by. Below 1 it needs a forward pass before the update."""
     loss_agg: AggregationName = "token-mean"
     """How token losses become one number."""
     loss_agg_length: int | None = Field(
@@ -301,6 +319,20 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _options_are_known(self) -> Self:
+        if self.advantage == "gdpo" and not self.reward_components:
+            raise ValueError(
+                "advantage=gdpo needs reward_components, the numbers of `info` that it adds up: "
+                "{correct: 1, format: 0.2}"
+            )
+        if self.advantage == "gdpo" and (self.sample, self.branch_credit) != ("episode",) * 2:
+            raise ValueError(
+                "advantage=gdpo has rewards by episode: set sample and branch_credit to episode"
+            )
+        if self.advantage == "gigpo" and self.advantage_std == "batch":
+            raise ValueError(
+                "advantage_std=batch is not known of gigpo, whose parts have groups of their own: "
+                "choose group or none"
+            )
         known = LOSS_OPTIONS.get(self.loss, {})
         for name, value in self.loss_options.items():
             if name not in known:
@@ -344,6 +376,8 @@ class CriticConfig(Section):
     """Model whose weights it starts from; default: the policy's initial ones."""
     lr: float = Field(default=1e-5, gt=0)
     """Peak learning rate; it rises and falls as `learner.schedule` says."""
+    gae_lambda: float | None = Field(default=None, ge=0, le=1)
+    """λ of the returns that it is trained towards; default: `algorithm.gae_lambda`."""
     clip: float = Field(default=0.5, gt=0)
     """An update is not rewarded for moving a value further than this from where it was."""
     warmup_steps: int = Field(default=0, ge=0)

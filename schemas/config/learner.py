@@ -43,6 +43,9 @@ class LearnerConfig(Section):
     """Largest gradient norm."""
     num_minibatches: int = Field(default=1, ge=1)
     """Optimiser updates per batch, each on a part of it; all of them make one version."""
+    batch_epochs: int = Field(default=1, ge=1, le=64)
+    """Times that a batch is gone through, with `num_minibatches` updates each; ratios and clips are
+    those to the policy before the first."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype; master weights and optimiser state are float32."""
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -65,6 +68,11 @@ class LearnerConfig(Section):
     GPU's: slower, and refused without a GPU."""
     threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads for torch, of each rank."""
+
+    @property
+    def num_updates(self) -> int:
+        """Optimiser updates for each batch."""
+        return self.num_minibatches * self.batch_epochs
 
     @property
     def spread(self) -> list[int]:

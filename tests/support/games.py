@@ -234,3 +234,13 @@ class FragileBandit(BanditGame):
         if ord(self.parse_action(action)[:1] or "0") % 2:
             await asyncio.sleep(600)
         return super().step(action)
+
+
+class ScoredBandit(BanditGame):
+    """A bandit that tells two numbers, of which its reward is none."""
+
+    def step(self, action: str) -> StepResult:
+        """Tell what was paid, and how short it was said."""
+        result = super().step(action)
+        told = {"paid": result.reward, "short": -len(action)}
+        return StepResult("", result.reward, done=True, info=told)

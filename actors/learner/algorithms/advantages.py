@@ -8,7 +8,7 @@ one of its turns (`samples.py`).
 A group whose rewards are all equal gets exactly 0. A group of one has no baseline: mean 0, std 1.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ....schemas.wire.errors import ConfigError
+from .advantage_inputs import AdvantageInputs
 from .calls import BatchCalls
 from .peers import Peers, peers_of
 from .registry import choose
@@ -26,44 +27,6 @@ from .sequences import (
     reward_to_go,
 )
 from .values import advantage_over_chains, generalized_advantage
-
-
-@dataclass(frozen=True)
-class AdvantageInputs:
-    """What the advantage functions read; each says what it needs beyond the first three."""
-
-    rewards_S: Tensor
-    """Outcome reward: the return of each episode."""
-    group_S: Tensor
-    """int64: the task group of each sequence."""
-    seq_N: Tensor
-    """int64: the sequence of each generated token."""
-    token_rewards_N: Tensor | None = None
-    """Reward on each token, a turn's on its last one; default: `rewards_S` on the last token."""
-    turn_N: Tensor | None = None
-    """int64: the turn of each token within its sequence, from 0; needed by the two by turns."""
-    state_N: Tensor | None = None
-    """int64: the observation that the token's turn answers, equal ids for equal ones; gigpo."""
-    baseline_S: Tensor | None = None
-    """Reward of the greedy episode of the same task; needed by remax."""
-    values_N: Tensor | None = None
-    """The critic's value before each token; needed by gae."""
-    lone_S: Tensor | None = None
-    """bool: sequences that nobody of their task can be compared with: those get 0."""
-    owner_S: Tensor | None = None
-    """int64: the episode of each sequence, where one may have several with equal `group_S`."""
-    calls: BatchCalls | None = None
-    """The calls of agents' episodes, in place of turns that follow each other."""
-    kept_N: Tensor | None = None
-    """bool: tokens that are trained, default all; those over which a batch is whitened."""
-    gamma: float = 1.0
-    """Discount: per token in reinforce_pp and gae, per turn in grpo_per_turn and gigpo."""
-
-    @property
-    def num_seqs(self) -> int:
-        """Number of sequences, those without generated tokens included."""
-        return len(self.rewards_S)
-
 
 AdvantageFn = Callable[..., Tensor]
 
@@ -97,14 +60,19 @@ def _whiten(values_N: Tensor, epsilon: float, kept_N: Tensor | None) -> Tensor:
 
 
 def grpo(
-    inputs: AdvantageInputs, *, std: Literal["group", "batch"] = "group", epsilon: float = 1e-6
+    inputs: AdvantageInputs,
+    *,
+    std: Literal["group", "batch", "none"] = "group",
+    epsilon: float = 1e-6,
 ) -> Tensor:
     """(R − mean) / (std + ε) in the group, unbiased std (DeepSeekMath, arXiv 2402.03300).
 
     With std=batch the std is that of all rewards of the batch, so that easy and hard tasks weigh
-    the same (arXiv 2508.08221).
+    the same (arXiv 2508.08221); with std=none nothing is divided by.
     """
     rewards_S, key_S, peers = _groups(inputs)
+    if std == "none":
+        return _to_tokens(rewards_S - peers.mean, inputs)
     of_episodes = _by_episode(inputs, key_S, peers)
     if std == "group" or len(of_episodes) < 2:
         return _to_tokens((rewards_S - peers.mean) / (peers.std + epsilon), inputs)
@@ -118,6 +86,32 @@ def _by_episode(inputs: AdvantageInputs, key_S: Tensor, peers: Peers) -> Tensor:
     pair_S: Any = key_S * (int(inputs.owner_S.max()) + 1) + inputs.owner_S
     pairs, of_pair_S = pair_S.unique(return_inverse=True)
     return peers.mine.new_zeros(len(pairs)).index_put((of_pair_S,), peers.mine)
+
+
+def gdpo(
+    inputs: AdvantageInputs, *, weights: Sequence[float] = (1.0,), epsilon: float = 1e-6
+) -> Tensor:
+    """Σ_c w_c (R_c − mean) / (std + ε) in the group, whitened over the batch (arXiv 2601.05242).
+
+    Each of the C components is normalised by itself: one that varies little counts as much as one
+    that varies much.
+    """
+    if inputs.components_SC is None:
+        raise ConfigError(
+            "advantage=gdpo got no components",
+            hint="set algorithm.reward_components, or choose advantage=grpo",
+        )
+    _, key_S, _ = _groups(inputs)
+    total_S = inputs.rewards_S.new_zeros(inputs.num_seqs, dtype=torch.float64)
+    for component_S, weight in zip(inputs.components_SC.double().T, weights, strict=True):
+        peers = peers_of(component_S, key_S)
+        mean_S = peers.mean
+        if inputs.lone_S is not None:
+            mean_S = torch.where(inputs.lone_S, component_S, mean_S)
+        total_S += weight * (component_S - mean_S) / (peers.std + epsilon)
+    if len(total_S) < 2:
+        return _to_tokens(total_S, inputs)
+    return _to_tokens((total_S - total_S.mean()) / (total_S.std() + epsilon), inputs)
 
 
 def gpg(inputs: AdvantageInputs) -> Tensor:
@@ -298,11 +292,18 @@ def _per_call(inputs: AdvantageInputs, calls: BatchCalls, epsilon: float) -> Ten
     return normalised_K.masked_fill(lonely_K, 0.0)[calls.call_N].float()
 
 
-def gigpo(inputs: AdvantageInputs, *, step_weight: float = 1.0, epsilon: float = 1e-6) -> Tensor:
+def gigpo(
+    inputs: AdvantageInputs,
+    *,
+    step_weight: float = 1.0,
+    std: Literal["group", "none"] = "group",
+    epsilon: float = 1e-6,
+) -> Tensor:
     """A_E + ω A_S: what the episode is worth in its group, and the turn at its observation.
 
     A_E is that of grpo. A_S normalises R_t = r_t + γ R_{t+1} among the group's turns that answer
-    an equal observation; a turn whose observation came once gets 0 (arXiv 2505.10978).
+    an equal observation; a turn whose observation came once gets 0 (arXiv 2505.10978). std=none is
+    F_norm = 1: both are deviations from means, divided by nothing.
     """
     turns = _turns(inputs, "gigpo") if inputs.calls is None else _call_turns(inputs, inputs.calls)
     if inputs.state_N is None:
@@ -315,35 +316,52 @@ def gigpo(inputs: AdvantageInputs, *, step_weight: float = 1.0, epsilon: float =
     state_K[turns.of_token_N] = inputs.state_N
     num_states = int(state_K.max()) + 1 if len(state_K) else 0
     peers = peers_of(turns.returns_K, group_K * num_states + state_K)
-    normalised_K = (turns.returns_K - peers.mean) / (peers.std + epsilon)
+    scale_K = 1.0 if std == "none" else peers.std + epsilon
+    normalised_K = (turns.returns_K - peers.mean) / scale_K
     step_N = normalised_K.masked_fill(peers.count == 1, 0.0)[turns.of_token_N]
-    return grpo(inputs, epsilon=epsilon) + step_weight * step_N.float()
+    return grpo(inputs, std=std, epsilon=epsilon) + step_weight * step_N.float()
 
 
-def gae(inputs: AdvantageInputs, *, gae_lambda: float = 1.0, epsilon: float = 1e-8) -> Tensor:
-    """Generalised advantage over the generated tokens, whitened over the batch (PPO)."""
+def gae(
+    inputs: AdvantageInputs,
+    *,
+    gae_lambda: float = 1.0,
+    by_length: float | None = None,
+    epsilon: float = 1e-8,
+) -> Tensor:
+    """Generalised advantage over the generated tokens, whitened over the batch (PPO).
+
+    With `by_length` α, λ of a sequence of l tokens is 1 − 1/(αl), at least 0 (VAPO, arXiv
+    2504.05118).
+    """
     if inputs.values_N is None:
         raise ConfigError(
             "advantage=gae got no values", hint="train a critic, or choose advantage=grpo"
         )
+    rewards_N, values_N = _token_rewards(inputs), inputs.values_N
     if inputs.calls is not None:
+        if by_length is not None:
+            raise ConfigError(
+                "algorithm.gae_lambda_length is not built for the calls of agent programs",
+                hint="set algorithm.gae_lambda",
+            )
         advantages_N = advantage_over_chains(
-            _token_rewards(inputs), inputs.values_N, inputs.calls, inputs.gamma, gae_lambda
+            rewards_N, values_N, inputs.calls, inputs.gamma, gae_lambda
         )
         return _whiten(advantages_N, epsilon, inputs.kept_N).float()
+    lam: float | Tensor = gae_lambda
+    if by_length is not None:
+        lengths_S = lengths_by_sequence(inputs.seq_N, inputs.num_seqs).double()
+        lam = (1 - 1 / (by_length * lengths_S.clamp(min=1))).clamp(min=0)
     advantages_N = generalized_advantage(
-        _token_rewards(inputs),
-        inputs.values_N,
-        inputs.seq_N,
-        inputs.num_seqs,
-        inputs.gamma,
-        gae_lambda,
+        rewards_N, values_N, inputs.seq_N, inputs.num_seqs, inputs.gamma, lam
     )
     return _whiten(advantages_N, epsilon, inputs.kept_N).float()
 
 
 ADVANTAGES: dict[str, AdvantageFn] = {
     "grpo": grpo,
+    "gdpo": gdpo,
     "dr_grpo": dr_grpo,
     "gpg": gpg,
     "passk": passk,

@@ -38,6 +38,21 @@ class Credit:
     kept_N: Tensor
     """bool: tokens that are trained, so too."""
 
+    def of_top_entropy(self, entropy_N: Tensor, share: float) -> "Credit":
+        """Leave credit with the share of the trained tokens that have the highest entropy.
+
+        The quantile is that of all of them, interpolated (arXiv 2506.01939). The others stay in
+        what losses are divided by.
+        """
+        ordered = entropy_N[self.kept_N].double().sort().values
+        if share == 1 or not len(ordered):
+            return self
+        at = (1 - share) * (len(ordered) - 1)
+        low = int(at)
+        high = min(low + 1, len(ordered) - 1)
+        least = ordered[low] + (at - low) * (ordered[high] - ordered[low])
+        return replace(self, advantages_N=self.advantages_N.masked_fill(entropy_N < least, 0.0))
+
 
 def assign_credit(
     config: JobConfig,
@@ -78,6 +93,7 @@ def assign_credit(
         token_rewards_N=rewards_N,
         turn_N=batch.turn_N,
         state_N=answered_states(batch) if algorithm.advantage == "gigpo" else None,
+        components_SC=batch.components_EC,
         baseline_S=batch.baseline_E,
         values_N=values_N,
         lone_S=samples.lone_M,
@@ -166,10 +182,14 @@ def _of_tokens(inputs: AdvantageInputs, kept_N: Tensor) -> AdvantageInputs:
 def _options(config: JobConfig) -> dict[str, Any]:
     algorithm = config.algorithm
     if algorithm.advantage == "gae":
-        return {"gae_lambda": algorithm.gae_lambda}
+        return {"gae_lambda": algorithm.gae_lambda, "by_length": algorithm.gae_lambda_length}
     if algorithm.advantage == "grpo":
         return {"std": algorithm.advantage_std}
-    return {"step_weight": algorithm.step_weight} if algorithm.advantage == "gigpo" else {}
+    if algorithm.advantage == "gdpo":
+        return {"weights": list(algorithm.reward_components.values())}
+    if algorithm.advantage == "gigpo":
+        return {"step_weight": algorithm.step_weight, "std": algorithm.advantage_std}
+    return {}
 
 
 def _rewards(
@@ -210,7 +230,8 @@ def _targets(
     values_N, rewards_N = inputs.values_N, inputs.token_rewards_N
     assert values_N is not None
     assert rewards_N is not None
-    gamma, gae_lambda = algorithm.token_discount, algorithm.gae_lambda
+    gamma, own = algorithm.token_discount, config.critic.gae_lambda
+    gae_lambda = algorithm.gae_lambda if own is None else own
     if batch.calls is None:
         advantages_N = generalized_advantage(
             rewards_N, values_N, samples.sample_N, samples.num, gamma, gae_lambda

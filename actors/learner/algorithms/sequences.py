@@ -48,8 +48,8 @@ def by_sequence(values_N: Tensor, seq_N: Tensor, num_seqs: int) -> tuple[Tensor,
     return rows_SP, place_N
 
 
-def reward_to_go(rewards_SP: Tensor, gamma: float) -> Tensor:
-    """R_p = r_p + γ R_{p+1} along each row."""
+def reward_to_go(rewards_SP: Tensor, gamma: float | Tensor) -> Tensor:
+    """R_p = r_p + γ R_{p+1} along each row; γ may be [S], one for each row."""
     returns_SP = rewards_SP.clone()
     for place in range(rewards_SP.shape[1] - 2, -1, -1):
         returns_SP[:, place] += gamma * returns_SP[:, place + 1]

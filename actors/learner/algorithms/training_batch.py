@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ....schemas.images import images_of
 from ....schemas.rollout import Group, Trajectory, episodes_of, return_of
+from ....schemas.wire.errors import DataError
 from ..packing.micro_batch import TokenSequence
 from .calls import BatchCalls, calls_of
 
@@ -58,6 +59,8 @@ class TrainingBatch:
     """Data source of each sequence's row; empty where it has none."""
     calls: BatchCalls | None
     """Where the turns stand in trees of calls; None: one after the other."""
+    components_EC: Tensor | None
+    """float64: rewards of each episode by component; None: it has none."""
     baseline_E: Tensor | None
     """float32, by episode: return of the greedy one of the task, where there is one."""
 
@@ -88,10 +91,12 @@ class TrainingBatch:
         return len(self.sequences)
 
 
-def assemble(groups: Sequence[Group], oldest: int = 0) -> TrainingBatch:
+def assemble(
+    groups: Sequence[Group], oldest: int = 0, components: Sequence[str] = ()
+) -> TrainingBatch:
     """Lay the trajectories of the groups out flat, in order; greedy baselines are not trained.
 
-    Nor are tokens of versions before `oldest`.
+    Nor are tokens of versions before `oldest`. `components` are names of numbers in `info`.
     """
     members = [group.sampled for group in groups]
     trajectories = [trajectory for group in members for trajectory in group]
@@ -143,6 +148,7 @@ def assemble(groups: Sequence[Group], oldest: int = 0) -> TrainingBatch:
         kinds=[item.kind for item in trajectories],
         sources=[item.data_source for item in trajectories],
         calls=calls_of(groups, turns_N),
+        components_EC=_components(groups, components),
         baseline_E=_baselines(groups),
     )
 
@@ -163,6 +169,29 @@ def select(batch: TrainingBatch, keep_S: Tensor) -> tuple[list[TokenSequence], T
     chosen = cast(list[bool], keep_S.tolist())
     sequences = [item for item, keep in zip(batch.sequences, chosen, strict=True) if keep]
     return sequences, torch.nonzero(keep_S[batch.seq_N]).flatten()
+
+
+def components_of(rows: Sequence[Trajectory], names: Sequence[str]) -> list[float]:
+    """Return the numbers that an episode's game told under these names at its end.
+
+    Raises DataError for one that is no number.
+    """
+    told = rows[0].info
+    for name in names:
+        if not isinstance(told.get(name), int | float):
+            raise DataError(
+                f"algorithm.reward_components.{name}: the game told {told.get(name)!r:.40} under "
+                "this name in `info` at an episode's end",
+                hint=f"it must be a number; there are {', '.join(sorted(map(str, told)))[:200]}",
+            )
+    return [float(told[name]) for name in names]
+
+
+def _components(groups: Sequence[Group], names: Sequence[str]) -> Tensor | None:
+    if not names:
+        return None
+    episodes = [rows for group in groups for rows in group.episodes]
+    return torch.tensor([components_of(rows, names) for rows in episodes], dtype=torch.float64)
 
 
 def _baselines(groups: Sequence[Group]) -> Tensor | None:

@@ -29,12 +29,17 @@ class ValueTargets:
 
 
 def generalized_advantage(
-    rewards_N: Tensor, values_N: Tensor, seq_N: Tensor, num_seqs: int, gamma: float, lam: float
+    rewards_N: Tensor,
+    values_N: Tensor,
+    seq_N: Tensor,
+    num_seqs: int,
+    gamma: float,
+    lam: float | Tensor,
 ) -> Tensor:
     """A_t = δ_t + γλ A_{t+1} with δ_t = r_t + γ V_{t+1} − V_t: float64[N] (arXiv 1506.02438).
 
-    Nothing follows the last token of a sequence. `advantage + value` is the return that the
-    critic is trained towards.
+    `lam` may be float64[S], one for each sequence. Nothing follows the last token of a sequence.
+    `advantage + value` is the return that the critic is trained towards.
     """
     rewards_SP, place_N = by_sequence(rewards_N.double(), seq_N, num_seqs)
     values_SP, _ = by_sequence(values_N.double(), seq_N, num_seqs)

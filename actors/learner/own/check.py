@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ....schemas.wire.errors import ConfigError, TinkermqError
-from ..algorithms.advantages import AdvantageInputs
+from ..algorithms.advantage_inputs import AdvantageInputs
 from ..algorithms.losses import LossInputs
 from ..algorithms.off_policy.corrections import CorrectionInputs
 from .functions import Kind, OwnFunction

@@ -179,11 +179,12 @@ class Intake:
 
     def _check(self, raw: LogEntry) -> CheckedEntry:
         error, group = raw.error, raw.group
+        blame = None if group is None else group.error
         if group is not None:
             try:
                 self._refuse_unfit(group)
             except MessageError as refused:
-                error = refused
+                error, blame = refused, _blame_of(refused)
         if error is not None:
             _log.warning("rollout_malformed", seq=raw.seq, task=raw.number, error=error.message)
         usable = error is None and group is not None and group.error is None
@@ -196,7 +197,7 @@ class Intake:
             tokens_wasted=0 if group is None or group.error is None else group.tokens_wasted,
             digest=hashlib.sha256(raw.payload).digest(),
             candidate=_candidate(raw, group, usable=usable, malformed=error is not None),
-            blame=None if error is not None or group is None else group.error,
+            blame=blame,
             traceparent=raw.traceparent,
             arrived=time.time(),
         )
@@ -235,6 +236,14 @@ class Intake:
             math.isfinite(return_of(rows)) for rows in group.episodes
         ):
             raise MessageError(f"the returns of the group of task {task.task} must be finite")
+
+
+def _blame_of(refused: MessageError) -> Blame | None:
+    """Blame the task for what the model cannot read: a job all of whose groups are so ends."""
+    cause = refused.__cause__
+    if not isinstance(cause, DataError):
+        return None
+    return Blame(boundary="task", code=cause.code, message=cause.message, hint=cause.hint)
 
 
 def _candidate(raw: LogEntry, group: Group | None, *, usable: bool, malformed: bool) -> Candidate:

@@ -74,7 +74,7 @@ class Objective:
         self._own_loss = own_function("loss", config.algorithm.own_loss)
         self._own_correction = own_function("correction", config.algorithm.own_correction)
 
-    def needs_old(self, num_minibatches: int, dropout: float = 0.0) -> bool:
+    def needs_old(self, num_updates: int, dropout: float = 0.0) -> bool:
         """Whether π_o needs a forward pass of its own: it is not the policy at the update.
 
         That is so for an adapter with dropout, too, whose updates compute with it. The log-linear
@@ -83,7 +83,8 @@ class Objective:
         algorithm = self._algorithm
         interpolated = algorithm.correction == "decoupled" and algorithm.proximal == "loglinear"
         return (
-            (num_minibatches > 1 and not interpolated)
+            (num_updates > 1 and not interpolated)
+            or algorithm.entropy_share < 1
             or (dropout > 0 and algorithm.loss != "sft")
             or algorithm.weighs_whole_batches
             or algorithm.teacher is not None

@@ -172,7 +172,9 @@ class Policies:
             own = [group for group in (self._of(name, group) for group in groups) if group]
             if not own:
                 continue
-            report = trainer.step(assemble(own, oldest), step)
+            report = trainer.step(
+                assemble(own, oldest, [*trainer.config.algorithm.reward_components]), step
+            )
             label = f"policy/{name}/" if name else ""
             numbers |= {f"{label}{key}": value for key, value in report.numbers.items()}
             model_s += report.model_s

@@ -37,7 +37,7 @@ from ...models.vision import Processor, load_image_reader
 from ..algorithms.aggregation import Denominators
 from ..algorithms.credit import assign_credit
 from ..algorithms.off_policy.mismatch import batch_mismatch
-from ..algorithms.training_batch import TrainingBatch
+from ..algorithms.training_batch import TrainingBatch, components_of
 from ..distillation.teachers import Teachers
 from ..own.functions import own_function
 from ..packing.micro_batch import MicroBatch
@@ -166,10 +166,13 @@ class Trainer:
         """Raise DataError for a group that the model cannot read, as it is configured.
 
         Its images must be in its prompts, but for a model that reads text alone, for which they
-        are there for people to look at; experts must be told where they are replayed.
+        are there for people to look at; experts must be told where they are replayed, and the
+        reward's components where those are normalised by themselves.
         """
         if self._replay is not None:
             self._replay.check(group)
+        for rows in group.episodes:
+            components_of(rows, list(self.config.algorithm.reward_components))
         if self.image_reader is None:
             return
         for item in group.sampled:
@@ -209,6 +212,8 @@ class Trainer:
         values_N = self._values(batch)
         own = None if self._own_advantage is None else self._own_advantage.advantage
         credit = assign_credit(self.config, batch, old_N, reference_N, values_N, own)
+        if entropy_N is not None:
+            credit = credit.of_top_entropy(entropy_N, self.config.algorithm.entropy_share)
         credit, taught = self._teachers.guide(credit, batch, old_N)
         sample_N, advantages_N = credit.samples.sample_N, credit.advantages_N
         kept_N = credit.kept_N
@@ -220,7 +225,7 @@ class Trainer:
         if self.critic is not None and credit.targets is not None:
             self.critic.begin_step(self._rate(step, self.config.critic.lr), credit.targets)
         sums = StepSums()
-        for part_S in self._minibatches(batch):
+        for part_S in self._minibatches(batch) * self.config.learner.batch_epochs:
             kept_S = part_S & credit.kept_S
             of_part_N = part_S[batch.seq_N]
             if step > self.config.critic.warmup_steps:
@@ -271,7 +276,7 @@ class Trainer:
         Each only where it is needed.
         """
         needs_old = self._objective.needs_old(
-            self.config.learner.num_minibatches, self.config.lora.dropout
+            self.config.learner.num_updates, self.config.lora.dropout
         )
         if not needs_old and self._reference is None:
             return None, None, None

@@ -176,7 +176,7 @@ def plain_step(
         model.parameters(), lr=learner.lr, betas=learner.betas, eps=learner.eps, weight_decay=0.01
     )
     with torch.no_grad():
-        old, _ = plain_logprobs(model, data.trajectories, temperature)
+        old, unsure = plain_logprobs(model, data.trajectories, temperature)
         frozen, _ = plain_logprobs(reference, data.trajectories, temperature)
     if advantages_of is not None:
         rewards = [item.reward for item in data.trajectories]
@@ -187,9 +187,16 @@ def plain_step(
                 for reward, penalty in zip(rewards, penalties, strict=True)
             ]
         data.advantages = advantages_of(rewards)
+    if algorithm.entropy_share < 1:
+        least = np.quantile(torch.cat(unsure).double().numpy(), 1 - algorithm.entropy_share)
+        data.advantages = [
+            torch.where(of.double() >= least, advantages, 0.0)
+            for advantages, of in zip(data.advantages, unsure, strict=True)
+        ]
     kept = m2po_kept(old, data.behaviour)
     num_groups = data.group[-1] + 1
-    for part in np.array_split(np.arange(num_groups), learner.num_minibatches):
+    parts = np.array_split(np.arange(num_groups), learner.num_minibatches)
+    for part in parts * learner.batch_epochs:
         chosen = [at for at, group in enumerate(data.group) if group in part]
         optimizer.zero_grad()
         now, entropies = plain_logprobs(

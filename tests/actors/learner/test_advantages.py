@@ -21,9 +21,10 @@ OUTCOME = ["grpo", "dr_grpo", "rloo", "opo", "maxrl", "reinforce_pp_baseline"]
 
 def inputs(rewards, groups, lengths=None, **extra):
     lengths = lengths or [1] * len(rewards)
+    told = {"components_SC": [[float(reward)] for reward in rewards]} | extra
     given: dict[str, Any] = {
         name: torch.tensor(value) if isinstance(value, list) else value
-        for name, value in extra.items()
+        for name, value in told.items()
     }
     return AdvantageInputs(
         rewards_S=torch.tensor(rewards, dtype=torch.float32),
@@ -210,6 +211,41 @@ def test_gigpo_adds_what_a_turn_is_worth_at_its_observation():
     assert_advantages("gigpo", case, expected, step_weight=3.0)
 
 
+def test_gdpo_normalises_each_component_by_itself():
+    # Two groups of two; one component varies by 1, the other by 100 and in the first group alone.
+    components = torch.tensor([[1.0, 0.0], [0.0, 100.0], [1.0, 7.0], [0.0, 7.0]])
+    case = inputs([1, 100, 8, 7], [0, 0, 1, 1], components_SC=components)
+    one = 0.5 / (math.sqrt(0.5) + 1e-6)
+    hundred = 50 / (math.sqrt(5000) + 1e-6)
+    total = torch.tensor([one - 2 * hundred, -one + 2 * hundred, one, -one], dtype=torch.float64)
+    expected = (total - total.mean()) / (total.std() + 1e-6)
+    assert_advantages("gdpo", case, expected.tolist(), weights=[1.0, 2.0])
+
+
+def test_gigpo_divides_by_nothing_where_f_norm_is_1():
+    case = inputs(
+        [3, 1],
+        [0, 0],
+        [2, 2],
+        turn_N=[0, 1, 0, 1],
+        token_rewards_N=[1.0, 2.0, 0.0, 1.0],
+        state_N=[5, 6, 5, 6],
+    )
+    # of episodes ±1; of first turns 3 and 1: ±1; of second turns 2 and 1: ±1/2
+    expected = [1 + 2 * 1, 1 + 2 * 0.5, -1 - 2 * 1, -1 - 2 * 0.5]
+    assert_advantages("gigpo", case, expected, step_weight=2.0, std="none")
+    assert_advantages("grpo", case, [1, 1, -1, -1], std="none")
+
+
+def test_gae_has_a_lambda_that_grows_with_the_length():
+    # α = 1/2: λ = 1 − 1/(2/2) = 0 of two tokens, 1 − 1/(4/2) = 1/2 of four. γ = 1, values 0.
+    rewards, values = [0.0, 4.0, 0.0, 0.0, 0.0, 8.0], [0.0] * 6
+    case = inputs([4, 8], [0, 0], [2, 4], token_rewards_N=rewards, values_N=values)
+    plain = torch.tensor([0.0, 4.0, 1.0, 2.0, 4.0, 8.0])
+    expected = (plain - plain.mean()) / (plain.var() + 1e-8).sqrt()
+    assert_advantages("gae", case, expected.tolist(), by_length=0.5)
+
+
 def test_gae_follows_the_tokens_and_is_whitened():
     # γ = 1/2, λ = 1/2. First sequence: δ = 0 + 1 − 1, 0 + 2 − 2, 4 − 4 = 0, 0, 0 but for the first
     # value; second: δ = 3 − 1.
@@ -234,10 +270,12 @@ def test_a_sequence_that_nothing_can_be_compared_with_gets_nothing(name):
     assert torch.equal(advantages[1:], compute_advantages(name, inputs([1, 3], [1, 1])))
 
 
-@pytest.mark.parametrize(("name", "needs"), [("gigpo", "observations"), ("gae", "values")])
+@pytest.mark.parametrize(
+    ("name", "needs"), [("gigpo", "observations"), ("gae", "values"), ("gdpo", "components")]
+)
 def test_what_an_advantage_needs_is_named(name, needs):
     with pytest.raises(ConfigError, match=f"no {needs}"):
-        compute_advantages(name, inputs([1], [0], turn_N=[0]))
+        compute_advantages(name, inputs([1], [0], turn_N=[0], components_SC=None))
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "maxrl", "grpo_per_turn"])
@@ -282,7 +320,13 @@ def test_a_sequence_without_generated_tokens_is_counted_in_its_group(name):
 def test_an_empty_batch_has_no_advantages(name):
     none = torch.zeros(0, dtype=torch.int64)
     case = AdvantageInputs(
-        torch.zeros(0), none, none, turn_N=none, state_N=none, values_N=torch.zeros(0)
+        torch.zeros(0),
+        none,
+        none,
+        turn_N=none,
+        state_N=none,
+        components_SC=torch.zeros(0, 1),
+        values_N=torch.zeros(0),
     )
     assert compute_advantages(name, case).shape == (0,)
 

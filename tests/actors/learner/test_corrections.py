@@ -264,6 +264,12 @@ def test_off_policy_statistics_are_those_of_their_formulas():
         ({"loss": "sapo", "loss_options": {"tau_pos": 0}}, "tau_pos=0 of loss=sapo: from 1e-06"),
         ({"loss": "kl_cov", "loss_options": {"share": -1}}, "share=-1 of loss=kl_cov"),
         ({"loss": "clip_cov", "loss_options": {"cov_low": 5}}, "cov_low is not under cov_high"),
+        ({"advantage": "gigpo", "advantage_std": "batch"}, "is not known of gigpo"),
+        ({"advantage": "gdpo"}, "advantage=gdpo needs reward_components"),
+        (
+            {"advantage": "gdpo", "reward_components": {"a": 1}, "sample": "turn"},
+            "has rewards by episode",
+        ),
         ({"loss": "sapo", "loss_options": {"tau": 1}}, "loss=sapo has no option 'tau': it has tau"),
         ({"correction": "icepop", "correction_floor": 6}, "icepop would keep nothing"),
         ({"correction": "geometric", "correction_cap": 0.5}, "geometric would keep nothing"),

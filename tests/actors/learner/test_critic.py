@@ -93,10 +93,14 @@ def _recorded(batch: TrainingBatch, items: list[Trajectory]) -> Episodes:
     return Episodes(items, list(range(len(items))), behaviour, list(lags.split(counts)), [])
 
 
-def test_policy_and_critic_train_as_a_plain_implementation_does(folder: Path) -> None:
+@pytest.mark.parametrize("of_critic", [None, 1.0])
+def test_policy_and_critic_train_as_a_plain_implementation_does(
+    folder: Path, of_critic: float | None
+) -> None:
     gamma, lam, clip = 0.9, 0.8, 0.05
     algorithm = {"advantage": "gae", "gamma": gamma, "gae_lambda": lam, "correction": "none"}
-    config = _config(folder, algorithm=algorithm, critic={"lr": 1e-3, "clip": clip})
+    critic_keys = {"lr": 1e-3, "clip": clip, "gae_lambda": of_critic}
+    config = _config(folder, algorithm=algorithm, critic=critic_keys)
     trainer = _trainer(config)
     assert trainer.critic is not None
     groups = _groups()
@@ -105,7 +109,11 @@ def test_policy_and_critic_train_as_a_plain_implementation_does(folder: Path) ->
 
     values = _plain_values(critic, items)
     gae = [_plain_gae(i, v.detach(), gamma, lam) for i, v in zip(items, values, strict=True)]
-    returns = torch.cat(gae) + torch.cat(values).detach()
+    towards = [
+        _plain_gae(i, v.detach(), gamma, of_critic or lam)
+        for i, v in zip(items, values, strict=True)
+    ]
+    returns = torch.cat(towards) + torch.cat(values).detach()
     before = torch.cat(values).detach()
     plain = (torch.cat(values) - returns) ** 2
     bounded = (torch.cat(values).clamp(before - clip, before + clip) - returns) ** 2

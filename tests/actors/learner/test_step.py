@@ -220,6 +220,28 @@ def test_the_entropy_bonus_and_the_temperature_enter_the_gradient(
     assert report.numbers["staleness/num_tokens/lag_0"] == int((batch.versions_N == VERSION).sum())
 
 
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+@pytest.mark.parametrize("algorithm", [{}, {"loss": "gspo"}, {"entropy_share": 0.8}], ids=str)
+def test_a_batch_is_gone_through_several_times(
+    folder: Path, policy: PreTrainedModel, algorithm: dict[str, Any], num_minibatches: int
+) -> None:
+    learner = {"batch_epochs": 3, "num_minibatches": num_minibatches, "lr": 0.01}
+    clips = {"clip_low": 0.5, "clip_high": 0.5}
+    config = _config(folder, algorithm=clips | algorithm, learner=learner)
+    report = _assert_same_training(policy, config, _groups())
+    once = _train(copy.deepcopy(policy), _config(folder), assemble(_groups()))
+    name = "staleness/num_tokens/lag_0"
+    assert report.numbers[name] == once.numbers[name]
+
+
+def test_only_the_tokens_of_the_highest_entropy_are_trained(
+    folder: Path, policy: PreTrainedModel
+) -> None:
+    config = _config(folder, algorithm={"entropy_share": 0.2})
+    report = _assert_same_training(policy, config, _groups())
+    assert report.numbers["critic/advantages/mean"] != 0
+
+
 def test_sequences_without_advantage_take_no_part_and_change_nothing(
     folder: Path, policy: PreTrainedModel
 ) -> None:
