@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .inference.inference import run_inference, run_inference_async
     from .inference.inference_client import AsyncInferenceSchedulerClient, InferenceSchedulerClient
     from .inference.play import InferenceReport
+    from .pool_users import AsyncPoolUsers, PoolUsers
+    from .runs.run import AsyncRun, Run
     from .scheduler_client import AsyncSchedulerClient, SchedulerClient
     from .service_client import AsyncServiceClient, ServiceClient
 
@@ -29,6 +31,8 @@ __all__ = [
     "AgentEpisode",
     "AgentEpisodes",
     "AsyncInferenceSchedulerClient",
+    "AsyncPoolUsers",
+    "AsyncRun",
     "AsyncSchedulerClient",
     "AsyncServiceClient",
     "AsyncTrajectoryPublisher",
@@ -36,6 +40,8 @@ __all__ = [
     "InferenceReport",
     "InferenceSchedulerClient",
     "MathGameEnvironment",
+    "PoolUsers",
+    "Run",
     "SchedulerClient",
     "ServiceClient",
     "TrajectoryPublisher",
@@ -50,6 +56,8 @@ _HOMES = {
     "inference.inference": ("run_inference", "run_inference_async"),
     "inference.inference_client": ("AsyncInferenceSchedulerClient", "InferenceSchedulerClient"),
     "inference.play": ("InferenceReport",),
+    "pool_users": ("AsyncPoolUsers", "PoolUsers"),
+    "runs.run": ("AsyncRun", "Run"),
     "scheduler_client": ("AsyncSchedulerClient", "SchedulerClient"),
     "service_client": ("AsyncServiceClient", "ServiceClient"),
     "hosting.agent_environment": (

@@ -16,7 +16,7 @@ class PoolClient:
     def __init__(self, broker_url: str, api_key: str | None) -> None:
         """Name the broker; nothing is connected yet."""
         self._broker_url = broker_url
-        self._api_key = api_key
+        self.api_key = api_key
         self._pool: Pool | None = None
 
     async def __aenter__(self) -> Self:
@@ -33,7 +33,7 @@ class PoolClient:
 
     async def _connected(self) -> Pool:
         if self._pool is None:
-            self._pool = Pool(await open_broker(self._broker_url, self._api_key))
+            self._pool = Pool(await open_broker(self._broker_url, self.api_key))
         return self._pool
 
 

@@ -4,7 +4,7 @@ import asyncio
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ..broker.calls.learner import write_checkpoint
 from ..broker.feed import read_metrics
@@ -23,6 +23,9 @@ from .validation.completeness import is_complete, value_of
 from .validation.files import refuse_missing
 from .validation.names import checkpoint_named
 from .validation.paths import resolve_paths
+
+if TYPE_CHECKING:
+    from .runs.run import Run
 
 CANCEL_S = 60.0
 ScaledRole: TypeAlias = Literal["generator", "environment", "server"]
@@ -361,6 +364,12 @@ class SchedulerClient(SyncTwin[AsyncSchedulerClient]):
     ) -> dict[str, Any]:
         """Change what a job is found by; None leaves it, an empty group is none. MessageError."""
         return self._run(self.aio.label_job(job_id, tags, group, notes))
+
+    def run(self, job_id: str) -> "Run":
+        """Return a run, by id or name: its numbers, episodes, logs, and what it is worth."""
+        from .runs.run import Run
+
+        return Run(job_id, self.scheduler_url, self.aio.api_key)
 
     def metrics(self, job_id: str) -> list[dict[str, float]]:
         """Return the numbers of a run, one dict for each step, in their order.

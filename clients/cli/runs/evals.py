@@ -1,40 +1,26 @@
 """`tinkermq eval` and `tinkermq replay`."""
 
-import asyncio
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
-from contextlib import aclosing
 from dataclasses import asdict
 from functools import partial
 from glob import escape
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any
 
-from ....broker.jetstream.kv import Bucket
-from ....broker.presence import presences
-from ....envs.evaluation import Comparison, Scored, summarize
+from ....envs.evaluation import Comparison, summarize
 from ....envs.evaluation import compare as compare_versions
-from ....schemas.config.load_config import apply_override, merged
-from ....schemas.job import FINAL_STATES, LAST_STEP, JobRecord
-from ....schemas.metric import EvalRecord, Event, Metric
-from ....schemas.tinker.names import is_path
+from ....schemas.job import JobRecord
 from ....schemas.wire.errors import (
     ConfigError,
-    ConflictError,
-    DeadlineError,
-    JobFailedError,
     NotFoundError,
 )
-from ....schemas.wire.subjects import BUCKET_EVALS
-from ...follow import follow_run
 from ...home import URL_VARIABLE, find_url
-from ...pool import Pool, new_request_id
-from ...scheduler_client import failure
-from ...validation.names import run_and_step
-from ...validation.paths import resolve_paths
+from ...pool import Pool
+from ...runs.evaluating import Evaluated, EvaluationSettings, evaluate_both
+from ...runs.evaluating import evaluate as run_evaluation
 from ..options import COMMON, Common
 from ..output import note, print_json, print_table, say
 from ..playing import read_tasks
@@ -43,19 +29,6 @@ from ..session import with_pool
 IDENTICAL, DIFFERENT = 0, 1
 POLL_S = 0.5
 EVALUATION_DEADLINE_S = 3600.0
-
-
-class Evaluated(NamedTuple):
-    """What an evaluation came to."""
-
-    what: str
-    """What was evaluated."""
-    values: dict[str, float]
-    """Its figures."""
-    episodes: list[Scored]
-    """Its episodes; empty for a live run, whose evaluator keeps the figures only."""
-    record: JobRecord | None = None
-    """The job that evaluated; None for a live run."""
 
 
 def evaluate(
@@ -90,15 +63,21 @@ def evaluate(
     like
         For a model folder: the run whose game and configuration are used.
     """
+
+    def chosen(*words: str) -> EvaluationSettings:
+        rows = None if tasks is None else read_tasks(tasks)
+        return EvaluationSettings(words, rows, data, like)
+
     if compare is not None:
         settings = [word for word in (target, *overrides) if word is not None]
-        return _compare(compare, _Settings(tuple(settings), tasks, data, like), common)
+        return _compare(compare, chosen(*settings), common)
     if target is None:
         raise ConfigError(
             "it was not said what to evaluate", hint="name a run, RUN@STEP, or a model folder"
         )
-    settings = _Settings(overrides, tasks, data, like)
-    done = with_pool(common.nats_url, lambda pool: _evaluate(pool, target, settings, common))
+    settings = chosen(*overrides)
+    told = _quiet if common.json else _tell_submitted
+    done = with_pool(common.nats_url, lambda pool: run_evaluation(pool, target, settings, told))
     if common.json:
         job = {"job": done.record.job, "name": done.record.name} if done.record else {}
         print_json({"evaluated": done.what, "values": done.values, **job})
@@ -110,65 +89,13 @@ def evaluate(
     return 0
 
 
-class _Settings(NamedTuple):
-    """How a checkpoint is evaluated."""
-
-    overrides: tuple[str, ...] = ()
-    tasks: str | None = None
-    data: list[Path] | None = None
-    like: str | None = None
-
-    @property
-    def differ(self) -> bool:
-        """Whether anything differs from the run's own configuration."""
-        return bool(self.overrides or self.tasks or self.data)
-
-    def config(self, record: JobRecord, folder: Path | None) -> dict[str, Any]:
-        """Return the configuration of the job that evaluates a model folder, or a checkpoint."""
-        config = record.settings
-        if folder is not None:
-            policies = cast("dict[str, str]", config.get("policies") or {})
-            own = {role: str(folder / "policies" / role) for role in policies}
-            config = merged(config, {"model": {"path": str(folder)}})
-            if own:
-                config = merged(config, {"policies": own})
-        env = cast("dict[str, Any]", config.get("env") or {})
-        files = [str(path) for path in self.data or []]
-        if self.tasks is not None and not files:
-            files = list(env.get("val_data") or env.get("train_data") or [])
-        if files:
-            config = merged(config, {"env": {"train_data": files}, "evaluation": {"data": "train"}})
-        if self.tasks is not None:
-            config = merged(config, {"evaluation": {"tasks": read_tasks(self.tasks)}})
-        for override in self.overrides:
-            apply_override(config, override)
-        return config
+def _quiet(_: JobRecord) -> None:
+    """Say nothing of the job that evaluates."""
 
 
-async def _evaluate(pool: Pool, target: str, settings: _Settings, common: Common) -> Evaluated:
-    given = _folder(target)
-    if given is not None:
-        record = await pool.find(_needed(settings.like))
-        return await _evaluate_model(pool, target, settings.config(record, given), None, common)
-    if is_path(target):
-        record = await pool.find(_needed(settings.like))
-        return await _evaluate_model(pool, target, settings.config(record, None), target, common)
-    run, step = run_and_step(target)
-    record = await pool.find(run)
-    if step is None and record.state not in FINAL_STATES:
-        if settings.differ:
-            raise ConfigError(
-                f"run {record.name} is live and is evaluated as it is configured",
-                hint="name a checkpoint (RUN@STEP) to evaluate it with other settings",
-            )
-        what, values = await _evaluate_live(pool, record)
-        return Evaluated(what, values, [])
-    fork_of = f"{record.job}@{step or LAST_STEP}"
-    return await _evaluate_model(pool, target, settings.config(record, None), fork_of, common)
-
-
-def _folder(target: str) -> Path | None:
-    return Path(target).resolve() if Path(target).is_dir() else None
+def _tell_submitted(job: JobRecord) -> None:
+    say(f"[bold green]submitted[/] [bold]{job.name}[/]  (job {job.job})")
+    say(f"  tinkermq logs {job.name} -f    tinkermq stop {job.name}")
 
 
 def _tell_scores(done: Evaluated) -> None:
@@ -181,21 +108,11 @@ def _tell_scores(done: Evaluated) -> None:
     say(f"  tinkermq eval --compare {done.what} OTHER    compare it with another version")
 
 
-def _compare(pair: tuple[str, str], settings: _Settings, common: Common) -> int:
+def _compare(pair: tuple[str, str], settings: EvaluationSettings, common: Common) -> int:
     """Evaluate two versions on the same tasks and tell their difference."""
 
-    async def work(pool: Pool) -> list[Evaluated]:
-        for target in pair:
-            live = _folder(target) is None and "@" not in target
-            if live and (await pool.find(target)).state not in FINAL_STATES:
-                raise ConfigError(
-                    f"{target} is live: its newest version cannot be compared task by task",
-                    hint="name checkpoints: RUN@STEP",
-                )
-        working = (_evaluate(pool, target, settings, common) for target in pair)
-        return list(await asyncio.gather(*working))
-
-    a, b = with_pool(common.nats_url, work)
+    told = _quiet if common.json else _tell_submitted
+    a, b = with_pool(common.nats_url, lambda pool: evaluate_both(pool, pair, settings, told))
     result = compare_versions(a.episodes, b.episodes)
     if common.json:
         sides = {
@@ -231,83 +148,6 @@ def _tell_difference(
     low, high = result.reward.low, result.reward.high
     clear = low > 0 or high < 0
     say("the difference is clear" if clear else "the interval holds 0: no difference is shown")
-
-
-def _needed(like: str | None) -> str:
-    if like is None:
-        raise ConfigError(
-            "a model folder does not say on which game to evaluate it",
-            hint="name a run with the game and configuration to use: --like RUN",
-        )
-    return like
-
-
-async def _evaluate_live(pool: Pool, record: JobRecord) -> tuple[str, dict[str, float]]:
-    """Ask a live run's evaluator for its newest version, and wait for the result."""
-    version = await _newest_version(pool, record)
-    bucket = Bucket(pool.broker, BUCKET_EVALS, EvalRecord)
-    key = f"{record.scope.key}.{version}"
-    try:
-        await bucket.create(key, EvalRecord(version=version, step=version))
-    except ConflictError:
-        note(f"version {version} was asked for before")
-    deadline = time.monotonic() + EVALUATION_DEADLINE_S
-    while time.monotonic() < deadline:
-        entry = await bucket.get(key)
-        if entry is not None and entry.value.state in ("done", "reported"):
-            return f"{record.name}@{version}", entry.value.values
-        if entry is not None and entry.value.state in ("failed", "given_up"):
-            raise JobFailedError(f"the evaluation of version {version} failed: {entry.value.blame}")
-        await asyncio.sleep(POLL_S)
-    raise DeadlineError(
-        f"version {version} of {record.name} was not evaluated within "
-        f"{EVALUATION_DEADLINE_S:.0f} s",
-        hint=f"see whether its evaluator runs: `tinkermq logs {record.name} --actor evaluator-0`",
-    )
-
-
-async def _newest_version(pool: Pool, record: JobRecord) -> int:
-    learner = await presences(pool.broker).find(f"{record.scope.key}.learner")
-    if learner is None or learner.value.version is None:
-        raise NotFoundError(
-            f"run {record.name} has no learner that is heard of yet",
-            hint=f"see what it waits for: `tinkermq watch {record.name}`",
-        )
-    return learner.value.version
-
-
-async def _evaluate_model(
-    pool: Pool, target: str, config: dict[str, Any], fork_of: str | None, common: Common
-) -> Evaluated:
-    """Submit a job of kind `eval` for a model folder or checkpoint and return its results.
-
-    Raises NotFoundError for a checkpoint that the pool does not have, JobFailedError.
-    """
-    job = await pool.submit(
-        resolve_paths(config, pool.broker.url, has_users=pool.has_users),
-        kind="eval",
-        fork_of=fork_of,
-        request_id=new_request_id(),
-    )
-    if not common.json:
-        say(f"[bold green]submitted[/] [bold]{job.name}[/]  (job {job.job})")
-        say(f"  tinkermq logs {job.name} -f    tinkermq stop {job.name}")
-    values: dict[str, float] = {}
-    episodes: list[Scored] = []
-    async with aclosing(follow_run(pool, job)) as updates:
-        async for update in updates:
-            if isinstance(update, Metric):
-                values.update(update.values)
-            elif isinstance(update, Event) and update.kind == "evaluation_episodes":
-                episodes += _episodes(update)
-            elif isinstance(update, JobRecord) and update.state in FINAL_STATES - {"COMPLETED"}:
-                raise failure(update)
-    return Evaluated(job.fork_of or target, values, episodes, job)
-
-
-def _episodes(event: Event) -> list[Scored]:
-    names = ("tasks", "samples", "rewards", "successes", "types")
-    return [Scored(*row) for row in zip(*(event.data[name] for name in names), strict=True)]
 
 
 def replay(run: str, /, *, common: Common = COMMON) -> int:

@@ -1,71 +1,20 @@
 """`tinkermq rollouts`: read the episodes of a run from its rollout log."""
 
 import asyncio
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from ....broker.batches import BatchLog
-from ....broker.rollouts import LogEntry
 from ....broker.run_rollouts import RunRollouts
 from ....envs.agents.call_lines import CallLine, call_lines
-from ....schemas.images import plain_text, restore_images
-from ....schemas.rollout import Group, Trajectory
+from ....schemas.images import plain_text
+from ....schemas.rollout import Trajectory
 from ....schemas.wire.errors import NotFoundError
-from ....schemas.wire.subjects import JobScope
 from ...pool import Pool
+from ...runs.episodes import EpisodeFilter, LoggedEpisode, read_episodes, steps_of
 from ..options import COMMON, Common
 from ..output import note, print_json_line, say, say_plain
 from ..session import with_pool
 
-_AT_ONCE = 64
 _ROLE_STYLES = {"system": "dim", "user": "blue", "assistant": "green", "tool": "magenta"}
-
-
-@dataclass(frozen=True)
-class Episode:
-    """One trajectory of the log, or the fate of a task without any."""
-
-    seq: int
-    group: Group
-    number: int
-    trajectory: Trajectory | None
-    step: int | None
-
-    @property
-    def reward(self) -> float:
-        """Return of the episode; a failed task sorts last."""
-        return self.trajectory.reward if self.trajectory else float("-inf")
-
-    def fields(self) -> dict[str, Any]:
-        """Return what is printed as JSON."""
-        shared = {
-            "seq": self.seq,
-            "task": self.group.task.task,
-            "sample": self.group.task.sample,
-            "step": self.step,
-            "source": self.group.source,
-        }
-        if self.trajectory is None:
-            return {**shared, "error": self.group.error.model_dump() if self.group.error else None}
-        one = self.trajectory
-        return {
-            **shared,
-            "episode": self.number,
-            "reward": one.reward,
-            "rewards": one.rewards,
-            "finish": one.ended_by,
-            "finish_reasons": one.finish_reasons,
-            "versions": [one.min_version, one.max_version],
-            "num_generated": one.num_generated,
-            "logprob_mean": float(one.logprobs[one.mask == 1].mean()),
-            "tries": one.num_tries,
-            "failures": [failure.model_dump() for failure in one.failures],
-            "messages": restore_images(one.messages, self.group.images),
-            "row_of": one.episode if one.episode >= 0 else None,
-            "kind": one.kind,
-            "info": one.info,
-        }
 
 
 def rollouts(
@@ -98,10 +47,10 @@ def rollouts(
         Print at most so many.
     """
 
-    async def work(pool: Pool) -> list[Episode]:
+    async def work(pool: Pool) -> list[LoggedEpisode]:
         record = await pool.find(run)
         there = await RunRollouts.open(pool.broker, record.scope, record.run_dir)
-        return await read_episodes(there, await _steps(pool, record.scope, there), wanted)
+        return await read_episodes(there, await steps_of(pool.broker, record.scope, there), wanted)
 
     wanted = EpisodeFilter(step, errors=errors, most=limit if sort == "log" else None)
     if "/" in run:
@@ -120,33 +69,7 @@ def rollouts(
     return 0
 
 
-@dataclass(frozen=True)
-class EpisodeFilter:
-    """Which episodes of a run are read."""
-
-    step: int | None = None
-    """Only those that this step trained."""
-    errors: bool = False
-    """Only what failed."""
-    most: int | None = None
-    """At most so many, the newest; None: all."""
-
-    def has(self, episode: Episode) -> bool:
-        """Whether an episode is one of them."""
-        one = episode.trajectory
-        return not self.errors or one is None or bool(one.failures)
-
-
-async def _steps(pool: Pool, scope: JobScope, there: RunRollouts) -> dict[int, int]:
-    """Return the step that trained each entry; what was archived is known by its file's name."""
-    try:
-        records = await BatchLog(pool.broker, scope).read_all()
-    except NotFoundError:
-        return there.steps
-    return there.steps | {seq: record.step for _, record in records for seq in record.seqs}
-
-
-async def _of_folder(folder: str, wanted: EpisodeFilter) -> list[Episode]:
+async def _of_folder(folder: str, wanted: EpisodeFilter) -> list[LoggedEpisode]:
     if not (there := RunRollouts.of_folder(folder)):
         raise NotFoundError(
             f"{folder} holds no rollouts",
@@ -155,49 +78,13 @@ async def _of_folder(folder: str, wanted: EpisodeFilter) -> list[Episode]:
     return await read_episodes(there, there.steps, wanted)
 
 
-async def read_episodes(
-    there: RunRollouts, step_of: Mapping[int, int], wanted: EpisodeFilter
-) -> list[Episode]:
-    """Return the episodes of a run that are wanted, newest first.
-
-    Raises NotFoundError for a step that was not trained.
-    """
-    step = wanted.step
-    if step is not None and step not in step_of.values():
-        trained = f"trained are 1 to {max(step_of.values())}" if step_of else "none is trained yet"
-        raise NotFoundError(f"step {step} is not in the batch log", hint=trained)
-    episodes: list[Episode] = []
-    before: int | None = None
-    while seqs := there.before(before, _AT_ONCE):
-        before = seqs[-1]
-        asked = [seq for seq in seqs if step is None or step_of.get(seq) == step]
-        for entry in await asyncio.gather(*map(there.get, asked)):
-            if entry is not None:
-                found = _episodes(entry, step_of.get(entry.seq))
-                episodes += filter(wanted.has, reversed(list(found)))
-        if wanted.most is not None and len(episodes) >= wanted.most:
-            break
-    return episodes
-
-
-def _episodes(entry: LogEntry, step: int | None) -> Iterator[Episode]:
-    group = entry.group
-    if group is None:
-        note(f"entry {entry.seq} of the log cannot be read: {entry.error}")
-        return
-    if not group.trajectories:
-        yield Episode(entry.seq, group, 0, None, step)
-    for number, trajectory in enumerate(group.trajectories):
-        yield Episode(entry.seq, group, number, trajectory, step)
-
-
 def _cut_turns(one: Trajectory) -> str:
     """Name the turns that their limit cut, counted from 1."""
     cut = [str(turn) for turn, why in enumerate(one.finish_reasons, 1) if why == "length"]
     return f" (cut: turn {', '.join(cut)})" if cut else ""
 
 
-def _name(episode: Episode) -> str:
+def _name(episode: LoggedEpisode) -> str:
     one = episode.trajectory
     if one is None or one.episode < 0:
         return f"episode {episode.number}"
@@ -222,7 +109,7 @@ def _print_call(line: CallLine) -> None:
     )
 
 
-def _print(episode: Episode) -> None:
+def _print(episode: LoggedEpisode) -> None:
     task = episode.group.task
     trained = f"step {episode.step}" if episode.step is not None else "not trained"
     one = episode.trajectory

@@ -8,10 +8,16 @@ import pytest
 from tinkermq.actors.folders.roots import ROOTS_VARIABLE
 from tinkermq.broker.calls.users import ask_users
 from tinkermq.broker.client.login import AS_VARIABLE
+from tinkermq.clients import AsyncPoolUsers
 from tinkermq.clients.pool import Pool
 from tinkermq.schemas.job import JobRecord, StopRequest
 from tinkermq.schemas.user import AuditList, AuditRequest
-from tinkermq.schemas.wire.errors import BrokerError, ConfigError, NotFoundError
+from tinkermq.schemas.wire.errors import (
+    BrokerError,
+    ConfigError,
+    NotFoundError,
+    TinkermqError,
+)
 
 from tests.support.secured import SecuredPool, environment
 from tests.support.waiting import eventually
@@ -215,3 +221,17 @@ async def test_an_admin_serves_the_own_runs_only(scheduled: SecuredPool, tmp_pat
     root = Pool(await scheduled.user("root"))
     with pytest.raises(NotFoundError, match="has no job or run"):
         await root.submit(hers.config, kind="infer", follow=hers.job)
+
+
+async def test_users_are_managed_from_python(scheduled: SecuredPool) -> None:
+    async with AsyncPoolUsers(scheduled.server.url, scheduled.admin_key) as users:
+        key = await users.add("grace", slots=2)
+        assert "grace" in [one.user for one in await users.list()]
+        assert (await users.quota("grace", {"max_slots": 5})).max_slots == 5
+        with pytest.raises(ConfigError, match="there is no bound 'max_slot'"):
+            await users.quota("grace", {"max_slot": 5})
+        assert await users.rotate("grace") != key
+        await users.revoke("grace")
+    async with AsyncPoolUsers(scheduled.server.url, key) as hers:
+        with pytest.raises(TinkermqError):
+            await hers.list()

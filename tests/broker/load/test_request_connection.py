@@ -83,7 +83,14 @@ async def test_a_connection_that_is_made_anew_in_the_middle_of_a_message_hears_a
         while not flooding.nc.is_closed:
             for _ in range(100):
                 await flooding.nc.publish("flood", b"x" * 3000)
-            await flooding.nc.flush()
+            await flooding.nc.flush(cast("int", PATIENCE_S))
+
+    async def something_is_unread(own: Broker) -> None:
+        """Wait until something has come that is not read yet, at the connection that there is."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not cast("Any", own.nc)._transport._io_reader._buffer:
+                assert not task.done(), task.exception()
+                await asyncio.sleep(0)
 
     async with (
         await connect(nats_server.url, name="listener") as own,
@@ -92,9 +99,7 @@ async def test_a_connection_that_is_made_anew_in_the_middle_of_a_message_hears_a
         await own.listen("flood", lambda _: heard.set())
         task = asyncio.create_task(flood())
         for _ in range(NUM_BREAKS):
-            reader = cast("Any", own.nc)._transport._io_reader
-            while not reader._buffer:
-                await asyncio.sleep(0)  # until something has come that is not read yet
+            await something_is_unread(own)
             await own.nc.force_reconnect()
             heard.clear()
             await asyncio.wait_for(heard.wait(), PATIENCE_S)

@@ -1,0 +1,1 @@
+"""One run, read and evaluated: what the command line and Python both stand on."""
