@@ -175,6 +175,7 @@ check: lint test  ## lint, then test
 
 docs: $(VENV)/dev.stamp  ## Write the generated pages of docs/
 	$(BIN)/python -m docs.generate docs
+	$(BIN)/python -m docs.typed_config
 
 screenshots: $(VENV)/dev.stamp programs  ## Take the pictures of docs/dashboard.md anew
 	OMP_NUM_THREADS=1 $(BIN)/python -m docs.screenshots

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .config_types import JobConfigDict
     from .hosting.agent_environment import AgentEnvironment, AgentEpisode, AgentEpisodes, agent
     from .hosting.game_environment import (
         GameEnvironment,
@@ -39,6 +40,7 @@ __all__ = [
     "GameEnvironment",
     "InferenceReport",
     "InferenceSchedulerClient",
+    "JobConfigDict",
     "MathGameEnvironment",
     "PoolUsers",
     "Run",
@@ -53,6 +55,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "config_types": ("JobConfigDict",),
     "inference.inference": ("run_inference", "run_inference_async"),
     "inference.inference_client": ("AsyncInferenceSchedulerClient", "InferenceSchedulerClient"),
     "inference.play": ("InferenceReport",),

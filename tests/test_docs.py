@@ -21,6 +21,7 @@ from tinkermq.schemas.wire.subjects import JobScope
 
 from docs.generate import message_modules, pages
 from docs.topics import STORES, TOPICS
+from docs.typed_config import TARGET, typed_config
 from tests.support.pages import Block, blocks, prose, save, succeed
 from tests.support.stack import Stack
 
@@ -42,6 +43,10 @@ ADDRESS = re.compile(r"(?:localhost|nats|example\.org|\d+(?:\.\d+){3}):(\d{2,5})
 @pytest.mark.parametrize("name", pages())
 def test_the_committed_page_is_what_the_schemas_say(name: str) -> None:
     assert (ROOT / "docs" / name).read_text() == pages()[name], "run `make docs`"
+
+
+def test_the_committed_types_of_the_configuration_are_what_the_schema_says() -> None:
+    assert TARGET.read_text() == typed_config(), "run `make docs`"
 
 
 def test_every_message_travels_on_a_subject_or_inside_another_or_is_extended() -> None:

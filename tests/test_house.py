@@ -114,11 +114,12 @@ def test_the_wheel_holds_the_rooms_and_nothing_else(tmp_path: Path) -> None:
 
 
 def shipped_files() -> list[Path]:
-    """Return what the gateway sends to browsers, or makes it of, and what `… new` writes."""
+    """Return what the gateway sends to browsers, or makes it of, what `… new` writes, and types."""
     places = [ROOT / "actors" / "gateway" / "pages" / name for name in ("static", "templates")]
     places += [ROOT / "clients" / "new_game", ROOT / "clients" / "new_agent"]
     found = [path for place in places for path in place.rglob("*") if path.is_file()]
-    return found + [ROOT / room / "py.typed" for room in ROOMS]
+    types = (ROOT / "clients").glob("*.pyi")
+    return [*found, *types, *(ROOT / room / "py.typed" for room in ROOMS)]
 
 
 # -- imports ---------------------------------------------------------------------------------------
