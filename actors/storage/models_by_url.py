@@ -8,7 +8,7 @@ import hashlib
 from typing import Any
 
 from ...broker.client.connection import Broker
-from ...schemas.config.algorithm import AlgorithmConfig
+from ...schemas.config.algorithms.algorithm import AlgorithmConfig
 from ...schemas.config.job import JobConfig
 from ...schemas.config.storage import is_url
 from ...schemas.job import JobRecord

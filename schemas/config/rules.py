@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from .agent_rules import AGENT_RULES
-from .algorithm import LOSSES_OF_SEQUENCES
+from .algorithms.losses import LOSSES_OF_SEQUENCES
 from .episode import MAX_EPISODES
 from .section import Rule
 

@@ -4,7 +4,9 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Field, model_validator
 
-from .section import Section, when
+from ..section import Section, when
+from .corrections import OF_WHOLE_SEQUENCES, CorrectionMask, CorrectionName
+from .losses import CORRECTING_LOSSES, LOSS_OPTIONS, LossName
 
 AdvantageName = Literal[
     "grpo",
@@ -23,79 +25,12 @@ AdvantageName = Literal[
     "gigpo",
     "gae",
 ]
-LossName = Literal[
-    "ppo",
-    "gspo",
-    "gmpo",
-    "cispo",
-    "sapo",
-    "clip_cov",
-    "kl_cov",
-    "dppo",
-    "dppo_kl",
-    "topr",
-    "vespo",
-    "reinforce",
-    "sft",
-]
-CORRECTING_LOSSES = ("dppo", "dppo_kl", "topr", "vespo")
-"""Losses that correct for the behaviour policy by themselves."""
-LOSSES_OF_SEQUENCES = ("gspo", "gmpo", "topr", "vespo")
-"""Losses that need all of a sequence at once."""
-_ABOVE_0, _AT_MOST_1 = (1e-6, 1e6), (1e-6, 1.0)
-LOSS_OPTIONS: dict[str, dict[str, tuple[float, float]]] = {
-    "sapo": {"tau_pos": _ABOVE_0, "tau_neg": _ABOVE_0},
-    "clip_cov": {"share": _AT_MOST_1, "cov_low": (-1e6, 1e6), "cov_high": (-1e6, 1e6)},
-    "kl_cov": {"share": _AT_MOST_1, "coef": (0.0, 1e6)},
-    "dppo": {"kl_tau": (0.0, 1e6)},
-    "dppo_kl": {"ratio_cap": _ABOVE_0},
-    "vespo": dict.fromkeys(("k_pos", "lambda_pos", "k_neg", "lambda_neg"), _ABOVE_0),
-}
-"""What losses have beside their clips: each with its least and its greatest value."""
-CorrectionName = Literal["none", "tis", "icepop", "geometric", "mis", "veto", "decoupled", "m2po"]
-OF_WHOLE_SEQUENCES = ("geometric", "mis", "veto")
-"""Corrections that need all of a sequence at once."""
 AggregationName = Literal[
     "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
 ]
 
 
 OWN_FUNCTION = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*$"
-
-
-class CorrectionMask(Section):
-    """Tokens that are not trained because the policy has moved too far from what drew them.
-
-    w = π_o/π_b of a token: the policy before the update over the one that generated it.
-    """
-
-    over: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] = "token"
-    """What is dropped: a token by its own value; all of a sequence by the sum (of ratios: the
-    product) or the mean (the geometric one) of its tokens' values, or as soon as one of its tokens
-    is out of bounds."""
-    of: Literal["ratio", "k1", "k2", "k3"] = "ratio"
-    """What is bounded: w, or an estimate of KL(π_b‖π_o): k1 = −log w, k2 = (log w)²/2,
-    k3 = w − 1 − log w."""
-    low: float | None = None
-    """Dropped below this."""
-    high: float | None = None
-    """Dropped above this."""
-    only: Literal["all", "negative"] = "all"
-    """negative: only where the advantage is negative (DeepSeek-V3.2's off-policy mask is
-    `{over: sequence_mean, of: k1, high: δ, only: negative}`)."""
-
-    @model_validator(mode="after")
-    def _bounds_bound_something(self) -> Self:
-        low, high = self.low, self.high
-        if low is None and high is None:
-            raise ValueError("a mask needs low, high, or both: without a bound it drops nothing")
-        if low is not None and high is not None and low >= high:
-            raise ValueError(f"low={low:g} is not under high={high:g}: nothing would be left")
-        if self.of in ("k2", "k3") and (low is not None or (high or 0) <= 0):
-            raise ValueError(f"{self.of} is never negative: bound it from above, by high > 0")
-        if self.of == "ratio" and any(one is not None and one <= 0 for one in (low, high)):
-            raise ValueError("a ratio is never negative: bound it by low > 0 and high > 0")
-        return self
 
 
 class AlgorithmConfig(Section):
@@ -366,19 +301,3 @@ class AlgorithmConfig(Section):
                     f"{self.correction} would keep nothing"
                 )
         return self
-
-
-class CriticConfig(Section):
-    """The critic, which `algorithm.advantage: gae` trains; betas, weight decay, clipping of
-    gradients, minibatches and memory are those of the learner."""
-
-    path: str | None = None
-    """Model whose weights it starts from; default: the policy's initial ones."""
-    lr: float = Field(default=1e-5, gt=0)
-    """Peak learning rate; it rises and falls as `learner.schedule` says."""
-    gae_lambda: float | None = Field(default=None, ge=0, le=1)
-    """λ of the returns that it is trained towards; default: `algorithm.gae_lambda`."""
-    clip: float = Field(default=0.5, gt=0)
-    """An update is not rewarded for moving a value further than this from where it was."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """First steps, in which only the critic is trained and the policy stays as it is."""
