@@ -56,6 +56,10 @@ def _needs_whole_sequences(job: "JobConfig") -> bool:
     return algorithm.loss in LOSSES_OF_SEQUENCES or algorithm.corrects_sequences
 
 
+def _one_turn(job: "JobConfig") -> bool:
+    return job.algorithm.sample == "turn" or job.agent.runs_programs
+
+
 def _whole_episodes(key: str, when: "Callable[[JobConfig], Any]") -> tuple[Rule, Rule]:
     return (
         Rule(key, lambda job: when(job) and job.sft.data, "has no effect in an SFT job: remove it"),
@@ -198,6 +202,26 @@ RULES = (
         lambda job: job.algorithm.length_coef and job.rollout.group_size == 1,
         "compares the lengths of a group's episodes and has no effect while rollout.group_size is "
         "1: raise it",
+    ),
+    *(
+        Rule(
+            f"algorithm.{key}",
+            lambda job, key=key: getattr(job.algorithm, key) is not None and _one_turn(job),
+            "tells turns of an episode apart, and here samples are single turns, or calls of an "
+            "agent: remove it, or set algorithm.sample=episode",
+        )
+        for key in ("turn_gamma", "turn_lambda")
+    ),
+    Rule(
+        "algorithm.turn_lambda",
+        lambda job: job.algorithm.turn_lambda is not None and job.algorithm.gae_lambda_length,
+        "cannot be used with algorithm.gae_lambda_length, which gives all tokens of an episode one "
+        "λ: remove one of them",
+    ),
+    Rule(
+        "critic.bootstrap_cut",
+        lambda job: job.critic.bootstrap_cut and _one_turn(job),
+        "is for episodes that are one sample each: remove it, or set algorithm.sample=episode",
     ),
     Rule(
         "critic",

@@ -14,7 +14,7 @@ from torch import Tensor
 from ....schemas.config.job import JobConfig
 from ..algorithms.aggregation import Denominators, aggregate
 from ..algorithms.kl import kl_per_token
-from ..algorithms.losses import LossInputs, TokenLoss, compute_loss
+from ..algorithms.losses import LossInputs, TokenLoss, compute_loss, log_ratio
 from ..algorithms.off_policy.corrections import (
     Correction,
     CorrectionInputs,
@@ -27,7 +27,7 @@ from ..algorithms.sequences import sum_by_sequence
 from ..algorithms.training_batch import TrainingBatch
 from ..own.functions import own_function
 from ..packing.micro_batch import MicroBatch
-from .model import TokenScores
+from .model import Asked, TokenScores
 
 _GRADIENT_AT_ZERO = frozenset({"clip_cov", "dppo", "kl_cov", "sft"})
 """Losses in which tokens of advantage 0 have a part, too."""
@@ -48,6 +48,8 @@ class StepInputs:
     reference_N: Tensor | None
     weights_N: Tensor | None
     """Correction weights that need the whole batch."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus in this step."""
 
 
 @dataclass(frozen=True)
@@ -144,14 +146,18 @@ class Objective:
             return self._own_loss.loss(inputs)
         return compute_loss(self._algorithm.loss, inputs, **self._loss_options)
 
-    def has_gradient(self, batch: TrainingBatch, advantages_N: Tensor) -> Tensor:
+    def has_gradient(self, inputs: StepInputs) -> Tensor:
         """Mark the sequences that move the weights: the others need no pass at all."""
-        algorithm = self._algorithm
+        algorithm, batch = self._algorithm, inputs.batch
         kl_in_loss = algorithm.kl_coef > 0 and algorithm.kl_in == "loss"
         everywhere = self._own_loss is not None or algorithm.loss in _GRADIENT_AT_ZERO
-        if kl_in_loss or algorithm.entropy_coef or everywhere:
+        if kl_in_loss or inputs.entropy_coef or everywhere:
             return torch.ones_like(batch.group_S, dtype=torch.bool)
-        return sum_by_sequence(advantages_N.abs(), batch.seq_N, batch.num_seqs) > 0
+        return sum_by_sequence(inputs.advantages_N.abs(), batch.seq_N, batch.num_seqs) > 0
+
+    def asked(self, inputs: StepInputs, micro: MicroBatch) -> Asked:
+        """Return what the loss needs of a micro-batch beside its log-probs."""
+        return Asked(entropy_gradient=inputs.entropy_coef > 0)
 
     def is_too_old(self, inputs: StepInputs, micro: MicroBatch) -> bool:
         """Whether no token of a micro-batch may be trained."""
@@ -195,11 +201,13 @@ class Objective:
             sums["reference_kl"] = before_N.sum()
         if inputs.reference_N is not None and algorithm.kl_in == "loss":
             kl_N = kl_per_token(algorithm.kl_estimator, current_N, inputs.reference_N[index_N])
+            if algorithm.kl_importance:
+                kl_N = kl_N * log_ratio(current_N, read.behaviour_logprobs_N).exp()
             kl = total(kl_N)
             sums["kl_loss"] = kl.detach()
             loss = loss + algorithm.kl_coef * kl
-        if algorithm.entropy_coef:
-            loss = loss - algorithm.entropy_coef * total(scores.entropy_N)
+        if inputs.entropy_coef:
+            loss = loss - inputs.entropy_coef * total(scores.entropy_N)
         return MicroLoss(loss, sums, index_N, old_N)
 
     def _correction(

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from ..section import Section, when
 from .corrections import OF_WHOLE_SEQUENCES, CorrectionMask, CorrectionName
 from .losses import CORRECTING_LOSSES, LOSS_OPTIONS, LossName
+from .reference import ReferenceConfig
 
 AdvantageName = Literal[
     "grpo",
@@ -62,6 +63,15 @@ class AlgorithmConfig(Section):
     )
     """α of a λ for the policy's advantages that grows with the sample, in place of `gae_lambda`,
     which stays the critic's: 1 − 1 / (α · tokens), at least 0 (VAPO)."""
+    turn_gamma: float | None = Field(
+        default=None, ge=0, le=1, json_schema_extra=when("advantage", "gae")
+    )
+    """Discount of gae from a turn's last token to the next turn, in place of `gamma`, which is then
+    that between the tokens of a turn."""
+    turn_lambda: float | None = Field(
+        default=None, ge=0, le=1, json_schema_extra=when("advantage", "gae")
+    )
+    """λ of gae from a turn's last token to the next turn, in place of `gae_lambda`."""
     step_weight: float = Field(default=1.0, ge=0, json_schema_extra=when("advantage", "gigpo"))
     """Weight of the advantage among turns that answer equal observations."""
     sample: Literal["episode", "turn"] = "episode"
@@ -138,7 +148,7 @@ class AlgorithmConfig(Section):
     """Of a mixture of experts: record which experts read each token as it is generated, and train
     with those (R3), so that generator and learner compute with the same experts."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL to the frozen initial policy; 0: no reference is loaded."""
+    """Weight of the KL to the reference policy; 0: none is loaded."""
     kl_estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] = Field(
         default="k3", json_schema_extra=when("kl_coef")
     )
@@ -146,6 +156,12 @@ class AlgorithmConfig(Section):
     and k3+ have the gradient of k2, which is that of the KL."""
     kl_in: Literal["loss", "reward"] = Field(default="loss", json_schema_extra=when("kl_coef"))
     """Where the KL enters."""
+    kl_importance: bool = Field(default=False, json_schema_extra=when("kl_coef"))
+    """Weigh the KL in the loss by π/π_b of each token, which makes its estimate unbiased where the
+    policy has moved from what drew the token (DeepSeek-V3.2)."""
+    reference: ReferenceConfig = Field(
+        default_factory=ReferenceConfig, json_schema_extra=when("kl_coef")
+    )
     own_advantage: str | None = Field(default=None, pattern=OWN_FUNCTION, max_length=200)
     """An advantage of one's own in the place of the one named, whose inputs it gets:
     `module:function`, found where the learner runs ([own algorithms](own-algorithms.md))."""
@@ -169,7 +185,14 @@ class AlgorithmConfig(Section):
     """What the advantages of rewards are multiplied by beside a teacher's; 0: it teaches alone, and
     `rollout.group_size: 1` will do."""
     entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus; with `entropy_target` that of the first step."""
+    entropy_target: float | None = Field(default=None, gt=0)
+    """Entropy of a token, in nats, at which the policy is held: after a step below it the weight of
+    the bonus rises, after others it falls, and it counts only below (Skywork-OR1)."""
+    entropy_coef_step: float = Field(
+        default=0.001, gt=0, le=1, json_schema_extra=when("entropy_target")
+    )
+    """How far the weight of the entropy bonus rises or falls after a step."""
     entropy_share: float = Field(default=1.0, gt=0, le=1)
     """Share of the batch's tokens that rewards train: those with the highest entropy. The others
     count in what losses are divided by. Below 1 it needs a forward pass before the update."""
@@ -229,6 +252,11 @@ class AlgorithmConfig(Section):
         """
         return 1.0 if self.sample == "turn" and self.turn_reward == "return" else self.discount
 
+    @property
+    def end_discount(self) -> float:
+        """The discount of what is expected behind an episode that a limit ended."""
+        return self.token_discount if self.turn_gamma is None else self.turn_gamma
+
     @model_validator(mode="before")
     @classmethod
     def _some_losses_correct_by_themselves(cls, values: Any) -> Any:
@@ -281,6 +309,14 @@ class AlgorithmConfig(Section):
         options = {"cov_low": 1.0, "cov_high": 5.0, **self.loss_options}
         if self.loss == "clip_cov" and options["cov_low"] >= options["cov_high"]:
             raise ValueError("cov_low is not under cov_high: no token would be left out")
+        return self
+
+    @model_validator(mode="after")
+    def _kl_is_weighed_in_the_loss(self) -> Self:
+        if self.kl_importance and self.kl_in == "reward":
+            raise ValueError(
+                "kl_importance weighs the KL of the loss: remove it, or set kl_in=loss"
+            )
         return self
 
     @model_validator(mode="after")

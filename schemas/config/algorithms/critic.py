@@ -15,6 +15,9 @@ class CriticConfig(Section):
     """Peak learning rate; it rises and falls as `learner.schedule` says."""
     gae_lambda: float | None = Field(default=None, ge=0, le=1)
     """λ of the returns that it is trained towards; default: `algorithm.gae_lambda`."""
+    bootstrap_cut: bool = False
+    """An episode that a limit of turns or tokens ended is worth at its end what the critic expects
+    there, in place of 0: its game would have gone on. One more pass over such episodes."""
     clip: float = Field(default=0.5, gt=0)
     """An update is not rewarded for moving a value further than this from where it was."""
     warmup_steps: int = Field(default=0, ge=0)
