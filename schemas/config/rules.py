@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .agent_rules import AGENT_RULES
 from .algorithms.losses import LOSSES_OF_SEQUENCES
+from .algorithms.teacher_rules import TEACHER_RULES
 from .episode import MAX_EPISODES
 from .section import Rule
 
@@ -234,6 +235,7 @@ RULES = (
         lambda job: job.critic.warmup_steps >= (job.training.num_steps or float("inf")),
         "leaves none of training.num_steps ({training.num_steps}) to train the policy: lower it",
     ),
+    *TEACHER_RULES,
     *_REPLAY_RULES,
     # -- lengths and slots
     _over("rollout.max_turn_tokens", "rollout.max_response_tokens"),

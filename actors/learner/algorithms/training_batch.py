@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ....schemas.images import images_of
 from ....schemas.rollout import Group, Trajectory, episodes_of, return_of
+from ....schemas.teaching import Teaching
 from ....schemas.wire.errors import DataError
 from ..packing.micro_batch import TokenSequence
 from .calls import BatchCalls, calls_of
@@ -55,6 +56,8 @@ class TrainingBatch:
     fresh_N: Tensor | None
     """bool: tokens that are trained; the others are too old, and count in rewards alone. None:
     all are trained."""
+    teaching: list[Teaching | None]
+    """What is for the teacher of each sequence, or came from it."""
     kinds: list[str]
     """What each sequence is of its episode: main, sub-agent and so on; empty: all of it."""
     sources: list[str]
@@ -149,6 +152,7 @@ def assemble(
         timed_out_S=_tensor(np.logical_or.reduceat(hung_S, first_E)[episode_S]),
         unfinished_S=_tensor(limited_S),
         fresh_N=None if fresh_N.all() else _tensor(fresh_N),
+        teaching=[item.teaching for item in trajectories],
         kinds=[item.kind for item in trajectories],
         sources=[item.data_source for item in trajectories],
         calls=calls_of(groups, turns_N),

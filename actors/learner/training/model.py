@@ -204,7 +204,7 @@ class Scorer:
     def _score(self, packed: MicroBatch, asked: Asked) -> tuple[Tensor, ...]:
         packed = packed.to(self.device)
         states_UD, place_N = self.states_UD(packed, logits=self.full_logits)
-        chunk = max(1, self._chunk_bytes // (4 * self._vocab()))
+        chunk = max(1, self._chunk_bytes // (4 * self.vocab_size))
         if len(states_UD) <= chunk:
             return self._read(states_UD, place_N, packed.target_N, asked)
         found: list[Tensor] = []
@@ -305,7 +305,9 @@ class Scorer:
         with self._computing(autocast=self.autocast):
             return self._head(states_UD)
 
-    def _vocab(self) -> int:
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens that its output layer knows."""
         return int(cast(Tensor, self._head.weight).shape[0])
 
     # -- what the model is found to be ---------------------------------------------------------
@@ -323,7 +325,7 @@ class Scorer:
             output.last_hidden_state = seen[-1]
             return output
 
-        ids = torch.arange(8, device=self.device).unsqueeze(0) % self._vocab()
+        ids = torch.arange(8, device=self.device).unsqueeze(0) % self.vocab_size
         hook = self._decoder.register_forward_hook(enlarge)
         try:
             whole = self._model(input_ids=ids, use_cache=False).logits
@@ -349,7 +351,7 @@ class Scorer:
 
     def _packing_error(self) -> float:
         """Largest difference of a log-prob between a shared row and a row of its own."""
-        ids = np.arange(20, dtype=np.int64) % self._vocab()
+        ids = np.arange(20, dtype=np.int64) % self.vocab_size
         mask = np.array([0, 0, 0, 0, 1, 1, 0, 1])
         first, second = TokenSequence(ids[:8], mask), TokenSequence(ids[8:16], mask)
         same_prompt = TokenSequence(np.concatenate([ids[:4], ids[16:]]), mask)

@@ -32,6 +32,7 @@ from ..algorithms.off_policy.mismatch import batch_mismatch
 from ..algorithms.readable import check_readable
 from ..algorithms.training_batch import TrainingBatch, ends_of
 from ..algorithms.values import Values
+from ..distillation.language import check_same_language
 from ..distillation.teachers import Teachers
 from ..own.functions import own_function
 from ..packing.micro_batch import MicroBatch
@@ -93,11 +94,14 @@ class Trainer:
         self._reference = self._make_reference() if config.algorithm.kl_coef else None
         self._entropy = EntropyBonus(config.algorithm.entropy_coef)
         self._own_advantage = own_function("advantage", config.algorithm.own_advantage)
-        self._teachers = Teachers(config, self._frozen, self._packer, self._parallel)
+        self._teachers = Teachers(config, self._scorer, self._frozen, self._packer, self._parallel)
         self.critic = self._make_critic() if config.algorithm.advantage == "gae" else None
 
     def _make_reference(self) -> Reference:
         algorithm, path = self.config.algorithm, self.config.model.path
+        if algorithm.reference.path is not None:
+            key = "algorithm.reference.path"
+            check_same_language(self.config, algorithm.reference.path, key)
         return Reference(algorithm.reference, self.model, path, self._scorer, self._frozen)
 
     def _frozen(self, path: str) -> Scorer:
@@ -161,6 +165,7 @@ class Trainer:
         """Raise DataError for a group that the model cannot read, as it is configured."""
         if self._replay is not None:
             self._replay.check(group)
+        self._teachers.check(group)
         components = list(self.config.algorithm.reward_components)
         check_readable(group, self.model, self.image_reader, components)
 
@@ -189,7 +194,7 @@ class Trainer:
         credit = assign_credit(self.config, batch, old_N, reference_N, values, own)
         if entropy_N is not None:
             credit = credit.of_top_entropy(entropy_N, self.config.algorithm.entropy_share)
-        credit, taught = self._teachers.guide(credit, batch, old_N)
+        credit, targets, taught = self._teachers.guide(credit, batch, old_N)
         sample_N, advantages_N = credit.samples.sample_N, credit.advantages_N
         kept_N = credit.kept_N
         objective, parts = self._objective, (kept_N, sample_N, advantages_N)
@@ -197,7 +202,9 @@ class Trainer:
         trained, counted_N = objective.without_dropped(batch, kept_N, weights_N)
         before = (old_N, reference_N, weights_N)
         entropy_coef = self._entropy.of_step(self.config.algorithm)
-        inputs = StepInputs(trained, sample_N, step - 1, advantages_N, *before, entropy_coef)
+        inputs = StepInputs(
+            trained, sample_N, step - 1, advantages_N, *before, entropy_coef, targets
+        )
         if self.critic is not None and credit.targets is not None:
             self.critic.begin_step(self._rate(step, self.config.critic.lr), credit.targets)
         sums = StepSums()
@@ -346,7 +353,7 @@ class Trainer:
     ) -> None:
         """Measure sequences that take no part in an update: a forward pass, and no other."""
         for micro in self._packer.pack(inputs.batch, rest_S):
-            scores = self._scorer.score(micro)
+            scores = self._scorer.score(micro, self._objective.asked(inputs, micro))
             if micro.is_empty or self._objective.is_too_old(inputs, micro):
                 continue
             result = self._objective.loss(inputs, micro, scores, denominators)

@@ -1,13 +1,16 @@
 """The algorithm of a job: advantage, loss, off-policy correction, KL, and the critic."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Field, model_validator
 
+from ...bounds.defaults import MAX_TOP_K
 from ..section import Section, when
 from .corrections import OF_WHOLE_SEQUENCES, CorrectionMask, CorrectionName
 from .losses import CORRECTING_LOSSES, LOSS_OPTIONS, LossName
 from .reference import ReferenceConfig
+from .teacher import SELF, is_asked, why_no_teacher
 
 AdvantageName = Literal[
     "grpo",
@@ -175,12 +178,34 @@ class AlgorithmConfig(Section):
         | None
     ) = None
     """On-policy distillation: the model that says of each token that the policy drew how likely it
-    was, by folder, URL or name of the hub; several by the data source of the rows that each
-    teaches, `""` for all others. It must have the policy's tokenizer."""
+    was; several by the data source of the rows that each teaches, `""` for all others. It is named
+    by folder, URL of a store, name of the hub, or `RUN@STEP`; `job:NAME` is a job that serves,
+    `https://HOST/v1?model=NAME` an API, `self` the policy with a `teacher_context`. It must have
+    the policy's tokenizer ([distillation](distillation.md))."""
+    teacher_loss: Literal["reverse_kl", "forward_kl"] = Field(
+        default="reverse_kl", json_schema_extra=when("teacher")
+    )
+    """How it teaches: by log π_teacher − log π_o of each token that was drawn, as its advantage; or
+    by KL(π_teacher‖π) over its likeliest tokens in the place of each, as a loss."""
+    teacher_top_k: int = Field(
+        default=32, ge=1, le=MAX_TOP_K, json_schema_extra=when("teacher_loss", "forward_kl")
+    )
+    """Likeliest tokens that forward_kl looks at; all others are taken as one event."""
     teacher_coef: float = Field(default=1.0, gt=0, le=1e6, json_schema_extra=when("teacher"))
-    """What log π_teacher − log π_o of each token is multiplied by, as an advantage."""
-    teacher_normalise: bool = Field(default=False, json_schema_extra=when("teacher"))
-    """Divide that by its standard deviation over the batch."""
+    """What the advantage, or the loss, of a teacher is multiplied by."""
+    teacher_normalise: bool = Field(
+        default=False, json_schema_extra=when("teacher_loss", "reverse_kl")
+    )
+    """Divide the advantage by its standard deviation over the batch."""
+    teacher_context: Annotated[str, Field(min_length=1, max_length=200)] | None = Field(
+        default=None, json_schema_extra=when("teacher")
+    )
+    """What the teacher reads and the policy does not: the name of a text that the game tells in
+    `info` at an episode's end (a solution, say), which stands at the end of the first prompt."""
+    teacher_context_tokens: int = Field(
+        default=1024, ge=1, le=1 << 20, json_schema_extra=when("teacher_context")
+    )
+    """Tokens by which it may make the prompt longer; an episode with a longer one is given up."""
     reward_coef: float = Field(default=1.0, ge=0, le=1e6, json_schema_extra=when("teacher"))
     """What the advantages of rewards are multiplied by beside a teacher's; 0: it teaches alone, and
     `rollout.group_size: 1` will do."""
@@ -220,6 +245,30 @@ class AlgorithmConfig(Section):
     def teachers(self) -> dict[str, str]:
         """The teachers by data source; `""` for all that have none of their own."""
         return {"": self.teacher} if isinstance(self.teacher, str) else dict(self.teacher or {})
+
+    @property
+    def loaded_teachers(self) -> dict[str, str]:
+        """Those that learners load, by data source."""
+        return {
+            source: name
+            for source, name in self.teachers.items()
+            if name != SELF and not is_asked(name)
+        }
+
+    @property
+    def asked_teachers(self) -> dict[str, str]:
+        """Those that generators ask, by data source."""
+        return {source: name for source, name in self.teachers.items() if is_asked(name)}
+
+    def renamed(self, places: Mapping[str, str]) -> "AlgorithmConfig":
+        """Return the same with other names for teachers and reference, where there are some."""
+        teachers = {source: places.get(name, name) for source, name in self.teachers.items()}
+        path = self.reference.path
+        reference = self.reference.model_copy(update={"path": places.get(path or "", path)})
+        changes: dict[str, Any] = {"teacher": teachers} if teachers else {}
+        if path is not None:
+            changes["reference"] = reference
+        return self.model_copy(update=changes)
 
     @property
     def weighs_whole_batches(self) -> bool:
@@ -317,6 +366,18 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 "kl_importance weighs the KL of the loss: remove it, or set kl_in=loss"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _teachers_can_teach(self) -> Self:
+        for name in self.teachers.values():
+            if wrong := why_no_teacher(name):
+                raise ValueError(f"teacher: {wrong}")
+            if name == SELF and self.teacher_context is None:
+                raise ValueError(
+                    "teacher=self says of each token what the policy says itself: set "
+                    "teacher_context to what only the teacher reads"
+                )
         return self
 
     @model_validator(mode="after")
