@@ -24,8 +24,8 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from ..schemas.images import images_of
 from ..schemas.wire.errors import TinkermqError
+from ..schemas.wire.images import images_of
 from .generator.episodes.chat import ChatTokenizer
 from .learner.packing.micro_batch import TokenSequence
 from .learner.packing.packing import pack

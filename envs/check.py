@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..schemas.config.job import EnvConfig
-from ..schemas.images import plain_text
 from ..schemas.wire.errors import GameError, TinkermqError
+from ..schemas.wire.images import plain_text
 from .data.host_data import HostData
 from .game import AbstractGame, ChatMessage, StepResult
 from .registry import load_game

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from .agent import CallPlaces
-from .images import images_of, number_images
 from .task import Blame, Task
 from .teaching import Teaching
 from .wire.array import ExpertArray, FloatVector, IntVector, MaskVector
 from .wire.errors import DataError, MessageError
+from .wire.images import images_of, number_images
 from .wire.message import Message, with_last
 from .wire.shared_rows import with_shared, without_shared
 

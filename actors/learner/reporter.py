@@ -17,10 +17,10 @@ from ...broker.observe.advice import advise, bound_key
 from ...broker.observe.profile import profile_of
 from ...broker.observe.tracking import Tracker
 from ...broker.presence import list_presences
-from ...schemas.images import plain_text
 from ...schemas.metric import Metric, Presence
 from ...schemas.rollout import Group
 from ...schemas.wire.errors import TinkermqError
+from ...schemas.wire.images import plain_text
 from ...schemas.wire.trace import StepTrace
 from ..runtime import JobContext
 from .cores import CoreUse

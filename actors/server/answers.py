@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from ...broker.client.parts import Tell
-from ...schemas.images import images_of
 from ...schemas.infer import (
     ChatRequest,
     CompletionRequest,
@@ -24,6 +23,7 @@ from ...schemas.wire.errors import (
     TinkermqError,
     root_cause,
 )
+from ...schemas.wire.images import images_of
 from ..generator.engine.engine import (
     Drawn,
     Generation,

@@ -8,8 +8,8 @@ from ...envs.agents.dialects.neutral import asks_nothing
 from ...envs.agents.dialects.request import Fields, RequestError
 from ...envs.agents.messages import CanonicalCall, CanonicalMessage, Picture, joined
 from ...envs.agents.replies import THINK, THOUGHT, parse_reply
-from ...schemas.images import encoded_image
 from ...schemas.wire.errors import TinkermqError
+from ...schemas.wire.images import encoded_image
 
 _KNOWN = frozenset(
     {"role", "content", "tool_calls", "tool_call_id", "reasoning_content", "reasoning"}

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import stamina
 
-from ...schemas.images import with_data_urls
 from ...schemas.wire.errors import AuthError, ConfigError, EngineError, NotFoundError
+from ...schemas.wire.images import with_data_urls
 
 if TYPE_CHECKING:
     from ...envs.game import ChatMessage

@@ -11,9 +11,9 @@ from ...broker.batches import BatchLog
 from ...broker.client.connection import Broker
 from ...broker.rollouts import LogEntry
 from ...broker.run_rollouts import RunRollouts
-from ...schemas.images import restore_images
 from ...schemas.rollout import Group, Trajectory
 from ...schemas.wire.errors import NotFoundError
+from ...schemas.wire.images import restore_images
 from ...schemas.wire.subjects import JobScope
 
 _AT_ONCE = 64

@@ -9,7 +9,6 @@ from ...broker.client.connection import Broker, ConnectionLost
 from ...broker.client.parts import ask_parts
 from ...broker.jobs import JobStore
 from ...schemas.config.reward import RewardConfig
-from ...schemas.images import plain_text
 from ...schemas.infer import CancelInference, ChatRequest, Decoding, InferPart
 from ...schemas.wire.errors import (
     BusyError,
@@ -18,6 +17,7 @@ from ...schemas.wire.errors import (
     NotFoundError,
     RewardError,
 )
+from ...schemas.wire.images import plain_text
 from ...schemas.wire.subjects import JobScope
 from .endpoint import HttpSource, again
 from .source import Case, Score

@@ -11,8 +11,8 @@ from tinkermq.envs.games.geo3k import Geo3KGame, Geo3KToolGame
 from tinkermq.envs.prompt import open_game
 from tinkermq.envs.record import Record
 from tinkermq.schemas.config.job import EnvConfig
-from tinkermq.schemas.images import images_of, plain_text
 from tinkermq.schemas.wire.errors import DataError
+from tinkermq.schemas.wire.images import images_of, plain_text
 
 RIGHT, WRONG = r"So \boxed{3}", r"So \boxed{4}"
 

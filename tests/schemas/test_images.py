@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-from tinkermq.schemas.images import image_parts, images_of, with_data_urls
 from tinkermq.schemas.wire.errors import DataError
+from tinkermq.schemas.wire.images import image_parts, images_of, with_data_urls
 
 PNG = b"\x89PNG\r\n\x1a\n and more"
 WEBP = b"RIFF1234WEBP and more"

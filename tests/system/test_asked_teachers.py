@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from tinkermq.broker.jobs import JobStore
 from tinkermq.clients import AsyncInferenceSchedulerClient
+from tinkermq.schemas.wire.errors import NotFoundError
 
 from tests.support.configs import small_job
 from tests.support.gateway import run_gateway
@@ -157,6 +159,37 @@ async def test_a_served_job_teaches_by_its_likeliest_tokens_what_the_policy_does
     await told_of_teacher(job, teacher)
     losses = [one.values["actor/teacher_loss"] for one in await job.metrics()]
     assert losses[-1] < losses[0]
+
+
+async def test_checkpoints_of_runs_teach_and_are_referred_to_when_their_run_has_gone(
+    stack: Stack, model: Path
+) -> None:
+    before = await stack.submit(small_job(model, training={"num_steps": 3}))
+    await before.until("COMPLETED")
+    name = before.record.name
+    algorithm = {
+        "teacher": {"bandit": f"{name}@3", "": "self"},
+        "teacher_context": "solution",
+        "teacher_context_tokens": 40,
+        "kl_coef": 0.1,
+        "reference": {"path": f"{name}@last", "ema": 0.9},
+    }
+    game = {"game": "tests.support.games:ToldBandit"}
+    job = await stack.submit(
+        small_job(model, algorithm=algorithm, env=game, training={"num_steps": 4})
+    )
+    shutil.rmtree(before.run_dir)
+    await job.until("COMPLETED")
+    config = job.record.config["algorithm"]
+    kept = [config["teacher"]["bandit"], config["reference"]["path"]]
+    assert all(Path(one).is_relative_to(job.run_dir / "models") for one in kept)
+    await assert_every_task_once(job)
+    await assert_replay_is_identical(job)
+    last = (await job.metrics())[-1].values
+    assert last["distillation/taught_share"] == 1.0
+    assert last["actor/reference_kl"] > 0
+    with pytest.raises(NotFoundError, match="has no checkpoint of step 7"):
+        await stack.submit(small_job(model, algorithm={"teacher": f"{job.record.name}@7"}))
 
 
 @pytest.mark.long

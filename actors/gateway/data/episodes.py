@@ -10,9 +10,9 @@ from typing import Any, cast
 import numpy as np
 
 from ....envs.agents.call_lines import call_lines
-from ....schemas.images import data_url, restore_images
 from ....schemas.rollout import Group, Trajectory, return_of
 from ....schemas.wire.errors import NotFoundError
+from ....schemas.wire.images import data_url, restore_images
 from .advantages import group_advantages
 from .token_text import TokenTexts
 

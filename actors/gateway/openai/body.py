@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from ....envs.agents.dialects.neutral import asks_nothing, is_label
 from ....schemas.bounds.defaults import MAX_TOP_K
-from ....schemas.images import encoded_image
 from ....schemas.infer import (
     MAX_CHOICES,
     MAX_STOPS,
@@ -25,6 +24,7 @@ from ....schemas.infer import (
 )
 from ....schemas.wire.codec import read_json
 from ....schemas.wire.errors import ConfigError, DataError, MessageError
+from ....schemas.wire.images import encoded_image
 
 B = TypeVar("B", bound="_Body")
 

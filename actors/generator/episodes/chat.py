@@ -18,8 +18,8 @@ import numpy as np
 from jinja2 import TemplateError
 
 from ....schemas.config.job import JobConfig, ModelConfig
-from ....schemas.images import encoded_image, image_parts, images_of, replace_images
 from ....schemas.wire.errors import DataError, ModelError
+from ....schemas.wire.images import encoded_image, image_parts, images_of, replace_images
 from ...models.model_folder import (
     check_tokenizer,
     load_model_config,

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from ....envs.game import StepResult
-from ....schemas.images import images_of
 from ....schemas.rollout import Finish, Trajectory
 from ....schemas.teaching import Teaching
 from ....schemas.wire.errors import EngineError
+from ....schemas.wire.images import images_of
 from ..engine.engine import Drawn, ExpertRecord, Generation
 
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ....schemas.images import images_of
 from ....schemas.rollout import Group, Trajectory
 from ....schemas.wire.errors import DataError
+from ....schemas.wire.images import images_of
 from ...models.vision import ImageReader
 from .training_batch import components_of
 

@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ....schemas.images import images_of
 from ....schemas.rollout import Group, Trajectory, episodes_of, return_of
 from ....schemas.teaching import Teaching
 from ....schemas.wire.errors import DataError
+from ....schemas.wire.images import images_of
 from ..packing.micro_batch import TokenSequence
 from .calls import BatchCalls, calls_of
 

@@ -197,7 +197,11 @@ class Submission:
         run_dir = await asyncio.to_thread(make_run_dir, config, self._folder_of(record.user))
         judge = await self._judge(record.user, config.env.reward)
         fork_dir, adapters = await self._kept(record, run_dir)
-        config = await asyncio.to_thread(self._with_teachers, record, config, folders, run_dir)
+        try:
+            config = await self._with_models(record, config, folders, run_dir)
+        except TinkermqError:
+            await self._free_copies(record)
+            raise
         if record.weights_only:
             config, fork_dir = config.with_model(fork_dir), ""
         fields = {
@@ -215,13 +219,13 @@ class Submission:
         }
         return record.model_copy(update=fields)
 
-    def _with_teachers(
+    async def _with_models(
         self, record: JobRecord, config: JobConfig, folders: Mapping[str, str], run_dir: Path
     ) -> JobConfig:
         """Return a configuration that names the job's own copies of teachers and reference."""
         if not folders:
             return config
-        kept = pin_models(record, folders, run_dir, Stores(self._broker))
+        kept = await asyncio.to_thread(pin_models, record, folders, run_dir, Stores(self._broker))
         return config.model_copy(update={"algorithm": config.algorithm.renamed(kept)})
 
     async def _kept(self, record: JobRecord, run_dir: Path) -> tuple[str, dict[str, str]]:
@@ -252,8 +256,7 @@ class Submission:
             before = self._view.config(record)
             config, _ = await self._allowed(config, record)
             folders, teachers = await self.origins.teachers(record, config)
-            keep = (record, config, folders, Path(record.run_dir))
-            config = await asyncio.to_thread(self._with_teachers, *keep)
+            config = await self._with_models(record, config, folders, Path(record.run_dir))
             asked = actors_for(config, record.kind)
             actors = actors if asked == actors_for(before, record.kind) else asked
         self._refuse_placing(record.user, actors)

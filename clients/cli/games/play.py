@@ -10,8 +10,8 @@ from ....envs.data.host_data import HostData
 from ....envs.game import ChatMessage, StepResult
 from ....envs.registry import load_game
 from ....envs.running.local import LocalEpisode, LocalGame
-from ....schemas.images import plain_text
 from ....schemas.wire.errors import ConfigError
+from ....schemas.wire.images import plain_text
 from ..output import print_json_line, say_plain
 from .chosen_game import choosing_game
 

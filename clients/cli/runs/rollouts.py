@@ -5,9 +5,9 @@ from typing import Literal
 
 from ....broker.run_rollouts import RunRollouts
 from ....envs.agents.call_lines import CallLine, call_lines
-from ....schemas.images import plain_text
 from ....schemas.rollout import Trajectory
 from ....schemas.wire.errors import NotFoundError
+from ....schemas.wire.images import plain_text
 from ...pool import Pool
 from ...runs.episodes import EpisodeFilter, LoggedEpisode, read_episodes, steps_of
 from ..options import COMMON, Common

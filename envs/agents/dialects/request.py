@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any, cast
 
-from ....schemas.images import encoded_image
 from ....schemas.wire.errors import DataError, TinkermqError
+from ....schemas.wire.images import encoded_image
 from ..messages import CanonicalMessage, Picture, joined
 from .neutral import asks_nothing
 

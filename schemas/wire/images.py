@@ -11,7 +11,7 @@ import binascii
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from .wire.errors import DataError
+from .errors import DataError
 
 _KINDS = ("image", "image_url")
 _MAGIC = {
