@@ -59,8 +59,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         super().__init__([*groups, *(self._adamw.param_groups if self._adamw else [])], {})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """Make one update with the gradients that are there."""
+        assert closure is None
         for group in self.param_groups:
             if self._rule.name in group:
                 moved = [weight for weight in group["params"] if weight.grad is not None]
