@@ -9,8 +9,9 @@ number of ranks. One process reads it, too.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import contextlib
+import pickle
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ from .optimizers.matrices import MatrixOptimizer, adamw, not_hidden, split
 from .optimizers.muon import Muon
 from .parallel import Parallel, divided
 from .shared_files import folder_of_all
+
+_UNREADABLE = "resume from an earlier checkpoint of the run, or fork its weights"
 
 
 def make_optimizer(
@@ -93,7 +96,7 @@ def _save_together(
 
     Raises StorageError on all ranks if one of them cannot write.
     """
-    state = get_optimizer_state_dict(model, optimizer)
+    state = _state(model, optimizer) if optimizer.state else _settings(optimizer)
     try:
         with _alone_without_a_warning(), folder_of_all(folder, parallel) as here:
             save({"optimizer": state}, checkpoint_id=here, no_dist=_is_whole(model))
@@ -109,22 +112,57 @@ def _load_together(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
 
     Raises StorageError if it cannot be read.
     """
-    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    saved = _names_in(folder)
     _require_same(folder, optimizer, {name.rpartition(".")[2] for name in saved})
-    state = get_optimizer_state_dict(model, optimizer)  # fresh, in the shapes that are read
-    _forget_scale(state, saved)
+    has_begun = any(name.startswith("optimizer.state.") for name in saved)
+    state = _state(model, optimizer) if has_begun else _settings(optimizer)
+    for group in state["param_groups"]:
+        for name in (SCALE, GOOD_UPDATES):
+            if not any(each.endswith(f".{name}") for each in saved):
+                group.pop(name, None)  # that of another dtype had none: it stays as it is
     try:
         with _alone_without_a_warning():
             load({"optimizer": state}, checkpoint_id=folder, no_dist=_is_whole(model))
     except CheckpointException as error:
         raise StorageError(
-            f"the optimiser state in {folder} cannot be read: {_reason(error)}",
-            hint="resume from an earlier checkpoint of the run, or fork its weights",
+            f"the optimiser state in {folder} cannot be read: {_reason(error)}", hint=_UNREADABLE
         ) from error
-    set_optimizer_state_dict(model, optimizer, state)
+    if has_begun:
+        set_optimizer_state_dict(model, optimizer, state)
+        return
+    for group, settings in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        group.update(settings)
 
 
-def _require_same(path: Path, optimizer: torch.optim.Optimizer, saved: Iterable[str]) -> None:
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state in this rank's parts; of a fresh optimiser one of the same shapes."""
+    return get_optimizer_state_dict(model, optimizer)
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return all that an optimiser has before its first update, in the form of its state.
+
+    torch would make an update of zeros to have a state, which counts.
+    """
+    groups = optimizer.param_groups
+    kept = [{name: group[name] for name in group if name != "params"} for group in groups]
+    return {"param_groups": kept}
+
+
+def _names_in(folder: Path) -> set[str]:
+    """Return the names that a state written by several ranks has.
+
+    Raises StorageError if it cannot be read.
+    """
+    try:
+        return set(FileSystemReader(folder).read_metadata().state_dict_metadata)
+    except (OSError, EOFError, pickle.UnpicklingError) as error:
+        raise StorageError(
+            f"the optimiser state in {folder} cannot be read: {error}", hint=_UNREADABLE
+        ) from error
+
+
+def _require_same(path: Path, optimizer: torch.optim.Optimizer, saved: set[str]) -> None:
     """Raise ConfigError unless a state, known by the names in it, is that of this optimiser."""
     wanted = _kind({name for group in optimizer.param_groups for name in group})
     if (found := _kind(saved)) != wanted:
@@ -135,17 +173,9 @@ def _require_same(path: Path, optimizer: torch.optim.Optimizer, saved: Iterable[
         )
 
 
-def _kind(names: Iterable[str]) -> str:
+def _kind(names: set[str]) -> str:
     """Return the optimiser among whose settings there are these."""
     return next((rule.name for rule in (Muon, AdamW8bit) if rule.name in names), "adamw")
-
-
-def _forget_scale(state: Any, saved: Iterable[str]) -> None:
-    """Let the loss scale stay as it is where what was saved was not computed in float16."""
-    if not any(name.endswith(f".{SCALE}") for name in saved):
-        for group in state["param_groups"]:
-            for name in (SCALE, GOOD_UPDATES):
-                group.pop(name, None)
 
 
 def _is_whole(model: nn.Module) -> bool:

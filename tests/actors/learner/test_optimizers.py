@@ -1,5 +1,6 @@
 """Whatever the optimiser and the dtype: training goes on from a checkpoint, and learns."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from tinkermq.actors.learner.training.optimizers.loss_scale import (
     SCALE,
     LossScale,
 )
+from tinkermq.actors.learner.training.parallel import Meeting, Parallel
 from tinkermq.actors.learner.training.step import StepReport, Trainer
 from tinkermq.schemas.config.job import JobConfig
-from tinkermq.schemas.wire.errors import ConfigError
+from tinkermq.schemas.config.learner import LearnerConfig
+from tinkermq.schemas.wire.errors import ConfigError, ModelError
 from torch import nn
 
 from tests.support.groups import random_group
@@ -36,7 +39,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def _trainer(folder: Path, source: Path | None = None, **sections: Any) -> Trainer:
+def _trainer(
+    folder: Path, source: Path | None = None, parallel: Parallel | None = None, **sections: Any
+) -> Trainer:
     """Make a trainer, from a checkpoint if one is given."""
     learner = {"lr": 1e-3, **sections.pop("learner", {})}
     asked: dict[str, Any] = {"model": {"path": str(folder)}, "learner": learner, **sections}
@@ -44,7 +49,7 @@ def _trainer(folder: Path, source: Path | None = None, **sections: Any) -> Train
         asked["env"] = {"game": "none"}
     config = JobConfig.model_validate(asked)
     loaded = load_model(config.model, config.learner, source, lora=config.lora)
-    trainer = Trainer(loaded, config, total_steps=20)
+    trainer = Trainer(loaded, config, total_steps=20, parallel=parallel)
     if source is not None:
         trainer.restore(source)
     return trainer
@@ -64,11 +69,10 @@ def _bits(trainer: Trainer) -> list[bytes]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("kind", [CRITIC, {"lora": {"rank": 2}}], ids=["critic", "adapter"])
-def test_training_goes_on_bit_for_bit_from_a_checkpoint(
-    folder: Path, tmp_path: Path, optimizer: str, dtype: str, kind: dict[str, Any]
+def test_an_adapter_and_a_critic_go_on_bit_for_bit_from_a_checkpoint(
+    folder: Path, tmp_path: Path, optimizer: str, dtype: str
 ) -> None:
-    ways = {"learner": {"optimizer": optimizer, "dtype": dtype}, **kind}
+    ways = {"learner": {"optimizer": optimizer, "dtype": dtype}, "lora": {"rank": 2}, **CRITIC}
     first = _trainer(folder, **ways)
     begun = _bits(first)
     _train(first, range(1, 3))
@@ -95,7 +99,7 @@ def test_the_state_of_another_optimiser_is_refused_with_both_names(
     assert "--from RUN@STEP" in raised.value.hint
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_loss_of_a_text_falls(folder: Path, optimizer: str, dtype: str) -> None:
     learner = {"optimizer": optimizer, "dtype": dtype}
@@ -142,6 +146,58 @@ def test_an_overflow_leaves_the_update_out_halves_the_scale_and_training_goes_on
     assert [each.numbers for each in reports[0]] == [each.numbers for each in reports[1]]
 
 
+@pytest.fixture
+def divided() -> Iterator[Parallel]:
+    """One rank whose model is in parts, of which it has all: it writes as several ranks do."""
+    parallel = Parallel.join(0, LearnerConfig(), Meeting.open())
+    yield parallel
+    parallel.leave()
+
+
+def test_what_ranks_wrote_has_the_scale_and_the_name_of_the_optimiser(
+    folder: Path, tmp_path: Path, divided: Parallel
+) -> None:
+    ways: dict[str, Any] = {"learner": {"dtype": "float16", "optimizer": "muon"}}
+    trainer = _trainer(folder, parallel=divided, **ways)
+    trainer.optimizer.param_groups[0][SCALE] = 2.0**40
+    [over] = _train(trainer, range(1, 2))
+    saved = save(make_store(tmp_path), trainer, folder, 1)
+    for parallel in (divided, None):
+        again = _trainer(folder, saved, parallel=parallel, **ways)
+        [next_one] = _train(again, range(2, 3))
+        assert next_one.numbers["actor/skipped_updates"] == 1
+        assert next_one.numbers["actor/loss_scale"] == over.numbers["actor/loss_scale"] / 2
+        with pytest.raises(ConfigError, match=r"learner.optimizer=muon, and this run has adamw"):
+            _trainer(folder, saved, parallel=parallel)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_what_ranks_wrote_before_any_update_changes_no_bit(
+    folder: Path, tmp_path: Path, divided: Parallel, optimizer: str
+) -> None:
+    ways: dict[str, Any] = {"learner": {"dtype": "float16", "optimizer": optimizer}}
+    plain, saving = (_trainer(folder, parallel=divided, **ways) for _ in range(2))
+    for trainer in (plain, saving):
+        trainer.optimizer.param_groups[0][SCALE] = 2.0**40
+        [over] = _train(trainer, range(1, 2))
+        assert over.numbers["actor/skipped_updates"] == 1
+        trainer.optimizer.param_groups[0][SCALE] = 256.0
+    saved = save(make_store(tmp_path), saving, folder, 1)
+    again = _trainer(folder, saved, parallel=divided, **ways)
+    for trainer in (plain, saving, again):
+        assert _train(trainer, range(2, 4))[-1].numbers["actor/loss_scale"] == 256.0
+    assert _bits(plain) == _bits(saving) == _bits(again)
+
+
+def test_what_ranks_wrote_in_float32_is_gone_on_from_in_float16(
+    folder: Path, tmp_path: Path, divided: Parallel
+) -> None:
+    saved = save(make_store(tmp_path), _trainer(folder, parallel=divided), folder, 1)
+    for parallel in (divided, None):
+        half = _trainer(folder, saved, parallel=parallel, learner={"dtype": "float16"})
+        assert _train(half, range(2, 3))[0].numbers["actor/loss_scale"] == FIRST_SCALE
+
+
 def test_gradients_are_those_of_float32_whatever_the_scale(folder: Path) -> None:
     norms = [
         _train(_trainer(folder, learner={"dtype": dtype}), range(1, 2))[0].numbers[
@@ -167,6 +223,16 @@ def test_the_scale_moves_as_that_of_torch_does() -> None:
         theirs.update()
         ours.is_good(float("inf") if bad else 1.0)
     assert theirs.get_scale() == ours.value
+
+
+def test_a_model_that_float16_cannot_hold_ends_the_run_and_says_so() -> None:
+    scale = LossScale(torch.optim.AdamW([nn.Parameter(torch.ones(3))]), "float16")
+    for _ in range(16):
+        assert not scale.is_good(float("nan"))
+    assert scale.value == 1.0
+    with pytest.raises(ModelError, match="over 65504") as raised:
+        scale.is_good(float("inf"))
+    assert "learner.dtype=bfloat16" in raised.value.hint
 
 
 def test_in_other_dtypes_there_is_no_scale() -> None:

@@ -25,7 +25,6 @@ WAYS: dict[str, tuple[dict[str, Any], float]] = {
 }
 """How the learner trains, and how far ranks may be from one process, as a share of how far training
 moved that: Newton-Schulz in bfloat16 makes hundredths of a gradient's last bit."""
-REPLICAS = {"ranks": 4, "slots": 4, "replicas": 2}
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +62,7 @@ def test_ranks_go_on_from_one_process_and_from_ranks(
     folder: Path, tmp_path: Path, way: str
 ) -> None:
     one, two = (_config(folder, ranks, way) for ranks in (1, 2))
-    four = _config(folder, 4, way, **REPLICAS)
+    four = _config(folder, 4, way, replicas=2)
     trained(one, range(1, 3), save_to=tmp_path)
     _, begun = trained(one, range(0))
     _, expected = trained(one, range(1, 5))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-BLOCK = 256
+_BLOCK = 256
 """Columns that share a scale, at most."""
 _NUM_EXPONENTS = 7
 _LEAST_SCALE = 1e-12
@@ -59,13 +59,14 @@ class AdamW8bit:
 def _update_rows(
     weight_RC: Tensor, gradient_RC: Tensor, kept: list[Tensor], step: float, group: Any
 ) -> None:
+    """Update rows; `kept` are codes and scales of the mean, and of the mean square."""
     (beta1, beta2), rate = group["betas"], group["lr"]
     mean_RC = dequantised(kept[0], kept[1], signed=True).lerp_(gradient_RC, 1 - beta1)
     square_RC = dequantised(kept[2], kept[3], signed=False)
     square_RC.mul_(beta2).addcmul_(gradient_RC, gradient_RC, value=1 - beta2)
-    for place, (moment_RC, signed) in enumerate(((mean_RC, True), (square_RC, False))):
-        for to, made in zip(kept[2 * place :], quantised(moment_RC, signed=signed), strict=False):
-            to.copy_(made)
+    made = (*quantised(mean_RC, signed=True), *quantised(square_RC, signed=False))
+    for old, new in zip(kept, made, strict=True):
+        old.copy_(new)
     weight_RC.mul_(1 - rate * group["weight_decay"])
     root_RC = square_RC.div_(1 - beta2**step).sqrt_().add_(group["eps"])
     weight_RC.addcdiv_(mean_RC, root_RC, value=-rate / (1 - beta1**step))
@@ -85,7 +86,9 @@ def quantised(values_RC: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
 def dequantised(codes_RC: Tensor, scales_RB: Tensor, *, signed: bool) -> Tensor:
     """Return the values float32[R, C] that codes stand for."""
     num_columns = codes_RC.shape[1]
-    values_RBK = _in_blocks(dynamic_map(signed, codes_RC.device)[codes_RC.int()])
+    map_256 = dynamic_map(signed, codes_RC.device)
+    values = map_256.index_select(0, codes_RC.flatten().int())  # faster than an index
+    values_RBK = _in_blocks(values.view_as(codes_RC))
     return (values_RBK * scales_RB[..., None]).flatten(1)[:, :num_columns].contiguous()
 
 
@@ -124,7 +127,7 @@ def _pieces(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 
 def _in_blocks(values_RC: Tensor) -> Tensor:
     num_columns = values_RC.shape[1]
-    num_blocks = -(-num_columns // BLOCK)
+    num_blocks = -(-num_columns // _BLOCK)
     size = -(-num_columns // num_blocks)
     padded = torch.nn.functional.pad(values_RC, (0, num_blocks * size - num_columns))
     return padded.unflatten(1, (num_blocks, size))

@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .....schemas.wire.errors import ModelError
+
 FIRST_SCALE = 65536.0
 GROWTH_INTERVAL = 2000
 """Updates in a row with finite gradients, after which the scale is doubled."""
+_LEAST_SCALE = 1.0
 SCALE = "loss_scale"
 GOOD_UPDATES = "loss_scale_good_updates"
 
@@ -53,13 +56,26 @@ class LossScale:
                     weight.grad.mul_(1 / self.value)
 
     def is_good(self, norm: float) -> bool:
-        """Whether gradients of that norm can be used; the next scale hangs on it."""
+        """Whether gradients of that norm can be used; the next scale hangs on it.
+
+        Raises ModelError where no scale is small enough.
+        """
         good = math.isfinite(norm)
         if self._is_needed:
             num = self._settings.get(GOOD_UPDATES, 0) + 1 if good else 0
             grown = 2.0 if num == GROWTH_INTERVAL else 1.0
             self._set(self.value * (grown if good else 0.5), num % GROWTH_INTERVAL)
+            self._require_a_use()
         return good
+
+    def _require_a_use(self) -> None:
+        if self.value < _LEAST_SCALE:
+            raise ModelError(
+                "no gradient was finite in float16, however small the loss was made: what this "
+                "model computes is over 65504, the largest number there",
+                hint="set learner.dtype=bfloat16, or float32, in which updates that are not finite "
+                "are left out one by one",
+            )
 
     def numbers(self, whose: str) -> dict[str, float]:
         """Name the scale as a metric, where there is one."""
