@@ -204,6 +204,14 @@ class CorrectionMaskDict(TypedDict, total=False):
     only: Literal['all', 'negative']
     """negative: only where the advantage is negative (DeepSeek-V3.2's off-policy mask is `{over: sequence_mean, of: k1, high: δ, only: negative}`)."""
 
+class ReferenceConfigDict(TypedDict, total=False):
+    path: str | None
+    """Model with the policy's tokenizer, as `model.path`; default: what the run began with."""
+    ema: float | None
+    """After each step the reference becomes this share of itself and the rest of the policy; default: it stays."""
+    reset_every: int
+    """The reference becomes the policy after every so many steps; 0: never."""
+
 class AlgorithmConfigDict(TypedDict, total=False):
     advantage: Literal['grpo', 'dr_grpo', 'gdpo', 'gpg', 'passk', 'rloo', 'reinforce_pp', 'reinforce_pp_baseline', 'remax', 'opo', 'maxrl', 'grpo_per_turn', 'grpo_per_step', 'gigpo', 'gae']
     """How rewards become advantages; gae is PPO and trains a critic beside the policy."""
@@ -217,6 +225,10 @@ class AlgorithmConfigDict(TypedDict, total=False):
     """λ of the generalised advantage: 1 trusts the rewards, 0 the critic."""
     gae_lambda_length: float | None
     """α of a λ for the policy's advantages that grows with the sample, in place of `gae_lambda`, which stays the critic's: 1 − 1 / (α · tokens), at least 0 (VAPO)."""
+    turn_gamma: float | None
+    """Discount of gae from a turn's last token to the next turn, in place of `gamma`, which is then that between the tokens of a turn."""
+    turn_lambda: float | None
+    """λ of gae from a turn's last token to the next turn, in place of `gae_lambda`."""
     step_weight: float
     """Weight of the advantage among turns that answer equal observations."""
     sample: Literal['episode', 'turn']
@@ -256,11 +268,14 @@ class AlgorithmConfigDict(TypedDict, total=False):
     router_replay: bool
     """Of a mixture of experts: record which experts read each token as it is generated, and train with those (R3), so that generator and learner compute with the same experts."""
     kl_coef: float
-    """Weight of the KL to the frozen initial policy; 0: no reference is loaded."""
+    """Weight of the KL to the reference policy; 0: none is loaded."""
     kl_estimator: Literal['k1', 'k2', 'k3', 'k1+', 'k3+']
     """Estimator of the KL; k1 in rewards only, its gradient in a loss is zero in expectation. k1+ and k3+ have the gradient of k2, which is that of the KL."""
     kl_in: Literal['loss', 'reward']
     """Where the KL enters."""
+    kl_importance: bool
+    """Weigh the KL in the loss by π/π_b of each token, which makes its estimate unbiased where the policy has moved from what drew the token (DeepSeek-V3.2)."""
+    reference: ReferenceConfigDict
     own_advantage: str | None
     """An advantage of one's own in the place of the one named, whose inputs it gets: `module:function`, found where the learner runs ([own algorithms](own-algorithms.md))."""
     own_loss: str | None
@@ -268,15 +283,27 @@ class AlgorithmConfigDict(TypedDict, total=False):
     own_correction: str | None
     """Off-policy weights of one's own in the place of `correction`'s; masks are laid over them."""
     teacher: str | dict[str, str] | None
-    """On-policy distillation: the model that says of each token that the policy drew how likely it was, by folder, URL or name of the hub; several by the data source of the rows that each teaches, `""` for all others. It must have the policy's tokenizer."""
+    """On-policy distillation: the model that says of each token that the policy drew how likely it was; several by the data source of the rows that each teaches, `""` for all others. It is named by folder, URL of a store, name of the hub, or `RUN@STEP`; `job:NAME` is a job that serves, `https://HOST/v1?model=NAME` an API, `self` the policy with a `teacher_context`. It must have the policy's tokenizer ([distillation](distillation.md))."""
+    teacher_loss: Literal['reverse_kl', 'forward_kl']
+    """How it teaches: by log π_teacher − log π_o of each token that was drawn, as its advantage; or by KL(π_teacher‖π) over its likeliest tokens in the place of each, as a loss."""
+    teacher_top_k: int
+    """Likeliest tokens that forward_kl looks at; all others are taken as one event."""
     teacher_coef: float
-    """What log π_teacher − log π_o of each token is multiplied by, as an advantage."""
+    """What the advantage, or the loss, of a teacher is multiplied by."""
     teacher_normalise: bool
-    """Divide that by its standard deviation over the batch."""
+    """Divide the advantage by its standard deviation over the batch."""
+    teacher_context: str | None
+    """What the teacher reads and the policy does not: the name of a text that the game tells in `info` at an episode's end (a solution, say), which stands at the end of the first prompt."""
+    teacher_context_tokens: int
+    """Tokens by which it may make the prompt longer; an episode with a longer one is given up."""
     reward_coef: float
     """What the advantages of rewards are multiplied by beside a teacher's; 0: it teaches alone, and `rollout.group_size: 1` will do."""
     entropy_coef: float
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus; with `entropy_target` that of the first step."""
+    entropy_target: float | None
+    """Entropy of a token, in nats, at which the policy is held: after a step below it the weight of the bonus rises, after others it falls, and it counts only below (Skywork-OR1)."""
+    entropy_coef_step: float
+    """How far the weight of the entropy bonus rises or falls after a step."""
     entropy_share: float
     """Share of the batch's tokens that rewards train: those with the highest entropy. The others count in what losses are divided by. Below 1 it needs a forward pass before the update."""
     loss_agg: Literal['token-mean', 'seq-mean-token-mean', 'seq-mean-token-sum', 'seq-mean-token-sum-norm']
@@ -301,6 +328,8 @@ class CriticConfigDict(TypedDict, total=False):
     """Peak learning rate; it rises and falls as `learner.schedule` says."""
     gae_lambda: float | None
     """λ of the returns that it is trained towards; default: `algorithm.gae_lambda`."""
+    bootstrap_cut: bool
+    """An episode that a limit of turns or tokens ended is worth at its end what the critic expects there, in place of 0: its game would have gone on. One more pass over such episodes."""
     clip: float
     """An update is not rewarded for moving a value further than this from where it was."""
     warmup_steps: int

@@ -4,8 +4,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from ..schemas.config.algorithms.teacher import is_endpoint
 from ..schemas.config.load_config import merged
-from ..schemas.secret import NOTIFY_URL, WANDB_KEY, SecretName
+from ..schemas.secret import NOTIFY_URL, TEACHER_KEY, WANDB_KEY, SecretName
 from ..schemas.wire.errors import ConfigError
 
 _OF_WANDB = {
@@ -68,11 +69,20 @@ def _nested(path: Sequence[str], value: Any) -> dict[str, Any]:
     return {path[0]: _nested(path[1:], value) if len(path) > 1 else value}
 
 
+def _asks_endpoint(config: Mapping[str, Any]) -> bool:
+    algorithm = config.get("algorithm")
+    named = cast("Mapping[str, Any]", algorithm).get("teacher") if algorithm else None
+    several = cast("Mapping[str, Any]", named).values() if isinstance(named, Mapping) else [named]
+    return any(isinstance(one, str) and is_endpoint(one) for one in several)
+
+
 def secrets_for(config: Mapping[str, Any], wandb_key: str | None = None) -> dict[SecretName, str]:
     """Return the secrets that a job of this configuration uses, from the environment if need be."""
     found: dict[SecretName, str] = {}
     if url := os.environ.get(NOTIFY_URL):
         found[NOTIFY_URL] = url
+    if (key := os.environ.get(TEACHER_KEY)) and _asks_endpoint(config):
+        found[TEACHER_KEY] = key
     uses_wandb = "wandb" in (config.get("logger_backends") or ())
     if key := wandb_key or (os.environ.get(WANDB_KEY) if uses_wandb else None):
         found[WANDB_KEY] = key

@@ -4,9 +4,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from .bounds.defaults import MAX_TOP_K
 from .env import Split
 from .rollout import Trajectory
 from .task import Blame
+from .wire.array import FloatMatrix, FloatVector, IntMatrix
 from .wire.message import Message
 from .wire.reply import Part
 
@@ -21,8 +23,9 @@ RequestId = Annotated[str, Field(min_length=1, max_length=64)]
 class Decoding(Message):
     """How the tokens of one request are drawn."""
 
-    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-    """Tokens generated at most; None: as many as the context holds."""
+    max_tokens: int | None = Field(default=None, ge=0, lt=2**31)
+    """Tokens generated at most; None: as many as the context holds; 0: none, where log-probs of
+    prompts alone are wanted."""
     temperature: float = Field(default=1.0, ge=0, le=MAX_TEMPERATURE)
     """Sampling temperature; 0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -73,6 +76,9 @@ class CompletionRequest(Message):
     For the samplers of a Tinker service: the path of a checkpoint, `tinker://…`."""
     prompts: list[str | list[TokenId]] = Field(min_length=1, max_length=1024)
     """Texts, or token ids."""
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_K)
+    """Tell the log-prob of each token of the prompts, and so many of the likeliest in its place, at
+    temperature 1; None: neither."""
     decoding: Decoding = Field(default_factory=Decoding)
     """How tokens are drawn."""
     stream: bool = False
@@ -102,6 +108,21 @@ class Delta(Message):
     """Why the choice has ended, or None while it goes on."""
 
 
+class PromptScore(Message):
+    """Log-probs of successive tokens of a prompt, N of them, at temperature 1."""
+
+    prompt: int = Field(ge=0)
+    """Number of the prompt."""
+    start: int = Field(ge=0)
+    """Place of the first of them in the prompt."""
+    logprobs: FloatVector
+    """float32[N]: log-prob of each behind those before it; NaN for a prompt's first token."""
+    top_ids: IntMatrix
+    """int32[N, K]: the likeliest tokens in the place of each, best first."""
+    top_logprobs: FloatMatrix
+    """float32[N, K]: their log-probs."""
+
+
 class InferPart(Part):
     """A piece of the answer to a chat or completion."""
 
@@ -115,6 +136,10 @@ class InferPart(Part):
     """Tokens generated for all choices; in the last part."""
     prompt_token_ids: list[list[int]] = Field(default_factory=list[list[int]])
     """Tokens of each prompt, where they were asked for; in the first part that carries anything."""
+    scores: list[PromptScore] = Field(default_factory=list[PromptScore])
+    """Log-probs of the prompts' tokens, where they were asked for; in parts before the last."""
+    vocabulary: str = ""
+    """Digest of all tokens that the model knows, with `scores`: equal for equal tokenizers."""
     reused_tokens: int = 0
     """Of the prompt: those of earlier calls, as they were; with `prompt_tokens`."""
     rendered: Literal["", "first", "unknown", "edited", "template", "fields"] | None = None

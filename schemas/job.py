@@ -110,6 +110,9 @@ class JobRecord(Message):
     """Job id of the live run whose newest version an inference job serves."""
     judge: str | None = None
     """Job id of the inference job that judges its episodes (`env.reward.judge`)."""
+    teachers: dict[str, str] = Field(default_factory=dict[str, str])
+    """Inference jobs that its generators ask as teachers: their names in the configuration
+    (`job:NAME`) to their ids."""
     serves: str = ""
     """What an inference job serves: `run@step`, the run that it follows, or empty for a model."""
     adapters: dict[str, str] = Field(default_factory=dict[str, str])
@@ -162,7 +165,7 @@ class JobRecord(Message):
         """Return the key of the job; the names of its actors and of other jobs are checked, too."""
         for actor in self.actors:
             token(actor.name, what="actor")
-        for job in (self.follow, self.judge):
+        for job in (self.follow, self.judge, *self.teachers.values()):
             token(job or self.job, what="job id")
         return self.scope.key
 

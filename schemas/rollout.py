@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from .agent import CallPlaces
 from .images import images_of, number_images
 from .task import Blame, Task
+from .teaching import Teaching
 from .wire.array import ExpertArray, FloatVector, IntVector, MaskVector
 from .wire.errors import DataError, MessageError
 from .wire.message import Message, with_last
@@ -39,6 +40,8 @@ class Trajectory(Message):
     """uint8[T - 1, L, M]: the M experts that read each token but the last, in each of L layers with
     experts, as the engine computed the token first; None: not recorded (`algorithm.router_replay`).
     """
+    teaching: Teaching | None = None
+    """What is for its teacher, or came from it (`algorithm.teacher`)."""
     turn_ends: IntVector
     """int32[K]: position of the last generated token of each turn, ascending."""
     rewards: FloatVector
@@ -95,6 +98,10 @@ class Trajectory(Message):
             raise ValueError(
                 f"experts has {len(self.experts)} entries for {length} tokens: give one for each "
                 "but the last"
+            )
+        if self.teaching is not None and not self.teaching.fits(self.num_generated):
+            raise ValueError(
+                f"a teacher's logprobs are not those of the {self.num_generated} generated tokens"
             )
         if len(self.turn_ends) != len(self.rewards) or not len(self.turn_ends):
             raise ValueError(
@@ -325,9 +332,11 @@ def check_group(group: Group, *, vocab_size: int, max_tokens: int, version: int)
             lengths, np.array([len(item.turn_ends) for item in episodes]), ends, mask
         ),
     }
-    for rule, holds in rules.items():
-        if not np.all(holds):
-            raise MessageError(f"a group of task {group.task.task} is refused: {rule}")
+    broken = [rule for rule, holds in rules.items() if not np.all(holds)]
+    taught = [item.teaching for item in episodes if item.teaching is not None]
+    broken += [wrong for wrong in (one.wrong(vocab_size) for one in taught) if wrong]
+    if broken:
+        raise MessageError(f"a group of task {group.task.task} is refused: {broken[0]}")
 
 
 def _further_rewards(episodes: Iterable[Trajectory]) -> NDArray[np.float64]:

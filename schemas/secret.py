@@ -6,10 +6,11 @@ from pydantic import Field
 
 from .wire.message import Message, Request
 
-SecretName = Literal["WANDB_API_KEY", "TINKERMQ_NOTIFY_URL"]
+SecretName = Literal["WANDB_API_KEY", "TINKERMQ_NOTIFY_URL", "TINKERMQ_TEACHER_KEY"]
 """What a user may hand over with a job: the names of environment variables."""
 WANDB_KEY: SecretName = "WANDB_API_KEY"
 NOTIFY_URL: SecretName = "TINKERMQ_NOTIFY_URL"
+TEACHER_KEY: SecretName = "TINKERMQ_TEACHER_KEY"
 MAX_SEALED_BYTES = 16 << 10
 
 
@@ -62,4 +63,4 @@ class OpenedSecrets(Message):
     """What the process gets in its environment."""
 
     values: dict[SecretName, str]
-    """The secrets, by name; empty for any other process than the job's first."""
+    """The secrets, by name; empty for a process that needs none."""

@@ -80,7 +80,10 @@ class Authenticator:
         ):
             raise AuthError("the key of an actor that the job no longer has")
         name = JobConnection.of(identity).name
-        return Admission(name, job_permissions(identity, record.follow, record.judge))
+        return Admission(
+            name,
+            job_permissions(identity, record.follow, record.judge, record.teachers.values()),
+        )
 
     async def _program(self, key: str) -> Admission:
         """Let in who has the key of an episode, for as long as its job runs."""

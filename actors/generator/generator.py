@@ -36,6 +36,8 @@ from .episodes.players import Players
 from .episodes.recorder import TaskRecorder
 from .episodes.recording import TaskSegments
 from .past import PastFollower
+from .teaching.context import TeacherContext
+from .teaching.teachers import AskedTeachers
 
 _PULL_TIMEOUT_S = 2.0
 _DRAIN_S = 10.0
@@ -52,7 +54,10 @@ async def run_generator(context: JobContext) -> None:
     sampling = EpisodeSampling.of(config.rollout)
     *kinds, rest = GENERATOR_KINDS
     time_use = TimeUse(*kinds, rest=rest)
-    players = await Players.start(config, chat, environments, sampling, time_use)
+    reads = TeacherContext.of(config.algorithm, chat)
+    for_teacher = None if reads is None else reads.prompt
+    players = await Players.start(config, chat, environments, sampling, time_use, for_teacher)
+    teachers = AskedTeachers(context, chat)
     follower = WeightFollower(store, players.engines, config.generator.kv_on_swap)
     background: list[Coroutine[Any, Any, None]] = [follower.run()]
     past: Players | None = None
@@ -78,13 +83,16 @@ async def run_generator(context: JobContext) -> None:
         await programs.start()
     play_alone = None if programs is None else programs.run
     runner = GroupRunner(players, environments, config, context.name, past, play_alone)
-    generator = Generator(context, engine, follower, runner, environments, background, time_use)
+    generator = Generator(
+        context, engine, follower, runner, environments, background, time_use, teachers
+    )
     await context.serve_control()
     try:
         await generator.run()
     finally:
         if programs is not None:
             await programs.close()
+        await teachers.close()
         await players.close()
         if past is not None:
             await past.close()
@@ -102,6 +110,7 @@ class Generator:
         environments: Environments,
         background: Sequence[Coroutine[Any, Any, None]],
         time_use: TimeUse,
+        teachers: AskedTeachers,
     ) -> None:
         """`background` is what runs beside the episodes: following the weights."""
         self._time_use = time_use
@@ -111,6 +120,7 @@ class Generator:
         self._engine = engine
         self._follower = follower
         self._runner = runner
+        self._teachers = teachers
         self._environments = environments
         config = context.config
         self._queue = TaskQueue(
@@ -218,6 +228,7 @@ class Generator:
         try:
             group = await self._runner.run(task, attempt, lease.traceparent, recorder)
             times = {"weights_s": weights_s, "time_use": self._take_time_use()}
+            group = await self._teachers.teach(group)
             timed = group.with_shared_images().model_copy(update=times)
             won = await self._log.append(timed, traceparent=lease.traceparent)
             if won and group.tokens_continued:

@@ -1,5 +1,7 @@
 """Open a Hugging Face model folder, and say what is wrong with one that cannot be opened."""
 
+from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -236,6 +238,16 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> "PreTrained
             f"the tokenizer of model {path} cannot be read: {error}",
             hint="`AutoTokenizer.from_pretrained` must be able to open it",
         ) from error
+
+
+@lru_cache(maxsize=8)
+def vocabulary_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return a digest of all tokens and their ids: equal for equal tokenizers."""
+    known: dict[str, int] = tokenizer.get_vocab()
+    digest = sha256()
+    for token, number in sorted(known.items()):
+        digest.update(f"{number} {token}\n".encode(errors="surrogatepass"))
+    return digest.hexdigest()
 
 
 def check_tokenizer(

@@ -8,7 +8,14 @@ from typing import Any, Literal, Protocol
 
 from ...broker.client.parts import Tell
 from ...schemas.images import images_of
-from ...schemas.infer import ChatRequest, CompletionRequest, Decoding, Delta, InferPart
+from ...schemas.infer import (
+    ChatRequest,
+    CompletionRequest,
+    Decoding,
+    Delta,
+    InferPart,
+    PromptScore,
+)
 from ...schemas.wire.errors import (
     BusyError,
     ConfigError,
@@ -17,10 +24,18 @@ from ...schemas.wire.errors import (
     TinkermqError,
     root_cause,
 )
-from ..generator.engine.engine import Drawn, Generation, IntVector, OnToken, Sampling
+from ..generator.engine.engine import (
+    Drawn,
+    Generation,
+    IntVector,
+    OnToken,
+    PromptScores,
+    Sampling,
+)
 from ..generator.episodes.chat import ChatTokenizer
 from ..generator.episodes.text_stream import TextStream
 from .conversations import Conversations, StatefulPrompt
+from .prompt_scores import score_prompts
 
 Request = ChatRequest | CompletionRequest
 _SHOWN = 200
@@ -41,6 +56,12 @@ class GeneratesTokens(Protocol):
         images: Sequence[bytes] = (),
     ) -> Generation:
         """Generate from a prompt; see `Engine.generate`."""
+        ...
+
+    async def score(
+        self, prompt_ids: Sequence[int] | IntVector, *, request_id: str, top_k: int = 0
+    ) -> PromptScores:
+        """Score a prompt; see `Engine.score`."""
         ...
 
     def cancel(self, request_id: str) -> None:
@@ -196,7 +217,7 @@ class Answers:
         prompts: Sequence[_Prompt],
         tell: Tell[InferPart],
     ) -> InferPart:
-        copies = request.decoding.num_choices
+        copies, draws = request.decoding.num_choices, _draws(request)
         samplings = [self._sampling(request.decoding, len(prompt.ids)) for prompt in prompts]
         with self._room(len(prompts) * copies):
             choices = [self._choice(request, n) for n in range(len(prompts) * copies)]
@@ -204,13 +225,15 @@ class Answers:
             try:
                 async with asyncio.timeout(request.deadline_s), asyncio.TaskGroup() as group:
                     changed = asyncio.Event()
-                    for choice in choices:
+                    if isinstance(request, CompletionRequest):
+                        await self._score(request, prompts, tell)
+                    for choice in choices if draws else ():
                         of = choice.number // copies
                         work = self._generate(
                             request, choice, prompts[of], samplings[of], copies, changed
                         )
                         group.create_task(work, name=f"choice {choice.number}")
-                    if request.stream:
+                    if request.stream and draws:
                         await self._stream(choices, changed, head, tell)
             except TimeoutError:
                 raise DeadlineError(
@@ -225,6 +248,27 @@ class Answers:
             **head.told(),
             completion_tokens=sum(choice.num_tokens for choice in choices),
         )
+
+    async def _score(
+        self,
+        request: CompletionRequest,
+        prompts: Sequence[_Prompt],
+        tell: Tell[InferPart],
+    ) -> None:
+        """Tell the log-probs of the prompts' tokens, if they were asked for."""
+        top_k = request.prompt_logprobs
+        if top_k is None:
+            return
+        vocabulary = await asyncio.to_thread(self._chat.vocabulary)
+
+        async def score(number: int, ids: Sequence[int]) -> PromptScores:
+            name = f"{request.request}.score.{number}"
+            return await self._engine.score(ids, request_id=name, top_k=top_k)
+
+        async def told(scores: list[PromptScore]) -> None:
+            await tell(InferPart(model=self._model_name(), scores=scores, vocabulary=vocabulary))
+
+        await score_prompts([one.ids for one in prompts], score, told)
 
     async def _generate(
         self,
@@ -282,13 +326,16 @@ class Answers:
 
     def _choice(self, request: Request, number: int) -> Choice:
         stream = TextStream(self._chat.decode, request.decoding.stop)
-        return Choice(number, self._chat, stream, request.logprobs)
+        choice = Choice(number, self._chat, stream, request.logprobs)
+        if request.decoding.max_tokens == 0:
+            choice.finish = "length"
+        return choice
 
     def _sampling(self, decoding: Decoding, prompt_tokens: int) -> Sampling:
         """Return how to sample after a prompt; ConfigError when there is no room."""
         room = self._max_context - prompt_tokens
-        wanted = decoding.max_tokens or room
-        if room < 1 or wanted > room:
+        wanted = room if decoding.max_tokens is None else decoding.max_tokens
+        if min(room, wanted) < int(decoding.max_tokens != 0) or wanted > room:
             asked = f" and max_tokens is {decoding.max_tokens}" if decoding.max_tokens else ""
             raise ConfigError(
                 f"the prompt has {prompt_tokens} tokens{asked}: the context of this model holds "
@@ -317,6 +364,18 @@ class Answers:
             yield
         finally:
             self._num_open -= num_choices
+
+
+def _draws(request: Request) -> bool:
+    """Whether tokens are generated; ConfigError for who asks for nothing at all."""
+    if request.decoding.max_tokens != 0:
+        return True
+    if isinstance(request, ChatRequest) or request.prompt_logprobs is None:
+        raise ConfigError(
+            "max_tokens is 0: nothing would be generated",
+            hint="give 1 or more; 0 is for completions with prompt_logprobs",
+        )
+    return False
 
 
 def _deltas(choices: Sequence[Choice]) -> list[Delta]:

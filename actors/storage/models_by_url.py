@@ -8,7 +8,7 @@ import hashlib
 from typing import Any
 
 from ...broker.client.connection import Broker
-from ...schemas.config.algorithm import AlgorithmConfig
+from ...schemas.config.algorithms.algorithm import AlgorithmConfig
 from ...schemas.config.job import JobConfig
 from ...schemas.config.storage import is_url
 from ...schemas.job import JobRecord
@@ -70,8 +70,8 @@ def with_checkpoints_here(
 
 
 def _with_teachers(algorithm: AlgorithmConfig, stores: Stores) -> AlgorithmConfig:
-    found = {source: _local(path, stores, True) for source, path in algorithm.teachers.items()}
-    return algorithm.model_copy(update={"teacher": found or None})
+    named = {*algorithm.loaded_teachers.values(), algorithm.reference.path or ""}
+    return algorithm.renamed({path: _local(path, stores, True) for path in named if is_url(path)})
 
 
 def _with_local(stores: Stores, section: Any, *keys: str) -> Any:

@@ -13,6 +13,7 @@ could give himself the right to any reply subject. Whoever answers requests may 
 inboxes of those who ask him, and every service refuses to answer to what is not an inbox.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...schemas.wire.subjects import (
@@ -115,13 +116,16 @@ def invited_permissions() -> Permissions:
 
 
 def job_permissions(
-    identity: JobIdentity, follow: str | None = None, judge: str | None = None
+    identity: JobIdentity,
+    follow: str | None = None,
+    judge: str | None = None,
+    teachers: Iterable[str] = (),
 ) -> Permissions:
     """Return what a process of a job may do, by its role.
 
     `follow` is the run of the same user whose weights an inference job serves, `judge` the
-    inference job of the same user that its environment hosts ask for rewards. Raises KeyError for
-    a role that is none.
+    inference job of the same user that its environment hosts ask for rewards, `teachers` those that
+    its generators ask what they say of tokens. Raises KeyError for a role that is none.
     """
     scope, actor = identity.scope, identity.actor
     # servers also answer environment hosts of the user's other jobs, whose episodes they judge, and
@@ -167,6 +171,9 @@ def job_permissions(
     if judge is not None and identity.role == "environment":
         judging = JobScope(scope.user, judge)
         publish = (*publish, judging.infer("chat"), judging.infer("cancel"))
+    for job in teachers if identity.role == "generator" else ():
+        teacher = JobScope(scope.user, job)
+        publish = (*publish, teacher.infer("complete"), teacher.infer("cancel"))
     return Permissions(
         publish=(
             *publish,

@@ -23,6 +23,8 @@ MAX_TREE_VALUES = 50_000
 """Values of a free tree."""
 MAX_TREE_DEPTH = 32
 """Maps and lists of a free tree within each other."""
+MAX_TOP_K = 256
+"""Of the likeliest tokens that a model is asked for in the place of each."""
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "str": {"max_length": MAX_CHARS},

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .algorithm import LOSSES_OF_SEQUENCES, OF_WHOLE_SEQUENCES
+from .algorithms.corrections import OF_WHOLE_SEQUENCES
+from .algorithms.losses import LOSSES_OF_SEQUENCES
 from .section import Rule
 
 if TYPE_CHECKING:

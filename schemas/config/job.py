@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import Field, model_validator
 
 from .agent import AgentConfig, settle_agent
-from .algorithm import AlgorithmConfig, CriticConfig
+from .algorithms.algorithm import AlgorithmConfig
+from .algorithms.critic import CriticConfig
 from .episode import RolloutConfig
 from .learner import LearnerConfig
 from .lora import LoraConfig

@@ -9,7 +9,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from .agent_rules import AGENT_RULES
-from .algorithm import LOSSES_OF_SEQUENCES
+from .algorithms.losses import LOSSES_OF_SEQUENCES
+from .algorithms.teacher_rules import TEACHER_RULES
 from .episode import MAX_EPISODES
 from .section import Rule
 
@@ -54,6 +55,10 @@ def _over(key: str, limit: str) -> Rule:
 def _needs_whole_sequences(job: "JobConfig") -> bool:
     algorithm = job.algorithm
     return algorithm.loss in LOSSES_OF_SEQUENCES or algorithm.corrects_sequences
+
+
+def _one_turn(job: "JobConfig") -> bool:
+    return job.algorithm.sample == "turn" or job.agent.runs_programs
 
 
 def _whole_episodes(key: str, when: "Callable[[JobConfig], Any]") -> tuple[Rule, Rule]:
@@ -199,6 +204,26 @@ RULES = (
         "compares the lengths of a group's episodes and has no effect while rollout.group_size is "
         "1: raise it",
     ),
+    *(
+        Rule(
+            f"algorithm.{key}",
+            lambda job, key=key: getattr(job.algorithm, key) is not None and _one_turn(job),
+            "tells turns of an episode apart, and here samples are single turns, or calls of an "
+            "agent: remove it, or set algorithm.sample=episode",
+        )
+        for key in ("turn_gamma", "turn_lambda")
+    ),
+    Rule(
+        "algorithm.turn_lambda",
+        lambda job: job.algorithm.turn_lambda is not None and job.algorithm.gae_lambda_length,
+        "cannot be used with algorithm.gae_lambda_length, which gives all tokens of an episode one "
+        "λ: remove one of them",
+    ),
+    Rule(
+        "critic.bootstrap_cut",
+        lambda job: job.critic.bootstrap_cut and _one_turn(job),
+        "is for episodes that are one sample each: remove it, or set algorithm.sample=episode",
+    ),
     Rule(
         "critic",
         lambda job: job.critic.model_fields_set and job.algorithm.advantage != "gae",
@@ -210,6 +235,7 @@ RULES = (
         lambda job: job.critic.warmup_steps >= (job.training.num_steps or float("inf")),
         "leaves none of training.num_steps ({training.num_steps}) to train the policy: lower it",
     ),
+    *TEACHER_RULES,
     *_REPLAY_RULES,
     # -- lengths and slots
     _over("rollout.max_turn_tokens", "rollout.max_response_tokens"),

@@ -12,7 +12,18 @@ _IMPLIED: dict[str, dict[str, Any]] = {
     "algorithm": {"loss": "sft", "correction": "none"},
     "training": {"staleness_policy": "train", "tasks": "data", "curriculum": "none"},
 }
-_READ = frozenset({"loss_agg", "loss_agg_length", "kl_coef", "kl_estimator", "entropy_coef"})
+_READ = frozenset(
+    {
+        "loss_agg",
+        "loss_agg_length",
+        "kl_coef",
+        "kl_estimator",
+        "reference",
+        "entropy_coef",
+        "entropy_target",
+        "entropy_coef_step",
+    }
+)
 """Keys of `algorithm` that an SFT job reads."""
 _NO_GAME: dict[str, Any] = {"game": "", "hosts": 0, "num_val": 0}
 

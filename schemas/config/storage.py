@@ -28,7 +28,8 @@ def model_paths(job: "JobConfig") -> dict[str, str]:
         "model.tokenizer": job.model.tokenizer,
         "critic.path": job.critic.path,
         **{f"policies.{role}": path for role, path in job.policies.items()},
-        **{f"algorithm.teacher.{one}": path for one, path in job.algorithm.teachers.items()},
+        "algorithm.reference.path": job.algorithm.reference.path,
+        **{f"algorithm.teacher.{one}": it for one, it in job.algorithm.loaded_teachers.items()},
     }
     return {key: path for key, path in named.items() if path is not None}
 

@@ -37,6 +37,12 @@ IntVector = Annotated[
 FloatVector = Annotated[
     NDArray[np.float32], _checker("float32", 1), PlainSerializer(_same), _schema("float32", 1)
 ]
+IntMatrix = Annotated[
+    NDArray[np.int32], _checker("int32", 2), PlainSerializer(_same), _schema("int32", 2)
+]
+FloatMatrix = Annotated[
+    NDArray[np.float32], _checker("float32", 2), PlainSerializer(_same), _schema("float32", 2)
+]
 ExpertArray = Annotated[
     NDArray[np.uint8], _checker("uint8", 3), PlainSerializer(_same), _schema("uint8", 3)
 ]

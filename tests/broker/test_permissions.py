@@ -242,6 +242,19 @@ def test_an_environment_host_asks_the_judge_of_its_job_and_nobody_else() -> None
     assert not may_publish(generator, "_INBOX_job.ada.j1.environment-0.x.1")
 
 
+def test_a_generator_asks_the_teachers_of_its_job_and_nobody_else() -> None:
+    identity = JobIdentity("ada", "j1", "generator", "generator-0", 1)
+    generator = job_permissions(identity, teachers=["j2"])
+    assert may_publish(generator, "tmq.v1.job.ada.j2.infer.complete")
+    assert may_publish(generator, "tmq.v1.job.ada.j2.infer.cancel")
+    assert not may_publish(generator, "tmq.v1.job.ada.j2.infer.chat")
+    assert not may_publish(generator, "tmq.v1.job.ada.j3.infer.complete")
+    assert not may_publish(job_permissions(identity), "tmq.v1.job.ada.j2.infer.complete")
+    learner = JobIdentity("ada", "j1", "learner", "learner", 1)
+    asks = job_permissions(learner, teachers=["j2"])
+    assert not may_publish(asks, "tmq.v1.job.ada.j2.infer.complete")
+
+
 def test_users_ask_servers_and_host_their_games_in_sessions() -> None:
     user, server = user_permissions("ada"), of_role("server")
     assert may_publish(user, f"{JOB}.infer.play")

@@ -8,6 +8,7 @@ from tinkermq.schemas.wire.errors import ConfigError
 LEAST = ["model.path=m", "env.game=bandit"]
 SFT = ["sft.data=[chats.jsonl]"]
 AGENT = ["env.game=agent", "agent.command=[run.sh]"]
+BY_TURN = ["algorithm.advantage=gae", "algorithm.sample=turn"]
 REPLAY = ["algorithm.router_replay=true"]
 EXAMPLES = [
     ["algorithm.loss=sft"],
@@ -35,8 +36,24 @@ EXAMPLES = [
     ["algorithm.gamma=0.9"],
     ["algorithm.filter_equal_rewards=true", "rollout.group_size=1"],
     ["algorithm.length_coef=0.1", "rollout.group_size=1"],
+    [*BY_TURN, "algorithm.turn_gamma=0.9"],
+    [*BY_TURN, "algorithm.turn_lambda=0.9"],
+    [
+        "algorithm.advantage=gae",
+        "algorithm.turn_lambda=0.9",
+        "algorithm.gae_lambda_length=0.1",
+    ],
+    [*BY_TURN, "critic.bootstrap_cut=true"],
     ["critic.lr=1e-4"],
     ["algorithm.advantage=gae", "critic.warmup_steps=20", "training.num_steps=20"],
+    ["algorithm.teacher=job:t", "rollout.temperature=0.7"],
+    ["algorithm.teacher=job:t", "training.tasks=external", "training.num_steps=3"],
+    [*AGENT, "algorithm.teacher=t", "algorithm.teacher_context=solution"],
+    [
+        "algorithm.teacher=self",
+        "algorithm.teacher_context=solution",
+        "algorithm.teacher_context_tokens=4096",
+    ],
     [*REPLAY, "generator.engine=vllm", "generator.slots=2", "generator.tensor_parallel=2"],
     [*REPLAY, *AGENT],
     [*REPLAY, "policies.low=m"],

@@ -56,6 +56,16 @@ class SlowGuess(GuessGame):
         return result
 
 
+class ToldBandit(SlowBandit):
+    """A bandit that tells the answer at the end, for a teacher to read."""
+
+    def step(self, action: str) -> StepResult:
+        """Pull the arm, and tell which one pays."""
+        result = super().step(action)
+        result.info["solution"] = f"arm {self.best_arm()}"
+        return result
+
+
 class FirstLetter(BanditGame):
     """Pays for a first letter that a random model draws about half of the time."""
 

@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from openai import AsyncOpenAI, BadRequestError
 from tinkermq.actors.generator.episodes.agent_loop import AgentLoop, EpisodePlan, EpisodeSampling
 from tinkermq.actors.generator.episodes.chat import ChatTokenizer, make_chat
 from tinkermq.actors.generator.episodes.players import start_engine
-from tinkermq.actors.models.model_folder import load_tokenizer
+from tinkermq.actors.models.model_folder import load_causal_lm, load_tokenizer
 from tinkermq.broker.client.parts import ask_parts
 from tinkermq.broker.jobs import JobStore
 from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference_async
@@ -35,6 +37,7 @@ from tests.actors.gateway.http import openai_client
 from tests.support.configs import small_job
 from tests.support.games import RaisesInStep, SlowBandit
 from tests.support.jobs import Job
+from tests.support.models import plain_logprobs
 from tests.support.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -108,6 +111,7 @@ async def test_the_gateway_serves_a_real_model_to_the_official_client(
             text = await openai.completions.create(model=job["job_id"], prompt="2+2=", max_tokens=3)
             assert text.usage is not None
             assert text.usage.prompt_tokens == 4
+            await _assert_prompts_are_scored(openai, job["name"], model, chat)
             endpoint = await asyncio.to_thread(Endpoint.find, str(openai.base_url), None)
             short = PlayOptions(GuessGame, max_samples=6, max_turns=2, max_tokens_per_turn=4)
             played = await play_with_endpoint(endpoint, short)
@@ -115,6 +119,33 @@ async def test_the_gateway_serves_a_real_model_to_the_official_client(
                 (task, 2) for task in range(6)
             ]
             assert {one.model for one in played.results} == {job["name"]}
+
+
+async def _assert_prompts_are_scored(
+    openai: AsyncOpenAI, name: str, folder: Path, chat: ChatTokenizer
+) -> None:
+    """`prompt_logprobs` are told where vLLM tells them, those of a plain forward pass."""
+    prompts = [chat.encode("what is 2+2?"), chat.encode("7")]
+    more: Any = {"extra_body": {"prompt_logprobs": 3}}
+    scored = await openai.completions.create(model=name, prompt=prompts, max_tokens=0, **more)
+    assert [(one.text, one.finish_reason) for one in scored.choices] == [("", "length")] * 2
+    plain = load_causal_lm(str(folder), dtype=torch.float32)
+    for prompt, choice in zip(prompts, scored.choices, strict=True):
+        first, *rows = choice.prompt_logprobs  # type: ignore[attr-defined]
+        assert first is None
+        own = [row[str(token)]["logprob"] for row, token in zip(rows, prompt[1:], strict=True)]
+        wanted = plain_logprobs(plain, np.array(prompt[:1]), np.array(prompt[1:]))
+        np.testing.assert_allclose(own, wanted, atol=1e-4)
+        for row in rows:
+            ranked = sorted((one for one in row.values() if one["rank"]), key=lambda o: o["rank"])
+            assert [one["rank"] for one in ranked] == [1, 2, 3]
+            assert ranked[0]["logprob"] >= ranked[1]["logprob"] >= ranked[2]["logprob"]
+    drawn = await openai.completions.create(model=name, prompt="2+2=", max_tokens=3, **more)
+    assert drawn.usage is not None
+    assert drawn.usage.completion_tokens == 3
+    for wrong in ({"max_tokens": 0}, {"max_tokens": 1, "stream": True, **more}):
+        with pytest.raises(BadRequestError):
+            await openai.completions.create(model=name, prompt="2+2=", **wrong)
 
 
 async def test_episodes_have_the_tokens_of_training_and_files_go_on_where_they_ended(

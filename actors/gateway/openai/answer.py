@@ -1,17 +1,20 @@
 """A server's answer in OpenAI's words: whole, or as the events of a stream."""
 
 import json
+import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ....envs.agents.replies import call_name
 from ....envs.tool_calls import ToolText
-from ....schemas.infer import Delta, InferPart
+from ....schemas.infer import Delta, InferPart, PromptScore
 from .asking import headers_of
 from .body import ChatBody, CompletionBody
 
 DONE = "data: [DONE]\n\n"
+_LEAST = -9999.0
+"""In the place of -inf, which JSON does not have."""
 
 
 class Answer:
@@ -30,6 +33,8 @@ class Answer:
         self._wants_logprobs = body.logprobs is not None and body.logprobs is not False
         self._wants_ids = body.return_token_ids
         self._prompt_ids: list[list[int]] = []
+        self._scores: dict[int, list[PromptScore]] = {}
+        self._vocabulary = ""
         self._model = ""
         self._usage: dict[str, Any] = _usage(0, 0)
         self.headers: dict[str, str] = {}
@@ -44,6 +49,9 @@ class Answer:
             self._usage = _usage(part.prompt_tokens, part.completion_tokens)
             if part.rendered is not None:
                 self._usage["prompt_tokens_details"] = {"cached_tokens": part.reused_tokens}
+        self._vocabulary = part.vocabulary or self._vocabulary
+        for score in part.scores:
+            self._scores.setdefault(score.prompt, []).append(score)
         for delta in part.deltas:
             self._choices[delta.choice].take(delta)
 
@@ -53,6 +61,7 @@ class Answer:
         return {
             **self._head("chat.completion" if self._chat else "text_completion"),
             **top,
+            **({"tinkermq": {"vocabulary": self._vocabulary}} if self._scores else {}),
             "choices": [
                 self._whole_chat(choice) if self._chat else self._whole_text(choice)
                 for choice in self._choices
@@ -140,7 +149,15 @@ class Answer:
             "logprobs": self._logprobs(deltas, choice) if self._wants_logprobs else None,
             "finish_reason": _reason(choice.finish, calls=False),
             **self._ids(deltas, choice),
+            **self._of_prompt(choice.number // self._num_choices),
         }
+
+    def _of_prompt(self, number: int) -> dict[str, Any]:
+        """Return the log-probs of a prompt's tokens where vLLM has them, if they were asked for."""
+        if number not in self._scores:
+            return {}
+        told = [row for piece in self._scores[number] for row in _rows(piece, self._prompt_ids)]
+        return {"prompt_logprobs": told}
 
     def _ids(self, deltas: list[Delta], choice: "_Choice") -> dict[str, Any]:
         """Return new tokens where vLLM has them; a completion has its prompt's once, too."""
@@ -216,6 +233,23 @@ def _token(token: str, logprob: float) -> dict[str, Any]:
         "bytes": list(token.encode()),
         "top_logprobs": [],
     }
+
+
+def _rows(piece: PromptScore, prompts: Sequence[Sequence[int]]) -> Iterator[dict[str, Any] | None]:
+    """Yield what is told of each token: itself and the likeliest in its place, by their ids."""
+    ids = prompts[piece.prompt][piece.start : piece.start + len(piece.logprobs)]
+    columns = (piece.logprobs, piece.top_ids, piece.top_logprobs)
+    for token, own, top, logprobs in zip(ids, *(one.tolist() for one in columns), strict=True):
+        if math.isnan(own):
+            yield None  # nothing stands before it
+            continue
+        ranked = enumerate(zip(top, logprobs, strict=True), 1)
+        told = {str(other): _ranked(value, rank) for rank, (other, value) in ranked}
+        yield {str(token): _ranked(own, None), **told}
+
+
+def _ranked(logprob: float, rank: int | None) -> dict[str, Any]:
+    return {"logprob": max(logprob, _LEAST), "rank": rank, "decoded_token": None}
 
 
 def _usage(prompt: int, completion: int) -> dict[str, int]:

@@ -13,6 +13,7 @@ from typing import Any, Literal, Self, TypeVar, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ....envs.agents.dialects.neutral import asks_nothing, is_label
+from ....schemas.bounds.defaults import MAX_TOP_K
 from ....schemas.images import encoded_image
 from ....schemas.infer import (
     MAX_CHOICES,
@@ -139,7 +140,17 @@ class CompletionBody(_Body):
     """`POST /v1/completions`."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = Field(default=None, ge=0)
     logprobs: Literal[0] | None = None
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_K)
+
+    @model_validator(mode="after")
+    def _asks_for_something(self) -> Self:
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise ValueError("max_tokens is 0, which is for prompt_logprobs alone")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs are not streamed: leave stream out")
+        return self
 
     def request(self) -> CompletionRequest:
         """Return the request that a server takes."""
@@ -149,7 +160,8 @@ class CompletionBody(_Body):
             decoding=self.decoding(),
             stream=self.stream,
             logprobs=self.logprobs is not None,
-            token_ids=self.return_token_ids,
+            token_ids=self.return_token_ids or self.prompt_logprobs is not None,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 

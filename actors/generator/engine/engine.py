@@ -81,10 +81,6 @@ class Drawn:
     """Policy version that produced it."""
 
 
-MAX_TOP_K = 256
-"""Of the likeliest tokens that `score` tells at each place."""
-
-
 @dataclass(frozen=True, slots=True)
 class PromptScores:
     """What a model thinks of the N tokens of a prompt, each behind those before it."""

@@ -2,8 +2,9 @@
 
 import numpy as np
 
+from ....schemas.bounds.defaults import MAX_TOP_K
 from ....schemas.wire.errors import ConfigError, EngineError, NotFoundError
-from .engine import MAX_TOP_K, IntVector, Sampling
+from .engine import IntVector, Sampling
 
 
 def check_sampling(sampling: Sampling) -> None:

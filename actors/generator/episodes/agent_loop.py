@@ -9,12 +9,12 @@ the machine where it was left.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from typing import NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from ....broker.observe.time_use import TimeUse
 from ....broker.segments import Fenced
@@ -24,6 +24,7 @@ from ....envs.serving.remote import Environments, Start
 from ....schemas.config.job import RolloutConfig
 from ....schemas.rollout import Finish, Trajectory
 from ....schemas.task import Blame
+from ....schemas.teaching import Teaching
 from ....schemas.wire.errors import (
     Boundary,
     ConfigError,
@@ -33,10 +34,16 @@ from ....schemas.wire.errors import (
     SandboxError,
     TinkermqError,
 )
-from ..engine.engine import Drawn, Engine, Generation, OnToken, Sampling, nothing
-from .chat import ChatTokenizer
+from ..engine.engine import Drawn, Engine, Generation, IntVector, OnToken, Sampling, nothing
+from .chat import ChatMessage, ChatTokenizer
 from .recorder import EpisodeRecorder, GameAt
 from .transcript import Transcript
+
+PromptForTeacher: TypeAlias = Callable[
+    [Sequence[ChatMessage], Sequence[Mapping[str, Any]], int, Mapping[str, Any]], IntVector
+]
+"""Returns the first prompt with what only a teacher reads, of messages, tools, the prompt's length
+and what the game has told."""
 
 
 class EpisodeFailed(TinkermqError):
@@ -107,8 +114,11 @@ class AgentLoop:
         config: RolloutConfig,
         sampling: EpisodeSampling,
         time_use: TimeUse | None = None,
+        prompt_for_teacher: PromptForTeacher | None = None,
     ) -> None:
-        """`time_use` is told when episodes wait for the engine and for their games."""
+        """`time_use` is told when episodes wait for the engine and for their games;
+        `prompt_for_teacher` makes what a teacher reads in place of the first prompt."""
+        self._prompt_for_teacher = prompt_for_teacher
         self._engine = engine
         self._chat = chat
         self._environments = environments
@@ -155,7 +165,9 @@ class AgentLoop:
                     await recorder.end_turn(transcript)
                 with blaming("environment", transcript):
                     finish = await self._interact(plan, game, transcript)
-            return self._trajectory(plan, transcript, finish, game.host)
+            with blaming("environment", transcript):
+                teaching = self._teaching(plan, transcript, game)
+            return self._trajectory(plan, transcript, finish, game.host, teaching)
         finally:
             self._engine.release(plan.episode)
             recorder.stop()
@@ -310,6 +322,7 @@ class AgentLoop:
         transcript: Transcript,
         finish: Finish,
         host: str,
+        teaching: Teaching | None,
     ) -> Trajectory:
         return transcript.trajectory(
             finish,
@@ -318,7 +331,16 @@ class AgentLoop:
             seed=plan.start.seed,
             role=plan.start.seat.role if plan.start.seat else "",
             greedy=plan.greedy,
+            teaching=teaching,
         )
+
+    def _teaching(self, plan: EpisodePlan, transcript: Transcript, game: GameAt) -> Teaching | None:
+        """Return what a teacher reads in place of the first prompt, where it reads more."""
+        if self._prompt_for_teacher is None or plan.start.split != "train" or plan.greedy:
+            return None
+        started, num = game.started, transcript.num_prompt
+        prompt = self._prompt_for_teacher(started.messages, started.tools, num, transcript.info)
+        return Teaching(prompt=prompt)
 
     def _check_prompt(self, prompt: list[int]) -> None:
         limit = self._config.max_prompt_tokens

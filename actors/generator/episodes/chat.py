@@ -26,6 +26,7 @@ from ...models.model_folder import (
     load_stop_token_ids,
     load_tokenizer,
     sees_images,
+    vocabulary_digest,
 )
 from ..engine.engine import IntVector
 from .image_room import check_seen, with_room
@@ -220,6 +221,10 @@ class ChatTokenizer:
     def token_text(self, token_id: int) -> str:
         """Return the text of one token by itself, special ones included."""
         return cast("str", self._tokenizer.decode([int(token_id)]))  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+
+    def vocabulary(self) -> str:
+        """Return a digest of all tokens and their ids: equal for equal tokenizers."""
+        return vocabulary_digest(self._tokenizer)
 
     def check_template(self, *, multi_turn: bool = True) -> None:
         """Prove that the template only appends; raise ModelError saying where it does not.

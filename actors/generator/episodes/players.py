@@ -15,7 +15,7 @@ from ...models.model_folder import load_causal_lm
 from ...models.policies import MAIN, policy_config, policy_names
 from ..engine.engine import Engine
 from ..engine.transformers.transformers_engine import TransformersEngine
-from .agent_loop import AgentLoop, EpisodeSampling
+from .agent_loop import AgentLoop, EpisodeSampling, PromptForTeacher
 from .chat import ChatTokenizer
 
 if TYPE_CHECKING:
@@ -106,13 +106,17 @@ class Players:
         environments: Environments,
         sampling: EpisodeSampling,
         time_use: TimeUse | None = None,
+        prompt_for_teacher: PromptForTeacher | None = None,
     ) -> "Players":
-        """Start the engines; `time_use` is told what the episodes wait for."""
+        """Start the engines; `time_use` is told what the episodes wait for, `prompt_for_teacher`
+        makes what teachers read."""
         engines = {
             name: await start_engine(policy_config(config, name)) for name in policy_names(config)
         }
         loops = {
-            name: AgentLoop(engine, chat, environments, config.rollout, sampling, time_use)
+            name: AgentLoop(
+                engine, chat, environments, config.rollout, sampling, time_use, prompt_for_teacher
+            )
             for name, engine in engines.items()
         }
         return cls(engines, loops)

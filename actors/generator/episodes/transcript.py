@@ -9,6 +9,7 @@ import numpy as np
 from ....envs.game import StepResult
 from ....schemas.images import images_of
 from ....schemas.rollout import Finish, Trajectory
+from ....schemas.teaching import Teaching
 from ....schemas.wire.errors import EngineError
 from ..engine.engine import Drawn, ExpertRecord, Generation
 
@@ -122,6 +123,7 @@ class Transcript:
         seed: int,
         role: str = "",
         greedy: bool = False,
+        teaching: Teaching | None = None,
     ) -> Trajectory:
         """Return the record of the episode, which has ended.
 
@@ -141,6 +143,7 @@ class Transcript:
                 for end in self.turn_ends
             ],
             greedy=greedy,
+            teaching=teaching,
             role=role,
             seed=seed,
             messages=self.messages,

@@ -26,7 +26,7 @@ from .sequences import (
     lengths_by_sequence,
     reward_to_go,
 )
-from .values import advantage_over_chains, generalized_advantage
+from .values import advantage_over_chains, between_tokens, generalized_advantage
 
 AdvantageFn = Callable[..., Tensor]
 
@@ -327,12 +327,14 @@ def gae(
     *,
     gae_lambda: float = 1.0,
     by_length: float | None = None,
+    turn_gamma: float | None = None,
+    turn_lambda: float | None = None,
     epsilon: float = 1e-8,
 ) -> Tensor:
     """Generalised advantage over the generated tokens, whitened over the batch (PPO).
 
     With `by_length` α, λ of a sequence of l tokens is 1 − 1/(αl), at least 0 (VAPO, arXiv
-    2504.05118).
+    2504.05118). `turn_gamma` and `turn_lambda` count from a turn's last token to the next one.
     """
     if inputs.values_N is None:
         raise ConfigError(
@@ -349,12 +351,14 @@ def gae(
             rewards_N, values_N, inputs.calls, inputs.gamma, gae_lambda
         )
         return _whiten(advantages_N, epsilon, inputs.kept_N).float()
-    lam: float | Tensor = gae_lambda
+    between = (inputs.seq_N, inputs.turn_N)
+    gamma = between_tokens(inputs.gamma, turn_gamma, *between)
+    lam = between_tokens(gae_lambda, turn_lambda, *between)
     if by_length is not None:
         lengths_S = lengths_by_sequence(inputs.seq_N, inputs.num_seqs).double()
-        lam = (1 - 1 / (by_length * lengths_S.clamp(min=1))).clamp(min=0)
+        lam = (1 - 1 / (by_length * lengths_S.clamp(min=1))).clamp(min=0)[inputs.seq_N]
     advantages_N = generalized_advantage(
-        rewards_N, values_N, inputs.seq_N, inputs.num_seqs, inputs.gamma, lam
+        rewards_N, values_N, inputs.seq_N, inputs.num_seqs, gamma, lam
     )
     return _whiten(advantages_N, epsilon, inputs.kept_N).float()
 

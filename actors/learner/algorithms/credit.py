@@ -20,7 +20,13 @@ from .samples import Samples, answered_states, episodes, returns_by_turn, turns,
 from .sequences import is_last_of_sequence, lengths_by_sequence, sum_by_sequence
 from .shaping import length_reward, overlong_penalty
 from .training_batch import TrainingBatch
-from .values import ValueTargets, advantage_over_chains, generalized_advantage
+from .values import (
+    Values,
+    ValueTargets,
+    advantage_over_chains,
+    between_tokens,
+    generalized_advantage,
+)
 
 
 @dataclass(frozen=True)
@@ -59,12 +65,12 @@ def assign_credit(
     batch: TrainingBatch,
     old_N: Tensor | None,
     reference_N: Tensor | None,
-    values_N: Tensor | None,
+    values: Values | None,
     own: Callable[[AdvantageInputs], Tensor] | None = None,
 ) -> Credit:
     """Compute the advantages of a batch, by the configuration's function or the user's `own`.
 
-    `old_N` and `reference_N` are read where a KL enters the rewards; `values_N` are the critic's.
+    `old_N` and `reference_N` are read where a KL enters the rewards; `values` are the critic's.
     An episode that is masked (`overlong_filter`) still counts in its group's mean and std, as in
     TRL, but not where a whole batch is whitened; and so do tokens that are too old. One that took
     its game too long (`env.on_step_timeout=mask`) counts nowhere: nobody knows what it is worth.
@@ -86,6 +92,9 @@ def assign_credit(
     rewards_N = earned_N
     if by_turn and algorithm.turn_reward == "return":
         rewards_N = returns_by_turn(batch, earned_N, algorithm.discount)
+    values_N = None if values is None else values.values_N
+    if values is not None and values.after_S is not None:
+        rewards_N = _with_ends(rewards_N, values.after_S, batch.seq_N, algorithm.end_discount)
     inputs = AdvantageInputs(
         rewards_S=sum_by_sequence(rewards_N, samples.sample_N, samples.num),
         group_S=samples.group_M,
@@ -111,6 +120,12 @@ def assign_credit(
         kept_S,
         kept_N,
     )
+
+
+def _with_ends(rewards_N: Tensor, after_S: Tensor, seq_N: Tensor, gamma: float) -> Tensor:
+    """Add what is expected behind the end of each sequence to its last token."""
+    last_N = is_last_of_sequence(seq_N)
+    return rewards_N + gamma * after_S[seq_N] * last_N
 
 
 def _advantages(
@@ -182,7 +197,12 @@ def _of_tokens(inputs: AdvantageInputs, kept_N: Tensor) -> AdvantageInputs:
 def _options(config: JobConfig) -> dict[str, Any]:
     algorithm = config.algorithm
     if algorithm.advantage == "gae":
-        return {"gae_lambda": algorithm.gae_lambda, "by_length": algorithm.gae_lambda_length}
+        return {
+            "gae_lambda": algorithm.gae_lambda,
+            "by_length": algorithm.gae_lambda_length,
+            "turn_gamma": algorithm.turn_gamma,
+            "turn_lambda": algorithm.turn_lambda,
+        }
     if algorithm.advantage == "grpo":
         return {"std": algorithm.advantage_std}
     if algorithm.advantage == "gdpo":
@@ -233,8 +253,14 @@ def _targets(
     gamma, own = algorithm.token_discount, config.critic.gae_lambda
     gae_lambda = algorithm.gae_lambda if own is None else own
     if batch.calls is None:
+        between = (samples.sample_N, batch.turn_N)
         advantages_N = generalized_advantage(
-            rewards_N, values_N, samples.sample_N, samples.num, gamma, gae_lambda
+            rewards_N,
+            values_N,
+            samples.sample_N,
+            samples.num,
+            between_tokens(gamma, algorithm.turn_gamma, *between),
+            between_tokens(gae_lambda, algorithm.turn_lambda if own is None else None, *between),
         )
     else:
         is_own = algorithm.branch_credit == "own"

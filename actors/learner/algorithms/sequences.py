@@ -49,8 +49,10 @@ def by_sequence(values_N: Tensor, seq_N: Tensor, num_seqs: int) -> tuple[Tensor,
 
 
 def reward_to_go(rewards_SP: Tensor, gamma: float | Tensor) -> Tensor:
-    """R_p = r_p + γ R_{p+1} along each row; γ may be [S], one for each row."""
+    """R_p = r_p + γ R_{p+1} along each row; γ may be [S, P], that behind each place."""
     returns_SP = rewards_SP.clone()
+    each = torch.as_tensor(gamma, dtype=rewards_SP.dtype, device=rewards_SP.device)
+    gamma_SP = each.expand_as(rewards_SP)
     for place in range(rewards_SP.shape[1] - 2, -1, -1):
-        returns_SP[:, place] += gamma * returns_SP[:, place + 1]
+        returns_SP[:, place] += gamma_SP[:, place] * returns_SP[:, place + 1]
     return returns_SP

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ....schemas.images import images_of
 from ....schemas.rollout import Group, Trajectory, episodes_of, return_of
+from ....schemas.teaching import Teaching
 from ....schemas.wire.errors import DataError
 from ..packing.micro_batch import TokenSequence
 from .calls import BatchCalls, calls_of
@@ -50,9 +51,13 @@ class TrainingBatch:
     """bool: a token limit ended a row of the episode or cut its last turn."""
     timed_out_S: Tensor
     """bool: a step of the episode took its game too long."""
+    unfinished_S: Tensor
+    """bool: a limit of turns or tokens ended the sequence, and its game would have gone on."""
     fresh_N: Tensor | None
     """bool: tokens that are trained; the others are too old, and count in rewards alone. None:
     all are trained."""
+    teaching: list[Teaching | None]
+    """What is for the teacher of each sequence, or came from it."""
     kinds: list[str]
     """What each sequence is of its episode: main, sub-agent and so on; empty: all of it."""
     sources: list[str]
@@ -117,6 +122,7 @@ def assemble(
     first_turn_E = first_turn_S[first_E]
     cut_S = np.array([item.ended_by == "length" for item in trajectories])
     hung_S = np.array([item.finish == "timeout" for item in trajectories])
+    limited_S = np.array([item.finish in ("turns", "length") for item in trajectories])
     prompts_S = at_N[np.searchsorted(seq_N, np.arange(len(trajectories)))] - first_S
     versions_N = np.concatenate([item.versions for item in trajectories])[at_N]
     fresh_N = versions_N >= oldest
@@ -144,7 +150,9 @@ def assemble(
         lengths_S=_tensor(lengths_S - prompts_S),
         truncated_S=_tensor(np.logical_or.reduceat(cut_S, first_E)[episode_S]),
         timed_out_S=_tensor(np.logical_or.reduceat(hung_S, first_E)[episode_S]),
+        unfinished_S=_tensor(limited_S),
         fresh_N=None if fresh_N.all() else _tensor(fresh_N),
+        teaching=[item.teaching for item in trajectories],
         kinds=[item.kind for item in trajectories],
         sources=[item.data_source for item in trajectories],
         calls=calls_of(groups, turns_N),
@@ -169,6 +177,23 @@ def select(batch: TrainingBatch, keep_S: Tensor) -> tuple[list[TokenSequence], T
     chosen = cast(list[bool], keep_S.tolist())
     sequences = [item for item, keep in zip(batch.sequences, chosen, strict=True) if keep]
     return sequences, torch.nonzero(keep_S[batch.seq_N]).flatten()
+
+
+def ends_of(batch: TrainingBatch, chosen_S: Tensor) -> TrainingBatch:
+    """Return a batch whose only generated tokens stand behind the last ones of some sequences.
+
+    What is predicted of them is seen from the sequence's end.
+    """
+    chosen = chosen_S.nonzero().squeeze(1)
+    sequences = list(batch.sequences)
+    for place in cast("list[int]", chosen.tolist()):
+        one = sequences[place]
+        end = int(np.flatnonzero(one.mask)[-1]) + 1
+        ids = np.append(one.token_ids[:end], one.token_ids[end - 1])
+        mask = np.zeros_like(ids)
+        mask[-1] = 1
+        sequences[place] = TokenSequence(ids, mask, one.images)
+    return replace(batch, sequences=sequences, seq_N=chosen)
 
 
 def components_of(rows: Sequence[Trajectory], names: Sequence[str]) -> list[float]:

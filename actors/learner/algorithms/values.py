@@ -11,7 +11,18 @@ import torch
 from torch import Tensor
 
 from .calls import BatchCalls
-from .sequences import by_sequence, reward_to_go
+from .sequences import by_sequence, is_last_of_sequence, reward_to_go
+
+
+@dataclass(frozen=True)
+class Values:
+    """What a critic says of a batch before a step."""
+
+    values_N: Tensor
+    """Value before each token."""
+    after_S: Tensor | None = None
+    """Value at the end of each sequence whose game would have gone on, 0 for others; None: nothing
+    is expected behind any end."""
 
 
 @dataclass(frozen=True)
@@ -33,19 +44,39 @@ def generalized_advantage(
     values_N: Tensor,
     seq_N: Tensor,
     num_seqs: int,
-    gamma: float,
+    gamma: float | Tensor,
     lam: float | Tensor,
 ) -> Tensor:
     """A_t = δ_t + γλ A_{t+1} with δ_t = r_t + γ V_{t+1} − V_t: float64[N] (arXiv 1506.02438).
 
-    `lam` may be float64[S], one for each sequence. Nothing follows the last token of a sequence.
-    `advantage + value` is the return that the critic is trained towards.
+    `gamma` and `lam` may be float64[N], those between each token and the next. Nothing follows the
+    last token of a sequence. `advantage + value` is the return that the critic is trained towards.
     """
     rewards_SP, place_N = by_sequence(rewards_N.double(), seq_N, num_seqs)
     values_SP, _ = by_sequence(values_N.double(), seq_N, num_seqs)
+    gamma_SP, lam_SP = (_laid_out(one, seq_N, num_seqs) for one in (gamma, lam))
     delta_SP = rewards_SP - values_SP
-    delta_SP[:, :-1] += gamma * values_SP[:, 1:]
-    return reward_to_go(delta_SP, gamma * lam)[seq_N, place_N]
+    delta_SP[:, :-1] += (gamma_SP * values_SP.roll(-1, 1))[:, :-1]
+    return reward_to_go(delta_SP, gamma_SP * lam_SP)[seq_N, place_N]
+
+
+def _laid_out(value: float | Tensor, seq_N: Tensor, num_seqs: int) -> Tensor:
+    """Return float64[S, P], or one number for all."""
+    if not isinstance(value, Tensor):
+        return torch.tensor(value, dtype=torch.float64, device=seq_N.device)
+    return by_sequence(value.double(), seq_N, num_seqs)[0]
+
+
+def between_tokens(
+    within: float, turns: float | None, seq_N: Tensor, turn_N: Tensor | None
+) -> float | Tensor:
+    """Return what counts between each token and the next: float64[N] where turns have their own."""
+    if turns is None or turn_N is None:
+        return within
+    ends_N = is_last_of_sequence(seq_N)
+    ends_N[:-1] |= turn_N[1:] != turn_N[:-1]
+    ours_N = torch.full_like(ends_N, within, dtype=torch.float64)
+    return ours_N.masked_fill(ends_N, turns)
 
 
 def advantage_over_chains(

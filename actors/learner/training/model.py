@@ -1,13 +1,13 @@
 """The model that learns: loading it, and the log-probs of generated tokens.
 
 Shape letters: B rows, T columns of a row, N generated tokens, U columns that predict some
-of them, D hidden size, V vocabulary.
+of them, D hidden size, V vocabulary, K tokens that are looked at in the place of each.
 """
 
 # torch and transformers leave some of their methods untyped.
 # pyright: reportUnknownMemberType=false
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,6 +46,25 @@ class TokenScores:
     """log π of each token at the sampling temperature."""
     entropy_N: Tensor
     """Entropy in nats of the distribution that each token was drawn from."""
+    others_NK: Tensor | None = None
+    """log π of other tokens in its place: those asked for, or the likeliest, best first."""
+    top_ids_NK: Tensor | None = None
+    """int64: which tokens are the likeliest, where they were asked for."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of a scorer beside the log-probs."""
+
+    entropy_gradient: bool = False
+    """Entropies with gradient."""
+    others_NK: Tensor | None = None
+    """int64: tokens whose log-probs are wanted in the place of each token, with gradient."""
+    top_k: int = 0
+    """Likeliest tokens to tell in the place of each, without gradient; 0: none."""
+
+
+_NOTHING_MORE = Asked()
 
 
 def load_model(
@@ -178,50 +197,60 @@ class Scorer:
         """Where the model is."""
         return self.inside.device
 
-    def score(self, packed: MicroBatch, *, entropy_gradient: bool = False) -> TokenScores:
+    def score(self, packed: MicroBatch, asked: Asked = _NOTHING_MORE) -> TokenScores:
         """Return log-probs (with gradient, where enabled) and entropies of the N tokens."""
-        return TokenScores(*self.inside.run(lambda: self._score(packed, entropy_gradient)))
+        logprobs_N, entropy_N, *more = self.inside.run(lambda: self._score(packed, asked))
+        return TokenScores(logprobs_N, entropy_N, *more)
 
-    def _score(self, packed: MicroBatch, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+    def _score(self, packed: MicroBatch, asked: Asked) -> tuple[Tensor, ...]:
         packed = packed.to(self.device)
         states_UD, place_N = self.states_UD(packed, logits=self.full_logits)
-        chunk = max(1, self._chunk_bytes // (4 * self._vocab()))
+        chunk = max(1, self._chunk_bytes // (4 * self.vocab_size))
         if len(states_UD) <= chunk:
-            return self._read(states_UD, place_N, packed.target_N, entropy_gradient)
-        logprobs_N, entropy_N = (torch.empty(len(place_N), device=self.device) for _ in range(2))
+            return self._read(states_UD, place_N, packed.target_N, asked)
+        found: list[Tensor] = []
         for start in range(0, len(states_UD), chunk):
             inside_N = torch.nonzero((place_N >= start) & (place_N < start + chunk)).flatten()
+            others_NK = None if asked.others_NK is None else asked.others_NK[inside_N]
             # The logits of a chunk are computed again in the backward pass, not kept.
             read = cast(
-                "tuple[Tensor, Tensor]",
+                "tuple[Tensor, ...]",
                 checkpoint.checkpoint(
                     self._read,
                     states_UD[start : start + chunk],
                     place_N[inside_N] - start,
                     packed.target_N[inside_N],
-                    entropy_gradient,
+                    replace(asked, others_NK=others_NK),
                     use_reentrant=False,
                 ),
             )
-            logprobs_N = logprobs_N.index_copy(0, inside_N, read[0])
-            entropy_N = entropy_N.index_copy(0, inside_N, read[1])
-        return logprobs_N, entropy_N
+            found = found or [one.new_zeros(len(place_N), *one.shape[1:]) for one in read]
+            found = [
+                whole.index_copy(0, inside_N, part) for whole, part in zip(found, read, strict=True)
+            ]
+        return tuple(found)
 
     def _read(
-        self, states_UD: Tensor, place_N: Tensor, targets_N: Tensor, entropy_gradient: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Turn hidden states into the log-probs of the targets, and entropies."""
+        self, states_UD: Tensor, place_N: Tensor, targets_N: Tensor, asked: Asked
+    ) -> tuple[Tensor, ...]:
+        """Turn hidden states into the log-probs of the targets, entropies, and what is asked."""
         logits_UV = self.logits(states_UD).float()
         if self._temperature != 1.0:
             logits_UV = logits_UV / self._temperature
         log_softmax_UV = logits_UV.log_softmax(-1)
         logprobs_N = log_softmax_UV[place_N, targets_N]
-        if entropy_gradient:
-            return logprobs_N, entropy_from_logits(logits_UV)[place_N]
+        more: tuple[Tensor, ...] = ()
+        if asked.others_NK is not None:
+            more = (log_softmax_UV[place_N[:, None], asked.others_NK.to(self.device)],)
+        elif asked.top_k:
+            top = log_softmax_UV.detach().topk(asked.top_k, -1)
+            more = (top.values[place_N], top.indices[place_N])
+        if asked.entropy_gradient:
+            return logprobs_N, entropy_from_logits(logits_UV)[place_N], *more
         with torch.no_grad():
             # Products of -inf (a masked token) and 0 do not count.
             terms_UV = torch.nan_to_num(log_softmax_UV.exp() * log_softmax_UV, nan=0.0)
-            return logprobs_N, -terms_UV.sum(-1)[place_N]
+            return logprobs_N, -terms_UV.sum(-1)[place_N], *more
 
     def states_UD(self, packed: MicroBatch, *, logits: bool = False) -> tuple[Tensor, Tensor]:
         """Return the decoder's hidden states (or the model's logits) at the columns that predict.
@@ -278,7 +307,9 @@ class Scorer:
         with self._computing(autocast=self.autocast):
             return self._head(states_UD)
 
-    def _vocab(self) -> int:
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens that its output layer knows."""
         return int(cast(Tensor, self._head.weight).shape[0])
 
     # -- what the model is found to be ---------------------------------------------------------
@@ -296,7 +327,7 @@ class Scorer:
             output.last_hidden_state = seen[-1]
             return output
 
-        ids = torch.arange(8, device=self.device).unsqueeze(0) % self._vocab()
+        ids = torch.arange(8, device=self.device).unsqueeze(0) % self.vocab_size
         hook = self._decoder.register_forward_hook(enlarge)
         try:
             whole = self._model(input_ids=ids, use_cache=False).logits
@@ -322,7 +353,7 @@ class Scorer:
 
     def _packing_error(self) -> float:
         """Largest difference of a log-prob between a shared row and a row of its own."""
-        ids = np.arange(20, dtype=np.int64) % self._vocab()
+        ids = np.arange(20, dtype=np.int64) % self.vocab_size
         mask = np.array([0, 0, 0, 0, 1, 1, 0, 1])
         first, second = TokenSequence(ids[:8], mask), TokenSequence(ids[8:16], mask)
         same_prompt = TokenSequence(np.concatenate([ids[:4], ids[16:]]), mask)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ....schemas.config.job import JobConfig
 from ..algorithms.aggregation import Denominators, aggregate
 from ..algorithms.kl import kl_per_token
-from ..algorithms.losses import LossInputs, TokenLoss, compute_loss
+from ..algorithms.losses import LossInputs, TokenLoss, compute_loss, log_ratio
 from ..algorithms.off_policy.corrections import (
     Correction,
     CorrectionInputs,
@@ -25,9 +25,10 @@ from ..algorithms.off_policy.masks import masked
 from ..algorithms.samples import renumber
 from ..algorithms.sequences import sum_by_sequence
 from ..algorithms.training_batch import TrainingBatch
+from ..distillation.targets import TeacherTargets, forward_kl
 from ..own.functions import own_function
 from ..packing.micro_batch import MicroBatch
-from .model import TokenScores
+from .model import Asked, TokenScores
 
 _GRADIENT_AT_ZERO = frozenset({"clip_cov", "dppo", "kl_cov", "sft"})
 """Losses in which tokens of advantage 0 have a part, too."""
@@ -48,6 +49,10 @@ class StepInputs:
     reference_N: Tensor | None
     weights_N: Tensor | None
     """Correction weights that need the whole batch."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus in this step."""
+    targets: TeacherTargets | None = None
+    """What teachers say beside advantages."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ class Objective:
             or algorithm.entropy_share < 1
             or (dropout > 0 and algorithm.loss != "sft")
             or algorithm.weighs_whole_batches
-            or algorithm.teacher is not None
+            or (algorithm.teacher is not None and algorithm.teacher_loss == "reverse_kl")
             or (algorithm.kl_coef > 0 and algorithm.kl_in == "reward")
         )
 
@@ -144,14 +149,22 @@ class Objective:
             return self._own_loss.loss(inputs)
         return compute_loss(self._algorithm.loss, inputs, **self._loss_options)
 
-    def has_gradient(self, batch: TrainingBatch, advantages_N: Tensor) -> Tensor:
+    def has_gradient(self, inputs: StepInputs) -> Tensor:
         """Mark the sequences that move the weights: the others need no pass at all."""
-        algorithm = self._algorithm
+        algorithm, batch = self._algorithm, inputs.batch
         kl_in_loss = algorithm.kl_coef > 0 and algorithm.kl_in == "loss"
         everywhere = self._own_loss is not None or algorithm.loss in _GRADIENT_AT_ZERO
-        if kl_in_loss or algorithm.entropy_coef or everywhere:
+        if kl_in_loss or inputs.entropy_coef or everywhere:
             return torch.ones_like(batch.group_S, dtype=torch.bool)
-        return sum_by_sequence(advantages_N.abs(), batch.seq_N, batch.num_seqs) > 0
+        moved_N = inputs.advantages_N.abs()
+        if inputs.targets is not None:
+            moved_N = moved_N + inputs.targets.taught_N
+        return sum_by_sequence(moved_N, batch.seq_N, batch.num_seqs) > 0
+
+    def asked(self, inputs: StepInputs, micro: MicroBatch) -> Asked:
+        """Return what the loss needs of a micro-batch beside its log-probs."""
+        others_NK = None if inputs.targets is None else inputs.targets.ids_NK[micro.index_N]
+        return Asked(entropy_gradient=inputs.entropy_coef > 0, others_NK=others_NK)
 
     def is_too_old(self, inputs: StepInputs, micro: MicroBatch) -> bool:
         """Whether no token of a micro-batch may be trained."""
@@ -195,11 +208,17 @@ class Objective:
             sums["reference_kl"] = before_N.sum()
         if inputs.reference_N is not None and algorithm.kl_in == "loss":
             kl_N = kl_per_token(algorithm.kl_estimator, current_N, inputs.reference_N[index_N])
+            if algorithm.kl_importance:
+                kl_N = kl_N * log_ratio(current_N, read.behaviour_logprobs_N).exp()
             kl = total(kl_N)
             sums["kl_loss"] = kl.detach()
             loss = loss + algorithm.kl_coef * kl
-        if algorithm.entropy_coef:
-            loss = loss - algorithm.entropy_coef * total(scores.entropy_N)
+        if inputs.targets is not None:
+            teaching = total(_teaching(inputs.targets, index_N, scores))
+            sums["teacher_loss"] = teaching.detach()
+            loss = loss + algorithm.teacher_coef * teaching
+        if inputs.entropy_coef:
+            loss = loss - inputs.entropy_coef * total(scores.entropy_N)
         return MicroLoss(loss, sums, index_N, old_N)
 
     def _correction(
@@ -225,8 +244,16 @@ def _fresh(inputs: StepInputs, index_N: Tensor, scores: TokenScores) -> tuple[Te
     if inputs.batch.fresh_N is None:
         return index_N, scores
     fresh_N = inputs.batch.fresh_N[index_N]
-    kept = TokenScores(scores.logprobs_N[fresh_N], scores.entropy_N[fresh_N])
+    others_NK = None if scores.others_NK is None else scores.others_NK[fresh_N]
+    kept = TokenScores(scores.logprobs_N[fresh_N], scores.entropy_N[fresh_N], others_NK)
     return index_N[fresh_N], kept
+
+
+def _teaching(targets: TeacherTargets, index_N: Tensor, scores: TokenScores) -> Tensor:
+    """Return the forward KL of each token from its teacher, 0 where nobody teaches."""
+    assert scores.others_NK is not None
+    kl_N = forward_kl(scores.others_NK, targets.logprobs_NK[index_N])
+    return kl_N * targets.taught_N[index_N]
 
 
 def _loss_options(config: JobConfig) -> dict[str, float]:

@@ -21,32 +21,29 @@ import torch
 from torch import Tensor, nn
 
 from ....schemas.config.job import JobConfig
-from ....schemas.images import images_of
 from ....schemas.rollout import Group
-from ....schemas.wire.errors import DataError
 from ...models.experts.replay import RouterReplay
-from ...models.lora import (
-    has_adapter,
-    initial_adapter,
-    other_adapter,
-    policy_tensors,
-    set_dropout,
-)
+from ...models.lora import set_dropout
 from ...models.vision import Processor, load_image_reader
 from ..algorithms.aggregation import Denominators
 from ..algorithms.credit import assign_credit
 from ..algorithms.off_policy.mismatch import batch_mismatch
-from ..algorithms.training_batch import TrainingBatch, components_of
+from ..algorithms.readable import check_readable
+from ..algorithms.training_batch import TrainingBatch, ends_of
+from ..algorithms.values import Values
+from ..distillation.language import check_same_language
 from ..distillation.teachers import Teachers
 from ..own.functions import own_function
 from ..packing.micro_batch import MicroBatch
+from ..regularisation.entropy_bonus import EntropyBonus
+from ..regularisation.reference import Reference
 from .checkpoint import OPTIMIZER, save_policy
 from .critic import Critic, spread
 from .model import Scorer, load_model, load_reference
 from .objective import Objective, StepInputs
 from .optimizer import load_optimizer, make_optimizer
 from .optimizers.loss_scale import LossScale
-from .parallel import Inside, Parallel, divided, whole, whole_tensors
+from .parallel import Inside, Parallel, whole, whole_tensors
 from .rank_packer import RankPacker
 from .schedules import learning_rate
 from .sums import OF_THE_UPDATES, StepSums
@@ -95,18 +92,18 @@ class Trainer:
         self._objective = Objective(config)
         self._scorer = self._scorer_of(model, inside, self._replay)
         self._packer = RankPacker(model, self._scorer, learner, self._parallel, self.image_reader)
-        self._reference_adapter: list[Tensor] = []
         self._reference = self._make_reference() if config.algorithm.kl_coef else None
+        self._entropy = EntropyBonus(config.algorithm.entropy_coef)
         self._own_advantage = own_function("advantage", config.algorithm.own_advantage)
-        self._teachers = Teachers(config, self._frozen, self._packer, self._parallel)
+        self._teachers = Teachers(config, self._scorer, self._frozen, self._packer, self._parallel)
         self.critic = self._make_critic() if config.algorithm.advantage == "gae" else None
 
-    def _make_reference(self) -> Scorer:
-        """Return what scores by the initial model: for an adapter its base, which is there."""
-        if has_adapter(self.model):
-            self._reference_adapter = self._initial_adapter()
-            return self._scorer
-        return self._frozen(self.config.model.path)
+    def _make_reference(self) -> Reference:
+        algorithm, path = self.config.algorithm, self.config.model.path
+        if algorithm.reference.path is not None:
+            key = "algorithm.reference.path"
+            check_same_language(self.config, algorithm.reference.path, key)
+        return Reference(algorithm.reference, self.model, path, self._scorer, self._frozen)
 
     def _frozen(self, path: str) -> Scorer:
         """Return what scores by a model that is not trained."""
@@ -132,11 +129,6 @@ class Trainer:
         temperature, dtype = self.config.rollout.temperature, self.config.learner.dtype
         return Scorer(model, temperature=temperature, dtype=dtype, inside=inside, replay=replay)
 
-    def _initial_adapter(self) -> list[Tensor]:
-        tensors = initial_adapter(self.model, self.config.model.path)
-        mine = policy_tensors(self.model).values()
-        return [divided(each, like) for each, like in zip(tensors, mine, strict=True)]
-
     def weights(self) -> dict[str, Tensor]:
         """Return what is trained, whole and on the CPU; all ranks ask for it together."""
         policy = {name: value.cpu() for name, value in whole_tensors(self.model)}
@@ -155,50 +147,38 @@ class Trainer:
         processor = Processor(tokenizer, self.image_reader)
         policy = save_policy(folder, self.model, processor, self.optimizer, self._parallel)
         critic = None if self.critic is None else self.critic.begin_save(folder)
+        reference = None if self._reference is None else self._reference.begin_save(self._parallel)
 
         def finish() -> None:
             policy()
             if critic is not None:
                 critic()
+            if self._parallel.rank != 0:
+                return
+            if reference is not None:
+                reference(folder)
+            if self.config.algorithm.entropy_target is not None:
+                self._entropy.save(folder)
 
         return finish
 
     def check_readable(self, group: Group) -> None:
-        """Raise DataError for a group that the model cannot read, as it is configured.
-
-        Its images must be in its prompts, but for a model that reads text alone, for which they
-        are there for people to look at; experts must be told where they are replayed, and the
-        reward's components where those are normalised by themselves.
-        """
+        """Raise DataError for a group that the model cannot read, as it is configured."""
         if self._replay is not None:
             self._replay.check(group)
-        for rows in group.episodes:
-            components_of(rows, list(self.config.algorithm.reward_components))
-        if self.image_reader is None:
-            return
-        for item in group.sampled:
-            images = images_of(item.messages, group.images)
-            prompt = item.token_ids[: int(item.mask.argmax())]
-            if images:
-                # Those of a tool's result stand behind the first answer.
-                until = int(item.turn_ends[-1]) if item.kind else len(prompt)
-                seen = self.image_reader.see(self.model, item.token_ids[:until], images)
-                if item.mask[seen.places_Q].any():
-                    raise DataError(
-                        "the policy generated an image's token before the last image",
-                        hint="image tokens may stand in what was given to the policy alone",
-                    )
-            elif (prompt == self.image_reader.token_id).any():
-                raise DataError(
-                    "a prompt holds image tokens, its messages no images",
-                    hint="the messages of a trajectory must hold what the policy saw",
-                )
+        self._teachers.check(group)
+        components = list(self.config.algorithm.reward_components)
+        check_readable(group, self.model, self.image_reader, components)
 
     def restore(self, folder: Path) -> None:
-        """Take the optimiser's state from a checkpoint, and the critic where it has one."""
+        """Take the optimiser's state from a checkpoint, and what else it has of what moves."""
         load_optimizer(folder / OPTIMIZER, self.model, self.optimizer)
         if self.critic is not None and not self.critic.load(folder):
             _log.info("critic_is_new", checkpoint=str(folder))
+        if self._reference is not None and not self._reference.load(folder):
+            _log.info("reference_is_new", checkpoint=str(folder))
+        if self.config.algorithm.entropy_target is not None:
+            self._entropy.load(folder)
 
     def step(self, batch: TrainingBatch, step: int) -> StepReport:
         """Train one batch; the policy's version is `step` afterwards.
@@ -210,19 +190,22 @@ class Trainer:
         batch = batch.to(self._scorer.device)
         rate = self._set_learning_rate(step)
         old_N, entropy_N, reference_N = self._scores_before(batch)
-        values_N = self._values(batch)
+        values = self._values(batch)
         own = None if self._own_advantage is None else self._own_advantage.advantage
-        credit = assign_credit(self.config, batch, old_N, reference_N, values_N, own)
+        credit = assign_credit(self.config, batch, old_N, reference_N, values, own)
         if entropy_N is not None:
             credit = credit.of_top_entropy(entropy_N, self.config.algorithm.entropy_share)
-        credit, taught = self._teachers.guide(credit, batch, old_N)
+        credit, targets, taught = self._teachers.guide(credit, batch, old_N)
         sample_N, advantages_N = credit.samples.sample_N, credit.advantages_N
         kept_N = credit.kept_N
         objective, parts = self._objective, (kept_N, sample_N, advantages_N)
         weights_N = objective.whole_batch_weights(batch, old_N, *parts)
         trained, counted_N = objective.without_dropped(batch, kept_N, weights_N)
         before = (old_N, reference_N, weights_N)
-        inputs = StepInputs(trained, sample_N, step - 1, advantages_N, *before)
+        entropy_coef = self._entropy.of_step(self.config.algorithm)
+        inputs = StepInputs(
+            trained, sample_N, step - 1, advantages_N, *before, entropy_coef, targets
+        )
         if self.critic is not None and credit.targets is not None:
             self.critic.begin_step(self._rate(step, self.config.critic.lr), credit.targets)
         sums = StepSums()
@@ -236,9 +219,12 @@ class Trainer:
                 kept = self._denominators(sample_N[of_part_N & kept_N], credit.samples.num)
                 self.critic.update(self._packer.pack(batch, kept_S), kept)
         sums = sums.of_all(self._parallel)
+        if self._reference is not None:
+            self._reference.follow(step)
         numbers = {
             "actor/lr": rate,
             **self._loss_scale.numbers("actor"),
+            **({"actor/entropy_coef": entropy_coef} if entropy_coef else {}),
             **sums.numbers(),
             **taught,
             **objective.dropped_share(weights_N, kept_N),
@@ -249,6 +235,8 @@ class Trainer:
             "training/num_samples": float(credit.samples.num),
             **batch_mismatch(sums.old if old_N is None else batch.fresh_of(old_N), batch, step - 1),
         }
+        if "actor/entropy" in numbers:
+            self._entropy.measured(self.config.algorithm, numbers["actor/entropy"])
         return StepReport(numbers, time.perf_counter() - start)
 
     # -- named parts of the step -------------------------------------------------------------
@@ -291,10 +279,8 @@ class Trainer:
         everything = [
             replace(micro, experts_BTLK=None) for micro in everything
         ]  # it chooses itself
-        if not self._reference_adapter:
-            return old_N, entropy_N, self._score_all(everything, batch, self._reference)[0]
-        with other_adapter(self.model, self._reference_adapter):
-            return old_N, entropy_N, self._score_all(everything, batch, self._reference)[0]
+        with self._reference.in_place() as scorer:
+            return old_N, entropy_N, self._score_all(everything, batch, scorer)[0]
 
     @torch.no_grad()
     def _score_all(
@@ -308,11 +294,18 @@ class Trainer:
             entropy_N[micro.index_N] = scores.entropy_N
         return self._parallel.add_up(logprobs_N), self._parallel.add_up(entropy_N)
 
-    def _values(self, batch: TrainingBatch) -> Tensor | None:
-        """Ask the critic, where there is one, for the value before each token."""
-        if self.critic is None:
+    def _values(self, batch: TrainingBatch) -> Values | None:
+        """Ask the critic, where there is one, for the value before each token, and behind some."""
+        critic, pack = self.critic, self._packer.pack
+        if critic is None:
             return None
-        return self.critic.values_of(self._packer.pack(batch, _all(batch)), batch.num_tokens)
+        values_N = critic.values_of(pack(batch, _all(batch)), batch.num_tokens)
+        if not self.config.critic.bootstrap_cut or not bool(batch.unfinished_S.any()):
+            return Values(values_N)
+        after = ends_of(batch, batch.unfinished_S)
+        after_s = critic.values_of(pack(after, batch.unfinished_S), after.num_tokens)
+        after_S = torch.zeros_like(batch.rewards_S).masked_scatter(batch.unfinished_S, after_s)
+        return Values(values_N, after_S)
 
     def _minibatches(self, batch: TrainingBatch) -> list[Tensor]:
         """Split the groups into contiguous minibatches: a mask over the sequences for each."""
@@ -336,13 +329,13 @@ class Trainer:
 
         Those that move no weight are only scored, for the metrics.
         """
-        batch, algorithm = inputs.batch, self.config.algorithm
+        batch = inputs.batch
         self.optimizer.zero_grad()
-        keep_S = kept_S & self._objective.has_gradient(batch, inputs.advantages_N)
+        keep_S = kept_S & self._objective.has_gradient(inputs)
         self._measure(inputs, part_S & ~keep_S, denominators, sums)
         set_dropout(self.model, on=True)
         for micro in self._packer.pack(batch, keep_S):
-            scores = self._scorer.score(micro, entropy_gradient=algorithm.entropy_coef > 0)
+            scores = self._scorer.score(micro, self._objective.asked(inputs, micro))
             if micro.is_empty:
                 scores.logprobs_N.sum().backward()  # only to gather and reduce with the others
                 continue
@@ -363,7 +356,7 @@ class Trainer:
     ) -> None:
         """Measure sequences that take no part in an update: a forward pass, and no other."""
         for micro in self._packer.pack(inputs.batch, rest_S):
-            scores = self._scorer.score(micro)
+            scores = self._scorer.score(micro, self._objective.asked(inputs, micro))
             if micro.is_empty or self._objective.is_too_old(inputs, micro):
                 continue
             result = self._objective.loss(inputs, micro, scores, denominators)

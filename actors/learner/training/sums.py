@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .parallel import Parallel
 
-OF_THE_UPDATES = ("pg_loss", "kl_loss")
+OF_THE_UPDATES = ("pg_loss", "kl_loss", "teacher_loss")
 """What only an update has."""
 
 

@@ -13,6 +13,7 @@ from ....schemas.config.learner import LearnerConfig
 from ....schemas.control import rank_name
 from ....schemas.job import ActorPlacement, JobRecord, Role
 from ....schemas.node import WantedActor
+from ....schemas.secret import TEACHER_KEY, WANDB_KEY, SecretName
 from ....schemas.wire.errors import ConfigError
 
 KINDS = ("train", "sft", "eval", "infer", "tinker")
@@ -154,9 +155,19 @@ def wanted_actor(record: JobRecord, actor: ActorPlacement, config: JobConfig) ->
         reads=data if actor.role == "environment" else [],
         programs=_shown_to_programs(config.agent) if actor.role == "environment" else None,
         threads=threads.get(actor.role, 1),
-        secrets=bool(record.secrets) and actor.name == main_actor(record.actors).name,
+        secrets=bool(secrets_of(record, actor)),
         max_restarts=config.limits.max_restarts,
     )
+
+
+def secrets_of(record: JobRecord, actor: ActorPlacement) -> list[SecretName]:
+    """Return what of its owner's secrets an actor of a job needs."""
+    of_it: list[SecretName] = []
+    if actor.name == main_actor(record.actors).name:
+        of_it.append(WANDB_KEY)
+    if actor.role == "generator":
+        of_it.append(TEACHER_KEY)
+    return [name for name in of_it if name in record.secrets]
 
 
 def _shown_to_programs(agent: AgentConfig) -> list[str] | None:

@@ -18,7 +18,6 @@ from ....broker.jobs import is_final
 from ....broker.users.sealing import Seal, close_seal
 from ....schemas.job import JobRecord
 from ....schemas.secret import (
-    NOTIFY_URL,
     JobSecrets,
     OpenedSecrets,
     OpenRequest,
@@ -28,7 +27,7 @@ from ....schemas.secret import (
 )
 from ....schemas.wire.errors import AuthError, MessageError
 from ....schemas.wire.subjects import BUCKET_SECRETS, JobScope
-from .actors import main_actor
+from .actors import secrets_of
 from .states import ACTIVE
 from .view import JobsView
 
@@ -95,15 +94,15 @@ class SecretStore:
         return found
 
     async def open_for(self, request: OpenRequest, _: RequestContext) -> OpenedSecrets:
-        """Give a node what the first process of a job needs, and no other process.
+        """Give a node what a process of a job needs, and no more.
 
         Raises NotFoundError for a job that is not there, AuthError for a process that it has not.
         """
         record = await self._view.get(request.user, request.job)
-        actor = main_actor(record.actors)
         if record.state not in ACTIVE or record.attempt != request.attempt:
             raise AuthError(f"job {record.job} does not run attempt {request.attempt}")
-        if actor.name != request.actor or actor.node is None:
+        actor = next((one for one in record.actors if one.name == request.actor), None)
+        if actor is None or actor.node is None:
             return OpenedSecrets(values={})
-        values = await self.values(record.scope)
-        return OpenedSecrets(values={k: v for k, v in values.items() if k != NOTIFY_URL})
+        wanted, values = secrets_of(record, actor), await self.values(record.scope)
+        return OpenedSecrets(values={name: values[name] for name in wanted if name in values})

@@ -9,11 +9,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from ....schemas.config.algorithms.teacher import endpoint, is_endpoint
 from ....schemas.config.job import JobConfig
 from ....schemas.tinker.operation import TrainerOffer
 from ....schemas.wire.errors import AuthError, ConfigError
 from ...folders.links import foreign, hard_links, inodes_below, leads
 
+ENDPOINTS_VARIABLE = "TINKERMQ_TEACHER_URLS"
+"""Of the scheduler's environment: base URLs of APIs that generators may ask for users."""
 AUTHORS_VARIABLE = "TINKERMQ_ALGORITHM_AUTHORS"
 """Of the scheduler's environment: users whose own functions learners may run."""
 
@@ -64,8 +67,29 @@ def refuse_own_algorithms(config: JobConfig, user: str) -> None:
             )
 
 
+def refuse_endpoints(config: JobConfig, user: str) -> None:
+    """Raise ConfigError for a teacher's API that the operator has not named.
+
+    Generators ask it from within the pool's network, which a user must not reach through them.
+    """
+    allowed = _listed(ENDPOINTS_VARIABLE)
+    for name in config.algorithm.asked_teachers.values():
+        base = endpoint(name)[0]
+        if is_endpoint(name) and base not in allowed:
+            raise ConfigError(
+                f"algorithm.teacher={base}: the pool's generators do not ask this API for user "
+                f"{user}",
+                hint=f"let the operator add it to ${ENDPOINTS_VARIABLE} of the scheduler, or name "
+                "a job that serves: job:NAME",
+            )
+
+
 def _authors() -> list[str]:
-    return os.environ.get(AUTHORS_VARIABLE, "").replace(",", " ").split()
+    return _listed(AUTHORS_VARIABLE)
+
+
+def _listed(variable: str) -> list[str]:
+    return os.environ.get(variable, "").replace(",", " ").split()
 
 
 def refuse_runs_of_others(

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from ....broker.client.connection import Broker
 from ....broker.client.rpc import call
+from ....schemas.config.algorithms.teacher import is_checkpoint
 from ....schemas.config.job import JobConfig
 from ....schemas.config.storage import is_url, model_paths
 from ....schemas.node import ModelAnswer, ModelQuestion, NodeStatus
@@ -32,10 +33,10 @@ async def refuse_missing_models(
 
 
 def _models(config: JobConfig) -> Iterable[str]:
-    """Return the models that a job starts from, those left out that are fetched by URL."""
+    """Return the models that a job starts from, but those of a store and of other runs."""
     named = model_paths(config)
     named.pop("model.tokenizer", None)  # it needs no weights
-    return dict.fromkeys(one for one in named.values() if not is_url(one))
+    return dict.fromkeys(one for one in named.values() if not (is_url(one) or is_checkpoint(one)))
 
 
 async def _ask(broker: Broker, name: str, model: str) -> ModelAnswer:

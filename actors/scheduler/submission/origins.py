@@ -10,6 +10,8 @@ from pathlib import Path
 from ....broker.client.connection import Broker
 from ....broker.evaluations import read_scores
 from ....broker.jobs import is_final
+from ....schemas.config.algorithms.teacher import is_checkpoint, served_job
+from ....schemas.config.job import JobConfig
 from ....schemas.config.storage import is_url
 from ....schemas.job import BEST_STEP, LAST_STEP, JobRecord, SubmitRequest
 from ....schemas.tinker.names import CheckpointName, is_path, run_in
@@ -73,6 +75,40 @@ class Origins:
                 f"job {record.name} is a job of kind {record.kind} and {record.state}: it has no "
                 "new versions",
                 hint=f"serve a checkpoint of a run: {record.name}@STEP",
+            )
+        return record
+
+    async def teachers(
+        self, record: JobRecord, config: JobConfig
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """Return what teachers and reference of a job that trains are: checkpoints, and jobs.
+
+        The first holds the folder of each `RUN@STEP`, the second the id of each `job:NAME`. Raises
+        NotFoundError, ConfigError for a job that serves nothing.
+        """
+        if not record.trains:
+            return {}, {}
+        user = record.user
+        named = set(config.algorithm.teachers.values())
+        read = {*named, config.algorithm.reference.path or ""}
+        folders = {
+            name: (await self._find(user, name))[1] for name in sorted(read) if is_checkpoint(name)
+        }
+        jobs = {
+            name: (await self.serving(user, job, "algorithm.teacher")).job
+            for name in sorted(named)
+            if (job := served_job(name)) is not None
+        }
+        return folders, jobs
+
+    async def serving(self, user: str, name: str, key: str) -> JobRecord:
+        """Return the inference job that a key names; ConfigError for another kind of job."""
+        record = await self._view.get(user, name)
+        if record.kind != "infer" or is_final(record):
+            raise ConfigError(
+                f"{key}={name}: job {record.name} is of kind {record.kind} and {record.state}, it "
+                "answers nobody",
+                hint="serve the model first (`tinkermq serve …`) and name that job",
             )
         return record
 

@@ -23,6 +23,7 @@ from ...storage.stored_runs import (
 
 _FORK = "fork"
 _ADAPTERS = "adapters"
+_MODELS = "models"
 
 
 def make_run_dir(config: JobConfig, owner: str = "") -> Path:
@@ -35,7 +36,7 @@ def make_run_dir(config: JobConfig, owner: str = "") -> Path:
     folder = Path(config.output_dir).expanduser().resolve() / owner / str(config.name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        occupied = any(path.name not in (_FORK, _ADAPTERS) for path in folder.iterdir())
+        occupied = any(path.name not in (_FORK, _ADAPTERS, _MODELS) for path in folder.iterdir())
     except OSError as error:
         raise StorageError(
             f"cannot make the run folder {folder}: {error.strerror}",
@@ -135,6 +136,22 @@ def pin_checkpoint(
             f"cannot keep {checkpoint} in {pinned}: {error}", hint="see the folder's rights, and df"
         ) from error
     return pinned
+
+
+def pin_models(
+    record: JobRecord, folders: Mapping[str, str], run_dir: Path, stores: Stores
+) -> dict[str, str]:
+    """Keep checkpoints that a run reads beside its own, by their names; raises the same."""
+    return {
+        name: keep_stored(each, record.scope, stores, place=f"{_MODELS}/{name}", weights_only=True)
+        if is_url(each)
+        else str(
+            pin_checkpoint(
+                Path(each), run_dir, weights_only=True, place=f"{_MODELS}/{quote(name, safe='@')}"
+            )
+        )
+        for name, each in folders.items()
+    }
 
 
 def pin_adapters(record: JobRecord, run_dir: Path, stores: Stores) -> dict[str, str]:

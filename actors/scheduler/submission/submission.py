@@ -42,6 +42,7 @@ from ..jobs.view import JobsView, size_of
 from ..reconciler import Reconciler
 from .access import (
     refuse_code_of_others,
+    refuse_endpoints,
     refuse_own_algorithms,
     refuse_runs_of_others,
     refuse_second_service,
@@ -50,7 +51,7 @@ from .models import refuse_missing_models
 from .naming import names
 from .origins import Origins, begins_with, own
 from .resuming import changed_config
-from .run_folder import keep_checkpoint, make_run_dir, pin_adapters
+from .run_folder import keep_checkpoint, make_run_dir, pin_adapters, pin_models
 
 
 class Submission:
@@ -185,6 +186,7 @@ class Submission:
         if record.weights_only:
             config = config.with_model(begins_with(record))
         config, roots = await self._allowed(config, record)
+        folders, teachers = await self.origins.teachers(record, config)
         kind = "sft" if record.kind == "train" and config.sft.data else record.kind
         actors = actors_for(config, kind)
         self._refuse_placing(record.user, actors)
@@ -195,6 +197,7 @@ class Submission:
         run_dir = await asyncio.to_thread(make_run_dir, config, self._folder_of(record.user))
         judge = await self._judge(record.user, config.env.reward)
         fork_dir, adapters = await self._kept(record, run_dir)
+        config = await asyncio.to_thread(self._with_teachers, record, config, folders, run_dir)
         if record.weights_only:
             config, fork_dir = config.with_model(fork_dir), ""
         fields = {
@@ -208,8 +211,18 @@ class Submission:
             "fork_dir": fork_dir,
             "adapters": adapters,
             "judge": judge,
+            "teachers": teachers,
         }
         return record.model_copy(update=fields)
+
+    def _with_teachers(
+        self, record: JobRecord, config: JobConfig, folders: Mapping[str, str], run_dir: Path
+    ) -> JobConfig:
+        """Return a configuration that names the job's own copies of teachers and reference."""
+        if not folders:
+            return config
+        kept = pin_models(record, folders, run_dir, Stores(self._broker))
+        return config.model_copy(update={"algorithm": config.algorithm.renamed(kept)})
 
     async def _kept(self, record: JobRecord, run_dir: Path) -> tuple[str, dict[str, str]]:
         """Return the job's own copies of what it begins with; of a half one nothing is left."""
@@ -233,11 +246,14 @@ class Submission:
 
         Raises StateError, ConfigError, PlacementError, QuotaError.
         """
-        config, actors = changed_config(record, changes), record.actors
+        config, actors, teachers = changed_config(record, changes), record.actors, record.teachers
         if changes:
             check_game(config.model_dump(mode="json", exclude_unset=True))
             before = self._view.config(record)
             config, _ = await self._allowed(config, record)
+            folders, teachers = await self.origins.teachers(record, config)
+            keep = (record, config, folders, Path(record.run_dir))
+            config = await asyncio.to_thread(self._with_teachers, *keep)
             asked = actors_for(config, record.kind)
             actors = actors if asked == actors_for(before, record.kind) else asked
         self._refuse_placing(record.user, actors)
@@ -252,6 +268,7 @@ class Submission:
         }
         if changes:
             fields["config"] = config.model_dump(mode="json", exclude_unset=True)
+            fields["teachers"] = teachers
             fields["judge"] = await self._judge(record.user, config.env.reward)
         self.check_growth(record, record.model_copy(update={**fields, "has_streams": True}))
         return fields
@@ -274,6 +291,7 @@ class Submission:
         if self._has_users:
             refuse_code_of_others(config)
             refuse_own_algorithms(config, record.user)
+            refuse_endpoints(config, record.user)
             refuse_other_stores(config, record.user, operator_stores())
             others = self._view.run_folders_of_others(record.user)
             await asyncio.to_thread(refuse_runs_of_others, config, others, named_by(own(record)))
@@ -304,14 +322,7 @@ class Submission:
         """Return the job that judges episodes through the broker; ConfigError if it cannot."""
         if reward.judge is None or reward.url is not None:
             return None
-        record = await self._view.get(user, reward.judge)
-        if record.kind != "infer" or is_final(record):
-            raise ConfigError(
-                f"env.reward.judge={reward.judge}: job {record.name} is of kind {record.kind} and "
-                f"{record.state}, it judges nothing",
-                hint="serve the judge first (`tinkermq serve …`) and name that job",
-            )
-        return record.job
+        return (await self.origins.serving(user, reward.judge, "env.reward.judge")).job
 
     def _folder_of(self, user: str) -> str:
         """Return the folder for the runs of a user; a pool without users has one for all."""

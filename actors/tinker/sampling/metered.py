@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 
+import numpy as np
+
 from ....schemas.wire.errors import TinkermqError
 from ...generator.engine.engine import (
     AdapterEngine,
@@ -117,6 +119,22 @@ class EngineOfUser:
             self._prompts.add(id(prompt_ids))
             self._engine.count(self._user, len(prompt_ids))
         return await made
+
+    async def score(
+        self, prompt_ids: Sequence[int] | IntVector, *, request_id: str, top_k: int = 0
+    ) -> PromptScores:
+        """Score a prompt, whose tokens are counted."""
+        scores = await self._engine.score(
+            self._user,
+            np.asarray(prompt_ids, np.int32),
+            request_id=self._name(request_id),
+            top_k=top_k,
+            adapter=self._adapter,
+        )
+        if id(prompt_ids) not in self._prompts:
+            self._prompts.add(id(prompt_ids))
+            self._engine.count(self._user, len(prompt_ids))
+        return scores
 
     def cancel(self, request_id: str) -> None:
         """End a request."""

@@ -7,8 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
+from ....schemas.bounds.defaults import MAX_TOP_K
 from ....schemas.wire.errors import DataError
-from ...generator.engine.engine import MAX_TOP_K, PromptScores
+from ...generator.engine.engine import PromptScores
 from . import schema
 from .bodies import TinkerBody
 

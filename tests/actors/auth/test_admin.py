@@ -207,6 +207,32 @@ async def test_functions_of_ones_own_are_for_admins_and_whom_the_operator_names(
         await submitted(scheduled, "mallory", tmp_path, algorithm=own)
 
 
+async def test_an_api_that_generators_ask_is_one_that_the_operator_names(
+    scheduled: SecuredPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {"teacher": "http://169.254.169.254/v1?model=m"}
+    told = r"teacher=http://169.254.169.254/v1: .* do not ask this API for user mallory"
+    with pytest.raises(ConfigError, match=told):
+        await submitted(scheduled, "mallory", tmp_path, algorithm=asked)
+    monkeypatch.setenv("TINKERMQ_TEACHER_URLS", "http://169.254.169.254/v1")
+    assert (await submitted(scheduled, "mallory", tmp_path, algorithm=asked)).state == "QUEUED"
+    longer = {"teacher": "http://169.254.169.254/v1/../admin?model=m"}
+    with pytest.raises(ConfigError, match="TINKERMQ_TEACHER_URLS"):
+        await submitted(scheduled, "mallory", tmp_path, algorithm=longer)
+
+
+async def test_a_job_that_teaches_is_one_of_the_users_own_that_serves(
+    scheduled: SecuredPool, tmp_path: Path
+) -> None:
+    hers = await submitted(scheduled, "ada", tmp_path)
+    with pytest.raises(NotFoundError, match="has no job or run"):
+        await submitted(scheduled, "mallory", tmp_path, algorithm={"teacher": f"job:{hers.job}"})
+    with pytest.raises(ConfigError, match=r"is of kind train and QUEUED, it answers nobody"):
+        await submitted(scheduled, "ada", tmp_path, algorithm={"teacher": f"job:{hers.name}"})
+    with pytest.raises(NotFoundError, match="has no job or run"):
+        await submitted(scheduled, "mallory", tmp_path, algorithm={"teacher": f"{hers.name}@3"})
+
+
 @pytest.mark.parametrize("path", ["~nobody-here/model", "a/\0/b", "x/" * 2000])
 async def test_a_path_that_cannot_be_one_is_not_the_files_of_another(
     scheduled: SecuredPool, tmp_path: Path, path: str

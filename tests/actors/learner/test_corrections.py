@@ -17,7 +17,8 @@ from tinkermq.actors.learner.algorithms.off_policy.mismatch import (
     mismatch_statistics,
     off_policy_statistics,
 )
-from tinkermq.schemas.config.algorithm import AlgorithmConfig, CorrectionMask
+from tinkermq.schemas.config.algorithms.algorithm import AlgorithmConfig
+from tinkermq.schemas.config.algorithms.corrections import CorrectionMask
 from tinkermq.schemas.wire.errors import ConfigError
 
 

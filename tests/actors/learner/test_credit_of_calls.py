@@ -10,6 +10,7 @@ import pytest
 import torch
 from tinkermq.actors.learner.algorithms.credit import assign_credit
 from tinkermq.actors.learner.algorithms.training_batch import TrainingBatch, assemble
+from tinkermq.actors.learner.algorithms.values import Values
 from tinkermq.actors.learner.training.model import load_model
 from tinkermq.actors.learner.training.step import Trainer
 from tinkermq.schemas.agent import CallPlaces, RewardedBranch
@@ -171,7 +172,7 @@ def values_of(batch: TrainingBatch) -> torch.Tensor:
 def advantages_by_token(config: JobConfig, groups: list[Group]) -> dict[Any, tuple[float, float]]:
     """Return advantage and value target of each token, by what stands before it."""
     batch = assemble(groups)
-    values = values_of(batch) if config.algorithm.advantage == "gae" else None
+    values = Values(values_of(batch)) if config.algorithm.advantage == "gae" else None
     credit = assign_credit(config, batch, None, None, values)
     targets = credit.targets.returns_N if credit.targets is not None else credit.advantages_N
     found: dict[Any, tuple[float, float]] = {}

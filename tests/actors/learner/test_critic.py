@@ -74,14 +74,26 @@ def _plain_values(model: ValueModel, trajectories: list[Trajectory]) -> Tokens:
     return values
 
 
-def _plain_gae(item: Trajectory, values: Tensor, gamma: float, lam: float) -> Tensor:
+def _plain_gae(
+    item: Trajectory,
+    values: Tensor,
+    gamma: float,
+    lam: float,
+    *,
+    turn_gamma: float | None = None,
+    turn_lambda: float | None = None,
+    after: float = 0.0,
+) -> Tensor:
     rewards = np.zeros(len(item.mask))
     rewards[item.turn_ends] = item.rewards
+    ends = np.isin(np.flatnonzero(item.mask), item.turn_ends)
     rewards = rewards[np.flatnonzero(item.mask)]
-    advantages, later, next_value = [0.0] * len(rewards), 0.0, 0.0
+    advantages, later, next_value = [0.0] * len(rewards), 0.0, after
     for at in reversed(range(len(rewards))):
-        delta = rewards[at] + gamma * next_value - float(values[at])
-        later = delta + gamma * lam * later
+        g = turn_gamma if ends[at] and turn_gamma is not None else gamma
+        between = turn_lambda if ends[at] and turn_lambda is not None else lam
+        delta = rewards[at] + g * next_value - float(values[at])
+        later = delta + g * between * later
         advantages[at], next_value = later, float(values[at])
     return torch.tensor(advantages)
 
@@ -139,6 +151,47 @@ def test_policy_and_critic_train_as_a_plain_implementation_does(
     assert numbers["critic/returns/max"] == pytest.approx(float(returns.max()), rel=1e-5)
     assert numbers["critic/advantages/mean"] == pytest.approx(0, abs=1e-6)
     assert numbers["critic/rewards/mean"] == pytest.approx(np.mean([i.reward for i in items]))
+
+
+def test_turns_have_a_discount_and_a_lambda_of_their_own_and_cut_episodes_are_worth_what_follows(
+    folder: Path,
+) -> None:
+    algorithm = {"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.8, "correction": "none"}
+    of_turns = {"turn_gamma": 0.5, "turn_lambda": 0.3}
+    config = _config(
+        folder, algorithm=algorithm | of_turns, critic={"lr": 1e-3, "bootstrap_cut": True}
+    )
+    trainer = _trainer(config)
+    assert trainer.critic is not None
+    cut = ("turns", "length", "done", "timeout")
+    groups = [
+        group.model_copy(
+            update={
+                "trajectories": [
+                    item.model_copy(update={"finish": cut[place % len(cut)]})
+                    for place, item in enumerate(group.trajectories)
+                ]
+            }
+        )
+        for group in _groups()
+    ]
+    items = [item for group in groups for item in group.sampled]
+    critic = trainer.critic.model
+    values = [one.detach() for one in _plain_values(critic, items)]
+    returns: list[Tensor] = []
+    for item, before in zip(items, values, strict=True):
+        ids = torch.from_numpy(item.token_ids.astype(np.int64))[None, : item.turn_ends[-1] + 1]
+        state = critic.decoder(input_ids=ids, use_cache=False).last_hidden_state[0, -1]
+        is_cut = item.finish in ("turns", "length")
+        after = float(critic.value_head(state).detach()) if is_cut else 0.0
+        returns.append(_plain_gae(item, before, 0.9, 0.8, **of_turns, after=after) + before)
+    numbers = trainer.step(assemble(groups), STEP).numbers
+    flat = torch.cat(returns)
+    assert numbers["critic/returns/mean"] == pytest.approx(float(flat.mean()), rel=1e-5)
+    assert numbers["critic/returns/max"] == pytest.approx(float(flat.max()), rel=1e-5)
+    assert numbers["critic/returns/min"] == pytest.approx(float(flat.min()), rel=1e-5)
+    rewards = np.mean([item.reward for item in items])
+    assert numbers["critic/rewards/mean"] == pytest.approx(rewards)  # what the game gave
 
 
 def _turns_as_episodes(groups: list[Group]) -> list[Trajectory]:

@@ -13,6 +13,7 @@ import torch
 from tinkermq.actors.learner.algorithms.credit import Credit, assign_credit
 from tinkermq.actors.learner.algorithms.off_policy.corrections import CorrectionInputs, correct
 from tinkermq.actors.learner.algorithms.training_batch import assemble
+from tinkermq.actors.learner.algorithms.values import Values
 from tinkermq.actors.learner.training.model import load_model
 from tinkermq.actors.learner.training.step import Trainer
 from tinkermq.schemas.config.job import JobConfig
@@ -60,8 +61,8 @@ def _credit(values: list[float] | None = None, **algorithm: Any) -> Credit:
         make_trajectory([1], [([16], [])], [0.0], finish_reasons=["stop"]),
     ]
     batch = assemble([make_group(episodes)])
-    values_N = None if values is None else torch.tensor(values)
-    return assign_credit(_config(algorithm=algorithm), batch, None, None, values_N)
+    told = None if values is None else Values(torch.tensor(values))
+    return assign_credit(_config(algorithm=algorithm), batch, None, None, told)
 
 
 def test_a_masked_episode_counts_in_its_groups_mean_and_nowhere_else() -> None:

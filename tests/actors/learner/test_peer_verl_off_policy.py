@@ -18,7 +18,7 @@ from tinkermq.actors.learner.algorithms.losses import LossInputs, compute_loss
 from tinkermq.actors.learner.algorithms.off_policy.corrections import correct, normalised
 from tinkermq.actors.learner.algorithms.off_policy.masks import masked
 from tinkermq.actors.learner.algorithms.off_policy.mismatch import off_policy_statistics
-from tinkermq.schemas.config.algorithm import CorrectionMask
+from tinkermq.schemas.config.algorithms.corrections import CorrectionMask
 
 from tests.actors.learner.verl_batch import NUM_SEQS, Batch, assert_same, batch
 

@@ -5,6 +5,7 @@ import torch
 from tinkermq.actors.learner.algorithms import samples
 from tinkermq.actors.learner.algorithms.credit import assign_credit
 from tinkermq.actors.learner.algorithms.training_batch import TrainingBatch, assemble
+from tinkermq.actors.learner.algorithms.values import Values
 from tinkermq.schemas.config.job import JobConfig
 
 from tests.support.groups import make_group, make_trajectory
@@ -93,8 +94,8 @@ def test_turns_that_earn_their_returns_are_discounted_from_turn_to_turn_and_not_
     episode = make_trajectory([1, 2], [([11, 12], [20]), ([13, 14, 15], [])], [1.0, 4.0])
     batch = assemble([make_group([episode])])
     config = _config(sample="turn", advantage=advantage, gamma=0.5)
-    values_N = torch.zeros(5) if advantage == "gae" else None
-    credit = assign_credit(config, batch, None, None, values_N)
+    values = Values(torch.zeros(5)) if advantage == "gae" else None
+    credit = assign_credit(config, batch, None, None, values)
     returns = torch.tensor([3.0, 3.0, 4.0, 4.0, 4.0])
     torch.testing.assert_close(credit.advantages_N, (returns - returns.mean()) / returns.std())
     if credit.targets is not None:

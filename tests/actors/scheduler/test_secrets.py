@@ -20,6 +20,7 @@ from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.metric import Metric
 from tinkermq.schemas.secret import (
     NOTIFY_URL,
+    TEACHER_KEY,
     WANDB_KEY,
     JobSecrets,
     OpenedSecrets,
@@ -116,7 +117,12 @@ async def test_a_node_gets_nothing_for_a_process_that_is_not_the_jobs(stack: Sta
     await stack.until_nodes(1)
     pool = Pool(stack.broker)
     job = await pool.submit(
-        stack.request().config, secrets={WANDB_KEY: SECRET, NOTIFY_URL: "json://127.0.0.1:9"}
+        stack.request().config,
+        secrets={
+            WANDB_KEY: SECRET,
+            NOTIFY_URL: "json://127.0.0.1:9",
+            TEACHER_KEY: "the key of an API",
+        },
     )
     job = await stack.until(job, "RUNNING")
 
@@ -129,7 +135,7 @@ async def test_a_node_gets_nothing_for_a_process_that_is_not_the_jobs(stack: Sta
         return {str(name): value for name, value in reply.values.items()}
 
     assert await opened("learner", 1) == {WANDB_KEY: SECRET}
-    assert await opened("generator-0", 1) == {}
+    assert await opened("generator-0", 1) == {TEACHER_KEY: "the key of an API"}
     assert await opened("nobody", 1) == {}
     with pytest.raises(AuthError, match="does not run attempt 2"):
         await opened("learner", 2)

@@ -14,9 +14,9 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
+from .....schemas.bounds.defaults import MAX_TOP_K
 from .....schemas.config.job import GeneratorConfig
 from ..concurrency import RequestLimit
-from ..engine import MAX_TOP_K
 from ..meter import Meter
 
 _CPU_CACHE_MB = 1024

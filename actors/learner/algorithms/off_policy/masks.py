@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .....schemas.config.algorithm import CorrectionMask
+from .....schemas.config.algorithms.corrections import CorrectionMask
 from ..losses import MAX_LOG_RATIO
 from ..sequences import mean_by_sequence, sum_by_sequence
 from .corrections import Correction, CorrectionInputs

@@ -1,10 +1,16 @@
 """The algorithm of a job: advantage, loss, off-policy correction, KL, and the critic."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Field, model_validator
 
-from .section import Section, when
+from ...bounds.defaults import MAX_TOP_K
+from ..section import Section, when
+from .corrections import OF_WHOLE_SEQUENCES, CorrectionMask, CorrectionName
+from .losses import CORRECTING_LOSSES, LOSS_OPTIONS, LossName
+from .reference import ReferenceConfig
+from .teacher import SELF, is_asked, why_no_teacher
 
 AdvantageName = Literal[
     "grpo",
@@ -23,79 +29,12 @@ AdvantageName = Literal[
     "gigpo",
     "gae",
 ]
-LossName = Literal[
-    "ppo",
-    "gspo",
-    "gmpo",
-    "cispo",
-    "sapo",
-    "clip_cov",
-    "kl_cov",
-    "dppo",
-    "dppo_kl",
-    "topr",
-    "vespo",
-    "reinforce",
-    "sft",
-]
-CORRECTING_LOSSES = ("dppo", "dppo_kl", "topr", "vespo")
-"""Losses that correct for the behaviour policy by themselves."""
-LOSSES_OF_SEQUENCES = ("gspo", "gmpo", "topr", "vespo")
-"""Losses that need all of a sequence at once."""
-_ABOVE_0, _AT_MOST_1 = (1e-6, 1e6), (1e-6, 1.0)
-LOSS_OPTIONS: dict[str, dict[str, tuple[float, float]]] = {
-    "sapo": {"tau_pos": _ABOVE_0, "tau_neg": _ABOVE_0},
-    "clip_cov": {"share": _AT_MOST_1, "cov_low": (-1e6, 1e6), "cov_high": (-1e6, 1e6)},
-    "kl_cov": {"share": _AT_MOST_1, "coef": (0.0, 1e6)},
-    "dppo": {"kl_tau": (0.0, 1e6)},
-    "dppo_kl": {"ratio_cap": _ABOVE_0},
-    "vespo": dict.fromkeys(("k_pos", "lambda_pos", "k_neg", "lambda_neg"), _ABOVE_0),
-}
-"""What losses have beside their clips: each with its least and its greatest value."""
-CorrectionName = Literal["none", "tis", "icepop", "geometric", "mis", "veto", "decoupled", "m2po"]
-OF_WHOLE_SEQUENCES = ("geometric", "mis", "veto")
-"""Corrections that need all of a sequence at once."""
 AggregationName = Literal[
     "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
 ]
 
 
 OWN_FUNCTION = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*$"
-
-
-class CorrectionMask(Section):
-    """Tokens that are not trained because the policy has moved too far from what drew them.
-
-    w = π_o/π_b of a token: the policy before the update over the one that generated it.
-    """
-
-    over: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] = "token"
-    """What is dropped: a token by its own value; all of a sequence by the sum (of ratios: the
-    product) or the mean (the geometric one) of its tokens' values, or as soon as one of its tokens
-    is out of bounds."""
-    of: Literal["ratio", "k1", "k2", "k3"] = "ratio"
-    """What is bounded: w, or an estimate of KL(π_b‖π_o): k1 = −log w, k2 = (log w)²/2,
-    k3 = w − 1 − log w."""
-    low: float | None = None
-    """Dropped below this."""
-    high: float | None = None
-    """Dropped above this."""
-    only: Literal["all", "negative"] = "all"
-    """negative: only where the advantage is negative (DeepSeek-V3.2's off-policy mask is
-    `{over: sequence_mean, of: k1, high: δ, only: negative}`)."""
-
-    @model_validator(mode="after")
-    def _bounds_bound_something(self) -> Self:
-        low, high = self.low, self.high
-        if low is None and high is None:
-            raise ValueError("a mask needs low, high, or both: without a bound it drops nothing")
-        if low is not None and high is not None and low >= high:
-            raise ValueError(f"low={low:g} is not under high={high:g}: nothing would be left")
-        if self.of in ("k2", "k3") and (low is not None or (high or 0) <= 0):
-            raise ValueError(f"{self.of} is never negative: bound it from above, by high > 0")
-        if self.of == "ratio" and any(one is not None and one <= 0 for one in (low, high)):
-            raise ValueError("a ratio is never negative: bound it by low > 0 and high > 0")
-        return self
 
 
 class AlgorithmConfig(Section):
@@ -127,6 +66,15 @@ class AlgorithmConfig(Section):
     )
     """α of a λ for the policy's advantages that grows with the sample, in place of `gae_lambda`,
     which stays the critic's: 1 − 1 / (α · tokens), at least 0 (VAPO)."""
+    turn_gamma: float | None = Field(
+        default=None, ge=0, le=1, json_schema_extra=when("advantage", "gae")
+    )
+    """Discount of gae from a turn's last token to the next turn, in place of `gamma`, which is then
+    that between the tokens of a turn."""
+    turn_lambda: float | None = Field(
+        default=None, ge=0, le=1, json_schema_extra=when("advantage", "gae")
+    )
+    """λ of gae from a turn's last token to the next turn, in place of `gae_lambda`."""
     step_weight: float = Field(default=1.0, ge=0, json_schema_extra=when("advantage", "gigpo"))
     """Weight of the advantage among turns that answer equal observations."""
     sample: Literal["episode", "turn"] = "episode"
@@ -203,7 +151,7 @@ class AlgorithmConfig(Section):
     """Of a mixture of experts: record which experts read each token as it is generated, and train
     with those (R3), so that generator and learner compute with the same experts."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL to the frozen initial policy; 0: no reference is loaded."""
+    """Weight of the KL to the reference policy; 0: none is loaded."""
     kl_estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] = Field(
         default="k3", json_schema_extra=when("kl_coef")
     )
@@ -211,6 +159,12 @@ class AlgorithmConfig(Section):
     and k3+ have the gradient of k2, which is that of the KL."""
     kl_in: Literal["loss", "reward"] = Field(default="loss", json_schema_extra=when("kl_coef"))
     """Where the KL enters."""
+    kl_importance: bool = Field(default=False, json_schema_extra=when("kl_coef"))
+    """Weigh the KL in the loss by π/π_b of each token, which makes its estimate unbiased where the
+    policy has moved from what drew the token (DeepSeek-V3.2)."""
+    reference: ReferenceConfig = Field(
+        default_factory=ReferenceConfig, json_schema_extra=when("kl_coef")
+    )
     own_advantage: str | None = Field(default=None, pattern=OWN_FUNCTION, max_length=200)
     """An advantage of one's own in the place of the one named, whose inputs it gets:
     `module:function`, found where the learner runs ([own algorithms](own-algorithms.md))."""
@@ -224,17 +178,46 @@ class AlgorithmConfig(Section):
         | None
     ) = None
     """On-policy distillation: the model that says of each token that the policy drew how likely it
-    was, by folder, URL or name of the hub; several by the data source of the rows that each
-    teaches, `""` for all others. It must have the policy's tokenizer."""
+    was; several by the data source of the rows that each teaches, `""` for all others. It is named
+    by folder, URL of a store, name of the hub, or `RUN@STEP`; `job:NAME` is a job that serves,
+    `https://HOST/v1?model=NAME` an API, `self` the policy with a `teacher_context`. It must have
+    the policy's tokenizer ([distillation](distillation.md))."""
+    teacher_loss: Literal["reverse_kl", "forward_kl"] = Field(
+        default="reverse_kl", json_schema_extra=when("teacher")
+    )
+    """How it teaches: by log π_teacher − log π_o of each token that was drawn, as its advantage; or
+    by KL(π_teacher‖π) over its likeliest tokens in the place of each, as a loss."""
+    teacher_top_k: int = Field(
+        default=32, ge=1, le=MAX_TOP_K, json_schema_extra=when("teacher_loss", "forward_kl")
+    )
+    """Likeliest tokens that forward_kl looks at; all others are taken as one event."""
     teacher_coef: float = Field(default=1.0, gt=0, le=1e6, json_schema_extra=when("teacher"))
-    """What log π_teacher − log π_o of each token is multiplied by, as an advantage."""
-    teacher_normalise: bool = Field(default=False, json_schema_extra=when("teacher"))
-    """Divide that by its standard deviation over the batch."""
+    """What the advantage, or the loss, of a teacher is multiplied by."""
+    teacher_normalise: bool = Field(
+        default=False, json_schema_extra=when("teacher_loss", "reverse_kl")
+    )
+    """Divide the advantage by its standard deviation over the batch."""
+    teacher_context: Annotated[str, Field(min_length=1, max_length=200)] | None = Field(
+        default=None, json_schema_extra=when("teacher")
+    )
+    """What the teacher reads and the policy does not: the name of a text that the game tells in
+    `info` at an episode's end (a solution, say), which stands at the end of the first prompt."""
+    teacher_context_tokens: int = Field(
+        default=1024, ge=1, le=1 << 20, json_schema_extra=when("teacher_context")
+    )
+    """Tokens by which it may make the prompt longer; an episode with a longer one is given up."""
     reward_coef: float = Field(default=1.0, ge=0, le=1e6, json_schema_extra=when("teacher"))
     """What the advantages of rewards are multiplied by beside a teacher's; 0: it teaches alone, and
     `rollout.group_size: 1` will do."""
     entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus; with `entropy_target` that of the first step."""
+    entropy_target: float | None = Field(default=None, gt=0)
+    """Entropy of a token, in nats, at which the policy is held: after a step below it the weight of
+    the bonus rises, after others it falls, and it counts only below (Skywork-OR1)."""
+    entropy_coef_step: float = Field(
+        default=0.001, gt=0, le=1, json_schema_extra=when("entropy_target")
+    )
+    """How far the weight of the entropy bonus rises or falls after a step."""
     entropy_share: float = Field(default=1.0, gt=0, le=1)
     """Share of the batch's tokens that rewards train: those with the highest entropy. The others
     count in what losses are divided by. Below 1 it needs a forward pass before the update."""
@@ -262,6 +245,30 @@ class AlgorithmConfig(Section):
     def teachers(self) -> dict[str, str]:
         """The teachers by data source; `""` for all that have none of their own."""
         return {"": self.teacher} if isinstance(self.teacher, str) else dict(self.teacher or {})
+
+    @property
+    def loaded_teachers(self) -> dict[str, str]:
+        """Those that learners load, by data source."""
+        return {
+            source: name
+            for source, name in self.teachers.items()
+            if name != SELF and not is_asked(name)
+        }
+
+    @property
+    def asked_teachers(self) -> dict[str, str]:
+        """Those that generators ask, by data source."""
+        return {source: name for source, name in self.teachers.items() if is_asked(name)}
+
+    def renamed(self, places: Mapping[str, str]) -> "AlgorithmConfig":
+        """Return the same with other names for teachers and reference, where there are some."""
+        teachers = {source: places.get(name, name) for source, name in self.teachers.items()}
+        path = self.reference.path
+        reference = self.reference.model_copy(update={"path": places.get(path or "", path)})
+        changes: dict[str, Any] = {"teacher": teachers} if teachers else {}
+        if path is not None:
+            changes["reference"] = reference
+        return self.model_copy(update=changes)
 
     @property
     def weighs_whole_batches(self) -> bool:
@@ -293,6 +300,11 @@ class AlgorithmConfig(Section):
         Turns as samples that earn what follows them are discounted once, from turn to turn.
         """
         return 1.0 if self.sample == "turn" and self.turn_reward == "return" else self.discount
+
+    @property
+    def end_discount(self) -> float:
+        """The discount of what is expected behind an episode that a limit ended."""
+        return self.token_discount if self.turn_gamma is None else self.turn_gamma
 
     @model_validator(mode="before")
     @classmethod
@@ -349,6 +361,26 @@ class AlgorithmConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _kl_is_weighed_in_the_loss(self) -> Self:
+        if self.kl_importance and self.kl_in == "reward":
+            raise ValueError(
+                "kl_importance weighs the KL of the loss: remove it, or set kl_in=loss"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _teachers_can_teach(self) -> Self:
+        for name in self.teachers.values():
+            if wrong := why_no_teacher(name):
+                raise ValueError(f"teacher: {wrong}")
+            if name == SELF and self.teacher_context is None:
+                raise ValueError(
+                    "teacher=self says of each token what the policy says itself: set "
+                    "teacher_context to what only the teacher reads"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _bounds_are_not_crossed(self) -> Self:
         low, high = self.clip_low, self.clip_high or 5.0
         if self.loss == "cispo" and low is not None and low >= high:
@@ -366,19 +398,3 @@ class AlgorithmConfig(Section):
                     f"{self.correction} would keep nothing"
                 )
         return self
-
-
-class CriticConfig(Section):
-    """The critic, which `algorithm.advantage: gae` trains; betas, weight decay, clipping of
-    gradients, minibatches and memory are those of the learner."""
-
-    path: str | None = None
-    """Model whose weights it starts from; default: the policy's initial ones."""
-    lr: float = Field(default=1e-5, gt=0)
-    """Peak learning rate; it rises and falls as `learner.schedule` says."""
-    gae_lambda: float | None = Field(default=None, ge=0, le=1)
-    """λ of the returns that it is trained towards; default: `algorithm.gae_lambda`."""
-    clip: float = Field(default=0.5, gt=0)
-    """An update is not rewarded for moving a value further than this from where it was."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """First steps, in which only the critic is trained and the policy stays as it is."""

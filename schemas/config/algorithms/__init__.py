@@ -1,0 +1,1 @@
+"""What a job learns by: advantage, loss, correction, reference, teacher, critic."""

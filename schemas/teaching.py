@@ -1,0 +1,46 @@
+"""What a teacher said of an episode, where it was asked before the episode entered the log."""
+
+from typing import Self
+
+import numpy as np
+from pydantic import model_validator
+
+from .wire.array import FloatMatrix, FloatVector, IntMatrix, IntVector
+from .wire.message import Message
+
+
+class Teaching(Message):
+    """What belongs to a trajectory of N generated tokens, for its teacher."""
+
+    prompt: IntVector | None = None
+    """int32[P]: the first prompt as the teacher reads it; None: as the policy does."""
+    logprobs: FloatVector | None = None
+    """float32[N]: log-prob of each generated token to the teacher; None: the learner asks it."""
+    top_ids: IntMatrix | None = None
+    """int32[N, K]: the teacher's likeliest tokens in the place of each, where asked for."""
+    top_logprobs: FloatMatrix | None = None
+    """float32[N, K]: their log-probs."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.top_ids is None) != (self.top_logprobs is None):
+            raise ValueError("top_ids and top_logprobs belong together")
+        if self.top_ids is not None and self.top_logprobs is not None:
+            sizes = self.top_ids.shape, self.top_logprobs.shape
+            if sizes[0] != sizes[1] or self.logprobs is None or len(self.logprobs) != sizes[0][0]:
+                raise ValueError("top_ids and top_logprobs have a row for each of logprobs")
+        return self
+
+    def fits(self, num_generated: int) -> bool:
+        """Whether it is of a trajectory with so many generated tokens."""
+        return self.logprobs is None or len(self.logprobs) == num_generated
+
+    def wrong(self, vocab_size: int) -> str:
+        """Say what is wrong with the elements of its arrays; empty: nothing is."""
+        known = [one for one in (self.prompt, self.top_ids) if one is not None]
+        if any(((one < 0) | (one >= vocab_size)).any() for one in known):
+            return f"a teacher's token ids must be from 0 to {vocab_size - 1}"
+        told = [one for one in (self.logprobs, self.top_logprobs) if one is not None]
+        if not all((np.isfinite(one) & (one <= 1e-3)).all() for one in told):
+            return "a teacher's logprobs must be finite and at most 0"
+        return ""
