@@ -346,8 +346,10 @@ class LearnerConfigDict(TypedDict, total=False):
     """Copies of the model among the ranks (HSDP): each is divided over ranks / replicas of them, which have neighbouring slots; between copies only gradients travel."""
     context_parallel: int
     """Neighbouring ranks that compute the columns of each row together (Ulysses): a rank holds the activations of a part of it. It divides the number of ranks, and those of the model's heads."""
+    optimizer: Literal['adamw', 'muon', 'adamw_8bit']
+    """adamw; muon: the momentum of the hidden layers' matrices, an adapter's too, made orthogonal, with AdamW for embeddings, output layer, norms and biases; adamw_8bit: AdamW that keeps its two moments of matrices in 8 bits each, a quarter of the memory."""
     lr: float
-    """Peak learning rate."""
+    """Peak learning rate; muon's updates are as large as AdamW's at the same rate."""
     schedule: Literal['constant', 'linear', 'cosine']
     """Learning rate after the warm-up."""
     warmup_steps: int
@@ -359,15 +361,17 @@ class LearnerConfigDict(TypedDict, total=False):
     eps: float
     """AdamW."""
     weight_decay: float
-    """AdamW."""
+    """Share of each weight that an update takes away, times the learning rate."""
+    muon_momentum: float
+    """Share of the momentum that stays from update to update (Nesterov)."""
     grad_clip: float
     """Largest gradient norm."""
     num_minibatches: int
     """Optimiser updates per batch, each on a part of it; all of them make one version."""
     batch_epochs: int
     """Times that a batch is gone through, with `num_minibatches` updates each; ratios and clips are those to the policy before the first."""
-    dtype: Literal['float32', 'bfloat16']
-    """Compute dtype; master weights and optimiser state are float32."""
+    dtype: Literal['float32', 'bfloat16', 'float16']
+    """Compute dtype; master weights and optimiser state are float32. In float16 the loss is scaled, and an update whose gradient is not finite is left out and halves the scale."""
     publish_dtype: Literal['float32', 'bfloat16']
     """Dtype of the weights that generators get."""
     row_tokens: int

@@ -23,8 +23,12 @@ class LearnerConfig(Section):
     context_parallel: int = Field(default=1, ge=1, le=64)
     """Neighbouring ranks that compute the columns of each row together (Ulysses): a rank holds the
     activations of a part of it. It divides the number of ranks, and those of the model's heads."""
+    optimizer: Literal["adamw", "muon", "adamw_8bit"] = "adamw"
+    """adamw; muon: the momentum of the hidden layers' matrices, an adapter's too, made orthogonal,
+    with AdamW for embeddings, output layer, norms and biases; adamw_8bit: AdamW that keeps its two
+    moments of matrices in 8 bits each, a quarter of the memory."""
     lr: float = Field(default=1e-6, gt=0)
-    """Peak learning rate."""
+    """Peak learning rate; muon's updates are as large as AdamW's at the same rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
@@ -38,7 +42,11 @@ class LearnerConfig(Section):
     eps: float = Field(default=1e-8, gt=0)
     """AdamW."""
     weight_decay: float = Field(default=0.01, ge=0)
-    """AdamW."""
+    """Share of each weight that an update takes away, times the learning rate."""
+    muon_momentum: float = Field(
+        default=0.95, ge=0, lt=1, json_schema_extra=when("optimizer", "muon")
+    )
+    """Share of the momentum that stays from update to update (Nesterov)."""
     grad_clip: float = Field(default=1.0, gt=0)
     """Largest gradient norm."""
     num_minibatches: int = Field(default=1, ge=1)
@@ -46,8 +54,9 @@ class LearnerConfig(Section):
     batch_epochs: int = Field(default=1, ge=1, le=64)
     """Times that a batch is gone through, with `num_minibatches` updates each; ratios and clips are
     those to the policy before the first."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype; master weights and optimiser state are float32."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Compute dtype; master weights and optimiser state are float32. In float16 the loss is scaled,
+    and an update whose gradient is not finite is left out and halves the scale."""
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the weights that generators get."""
     row_tokens: int = Field(default=4096, ge=16)

@@ -275,6 +275,17 @@ RULES = (
         lambda job: job.learner.compile and job.learner.context_parallel > 1,
         "was not built for learner.context_parallel over 1: remove one of them",
     ),
+    Rule(
+        "learner.optimizer=muon",
+        lambda job: job.learner.optimizer == "muon" and job.learner.cpu_offload,
+        "multiplies matrices where the optimiser's state is, which learner.cpu_offload keeps in "
+        "the machine's memory: remove one of them",
+    ),
+    Rule(
+        "learner.optimizer",
+        lambda job: job.tinker.base and "optimizer" in job.learner.model_fields_set,
+        "has no effect in a service of the Tinker API, whose programs update by AdamW: remove it",
+    ),
     _over("generator.tensor_parallel", "generator.slots"),
     Rule(
         "generator.max_context ({generator.max_context})",

@@ -70,6 +70,8 @@ EXAMPLES = [
     ["learner.ranks=3", "learner.slots=3", "learner.context_parallel=2"],
     ["learner.ranks=2", "learner.slots=2", "learner.context_parallel=2", "algorithm.loss=gspo"],
     ["learner.ranks=2", "learner.slots=2", "learner.context_parallel=2", "learner.compile=true"],
+    ["learner.optimizer=muon", "learner.cpu_offload=true"],
+    ["learner.optimizer=adamw_8bit", "tinker.base=m"],
     ["generator.engine=vllm", "generator.tensor_parallel=2"],
     ["generator.max_context=1024"],
     ["algorithm.overlong_buffer=4096"],

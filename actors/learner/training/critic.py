@@ -27,6 +27,7 @@ from ..packing.micro_batch import MicroBatch
 from .checkpoint import gather_weights
 from .model import Scorer
 from .optimizer import load_optimizer, make_optimizer, save_optimizer
+from .optimizers.loss_scale import LossScale
 from .parallel import Parallel, divided, whole
 
 _WEIGHTS = "learner/critic.safetensors"
@@ -59,6 +60,10 @@ class ValueModel(nn.Module):
         """Where it computes."""
         return self._scorer.device
 
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the output layer, as transformers names that of language models."""
+        return self.value_head
+
     def values(self, packed: MicroBatch) -> Tensor:
         """Return the value before each of the N tokens, with gradient where enabled."""
         return self._scorer.inside.run(lambda: self._values(packed))
@@ -76,8 +81,8 @@ class Critic:
         self.model = ValueModel(model, config.learner, parallel)
         self._config = config
         self._parallel = parallel
-        parameters = self.model.parameters()
-        self.optimizer = make_optimizer(parameters, config.learner, config.critic.lr)
+        self.optimizer = make_optimizer(self.model, config.learner, config.critic.lr)
+        self._loss_scale = LossScale(self.optimizer, config.learner.dtype)
         self._targets: ValueTargets
         self._sums: dict[str, float] = {}
         self._num_tokens = 0
@@ -104,9 +109,10 @@ class Critic:
         for micro in micros:
             self._accumulate(micro, denominators)
         clip = self._config.learner.grad_clip
+        self._loss_scale.unscale()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), clip)
         self._norms.append(float(whole(norm)))
-        if math.isfinite(self._norms[-1]):
+        if self._loss_scale.is_good(self._norms[-1]):
             self.optimizer.step()
 
     def _accumulate(self, micro: MicroBatch, denominators: Denominators) -> None:
@@ -127,7 +133,7 @@ class Critic:
         sample_N, numbers_M = renumber(targets.sample_N[index_N])
         part = denominators.of_part(sample_N, numbers_M)
         loss = aggregate(self._config.algorithm.loss_agg, loss_N, sample_N, len(numbers_M), part)
-        loss.backward()
+        self._loss_scale.backward(loss)
         self._num_tokens += len(index_N)
         measured = {"vf_loss": loss, "vf_clipfrac": clipped_N.sum(), "vpred_mean": values_N.sum()}
         for name, value in measured.items():
@@ -146,6 +152,7 @@ class Critic:
 
         return {
             "critic/lr": float(self.optimizer.param_groups[0]["lr"]),
+            **self._loss_scale.numbers("critic"),
             "critic/vf_loss": total("vf_loss") / len(self._norms),
             "critic/vf_clipfrac": total("vf_clipfrac") / max(num_tokens, 1),
             "critic/vpred_mean": total("vpred_mean") / max(num_tokens, 1),

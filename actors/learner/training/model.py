@@ -25,6 +25,7 @@ from ...models.experts.replay import RouterReplay
 from ...models.lora import set_dropout
 from ...models.model_folder import load_causal_lm, load_policy
 from ...models.vision import embed
+from ...models.weight_tensors import DTYPES
 from ..algorithms.kl import entropy_from_logits
 from ..packing.flat_rows import flatten, kernel_arguments
 from ..packing.micro_batch import MicroBatch, TokenSequence
@@ -34,8 +35,7 @@ from .parallel import Inside
 
 _LOGITS_CHUNK_BYTES = 256 * 2**20
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-_PACKING_TOLERANCE = 1e-3
-_BF16_TOLERANCE = 0.1
+_PACKING_TOLERANCES = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,9 @@ class Scorer:
         self.hidden_size: int = config.hidden_size
         self._window, self._masks_by_layer = _sliding_window(config)
         self._temperature = temperature
-        self.autocast = dtype == "bfloat16" and self.inside.gathered_dtype is None
-        """Whether products are computed in bfloat16."""
+        self._dtype = dtype
+        self.autocast = dtype != "float32" and self.inside.gathered_dtype is None
+        """Whether products are computed in 16 bits, of weights that have 32."""
         self._chunk_bytes = chunk_bytes
         with torch.no_grad(), self._computing(autocast=self.autocast and self.flat_rows):
             self.full_logits = not self.inside.run(self._head_is_all)
@@ -284,7 +285,8 @@ class Scorer:
         return {"inputs_embeds": embeds_BTH[:, own], "position_ids": images.rope_3BT[..., own]}
 
     def _computing(self, *, autocast: bool) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=autocast)
+        half = DTYPES[self._dtype] if autocast else None
+        return torch.autocast(self.device.type, half, enabled=autocast)
 
     def _masks(self, packed: MicroBatch) -> Tensor | dict[str, Tensor]:
         """Build the mask of a micro-batch; one for each kind of layer where they differ."""
@@ -338,8 +340,8 @@ class Scorer:
         """Prove that sequences of one row do not see each other; refuse the model otherwise."""
         autocast, self.autocast = self.autocast, self.autocast and self.flat_rows
         worst = self._packing_error()
-        in_bf16 = self.autocast or self.inside.gathered_dtype is torch.bfloat16
-        tolerance = _BF16_TOLERANCE if in_bf16 else _PACKING_TOLERANCE
+        in_half = self.autocast or self.inside.gathered_dtype is not None
+        tolerance = _PACKING_TOLERANCES[self._dtype if in_half else "float32"]
         self.autocast = autocast
         if not worst <= tolerance:
             kind = cast(Any, self._model).config.model_type

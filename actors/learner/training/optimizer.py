@@ -9,13 +9,16 @@ number of ranks. One process reads it, too.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import contextlib
+import pickle
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
@@ -25,23 +28,37 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from ....schemas.config.learner import LearnerConfig
-from ....schemas.wire.errors import StorageError
+from ....schemas.wire.errors import ConfigError, StorageError
+from ...models.weight_tensors import DTYPES
+from .optimizers.adamw_8bit import AdamW8bit
+from .optimizers.loss_scale import GOOD_UPDATES, SCALE
+from .optimizers.matrices import MatrixOptimizer, adamw, not_hidden, split
+from .optimizers.muon import Muon
 from .parallel import Parallel, divided
 from .shared_files import folder_of_all
 
+_UNREADABLE = "resume from an earlier checkpoint of the run, or fork its weights"
+
 
 def make_optimizer(
-    parameters: Iterable[nn.Parameter], config: LearnerConfig, learning_rate: float
-) -> torch.optim.AdamW:
-    """Return a fresh optimiser for parameters, with the learner's settings but for the rate."""
-    return torch.optim.AdamW(
-        parameters,
-        lr=learning_rate,
-        betas=config.betas,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
+    model: nn.Module, config: LearnerConfig, learning_rate: float
+) -> torch.optim.Optimizer:
+    """Return a fresh optimiser for what is trained of a model, as the learner is configured.
+
+    The rate is another one for a critic.
+    """
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    match config.optimizer:
+        case "adamw":
+            return adamw(trained, config, learning_rate)
+        case "adamw_8bit":
+            matrices, rest = split(trained, apart=set())
+            rule = AdamW8bit(config.betas, config.eps)
+        case "muon":
+            matrices, rest = split(trained, apart=not_hidden(model))
+            half = torch.bfloat16 if DTYPES[config.dtype].itemsize == 2 else torch.float32
+            rule = Muon(config.muon_momentum, half)
+    return MatrixOptimizer(matrices, rest, rule, config, learning_rate)
 
 
 def save_optimizer(
@@ -55,11 +72,15 @@ def save_optimizer(
 
 
 def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load the state of an optimiser, whether one rank wrote it or several."""
+    """Load the state of an optimiser, whether one rank wrote it or several.
+
+    Raises ConfigError for the state of another optimiser, StorageError if it cannot be read.
+    """
     if path.is_dir():
         _load_together(path, model, optimizer)
         return
     state = torch.load(path.with_suffix(".pt"), weights_only=True, map_location="cpu")
+    _require_same(path, optimizer, {name for group in state["param_groups"] for name in group})
     parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
     for number, parameter in enumerate(parameters):
         if number in state["state"]:
@@ -75,7 +96,7 @@ def _save_together(
 
     Raises StorageError on all ranks if one of them cannot write.
     """
-    state = get_optimizer_state_dict(model, optimizer)
+    state = _state(model, optimizer) if optimizer.state else _settings(optimizer)
     try:
         with _alone_without_a_warning(), folder_of_all(folder, parallel) as here:
             save({"optimizer": state}, checkpoint_id=here, no_dist=_is_whole(model))
@@ -91,16 +112,70 @@ def _load_together(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
 
     Raises StorageError if it cannot be read.
     """
-    state = get_optimizer_state_dict(model, optimizer)  # fresh, in the shapes that are read
+    saved = _names_in(folder)
+    _require_same(folder, optimizer, {name.rpartition(".")[2] for name in saved})
+    has_begun = any(name.startswith("optimizer.state.") for name in saved)
+    state = _state(model, optimizer) if has_begun else _settings(optimizer)
+    for group in state["param_groups"]:
+        for name in (SCALE, GOOD_UPDATES):
+            if not any(each.endswith(f".{name}") for each in saved):
+                group.pop(name, None)  # that of another dtype had none: it stays as it is
     try:
         with _alone_without_a_warning():
             load({"optimizer": state}, checkpoint_id=folder, no_dist=_is_whole(model))
     except CheckpointException as error:
         raise StorageError(
-            f"the optimiser state in {folder} cannot be read: {_reason(error)}",
-            hint="resume from an earlier checkpoint of the run, or fork its weights",
+            f"the optimiser state in {folder} cannot be read: {_reason(error)}", hint=_UNREADABLE
         ) from error
-    set_optimizer_state_dict(model, optimizer, state)
+    if has_begun:
+        set_optimizer_state_dict(model, optimizer, state)
+        return
+    for group, settings in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        group.update(settings)
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state in this rank's parts; of a fresh optimiser one of the same shapes."""
+    return get_optimizer_state_dict(model, optimizer)
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return all that an optimiser has before its first update, in the form of its state.
+
+    torch would make an update of zeros to have a state, which counts.
+    """
+    groups = optimizer.param_groups
+    kept = [{name: group[name] for name in group if name != "params"} for group in groups]
+    return {"param_groups": kept}
+
+
+def _names_in(folder: Path) -> set[str]:
+    """Return the names that a state written by several ranks has.
+
+    Raises StorageError if it cannot be read.
+    """
+    try:
+        return set(FileSystemReader(folder).read_metadata().state_dict_metadata)
+    except (OSError, EOFError, pickle.UnpicklingError) as error:
+        raise StorageError(
+            f"the optimiser state in {folder} cannot be read: {error}", hint=_UNREADABLE
+        ) from error
+
+
+def _require_same(path: Path, optimizer: torch.optim.Optimizer, saved: set[str]) -> None:
+    """Raise ConfigError unless a state, known by the names in it, is that of this optimiser."""
+    wanted = _kind({name for group in optimizer.param_groups for name in group})
+    if (found := _kind(saved)) != wanted:
+        raise ConfigError(
+            f"{path} is the state of learner.optimizer={found}, and this run has {wanted}",
+            hint=f"set learner.optimizer={found}, or begin a new run with the checkpoint's "
+            "weights: `tinkermq train CONFIG --from RUN@STEP`",
+        )
+
+
+def _kind(names: set[str]) -> str:
+    """Return the optimiser among whose settings there are these."""
+    return next((rule.name for rule in (Muon, AdamW8bit) if rule.name in names), "adamw")
 
 
 def _is_whole(model: nn.Module) -> bool:

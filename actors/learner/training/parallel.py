@@ -41,6 +41,7 @@ from ...broadcast.meeting import Store, open_store, own_address, reach_store
 from ...models.divided_attention import SequenceGroup, divide_attention
 from ...models.lora import policy_tensors
 from ...models.policies import prefix_of
+from ...models.weight_tensors import DTYPES
 from .layers import repeated_layers
 
 T = TypeVar("T")
@@ -200,7 +201,7 @@ class Parallel:
         if self.sequence is not None:
             divide_attention(model, self.sequence)
         values = [] if self.rank else [tensor.detach() for tensor in _tensors(inside)]
-        gathered_dtype = torch.bfloat16 if config.dtype == "bfloat16" else None
+        gathered_dtype = None if config.dtype == "float32" else DTYPES[config.dtype]
         options: dict[str, Any] = {
             "mesh": self._mesh,
             "mp_policy": MixedPrecisionPolicy(gathered_dtype, reduce_dtype=torch.float32),
@@ -321,7 +322,7 @@ def divided(tensor: Tensor, like: Tensor) -> Tensor:
 
     All ranks ask for it together. What is divided already stays as it is, and so do counts.
     """
-    if isinstance(tensor, DTensor) or not isinstance(like, DTensor) or tensor.shape != like.shape:
+    if isinstance(tensor, DTensor) or not isinstance(like, DTensor) or not tensor.ndim:
         return tensor
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
 

@@ -10,7 +10,6 @@ Shape letters: N generated tokens, S sequences.
 # torch leaves some of its methods untyped.
 # pyright: reportUnknownMemberType=false
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -43,6 +42,7 @@ from .critic import Critic, spread
 from .model import Scorer, load_model, load_reference
 from .objective import Objective, StepInputs
 from .optimizer import load_optimizer, make_optimizer
+from .optimizers.loss_scale import LossScale
 from .parallel import Inside, Parallel, whole, whole_tensors
 from .rank_packer import RankPacker
 from .schedules import learning_rate
@@ -87,7 +87,8 @@ class Trainer:
         self._replay = RouterReplay(model) if config.algorithm.router_replay else None
         inside = self._parallel.place(model, learner)
         self._trained = [weight for weight in model.parameters() if weight.requires_grad]
-        self.optimizer = make_optimizer(self._trained, learner, learner.lr)
+        self.optimizer = make_optimizer(model, learner, learner.lr)
+        self._loss_scale = LossScale(self.optimizer, learner.dtype)
         self._objective = Objective(config)
         self._scorer = self._scorer_of(model, inside, self._replay)
         self._packer = RankPacker(model, self._scorer, learner, self._parallel, self.image_reader)
@@ -222,6 +223,7 @@ class Trainer:
             self._reference.follow(step)
         numbers = {
             "actor/lr": rate,
+            **self._loss_scale.numbers("actor"),
             **({"actor/entropy_coef": entropy_coef} if entropy_coef else {}),
             **sums.numbers(),
             **taught,
@@ -338,12 +340,13 @@ class Trainer:
                 scores.logprobs_N.sum().backward()  # only to gather and reduce with the others
                 continue
             result = self._objective.loss(inputs, micro, scores, denominators)
-            result.loss.backward()
+            self._loss_scale.backward(result.loss)
             sums.add(result.sums, result.index_N, result.old_N)
         set_dropout(self.model, on=False)
+        self._loss_scale.unscale()
         norm = whole(nn.utils.clip_grad_norm_(self._trained, self.config.learner.grad_clip))
         sums.norms.append(float(norm))
-        if math.isfinite(sums.norms[-1]):
+        if self._loss_scale.is_good(sums.norms[-1]):
             self._require_gradients()
             self.optimizer.step()
 

@@ -9,6 +9,7 @@ from ....schemas.job import JobRecord
 from ....schemas.wire.errors import ConfigError, StateError
 from .rules import refuse_removed
 
+_OPTIMIZER = "learner.optimizer"
 _KEPT = (
     ("name", "a run keeps its name and its folder"),
     ("output_dir", "a run keeps its name and its folder"),
@@ -16,6 +17,7 @@ _KEPT = (
     ("seed", "the order of its tasks hangs on it"),
     ("model", "the run goes on with the model of its checkpoint"),
     ("lora", "the run goes on with the model of its checkpoint"),
+    (_OPTIMIZER, "the checkpoint holds the state of that one"),
     ("sft.data", "the order of its tasks hangs on it"),
     ("training.batch_size", "how many tasks may be issued is counted by it from the first step on"),
     ("training.curriculum", "the checkpoint remembers what it has chosen by it"),
@@ -38,10 +40,16 @@ def changed_config(record: JobRecord, changes: Mapping[str, Any]) -> JobConfig:
         if _value(before, key) != _value(after, key):
             raise ConfigError(
                 f"{key} of run {record.name} cannot be changed when it is resumed: {why}",
-                hint=f"start a new run from its checkpoint: `tinkermq fork {record.name}@last "
-                f"{key}=…`",
+                hint=f"start a new run from its checkpoint: `{_instead(record.name, key)}`",
             )
     return after
+
+
+def _instead(name: str, key: str) -> str:
+    """Return the command for what cannot be resumed; a fork takes the optimiser's state, too."""
+    if key == _OPTIMIZER:
+        return f"tinkermq train CONFIG --from {name}"
+    return f"tinkermq fork {name}@last {key}=…"
 
 
 def refuse_changes(record: JobRecord, changes: Mapping[str, Any]) -> None:

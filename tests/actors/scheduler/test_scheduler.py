@@ -187,6 +187,7 @@ async def test_a_completed_run_goes_on_with_what_was_changed(stack: Stack) -> No
     [
         ({"training": {"batch_size": 3}}, "training.batch_size of run .* cannot be changed"),
         ({"model": {"path": "another"}}, "goes on with the model of its checkpoint"),
+        ({"learner": {"optimizer": "muon"}}, "the checkpoint holds the state of that one"),
         ({"training": {"num_step": 80}}, "num_step"),
     ],
 )
