@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 
 MAX_WAIT_S = 86_400.0
 """The longest wait that a configuration may ask for."""
+OWN_FUNCTION = (
+    r"^([A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
+    r"|[a-z][a-z0-9_-]*)$"
+)
+"""A function of the user's: `module:function`, or a name that a package has registered."""
 MAX_TAGS = 32
 MAX_NOTES = 4000
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:/=+@-]{0,63}$")]

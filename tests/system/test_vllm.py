@@ -106,9 +106,11 @@ async def test_vllms_own_server_teaches(tmp_path: Path) -> None:
         told = await teacher.score(ids, 4)
         with pytest.raises(ConfigError, match=r"answered 400: .*maximum context length"):
             await teacher.score(np.full(300, 9, np.int32), 4)
+        nobody = EndpointTeacher(f"{url}/v1", "nobody", chat)
         with pytest.raises(TeacherAway, match="answered 404"):
-            await EndpointTeacher(f"{url}/v1", "nobody", chat).score(ids, 4)
+            await nobody.score(ids, 4)
         await teacher.close()
+        await nobody.close()
     model = load_causal_lm(str(folder), dtype=torch.float32)
     np.testing.assert_allclose(
         told.logprobs[1:], plain_logprobs(model, ids[:1], ids[1:]), atol=1e-4
@@ -122,6 +124,16 @@ async def test_vllms_own_server_teaches(tmp_path: Path) -> None:
 @contextlib.asynccontextmanager
 async def _api_server(folder: Path, log: Path) -> AsyncIterator[str]:
     """Run vLLM's own OpenAI server for a model, named teacher, until the block ends."""
+    process, port = _start_server(folder, log)
+    try:
+        await eventually(lambda: _answers(port, process), f"vLLM's server ({log})", 400)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        await asyncio.to_thread(process.wait, 60)
+
+
+def _start_server(folder: Path, log: Path) -> tuple["subprocess.Popen[bytes]", int]:
     port = free_port()
     words = ("--served-model-name", "teacher", "--max-model-len", "128", "--max-logprobs", "32")
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
@@ -134,12 +146,7 @@ async def _api_server(folder: Path, log: Path) -> AsyncIterator[str]:
             stderr=output,
             preexec_fn=die_with(os.getpid()),
         )
-    try:
-        await eventually(lambda: _answers(port, process), f"vLLM's server ({log})", 400)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        await asyncio.to_thread(process.wait, 60)
+    return process, port
 
 
 async def _answers(port: int, process: "subprocess.Popen[bytes]") -> bool:

@@ -56,11 +56,10 @@ def refuse_own_algorithms(config: JobConfig, user: str) -> None:
 
     A learner can read every run folder: the operator names who is trusted with that.
     """
-    algorithm = config.algorithm
-    for key in ("own_advantage", "own_loss", "own_correction"):
-        if (target := getattr(algorithm, key)) and user not in _authors():
+    for key, target in config.own_functions.items():
+        if user not in _authors():
             raise ConfigError(
-                f"algorithm.{key}={target}: code of one's own runs in the learner, which is not "
+                f"{key}={target}: code of one's own runs in the learner, which is not "
                 f"allowed for user {user}",
                 hint=f"let the operator add {user} to ${AUTHORS_VARIABLE} of the scheduler, or an "
                 "admin submit the job",
