@@ -130,8 +130,7 @@ class Learner:
             external=config.training.tasks == "external",
         )
         self._left_alone: float | None = None
-        self._torch = torch_thread(context.config.learner.threads)
-        self._time_use = learner_time_use()
+        self._torch, self._time_use = torch_thread(config.learner.threads), learner_time_use()
         self._checkpoints, self._save_models = checkpoints, save_models
         self._saver = Saver(context, checkpoints, state, self.intake, self._write_checkpoint)
 
