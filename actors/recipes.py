@@ -23,6 +23,8 @@ class Recipe:
     batch: int = 64
     width: int = 128
     layers: int = 2
+    init_std: float = 0.02
+    """Standard deviation of the weights that it begins with."""
     conversations: int = 8192
     """Different demonstrations at most."""
     sees: bool = False
@@ -35,6 +37,9 @@ RECIPES = {
     "guess": Recipe(steps=150),
     "bandit": Recipe(steps=60, width=64),
     "tictactoe": Recipe(steps=300, batch=32, width=64),
+    "gomoku": Recipe(
+        steps=1000, lr=8e-3, width=64, init_std=0.1, conversations=32_768
+    ),
     "negotiation": Recipe(steps=200, batch=32, width=64),
     "math": Recipe(steps=300, width=64),
     "math_code": Recipe(steps=640),

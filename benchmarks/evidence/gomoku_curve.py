@@ -1,0 +1,91 @@
+"""Whether a tiny model learns gomoku on two CPU cores: against opponents, and against itself.
+
+    python -m benchmarks.evidence.gomoku_curve [--plot]
+
+Runs what has no line in results/gomoku.jsonl yet: the two examples for a small board, through the
+whole stack, with three seeds each. Nothing was tuned on these seeds. Every validation plays half of
+its games against the random player and half against the one-ply opponent. `--plot` draws the
+curves from the results alone.
+"""
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from tinkermq.clients.follow import follow_run
+from tinkermq.schemas.job import JobRecord
+from tinkermq.schemas.metric import Metric
+
+from benchmarks.evidence.cells import RESULTS
+from benchmarks.stack import REPOSITORY, Stack
+from benchmarks.tasks import warm_model
+
+SEEDS = (101, 102, 103)
+EXAMPLES = {"opponents": "gomoku_small", "self-play": "gomoku_small_self_play"}
+OPPONENTS = ("random", "one_ply")
+FILE = RESULTS / "gomoku.jsonl"
+PICTURE = REPOSITORY / "docs" / "images" / "gomoku-learning.png"
+DEADLINE_S = 1800.0
+
+
+def job_of(name: str, seed: int) -> dict[str, Any]:
+    """Return the configuration of a run: the example's with its own seed."""
+    job: dict[str, Any] = yaml.safe_load((REPOSITORY / "examples" / f"{name}.yaml").read_text())
+    job["model"]["path"] = str(warm_model("gomoku"))
+    return job | {"seed": seed}
+
+
+async def learn(job: dict[str, Any]) -> dict[str, Any]:
+    """Run a job on a stack of its own; return win rates by step, and the seconds that it took."""
+    with tempfile.TemporaryDirectory() as folder:
+        async with Stack(Path(folder), slots=4) as stack, asyncio.timeout(DEADLINE_S):
+            started = time.time()
+            record = await stack.pool.submit({"output_dir": f"{folder}/runs", **job})
+            points: list[dict[str, float]] = []
+            async with aclosing(follow_run(stack.pool, record)) as updates:
+                async for update in updates:
+                    if isinstance(update, Metric) and "val/mean_score" in update.values:
+                        points.append(point(update, started))
+                    elif isinstance(update, JobRecord):
+                        record = update
+            if record.state != "COMPLETED":
+                raise RuntimeError(f"the job is {record.state}: {record.reason}")
+    points.sort(key=lambda one: one["step"])
+    return {"seconds": round(time.time() - started, 1), "points": points}
+
+
+def point(metric: Metric, started: float) -> dict[str, float]:
+    """Return what one validation says."""
+    values = metric.values
+    return {
+        "step": metric.step,
+        "after_s": round(metric.time - started, 1),
+        **{name: round(values[f"val_type/{name}/success_rate"], 4) for name in OPPONENTS},
+        "invalid_moves": round(values["val_game/invalid_moves"], 4),
+        "moves": round(values["val_game/steps"], 3),
+    }
+
+
+def results() -> list[dict[str, Any]]:
+    """Return what was measured."""
+    return [json.loads(line) for line in FILE.read_text().splitlines()] if FILE.is_file() else []
+
+
+def measure(console: Console) -> None:
+    """Run what is missing, one after the other."""
+    there = {(row["way"], row["seed"]) for row in results()}
+    for seed in SEEDS:
+        for way, name in EXAMPLES.items():
+            if (way, seed) in there:
+                continue
+            row = {"way": way, "seed": seed} | asyncio.run(learn(job_of(name, seed)))
+            with FILE.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            console.print(f"{way} {seed}: {row['points'][-1]} after {row['seconds']} s")
