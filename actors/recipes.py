@@ -37,9 +37,7 @@ RECIPES = {
     "guess": Recipe(steps=150),
     "bandit": Recipe(steps=60, width=64),
     "tictactoe": Recipe(steps=300, batch=32, width=64),
-    "gomoku": Recipe(
-        steps=1000, lr=8e-3, width=64, init_std=0.1, conversations=32_768
-    ),
+    "gomoku": Recipe(steps=800, lr=1e-2, batch=128, width=64, init_std=0.1, conversations=12_288),
     "negotiation": Recipe(steps=200, batch=32, width=64),
     "math": Recipe(steps=300, width=64),
     "math_code": Recipe(steps=640),

@@ -71,7 +71,7 @@ def _save(game: str, folder: Path, recipe: Recipe, seed: int) -> None:
     if recipe.sees:
         save_tiny_vision_model(folder, width=width, layers=layers, seed=seed)
         return
-    words: Sequence[str] = getattr(import_module(module_of(game)), "WORDS", ())
+    words: Sequence[str] = getattr(import_module(module_of(game)), "TOKENS", ())
     std = recipe.init_std
     save_tiny_model(folder, width=width, layers=layers, seed=seed, words=words, init_std=std)
 

@@ -29,7 +29,7 @@ from benchmarks.tasks import warm_model
 
 SEEDS = (101, 102, 103)
 EXAMPLES = {"opponents": "gomoku_small", "self-play": "gomoku_small_self_play"}
-OPPONENTS = ("random", "one_ply")
+OPPONENTS, COLOURS = ("random", "one_ply"), ("tab:blue", "tab:orange")
 FILE = RESULTS / "gomoku.jsonl"
 PICTURE = REPOSITORY / "docs" / "images" / "gomoku-learning.png"
 DEADLINE_S = 1800.0
@@ -89,3 +89,39 @@ def measure(console: Console) -> None:
             with FILE.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             console.print(f"{way} {seed}: {row['points'][-1]} after {row['seconds']} s")
+
+
+def plot() -> None:
+    """Draw the win rates of all runs over the steps, a panel for each way to learn."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(EXAMPLES), figsize=(9, 3.6), sharey=True)
+    for panel, way in zip(panels, EXAMPLES, strict=True):
+        runs = [row for row in results() if row["way"] == way]
+        for opponent, colour in zip(OPPONENTS, COLOURS, strict=True):
+            for row in runs:
+                steps, rates = zip(*((p["step"], p[opponent]) for p in row["points"]), strict=True)
+                label = f"against {opponent}" if row is runs[0] else None
+                panel.plot(steps, rates, color=colour, linewidth=1.4, alpha=0.75, label=label)
+        panel.set(title=f"learning from {way}", xlabel="step", ylim=(0, 1))
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("win rate")
+    panels[0].legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(PICTURE, dpi=90)
+
+
+def main() -> None:
+    """Parse the command line; measure or draw."""
+    options = argparse.ArgumentParser(prog="python -m benchmarks.evidence.gomoku_curve")
+    options.add_argument("--plot", action="store_true", help="draw what was measured")
+    if not options.parse_args().plot:
+        measure(Console(stderr=True))
+    plot()
+
+
+if __name__ == "__main__":
+    main()

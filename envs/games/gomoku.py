@@ -6,9 +6,9 @@ turn it is by the stones on the board, an action is played before the game is ov
 and every key of the constructor is read. With the opponent `self` the policy plays both colours, as
 two roles, each with a conversation of its own.
 
-The warm start's demonstrations play on a small board (`SMALL`): most moves are random, some are
-good, a few name any cell, free or not. What the game says there again and again is one token each
-to the tiny model (`WORDS`), and so is each move.
+The warm start's demonstrations play on a small board (`SMALL`), told as a list of its stones: most
+moves are random, some look two moves ahead, a few name any cell, free or not. What the game says
+there again and again is one token each to the tiny model (`TOKENS`), and so is each move.
 """
 
 import random
@@ -34,10 +34,10 @@ COLOURS = {"x": X, "o": O}
 NAMES = {X: "x", O: "o"}
 SMALL: dict[str, Any] = {"board_size": 5, "win_length": 4, "board_text": "stones"}
 """The board of the demonstrations."""
-CARELESS = 0.04
+CARELESS = 0.02
 """Share of the demonstrations' moves that name any cell, free or not."""
 SKILLED = 0.3
-"""Share of them that are good."""
+"""Share of them that look two moves ahead; the others are drawn from the free cells."""
 _TURNS = 4
 """Answers of a demonstration at most."""
 _OUTCOMES = ("win", "loss", "draw", "timeout", "incomplete")
@@ -212,9 +212,7 @@ class GomokuGame(AbstractGame):
     def _over(self, reward: float, other: float) -> StepResult:
         """End the game; `other` is what the other role gets, where there is one."""
         rewards = {NAMES[-self._mine]: other} if self._player is None else {}
-        return StepResult(
-            self._told(), reward, done=True, info=self._info(), rewards=rewards
-        )
+        return StepResult(self._told(), reward, done=True, info=self._info(), rewards=rewards)
 
     def _info(self) -> dict[str, Any]:
         """Tell the outcome so far, as rates over episodes: all, and against this opponent.
@@ -247,7 +245,7 @@ class GomokuGame(AbstractGame):
         return f"Stones: {' '.join(told) or 'none'}"
 
     def demonstrate(self, skilled: Player, rng: random.Random) -> str:
-        """Return the next answer of a demonstration: careless, skilled, or random."""
+        """Return the next answer of a demonstration: any cell, a good one, or a free one."""
         drawn, cells = rng.random(), range(self._size**2)
         if drawn < CARELESS:
             cell = rng.choice(cells)
@@ -258,10 +256,11 @@ class GomokuGame(AbstractGame):
 
     def get_system_prompt(self) -> str:
         """Return the rules and the form of an answer."""
+        free = _FREE_CELLS[self._board_text]
         return (
             f"You play Gomoku on a {self._size}x{self._size} board. X moves first, the players "
             f"take turns, and {self._win_length} stones of one colour in an unbroken row, column "
-            f"or diagonal win. Rows and columns are numbered from 0; {_FREE_CELLS[self._board_text]}.\n"
+            f"or diagonal win. Rows and columns are numbered from 0; {free}.\n"
             "Think in <thinking></thinking>, then give your move as <move>row,col</move>."
         )
 
@@ -306,7 +305,8 @@ def draw_position(
 def demonstrations(rng: random.Random) -> list[ChatMessage]:
     """Return some turns of a game on the small board for the warm start."""
     game = GomokuGame(**SMALL, opponent=["random", "one_ply"])
-    start = {"moves": _position(rng)}
+    moves = _position(rng)
+    start = {"moves": moves, "colour": NAMES[O if len(moves) % 2 else X]}
     messages = open_game(game, seed=rng.getrandbits(32), record=None, kwargs=start)
     skilled = make_player("alphabeta:2")
     for turn in range(_TURNS):
@@ -326,10 +326,10 @@ def _position(rng: random.Random) -> list[tuple[int, int]]:
         quiet = [cell for cell in board.free() if not board.completes(cell, board.turn)]
         if quiet:
             board.play(rng.choice(quiet))
-    return [divmod(cell, size) for cell in board.moves[: size**2 - 2]]
+    return [divmod(cell, size) for cell in board.moves]
 
 
-def _words() -> tuple[str, ...]:
+def _tokens() -> tuple[str, ...]:
     """Return what the game says on the small board, in the pieces that come again."""
     game = GomokuGame(**SMALL)
     ends = [f"\n\nYou play {SYMBOLS[colour]}. Your move." for colour in (X, O)]
@@ -340,5 +340,5 @@ def _words() -> tuple[str, ...]:
     return (*said, *ends, *stones, *(f"<move>{cell}</move>" for cell in cells), *refused)
 
 
-WORDS = _words()
+TOKENS = _tokens()
 """Pieces of text that are one token each to the tiny model of the warm start."""

@@ -49,6 +49,22 @@ async def test_a_game_is_learnt_by_self_play(
     assert after >= before + rise
 
 
+@pytest.mark.learns
+@pytest.mark.parametrize("name", ["gomoku_small", "gomoku_small_self_play"])
+async def test_gomoku_on_a_small_board_is_learnt_from_opponents_and_by_self_play(
+    stack: Stack, name: str
+) -> None:
+    model = f"model.path={warm_model('gomoku')}"
+    config = example(name, model, "training.num_steps=60", "training.test_freq=60")
+    job = await stack.submit(config)
+    await job.until("COMPLETED", deadline_s=500)
+    before, after = [(await job.validations())[step] for step in (0, 60)]
+    rates = {who: f"val_type/{who}/success_rate" for who in ("random", "one_ply")}
+    assert before["val_game/invalid_moves"] < before["val_game/steps"] / 10
+    for rate in rates.values():
+        assert after[rate] >= before[rate] + 0.08
+
+
 async def test_policies_by_role_and_earlier_versions_of_them_play_in_one_job(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
