@@ -68,7 +68,7 @@ def make_tokenizer(
         additional_special_tokens=[t for t in (*SPECIAL_TOKENS, *more) if t not in (PAD, END)],
         clean_up_tokenization_spaces=False,
     )
-    fast.add_tokens([AddedToken(word, normalized=False) for word in words])
+    fast.add_tokens(list[Any](AddedToken(word, normalized=False) for word in words))
     fast.chat_template = CHAT_TEMPLATE
     return fast
 

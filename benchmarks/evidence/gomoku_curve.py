@@ -5,7 +5,7 @@
 Runs what has no line in results/gomoku.jsonl yet: the two examples for a small board, through the
 whole stack, with three seeds each. Nothing was tuned on these seeds. Every validation plays half of
 its games against the random player and half against the one-ply opponent. `--plot` draws the
-curves from the results alone.
+curves and fills the page's table from the results alone.
 """
 
 import argparse
@@ -31,6 +31,7 @@ SEEDS = (101, 102, 103)
 EXAMPLES = {"opponents": "gomoku_small", "self-play": "gomoku_small_self_play"}
 OPPONENTS, COLOURS = ("random", "one_ply"), ("tab:blue", "tab:orange")
 FILE = RESULTS / "gomoku.jsonl"
+PAGE = REPOSITORY / "docs" / "games" / "gomoku.md"
 PICTURE = REPOSITORY / "docs" / "images" / "gomoku-learning.png"
 DEADLINE_S = 1800.0
 
@@ -85,7 +86,7 @@ def measure(console: Console) -> None:
         for way, name in EXAMPLES.items():
             if (way, seed) in there:
                 continue
-            row = {"way": way, "seed": seed} | asyncio.run(learn(job_of(name, seed)))
+            row: dict[str, Any] = {"way": way, "seed": seed} | asyncio.run(learn(job_of(name, seed)))
             with FILE.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             console.print(f"{way} {seed}: {row['points'][-1]} after {row['seconds']} s")
@@ -114,12 +115,34 @@ def plot() -> None:
     figure.savefig(PICTURE, dpi=90)
 
 
+def filled(page: str) -> str:
+    """Return the page with its table as the results say it is."""
+    head, first, rest = page.partition("<!-- curves -->\n")
+    last = "<!-- end of curves -->"
+    assert last in rest, f"{PAGE} has no place for the table"
+    return f"{head}{first}\n{table()}\n\n{last}{rest.partition(last)[2]}"
+
+
+def table() -> str:
+    """Return a row for each run: win rates and invalid moves, before and after."""
+    heads = [f"against {name}" for name in OPPONENTS]
+    lines = [["learns from", "seed", *heads, "invalid moves a game", "seconds"]]
+    lines.append(["---"] * len(lines[0]))
+    for row in sorted(results(), key=lambda row: (row["way"], row["seed"])):
+        before, after = row["points"][0], row["points"][-1]
+        rates = [f"{before[name]:.0%} → {after[name]:.0%}" for name in OPPONENTS]
+        invalid = f"{before['invalid_moves']:.2f} → {after['invalid_moves']:.2f}"
+        lines.append([row["way"], str(row["seed"]), *rates, invalid, f"{row['seconds']:.0f}"])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def main() -> None:
     """Parse the command line; measure or draw."""
     options = argparse.ArgumentParser(prog="python -m benchmarks.evidence.gomoku_curve")
-    options.add_argument("--plot", action="store_true", help="draw what was measured")
+    options.add_argument("--plot", action="store_true", help="tell what was measured")
     if not options.parse_args().plot:
         measure(Console(stderr=True))
+    PAGE.write_text(filled(PAGE.read_text()))
     plot()
 
 

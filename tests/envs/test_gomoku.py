@@ -149,7 +149,8 @@ def replayed(messages):
     boards = [m["content"] for m in messages if m["role"] == "user"]
     answers = [m["content"] for m in messages if m["role"] == "assistant"]
     stones = [re.findall(r"[XO](\d,\d)", board) for board in boards]
-    named = [re.fullmatch(r"<move>([0-4],[0-4])</move>", answer)[1] for answer in answers]
+    named = [answer.removeprefix("<move>").removesuffix("</move>") for answer in answers]
+    assert all(re.fullmatch(r"[0-4],[0-4]", cell) for cell in named)
     return [cell not in taken for cell, taken in zip(named, stones, strict=True)]
 
 
