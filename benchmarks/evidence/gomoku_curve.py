@@ -86,7 +86,9 @@ def measure(console: Console) -> None:
         for way, name in EXAMPLES.items():
             if (way, seed) in there:
                 continue
-            row: dict[str, Any] = {"way": way, "seed": seed} | asyncio.run(learn(job_of(name, seed)))
+            row: dict[str, Any] = {"way": way, "seed": seed} | asyncio.run(
+                learn(job_of(name, seed))
+            )
             with FILE.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             console.print(f"{way} {seed}: {row['points'][-1]} after {row['seconds']} s")

@@ -50,6 +50,7 @@ async def test_a_game_is_learnt_by_self_play(
 
 
 @pytest.mark.learns
+@pytest.mark.timeout(900)  # the warm start alone takes two or three minutes
 @pytest.mark.parametrize("name", ["gomoku_small", "gomoku_small_self_play"])
 async def test_gomoku_on_a_small_board_is_learnt_from_opponents_and_by_self_play(
     stack: Stack, name: str
@@ -58,11 +59,10 @@ async def test_gomoku_on_a_small_board_is_learnt_from_opponents_and_by_self_play
     config = example(name, model, "training.num_steps=60", "training.test_freq=60")
     job = await stack.submit(config)
     await job.until("COMPLETED", deadline_s=500)
-    before, after = [(await job.validations())[step] for step in (0, 60)]
-    rates = {who: f"val_type/{who}/success_rate" for who in ("random", "one_ply")}
-    assert before["val_game/invalid_moves"] < before["val_game/steps"] / 10
-    for rate in rates.values():
-        assert after[rate] >= before[rate] + 0.08
+    results = await job.validations()
+    before, after = results[0], results[60]
+    assert before["val_game/invalid_moves"] < before["val_game/steps"] / 8
+    assert after["val/success_rate"] >= before["val/success_rate"] + 0.08
 
 
 async def test_policies_by_role_and_earlier_versions_of_them_play_in_one_job(
