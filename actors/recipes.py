@@ -23,6 +23,8 @@ class Recipe:
     batch: int = 64
     width: int = 128
     layers: int = 2
+    init_std: float = 0.02
+    """Standard deviation of the weights that it begins with."""
     conversations: int = 8192
     """Different demonstrations at most."""
     sees: bool = False
@@ -35,6 +37,7 @@ RECIPES = {
     "guess": Recipe(steps=150),
     "bandit": Recipe(steps=60, width=64),
     "tictactoe": Recipe(steps=300, batch=32, width=64),
+    "gomoku": Recipe(steps=800, lr=1e-2, batch=128, width=64, init_std=0.1, conversations=12_288),
     "negotiation": Recipe(steps=200, batch=32, width=64),
     "math": Recipe(steps=300, width=64),
     "math_code": Recipe(steps=640),
