@@ -4,98 +4,27 @@ Runs of one seed are compared with each other: a difference is of pairs, its int
 over the seeds. Each table stands in the page between two comments that name it.
 """
 
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from statistics import mean, stdev
+from statistics import mean
+from typing import NamedTuple
 
-from benchmarks.evidence.cells import SEEDS, STEPS, Result, Results
+from benchmarks.evidence.cells import STEPS, Result
+from benchmarks.evidence.comparisons import (
+    LEVEL,
+    MARGIN,
+    Measure,
+    Table,
+    area,
+    final,
+    share_until,
+    step_until,
+)
+from benchmarks.evidence.peer import GAMES as PEER_GAMES
+from benchmarks.evidence.peer import PEERS, THEIRS
 from benchmarks.stack import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "learning.md"
-MARGIN = 0.03
-LEVEL = 0.8
-_T_ONE_SIDED = {2: 2.920, 3: 2.353, 4: 2.132}
-"""Student's t by degrees of freedom: 5% above it."""
-_T_TWO_SIDED = {2: 4.303, 3: 3.182, 4: 2.776}
-"""2.5% above it."""
-Measure = Callable[[Result], float]
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Of pairs of runs."""
-
-    mean: float
-    half: float
-    """Half of the 95% interval."""
-    half_90: float
-    """Half of the 90% interval: that of two one-sided tests at 5%."""
-
-    @classmethod
-    def of(cls, pairs: Sequence[tuple[float, float]]) -> "Difference":
-        """Take the second of each pair from the first."""
-        found = [one - other for one, other in pairs]
-        degrees, error = len(found) - 1, stdev(found) / math.sqrt(len(found))
-        return cls(mean(found), _T_TWO_SIDED[degrees] * error, _T_ONE_SIDED[degrees] * error)
-
-    @property
-    def is_equivalent(self) -> bool:
-        """Whether it is under the margin either way, by two one-sided tests at 5%."""
-        return abs(self.mean) + self.half_90 < MARGIN
-
-    @property
-    def is_worse(self) -> bool:
-        """Whether it is under 0, at 2.5%."""
-        return self.mean + self.half < 0
-
-    def __str__(self) -> str:
-        return f"{self.mean:+.3f} ± {self.half:.3f}"
-
-
-class Table:
-    """Runs of an experiment by game, method and lag."""
-
-    def __init__(self, experiment: str) -> None:
-        """Read its results."""
-        self._runs: dict[tuple[str, str, int], dict[int, Result]] = {}
-        for one in Results(experiment):
-            self._runs.setdefault((one.game, one.method, one.lag), {})[one.seed] = one
-
-    def of(self, game: str, method: str, lag: int) -> list[Result]:
-        """Return the runs of all seeds in their order; none where one is missing."""
-        found = self._runs.get((game, method, lag), {})
-        return [found[seed] for seed in SEEDS] if set(SEEDS) <= set(found) else []
-
-    @property
-    def methods(self) -> list[str]:
-        """The methods in the order in which they were run first."""
-        return list(dict.fromkeys(method for _, method, _ in self._runs))
-
-    @property
-    def lags(self) -> list[int]:
-        """The lags that were run."""
-        return sorted({lag for _, _, lag in self._runs})
-
-    def difference(
-        self, game: str, one: tuple[str, int], other: tuple[str, int], measure: Measure
-    ) -> Difference | None:
-        """Compare two methods, each with its lag; None where runs are missing."""
-        pairs = list(zip(self.of(game, *one), self.of(game, *other), strict=False))
-        if not pairs:
-            return None
-        return Difference.of([(measure(first), measure(second)) for first, second in pairs])
-
-
-def area(run: Result) -> float:
-    """The mean height of the validation curve."""
-    return run.area
-
-
-def final(run: Result) -> float:
-    """The mean of the last two validations."""
-    return run.final
 
 
 def staleness(measure: Measure) -> Iterator[str]:
@@ -151,7 +80,7 @@ def distillation() -> Iterator[str]:
     for game in STEPS:
         for method in table.methods:
             runs = table.of(game, method, lag)
-            reached = [(share, run) for run in runs if (share := _share_until(run)) is not None]
+            reached = [(share, run) for run in runs if (share := share_until(run)) is not None]
             if runs:
                 samples = [share * run.samples for share, run in reached]
                 seconds = [share * run.train_s for share, run in reached]
@@ -160,10 +89,64 @@ def distillation() -> Iterator[str]:
                 yield _row([f"{game}: {method}", *told, by, f"{mean(map(final, runs)):.3f}"])
 
 
-def _share_until(run: Result) -> float | None:
-    """Return after which share of its steps a run first validates at the level."""
-    steps = [step for step, value in sorted(run.validation.items()) if value >= LEVEL]
-    return steps[0] / max(run.validation) if steps else None
+def peer() -> Iterator[str]:
+    """TRL and ours on the same data: samples and CPU seconds until a reward, and differences."""
+    table = Table("peer")
+    yield _row(["", "reached by", *(line.name for line in _PEER_LINES)])
+    yield _row(["---"] * (len(_PEER_LINES) + 2))
+    for game in PEER_GAMES:
+        for way in PEERS:
+            runs = table.of(game, *way)
+            reached = sum(step_until(run) is not None for run in runs)
+            means = [line.mean(runs) for line in _PEER_LINES]
+            yield _row([f"{game}: {_peer_name(*way)}", f"{reached} of {len(runs)}", *means])
+        for way in PEERS[1:]:
+            less = [line.less(table, game, way, PEERS[0]) for line in _PEER_LINES]
+            yield _row([f"{game}: {_peer_name(*way)}, less TRL", "", *less])
+
+
+def _peer_name(method: str, lag: int) -> str:
+    return method if method == THEIRS else f"{method}, η = {lag}"
+
+
+class Line(NamedTuple):
+    """One measure of a table."""
+
+    name: str
+    digits: int
+    measure: Measure
+
+    def mean(self, runs: Sequence[Result]) -> str:
+        """Write the mean over runs."""
+        return f"{mean(map(self.measure, runs)):,.{self.digits}f}"
+
+    def less(self, table: Table, game: str, one: tuple[str, int], other: tuple[str, int]) -> str:
+        """Write the difference of one method from another, each with its lag."""
+        found = table.difference(game, one, other, self.measure)
+        return "" if found is None else found.told(self.digits)
+
+
+def _told(name: str, scale: float = 1.0) -> Measure:
+    return lambda run: scale * run.told.get(name, 0.0)
+
+
+def _samples_until(run: Result) -> float:
+    """Return the samples until the level; of a run that does not reach it, all."""
+    return (share_until(run) or 1.0) * run.samples
+
+
+def _cpu_s_until(run: Result) -> float:
+    """Return the CPU seconds until the level; of a run that does not reach it, all."""
+    return (share_until(run) or 1.0) * run.told["train_cpu_s"]
+
+
+_PEER_LINES = (
+    Line(f"samples to {LEVEL}", 0, _samples_until),
+    Line("CPU seconds to it", 1, _cpu_s_until),
+    Line("CPU seconds of 40 steps", 1, _told("train_cpu_s")),
+    Line("area", 3, area),
+    Line("final reward", 3, final),
+)
 
 
 def _row(cells: Sequence[str]) -> str:
@@ -180,6 +163,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "tests": tests,
     "choices": choices,
     "distillation": distillation,
+    "peer": peer,
 }
 """By the name that stands in the page."""
 
