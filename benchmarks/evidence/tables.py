@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import mean
 from typing import NamedTuple
 
+from benchmarks.evidence.caches import BOUND as CACHE_BOUND
+from benchmarks.evidence.caches import CHOICES
+from benchmarks.evidence.caches import STEPS as CACHE_STEPS
 from benchmarks.evidence.cells import STEPS, Result
 from benchmarks.evidence.comparisons import (
     LEVEL,
@@ -109,6 +112,18 @@ def _peer_name(method: str, lag: int) -> str:
     return method if method == THEIRS else f"{method}, η = {lag}"
 
 
+def caches() -> Iterator[str]:
+    """Caches that are kept at a swap against those that are computed again."""
+    table = Table("caches")
+    kept, again = ((choice, CACHE_BOUND) for choice in CHOICES)
+    yield _row(["", *CHOICES, "difference"])
+    yield _row(["---"] * 4)
+    for game in CACHE_STEPS:
+        for line in _CACHE_LINES:
+            means = [line.mean(table.of(game, *way)) for way in (kept, again)]
+            yield _row([f"{game}: {line.name}", *means, line.less(table, game, again, kept)])
+
+
 class Line(NamedTuple):
     """One measure of a table."""
 
@@ -147,6 +162,18 @@ _PEER_LINES = (
     Line("area", 3, area),
     Line("final reward", 3, final),
 )
+_CACHE_LINES = (
+    Line("area", 3, area),
+    Line("final reward", 3, final),
+    Line("% of trained tokens in episodes of several versions", 1, _told("mixed_episodes", 100)),
+    Line("% of trained tokens behind a swap in their turn", 1, _told("old_cache", 100)),
+    Line("mismatch of log-probs at lag 0, 10⁻³", 2, _told("mismatch", 1000)),
+    Line("largest ratio of a step at lag 0", 3, _told("mismatch_max_ratio")),
+    Line("tokens at lag 0", 0, _told("fresh_tokens")),
+    Line("ms paused at a swap", 1, _told("paused_ms")),
+    Line("mean lag", 2, _told("lag_mean")),
+    Line("CPU seconds", 1, _told("train_cpu_s")),
+)
 
 
 def _row(cells: Sequence[str]) -> str:
@@ -164,6 +191,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "choices": choices,
     "distillation": distillation,
     "peer": peer,
+    "caches": caches,
 }
 """By the name that stands in the page."""
 

@@ -5,13 +5,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tinkermq.actors.models.model_folder import load_causal_lm
+from tinkermq.schemas.batch import BatchRecord
+from tinkermq.schemas.rollout import Group, Trajectory
+from tinkermq.schemas.task import Task
 
 from benchmarks.evidence import gomoku_curve
 from benchmarks.evidence.comparisons import Difference
 from benchmarks.evidence.lagged import Curve, LaggedRun, copied_weights
+from benchmarks.evidence.pooled import Played, mixed_shares
 from benchmarks.evidence.tables import PAGE, filled
 from benchmarks.tasks import addition_job, in_training_order, warm_model
 
@@ -93,3 +98,25 @@ async def test_trl_trains_the_same_samples(tmp_path: Path) -> None:
     config = LaggedRun(quick_job(), lag=0, test_every=2).config
     rows = settings_of(config, tmp_path)["rows"]
     assert rows == in_training_order("addition", STEPS * config.training.batch_size)
+
+
+def test_tokens_behind_a_swap_are_counted_within_their_turn() -> None:
+    swapped = episode([3, 3, -1, 4, 4])
+    within = episode([3, 4, -1, 4, 5])
+    task = Task(task=0, seed=0, group_size=2)
+    group = Group(task=task, source="here", trajectories=[swapped, within])
+    record = BatchRecord(step=6, seqs=[1], tasks=[0], seed=0, digest="", learner="", time=0.0)
+    shares = mixed_shares(Played([group], [(record, [group])]))
+    assert shares == {"mixed_episodes": 1.0, "old_cache": 2 / 8}
+
+
+def episode(versions: list[int]) -> Trajectory:
+    """Return an episode of two turns of two tokens."""
+    return Trajectory(
+        token_ids=np.arange(5, dtype=np.int32),
+        mask=np.array([1, 1, 0, 1, 1], dtype=np.uint8),
+        logprobs=np.zeros(5, dtype=np.float32),
+        versions=np.array(versions, dtype=np.int32),
+        turn_ends=np.array([1, 4], dtype=np.int32),
+        rewards=np.zeros(2, dtype=np.float32),
+    )
