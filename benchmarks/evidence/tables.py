@@ -12,10 +12,11 @@ from typing import NamedTuple
 from benchmarks.evidence.caches import BOUND as CACHE_BOUND
 from benchmarks.evidence.caches import CHOICES
 from benchmarks.evidence.caches import STEPS as CACHE_STEPS
-from benchmarks.evidence.cells import STEPS, Result
+from benchmarks.evidence.cells import SEEDS, STEPS, Result
 from benchmarks.evidence.comparisons import (
     LEVEL,
     MARGIN,
+    Difference,
     Measure,
     Table,
     area,
@@ -23,6 +24,7 @@ from benchmarks.evidence.comparisons import (
     share_until,
     step_until,
 )
+from benchmarks.evidence.equivalence import MORE_SEEDS
 from benchmarks.evidence.peer import GAMES as PEER_GAMES
 from benchmarks.evidence.peer import PEERS, THEIRS
 from benchmarks.stack import REPOSITORY
@@ -48,17 +50,29 @@ def staleness(measure: Measure) -> Iterator[str]:
 
 
 def tests() -> Iterator[str]:
-    """The equivalence test, and the control that must lose."""
-    table = Table("staleness")
-    yield _row(["", "difference of areas", "90% interval", f"within ±{MARGIN}", "worse at 2.5%"])
-    yield _row(["---"] * 5)
-    for method, lag in (("tis", 4), ("none", 12)):
+    """The equivalence test over five seeds, fifteen and all, and the control that must lose."""
+    five = Table("staleness")
+    fifteen = Table("equivalence", seeds=MORE_SEEDS)
+    twenty = Table("staleness", "equivalence", seeds=(*SEEDS, *MORE_SEEDS))
+    heads = ["seeds", "difference of areas", "90% interval", f"within ±{MARGIN}", "worse at 2.5%"]
+    yield _row(["", *heads])
+    yield _row(["---"] * 6)
+    for method, lag, seeds, table in (
+        ("tis", 4, "101 to 105", five),
+        ("tis", 4, "106 to 120", fifteen),
+        ("tis", 4, "all 20", twenty),
+        ("none", 12, "101 to 105", five),
+    ):
         for game in STEPS:
             one = table.difference(game, (method, lag), ("none", 0), area)
             if one is not None:
-                low, high = one.mean - one.half_90, one.mean + one.half_90
-                told = [f"{low:+.3f} to {high:+.3f}", _yes(one.is_equivalent), _yes(one.is_worse)]
-                yield _row([f"{method}, η = {lag}, {game}", f"{one.mean:+.3f}", *told])
+                name = f"{method}, η = {lag}, {game}"
+                yield _row([name, seeds, f"{one.mean:+.3f}", *_tested(one)])
+
+
+def _tested(one: Difference) -> list[str]:
+    low, high = one.mean - one.half_90, one.mean + one.half_90
+    return [f"{low:+.3f} to {high:+.3f}", _yes(one.is_equivalent), _yes(one.is_worse)]
 
 
 def choices() -> Iterator[str]:
