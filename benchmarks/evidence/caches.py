@@ -6,7 +6,7 @@ Runs what has no line in results/caches.jsonl yet: guess and the calculator in a
 seeds with either choice. Steps are small (4 tasks, not 16) and the bound is 8, so that new weights
 come often and in the middle of many turns: the engine computes a cache anew at each turn's begin if
 weights have changed since, so a choice there is within a turn alone.
-Some twenty-five minutes of one core.
+Some ten minutes of one core.
 """
 
 import asyncio

@@ -6,7 +6,7 @@ Runs what has no line in results/peer.jsonl yet; needs the `bench` extra. Additi
 from the same warm starts, with the same rows in the same order, group size, learning rate, clips
 and aggregation: TRL as it is, ours without a lag and with the lag forced to two versions. One
 thread each, in turns; both are validated by our engine on the same rows every two steps
-(peer_run.py). Some fifteen minutes of one core.
+(peer_run.py). Some seven minutes of one core.
 """
 
 import asyncio

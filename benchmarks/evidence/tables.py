@@ -27,6 +27,7 @@ from benchmarks.evidence.comparisons import (
 from benchmarks.evidence.equivalence import MORE_SEEDS
 from benchmarks.evidence.peer import GAMES as PEER_GAMES
 from benchmarks.evidence.peer import PEERS, THEIRS
+from benchmarks.evidence.stragglers import BOUND, POLICIES
 from benchmarks.stack import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "learning.md"
@@ -138,6 +139,19 @@ def caches() -> Iterator[str]:
             yield _row([f"{game}: {line.name}", *means, line.less(table, game, again, kept)])
 
 
+def stragglers() -> Iterator[str]:
+    """What each policy does with groups over the bound, and what that costs."""
+    table = Table("stragglers")
+    ways = [(policy, BOUND) for policy in POLICIES]
+    yield _row(["", *(f"`{policy}`" for policy in POLICIES)])
+    yield _row(["---"] * (len(POLICIES) + 1))
+    for line in _STRAGGLER_LINES:
+        yield _row([line.name, *(line.mean(table.of("guess", *way)) for way in ways)])
+    for line in _STRAGGLER_LINES[:5]:
+        less = [line.less(table, "guess", way, ways[0]) for way in ways[1:]]
+        yield _row([f"{line.name}, less `{POLICIES[0]}`", "", *less])
+
+
 class Line(NamedTuple):
     """One measure of a table."""
 
@@ -169,6 +183,11 @@ def _cpu_s_until(run: Result) -> float:
     return (share_until(run) or 1.0) * run.told["train_cpu_s"]
 
 
+def _seconds_until(run: Result) -> float:
+    """Return the seconds until the level; of a run that does not reach it, all."""
+    return run.told[f"after_s/{step_until(run) or max(run.validation)}"]
+
+
 _PEER_LINES = (
     Line(f"samples to {LEVEL}", 0, _samples_until),
     Line("CPU seconds to it", 1, _cpu_s_until),
@@ -188,6 +207,18 @@ _CACHE_LINES = (
     Line("mean lag", 2, _told("lag_mean")),
     Line("CPU seconds", 1, _told("train_cpu_s")),
 )
+_STRAGGLER_LINES = (
+    Line("area", 3, area),
+    Line("final reward", 3, final),
+    Line(f"samples to {LEVEL}", 0, _samples_until),
+    Line(f"seconds to {LEVEL}", 0, _seconds_until),
+    Line("seconds of all steps", 0, lambda run: run.train_s),
+    Line("CPU seconds of all steps", 0, _told("train_cpu_s")),
+    Line("% of generated tokens wasted", 1, _told("wasted", 100)),
+    Line("trained over generated length", 3, _told("length_ratio")),
+    Line("mean lag", 2, _told("lag_mean")),
+    Line("99th percentile of lags", 1, _told("lag_p99")),
+)
 
 
 def _row(cells: Sequence[str]) -> str:
@@ -206,6 +237,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "distillation": distillation,
     "peer": peer,
     "caches": caches,
+    "stragglers": stragglers,
 }
 """By the name that stands in the page."""
 

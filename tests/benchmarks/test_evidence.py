@@ -1,6 +1,7 @@
 """The evidence on learning: exact lags, runs that repeat, a page that says what the data say."""
 
 import importlib.util
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from benchmarks.evidence.comparisons import Difference
 from benchmarks.evidence.lagged import Curve, LaggedRun, copied_weights
 from benchmarks.evidence.pooled import Played, mixed_shares
 from benchmarks.evidence.tables import PAGE, filled
+from benchmarks.tailed_game import LONGEST_S, SHORTEST_S, TailedGuessGame, draw_delay_s
 from benchmarks.tasks import addition_job, in_training_order, warm_model
 
 STEPS = 4
@@ -120,3 +122,14 @@ def episode(versions: list[int]) -> Trajectory:
         turn_ends=np.array([1, 4], dtype=np.int32),
         rewards=np.zeros(2, dtype=np.float32),
     )
+
+
+def test_the_tailed_game_waits_in_training_alone() -> None:
+    game, begun = TailedGuessGame(), time.perf_counter()
+    game.reset(number=3, waits=False)
+    for _ in range(100):
+        game.step("1")
+    assert time.perf_counter() - begun < 100 * SHORTEST_S
+    delays = [draw_delay_s() for _ in range(5000)]
+    assert SHORTEST_S <= min(delays) < max(delays) == LONGEST_S
+    assert 0.005 < sum(one > 1 for one in delays) / len(delays) < 0.03
