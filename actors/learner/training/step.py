@@ -13,6 +13,7 @@ Shape letters: N generated tokens, S sequences.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,6 +36,7 @@ from ..distillation.language import check_same_language
 from ..distillation.teachers import Teachers
 from ..own.functions import own_function
 from ..packing.micro_batch import MicroBatch
+from ..preferences.preferences import Preferences, check_pair
 from ..regularisation.entropy_bonus import EntropyBonus
 from ..regularisation.reference import Reference
 from .checkpoint import OPTIMIZER, save_policy
@@ -92,7 +94,8 @@ class Trainer:
         self._objective = Objective(config)
         self._scorer = self._scorer_of(model, inside, self._replay)
         self._packer = RankPacker(model, self._scorer, learner, self._parallel, self.image_reader)
-        self._reference = self._make_reference() if config.algorithm.kl_coef else None
+        compares = config.algorithm.kl_coef or config.algorithm.loss == "dpo"
+        self._reference = self._make_reference() if compares else None
         self._entropy = EntropyBonus(config.algorithm.entropy_coef)
         self._own_advantage = own_function("advantage", config.algorithm.own_advantage)
         self._teachers = Teachers(config, self._scorer, self._frozen, self._packer, self._parallel)
@@ -167,6 +170,8 @@ class Trainer:
         if self._replay is not None:
             self._replay.check(group)
         self._teachers.check(group)
+        if self.config.algorithm.loss == "dpo":
+            check_pair(group)
         components = list(self.config.algorithm.reward_components)
         check_readable(group, self.model, self.image_reader, components)
 
@@ -201,7 +206,8 @@ class Trainer:
         objective, parts = self._objective, (kept_N, sample_N, advantages_N)
         weights_N = objective.whole_batch_weights(batch, old_N, *parts)
         trained, counted_N = objective.without_dropped(batch, kept_N, weights_N)
-        before = (old_N, reference_N, weights_N)
+        preferences = self._preferences(batch, reference_N)
+        before = (old_N, None if preferences else reference_N, weights_N)
         entropy_coef = self._entropy.of_step(self.config.algorithm)
         inputs = StepInputs(
             trained, sample_N, step - 1, advantages_N, *before, entropy_coef, targets
@@ -214,6 +220,10 @@ class Trainer:
             of_part_N = part_S[batch.seq_N]
             if step > self.config.critic.warmup_steps:
                 counted = self._denominators(sample_N[of_part_N & counted_N], credit.samples.num)
+                if preferences is not None:
+                    score = partial(self._score_part, batch)
+                    weighed_N = preferences.advantages(part_S, score)
+                    inputs = replace(inputs, advantages_N=weighed_N)
                 self._update(inputs, part_S, kept_S, counted, sums)
             if self.critic is not None:
                 kept = self._denominators(sample_N[of_part_N & kept_N], credit.samples.num)
@@ -227,6 +237,7 @@ class Trainer:
             **({"actor/entropy_coef": entropy_coef} if entropy_coef else {}),
             **sums.numbers(),
             **taught,
+            **({} if preferences is None else preferences.numbers()),
             **objective.dropped_share(weights_N, kept_N),
             **({} if entropy_N is None else {"actor/entropy": float(entropy_N.mean())}),
             **spread("critic/advantages", advantages_N[kept_N]),
@@ -281,6 +292,15 @@ class Trainer:
         ]  # it chooses itself
         with self._reference.in_place() as scorer:
             return old_N, entropy_N, self._score_all(everything, batch, scorer)[0]
+
+    def _preferences(self, batch: TrainingBatch, reference_N: Tensor | None) -> Preferences | None:
+        if self.config.algorithm.loss != "dpo" or reference_N is None:
+            return None
+        return Preferences(self.config.sft, batch, reference_N)
+
+    def _score_part(self, batch: TrainingBatch, part_S: Tensor) -> Tensor:
+        """Return the log-probs of some sequences, among those of all: float32[N]."""
+        return self._score_all(self._packer.pack(batch, part_S), batch, self._scorer)[0]
 
     @torch.no_grad()
     def _score_all(

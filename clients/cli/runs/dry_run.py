@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ....broker.client.connection import Broker
 from ....envs.check import check_game
-from ....envs.data.chat_data import ChatData
+from ....envs.data.pair_data import check_row, open_rows
 from ....schemas.config.job import JobConfig
 from ....schemas.wire.errors import (
     BrokerError,
@@ -34,7 +34,7 @@ def dry_run(
     begins = f"that of run {from_run}: looked up when the job is submitted"
     checks: list[tuple[str, Callable[[], str]]] = [
         ("model", lambda: begins if from_run else check_model(config, nats_url)),
-        *([("data", lambda: check_chats(config))] if config.sft.data else []),
+        *([("data", lambda: check_rows(config))] if config.sft.data else []),
         *_check_of_episodes(config),
         ("slots", lambda: check_slots(config, nats_url)),
     ]
@@ -123,17 +123,12 @@ def check_agent(config: JobConfig) -> str:
     )
 
 
-def check_chats(config: JobConfig) -> str:
-    """Read every conversation of an SFT job; DataError for the first that is none."""
-    with contextlib.closing(ChatData(config.sft.data)) as data:
+def check_rows(config: JobConfig) -> str:
+    """Read every row of an SFT job's data; DataError for the first that cannot be learnt from."""
+    with contextlib.closing(open_rows(config.sft)) as data:
         for number in range(len(data)):
-            row = data.row(number)
-            if not any(message["role"] == "assistant" for message in row.messages):
-                raise DataError(
-                    f"the assistant says nothing in {row.where}",
-                    hint="its messages are what is learnt: leave the row out",
-                )
-        return f"{len(data)} conversations"
+            check_row(data.row(number))
+        return f"{len(data)} {'pairs' if config.sft.has_pairs else 'conversations'}"
 
 
 def needed_slots(config: JobConfig) -> int:
