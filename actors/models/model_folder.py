@@ -1,5 +1,6 @@
 """Open a Hugging Face model folder, and say what is wrong with one that cannot be opened."""
 
+from collections.abc import Collection
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -140,10 +141,16 @@ def load_causal_lm(
         return base if hollow else merge(base, path).eval()
     config = load_model_config(path, trust_remote_code=trust_remote_code, hollow=hollow)
     auto = auto_class(config)
-    return _build_hollow(auto, config, options) if hollow else _load_weights(auto, path, options)
+    return build_hollow(auto, config, options) if hollow else load_weights(auto, path, options)
 
 
-def _load_weights(auto: Any, path: str, options: dict[str, Any]) -> "PreTrainedModel":
+def load_weights(
+    auto: Any, path: str, options: dict[str, Any], new: Collection[str] = ()
+) -> "PreTrainedModel":
+    """Load a model by one of transformers' classes; tensors called `new` are 0 where it has none.
+
+    Raises ModelError for other weights that are missing, and for a model that the class lacks.
+    """
     from safetensors import SafetensorError
 
     try:
@@ -162,7 +169,9 @@ def _load_weights(auto: Any, path: str, options: dict[str, Any]) -> "PreTrainedM
             hint=f"`{auto.__name__}.from_pretrained` must be able to open it",
         ) from error
     model, info = loaded
-    missing = sorted(info["missing_keys"])
+    for name in set(info["missing_keys"]) & set(new):
+        model.get_parameter(name).data.zero_()
+    missing = sorted(set(info["missing_keys"]) - set(new))
     if missing:
         raise ModelError(
             f"the weights of model {path} lack {len(missing)} tensors: {', '.join(missing[:5])}",
@@ -171,9 +180,10 @@ def _load_weights(auto: Any, path: str, options: dict[str, Any]) -> "PreTrainedM
     return model.eval()
 
 
-def _build_hollow(
+def build_hollow(
     auto: Any, config: "PreTrainedConfig", options: dict[str, Any]
 ) -> "PreTrainedModel":
+    """Make a model whose weights are not read, for somebody else to fill."""
     from transformers.initialization import no_init_weights
 
     with no_init_weights():

@@ -79,9 +79,13 @@ class PairData:
         self._rows.close()
 
 
-def open_rows(config: SftConfig) -> ChatData | PairData:
-    """Open what an SFT job learns from; DataError names the file that cannot be used, and why."""
-    return PairData(config.data) if config.has_pairs else ChatData(config.data)
+def open_rows(config: SftConfig, files: Sequence[str] | None = None) -> ChatData | PairData:
+    """Open what an SFT job learns from, or `files` of the same kind.
+
+    Raises DataError that names the file that cannot be used, and why.
+    """
+    files = config.data if files is None else files
+    return PairData(files) if config.has_pairs else ChatData(files)
 
 
 def check_row(row: ChatRow | PairRow) -> None:

@@ -5,14 +5,11 @@ the better one, by the policy itself (DPO) or by a reward model.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 from pydantic import Field
 
 from .section import Rule, Section, when
-
-if TYPE_CHECKING:
-    from .job import JobConfig
 
 Objective = Literal["sft", "dpo", "reward"]
 
@@ -100,9 +97,10 @@ class SftConfig(Section):
         """Whether rows are pairs of answers."""
         return bool(self.data) and self.objective in _OF_PAIRS
 
-
-def _trains_rewards(job: "JobConfig") -> bool:
-    return bool(job.sft.data) and job.sft.objective == "reward"
+    @property
+    def trains_rewards(self) -> bool:
+        """Whether a reward model is trained in the policy's place."""
+        return bool(self.data) and self.objective == "reward"
 
 
 SFT_RULES = (
@@ -144,12 +142,12 @@ SFT_RULES = (
     ),
     Rule(
         "lora.rank",
-        lambda job: job.lora.rank and _trains_rewards(job),
+        lambda job: job.lora.rank and job.sft.trains_rewards,
         "is not built for reward models, whose checkpoints are whole models: remove it",
     ),
     Rule(
         "env",
-        lambda job: job.env.game and _trains_rewards(job),
+        lambda job: job.env.game and job.sft.trains_rewards,
         "has no effect while sft.objective is reward, since a reward model plays no game: remove "
         "it; sft.val_data validates",
     ),

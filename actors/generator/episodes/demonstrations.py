@@ -45,9 +45,7 @@ async def run_demonstrations(context: JobContext) -> None:
 class Demonstrations:
     """Turns tasks into groups of the rollout log."""
 
-    def __init__(
-        self, context: JobContext, data: ChatData | PairData, chat: ChatTokenizer
-    ) -> None:
+    def __init__(self, context: JobContext, data: ChatData | PairData, chat: ChatTokenizer) -> None:
         self._context = context
         self._data = data
         self._chat = chat

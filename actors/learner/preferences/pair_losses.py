@@ -87,10 +87,14 @@ def reward_loss(config: SftConfig, scores_P2: Tensor) -> Tensor:
 
 
 def pair_numbers(scores_P2: Tensor, prefix: str) -> dict[str, float]:
-    """Name as metrics how often, and by how much, the chosen answers win; equal scores are lost."""
+    """Name as metrics how often, and by how much, the chosen answers win; equal scores are half so.
+
+    Where a policy is its reference nothing tells answers apart: half of them are found.
+    """
     chosen_P, rejected_P = scores_P2.unbind(1)
+    wins_P = (chosen_P > rejected_P).double() + (chosen_P == rejected_P).double() / 2
     return {
-        f"{prefix}/accuracy": float((chosen_P > rejected_P).double().mean()),
+        f"{prefix}/accuracy": float(wins_P.mean()),
         f"{prefix}/margin": float((chosen_P - rejected_P).mean()),
         f"{prefix}/chosen_reward": float(chosen_P.mean()),
         f"{prefix}/rejected_reward": float(rejected_P.mean()),

@@ -54,9 +54,10 @@ class Preferences:
 
         The loss of the update is the mean over its sequences of −A log π, summed over tokens.
         """
+        policy_S = self._by_sequence(score(part_S))
         policy_P2, reference_P2, lengths_P2 = (
             values_S[part_S].view(-1, 2)
-            for values_S in (self._by_sequence(score(part_S)), self._reference_S, self._lengths_S)
+            for values_S in (policy_S, self._reference_S, self._lengths_S)
         )
         pairs = Pairs(reference_P2, lengths_P2)
         found = weigh(partial(dpo_loss, self._config, pairs=pairs), policy_P2)
@@ -65,6 +66,11 @@ class Preferences:
         weight_S = torch.zeros_like(self._reference_S)
         weight_S[part_S] = found.gradient_P2.flatten()
         return (-weight_S * part_S.sum()).float()[self._batch.seq_N]
+
+    def rewards(self, policy_N: Tensor) -> Tensor:
+        """Return β log π/π_ref of all answers, given log π of their tokens: float64[P, 2]."""
+        gap_S = self._by_sequence(policy_N) - self._reference_S
+        return self._config.beta * gap_S.view(-1, 2)
 
     def numbers(self) -> dict[str, float]:
         """Name what the updates saw as metrics: means over their pairs, as they were before."""

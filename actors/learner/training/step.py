@@ -30,7 +30,7 @@ from ..algorithms.aggregation import Denominators
 from ..algorithms.credit import assign_credit
 from ..algorithms.off_policy.mismatch import batch_mismatch
 from ..algorithms.readable import check_readable
-from ..algorithms.training_batch import TrainingBatch, ends_of
+from ..algorithms.training_batch import TrainingBatch, ends_of, minibatches
 from ..algorithms.values import Values
 from ..distillation.language import check_same_language
 from ..distillation.teachers import Teachers
@@ -47,7 +47,7 @@ from .optimizer import load_optimizer, make_optimizer
 from .optimizers.loss_scale import LossScale
 from .parallel import Inside, Parallel, whole, whole_tensors
 from .rank_packer import RankPacker
-from .schedules import learning_rate
+from .schedules import rate_of
 from .sums import OF_THE_UPDATES, StepSums
 
 _log = structlog.get_logger()
@@ -191,7 +191,7 @@ class Trainer:
         An update whose gradient is not finite is left out and counted.
         """
         torch.manual_seed(self.config.seed * 1_000_003 + step)
-        start = time.perf_counter()
+        start, learner = time.perf_counter(), self.config.learner
         batch = batch.to(self._scorer.device)
         rate = self._set_learning_rate(step)
         old_N, entropy_N, reference_N = self._scores_before(batch)
@@ -215,7 +215,7 @@ class Trainer:
         if self.critic is not None and credit.targets is not None:
             self.critic.begin_step(self._rate(step, self.config.critic.lr), credit.targets)
         sums = StepSums()
-        for part_S in self._minibatches(batch) * self.config.learner.batch_epochs:
+        for part_S in minibatches(batch, learner.num_minibatches) * learner.batch_epochs:
             kept_S = part_S & credit.kept_S
             of_part_N = part_S[batch.seq_N]
             if step > self.config.critic.warmup_steps:
@@ -250,6 +250,13 @@ class Trainer:
             self._entropy.measured(self.config.algorithm, numbers["actor/entropy"])
         return StepReport(numbers, time.perf_counter() - start)
 
+    def pair_rewards(self, batch: TrainingBatch) -> Tensor:
+        """Return β log π/π_ref of the answers of pairs (DPO): float64[P, 2]."""
+        batch = batch.to(self._scorer.device)
+        preferences = self._preferences(batch, self._scores_before(batch)[2])
+        assert preferences is not None
+        return preferences.rewards(self._score_part(batch, _all(batch)))
+
     # -- named parts of the step -------------------------------------------------------------
 
     def _set_learning_rate(self, step: int) -> float:
@@ -259,15 +266,7 @@ class Trainer:
         return rate
 
     def _rate(self, step: int, base: float) -> float:
-        learner = self.config.learner
-        return learning_rate(
-            step - 1,
-            base=base,
-            kind=learner.schedule,
-            warmup_steps=learner.warmup_steps,
-            total_steps=self.total_steps,
-            min_ratio=learner.min_lr_ratio,
-        )
+        return rate_of(self.config.learner, step, base, self.total_steps)
 
     def _scores_before(
         self, batch: TrainingBatch
@@ -326,12 +325,6 @@ class Trainer:
         after_s = critic.values_of(pack(after, batch.unfinished_S), after.num_tokens)
         after_S = torch.zeros_like(batch.rewards_S).masked_scatter(batch.unfinished_S, after_s)
         return Values(values_N, after_S)
-
-    def _minibatches(self, batch: TrainingBatch) -> list[Tensor]:
-        """Split the groups into contiguous minibatches: a mask over the sequences for each."""
-        groups = torch.arange(int(batch.group_S.max()) + 1, device=batch.group_S.device)
-        parts = torch.tensor_split(groups, self.config.learner.num_minibatches)
-        return [torch.isin(batch.group_S, part) for part in parts if len(part)]
 
     def _denominators(self, sample_n: Tensor, num_samples: int) -> Denominators:
         length = self.config.algorithm.loss_agg_length or self.config.rollout.max_response_tokens

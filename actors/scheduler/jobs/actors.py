@@ -53,7 +53,7 @@ def actors_for(config: JobConfig, kind: str) -> list[ActorPlacement]:
         _actor("generator", f"generator-{i}", config.generator_slots)
         for i in range(config.generator.count)
     ]
-    if config.env.num_val > 0:
+    if config.has_evaluator:
         actors.append(_actor("evaluator", "evaluator-0"))
     return actors + hosts
 

@@ -125,10 +125,14 @@ def check_agent(config: JobConfig) -> str:
 
 def check_rows(config: JobConfig) -> str:
     """Read every row of an SFT job's data; DataError for the first that cannot be learnt from."""
-    with contextlib.closing(open_rows(config.sft)) as data:
-        for number in range(len(data)):
-            check_row(data.row(number))
-        return f"{len(data)} {'pairs' if config.sft.has_pairs else 'conversations'}"
+    counts: list[int] = []
+    for files in filter(None, (config.sft.data, config.sft.val_data)):
+        with contextlib.closing(open_rows(config.sft, files)) as data:
+            for number in range(len(data)):
+                check_row(data.row(number))
+            counts.append(len(data))
+    what = "pairs" if config.sft.has_pairs else "conversations"
+    return f"{counts[0]} {what}" + "".join(f", {count} held out" for count in counts[1:])
 
 
 def needed_slots(config: JobConfig) -> int:

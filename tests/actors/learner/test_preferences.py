@@ -47,11 +47,12 @@ def sft_config(**keys: Any) -> SftConfig:
 
 
 def config_of(folder: Path, sft: dict[str, Any], **sections: Any) -> JobConfig:
+    dpo = {} if "objective" in sft else {"objective": "dpo", "beta": BETA}
     learner = {"lr": 1e-4, "grad_clip": 1e9, "row_tokens": 64, "microbatch_tokens": 64}
     return JobConfig.model_validate(
         {
             "model": {"path": str(folder)},
-            "sft": {"data": ["pairs.jsonl"], "objective": "dpo", "beta": BETA, **sft},
+            "sft": {"data": ["pairs.jsonl"], **dpo, **sft},
             "rollout": {"max_prompt_tokens": 16, "max_turn_tokens": 16, "max_response_tokens": 48},
             **sections,
             "learner": learner | sections.get("learner", {}),
@@ -175,7 +176,7 @@ def test_rewards_and_margins_are_told_and_grow_as_pairs_are_learnt(folder: Path)
     trainer = Trainer(load_model(config.model, config.learner), config, total_steps=20)
     first = trainer.step(batch(), 1).numbers
     assert first["actor/pg_loss"] == pytest.approx(math.log(2))
-    assert first["dpo/accuracy"] == 0, "the policy is the reference: no answer wins"
+    assert first["dpo/accuracy"] == 0.5, "the policy is the reference"
     assert first["dpo/margin"] == first["dpo/chosen_reward"] == first["dpo/rejected_reward"] == 0
     assert "actor/reference_kl" not in first
     for step in range(2, 9):
@@ -248,10 +249,10 @@ def test_weights_of_a_reward_model_by_hand() -> None:
     torch.testing.assert_close(found.gradient_P2, of((0.6 - pull, 0.6 + pull)))
 
 
-def test_equal_scores_are_no_win() -> None:
+def test_equal_scores_are_half_a_win() -> None:
     told = pair_numbers(of((1, 0), (1, 1), (0, 2), (3, 2)), "x")
     assert told == {
-        "x/accuracy": 0.5,
+        "x/accuracy": 0.625,
         "x/margin": 0.0,
         "x/chosen_reward": 1.25,
         "x/rejected_reward": 1.25,
