@@ -104,6 +104,12 @@ def sees_images(config: "PreTrainedConfig") -> bool:
     return config.model_type in VISION_TYPES
 
 
+def is_reward_model(config: "PreTrainedConfig") -> bool:
+    """Whether a folder's model says a score in place of tokens."""
+    kinds = cast("list[str] | None", getattr(config, "architectures", None)) or []
+    return any(kind.endswith("ForSequenceClassification") for kind in kinds)
+
+
 def auto_class(config: "PreTrainedConfig") -> Any:
     """Return transformers' class that makes models of a configuration."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -126,9 +132,6 @@ def load_causal_lm(
 
     Raises ModelError for a folder that is none, and for weights that do not fill the model.
     """
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
     check_model_folder(path, hollow=hollow)
     options: dict[str, Any] = {
         "dtype": dtype,
@@ -140,6 +143,11 @@ def load_causal_lm(
         untie(base, path)
         return base if hollow else merge(base, path).eval()
     config = load_model_config(path, trust_remote_code=trust_remote_code, hollow=hollow)
+    if is_reward_model(config):
+        raise ModelError(
+            f"{path} holds a reward model, which generates nothing",
+            hint="serve it with `python -m tinkermq.actors.rewarding`, or name a language model",
+        )
     auto = auto_class(config)
     return build_hollow(auto, config, options) if hollow else load_weights(auto, path, options)
 
@@ -152,7 +160,12 @@ def load_weights(
     Raises ModelError for other weights that are missing, and for a model that the class lacks.
     """
     from safetensors import SafetensorError
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
+    told = logging.get_verbosity()
+    if new:
+        logging.set_verbosity_error()  # its report would tell of them as of a mistake
     try:
         loaded = cast(
             "tuple[PreTrainedModel, dict[str, Any]]",
@@ -168,6 +181,8 @@ def load_weights(
             f"model {path} cannot be loaded: {error}",
             hint=f"`{auto.__name__}.from_pretrained` must be able to open it",
         ) from error
+    finally:
+        logging.set_verbosity(told)
     model, info = loaded
     for name in set(info["missing_keys"]) & set(new):
         model.get_parameter(name).data.zero_()

@@ -20,10 +20,9 @@ from ..learner.packing.micro_batch import TokenSequence
 from ..learner.packing.packing import pack
 from ..learner.preferences.reward_model import RewardScorer, load_reward_model
 from ..models.devices import own_device
-from ..models.model_folder import load_model_config
+from ..models.model_folder import is_reward_model, load_model_config
 
 _ROW_TOKENS = 4096
-_CLASS = "ForSequenceClassification"
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -33,10 +32,9 @@ class Judge:
 
     def __init__(self, folder: str) -> None:
         """Load the model of a checkpoint; ModelError for a folder that holds no reward model."""
-        kinds: list[str] = getattr(load_model_config(folder), "architectures", None) or []
-        if not any(kind.endswith(_CLASS) for kind in kinds):
+        if not is_reward_model(load_model_config(folder)):
             raise ModelError(
-                f"{folder} holds no reward model but {', '.join(kinds) or 'an unknown one'}",
+                f"{folder} holds no reward model",
                 hint="name a checkpoint of a job with sft.objective=reward, such as "
                 "outputs/RUN/latest",
             )

@@ -149,7 +149,7 @@ SFT_RULES = (
         "env",
         lambda job: job.env.game and job.sft.trains_rewards,
         "has no effect while sft.objective is reward, since a reward model plays no game: remove "
-        "it; sft.val_data validates",
+        "it, and let sft.val_data validate",
     ),
     Rule(
         "sft.val_data",
