@@ -97,11 +97,11 @@ def _messages(body: bytes) -> list[dict[str, Any]]:
     except ValueError:
         told = None
     found: Any = cast("dict[str, Any]", told).get("messages") if isinstance(told, dict) else None
-    is_list = isinstance(found, list) and bool(found)
-    if not is_list or not all(isinstance(one, dict) for one in cast("list[Any]", found)):
+    messages = cast("list[Any]", found) if isinstance(found, list) else []
+    if not messages or not all(isinstance(one, dict) for one in messages):
         raise DataError(
             "a request holds no messages",
             hint='post {"messages": [{"role": "user", "content": …}, …]}, as '
             "env.reward.source=endpoint does",
         )
-    return cast("list[dict[str, Any]]", found)
+    return messages

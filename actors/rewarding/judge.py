@@ -7,7 +7,7 @@ The tokens are those that training made of a row: an answer is scored at the end
 # pyright: reportUnknownMemberType=false
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ class Judge:
                 "outputs/RUN/latest",
             )
         described = ModelConfig(path=folder)
-        model: Any = load_reward_model(described, LearnerConfig()).to(own_device())
+        model = cast(Any, load_reward_model(described, LearnerConfig())).to(own_device())
         self._chat = open_chat(described)
         self._scorer = RewardScorer(model, dtype="float32")
 

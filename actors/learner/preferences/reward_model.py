@@ -52,7 +52,7 @@ def load_reward_model(
 
     Raises ModelError for a model of which none can be made.
     """
-    from transformers import AutoModelForSequenceClassification
+    from transformers.models.auto.modeling_auto import AutoModelForSequenceClassification
 
     path = str(folder or config.path)
     check_model_folder(path, hollow=hollow)

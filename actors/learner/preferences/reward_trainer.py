@@ -71,9 +71,13 @@ class RewardTrainer:
         return {name: value.cpu() for name, value in whole_tensors(self.model)}
 
     def begin_save(self, folder: Path, tokenizer: Any) -> Callable[[], None]:
-        """Write what the ranks write together; return what is left to this one."""
-        alike = pad_alike(tokenizer, self.model)
-        return save_policy(folder, self.model, alike, self.optimizer, self._parallel)
+        """Write what the ranks write together; return what is left to this one.
+
+        Only the first rank has a tokenizer to write.
+        """
+        if self._parallel.rank == 0:
+            tokenizer = pad_alike(tokenizer, self.model)
+        return save_policy(folder, self.model, tokenizer, self.optimizer, self._parallel)
 
     def restore(self, folder: Path) -> None:
         """Take the optimiser's state from a checkpoint."""

@@ -89,7 +89,7 @@ def policy_of(config: JobConfig) -> Any:
     model = load_model(config.model, config.learner)
     other = loaded(model, changed(model, seed=5, scale=0.02))
     for weight in other.parameters():
-        weight.requires_grad_(requires_grad=True)
+        weight.requires_grad = True
     return other
 
 

@@ -18,7 +18,7 @@ from tinkermq.schemas.rollout import Group, Trajectory
 from tinkermq.schemas.wire.errors import DataError, ModelError
 from torch import Tensor
 from torch.nn.functional import logsigmoid
-from transformers import AutoModelForSequenceClassification
+from transformers.models.auto.modeling_auto import AutoModelForSequenceClassification
 
 from tests.support.images import make_vision_model
 from tests.support.models import gradients_of, make_tiny_model
@@ -40,7 +40,7 @@ def reward_config(folder: Path, center: float = 0.0, **sections: Any) -> JobConf
 
 def model_of(config: JobConfig, seed: int = 3) -> Any:
     """A reward model that tells answers apart."""
-    model = load_reward_model(config.model, config.learner)
+    model: Any = load_reward_model(config.model, config.learner)
     with torch.no_grad():
         noise = torch.randn(model.score.weight.shape, generator=torch.Generator().manual_seed(seed))
         model.score.weight.copy_(0.1 * noise)
@@ -112,7 +112,8 @@ def test_a_token_that_ends_answers_is_not_what_is_padded_with(folder: Path, tmp_
     trainer = RewardTrainer(load_reward_model(config.model, config.learner), config, total_steps=9)
     trainer.begin_save(tmp_path / "saved", tokenizer)()
     saved: Any = load_tokenizer(str(tmp_path / "saved"))
-    assert saved.pad_token_id == trainer.model.config.pad_token_id != saved.eos_token_id
+    model: Any = trainer.model
+    assert saved.pad_token_id == model.config.pad_token_id != saved.eos_token_id
 
 
 def test_an_answer_that_ends_with_padding_is_refused(folder: Path) -> None:

@@ -20,7 +20,7 @@ from tinkermq.schemas.config.job import ModelConfig
 from tinkermq.schemas.config.learner import LearnerConfig
 from tinkermq.schemas.config.reward import RewardConfig
 from tinkermq.schemas.wire.errors import ModelError, RewardError
-from transformers import AutoModelForSequenceClassification
+from transformers.models.auto.modeling_auto import AutoModelForSequenceClassification
 
 from tests.support.models import make_tiny_model
 
