@@ -1,6 +1,6 @@
-"""Serve a reward model: `python -m tinkermq.actors.rewarding outputs/RUN/latest --port 8100`.
+"""Serve a reward model: `python -m tinkermq.actors.rewarding outputs/RUN/latest --port 8790`.
 
-`env.reward` of another job asks it: `{source: endpoint, url: "http://127.0.0.1:8100"}`.
+`env.reward` of another job asks it: `{source: endpoint, url: "http://127.0.0.1:8790"}`.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options.add_argument("folder", help="checkpoint of a job with sft.objective=reward")
     options.add_argument("--host", default="127.0.0.1")
-    options.add_argument("--port", type=int, default=8100)
+    options.add_argument("--port", type=int, default=8790)
     options.add_argument("--key-variable", help="environment variable of a key to ask for")
     given = options.parse_args(argv)
     try:

@@ -70,5 +70,5 @@ def test_a_version_is_judged_as_the_learner_judges_it(
 
 def test_pairs_none_of_which_can_be_used_are_refused(folder: Path, tmp_path: Path) -> None:
     config = config_of(folder, write_pairs(tmp_path, [("blue", "blue")]))
-    with pytest.raises(DataError, match="no pair of sft.val_data can be used: chosen and rejected"):
+    with pytest.raises(DataError, match=r"no pair of sft.val_data can be used: chosen and"):
         held_out_pairs(config)
