@@ -44,6 +44,9 @@ class WantedActor(Message):
     programs: list[str] | None = None
     """Folders that an environment host shows to agent programs, which it runs behind walls of their
     own; None: it hosts a game."""
+    own_code: list[str] | None = None
+    """What a learner that runs functions of the job's owner reads beside its run's folder: models
+    and data; None: it runs none."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of its computation."""
     secrets: bool = False

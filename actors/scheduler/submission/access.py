@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from ....schemas.config.algorithms.teacher import endpoint, is_endpoint
 from ....schemas.config.job import JobConfig
+from ....schemas.config.storage import BROKER
 from ....schemas.tinker.operation import TrainerOffer
 from ....schemas.wire.errors import AuthError, ConfigError
 from ...folders.links import foreign, hard_links, inodes_below, leads
@@ -64,6 +65,12 @@ def refuse_own_algorithms(config: JobConfig, user: str) -> None:
                 hint=f"let the operator add {user} to ${AUTHORS_VARIABLE} of the scheduler, or an "
                 "admin submit the job",
             )
+    if config.own_functions and config.storage.url not in (None, BROKER):
+        raise ConfigError(
+            f"storage.url={config.storage.url}: a learner with code of its owner's gets no keys of "
+            "the operator's",
+            hint=f"set storage.url to {BROKER}, or remove it",
+        )
 
 
 def refuse_endpoints(config: JobConfig, user: str) -> None:
