@@ -16,6 +16,11 @@ class _Command(NamedTuple):
 _GROUPS: dict[str, list[_Command]] = {
     "Stack": [
         _Command(
+            "quickstart",
+            "quickstart.quickstart:quickstart",
+            "Train a tiny model on this machine and watch its reward rise.",
+        ),
+        _Command(
             "up", "pool.stack:up", "Start broker, scheduler, node and dashboard on this machine."
         ),
         _Command("down", "pool.stack:down", "Stop what `up` started."),
