@@ -5,6 +5,8 @@ from typing import Any, NamedTuple, cast
 
 from cyclopts import App, CycloptsError, Parameter
 
+from .examples import epilogue
+
 
 class _Command(NamedTuple):
     name: str
@@ -169,10 +171,11 @@ def build_app() -> App:
         for command in commands:
             family, _, name = command.name.rpartition(" ")
             place = f"{__package__}.{command.place}"
+            told = {"help": command.help, "help_epilogue": epilogue(command.name)}
             if family:
-                families[family].command(place, name=name, help=command.help)
+                families[family].command(place, name=name, **told)
             else:
-                app.command(place, name=_ALSO.get(name, name), help=command.help, group=group)
+                app.command(place, name=_ALSO.get(name, name), group=group, **told)
     return app
 
 
