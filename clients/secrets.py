@@ -4,9 +4,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from ..schemas.config.load_config import merged
 from ..schemas.secret import NOTIFY_URL, WANDB_KEY, SecretName
 from ..schemas.wire.errors import ConfigError
+from ..schemas.wire.maps import merged
 
 _OF_WANDB = {
     "WANDB_ENTITY": ("tracking", "entity"),

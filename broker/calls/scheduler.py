@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ...schemas.job import (
     ConfigureRequest,
@@ -22,8 +22,6 @@ from ...schemas.job import (
 from ...schemas.machines.status import MachineList
 from ...schemas.node import DamagedRecords, NodeList, NodeStatus
 from ...schemas.secret import JobSecrets, SealingKey, SecretName, SecretsRequest
-from ...schemas.tinker.checkpoints import TakeCheckpoint
-from ...schemas.tinker.operation import ModelInfo, TrainerOffer, TrainerOffers
 from ...schemas.user import QuotaReply
 from ...schemas.wire.errors import BrokerError, BusyError
 from ...schemas.wire.ids import new_id
@@ -31,6 +29,9 @@ from ...schemas.wire.message import Empty, Message
 from ..client.connection import Broker
 from ..client.faults import shown_url
 from .repeated import call_service
+
+if TYPE_CHECKING:  # what one command needs need not be waited for by the others
+    from ...schemas.tinker.operation import ModelInfo, TrainerOffer
 
 R = TypeVar("R", bound=Message)
 
@@ -178,15 +179,20 @@ class SchedulerCalls:
         """Return what came of asking a cluster for machines."""
         return await self._ask("machines", Empty(), MachineList)
 
-    async def trainers(self) -> list[TrainerOffer]:
+    async def trainers(self) -> "list[TrainerOffer]":
         """Return the base models that anybody may train on through the Tinker API."""
+        from ...schemas.tinker.operation import TrainerOffers
+
         return (await self._ask("trainers", Empty(), TrainerOffers)).offers
 
-    async def take_checkpoint(self, path: str) -> ModelInfo:
+    async def take_checkpoint(self, path: str) -> "ModelInfo":
         """Let programs written for Tinker load `tinker://RUN@STEP`; return what that holds.
 
         Raises NotFoundError, ConfigError for a run without an adapter, QuotaError.
         """
+        from ...schemas.tinker.checkpoints import TakeCheckpoint
+        from ...schemas.tinker.operation import ModelInfo
+
         return await self._ask("take_checkpoint", TakeCheckpoint(path=path), ModelInfo)
 
     async def damaged(self) -> DamagedRecords:

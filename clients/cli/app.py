@@ -1,6 +1,6 @@
 """The commands of the command line; each module is imported when its command is used."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 from cyclopts import App, CycloptsError, Parameter
@@ -179,11 +179,19 @@ def build_app() -> App:
     return app
 
 
-def run_app(tokens: Sequence[str]) -> int:
-    """Parse and run one command line; return its exit code."""
+def find_command(tokens: Sequence[str]) -> Callable[[], int] | None:
+    """Parse one command line, importing its command; return what runs it, which returns its code.
+
+    None where it cannot be parsed: what is wrong was printed.
+    """
     app = build_app()
     try:
-        result: object = app(list(tokens))
+        command, bound, _ = app.parse_args(list(tokens))
     except CycloptsError:
-        return 2
-    return result if isinstance(result, int) else 0
+        return None
+
+    def run() -> int:
+        result: object = command(*bound.args, **bound.kwargs)
+        return result if isinstance(result, int) else 0
+
+    return run

@@ -29,9 +29,9 @@ from urllib.parse import urlsplit
 
 from ...schemas.config.agent import IMPLIED_OF_ENV, AgentConfig
 from ...schemas.config.job import JobConfig
-from ...schemas.config.load_config import merged
 from ...schemas.job import FINAL_STATES
 from ...schemas.wire.errors import BrokerError, ConfigError, DeadlineError
+from ...schemas.wire.maps import merged
 from ..address import JobAddress
 from ..compat.arguments import as_tree
 from ..compat.opentinker_keys import translate

@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from ....schemas.config.job import JobConfig
-from ....schemas.config.load_config import merged, parse_config
+from ....schemas.config.load_config import parse_config
 from ....schemas.job import JobRecord
 from ....schemas.wire.errors import ConfigError, StateError
+from ....schemas.wire.maps import merged
 from .rules import refuse_removed
 
 _KEPT = (

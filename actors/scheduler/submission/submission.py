@@ -16,12 +16,13 @@ from ....broker.jobs import JobStore, is_final
 from ....envs.registry import check_registered
 from ....schemas.config.agent import runs_programs
 from ....schemas.config.job import JobConfig
-from ....schemas.config.load_config import check_keys, merged, parse_config
+from ....schemas.config.load_config import check_keys, parse_config
 from ....schemas.config.reward import RewardConfig
 from ....schemas.job import ActorPlacement, ConfigureRequest, JobRecord, SubmitRequest
 from ....schemas.tinker.names import is_path
 from ....schemas.wire.errors import ConfigError, MessageError, StateError, TinkermqError
 from ....schemas.wire.ids import new_id
+from ....schemas.wire.maps import merged
 from ....schemas.wire.subjects import DEFAULT_USER, JobScope, token
 from ...folders.links import named_by
 from ...folders.roots import in_default_folder, output_roots, with_allowed_folders
