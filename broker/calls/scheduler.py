@@ -17,6 +17,8 @@ from ...schemas.job import (
     ResumeRequest,
     ScaleRequest,
     StopRequest,
+    SubmissionFinding,
+    SubmissionFindings,
     SubmitRequest,
 )
 from ...schemas.machines.status import MachineList
@@ -100,6 +102,24 @@ class SchedulerCalls:
             sealed=await self._sealed(secrets) if secrets else b"",
         )
         return await self._change("submit", request)
+
+    async def try_out(
+        self,
+        config: Mapping[str, Any],
+        *,
+        kind: Literal["train", "infer", "eval", "sft", "tinker"] = "train",
+        fork_of: str | None = None,
+        weights_only: bool = False,
+    ) -> list[SubmissionFinding]:
+        """Return what scheduler and nodes would say of a job, which is not submitted."""
+        request = SubmitRequest(
+            request_id=new_request_id(),
+            kind=kind,
+            config=dict(config),
+            fork_of=fork_of,
+            weights_only=weights_only,
+        )
+        return (await self._ask("try", request, SubmissionFindings)).findings
 
     async def hand_over(self, job: str, secrets: Mapping[SecretName, str]) -> JobRecord:
         """Give a job secrets, beside those that it has."""
