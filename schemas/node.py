@@ -1,7 +1,7 @@
 """What the scheduler and the nodes say to each other."""
 
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -226,6 +226,32 @@ class SchedulerLease(Message):
     """Grows with every new holder."""
     beat: int = 0
     """Grows with every renewal."""
+
+
+class LookQuestion(Message):
+    """What a job's hosts would look for on a node, on `node.<n>.look`; asked by a dry run."""
+
+    files: list[Annotated[str, Field(max_length=4096)]] = Field(
+        default_factory=list[str], max_length=512
+    )
+    """Data files."""
+    game: str = Field(default="", max_length=512)
+    """A registered name, or `package.module:Class`; empty: none."""
+
+
+class LookAnswer(Message):
+    """What a node says of them."""
+
+    known: bool = True
+    """False: it could not find out in time."""
+    missing: list[str] = Field(default_factory=list[str])
+    """Files that are not there."""
+    game: str = ""
+    """Where the game would be imported from; empty: it cannot be, or was not asked for."""
+    lacks_game: str = ""
+    """Why it cannot be imported."""
+    hint: str = ""
+    """What to do about it."""
 
 
 class ModelQuestion(Message):

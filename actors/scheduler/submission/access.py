@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from ....envs.registry import check_registered
+from ....schemas.config.agent import runs_programs
 from ....schemas.config.algorithms.teacher import endpoint, is_endpoint
 from ....schemas.config.job import JobConfig
 from ....schemas.config.storage import BROKER
@@ -119,3 +121,11 @@ def refuse_runs_of_others(
         for inode in (inode for folder in outermost for inode in inodes_below(folder)):
             if inode in several:
                 raise foreign(f"{several[inode].key}={several[inode].value!r}: a file in it")
+
+
+def check_game(config: Mapping[str, Any]) -> None:
+    """Raise GameError if the pool is to host a game of a name that nobody has registered."""
+    env = cast("Mapping[str, Any]", config.get("env") or {})
+    is_hosted = env.get("hosts") != 0 and not runs_programs(config)
+    if (game := env.get("game")) and is_hosted:
+        check_registered(str(game))
