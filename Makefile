@@ -19,7 +19,7 @@ help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
 
 quickstart: $(VENV)/worker.stamp  ## Train a tiny model on this machine and watch its reward rise
-	$(BIN)/python examples/quickstart.py
+	$(BIN)/tinkermq quickstart
 
 venv: $(VENV)/dev.stamp  ## Make .venv with everything that development needs
 
@@ -191,7 +191,7 @@ bench-quick: $(VENV)/bench.stamp $(VLLM)/started.stamp  ## See that every benchm
 $(VENV)/worker.stamp: pyproject.toml | $(VENV)/bin/python
 	@test -f $(VENV)/dev.stamp -a ! pyproject.toml -nt $(VENV)/dev.stamp || { \
 	  echo "installing tinkermq with torch and transformers into $(VENV): some minutes, once"; \
-	  $(PIP) install -e '.[worker,gateway,plot]'; }
+	  $(PIP) install -e '.[worker,gateway]'; }
 	@touch $@
 
 # Chat templates that models have, as the tests of many templates read them; nothing imports it.

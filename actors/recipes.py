@@ -1,9 +1,11 @@
 """How the tiny models of the examples are warm-started, and whether a folder holds such a one.
 
-Nothing here needs torch, so that whoever only asks need not wait for it.
+Nothing here needs torch, so that whoever only asks need not wait for it:
+`python -m tinkermq.actors.recipes GAME FOLDER` ends with 0 where the folder holds the game's model.
 """
 
 import hashlib
+import sys
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -23,6 +25,8 @@ class Recipe:
     batch: int = 64
     width: int = 128
     layers: int = 2
+    init_std: float = 0.02
+    """Standard deviation of the weights that it begins with."""
     conversations: int = 8192
     """Different demonstrations at most."""
     sees: bool = False
@@ -35,6 +39,7 @@ RECIPES = {
     "guess": Recipe(steps=150),
     "bandit": Recipe(steps=60, width=64),
     "tictactoe": Recipe(steps=300, batch=32, width=64),
+    "gomoku": Recipe(steps=800, lr=1e-2, batch=128, width=64, init_std=0.1, conversations=12_288),
     "negotiation": Recipe(steps=200, batch=32, width=64),
     "math": Recipe(steps=300, width=64),
     "math_code": Recipe(steps=640),
@@ -93,3 +98,13 @@ def _digest(game: str, seed: int, steps: int | None) -> str:
     for file in files:
         digest.update(file.read_bytes())
     return digest.hexdigest()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Say by the exit code whether FOLDER holds the model of GAME's recipe: 0, else 1."""
+    game, folder = sys.argv[1:] if argv is None else argv
+    return 0 if is_made(Path(folder), game) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

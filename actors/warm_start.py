@@ -14,7 +14,7 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,7 @@ def warm_start(game: str, folder: Path, *, seed: int = 0, steps: int | None = No
     torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
-    save = save_tiny_vision_model if recipe.sees else save_tiny_model
-    save(temporary, width=recipe.width, layers=recipe.layers, seed=seed)
+    _save(game, temporary, recipe, seed)
     loss = _train(game, temporary, recipe, steps or recipe.steps, seed)
     mark_made(temporary, game, seed=seed, steps=steps)
     if is_made(folder, game, seed=seed, steps=steps):  # somebody else was faster
@@ -64,6 +63,17 @@ def warm_start(game: str, folder: Path, *, seed: int = 0, steps: int | None = No
     shutil.rmtree(folder, ignore_errors=True)
     temporary.rename(folder)
     return loss
+
+
+def _save(game: str, folder: Path, recipe: Recipe, seed: int) -> None:
+    """Write the random model that the warm start begins with."""
+    width, layers = recipe.width, recipe.layers
+    if recipe.sees:
+        save_tiny_vision_model(folder, width=width, layers=layers, seed=seed)
+        return
+    words: Sequence[str] = getattr(import_module(module_of(game)), "TOKENS", ())
+    std = recipe.init_std
+    save_tiny_model(folder, width=width, layers=layers, seed=seed, words=words, init_std=std)
 
 
 def _train(game: str, folder: Path, recipe: Recipe, steps: int, seed: int) -> float:

@@ -277,11 +277,15 @@ class AlgorithmConfigDict(TypedDict, total=False):
     """Weigh the KL in the loss by π/π_b of each token, which makes its estimate unbiased where the policy has moved from what drew the token (DeepSeek-V3.2)."""
     reference: ReferenceConfigDict
     own_advantage: str | None
-    """An advantage of one's own in the place of the one named, whose inputs it gets: `module:function`, found where the learner runs ([own algorithms](own-algorithms.md))."""
+    """An advantage of one's own in the place of the one named, whose inputs it gets: `module:function`, or the name under which a package has registered it, found where the learner runs ([own algorithms](own-algorithms.md))."""
     own_loss: str | None
     """A policy loss of one's own in the place of `loss`."""
     own_correction: str | None
     """Off-policy weights of one's own in the place of `correction`'s; masks are laid over them."""
+    own_mask: str | None
+    """A mask of one's own, laid over the correction: which tokens are trained."""
+    own_filter: str | None
+    """A filter of one's own: which groups are trained; those left out give their admission credit back."""
     teacher: str | dict[str, str] | None
     """On-policy distillation: the model that says of each token that the policy drew how likely it was; several by the data source of the rows that each teaches, `""` for all others. It is named by folder, URL of a store, name of the hub, or `RUN@STEP`; `job:NAME` is a job that serves, `https://HOST/v1?model=NAME` an API, `self` the policy with a `teacher_context`. It must have the policy's tokenizer ([distillation](distillation.md))."""
     teacher_loss: Literal['reverse_kl', 'forward_kl']
@@ -458,6 +462,8 @@ class TrainingConfigDict(TypedDict, total=False):
     """Which task comes next: each once an epoch in a shuffled order, or by success rate, those that are solved about half of the time most often."""
     curriculum_uniform: float
     """Share of the tasks that are chosen whatever their success rate."""
+    own_curriculum: str | None
+    """A function of one's own that weighs the tasks, from how often each was tried and solved ([own algorithms](own-algorithms.md))."""
     curriculum_tasks: int | None
     """Seeds that are chosen from, of a game that generates its states."""
     tasks: Literal['data', 'external']

@@ -1,15 +1,21 @@
-"""An advantage, a loss and a correction of one's own, each in some lines.
+"""Functions of one's own that a learner runs: each in some lines.
 
     tinkermq algorithm check examples.own_algorithms:clipped
     tinkermq train examples/addition.yaml algorithm.own_loss=examples.own_algorithms:clipped
 
-Shape letters: N generated tokens of some sequences, S sequences.
+Shape letters: N generated tokens of some sequences, S sequences, I tasks.
 """
 
+import math
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from tinkermq.actors.learner.algorithms.advantage_inputs import AdvantageInputs
 from tinkermq.actors.learner.algorithms.losses import LossInputs
 from tinkermq.actors.learner.algorithms.off_policy.corrections import CorrectionInputs
+from tinkermq.actors.learner.own.groups import FilterInputs
+from tinkermq.actors.learner.tasks.curriculum import CurriculumInputs
 from torch import Tensor
 
 
@@ -37,3 +43,20 @@ def square_root(inputs: CorrectionInputs) -> Tensor:
     """Weigh each token by the root of its ratio, at most 2."""
     log_ratio_N = inputs.old_logprobs_N - inputs.behaviour_logprobs_N
     return (0.5 * log_ratio_N).exp().clamp(max=2.0)
+
+
+def certain(inputs: CorrectionInputs) -> Tensor:
+    """Train the tokens to which both policies gave at least one in a thousand: bool[N]."""
+    least_N = torch.minimum(inputs.old_logprobs_N, inputs.behaviour_logprobs_N)
+    return least_N > math.log(1e-3)
+
+
+def neither_hopeless_nor_easy(group: FilterInputs) -> bool:
+    """Train groups of which some episodes were good, and not nine in ten."""
+    good = float((group.rewards_E > 0.5).mean())
+    return 0 < good <= 0.9
+
+
+def hardest(tasks: CurriculumInputs) -> NDArray[np.float64]:
+    """Choose what is rarely solved: float64[I]."""
+    return 1 - tasks.rates_I

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from .wire.message import Message
 
-DropReason = Literal["stale", "equal_rewards", "failed", "duplicate", "malformed"]
+DropReason = Literal["stale", "equal_rewards", "filtered", "failed", "duplicate", "malformed"]
 
 
 class Dropped(Message):

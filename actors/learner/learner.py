@@ -31,6 +31,7 @@ from ..self_play import pool
 from .control import LearnerControl
 from .drops import Drops
 from .evaluations import Evaluations
+from .own.groups import keeps_of
 from .publishing import Publisher
 from .recorded_steps import RecordedSteps
 from .reporter import Reporter
@@ -85,6 +86,7 @@ class Learner:
             was_issued=self.ledger.was_issued,
             check_readable=policies.check_readable,
             why_no_rows=why_no_rows(config),
+            keeps=keeps_of(config.algorithm.own_filter),
         )
         self.issuer = TaskIssuer(
             TaskQueue(broker, scope, ack_wait_s=config.generator.ack_wait_s),
@@ -128,10 +130,8 @@ class Learner:
             external=config.training.tasks == "external",
         )
         self._left_alone: float | None = None
-        self._torch = torch_thread(context.config.learner.threads)
-        self._time_use = learner_time_use()
-        self._checkpoints = checkpoints
-        self._save_models = save_models
+        self._torch, self._time_use = torch_thread(config.learner.threads), learner_time_use()
+        self._checkpoints, self._save_models = checkpoints, save_models
         self._saver = Saver(context, checkpoints, state, self.intake, self._write_checkpoint)
 
     async def run(self) -> int:

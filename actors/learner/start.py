@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ from ..models.policies import MAIN
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext
 from ..storage.checkpoint_mirror import CheckpointMirror, own_folder
 from .learner import Learner
+from .own.functions import own_function
+from .own.groups import OwnCurriculum
 from .ranks.placed_ranks import PlacedRanks
 from .reporter import Reporter, last_reported_step
 from .saving import open_mirror
@@ -124,6 +127,8 @@ def task_order(config: JobConfig, num_rows: int | None, state: LearnerState) -> 
     settings = CurriculumConfig(
         num_items, training.curriculum_uniform, config.evaluation.success_reward
     )
+    if (own := own_function("curriculum", training.own_curriculum)) is not None:
+        settings = replace(settings, weigh=OwnCurriculum(own).weigh)
     return Curriculum(order, settings, state)
 
 

@@ -2,7 +2,8 @@
 
 It is what the warm start trains, and what tests and benchmarks run: a real model of a real class,
 small enough that a CPU core trains it in seconds. The vocabulary is 8 special tokens and the 256
-bytes, so every text can be encoded without loss and ASCII characters are one token each.
+bytes, so every text can be encoded without loss and ASCII characters are one token each. A game of
+many words names those that it says again and again: each is one token then, behind the bytes.
 """
 
 from collections.abc import Sequence
@@ -44,9 +45,15 @@ TOOLS_TEMPLATE = (
 """The same behind the names of the tools."""
 
 
-def make_tokenizer(more: Sequence[str] = ()) -> "PreTrainedTokenizerFast":
-    """Return the tokenizer: 264 tokens, one per byte after the special ones; `more` come last."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+def make_tokenizer(
+    more: Sequence[str] = (), words: Sequence[str] = ()
+) -> "PreTrainedTokenizerFast":
+    """Return the tokenizer: 264 tokens, one per byte after the special ones.
+
+    `more` special tokens come behind them, then `words`: pieces of text that are one token each,
+    the longest that fits first.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -61,6 +68,7 @@ def make_tokenizer(more: Sequence[str] = ()) -> "PreTrainedTokenizerFast":
         additional_special_tokens=[t for t in (*SPECIAL_TOKENS, *more) if t not in (PAD, END)],
         clean_up_tokenization_spaces=False,
     )
+    fast.add_tokens(list[Any](AddedToken(word, normalized=False) for word in words))
     fast.chat_template = CHAT_TEMPLATE
     return fast
 
@@ -75,11 +83,13 @@ def make_model(
     mlp_width: int | None = None,
     vocab_size: int = 264,
     max_tokens: int = 4096,
+    init_std: float = 0.02,
     seed: int = 0,
 ) -> "PreTrainedModel":
     """Return a random model; the same seed gives the same weights.
 
-    The defaults have 411 k parameters. `mlp_width` is 2.5 times the width unless told.
+    The defaults have 411 k parameters. `mlp_width` is 2.5 times the width unless told. Weights are
+    drawn with a standard deviation of `init_std`.
     """
     import torch
     from transformers import (
@@ -105,6 +115,7 @@ def make_model(
         "num_key_value_heads": kv_heads or heads,
         "head_dim": width // heads,
         "max_position_embeddings": max_tokens,
+        "initializer_range": init_std,
         "tie_word_embeddings": True,
         "pad_token_id": SPECIAL_TOKENS.index(PAD),
         "eos_token_id": SPECIAL_TOKENS.index(END),
@@ -140,18 +151,31 @@ def save_tiny_model(
     heads: int = 4,
     kv_heads: int | None = None,
     template: str = CHAT_TEMPLATE,
+    words: Sequence[str] = (),
+    init_std: float = 0.02,
 ) -> Path:
-    """Write a tiny random model and its tokenizer as a Hugging Face folder; return the folder."""
+    """Write a tiny random model and its tokenizer as a Hugging Face folder; return the folder.
+
+    `words` are pieces of text that are one token each (`make_tokenizer`); `init_std` is as in
+    `make_model`.
+    """
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     path = Path(folder)
+    tokenizer = make_tokenizer(words=words)
     model = make_model(
-        kind=kind, width=width, layers=layers, heads=heads, kv_heads=kv_heads, seed=seed
+        kind=kind,
+        width=width,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        vocab_size=len(tokenizer),
+        init_std=init_std,
+        seed=seed,
     )
     try:
         model.save_pretrained(path)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
-        tokenizer = make_tokenizer()
         tokenizer.chat_template = template
         tokenizer.save_pretrained(path)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
     except OSError as error:

@@ -5,16 +5,22 @@ are those of OpenTinker's gomoku, with its mistakes left out: the colour to move
 turn it is by the stones on the board, an action is played before the game is over for its length,
 and every key of the constructor is read. With the opponent `self` the policy plays both colours, as
 two roles, each with a conversation of its own.
+
+The warm start's demonstrations play on a small board (`SMALL`), told as a list of its stones: most
+moves are random, some look two moves ahead, a few name any cell, free or not. What the game says
+there again and again is one token each to the tiny model (`TOKENS`), and so is each move.
 """
 
 import random
 import re
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
-from ..game import AbstractGame, StepResult
+from ..game import AbstractGame, ChatMessage, StepResult
+from ..prompt import open_game
 from .boards.board import SYMBOLS, Board, O, X
-from .boards.players import Player, make_player
+from .boards.players import Player, make_player, random_player
 
 WIN, LOSS, DRAW = 10.0, -10.0, 0.0
 VALID, INVALID = 0.0, -1.0
@@ -26,12 +32,25 @@ MIN_SIZE, MAX_SIZE = 3, 26
 SELF = "self"
 COLOURS = {"x": X, "o": O}
 NAMES = {X: "x", O: "o"}
+SMALL: dict[str, Any] = {"board_size": 5, "win_length": 4, "board_text": "stones"}
+"""The board of the demonstrations."""
+CARELESS = 0.02
+"""Share of the demonstrations' moves that name any cell, free or not."""
+SKILLED = 0.3
+"""Share of them that look two moves ahead; the others are drawn from the free cells."""
+_TURNS = 4
+"""Answers of a demonstration at most."""
 _OUTCOMES = ("win", "loss", "draw", "timeout", "incomplete")
 _RATES = {
     outcome: {f"{name}_rate": float(name == outcome) for name in _OUTCOMES} for outcome in _OUTCOMES
 }
 """The numbers of one episode whose means over episodes are the rates."""
 _EITHER = ("draw_rate", "timeout_rate", "incomplete_rate")
+_FREE_CELLS = {
+    "grid": "a dot is a free cell",
+    "stones": "the stones are listed in the order of play, all other cells are free",
+}
+"""What the prompt says about each `board_text`."""
 _MOVE = re.compile(r"<move>\s*(\d{1,4})\s*,\s*(\d{1,4})\s*</move>", re.ASCII | re.IGNORECASE)
 _THINKING = re.compile(r"<thinking>.*?</thinking>", re.DOTALL | re.IGNORECASE)
 
@@ -48,6 +67,7 @@ class GomokuGame(AbstractGame):
         empty_board_prob: float | None = None,
         opponent: str | Sequence[str] = "one_ply",
         colour: str = "both",
+        board_text: str = "grid",
     ) -> None:
         """Set the rules.
 
@@ -55,7 +75,8 @@ class GomokuGame(AbstractGame):
         empty board with `empty_board_prob` (0.2), else with up to `max_initial_moves` (6) stones.
         `opponent` is a player's name, or several to draw from for each task, or `self`: then the
         policy plays both roles. `colour` is what the policy plays otherwise: `x`, `o`, or `both`
-        for one or the other.
+        for one or the other. `board_text` is how a board is told: as a `grid`, or as the list of
+        its `stones`.
         """
         self._size = board_size
         self._win_length = win_length
@@ -64,6 +85,7 @@ class GomokuGame(AbstractGame):
         self._empty_prob = 0.2 if empty_board_prob is None else empty_board_prob
         self._opponents = names_of(opponent)
         self._colour = colour
+        self._board_text = board_text
         if self._opponents == [SELF]:
             self.roles = tuple(COLOURS)
         self._check()
@@ -84,6 +106,8 @@ class GomokuGame(AbstractGame):
             raise ValueError(f"empty_board_prob={self._empty_prob} must be from 0 to 1")
         if self._colour not in (*COLOURS, "both"):
             raise ValueError(f"colour={self._colour!r} must be x, o or both")
+        if self._board_text not in _FREE_CELLS:
+            raise ValueError(f"board_text={self._board_text!r} must be grid or stones")
         if not self.roles:
             for name in self._opponents:
                 make_player(name)
@@ -188,9 +212,7 @@ class GomokuGame(AbstractGame):
     def _over(self, reward: float, other: float) -> StepResult:
         """End the game; `other` is what the other role gets, where there is one."""
         rewards = {NAMES[-self._mine]: other} if self._player is None else {}
-        return StepResult(
-            self._board.render(), reward, done=True, info=self._info(), rewards=rewards
-        )
+        return StepResult(self._told(), reward, done=True, info=self._info(), rewards=rewards)
 
     def _info(self) -> dict[str, Any]:
         """Tell the outcome so far, as rates over episodes: all, and against this opponent.
@@ -213,14 +235,32 @@ class GomokuGame(AbstractGame):
         }
 
     def _shown(self) -> str:
-        return f"{self._board.render()}\n\nYou play {SYMBOLS[self._mine]}. Your move."
+        return f"{self._told()}\n\nYou play {SYMBOLS[self._mine]}. Your move."
+
+    def _told(self) -> str:
+        if self._board_text == "grid":
+            return self._board.render()
+        cells = [(self._board.cells[cell], divmod(cell, self._size)) for cell in self._board.moves]
+        told = [f"{SYMBOLS[colour]}{row},{column}" for colour, (row, column) in cells]
+        return f"Stones: {' '.join(told) or 'none'}"
+
+    def demonstrate(self, skilled: Player, rng: random.Random) -> str:
+        """Return the next answer of a demonstration: any cell, a good one, or a free one."""
+        drawn, cells = rng.random(), range(self._size**2)
+        if drawn < CARELESS:
+            cell = rng.choice(cells)
+        else:
+            cell = (skilled if drawn < CARELESS + SKILLED else random_player)(self._board, rng)
+        row, column = divmod(cell, self._size)
+        return f"<move>{row},{column}</move>"
 
     def get_system_prompt(self) -> str:
         """Return the rules and the form of an answer."""
+        free = _FREE_CELLS[self._board_text]
         return (
             f"You play Gomoku on a {self._size}x{self._size} board. X moves first, the players "
             f"take turns, and {self._win_length} stones of one colour in an unbroken row, column "
-            "or diagonal win. Rows and columns are numbered from 0; a dot is a free cell.\n"
+            f"or diagonal win. Rows and columns are numbered from 0; {free}.\n"
             "Think in <thinking></thinking>, then give your move as <move>row,col</move>."
         )
 
@@ -260,3 +300,45 @@ def draw_position(
     while any(board.completes(cell, board.turn) for cell in board.free()):
         board.undo()
     return [divmod(cell, size) for cell in board.moves]
+
+
+def demonstrations(rng: random.Random) -> list[ChatMessage]:
+    """Return some turns of a game on the small board for the warm start."""
+    game = GomokuGame(**SMALL, opponent=["random", "one_ply"])
+    moves = _position(rng)
+    start = {"moves": moves, "colour": NAMES[O if len(moves) % 2 else X]}
+    messages = open_game(game, seed=rng.getrandbits(32), record=None, kwargs=start)
+    skilled = make_player("alphabeta:2")
+    for turn in range(_TURNS):
+        messages.append({"role": "assistant", "content": game.demonstrate(skilled, rng)})
+        result = game.step(messages[-1]["content"])
+        if result.done or turn == _TURNS - 1:
+            break
+        messages.append({"role": "user", "content": result.observation})
+    return messages
+
+
+def _position(rng: random.Random) -> list[tuple[int, int]]:
+    """Draw moves that win nothing, on boards of all kinds: on a fuller one there is more to see."""
+    size = SMALL["board_size"]
+    board = Board(size, SMALL["win_length"])
+    for _ in range(rng.randint(0, size**2 - 5)):
+        quiet = [cell for cell in board.free() if not board.completes(cell, board.turn)]
+        if quiet:
+            board.play(rng.choice(quiet))
+    return [divmod(cell, size) for cell in board.moves]
+
+
+def _tokens() -> tuple[str, ...]:
+    """Return what the game says on the small board, in the pieces that come again."""
+    game = GomokuGame(**SMALL)
+    ends = [f"\n\nYou play {SYMBOLS[colour]}. Your move." for colour in (X, O)]
+    cells = [f"{row},{column}" for row, column in product(range(SMALL["board_size"]), repeat=2)]
+    stones = [f" {SYMBOLS[colour]}{cell}" for colour in (X, O) for cell in cells]
+    said = [game.get_system_prompt(), f"{game.get_initial_user_message()}\n\n", "Stones:", " none"]
+    refused = ["Invalid move ", ": the cell is taken.\n\n"]
+    return (*said, *ends, *stones, *(f"<move>{cell}</move>" for cell in cells), *refused)
+
+
+TOKENS = _tokens()
+"""Pieces of text that are one token each to the tiny model of the warm start."""

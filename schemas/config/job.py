@@ -17,7 +17,7 @@ from .learner import LearnerConfig
 from .lora import LoraConfig
 from .reward import RewardConfig
 from .rules import broken_rules
-from .section import MAX_NOTES, MAX_TAGS, MAX_WAIT_S, Label, Section, when
+from .section import MAX_NOTES, MAX_TAGS, MAX_WAIT_S, OWN_FUNCTION, Label, Section, when
 from .self_play import SelfPlayConfig
 from .sft import SftConfig, settle_sft
 from .storage import StorageConfig
@@ -151,6 +151,14 @@ class TrainingConfig(Section):
         default=0.1, ge=0, le=1, json_schema_extra=when("curriculum", "success_rate")
     )
     """Share of the tasks that are chosen whatever their success rate."""
+    own_curriculum: str | None = Field(
+        default=None,
+        pattern=OWN_FUNCTION,
+        max_length=200,
+        json_schema_extra=when("curriculum", "success_rate"),
+    )
+    """A function of one's own that weighs the tasks, from how often each was tried and solved
+    ([own algorithms](own-algorithms.md))."""
     curriculum_tasks: int | None = Field(
         default=None, ge=1, json_schema_extra=when("curriculum", "success_rate")
     )
@@ -347,6 +355,17 @@ class JobConfig(Section):
     def generator_slots(self) -> int:
         """Slots of one generator; that of an SFT job only reads data, which takes none."""
         return 0 if self.sft.data else self.generator.slots
+
+    @property
+    def own_functions(self) -> dict[str, str]:
+        """The user's own functions that the learner runs, by the key that names each."""
+        named = {
+            f"{section}.{name}": value
+            for section in ("algorithm", "training")
+            for name, value in dict(getattr(self, section)).items()
+            if name.startswith("own_")
+        }
+        return {key: value for key, value in named.items() if value is not None}
 
     def with_model(self, path: str) -> "JobConfig":
         """Return the same configuration for another model, with the tokenizer that lies there."""

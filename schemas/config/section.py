@@ -4,17 +4,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema
 
 from ..bounds.defaults import bounded
+from ..wire.field_docs import described
 
 if TYPE_CHECKING:
     from .job import JobConfig
 
 MAX_WAIT_S = 86_400.0
 """The longest wait that a configuration may ask for."""
+OWN_FUNCTION = (
+    r"^([A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
+    r"|[a-z][a-z0-9_-]*)$"
+)
+"""A function of the user's: `module:function`, or a name that a package has registered."""
 MAX_TAGS = 32
 MAX_NOTES = 4000
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:/=+@-]{0,63}$")]
@@ -62,11 +75,17 @@ class Rule:
 class Section(BaseModel):
     """A part of the configuration: unknown keys are errors, and every value is bounded."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", validate_default=True)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return bounded(handler(source))
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return described(cls, core_schema, handler)
 
     @model_validator(mode="after")
     def _no_ineffective_key(self) -> Self:

@@ -33,3 +33,15 @@ def test_every_text_is_one_token_per_byte_and_comes_back(tmp_path: Path) -> None
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert len(ids) == len(text.encode())
         assert tokenizer.decode(ids) == text
+
+
+def test_words_are_one_token_each_the_longest_first_and_come_back(tmp_path: Path) -> None:
+    words = ("<move>", " X1,0", "a line\n\n", "a line")
+    folder = save_tiny_model(tmp_path, width=32, words=words)
+    tokenizer = load_tokenizer(str(folder))
+    ids = tokenizer.encode("a line\n\na line X1,0 X1<move>", add_special_tokens=False)
+    assert ids[:3] == [266, 267, 265]
+    assert ids[-1] == 264
+    assert len(ids) == 3 + len(" X1") + 1
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "a line\n\na line X1,0 X1<move>"
+    assert load_causal_lm(str(folder), dtype=torch.float32).config.vocab_size == 268

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from benchmarks.evidence import gomoku_curve
 from benchmarks.evidence.lagged import Curve, LaggedRun
 from benchmarks.evidence.tables import PAGE, Difference, filled
 from benchmarks.tasks import addition_job, warm_model
@@ -37,6 +38,12 @@ async def test_the_lag_is_exact_and_a_run_repeats_to_the_bit() -> None:
 def test_the_page_says_what_the_results_say() -> None:
     page = PAGE.read_text()
     assert filled(page) == page, "python -m benchmarks.evidence.tables"
+
+
+def test_the_page_of_gomoku_says_what_its_results_say() -> None:
+    page = gomoku_curve.PAGE.read_text()
+    assert gomoku_curve.filled(page) == page, "python -m benchmarks.evidence.gomoku_curve --plot"
+    assert gomoku_curve.PICTURE.stat().st_size < 100_000
 
 
 def test_differences_are_of_pairs_and_tests_need_evidence() -> None:

@@ -1,17 +1,19 @@
 """Gomoku as the policy meets it: OpenTinker's rewards and limits, without its mistakes."""
 
 import random
+import re
 from pathlib import Path
 
 import pytest
 from tinkermq.envs.check import check_game
 from tinkermq.envs.conversations import converse, returns
+from tinkermq.envs.games import gomoku
 from tinkermq.envs.games.boards.board import Board
 from tinkermq.envs.games.gomoku import MAX_INVALID, GomokuGame, draw_position
 from tinkermq.schemas.config.job import EnvConfig
 from tinkermq.schemas.config.load_config import load_config
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "gomoku.yaml"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def move(row, column):
@@ -129,6 +131,58 @@ def test_a_drawn_position_leaves_nobody_a_win_at_once():
         assert not any(board.completes(cell, board.turn) for cell in board.free())
 
 
+def test_a_board_is_told_as_a_grid_or_as_the_list_of_its_stones():
+    said = started(moves=[(0, 0), (1, 1)], board_text="stones").reset(moves=[(0, 0), (1, 1)])
+    assert said == "Stones: X0,0 O1,1\n\nYou play X. Your move."
+    assert GomokuGame(board_text="stones").reset().startswith("Stones: none\n")
+    assert GomokuGame().get_system_prompt() == (
+        "You play Gomoku on a 9x9 board. X moves first, the players take turns, and 5 stones of "
+        "one colour in an unbroken row, column or diagonal win. Rows and columns are numbered from "
+        "0; a dot is a free cell.\nThink in <thinking></thinking>, then give your move as "
+        "<move>row,col</move>."
+    )
+    assert "the stones are listed" in GomokuGame(board_text="stones").get_system_prompt()
+
+
+def replayed(messages):
+    """Return for each answer of a demonstration whether it names a free cell of its board."""
+    boards = [m["content"] for m in messages if m["role"] == "user"]
+    answers = [m["content"] for m in messages if m["role"] == "assistant"]
+    stones = [re.findall(r"[XO](\d,\d)", board) for board in boards]
+    named = [answer.removeprefix("<move>").removesuffix("</move>") for answer in answers]
+    assert all(re.fullmatch(r"[0-4],[0-4]", cell) for cell in named)
+    return [cell not in taken for cell, taken in zip(named, stones, strict=True)]
+
+
+def test_demonstrations_are_moves_of_the_game_on_the_small_board_and_nearly_all_are_legal():
+    rng = random.Random(0)
+    legal = []
+    for _ in range(300):
+        messages = gomoku.demonstrations(rng)
+        assert [m["role"] for m in messages[:2]] == ["system", "user"]
+        assert messages[0]["content"] == GomokuGame(**gomoku.SMALL).get_system_prompt()
+        assert messages[1]["content"].startswith("The board:\n\nStones: ")
+        assert messages[-1]["role"] == "assistant"
+        legal += replayed(messages)
+    assert 0.95 < sum(legal) / len(legal) < 1
+
+
+def test_what_the_small_board_says_is_made_of_the_tokens_of_the_tiny_model():
+    said = re.compile("|".join(map(re.escape, sorted(gomoku.TOKENS, key=len, reverse=True))))
+    rng = random.Random(1)
+    for _ in range(50):
+        for message in gomoku.demonstrations(rng):
+            if not message["content"].startswith("Invalid move"):
+                assert said.sub("", message["content"]) == ""
+
+
+@pytest.mark.parametrize("name", ["gomoku_small", "gomoku_small_self_play"])
+def test_the_examples_for_the_small_board_play_what_the_demonstrations_show(name):
+    config = load_config(EXAMPLES / f"{name}.yaml")
+    assert config.env.kwargs.items() >= gomoku.SMALL.items()
+    assert config.env.kwargs["max_total_steps"] <= config.rollout.max_turns
+
+
 def drawn(num=60, **kwargs):
     game = GomokuGame(**kwargs)
     game.rng = random.Random(0)
@@ -161,6 +215,7 @@ def test_every_key_of_the_constructor_has_its_effect():
         {"opponent": "toy"},
         {"opponent": []},
         {"opponent": ["self", "random"]},
+        {"board_text": "picture"},
     ],
 )
 def test_a_game_that_cannot_be_is_refused(kwargs):
@@ -169,7 +224,7 @@ def test_a_game_that_cannot_be_is_refused(kwargs):
 
 
 def test_the_example_lets_the_game_end_by_its_own_rules_before_the_rollout_does():
-    config = load_config(EXAMPLE)
+    config = load_config(EXAMPLES / "gomoku.yaml")
     assert config.env.kwargs["max_total_steps"] <= config.rollout.max_turns
 
 

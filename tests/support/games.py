@@ -66,6 +66,11 @@ class ToldBandit(SlowBandit):
         return result
 
 
+def odd_lengths(group: Any) -> bool:
+    """A filter that leaves out about half of the groups."""
+    return int(group.lengths_E.sum()) % 2 == 1
+
+
 class FirstLetter(BanditGame):
     """Pays for a first letter that a random model draws about half of the time."""
 

@@ -49,6 +49,22 @@ async def test_a_game_is_learnt_by_self_play(
     assert after >= before + rise
 
 
+@pytest.mark.learns
+@pytest.mark.timeout(900)  # the warm start alone takes two or three minutes
+@pytest.mark.parametrize("name", ["gomoku_small", "gomoku_small_self_play"])
+async def test_gomoku_on_a_small_board_is_learnt_from_opponents_and_by_self_play(
+    stack: Stack, name: str
+) -> None:
+    model = f"model.path={warm_model('gomoku')}"
+    config = example(name, model, "training.num_steps=60", "training.test_freq=60")
+    job = await stack.submit(config)
+    await job.until("COMPLETED", deadline_s=500)
+    results = await job.validations()
+    before, after = results[0], results[60]
+    assert before["val_game/invalid_moves"] < before["val_game/steps"] / 8
+    assert after["val/success_rate"] >= before["val/success_rate"] + 0.08
+
+
 async def test_policies_by_role_and_earlier_versions_of_them_play_in_one_job(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:

@@ -1,19 +1,34 @@
 """A job whose actors run vLLM, through the whole stack; all of it in vLLM's environment."""
 
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from statistics import mean
 
+import numpy as np
 import pytest
+import torch
+from tinkermq.actors.generator.episodes.chat import ChatTokenizer
+from tinkermq.actors.generator.teaching.sources import EndpointTeacher, TeacherAway
+from tinkermq.actors.models.model_folder import load_causal_lm, load_tokenizer
+from tinkermq.broker.programs.process import die_with
 from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference_async
 from tinkermq.envs.games.guess import GuessGame
+from tinkermq.schemas.wire.errors import ConfigError
 
 from tests.support.configs import example
+from tests.support.gateway import free_port
 from tests.support.jobs import Job
 from tests.support.killed_generator import job_of_long_calls, open_streams_go_on
-from tests.support.models import make_tiny_model
+from tests.support.models import make_tiny_model, plain_logprobs
 from tests.support.proofs import assert_every_task_once
 from tests.support.stack import Stack
 from tests.support.stack_fixtures import warm_model
+from tests.support.waiting import eventually
 
 from .test_router_replay import trained_with_experts
 
@@ -80,3 +95,65 @@ async def _serve(stack: Stack, job: Job) -> None:
         assert report.summary["failed_episodes"] == 0
         assert report.summary["mean_reward"] > 0.5
         await client.cancel_job(served["job_id"])
+
+
+async def test_vllms_own_server_teaches(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "teacher", heads=2)
+    chat = ChatTokenizer(load_tokenizer(str(folder)))
+    async with _api_server(folder, tmp_path / "server.log") as url:
+        teacher = EndpointTeacher(f"{url}/v1", "teacher", chat)
+        ids = np.array(chat.encode("what is 12*34? It is 408."), np.int32)
+        told = await teacher.score(ids, 4)
+        with pytest.raises(ConfigError, match=r"answered 400: .*maximum context length"):
+            await teacher.score(np.full(300, 9, np.int32), 4)
+        nobody = EndpointTeacher(f"{url}/v1", "nobody", chat)
+        with pytest.raises(TeacherAway, match="answered 404"):
+            await nobody.score(ids, 4)
+        await teacher.close()
+        await nobody.close()
+    model = load_causal_lm(str(folder), dtype=torch.float32)
+    np.testing.assert_allclose(
+        told.logprobs[1:], plain_logprobs(model, ids[:1], ids[1:]), atol=1e-4
+    )
+    with torch.no_grad():
+        whole = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0].log_softmax(-1)
+    np.testing.assert_allclose(told.top_logprobs[1:], whole.topk(4).values[:-1].numpy(), atol=1e-4)
+    assert (told.top_ids[1:, 0] == whole.argmax(-1)[:-1].numpy()).all()
+
+
+@contextlib.asynccontextmanager
+async def _api_server(folder: Path, log: Path) -> AsyncIterator[str]:
+    """Run vLLM's own OpenAI server for a model, named teacher, until the block ends."""
+    process, port = _start_server(folder, log)
+    try:
+        await eventually(lambda: _answers(port, process), f"vLLM's server ({log})", 400)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        await asyncio.to_thread(process.wait, 60)
+
+
+def _start_server(folder: Path, log: Path) -> tuple["subprocess.Popen[bytes]", int]:
+    port = free_port()
+    words = ("--served-model-name", "teacher", "--max-model-len", "128", "--max-logprobs", "32")
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    command += [*words, "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, "--dtype", "float32"],
+            env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"},
+            stdout=output,
+            stderr=output,
+            preexec_fn=die_with(os.getpid()),
+        )
+    return process, port
+
+
+async def _answers(port: int, process: "subprocess.Popen[bytes]") -> bool:
+    assert process.poll() is None, "vLLM's server has ended"
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return False
+    writer.close()
+    return True

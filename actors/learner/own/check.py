@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,10 +21,13 @@ from ....schemas.wire.errors import ConfigError, TinkermqError
 from ..algorithms.advantage_inputs import AdvantageInputs
 from ..algorithms.losses import LossInputs
 from ..algorithms.off_policy.corrections import CorrectionInputs
+from ..tasks.curriculum import CurriculumInputs
 from .functions import Kind, OwnFunction
+from .groups import FilterInputs, OwnCurriculum, OwnFilter
 
 _LENGTHS = (3, 5, 2, 4, 6, 1)
 _GROUPS = (0, 0, 0, 1, 1, 1)
+_GROUPS_OF_REWARDS = ((0.0, 0.0, 0.0, 0.0), (1.0, 0.0, 0.0, 0.0), (1.0, 1.0, 1.0, 0.0), (1.0,) * 4)
 _FIRST = 3
 """Sequences of the first group."""
 
@@ -38,7 +42,14 @@ def check_function(kind: Kind, target: str) -> list[dict[str, Any]]:
 
     results = [_ask("it can be imported", load)]
     if own:
-        questions = {"advantage": _of_advantage, "loss": _of_loss, "correction": _of_correction}
+        questions = {
+            "advantage": _of_advantage,
+            "loss": _of_loss,
+            "correction": _of_correction,
+            "mask": _of_mask,
+            "filter": _of_filter,
+            "curriculum": _of_curriculum,
+        }
         results += [_ask(name, question) for name, question in questions[kind](own[0]).items()]
     return results
 
@@ -129,6 +140,75 @@ def _of_correction(own: OwnFunction) -> Questions:
         ),
         "on policy": on_policy,
     }
+
+
+def _of_mask(own: OwnFunction) -> Questions:
+    def share() -> str:
+        kept_N = own.mask(_correction_inputs())
+        return f"{float(kept_N.mean()):.0%} of the tokens are kept"
+
+    def on_policy() -> str:
+        inputs = _correction_inputs()
+        same = replace(inputs, behaviour_logprobs_N=inputs.old_logprobs_N)
+        return f"on policy {float(own.mask(same).mean()):.0%} of the tokens are kept"
+
+    return {
+        "0 or 1 for each token": share,
+        "the same twice": lambda: _same(
+            own.mask(_correction_inputs()), own.mask(_correction_inputs())
+        ),
+        "on policy": on_policy,
+    }
+
+
+def _of_filter(own: OwnFunction) -> Questions:
+    def answers() -> list[bool]:
+        asked = OwnFilter(own)
+        return [asked.answer(_filter_inputs(rewards)) for rewards in _GROUPS_OF_REWARDS]
+
+    def kept() -> str:
+        found = answers()
+        told = [str(list(r)) for r, keep in zip(_GROUPS_OF_REWARDS, found, strict=True) if keep]
+        if not told:
+            raise ConfigError(
+                f"no group is trained, of rewards {', '.join(map(str, _GROUPS_OF_REWARDS))}",
+                hint="return True for groups that are to be trained",
+            )
+        return f"trained are groups of rewards {', '.join(told)}"
+
+    return {
+        "True or False for each group": kept,
+        "the same twice": lambda: _same(torch.tensor(answers()), torch.tensor(answers())),
+    }
+
+
+def _of_curriculum(own: OwnFunction) -> Questions:
+    def weights() -> Tensor:
+        tries = np.array([0.0, 8.0, 8.0, 8.0])
+        inputs = CurriculumInputs(tries, np.array([0.0, 0.0, 4.0, 8.0]))
+        return torch.from_numpy(OwnCurriculum(own).weigh(inputs))
+
+    def told() -> str:
+        names = ("unseen", "never solved", "solved half of the time", "always solved")
+        pairs = zip(names, cast("list[float]", weights().tolist()), strict=True)
+        return ", ".join(f"{name} {weight:.3g}" for name, weight in pairs)
+
+    return {
+        "one weight of 0 or more for each task": told,
+        "the same twice": lambda: _same(weights(), weights()),
+    }
+
+
+def _filter_inputs(rewards: tuple[float, ...]) -> FilterInputs:
+    num = len(rewards)
+    return FilterInputs(
+        rewards_E=np.array(rewards),
+        lengths_E=np.arange(10, 10 + num),
+        truncated_E=np.zeros(num, bool),
+        infos=[{} for _ in rewards],
+        data_source="",
+        sample=0,
+    )
 
 
 def _gradient(logprobs_N: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""Advantages, losses and corrections of the user's own: found by `module:function`, and checked.
+"""Functions of the user's own: found by `module:function` or an entry point, and checked.
 
 They have the signature of the library's own functions and run in the learner, in its process. What
 they return is looked at on every call, so that a wrong one ends the job with its name and the value
@@ -13,6 +13,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,9 @@ from ..algorithms.advantage_inputs import AdvantageInputs
 from ..algorithms.losses import LossInputs, TokenLoss
 from ..algorithms.off_policy.corrections import Correction, CorrectionInputs
 
-Kind = Literal["advantage", "loss", "correction"]
+Kind = Literal["advantage", "loss", "correction", "mask", "filter", "curriculum"]
+ENTRY_POINTS = "tinkermq.algorithms"
+"""Group under which packages register functions by a short name."""
 _CHECK = "see what it does wrong with `tinkermq algorithm check {target}`"
 
 
@@ -33,20 +36,20 @@ class OwnFunction:
 
     def __init__(self, kind: Kind, target: str) -> None:
         """Import it; raises ConfigError with what the import raised."""
-        self.key = f"algorithm.own_{kind}={target}"
+        self.key = f"{'training' if kind == 'curriculum' else 'algorithm'}.own_{kind}={target}"
         self._hint = _CHECK.format(target=target)
         self._call = self._find(target)
 
     def advantage(self, inputs: AdvantageInputs) -> Tensor:
         """Return float32[N], the advantage of each token. Raises ConfigError."""
-        advantages_N = self._vector(self._called(inputs), len(inputs.seq_N), "advantages")
+        advantages_N = self._vector(self.called(inputs), len(inputs.seq_N), "advantages")
         return advantages_N.detach().float()
 
     def loss(self, inputs: LossInputs) -> TokenLoss:
         """Return the loss of each token, with gradient, and no statistics. Raises ConfigError."""
-        loss_N = self._vector(self._called(inputs), len(inputs.seq_N), "losses")
+        loss_N = self._vector(self.called(inputs), len(inputs.seq_N), "losses")
         if len(loss_N) and not loss_N.requires_grad:
-            raise self._wrong(
+            raise self.wrong(
                 "returned losses without a gradient: nothing would be learnt",
                 "compute them from inputs.logprobs_N, without detach() or item()",
             )
@@ -54,10 +57,20 @@ class OwnFunction:
 
     def correction(self, inputs: CorrectionInputs) -> Correction:
         """Return the weight of each token, 0 to drop it. Raises ConfigError."""
-        weight_N = self._vector(self._called(inputs), len(inputs.seq_N), "weights").detach()
+        weight_N = self._vector(self.called(inputs), len(inputs.seq_N), "weights").detach()
         if bool((weight_N < 0).any()):
-            raise self._wrong(f"returned a negative weight: {float(weight_N.min()):g}")
+            raise self.wrong(f"returned a negative weight: {float(weight_N.min()):g}")
         return Correction(weight_N, inputs.old_logprobs_N)
+
+    def mask(self, inputs: CorrectionInputs) -> Tensor:
+        """Return whether each token is trained: float32[N] of 0 and 1. Raises ConfigError."""
+        kept_N = self.called(inputs)
+        if isinstance(kept_N, Tensor) and kept_N.dtype == torch.bool:
+            kept_N = kept_N.float()
+        kept_N = self._vector(kept_N, len(inputs.seq_N), "marks").detach()
+        if not bool(((kept_N == 0) | (kept_N == 1)).all()):
+            raise self.wrong("returned marks that are neither 0 nor 1", "return a bool tensor")
+        return kept_N
 
     def source_digest(self) -> str:
         """Return the SHA-256 of the file that it stands in; empty for one without."""
@@ -65,7 +78,7 @@ class OwnFunction:
         return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
 
     def _find(self, target: str) -> Callable[[Any], Any]:
-        module_name, _, name = target.partition(":")
+        module_name, _, name = self._place(target).partition(":")
         here = str(Path.cwd())
         if here not in sys.path:
             sys.path.append(here)
@@ -84,7 +97,21 @@ class OwnFunction:
             )
         return found
 
-    def _called(self, inputs: object) -> Any:
+    def _place(self, target: str) -> str:
+        """Return `module:function` of what a package may have registered by a short name."""
+        if ":" in target:
+            return target
+        there = {one.name: one.value for one in entry_points(group=ENTRY_POINTS)}
+        if target not in there:
+            raise ConfigError(
+                f"{self.key} is registered by no package here",
+                hint=f"registered under {ENTRY_POINTS}: {', '.join(sorted(there)) or 'nothing'}; "
+                "or write module:function",
+            )
+        return there[target]
+
+    def called(self, inputs: object) -> Any:
+        """Return what it answers; ConfigError with what it raised, and where."""
         try:
             return self._call(inputs)
         except TinkermqError:
@@ -92,24 +119,25 @@ class OwnFunction:
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(last.filename).name}, line {last.lineno}"
-            raise self._wrong(f"raised {type(error).__name__}: {error} ({where})") from error
+            raise self.wrong(f"raised {type(error).__name__}: {error} ({where})") from error
 
     def _vector(self, value: Any, num: int, what: str) -> Tensor:
         if not isinstance(value, Tensor):
-            raise self._wrong(f"returned a {type(value).__name__} in place of a tensor of {what}")
+            raise self.wrong(f"returned a {type(value).__name__} in place of a tensor of {what}")
         if value.shape != (num,):
-            raise self._wrong(
+            raise self.wrong(
                 f"returned {what} of shape {list(value.shape)} for {num} tokens",
                 f"return one value for each token: shape [{num}]",
             )
         if not value.is_floating_point():
-            raise self._wrong(f"returned {what} of {value.dtype}, which are no real numbers")
+            raise self.wrong(f"returned {what} of {value.dtype}, which are no real numbers")
         if not bool(torch.isfinite(value).all()):
             count = int((~torch.isfinite(value)).sum())
-            raise self._wrong(f"returned {count} {what} of {num} that are NaN or infinite")
+            raise self.wrong(f"returned {count} {what} of {num} that are NaN or infinite")
         return value
 
-    def _wrong(self, what: str, hint: str = "") -> ConfigError:
+    def wrong(self, what: str, hint: str = "") -> ConfigError:
+        """Return what is raised of an answer that cannot be used."""
         return ConfigError(f"{self.key} {what}", hint="; ".join(filter(None, (hint, self._hint))))
 
 

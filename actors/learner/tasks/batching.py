@@ -46,6 +46,8 @@ class Candidate:
     """The task was given up, or the entry cannot be read."""
     max_token_version: int | None = None
     """Newest version that produced one of its tokens, where it is not the oldest."""
+    filtered: bool = False
+    """A filter of the user's own leaves it out."""
 
     def version_that_counts(self, policy: StalenessPolicy) -> int:
         """Return the version by which it is too old: of its oldest token, or of its newest."""
@@ -90,7 +92,7 @@ def _drop_reason(
         return "stale"
     if filter_equal_rewards and len(set(candidate.rewards)) <= 1:
         return "equal_rewards"
-    return None
+    return "filtered" if candidate.filtered else None
 
 
 def triage(

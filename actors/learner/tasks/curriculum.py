@@ -3,7 +3,7 @@
 A task is chosen with a weight of p (1 − p), where p is the share of its episodes that were solved:
 what is always or never solved teaches nothing (learnability, arXiv 2408.15099). Newer episodes
 count more, unseen tasks weigh most, and a share of all choices is uniform, so that nothing is given
-up for good.
+up for good. A function of the user's may weigh them in its own way.
 
 The rates after step v are a function of the first v batch records and the groups that they name,
 and a choice is one of the job's seed, the position in the data order, and the rates after the
@@ -11,8 +11,8 @@ version that the task names (`Task.chosen_at`): everything can be worked out aga
 """
 
 import bisect
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,27 @@ _SOLVED = 0.9
 
 
 @dataclass(frozen=True)
+class CurriculumInputs:
+    """What is known of I tasks, newer episodes counting more; the arrays are read-only."""
+
+    tries_I: NDArray[np.float64]
+    """Episodes; 0: the task has not come yet."""
+    solved_I: NDArray[np.float64]
+    """Those of them that were solved."""
+
+    @property
+    def rates_I(self) -> NDArray[np.float64]:
+        """Share of the episodes that were solved; a half where there are none."""
+        half = np.full_like(self.tries_I, 0.5)
+        return np.divide(self.solved_I, self.tries_I, out=half, where=self.tries_I > 0)
+
+
+def learnability(inputs: CurriculumInputs) -> NDArray[np.float64]:
+    """Weigh each task by p (1 − p)."""
+    return inputs.rates_I * (1 - inputs.rates_I)
+
+
+@dataclass(frozen=True)
 class CurriculumConfig:
     """How the curriculum is set."""
 
@@ -40,6 +61,10 @@ class CurriculumConfig:
     """Share of the choices that is uniform."""
     success_reward: float
     """A return above this is a success, unless the game tells it."""
+    weigh: Callable[[CurriculumInputs], NDArray[np.float64]] = field(
+        default_factory=lambda: learnability
+    )
+    """Returns the weights of all tasks, float64[I]."""
 
 
 class Curriculum:
@@ -123,10 +148,10 @@ class Curriculum:
 
     def _accumulate(self) -> NDArray[np.float64]:
         """Return the weights of all tasks, summed up from the first on."""
-        rates = np.divide(
-            self._solved, self._tries, out=np.full_like(self._tries, 0.5), where=self._tries > 0
-        )
-        weights = rates * (1 - rates)
+        known = (self._tries.copy(), self._solved.copy())
+        for array in known:
+            array.flags.writeable = False
+        weights = self._config.weigh(CurriculumInputs(*known))
         uniform = self._config.uniform if weights.any() else 1.0
         shares = weights / max(weights.sum(), 1e-300)
         return ((1 - uniform) * shares + uniform / len(weights)).cumsum()

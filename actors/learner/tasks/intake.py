@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import structlog
@@ -66,12 +66,13 @@ class Intake:
         was_issued: Callable[[int], bool],
         check_readable: Callable[[Group], None] | None = None,
         why_no_rows: str | None = None,
+        keeps: Callable[[Group], bool] | None = None,
     ) -> None:
         """Read from `from_seq` on: all before was decided on, and the ranges `decided` behind it.
 
         `was_issued` says whether a task number can have been given out; `check_readable` raises
         DataError for what the model cannot read, such as images; `why_no_rows` says why no episode
-        may have several rows, if none may.
+        may have several rows, if none may; `keeps` whether a group is trained at all.
         """
         self._log = log
         self._from_seq = from_seq
@@ -83,6 +84,7 @@ class Intake:
         self._was_issued = was_issued
         self._check_readable = check_readable
         self._why_no_rows = why_no_rows
+        self._keeps = keeps
         self._entries: dict[int, CheckedEntry] = {}
         self.changed = asyncio.Event()
         """Set whenever an entry arrives."""
@@ -188,6 +190,9 @@ class Intake:
         if error is not None:
             _log.warning("rollout_malformed", seq=raw.seq, task=raw.number, error=error.message)
         usable = error is None and group is not None and group.error is None
+        candidate = _candidate(raw, group, usable=usable, malformed=error is not None)
+        if self._keeps is not None and usable and group is not None:
+            candidate = replace(candidate, filtered=not self._keeps(group))
         return CheckedEntry(
             refusal="" if error is None else error.message,
             seq=raw.seq,
@@ -196,7 +201,7 @@ class Intake:
             task=None if group is None else group.task,
             tokens_wasted=0 if group is None or group.error is None else group.tokens_wasted,
             digest=hashlib.sha256(raw.payload).digest(),
-            candidate=_candidate(raw, group, usable=usable, malformed=error is not None),
+            candidate=candidate,
             blame=blame,
             traceparent=raw.traceparent,
             arrived=time.time(),

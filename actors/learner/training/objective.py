@@ -78,6 +78,7 @@ class Objective:
         self._correction_options = _correction_options(config)
         self._own_loss = own_function("loss", config.algorithm.own_loss)
         self._own_correction = own_function("correction", config.algorithm.own_correction)
+        self._own_mask = own_function("mask", config.algorithm.own_mask)
 
     def needs_old(self, num_updates: int, dropout: float = 0.0) -> bool:
         """Whether π_o needs a forward pass of its own: it is not the policy at the update.
@@ -144,7 +145,10 @@ class Objective:
             correction = correct(algorithm.correction, inputs, **self._correction_options)
         if algorithm.correction_normalise:
             correction = normalised(correction, inputs, level=algorithm.correction_level)
-        return masked(correction, algorithm.correction_masks, inputs, advantages_N)
+        correction = masked(correction, algorithm.correction_masks, inputs, advantages_N)
+        if self._own_mask is None:
+            return correction
+        return replace(correction, weight_N=correction.weight_N * self._own_mask.mask(inputs))
 
     def _policy_loss(self, inputs: LossInputs) -> TokenLoss:
         if self._own_loss is not None:

@@ -17,20 +17,18 @@ def check(
     function: str,
     /,
     *,
-    kind: Literal["loss", "advantage", "correction"] = "loss",
+    kind: Literal["loss", "advantage", "correction", "mask", "filter", "curriculum"] = "loss",
     json: bool = False,
 ) -> int:
-    """Check an advantage, loss or correction of your own, without a model or a pool.
+    """Check a function of your own that learners run, without a model or a pool.
 
     One finite value for each token, the same twice; a loss keeps a finite gradient, makes tokens
     with positive advantages likelier, and a token's loss hangs on its own sequence alone.
 
-    Example: `tinkermq algorithm check my_losses:clipped --kind loss`
-
     Parameters
     ----------
     function
-        `module:function`; modules of the working folder are found, too.
+        `module:function`, also of the working folder, or a name that a package has registered.
     kind
         What it is.
     json

@@ -55,7 +55,7 @@ def train(
         `RUN@STEP`, or `RUN` for its newest checkpoint: begin with its weights instead of
         `model.path`. (`fork` goes on where a run was.)
     dry_run
-        Check configuration, model, game, data and slots, print the configuration, submit nothing.
+        Check configuration, model, game, data and slots, here and in the pool, submit nothing.
     detach
         Submit and return.
     priority
@@ -87,7 +87,7 @@ def sft(
         `RUN@STEP`, or `RUN` for its newest checkpoint: begin with its weights instead of
         `model.path`.
     dry_run
-        Check configuration, model, data and slots, print the configuration, submit nothing.
+        Check configuration, model, data and slots, here and in the pool, submit nothing.
     detach
         Submit and return.
     priority

@@ -6,35 +6,12 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import Field, model_validator
 
 from ...bounds.defaults import MAX_TOP_K
-from ..section import Section, when
+from ..section import OWN_FUNCTION, Section, when
+from .advantages import AdvantageName, AggregationName
 from .corrections import OF_WHOLE_SEQUENCES, CorrectionMask, CorrectionName
 from .losses import CORRECTING_LOSSES, LOSS_OPTIONS, LossName
 from .reference import ReferenceConfig
 from .teacher import SELF, is_asked, why_no_teacher
-
-AdvantageName = Literal[
-    "grpo",
-    "dr_grpo",
-    "gdpo",
-    "gpg",
-    "passk",
-    "rloo",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "remax",
-    "opo",
-    "maxrl",
-    "grpo_per_turn",
-    "grpo_per_step",
-    "gigpo",
-    "gae",
-]
-AggregationName = Literal[
-    "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
-]
-
-
-OWN_FUNCTION = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*$"
 
 
 class AlgorithmConfig(Section):
@@ -165,11 +142,17 @@ class AlgorithmConfig(Section):
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
     own_advantage: str | None = Field(default=None, pattern=OWN_FUNCTION, max_length=200)
     """An advantage of one's own in the place of the one named, whose inputs it gets:
-    `module:function`, found where the learner runs ([own algorithms](own-algorithms.md))."""
+    `module:function`, or the name under which a package has registered it, found where the learner
+    runs ([own algorithms](own-algorithms.md))."""
     own_loss: str | None = Field(default=None, pattern=OWN_FUNCTION, max_length=200)
     """A policy loss of one's own in the place of `loss`."""
     own_correction: str | None = Field(default=None, pattern=OWN_FUNCTION, max_length=200)
     """Off-policy weights of one's own in the place of `correction`'s; masks are laid over them."""
+    own_mask: str | None = Field(default=None, pattern=OWN_FUNCTION, max_length=200)
+    """A mask of one's own, laid over the correction: which tokens are trained."""
+    own_filter: str | None = Field(default=None, pattern=OWN_FUNCTION, max_length=200)
+    """A filter of one's own: which groups are trained; those left out give their admission credit
+    back."""
     teacher: (
         Annotated[str, Field(min_length=1, max_length=4096)]
         | Annotated[dict[str, str], Field(min_length=1, max_length=16)]

@@ -8,13 +8,22 @@ import pytest
 import torch
 from tinkermq.actors.learner.algorithms.training_batch import assemble
 from tinkermq.actors.learner.own.check import check_function
-from tinkermq.actors.learner.own.functions import Kind
+from tinkermq.actors.learner.own.functions import Kind, own_function
+from tinkermq.actors.learner.own.groups import OwnCurriculum, keeps_of
+from tinkermq.actors.learner.tasks.curriculum import (
+    Curriculum,
+    CurriculumConfig,
+    CurriculumInputs,
+)
+from tinkermq.actors.learner.tasks.data_order import DataOrder
+from tinkermq.actors.learner.tasks.state import LearnerState
 from tinkermq.actors.learner.training.model import load_model
 from tinkermq.actors.learner.training.step import Trainer
 from tinkermq.schemas.config.job import JobConfig
+from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.wire.errors import ConfigError
 
-from tests.support.groups import random_group
+from tests.support.groups import make_group, make_trajectory, random_group
 from tests.support.models import make_tiny_model
 
 torch.set_num_threads(1)
@@ -80,6 +89,39 @@ def own_dr_grpo(inputs: Any) -> torch.Tensor:
     sums = torch.zeros(int(inputs.group_S.max()) + 1).index_add(0, inputs.group_S, inputs.rewards_S)
     means = sums / torch.bincount(inputs.group_S)
     return (inputs.rewards_S - means[inputs.group_S])[inputs.seq_N]
+
+
+def half_marks(inputs: Any) -> torch.Tensor:
+    """Marks that are neither 0 nor 1."""
+    return torch.full((len(inputs.seq_N),), 0.5)
+
+
+def every_second(inputs: Any) -> torch.Tensor:
+    """Every second token."""
+    return torch.arange(len(inputs.seq_N)) % 2 == 0
+
+
+def says_maybe(group: Any) -> Any:
+    """No answer."""
+    del group
+    return "maybe"
+
+
+def none_of_them(group: Any) -> bool:
+    """Leave out everything."""
+    del group
+    return False
+
+
+def too_few(tasks: Any) -> Any:
+    """One weight for all tasks."""
+    del tasks
+    return [1.0]
+
+
+def below_zero(tasks: Any) -> Any:
+    """Weights under 0."""
+    return tasks.rates_I - 1
 
 
 @pytest.fixture(scope="module")
@@ -151,12 +193,19 @@ def test_a_module_that_is_not_there_is_told(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("advantage", "best_of_group"), ("loss", "clipped"), ("correction", "square_root")],
+    [
+        ("advantage", "best_of_group"),
+        ("loss", "clipped"),
+        ("correction", "square_root"),
+        ("mask", "certain"),
+        ("filter", "neither_hopeless_nor_easy"),
+        ("curriculum", "hardest"),
+    ],
 )
 def test_the_examples_pass_the_check(kind: Kind, name: str) -> None:
     results = check_function(kind, f"{EXAMPLES}:{name}")
     assert [one["detail"] for one in results if not one["ok"]] == []
-    assert len(results) >= 4
+    assert len(results) >= 3
 
 
 @pytest.mark.parametrize(
@@ -172,3 +221,63 @@ def test_the_examples_pass_the_check(kind: Kind, name: str) -> None:
 def test_the_check_finds_what_is_wrong(name: str, question: str) -> None:
     results = check_function("loss", f"{HERE}:{name}")
     assert question in [one["name"] for one in results if not one["ok"]]
+
+
+def test_a_mask_of_ones_own_drops_what_it_does_not_keep(folder: Path) -> None:
+    whole = _trained(folder, correction="tis", correction_masks=[{"of": "ratio", "low": 1e-9}])
+    kept = _trained(folder, own_mask=f"{HERE}:every_second")
+    assert any(not torch.equal(one, kept[name]) for name, one in whole.items())
+    with pytest.raises(ConfigError, match="returned marks that are neither 0 nor 1"):
+        _trained(folder, own_mask=f"{HERE}:half_marks")
+
+
+def _group(*rewards: float) -> Group:
+    episodes = [make_trajectory([1], [([11, 12], [])], [reward]) for reward in rewards]
+    return make_group(episodes)
+
+
+def test_a_filter_of_ones_own_says_which_groups_are_trained() -> None:
+    keeps = keeps_of(f"{EXAMPLES}:neither_hopeless_nor_easy")
+    assert keeps is not None
+    assert [keeps(_group(*one)) for one in ((0, 0), (1, 0), (1, 1))] == [False, True, False]
+    assert keeps_of(None) is None
+    unsure = keeps_of(f"{HERE}:says_maybe")
+    assert unsure is not None
+    with pytest.raises(ConfigError, match="returned 'maybe' in place of True"):
+        unsure(_group(1, 0))
+    nothing = keeps_of(f"{HERE}:none_of_them")
+    assert nothing is not None
+    group = _group(1, 0)
+    assert not any(nothing(group) for _ in range(4096))
+    with pytest.raises(ConfigError, match="has left out the last 4097 groups"):
+        nothing(group)
+
+
+def test_a_curriculum_of_ones_own_weighs_the_tasks() -> None:
+    own = own_function("curriculum", f"{EXAMPLES}:hardest")
+    assert own is not None
+    settings = CurriculumConfig(3, 0.0, 0.5, OwnCurriculum(own).weigh)
+    state = LearnerState(success=[(0, 8.0, 8.0), (1, 8.0, 8.0), (2, 8.0, 0.0)])
+    order = Curriculum(DataOrder(0, 3), settings, state)
+    assert {order.choose(index, 1).item for index in range(50)} == {2}
+    inputs = CurriculumInputs(np.zeros(3), np.zeros(3))
+    for name, words in (("too_few", r"of shape \[1\] for 3 tasks"), ("below_zero", "negative")):
+        wrong = own_function("curriculum", f"{HERE}:{name}")
+        assert wrong is not None
+        with pytest.raises(ConfigError, match=words):
+            OwnCurriculum(wrong).weigh(inputs)
+
+
+def test_a_function_is_found_by_the_name_under_which_a_package_has_registered_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "mine-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    entry = f"[tinkermq.algorithms]\nmy-clip = {EXAMPLES}:clipped\n"
+    (package / "entry_points.txt").write_text(entry)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert all(answer["ok"] for answer in check_function("loss", "my-clip"))
+    (told,) = check_function("loss", "your-clip")
+    assert "is registered by no package here" in told["detail"]
+    assert "my-clip" in told["hint"]

@@ -1,0 +1,24 @@
+"""Advantages, and ways to make one number of token losses, by name."""
+
+from typing import Literal
+
+AdvantageName = Literal[
+    "grpo",
+    "dr_grpo",
+    "gdpo",
+    "gpg",
+    "passk",
+    "rloo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "remax",
+    "opo",
+    "maxrl",
+    "grpo_per_turn",
+    "grpo_per_step",
+    "gigpo",
+    "gae",
+]
+AggregationName = Literal[
+    "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+]
