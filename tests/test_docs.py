@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from cyclopts import App, CycloptsError
+from PIL import Image, ImageSequence
 from tinkermq.broker.jetstream.streams import job_streams
 from tinkermq.clients.cli.app import build_app
 from tinkermq.schemas.config.job import JobConfig, LimitsConfig
@@ -20,6 +21,7 @@ from tinkermq.schemas.secret import JobSecrets
 from tinkermq.schemas.wire.subjects import JobScope
 
 from docs.generate import message_modules, pages
+from docs.recordings import MAX_FILE_BYTES
 from docs.topics import STORES, TOPICS
 from docs.typed_config import TARGET, typed_config
 from tests.support.pages import Block, blocks, prose, save, succeed
@@ -220,6 +222,20 @@ def test_every_python_example_imports_what_exists(block: Block) -> None:
     for node in ast.parse(block.text).body:
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("tinkermq"):
             exec(ast.unparse(node), {})
+
+
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "docs" / "images").glob("*.webp")), ids=lambda file: file.name
+)
+def test_a_moving_picture_plays_again_and_again_and_is_soon_loaded(file: Path) -> None:
+    assert file.stat().st_size <= MAX_FILE_BYTES
+    with Image.open(file) as picture:
+        played_ms = 0
+        for frame in ImageSequence.Iterator(picture):
+            frame.load()
+            played_ms += frame.info["duration"]
+        assert 8_000 <= played_ms <= 15_000
+        assert picture.info["loop"] == 0
 
 
 # -- the guides' code against a real stack ---------------------------------------------------------
