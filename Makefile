@@ -177,8 +177,9 @@ docs: $(VENV)/dev.stamp  ## Write the generated pages of docs/
 	$(BIN)/python -m docs.generate docs
 	$(BIN)/python -m docs.typed_config
 
-screenshots: $(VENV)/dev.stamp programs  ## Take the pictures of docs/dashboard.md anew
+screenshots: $(VENV)/dev.stamp programs  ## Take the pictures of the documentation anew, those that move, too
 	OMP_NUM_THREADS=1 $(BIN)/python -m docs.screenshots
+	OMP_NUM_THREADS=1 $(BIN)/python -m docs.recordings
 
 bench: $(VENV)/bench.stamp $(VLLM)/vllm.stamp  ## Run the benchmarks on a quiet machine and write docs/benchmarks.md
 	$(BIN)/python -m benchmarks

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
 
-from benchmarks.evidence.cells import SEEDS, STEPS, Result, Results
+from benchmarks.evidence.cells import SEEDS, STEPS, Result, Results, take_no_arguments
 from benchmarks.stack import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "learning.md"
@@ -196,4 +196,5 @@ def filled(page: str) -> str:
 
 
 if __name__ == "__main__":
+    take_no_arguments(__doc__)
     PAGE.write_text(filled(PAGE.read_text()))
