@@ -14,9 +14,10 @@ import yaml
 from PIL import Image, ImageSequence
 from tinkermq.broker.jetstream.streams import job_streams
 from tinkermq.schemas.config.job import JobConfig, LimitsConfig
-from tinkermq.schemas.config.load_config import all_keys, merged, parse_config
+from tinkermq.schemas.config.load_config import all_keys, parse_config
 from tinkermq.schemas.machines.config import machines_config
 from tinkermq.schemas.secret import JobSecrets
+from tinkermq.schemas.wire.maps import merged
 from tinkermq.schemas.wire.subjects import JobScope
 
 from docs.generate import message_modules, pages
