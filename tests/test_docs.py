@@ -17,7 +17,6 @@ from tinkermq.schemas.config.job import JobConfig, LimitsConfig
 from tinkermq.schemas.config.load_config import all_keys, parse_config
 from tinkermq.schemas.machines.config import machines_config
 from tinkermq.schemas.secret import JobSecrets
-from tinkermq.schemas.wire.maps import merged
 from tinkermq.schemas.wire.subjects import JobScope
 
 from docs.generate import message_modules, pages
@@ -141,7 +140,7 @@ def test_every_yaml_example_is_a_valid_configuration(block: Block, tmp_path: Pat
     else:  # a part, of which a model and who plays make a whole
         data = {"game": "tictactoe", "train_data": ["data/train.parquet"]}
         player = {} if "agent" in values else {"env": data}
-        parse_config(merged({"model": {"path": "models/tiny"}, **player}, values))
+        parse_config({"model": {"path": "models/tiny"}, **player, **values})
 
 
 @pytest.mark.parametrize("block", of_language("python"), ids=str)
