@@ -7,7 +7,7 @@ results are of (`SEEDS`).
 import argparse
 import asyncio
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -65,6 +65,8 @@ class Result:
     """Of the run with its validations, on one core."""
     train_s: float = 0.0
     """Of generation and training alone."""
+    told: dict[str, float] = field(default_factory=dict[str, float])
+    """What else the experiment measures."""
 
     @property
     def area(self) -> float:
@@ -120,7 +122,7 @@ class Results:
 
     def add(self, cell: Cell, curve: Curve) -> None:
         """Write down what a run measured."""
-        row = {
+        row: dict[str, Any] = {
             "game": cell.game,
             "method": cell.method,
             "lag": cell.lag,
@@ -130,6 +132,8 @@ class Results:
             "seconds": round(curve.seconds, 1),
             "train_s": round(curve.train_s, 1),
         }
+        if curve.told:
+            row["told"] = {name: float(f"{value:.5g}") for name, value in curve.told.items()}
         self.path.parent.mkdir(exist_ok=True)
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
@@ -141,15 +145,25 @@ def take_no_arguments(doc: str | None) -> None:
     argparse.ArgumentParser(description=summary).parse_args()
 
 
-def run_cells(experiment: str, cells: Sequence[Cell], *, test_every: int = TEST_EVERY) -> None:
-    """Run what has no result yet, one after the other."""
+def run_cells(
+    experiment: str,
+    cells: Sequence[Cell],
+    *,
+    test_every: int = TEST_EVERY,
+    measure: Callable[[Cell], Curve] | None = None,
+) -> None:
+    """Run what has no result yet, one after the other; by default with its lag forced."""
     results, console = Results(experiment), Console(stderr=True)
     there = {f"{one.game} {one.method} {one.lag} {one.seed}" for one in results}
     missing = [cell for cell in cells if cell.key not in there]
+
+    def lagged(cell: Cell) -> LaggedRun:
+        return LaggedRun(job_of(cell), lag=cell.lag, test_every=test_every)
+
     for cell in missing:  # what is refused is so before hours have gone by
-        LaggedRun(job_of(cell), lag=cell.lag, test_every=test_every)
+        lagged(cell)
     for number, cell in enumerate(missing, 1):
-        curve = asyncio.run(LaggedRun(job_of(cell), lag=cell.lag, test_every=test_every).run())
+        curve = measure(cell) if measure else asyncio.run(lagged(cell).run())
         results.add(cell, curve)
         last = curve.validation[max(curve.validation)]
         told = f"{number} of {len(missing)}: {cell.key}: {last:.3f} after {curve.seconds:.0f} s"

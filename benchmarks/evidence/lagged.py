@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,6 +59,8 @@ class Curve:
     """Of all of it."""
     train_s: float = 0.0
     """Of generation and training, without validations."""
+    told: dict[str, float] = field(default_factory=dict[str, float])
+    """What else was measured, by its name."""
 
 
 class LaggedRun:
@@ -80,8 +82,7 @@ class LaggedRun:
         started, config = time.perf_counter(), self.config
         games = GamesHere(config)
         players = await self._players(games, EpisodeSampling.of(config.rollout))
-        evaluation = EpisodeSampling(config.evaluation.temperature, config.evaluation.top_p)
-        examined = await self._players(games, evaluation)
+        examined = await self._players(games, self._evaluation)
         try:
             runner = GroupRunner(players, games, config, "here")
             curve, policies = await self._train(runner, players, examined, games)
@@ -94,6 +95,24 @@ class LaggedRun:
         curve.seconds = time.perf_counter() - started
         return curve
 
+    async def examine(self, trained: Mapping[int, Weights]) -> dict[int, float]:
+        """Validate weights that something else trained, by step, as a run's own are validated."""
+        games = GamesHere(self.config)
+        examined = await self._players(games, self._evaluation)
+        try:
+            return {
+                step: await self._examine(examined, games, weights, step)
+                for step, weights in trained.items()
+            }
+        finally:
+            await examined.close()
+            games.end()
+
+    @property
+    def _evaluation(self) -> EpisodeSampling:
+        evaluation = self.config.evaluation
+        return EpisodeSampling(evaluation.temperature, evaluation.top_p)
+
     async def _players(self, games: "GamesHere", sampling: EpisodeSampling) -> Players:
         return await Players.start(self.config, make_chat(self.config), games, sampling)
 
@@ -103,11 +122,11 @@ class LaggedRun:
         config, curve = self.config, Curve()
         steps = config.training.num_steps or 0
         policies = Policies(config, load_models(config, None), total_steps=steps)
-        order = DataOrder(config.seed, games.num_train)
+        order, cpu_s = DataOrder(config.seed, games.num_train), 0.0
         past = deque([_weights(policies)], maxlen=self._lag + 1)
         curve.validation[0] = await self._examine(examined, games, past[-1], 0)
         for step in range(1, steps + 1):
-            begun = time.perf_counter()
+            begun, begun_cpu = time.perf_counter(), time.process_time()
             await players.engines[MAIN].load_weights(max(0, step - 1 - self._lag), past[0])
             groups = await self._roll_out(runner, order, step)
             curve.rewards.append(_mean_reward(groups))
@@ -116,8 +135,10 @@ class LaggedRun:
             curve.numbers.append(report.numbers)
             past.append(_weights(policies))
             curve.train_s += time.perf_counter() - begun
+            cpu_s += time.process_time() - begun_cpu
             if step % self._test_every == 0 or step == steps:
                 curve.validation[step] = await self._examine(examined, games, past[-1], step)
+        curve.told["train_cpu_s"] = cpu_s
         return curve, policies
 
     async def _roll_out(self, runner: GroupRunner, order: DataOrder, step: int) -> list[Group]:
@@ -220,9 +241,14 @@ class _SeededEpisode(EpisodeRecorder):
         return int.from_bytes(digest[:8], "little") & _SEED_BITS
 
 
-def _weights(policies: Policies) -> Weights:
-    tensors = policy_tensors(policies.models[MAIN])
+def copied_weights(model: Any) -> Weights:
+    """Return copies of a model's weights by their names, as an engine loads them."""
+    tensors = policy_tensors(model)
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def _weights(policies: Policies) -> Weights:
+    return copied_weights(policies.models[MAIN])
 
 
 def _mean_reward(groups: Sequence[Group]) -> float:

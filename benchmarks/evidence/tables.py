@@ -4,98 +4,32 @@ Runs of one seed are compared with each other: a difference is of pairs, its int
 over the seeds. Each table stands in the page between two comments that name it.
 """
 
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from statistics import mean, stdev
+from statistics import mean
+from typing import NamedTuple
 
-from benchmarks.evidence.cells import SEEDS, STEPS, Result, Results, take_no_arguments
+from benchmarks.evidence.caches import BOUND as CACHE_BOUND
+from benchmarks.evidence.caches import CHOICES
+from benchmarks.evidence.caches import STEPS as CACHE_STEPS
+from benchmarks.evidence.cells import SEEDS, STEPS, Result, take_no_arguments
+from benchmarks.evidence.comparisons import (
+    LEVEL,
+    MARGIN,
+    Difference,
+    Measure,
+    Table,
+    area,
+    final,
+    share_until,
+    step_until,
+)
+from benchmarks.evidence.equivalence import MORE_SEEDS
+from benchmarks.evidence.peer import GAMES as PEER_GAMES
+from benchmarks.evidence.peer import PEERS, THEIRS
 from benchmarks.stack import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "learning.md"
-MARGIN = 0.03
-LEVEL = 0.8
-_T_ONE_SIDED = {2: 2.920, 3: 2.353, 4: 2.132}
-"""Student's t by degrees of freedom: 5% above it."""
-_T_TWO_SIDED = {2: 4.303, 3: 3.182, 4: 2.776}
-"""2.5% above it."""
-Measure = Callable[[Result], float]
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Of pairs of runs."""
-
-    mean: float
-    half: float
-    """Half of the 95% interval."""
-    half_90: float
-    """Half of the 90% interval: that of two one-sided tests at 5%."""
-
-    @classmethod
-    def of(cls, pairs: Sequence[tuple[float, float]]) -> "Difference":
-        """Take the second of each pair from the first."""
-        found = [one - other for one, other in pairs]
-        degrees, error = len(found) - 1, stdev(found) / math.sqrt(len(found))
-        return cls(mean(found), _T_TWO_SIDED[degrees] * error, _T_ONE_SIDED[degrees] * error)
-
-    @property
-    def is_equivalent(self) -> bool:
-        """Whether it is under the margin either way, by two one-sided tests at 5%."""
-        return abs(self.mean) + self.half_90 < MARGIN
-
-    @property
-    def is_worse(self) -> bool:
-        """Whether it is under 0, at 2.5%."""
-        return self.mean + self.half < 0
-
-    def __str__(self) -> str:
-        return f"{self.mean:+.3f} ± {self.half:.3f}"
-
-
-class Table:
-    """Runs of an experiment by game, method and lag."""
-
-    def __init__(self, experiment: str) -> None:
-        """Read its results."""
-        self._runs: dict[tuple[str, str, int], dict[int, Result]] = {}
-        for one in Results(experiment):
-            self._runs.setdefault((one.game, one.method, one.lag), {})[one.seed] = one
-
-    def of(self, game: str, method: str, lag: int) -> list[Result]:
-        """Return the runs of all seeds in their order; none where one is missing."""
-        found = self._runs.get((game, method, lag), {})
-        return [found[seed] for seed in SEEDS] if set(SEEDS) <= set(found) else []
-
-    @property
-    def methods(self) -> list[str]:
-        """The methods in the order in which they were run first."""
-        return list(dict.fromkeys(method for _, method, _ in self._runs))
-
-    @property
-    def lags(self) -> list[int]:
-        """The lags that were run."""
-        return sorted({lag for _, _, lag in self._runs})
-
-    def difference(
-        self, game: str, one: tuple[str, int], other: tuple[str, int], measure: Measure
-    ) -> Difference | None:
-        """Compare two methods, each with its lag; None where runs are missing."""
-        pairs = list(zip(self.of(game, *one), self.of(game, *other), strict=False))
-        if not pairs:
-            return None
-        return Difference.of([(measure(first), measure(second)) for first, second in pairs])
-
-
-def area(run: Result) -> float:
-    """The mean height of the validation curve."""
-    return run.area
-
-
-def final(run: Result) -> float:
-    """The mean of the last two validations."""
-    return run.final
 
 
 def staleness(measure: Measure) -> Iterator[str]:
@@ -116,17 +50,29 @@ def staleness(measure: Measure) -> Iterator[str]:
 
 
 def tests() -> Iterator[str]:
-    """The equivalence test, and the control that must lose."""
-    table = Table("staleness")
-    yield _row(["", "difference of areas", "90% interval", f"within ±{MARGIN}", "worse at 2.5%"])
-    yield _row(["---"] * 5)
-    for method, lag in (("tis", 4), ("none", 12)):
+    """The equivalence test over five seeds, fifteen and all, and the control that must lose."""
+    five = Table("staleness")
+    fifteen = Table("equivalence", seeds=MORE_SEEDS)
+    twenty = Table("staleness", "equivalence", seeds=(*SEEDS, *MORE_SEEDS))
+    heads = ["seeds", "difference of areas", "90% interval", f"within ±{MARGIN}", "worse at 2.5%"]
+    yield _row(["", *heads])
+    yield _row(["---"] * 6)
+    for method, lag, seeds, table in (
+        ("tis", 4, "101 to 105", five),
+        ("tis", 4, "106 to 120", fifteen),
+        ("tis", 4, "all 20", twenty),
+        ("none", 12, "101 to 105", five),
+    ):
         for game in STEPS:
             one = table.difference(game, (method, lag), ("none", 0), area)
             if one is not None:
-                low, high = one.mean - one.half_90, one.mean + one.half_90
-                told = [f"{low:+.3f} to {high:+.3f}", _yes(one.is_equivalent), _yes(one.is_worse)]
-                yield _row([f"{method}, η = {lag}, {game}", f"{one.mean:+.3f}", *told])
+                name = f"{method}, η = {lag}, {game}"
+                yield _row([name, seeds, f"{one.mean:+.3f}", *_tested(one)])
+
+
+def _tested(one: Difference) -> list[str]:
+    low, high = one.mean - one.half_90, one.mean + one.half_90
+    return [f"{low:+.3f} to {high:+.3f}", _yes(one.is_equivalent), _yes(one.is_worse)]
 
 
 def choices() -> Iterator[str]:
@@ -151,7 +97,7 @@ def distillation() -> Iterator[str]:
     for game in STEPS:
         for method in table.methods:
             runs = table.of(game, method, lag)
-            reached = [(share, run) for run in runs if (share := _share_until(run)) is not None]
+            reached = [(share, run) for run in runs if (share := share_until(run)) is not None]
             if runs:
                 samples = [share * run.samples for share, run in reached]
                 seconds = [share * run.train_s for share, run in reached]
@@ -160,10 +106,88 @@ def distillation() -> Iterator[str]:
                 yield _row([f"{game}: {method}", *told, by, f"{mean(map(final, runs)):.3f}"])
 
 
-def _share_until(run: Result) -> float | None:
-    """Return after which share of its steps a run first validates at the level."""
-    steps = [step for step, value in sorted(run.validation.items()) if value >= LEVEL]
-    return steps[0] / max(run.validation) if steps else None
+def peer() -> Iterator[str]:
+    """TRL and ours on the same data: samples and CPU seconds until a reward, and differences."""
+    table = Table("peer")
+    yield _row(["", "reached by", *(line.name for line in _PEER_LINES)])
+    yield _row(["---"] * (len(_PEER_LINES) + 2))
+    for game in PEER_GAMES:
+        for way in PEERS:
+            runs = table.of(game, *way)
+            reached = sum(step_until(run) is not None for run in runs)
+            means = [line.mean(runs) for line in _PEER_LINES]
+            yield _row([f"{game}: {_peer_name(*way)}", f"{reached} of {len(runs)}", *means])
+        for way in PEERS[1:]:
+            less = [line.less(table, game, way, PEERS[0]) for line in _PEER_LINES]
+            yield _row([f"{game}: {_peer_name(*way)}, less TRL", "", *less])
+
+
+def _peer_name(method: str, lag: int) -> str:
+    return method if method == THEIRS else f"{method}, η = {lag}"
+
+
+def caches() -> Iterator[str]:
+    """Caches that are kept at a swap against those that are computed again."""
+    table = Table("caches")
+    kept, again = ((choice, CACHE_BOUND) for choice in CHOICES)
+    yield _row(["", *CHOICES, "difference"])
+    yield _row(["---"] * 4)
+    for game in CACHE_STEPS:
+        for line in _CACHE_LINES:
+            means = [line.mean(table.of(game, *way)) for way in (kept, again)]
+            yield _row([f"{game}: {line.name}", *means, line.less(table, game, again, kept)])
+
+
+class Line(NamedTuple):
+    """One measure of a table."""
+
+    name: str
+    digits: int
+    measure: Measure
+
+    def mean(self, runs: Sequence[Result]) -> str:
+        """Write the mean over runs."""
+        return f"{mean(map(self.measure, runs)):,.{self.digits}f}"
+
+    def less(self, table: Table, game: str, one: tuple[str, int], other: tuple[str, int]) -> str:
+        """Write the difference of one method from another, each with its lag."""
+        found = table.difference(game, one, other, self.measure)
+        return "" if found is None else found.told(self.digits)
+
+
+def _told(name: str, scale: float = 1.0) -> Measure:
+    return lambda run: scale * run.told.get(name, 0.0)
+
+
+def _samples_until(run: Result) -> float:
+    """Return the samples until the level; of a run that does not reach it, all."""
+    return (share_until(run) or 1.0) * run.samples
+
+
+def _cpu_s_until(run: Result) -> float:
+    """Return the CPU seconds until the level; of a run that does not reach it, all."""
+    return (share_until(run) or 1.0) * run.told["train_cpu_s"]
+
+
+_PEER_LINES = (
+    Line(f"samples to {LEVEL}", 0, _samples_until),
+    Line("CPU seconds to it", 1, _cpu_s_until),
+    Line("CPU seconds of 40 steps", 1, _told("train_cpu_s")),
+    Line("area", 3, area),
+    Line("final reward", 3, final),
+)
+_CACHE_LINES = (
+    Line("area", 3, area),
+    Line("final reward", 3, final),
+    Line("% of trained tokens in episodes of several versions", 1, _told("mixed_episodes", 100)),
+    Line("% of trained tokens behind a swap in their turn", 1, _told("old_cache", 100)),
+    Line("mismatch of log-probs at lag 0, 10⁻³", 2, _told("mismatch", 1000)),
+    Line("largest ratio of a step at lag 0", 3, _told("mismatch_max_ratio")),
+    Line("tokens at lag 0", 0, _told("fresh_tokens")),
+    Line("ms paused at a swap", 1, _told("paused_ms")),
+    Line("mean lag", 2, _told("lag_mean")),
+    Line("CPU seconds", 1, _told("train_cpu_s")),
+)
 
 
 def _row(cells: Sequence[str]) -> str:
@@ -180,6 +204,8 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "tests": tests,
     "choices": choices,
     "distillation": distillation,
+    "peer": peer,
+    "caches": caches,
 }
 """By the name that stands in the page."""
 

@@ -1,23 +1,40 @@
 """The evidence on learning: exact lags, runs that repeat, a page that says what the data say."""
 
+import importlib.util
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from tinkermq.actors.models.model_folder import load_causal_lm
+from tinkermq.schemas.batch import BatchRecord
+from tinkermq.schemas.rollout import Group, Trajectory
+from tinkermq.schemas.task import Task
 
 from benchmarks.evidence import gomoku_curve
-from benchmarks.evidence.lagged import Curve, LaggedRun
-from benchmarks.evidence.tables import PAGE, Difference, filled
-from benchmarks.tasks import addition_job, warm_model
+from benchmarks.evidence.comparisons import Difference
+from benchmarks.evidence.lagged import Curve, LaggedRun, copied_weights
+from benchmarks.evidence.pooled import Played, mixed_shares
+from benchmarks.evidence.tables import PAGE, filled
+from benchmarks.tasks import addition_job, in_training_order, warm_model
 
 STEPS = 4
+OFFERED = ("trl", "datasets")
 
 
-async def run(lag: int) -> Curve:
-    """Train a hardly trained model for some steps."""
+def quick_job() -> dict[str, Any]:
+    """Return a job of some steps for a hardly trained model."""
     job = addition_job(warm_model("addition", quick=True), STEPS)
     job["env"]["num_val"] = 8
     job["env"]["val_data"] = job["env"]["train_data"]
-    return await LaggedRun(job, lag=lag, test_every=2).run()
+    return job
+
+
+async def run(lag: int) -> Curve:
+    """Train it."""
+    return await LaggedRun(quick_job(), lag=lag, test_every=2).run()
 
 
 def lags(numbers: Mapping[str, float]) -> list[str]:
@@ -59,3 +76,47 @@ def test_differences_are_of_pairs_and_tests_need_evidence() -> None:
     noisy = Difference.of([(0.8 + more, 0.8) for more in (0.1, -0.1, 0.05, -0.05, 0.0)])
     assert not noisy.is_equivalent
     assert not noisy.is_worse
+
+
+async def test_weights_from_elsewhere_are_validated_as_a_runs_own() -> None:
+    here = LaggedRun(quick_job(), lag=0, test_every=2)
+    untrained = copied_weights(load_causal_lm(here.config.model.path, dtype=torch.float32))
+    assert await here.examine({0: untrained}) == {0: (await here.run()).validation[0]}
+
+
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, OFFERED)), reason="TRL is of the `bench` extra"
+)
+async def test_trl_trains_the_same_samples(tmp_path: Path) -> None:
+    from benchmarks.evidence.peer_run import settings_of, train_with_trl
+
+    curve = await train_with_trl(quick_job(), test_every=2)
+    own = await run(0)
+    assert list(curve.validation) == list(own.validation)
+    assert curve.validation[0] == own.validation[0]
+    assert (curve.samples, len(curve.rewards)) == (own.samples, STEPS)
+    config = LaggedRun(quick_job(), lag=0, test_every=2).config
+    rows = settings_of(config, tmp_path)["rows"]
+    assert rows == in_training_order("addition", STEPS * config.training.batch_size)
+
+
+def test_tokens_behind_a_swap_are_counted_within_their_turn() -> None:
+    swapped = episode([3, 3, -1, 4, 4])
+    within = episode([3, 4, -1, 4, 5])
+    task = Task(task=0, seed=0, group_size=2)
+    group = Group(task=task, source="here", trajectories=[swapped, within])
+    record = BatchRecord(step=6, seqs=[1], tasks=[0], seed=0, digest="", learner="", time=0.0)
+    shares = mixed_shares(Played([group], [(record, [group])]))
+    assert shares == {"mixed_episodes": 1.0, "old_cache": 2 / 8}
+
+
+def episode(versions: list[int]) -> Trajectory:
+    """Return an episode of two turns of two tokens."""
+    return Trajectory(
+        token_ids=np.arange(5, dtype=np.int32),
+        mask=np.array([1, 1, 0, 1, 1], dtype=np.uint8),
+        logprobs=np.zeros(5, dtype=np.float32),
+        versions=np.array(versions, dtype=np.int32),
+        turn_ends=np.array([1, 4], dtype=np.int32),
+        rewards=np.zeros(2, dtype=np.float32),
+    )
