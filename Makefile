@@ -19,7 +19,7 @@ help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
 
 quickstart: $(VENV)/worker.stamp  ## Train a tiny model on this machine and watch its reward rise
-	$(BIN)/python examples/quickstart.py
+	$(BIN)/tinkermq quickstart
 
 venv: $(VENV)/dev.stamp  ## Make .venv with everything that development needs
 
@@ -177,8 +177,9 @@ docs: $(VENV)/dev.stamp  ## Write the generated pages of docs/
 	$(BIN)/python -m docs.generate docs
 	$(BIN)/python -m docs.typed_config
 
-screenshots: $(VENV)/dev.stamp programs  ## Take the pictures of docs/dashboard.md anew
+screenshots: $(VENV)/dev.stamp programs  ## Take the pictures of the documentation anew, those that move, too
 	OMP_NUM_THREADS=1 $(BIN)/python -m docs.screenshots
+	OMP_NUM_THREADS=1 $(BIN)/python -m docs.recordings
 
 bench: $(VENV)/bench.stamp $(VLLM)/vllm.stamp  ## Run the benchmarks on a quiet machine and write docs/benchmarks.md
 	$(BIN)/python -m benchmarks
@@ -191,7 +192,7 @@ bench-quick: $(VENV)/bench.stamp $(VLLM)/started.stamp  ## See that every benchm
 $(VENV)/worker.stamp: pyproject.toml | $(VENV)/bin/python
 	@test -f $(VENV)/dev.stamp -a ! pyproject.toml -nt $(VENV)/dev.stamp || { \
 	  echo "installing tinkermq with torch and transformers into $(VENV): some minutes, once"; \
-	  $(PIP) install -e '.[worker,gateway,plot]'; }
+	  $(PIP) install -e '.[worker,gateway]'; }
 	@touch $@
 
 # Chat templates that models have, as the tests of many templates read them; nothing imports it.

@@ -7,7 +7,21 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from .models.tiny_model import CHAT_TEMPLATE, TOOLS_TEMPLATE, TinyKind, save_tiny_model
+from .models.tiny_model import CHAT_TEMPLATE, TinyKind, save_tiny_model
+
+_WITH_TOOLS = """
+{%- for tool in tools or [] -%}{{ tool['function']['name'] + ' ' }}{%- endfor -%}
+{%- for message in messages -%}
+  {{- '<|' + message['role'] + '|>' + (message['content'] or '') -}}
+  {%- for call in message['tool_calls'] or [] -%}
+    <tool_call>{"name": "{{ call['function']['name'] }}", "arguments":{{ ' ' }}
+    {{- call['function']['arguments'] | tojson }}}</tool_call>
+  {%- endfor -%}
+  {{- '<|end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}
+"""
+"""Names of tools first; calls as Hermes models write them, so that agent programs may make some."""
 
 
 def main() -> None:
@@ -20,7 +34,9 @@ def main() -> None:
     options.add_argument("--layers", type=int, default=1)
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--kind", choices=get_args(TinyKind), default="qwen3")
-    options.add_argument("--tools", action="store_true", help="its template names a game's tools")
+    options.add_argument(
+        "--tools", action="store_true", help="its template has tools and their calls"
+    )
     given = options.parse_args()
     save_tiny_model(
         given.folder,
@@ -28,7 +44,7 @@ def main() -> None:
         layers=given.layers,
         seed=given.seed,
         kind=given.kind,
-        template=TOOLS_TEMPLATE if given.tools else CHAT_TEMPLATE,
+        template=_WITH_TOOLS if given.tools else CHAT_TEMPLATE,
     )
 
 

@@ -1,9 +1,11 @@
 """How the tiny models of the examples are warm-started, and whether a folder holds such a one.
 
-Nothing here needs torch, so that whoever only asks need not wait for it.
+Nothing here needs torch, so that whoever only asks need not wait for it:
+`python -m tinkermq.actors.recipes GAME FOLDER` ends with 0 where the folder holds the game's model.
 """
 
 import hashlib
+import sys
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -96,3 +98,13 @@ def _digest(game: str, seed: int, steps: int | None) -> str:
     for file in files:
         digest.update(file.read_bytes())
     return digest.hexdigest()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Say by the exit code whether FOLDER holds the model of GAME's recipe: 0, else 1."""
+    game, folder = sys.argv[1:] if argv is None else argv
+    return 0 if is_made(Path(folder), game) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

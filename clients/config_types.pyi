@@ -237,8 +237,8 @@ class AlgorithmConfigDict(TypedDict, total=False):
     """What a turn as a sample earns: its own reward, or that and the later ones discounted."""
     branch_credit: Literal['episode', 'own', 'both']
     """What an agent's branch with a reward of its own is credited with: the episode's, as all else; its own, compared with the branches of its role in the group; or the sum of both advantages."""
-    loss: Literal['ppo', 'gspo', 'gmpo', 'cispo', 'sapo', 'clip_cov', 'kl_cov', 'dppo', 'dppo_kl', 'topr', 'vespo', 'reinforce', 'sft']
-    """Policy loss; SFT jobs have sft, the cross entropy, by themselves."""
+    loss: Literal['ppo', 'gspo', 'gmpo', 'cispo', 'sapo', 'clip_cov', 'kl_cov', 'dppo', 'dppo_kl', 'topr', 'vespo', 'reinforce', 'sft', 'dpo']
+    """Policy loss; SFT jobs have sft, the cross entropy, or dpo, by themselves."""
     clip_low: float | None
     """Lower clip; default 0.2 (ppo, clip_cov, dppo), 3e-4 (gspo), 0.4 (gmpo), 0.05 (dppo_kl), none (cispo, of the weight itself)."""
     clip_high: float | None
@@ -407,7 +407,21 @@ class LoraConfigDict(TypedDict, total=False):
 
 class SftConfigDict(TypedDict, total=False):
     data: list[str]
-    """Parquet or JSONL files, on the pool, with the column `messages`: conversations in which the assistant's messages are learnt; `tools` may stand beside it. Empty: not an SFT job."""
+    """Parquet or JSONL files, on the pool, with the column `messages`: conversations in which the assistant's messages are learnt; `tools` may stand beside it. Pairs have `prompt`, `chosen` and `rejected`. Empty: not an SFT job."""
+    objective: Literal['sft', 'dpo', 'reward']
+    """What is learnt. sft: the assistant's messages; dpo: of pairs, that the policy prefers the chosen answer to the rejected one; reward: of pairs, a reward model in the policy's place."""
+    beta: float
+    """β: how much a pair may move the policy from `algorithm.reference`; the greater the less. Of the IPO loss its τ."""
+    dpo_loss: Literal['sigmoid', 'ipo']
+    """Loss of a pair: −log σ(β(Δ_chosen − Δ_rejected)), where Δ is log π/π_ref of an answer, or (Δ_chosen − Δ_rejected − 1/2β)² with Δ by token (IPO)."""
+    label_smoothing: float
+    """Share of the pairs that are taken to be labelled the wrong way round (cDPO)."""
+    sft_coef: float
+    """Weight of the cross entropy of the chosen answers, by token, beside the loss of pairs."""
+    center_coef: float
+    """Weight of (r_chosen + r_rejected)², which holds a reward model's scores around 0."""
+    val_data: list[str]
+    """Held-out pairs: on the versions that `training.test_freq` chooses, the share of them is told whose chosen answer wins (`val/mean_score`)."""
 
 class TinkerConfigDict(TypedDict, total=False):
     base: str

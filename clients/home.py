@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from ..schemas.wire.errors import BrokerError, StateError, StorageError
 
@@ -26,8 +26,6 @@ _LOCK_PAUSE_S = 0.05
 
 class StackState(BaseModel):
     """What runs, as the supervisor last wrote it."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
 
     url: str
     """The broker."""

@@ -13,9 +13,9 @@ from typing import Any
 from ..broker.calls.scheduler import SchedulerCalls, new_request_id
 from ..broker.client.connection import Broker
 from ..broker.jobs import JobStore
-from ..schemas.config.load_config import merged
 from ..schemas.job import FINAL_STATES, JobRecord
 from ..schemas.wire.errors import ConfigError, DeadlineError, MessageError, NotFoundError
+from ..schemas.wire.maps import merged
 from ..schemas.wire.subjects import DEFAULT_USER, token
 from .secrets import secrets_for, with_tracker_settings
 from .validation.names import did_you_mean, run_and_step

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from ..schemas.config.algorithms.teacher import is_endpoint
-from ..schemas.config.load_config import merged
 from ..schemas.secret import NOTIFY_URL, TEACHER_KEY, WANDB_KEY, SecretName
 from ..schemas.wire.errors import ConfigError
+from ..schemas.wire.maps import merged
 
 _OF_WANDB = {
     "WANDB_ENTITY": ("tracking", "entity"),

@@ -18,12 +18,14 @@ import tinkermq.schemas
 import tinkermq.schemas.machines
 import tinkermq.schemas.tinker
 import tinkermq.schemas.wire
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from tinkermq.schemas.bounds import defaults
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.section import Section, only_while
 from tinkermq.schemas.wire import array_codec, codec, errors
 from tinkermq.schemas.wire.errors import InternalError, TinkermqError
+from tinkermq.schemas.wire.field_docs import field_docs
 from tinkermq.schemas.wire.field_text import default_text, type_text
 from tinkermq.schemas.wire.message import SCHEMA_VERSION, Message
 from tinkermq.schemas.wire.subjects import PREFIX, acting
@@ -144,7 +146,7 @@ def _link(model: type[Message] | None) -> str:
 
 def _message(model: type[Message]) -> str:
     rows = [
-        (f"`{name}`", type_text(field), default_text(field), text_of(field))
+        (f"`{name}`", type_text(field), default_text(field), text_of(model, name))
         for name, field in model.model_fields.items()
     ]
     about = _unwrap(inspect.getdoc(model) or "")
@@ -209,7 +211,12 @@ def _sections(model: type[Section], name: str) -> Iterator[tuple[str, type[Secti
 
 def _keys(model: type[Section]) -> str:
     rows = [
-        (f"`{name}`", type_text(field), default_text(field), f"{text_of(field)}{only_while(field)}")
+        (
+            f"`{name}`",
+            type_text(field),
+            default_text(field),
+            text_of(model, name) + only_while(field),
+        )
         for name, field in model.model_fields.items()
         if not is_section(field)
     ]
@@ -225,9 +232,9 @@ def is_section(field: FieldInfo) -> bool:
 # -- fields --------------------------------------------------------------------------------------
 
 
-def text_of(field: FieldInfo) -> str:
+def text_of(model: type[BaseModel], name: str) -> str:
     """Return the text below a field, on one line."""
-    return _unwrap(field.description or "")
+    return _unwrap(field_docs(model)[name])
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

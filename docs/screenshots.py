@@ -5,11 +5,13 @@ the dashboard in Debian's chromium. It prints each picture that it writes to doc
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.request import Request, urlopen
@@ -142,16 +144,23 @@ async def take_playground(browser: Browser, url: str, job: str) -> None:
     await shoot(page, "dashboard-checkpoints")
 
 
-def main() -> None:
-    """Start a stack, take the pictures, stop it."""
+@contextlib.contextmanager
+def own_stack() -> Iterator[tuple[dict[str, Any], Path]]:
+    """Run a stack until the block ends; yield what `up` tells of it, and its folder."""
     IMAGES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         state = json.loads(tinkermq(home, "up", "--port", "0", "--slots", "4", "--json"))
         try:
-            asyncio.run(take_all(state["gateway"], home))
+            yield state, home
         finally:
             tinkermq(home, "down")
+
+
+def main() -> None:
+    """Start a stack, take the pictures, stop it."""
+    with own_stack() as (state, home):
+        asyncio.run(take_all(state["gateway"], home))
 
 
 if __name__ == "__main__":

@@ -58,12 +58,15 @@ from tinkermq.schemas.job import (
     ResumeRequest,
     ScaleRequest,
     StopRequest,
+    SubmissionFindings,
     SubmitRequest,
 )
 from tinkermq.schemas.machines.status import MachineList, MachineSpending
 from tinkermq.schemas.metric import EvalRecord, Event, LogLines, Metric, Presence
 from tinkermq.schemas.node import (
     DamagedRecords,
+    LookAnswer,
+    LookQuestion,
     ModelAnswer,
     ModelQuestion,
     NodeList,
@@ -209,6 +212,7 @@ def _tinker(method: str, message: type[Message], reply: type[Message], to: str) 
 
 TOPICS: tuple[Topic, ...] = (
     _scheduler("submit", SubmitRequest, JobReply),
+    _scheduler("try", SubmitRequest, SubmissionFindings),
     _scheduler("configure", ConfigureRequest, JobReply),
     _scheduler("get", JobRequest, JobReply),
     _scheduler("list", ListRequest, JobList),
@@ -261,6 +265,7 @@ TOPICS: tuple[Topic, ...] = (
     Topic(
         subjects.node("<node>", "model"), "request", ModelQuestion, ModelAnswer, "scheduler → node"
     ),
+    Topic(subjects.node("<node>", "look"), "request", LookQuestion, LookAnswer, "scheduler → node"),
     Topic(subjects.node("<node>", "status"), "request", Empty, NodeStatus, "anyone → node"),
     _stored(_SCOPE.task("<n>"), Task, "learner → one generator"),
     _stored(_SCOPE.rollout("<n>"), Group, "generator, external agent → learner"),

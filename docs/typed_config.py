@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from pydantic.fields import FieldInfo
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.section import Section
+from tinkermq.schemas.wire.field_docs import field_docs
 
 TARGET = Path(__file__).resolve().parents[1] / "clients" / "config_types.pyi"
 _HEAD = '''# Written by `make docs` from schemas/config/: change that, not this file.
@@ -53,12 +53,12 @@ def _class(model: type[Section]) -> str:
     lines = [f"class {_name(model)}(TypedDict, total=False):"]
     for name, field in model.model_fields.items():
         lines.append(f"    {name}: {_type(field.annotation)}")
-        lines += [f'    """{text}"""' for text in [_text(field)] if text]
+        lines += [f'    """{text}"""' for text in [_text(model, name)] if text]
     return "\n".join(lines) + "\n"
 
 
-def _text(field: FieldInfo) -> str:
-    return re.sub(r"\s+", " ", field.description or "").replace("\\", "\\\\").strip()
+def _text(model: type[Section], name: str) -> str:
+    return re.sub(r"\s+", " ", field_docs(model)[name]).replace("\\", "\\\\").strip()
 
 
 def _name(model: type[Section]) -> str:

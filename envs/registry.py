@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import importlib.util
 import inspect
 import sys
 import traceback
@@ -55,6 +56,24 @@ def load_game(game: str) -> type[AbstractGame]:
         return _import_class(game)
     check_registered(game)
     return _import_class(_registered()[game].value)
+
+
+def find_game(game: str) -> str:
+    """Say where a game would be imported from, without running any code of its.
+
+    Raises GameError for a name that is not registered, or a package that is not installed here.
+    """
+    check_registered(game)
+    target = game if ":" in game else _registered()[game].value
+    top = target.partition(":")[0].partition(".")[0]
+    _look_here()
+    importlib.invalidate_caches()  # it may have been written a moment ago
+    if top not in sys.modules and importlib.util.find_spec(top) is None:
+        raise GameError(
+            f"there is no module {top!r} for game {game!r}",
+            hint=f"install it where environment hosts run, or start the node where {top} lies",
+        )
+    return target
 
 
 def companion(game_class: type[AbstractGame], name: str) -> Callable[..., Any]:
@@ -116,9 +135,7 @@ def _import_class(target: str) -> type[AbstractGame]:
 
 
 def _import_module(name: str, target: str) -> ModuleType:
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
+    _look_here()
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
@@ -127,6 +144,13 @@ def _import_module(name: str, target: str) -> ModuleType:
             f"game {target!r} cannot be imported: {last}",
             hint=f"check that `python -c 'import {name}'` works where the environment host runs",
         ) from error
+
+
+def _look_here() -> None:
+    """Let modules of the working folder be found, too."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
 
 
 def _is_game(value: Any) -> bool:

@@ -332,6 +332,28 @@ class JobReply(Message):
     """Its record."""
 
 
+class SubmissionFinding(Message):
+    """What was found of one thing that a job needs."""
+
+    what: Literal["job", "model", "data", "game", "slots"]
+    """What it is of."""
+    ok: bool
+    """Whether a submission would pass."""
+    text: str
+    """What was found, or why it would be refused."""
+    hint: str = ""
+    """What to do about it."""
+    by: str
+    """Who says so: the scheduler, or nodes by their names."""
+
+
+class SubmissionFindings(Message):
+    """What the pool says of a job that was not submitted."""
+
+    findings: list[SubmissionFinding]
+    """In the order in which they were looked for."""
+
+
 class JobList(Message):
     """Jobs, newest first."""
 

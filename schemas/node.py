@@ -1,7 +1,7 @@
 """What the scheduler and the nodes say to each other."""
 
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -44,6 +44,9 @@ class WantedActor(Message):
     programs: list[str] | None = None
     """Folders that an environment host shows to agent programs, which it runs behind walls of their
     own; None: it hosts a game."""
+    own_code: list[str] | None = None
+    """What a learner that runs functions of the job's owner reads beside its run's folder: models
+    and data; None: it runs none."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of its computation."""
     secrets: bool = False
@@ -223,6 +226,32 @@ class SchedulerLease(Message):
     """Grows with every new holder."""
     beat: int = 0
     """Grows with every renewal."""
+
+
+class LookQuestion(Message):
+    """What a job's hosts would look for on a node, on `node.<n>.look`; asked by a dry run."""
+
+    files: list[Annotated[str, Field(max_length=4096)]] = Field(
+        default_factory=list[str], max_length=512
+    )
+    """Data files."""
+    game: str = Field(default="", max_length=512)
+    """A registered name, or `package.module:Class`; empty: none."""
+
+
+class LookAnswer(Message):
+    """What a node says of them."""
+
+    known: bool = True
+    """False: it could not find out in time."""
+    missing: list[str] = Field(default_factory=list[str])
+    """Files that are not there."""
+    game: str = ""
+    """Where the game would be imported from; empty: it cannot be, or was not asked for."""
+    lacks_game: str = ""
+    """Why it cannot be imported."""
+    hint: str = ""
+    """What to do about it."""
 
 
 class ModelQuestion(Message):

@@ -3,7 +3,6 @@
 import ast
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -16,9 +15,10 @@ from typing import Any
 import pytest
 from tinkermq.broker.client.rpc import VERSION
 
+from tests.support.wheel import ROOMS, build_wheel
+
 ROOT = Path(__file__).resolve().parent.parent
 Named = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-ROOMS = ("schemas", "broker", "envs", "actors", "clients")
 BESIDE = ("tests", "benchmarks", "examples")
 MAX_LINES = {"room": 400, "beside": 500}
 MAX_MODULES = 15
@@ -91,21 +91,7 @@ def test_there_is_no_tinkermq_folder_and_the_type_checker_finds_the_rooms() -> N
 
 
 def test_the_wheel_holds_the_rooms_and_nothing_else(tmp_path: Path) -> None:
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path)
-    for room in ROOMS:
-        shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
-    build = "import setuptools.build_meta as b; b.build_wheel('dist')"
-    (tmp_path / "dist").mkdir()
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", build],
-        cwd=tmp_path,
-        check=True,
-        capture_output=True,
-        timeout=120,
-    )
-    (wheel,) = (tmp_path / "dist").glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
+    with zipfile.ZipFile(build_wheel(tmp_path)) as archive:
         names = archive.namelist()
         entry_points = archive.read(next(name for name in names if "entry_points" in name))
     code = {name for name in names if ".dist-info/" not in name}
@@ -114,12 +100,17 @@ def test_the_wheel_holds_the_rooms_and_nothing_else(tmp_path: Path) -> None:
 
 
 def shipped_files() -> list[Path]:
-    """Return what the gateway sends to browsers, or makes it of, what `… new` writes, and types."""
+    """Return what the gateway sends to browsers, or makes it of, what commands write, and types."""
     places = [ROOT / "actors" / "gateway" / "pages" / name for name in ("static", "templates")]
     places += [ROOT / "clients" / "new_game", ROOT / "clients" / "new_agent"]
-    found = [path for place in places for path in place.rglob("*") if path.is_file()]
+    places.append(ROOT / "clients" / "cli" / "quickstart")
+    found = [path for place in places for path in place.rglob("*") if is_data(path)]
     types = (ROOT / "clients").glob("*.pyi")
     return [*found, *types, *(ROOT / room / "py.typed" for room in ROOMS)]
+
+
+def is_data(path: Path) -> bool:
+    return path.is_file() and path.suffix not in {".py", ".pyc"}
 
 
 # -- imports ---------------------------------------------------------------------------------------

@@ -4,14 +4,24 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+)
+from pydantic_core import CoreSchema
 
 from ...broker.calls.learner import write_checkpoint
 from ...schemas.config.job import JobConfig
-from ...schemas.config.load_config import apply_override, merged, parse_config, parse_yaml
+from ...schemas.config.load_config import apply_override, parse_config, parse_yaml
 from ...schemas.config.section import MAX_NOTES, MAX_TAGS, Label
 from ...schemas.job import FINAL_STATES, JobRecord, Priority
 from ...schemas.wire.errors import ConfigError, MessageError
+from ...schemas.wire.field_docs import described
+from ...schemas.wire.maps import merged
 from ...schemas.wire.message import summarize
 from .limits import Share
 from .scheduler import Scheduler
@@ -26,7 +36,13 @@ MAX_OVERRIDE = 2000
 class Body(BaseModel):
     """The body of a request."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid")
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return described(cls, core_schema, handler)
 
 
 class SubmitBody(Body):

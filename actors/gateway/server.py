@@ -25,9 +25,11 @@ from ...broker.programs.systemd import told_to_systemd
 from ...schemas.metric import Presence
 from ...schemas.wire.errors import BrokerError, ConfigError, StorageError
 from ...schemas.wire.subjects import SERVICES
+from ..runtime import settle_memory
 from .app import make_app
 from .guard import LOOPBACK
 from .limits.connections import MAX_CONNECTIONS, MAX_OF_ADDRESS, Connections
+from .pages.render import compile_templates
 from .sessions import Sessions, asks_for_keys
 from .web import Gateway
 
@@ -93,6 +95,10 @@ async def run(options: Options) -> None:
                 ssl_keyfile=options.certificate_key,
             )
         )
+        settle_memory()
+        compiling = asyncio.create_task(
+            asyncio.to_thread(compile_templates, gateway.templates), name="compile templates"
+        )
         sweeping = asyncio.create_task(sessions.sweep(), name="close idle connections")
         sweeping_programs = asyncio.create_task(gateway.programs.sweep(), name="idle programs")
         watching = asyncio.create_task(connections.watch(), name="close slow visitors")
@@ -102,6 +108,7 @@ async def run(options: Options) -> None:
             address = f"{scheme}://{options.host}:{listener.getsockname()[1]}"
             _log.info("gateway_listens", url=address, with_keys=with_keys)
             await server.serve(sockets=[listener])
+        await compiling
         sweeping.cancel()
         sweeping_programs.cancel()
         watching.cancel()

@@ -34,7 +34,7 @@ class Evaluations:
         has no evaluator, and nothing is ever asked for.
         """
         self._tell = tell
-        self._has_evaluator = config.env.num_val > 0
+        self._has_evaluator = config.has_evaluator
         self._training = config.training
         self._broker = broker
         self._scope = scope

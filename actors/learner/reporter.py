@@ -33,6 +33,8 @@ from .training.step import StepReport
 _LOOK_S = 2.0
 _WINDOW = 20
 _BOTTLENECK_EVERY_S = 5.0
+_OF_SFT = ("actor/", "dpo/", "reward_model/")
+"""What the steps of an SFT job measure."""
 _MAX_TABLE_CHARS = 20_000
 
 
@@ -174,8 +176,8 @@ class Reporter:
         """Return what the groups and the step tell; rewards and lag mean nothing in an SFT job."""
         config = self.context.config
         if config.sft.data:
-            actor = {key: n for key, n in report.numbers.items() if key.startswith("actor/")}
-            return {**demonstration_numbers(groups), **actor}
+            told = {key: n for key, n in report.numbers.items() if key.startswith(_OF_SFT)}
+            return {**demonstration_numbers(groups), **told}
         numbers = group_numbers(
             groups,
             step - 1,

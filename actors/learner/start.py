@@ -13,9 +13,10 @@ import torch
 from ...broker.disk.room import in_thread, with_room
 from ...broker.observe.tracking import TrackedRun, Tracker, make_trackers
 from ...broker.rollouts import RolloutLog
-from ...envs.data.chat_data import ChatData
+from ...envs.data.pair_data import open_rows
 from ...envs.serving.remote import Environments
 from ...schemas.config.job import JobConfig
+from ...schemas.config.sft import SftConfig
 from ...schemas.wire.errors import StorageError, TinkermqError, root_cause
 from ..models.lora import refuse_other_kind
 from ..models.model_folder import load_tokenizer
@@ -199,7 +200,7 @@ async def _num_rows(context: JobContext) -> int | None:
     """
     config = context.config
     if config.sft.data:
-        return await asyncio.to_thread(_num_conversations, config.sft.data)
+        return await asyncio.to_thread(_num_sft_rows, config.sft)
     if config.training.tasks == "external" and config.training.num_steps is not None:
         return None
     environments = Environments(context.broker, context.scope, config.env, context.missing)
@@ -210,8 +211,8 @@ async def _num_rows(context: JobContext) -> int | None:
         raise deserted(config.limits.idle_s) from None
 
 
-def _num_conversations(paths: list[str]) -> int:
-    with contextlib.closing(ChatData(paths)) as data:
+def _num_sft_rows(config: SftConfig) -> int:
+    with contextlib.closing(open_rows(config)) as data:
         return len(data)
 
 

@@ -1,5 +1,6 @@
 """Open a Hugging Face model folder, and say what is wrong with one that cannot be opened."""
 
+from collections.abc import Collection
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -103,6 +104,12 @@ def sees_images(config: "PreTrainedConfig") -> bool:
     return config.model_type in VISION_TYPES
 
 
+def is_reward_model(config: "PreTrainedConfig") -> bool:
+    """Whether a folder's model says a score in place of tokens."""
+    kinds = cast("list[str] | None", getattr(config, "architectures", None)) or []
+    return any(kind.endswith("ForSequenceClassification") for kind in kinds)
+
+
 def auto_class(config: "PreTrainedConfig") -> Any:
     """Return transformers' class that makes models of a configuration."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -125,9 +132,6 @@ def load_causal_lm(
 
     Raises ModelError for a folder that is none, and for weights that do not fill the model.
     """
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
     check_model_folder(path, hollow=hollow)
     options: dict[str, Any] = {
         "dtype": dtype,
@@ -139,13 +143,29 @@ def load_causal_lm(
         untie(base, path)
         return base if hollow else merge(base, path).eval()
     config = load_model_config(path, trust_remote_code=trust_remote_code, hollow=hollow)
+    if is_reward_model(config):
+        raise ModelError(
+            f"{path} holds a reward model, which generates nothing",
+            hint="serve it with `python -m tinkermq.actors.rewarding`, or name a language model",
+        )
     auto = auto_class(config)
-    return _build_hollow(auto, config, options) if hollow else _load_weights(auto, path, options)
+    return build_hollow(auto, config, options) if hollow else load_weights(auto, path, options)
 
 
-def _load_weights(auto: Any, path: str, options: dict[str, Any]) -> "PreTrainedModel":
+def load_weights(
+    auto: Any, path: str, options: dict[str, Any], new: Collection[str] = ()
+) -> "PreTrainedModel":
+    """Load a model by one of transformers' classes; tensors called `new` are 0 where it has none.
+
+    Raises ModelError for other weights that are missing, and for a model that the class lacks.
+    """
     from safetensors import SafetensorError
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
+    told = logging.get_verbosity()
+    if new:
+        logging.set_verbosity_error()  # its report would tell of them as of a mistake
     try:
         loaded = cast(
             "tuple[PreTrainedModel, dict[str, Any]]",
@@ -161,8 +181,12 @@ def _load_weights(auto: Any, path: str, options: dict[str, Any]) -> "PreTrainedM
             f"model {path} cannot be loaded: {error}",
             hint=f"`{auto.__name__}.from_pretrained` must be able to open it",
         ) from error
+    finally:
+        logging.set_verbosity(told)
     model, info = loaded
-    missing = sorted(info["missing_keys"])
+    for name in set(info["missing_keys"]) & set(new):
+        model.get_parameter(name).data.zero_()
+    missing = sorted(set(info["missing_keys"]) - set(new))
     if missing:
         raise ModelError(
             f"the weights of model {path} lack {len(missing)} tensors: {', '.join(missing[:5])}",
@@ -171,9 +195,10 @@ def _load_weights(auto: Any, path: str, options: dict[str, Any]) -> "PreTrainedM
     return model.eval()
 
 
-def _build_hollow(
+def build_hollow(
     auto: Any, config: "PreTrainedConfig", options: dict[str, Any]
 ) -> "PreTrainedModel":
+    """Make a model whose weights are not read, for somebody else to fill."""
     from transformers.initialization import no_init_weights
 
     with no_init_weights():

@@ -90,7 +90,8 @@ class ActorStarter:
     def __init__(self, *, enclose_games: bool = False) -> None:
         """Start nothing yet: the fork server comes with the first actor that needs it.
 
-        With `enclose_games`, environment hosts see nothing of other jobs.
+        With `enclose_games`, environment hosts see nothing of other jobs, nor do learners that run
+        functions of their job's owner.
         """
         self._server = ForkServer()
         self._enclosure = Enclosure() if enclose_games else None
@@ -103,9 +104,12 @@ class ActorStarter:
             below_roots("run_dir", wanted.run_dir, [Path(root) for root in wanted.output_roots])
         except ConfigError as error:
             raise OSError(f"{error.message}; {error.hint}") from error
-        if sys.platform == "linux" and wanted.role in _FORKED_ROLES:
+        is_enclosed = self._enclosure is not None and wanted.own_code is not None
+        if sys.platform == "linux" and wanted.role in _FORKED_ROLES and not is_enclosed:
             return await self._server.fork(wanted, environment, output)
         command = [sys.executable, "-m", actor_module(wanted), *actor_argv(wanted)]
+        if is_enclosed and self._enclosure is not None:
+            return await self._enclosure.start(command, wanted, environment, output)
         if wanted.role == "environment" and self._enclosure is not None:
             if wanted.programs is None:
                 return await self._enclosure.start(command, wanted, environment, output)

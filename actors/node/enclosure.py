@@ -14,6 +14,10 @@ own: its programs of a model run outside, in sandboxes that the node starts (`sa
 
 A host of agent programs runs no code of a job's owner and stands outside; its programs do not
 (`envs/agents/programs`).
+
+A learner that runs functions of its job's owner stands behind the same walls, as the user that the
+node is, in a user namespace: it writes its own run's folder, and reads the models and data that its
+job names, the cache of the hub's models, and its GPUs.
 """
 
 import asyncio
@@ -56,6 +60,11 @@ _ROOMS = ("actors", "broker", "clients", "envs", "schemas")
 _PROC_SETTINGS = ("sys", "sysrq-trigger", "irq", "bus", "fs")
 _WHO = {"USER": "nobody", "LOGNAME": "nobody"}
 """Its number stands in no list of users."""
+_OF_LEARNERS = frozenset(
+    {"OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME"}
+    | {"HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TINKERMQ_LOG_FORMAT", "MLFLOW_TRACKING_URI"}
+)
+"""Further variables for learners; no key of the operator's is among them."""
 _TRIAL_DEADLINE_S = 20.0
 _DROP = """
 import ctypes, os, sys
@@ -98,7 +107,7 @@ class Enclosure:
     """Starts environment hosts behind walls."""
 
     def __init__(self) -> None:
-        self._tried = False
+        self._tried = set[bool]()
 
     async def start(
         self,
@@ -108,18 +117,20 @@ class Enclosure:
         output: int,
     ) -> EnclosedChild:
         """Start the program of one; OSError where none can be enclosed, with the remedy."""
+        learns = wanted.own_code is not None
+        variables = {**_allowed(os.environ, _OF_LEARNERS if learns else ()), **_WHO}
         sandboxes = SandboxSocket(_allowed(os.environ))
         try:
             arguments = await asyncio.to_thread(self._arguments, wanted)  # disks may be slow
             arguments += ["--bind", str(sandboxes.path), str(SOCKET)]
-            if not self._tried:
-                await _try(arguments)
-                self._tried = True
+            if learns not in self._tried:
+                await _try([*arguments, "--", *(["true"] if learns else _dropped(["true"]))])
+                self._tried.add(learns)
             process = await _start(
-                [*arguments, "--", *_dropped(command)],
+                [*arguments, "--", *(command if learns else _dropped(command))],
                 stdout=output,
                 stderr=output,
-                env={**_allowed(os.environ), **_WHO, **environment},
+                env={**variables, **environment},
             )
         except SandboxError as error:
             await sandboxes.close()
@@ -133,10 +144,16 @@ class Enclosure:
         """Return bubblewrap's command line up to the program that it is to run."""
         shown = [*_python(), *_named(FOLDERS_VARIABLE)]
         _refuse_runs(shown, Path(wanted.run_dir))
-        data = _data_files(wanted)
+        learns = wanted.own_code is not None
+        data = _read_by_learner(wanted) if learns else _data_files(wanted)
         if authority := os.environ.get(CA_VARIABLE):
             shown.append(Path(authority))
-        command = [bubblewrap_program(), "--die-with-parent", "--new-session", *_rights()]
+        command = [
+            bubblewrap_program(),
+            "--die-with-parent",
+            "--new-session",
+            *_rights(as_itself=learns),
+        ]
         command += ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
         command += ["--proc", "/proc", "--dev", "/dev"]
         for name in _PROC_SETTINGS:
@@ -150,21 +167,32 @@ class Enclosure:
             else:
                 command += ["--ro-bind-try", str(path), str(path)]
         etc = (Path("/etc", name) for name in _ETC)
-        if unprivileged_user() is not None:
+        if unprivileged_user() is not None and not learns:
             _refuse_unreadable([*shown, *data.values()])
         own, shown = {Path.home(), Path.cwd()}, [*etc, *sorted(set(shown))]
-        above = {parent for path in [*own, *shown, *data] for parent in path.parents}
+        written = [Path(wanted.run_dir).resolve()] if learns else []
+        above = {parent for path in [*own, *shown, *data, *written] for parent in path.parents}
         for folder in sorted(above | own):
             command += ["--perms", "1777" if folder in own else "0755", "--dir", str(folder)]
         for path in shown:
             command += ["--ro-bind-try", str(path), str(path)]
         for path, place in data.items():
             command += ["--ro-bind-try", str(place), str(path)]
+        for path in written:
+            command += ["--bind", str(path), str(path)]
+        for device in sorted(Path("/dev").glob("nvidia*")) if learns else ():
+            command += ["--dev-bind-try", str(device), str(device)]
         return [*command, "--chdir", str(Path.cwd())]
 
 
-def _rights() -> list[str]:
-    """Return what takes the rights of root: those it needs to become somebody else go later."""
+def _rights(*, as_itself: bool) -> list[str]:
+    """Return what takes the rights of root: those it needs to become somebody else go later.
+
+    A learner writes files of the node's user, so it stays that one, without a right.
+    """
+    if as_itself:
+        who = ["--uid", str(os.getuid()), "--gid", str(os.getgid())]
+        return ["--unshare-user", *who, "--cap-drop", "ALL"]
     if unprivileged_user() is None:
         return ["--unshare-user", "--uid", "65534", "--gid", "65534"]
     rights = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")
@@ -197,10 +225,10 @@ async def _start(command: Sequence[str], **settings: Any) -> asyncio.subprocess.
         os.close(rules)
 
 
-async def _try(arguments: list[str]) -> None:
-    """Raise SandboxError if no program runs behind the walls."""
+async def _try(command: list[str]) -> None:
+    """Raise SandboxError if a program that does nothing does not run behind the walls."""
     process = await _start(
-        [*arguments, "--", *_dropped(["true"])],
+        command,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -270,13 +298,32 @@ def _data_files(wanted: WantedActor) -> dict[Path, Path]:
     return places
 
 
+def _read_by_learner(wanted: WantedActor) -> dict[Path, Path]:
+    """Return where models and data of a learner lie, links followed, by the names that it has.
+
+    What leads into a run of somebody else is refused: whoever may write a folder may have made it a
+    link since the job was accepted. Raises SandboxError.
+    """
+    roots = [Path(root) for root in wanted.output_roots]
+    named = {Path(one).expanduser().absolute() for one in wanted.own_code or []}
+    places = {path: path.resolve() for path in named if path.exists()}
+    for path, place in places.items():
+        if place != path and is_of_another(place, wanted.user, roots):
+            raise SandboxError(
+                f"{path} leads to {place}, which is not of user {wanted.user!r}",
+                hint="name a model or data of your own, or of all",
+            )
+    cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser().absolute()
+    return {**places, **({cache: cache.resolve()} if cache.is_dir() else {})}
+
+
 def _named(variable: str) -> list[Path]:
     return [Path(one) for one in os.environ.get(variable, "").split(":") if one]
 
 
-def _allowed(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a game may see."""
-    names = _VARIABLES.union(os.environ.get(VARIABLES_VARIABLE, "").split(":"))
+def _allowed(environment: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str]:
+    """Return the variables that code of users may see."""
+    names = _VARIABLES.union(os.environ.get(VARIABLES_VARIABLE, "").split(":"), more)
     return {name: value for name, value in environment.items() if name in names}
 
 

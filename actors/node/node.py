@@ -23,6 +23,7 @@ from ...broker.weights.shared_memory import sweep
 from ...schemas.metric import LogLines, Presence
 from ...schemas.node import (
     ActorStatus,
+    LookQuestion,
     ModelQuestion,
     NodeStatus,
     NodeSync,
@@ -43,6 +44,7 @@ from ..folders.removing import remove_run_folder
 from .children import ActorStarter, StartChild
 from .credentials import with_job_keys, with_secrets
 from .gpus import Gpus
+from .looking import look
 from .models import ModelLookout
 from .process import STOP_DEADLINE_S, ActorProcess
 
@@ -193,6 +195,7 @@ class Node:
             await service.endpoint(
                 "model", node_subject(self.name, "model"), ModelQuestion, ModelLookout().answer
             )
+            await service.endpoint("look", node_subject(self.name, "look"), LookQuestion, look)
             await stopping.wait()
             await self._drain()
             await self._starter.close()

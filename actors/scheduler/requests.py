@@ -46,6 +46,7 @@ from .reconciler import Reconciler
 from .submission.resuming import refuse_changes, told_changes
 from .submission.rules import refuse_removal, refuse_removed
 from .submission.submission import Submission
+from .submission.trying import TrialSubmission
 
 _CHANGES = frozenset(
     {"submit", "configure", "stop", "resume", "scale", "priority", "pause", "unpause", "secrets"}
@@ -87,8 +88,10 @@ class SchedulerRequests:
     async def open(self, service: Service) -> None:
         """Answer on the subjects of every user."""
         service.share.bound = lambda user: self._view.quota(user).max_requests
+        trial = TrialSubmission(self._broker, self._submission, self._reconciler)
         endpoints: list[tuple[str, type[Message], Handler]] = [
             ("submit", SubmitRequest, self.submit),
+            ("try", SubmitRequest, trial.answer),
             ("configure", ConfigureRequest, self.configure),
             ("get", JobRequest, self.get),
             ("list", ListRequest, self.list_jobs),
@@ -124,8 +127,7 @@ class SchedulerRequests:
         """Return a handler that writes into the audit stream what is done to jobs of others."""
 
         async def note(request: Message, context: RequestContext) -> JobReply:
-            reply = cast("JobReply", await handler(request, context))
-            record = reply.record
+            record = (reply := cast("JobReply", await handler(request, context))).record
             if context.caller != record.user and self._broker.user != DEFAULT_USER:
                 target = f"{record.user}/{record.name}"
                 await self._audit.write(context.caller, f"jobs.{method}", target=target)
@@ -150,8 +152,7 @@ class SchedulerRequests:
         """Return a page of the user's jobs, or an admin everybody's."""
         everybody = request.widest and self._view.is_admin(context.user)
         user = None if everybody else context.user
-        records = self._view.records(user)
-        wanted = [one for one in records if request.all or not is_final(one)]
+        wanted = [one for one in self._view.records(user) if request.all or not is_final(one)]
         jobs = self._view.with_archived(wanted, user) if request.archived else wanted
         page, after = self._view.page(jobs, request.after)
         found = await self._view.archive.read(page)
@@ -194,8 +195,7 @@ class SchedulerRequests:
 
     async def damaged(self, _: Empty, context: RequestContext) -> DamagedRecords:
         """Return which records of the user cannot be read; of the whole pool for admins."""
-        alone = self._broker.user == DEFAULT_USER
-        everything = alone or self._view.is_admin(context.user)
+        everything = self._broker.user == DEFAULT_USER or self._view.is_admin(context.user)
         return await self._damage.read("" if everything else context.user)
 
     async def key(self, _: Empty) -> SealingKey:

@@ -4,6 +4,7 @@ The games are the examples with the examples' own keys; nothing was tuned on the
 results are of (`SEEDS`).
 """
 
+import argparse
 import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -136,6 +137,12 @@ class Results:
         self.path.parent.mkdir(exist_ok=True)
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
+
+
+def take_no_arguments(doc: str | None) -> None:
+    """Refuse arguments but `--help`, which tells what an experiment is: it takes hours."""
+    summary = (doc or "").partition("\n")[0]
+    argparse.ArgumentParser(description=summary).parse_args()
 
 
 def run_cells(

@@ -10,7 +10,7 @@ a task, no rewards), or by both. Five seeds that all share; each step trains as 
 import asyncio
 from pathlib import Path
 
-from benchmarks.evidence.cells import SEEDS, Cell, Overrides, job_of, run_cells
+from benchmarks.evidence.cells import SEEDS, Cell, Overrides, job_of, run_cells, take_no_arguments
 from benchmarks.evidence.lagged import LaggedRun
 from benchmarks.tasks import CACHE
 
@@ -57,4 +57,5 @@ def cells() -> list[Cell]:
 
 
 if __name__ == "__main__":
+    take_no_arguments(__doc__)
     run_cells(EXPERIMENT, cells(), test_every=TEST_EVERY)

@@ -6,7 +6,7 @@ Runs what has no line in results/equivalence.jsonl yet: fifteen seeds beside the
 staleness.py, no lag and four versions, all seeds' pairs in turn. Some twenty minutes of one core.
 """
 
-from benchmarks.evidence.cells import STEPS, Cell, run_cells
+from benchmarks.evidence.cells import STEPS, Cell, run_cells, take_no_arguments
 from benchmarks.evidence.staleness import METHODS
 
 EXPERIMENT = "equivalence"
@@ -25,4 +25,5 @@ def cells() -> list[Cell]:
 
 
 if __name__ == "__main__":
+    take_no_arguments(__doc__)
     run_cells(EXPERIMENT, cells())

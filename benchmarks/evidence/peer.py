@@ -11,7 +11,7 @@ thread each, in turns; both are validated by our engine on the same rows every t
 
 import asyncio
 
-from benchmarks.evidence.cells import SEEDS, Cell, job_of, run_cells
+from benchmarks.evidence.cells import SEEDS, Cell, job_of, run_cells, take_no_arguments
 from benchmarks.evidence.lagged import Curve, LaggedRun
 
 EXPERIMENT = "peer"
@@ -40,4 +40,5 @@ def measure(cell: Cell) -> Curve:
 
 
 if __name__ == "__main__":
+    take_no_arguments(__doc__)
     run_cells(EXPERIMENT, cells(), test_every=TEST_EVERY, measure=measure)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from benchmarks.evidence.caches import BOUND as CACHE_BOUND
 from benchmarks.evidence.caches import CHOICES
 from benchmarks.evidence.caches import STEPS as CACHE_STEPS
-from benchmarks.evidence.cells import SEEDS, STEPS, Result
+from benchmarks.evidence.cells import SEEDS, STEPS, Result, take_no_arguments
 from benchmarks.evidence.comparisons import (
     LEVEL,
     MARGIN,
@@ -254,4 +254,5 @@ def filled(page: str) -> str:
 
 
 if __name__ == "__main__":
+    take_no_arguments(__doc__)
     PAGE.write_text(filled(PAGE.read_text()))

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ...schemas.job import (
     ConfigureRequest,
@@ -17,13 +17,13 @@ from ...schemas.job import (
     ResumeRequest,
     ScaleRequest,
     StopRequest,
+    SubmissionFinding,
+    SubmissionFindings,
     SubmitRequest,
 )
 from ...schemas.machines.status import MachineList
 from ...schemas.node import DamagedRecords, NodeList, NodeStatus
 from ...schemas.secret import JobSecrets, SealingKey, SecretName, SecretsRequest
-from ...schemas.tinker.checkpoints import TakeCheckpoint
-from ...schemas.tinker.operation import ModelInfo, TrainerOffer, TrainerOffers
 from ...schemas.user import QuotaReply
 from ...schemas.wire.errors import BrokerError, BusyError
 from ...schemas.wire.ids import new_id
@@ -31,6 +31,9 @@ from ...schemas.wire.message import Empty, Message
 from ..client.connection import Broker
 from ..client.faults import shown_url
 from .repeated import call_service
+
+if TYPE_CHECKING:  # what one command needs need not be waited for by the others
+    from ...schemas.tinker.operation import ModelInfo, TrainerOffer
 
 R = TypeVar("R", bound=Message)
 
@@ -99,6 +102,24 @@ class SchedulerCalls:
             sealed=await self._sealed(secrets) if secrets else b"",
         )
         return await self._change("submit", request)
+
+    async def try_out(
+        self,
+        config: Mapping[str, Any],
+        *,
+        kind: Literal["train", "infer", "eval", "sft", "tinker"] = "train",
+        fork_of: str | None = None,
+        weights_only: bool = False,
+    ) -> list[SubmissionFinding]:
+        """Return what scheduler and nodes would say of a job, which is not submitted."""
+        request = SubmitRequest(
+            request_id=new_request_id(),
+            kind=kind,
+            config=dict(config),
+            fork_of=fork_of,
+            weights_only=weights_only,
+        )
+        return (await self._ask("try", request, SubmissionFindings)).findings
 
     async def hand_over(self, job: str, secrets: Mapping[SecretName, str]) -> JobRecord:
         """Give a job secrets, beside those that it has."""
@@ -178,15 +199,20 @@ class SchedulerCalls:
         """Return what came of asking a cluster for machines."""
         return await self._ask("machines", Empty(), MachineList)
 
-    async def trainers(self) -> list[TrainerOffer]:
+    async def trainers(self) -> "list[TrainerOffer]":
         """Return the base models that anybody may train on through the Tinker API."""
+        from ...schemas.tinker.operation import TrainerOffers
+
         return (await self._ask("trainers", Empty(), TrainerOffers)).offers
 
-    async def take_checkpoint(self, path: str) -> ModelInfo:
+    async def take_checkpoint(self, path: str) -> "ModelInfo":
         """Let programs written for Tinker load `tinker://RUN@STEP`; return what that holds.
 
         Raises NotFoundError, ConfigError for a run without an adapter, QuotaError.
         """
+        from ...schemas.tinker.checkpoints import TakeCheckpoint
+        from ...schemas.tinker.operation import ModelInfo
+
         return await self._ask("take_checkpoint", TakeCheckpoint(path=path), ModelInfo)
 
     async def damaged(self) -> DamagedRecords:

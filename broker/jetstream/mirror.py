@@ -43,6 +43,7 @@ class Mirror(Generic[M]):
         self._listed = float("-inf")
         self._closers: list[Callable[[], None]] = []
         self._listening: Listening | None = None
+        self._reading = asyncio.Lock()
 
     async def open(self, on_change: Callable[[], None]) -> None:
         """Listen; `on_change` is called whenever a refresh would find something new."""
@@ -79,7 +80,14 @@ class Mirror(Generic[M]):
         self.entries.pop(key, None)
 
     async def refresh(self) -> set[str]:
-        """Read what has changed; return the keys that were read, present or gone."""
+        """Read what has changed; return the keys that were read, present or gone.
+
+        Who asks while another reads waits for him: what he is reading is known afterwards.
+        """
+        async with self._reading:
+            return await self._refresh()
+
+    async def _refresh(self) -> set[str]:
         if time.monotonic() - self._listed >= RELIST_S:
             self._stale.clear()
             self._listed = time.monotonic()

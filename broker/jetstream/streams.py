@@ -9,9 +9,8 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ...schemas.config.job import LimitsConfig
 from ...schemas.wire.codec import MAX_MESSAGE_BYTES
 from ...schemas.wire.errors import (
     BrokerError,
@@ -38,26 +37,21 @@ from ..client.connection import Broker, ConnectionLost, NoResponders
 from ..client.faults import Refused
 from .pull import NS
 
+if TYPE_CHECKING:  # who only reads streams need not wait for the whole configuration
+    from ...schemas.config.job import LimitsConfig
+
 PRESENCE_TTL_S = 10
-REQUEST_TTL_S = 24 * 3600
+REQUEST_TTL_S = RESULT_TTL_S = SEGMENT_TTL_S = 24 * 3600
 REPLICAS_VARIABLE = "TINKERMQ_REPLICAS"
 BATCH_BYTES = 1 << 30
-DEAD_BYTES = 64 << 20
-MANIFEST_BYTES = 256 << 20
+DEAD_BYTES, MANIFEST_BYTES = 64 << 20, 256 << 20
 WEIGHTS_BYTES = 64 << 30
-RESULT_TTL_S = 24 * 3600
-SEGMENT_TTL_S = 24 * 3600
 BUCKET_BYTES = 256 << 20
-PRESENCE_BYTES, EVALUATION_BYTES, REQUEST_BYTES, SECRETS_BYTES = (
-    16 << 10,
-    64 << 10,
-    4 << 10,
-    64 << 10,
-)
+PRESENCE_BYTES, EVALUATION_BYTES = 16 << 10, 64 << 10
+REQUEST_BYTES, SECRETS_BYTES = 4 << 10, 64 << 10
 """Of one value of a shared bucket, its headers included."""
 MAX_LEASES = 8192
-_DEADLINE_S = 30.0
-_LOOK_S = 0.1
+_DEADLINE_S, _LOOK_S = 30.0, 0.1
 _NAME_IN_USE = 10058
 _NO_SPACE = (10028, 10047)
 _LAST_WORDS_BYTES = 1 << 20
@@ -68,7 +62,7 @@ StreamConfig = Mapping[str, Any]
 async def create_job_streams(
     broker: Broker,
     scope: JobScope,
-    limits: LimitsConfig,
+    limits: "LimitsConfig",
     *,
     weights_bytes: int = WEIGHTS_BYTES,
     ack_wait_s: float | None = None,
@@ -103,7 +97,7 @@ async def settle_job_streams(broker: Broker, scope: JobScope) -> int:
     Raises BrokerError for a stream that the server does not change, DeadlineError.
     """
     stored = 0
-    for config in job_streams(scope, LimitsConfig(), WEIGHTS_BYTES):
+    for config in _default_streams(scope):
         name = str(config["name"])
         try:
             info = await stream_info(broker, name)
@@ -145,7 +139,7 @@ async def ensure_task_consumer(
 
 async def delete_job_streams(broker: Broker, scope: JobScope) -> None:
     """Delete all streams of a job with all that they hold; harmless when they are gone."""
-    names = [config["name"] for config in job_streams(scope, LimitsConfig(), WEIGHTS_BYTES)]
+    names = [config["name"] for config in _default_streams(scope)]
     await asyncio.gather(*(delete_stream(broker, name) for name in names))
 
 
@@ -207,7 +201,13 @@ async def wait_for_shared(broker: Broker, deadline_s: float) -> None:
         await asyncio.sleep(_LOOK_S)
 
 
-def job_streams(scope: JobScope, limits: LimitsConfig, weights_bytes: int) -> list[StreamConfig]:
+def _default_streams(scope: JobScope) -> list[StreamConfig]:
+    from ...schemas.config.job import LimitsConfig
+
+    return job_streams(scope, LimitsConfig(), WEIGHTS_BYTES)
+
+
+def job_streams(scope: JobScope, limits: "LimitsConfig", weights_bytes: int) -> list[StreamConfig]:
     """Return the configuration of every stream of a job."""
     job, kept = f"job {scope.job} of {scope.user}", scope.object_checkpoints
     once = {"max_msgs_per_subject": 1, "discard": "new", "discard_new_per_subject": True}

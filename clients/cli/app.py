@@ -1,9 +1,11 @@
 """The commands of the command line; each module is imported when its command is used."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 from cyclopts import App, CycloptsError, Parameter
+
+from .examples import epilogue
 
 
 class _Command(NamedTuple):
@@ -15,6 +17,11 @@ class _Command(NamedTuple):
 
 _GROUPS: dict[str, list[_Command]] = {
     "Stack": [
+        _Command(
+            "quickstart",
+            "quickstart.quickstart:quickstart",
+            "Train a tiny model on this machine and watch its reward rise.",
+        ),
         _Command(
             "up", "pool.stack:up", "Start broker, scheduler, node and dashboard on this machine."
         ),
@@ -31,7 +38,7 @@ _GROUPS: dict[str, list[_Command]] = {
     ],
     "Runs": [
         _Command("train", "runs.train:train", "Submit a training job and watch it."),
-        _Command("sft", "runs.train:sft", "Submit a job that learns from conversations."),
+        _Command("sft", "runs.train:sft", "Submit a job that learns from conversations or pairs."),
         _Command("sweep", "runs.sweep:sweep", "Train a run for each combination of values."),
         _Command("ps", "runs.runs:ps", "List runs."),
         _Command("watch", "runs.train:watch", "Watch a run live."),
@@ -164,18 +171,27 @@ def build_app() -> App:
         for command in commands:
             family, _, name = command.name.rpartition(" ")
             place = f"{__package__}.{command.place}"
+            told = {"help": command.help, "help_epilogue": epilogue(command.name)}
             if family:
-                families[family].command(place, name=name, help=command.help)
+                families[family].command(place, name=name, **told)
             else:
-                app.command(place, name=_ALSO.get(name, name), help=command.help, group=group)
+                app.command(place, name=_ALSO.get(name, name), group=group, **told)
     return app
 
 
-def run_app(tokens: Sequence[str]) -> int:
-    """Parse and run one command line; return its exit code."""
+def find_command(tokens: Sequence[str]) -> Callable[[], int] | None:
+    """Parse one command line, importing its command; return what runs it, which returns its code.
+
+    None where it cannot be parsed: what is wrong was printed.
+    """
     app = build_app()
     try:
-        result: object = app(list(tokens))
+        command, bound, _ = app.parse_args(list(tokens))
     except CycloptsError:
-        return 2
-    return result if isinstance(result, int) else 0
+        return None
+
+    def run() -> int:
+        result: object = command(*bound.args, **bound.kwargs)
+        return result if isinstance(result, int) else 0
+
+    return run

@@ -47,9 +47,13 @@ def _dispatch(tokens: list[str]) -> int:
         from .models.decode import run
 
         return run(tokens[1:])
-    from .app import run_app
+    from .fast_start import importing
 
-    return run_app(tokens)
+    with importing():
+        from .app import find_command
+
+        command = find_command(tokens)
+    return WRONG_USAGE if command is None else command()
 
 
 def _print_error(error: TinkermqError) -> None:

@@ -29,19 +29,17 @@ from urllib.parse import urlsplit
 
 from ...schemas.config.agent import IMPLIED_OF_ENV, AgentConfig
 from ...schemas.config.job import JobConfig
-from ...schemas.config.load_config import merged
 from ...schemas.job import FINAL_STATES
 from ...schemas.wire.errors import BrokerError, ConfigError, DeadlineError
+from ...schemas.wire.maps import merged
 from ..address import JobAddress
 from ..compat.arguments import as_tree
 from ..compat.opentinker_keys import translate
 from ..pool import Pool
 from .hosted_environment import HasServerUrl, HostedEnvironment
+from .sdk_clients import SdkClients
 
 if TYPE_CHECKING:
-    from anthropic import Anthropic, AsyncAnthropic
-    from openai import AsyncOpenAI, OpenAI
-
     from ...broker.client.connection import Broker
     from ...envs.agents.given_out import GivenEpisode
     from ...envs.serving.host import EnvironmentHost
@@ -53,7 +51,7 @@ Program = Callable[[dict[str, Any], "AgentEpisode"], "Awaitable[Reward] | Reward
 `success` and `info`, or None where it was told by `model.end`."""
 
 
-class AgentEpisode:
+class AgentEpisode(SdkClients):
     """One episode: its task, where its program finds the model, and what it is worth."""
 
     def __init__(self, given: "GivenEpisode", loop: asyncio.AbstractEventLoop) -> None:
@@ -71,12 +69,9 @@ class AgentEpisode:
         """The same for all episodes of a task."""
         self.split: str = self._episode.split
         """Whether it is trained (train) or only counted (val)."""
-        self.api_key: str = self._episode.key
-        """Worth nothing outside of this episode."""
-        self.openai_base_url: str = f"{given.base_url}/v1"
-        """For programs that speak Chat Completions or Responses."""
-        self.anthropic_base_url: str = given.base_url
-        """For programs that speak Messages."""
+        self.api_key = self._episode.key
+        self.openai_base_url = f"{given.base_url}/v1"
+        self.anthropic_base_url = given.base_url
         self.variables: dict[str, str] = dict(given.variables)
         """Environment variables by which programs find all of this."""
 
@@ -106,39 +101,6 @@ class AgentEpisode:
     def fail(self, error: str) -> None:
         """End the episode because its program did with an error: it is tried again."""
         self._soon(partial(self._given.crash, error))
-
-    def openai(self, **options: Any) -> "OpenAI":
-        """Return a client of the `openai` package for this episode."""
-        from openai import DefaultHttpxClient, OpenAI
-
-        options.setdefault("http_client", DefaultHttpxClient(verify=self._is_remote))
-        return OpenAI(base_url=self.openai_base_url, api_key=self.api_key, **options)
-
-    def async_openai(self, **options: Any) -> "AsyncOpenAI":
-        """Return an async client of the `openai` package for this episode."""
-        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
-
-        options.setdefault("http_client", DefaultAsyncHttpxClient(verify=self._is_remote))
-        return AsyncOpenAI(base_url=self.openai_base_url, api_key=self.api_key, **options)
-
-    def anthropic(self, **options: Any) -> "Anthropic":
-        """Return a client of the `anthropic` package for this episode."""
-        from anthropic import Anthropic, DefaultHttpxClient
-
-        options.setdefault("http_client", DefaultHttpxClient(verify=self._is_remote))
-        return Anthropic(base_url=self.anthropic_base_url, api_key=self.api_key, **options)
-
-    def async_anthropic(self, **options: Any) -> "AsyncAnthropic":
-        """Return an async client of the `anthropic` package for this episode."""
-        from anthropic import AsyncAnthropic, DefaultAsyncHttpxClient
-
-        options.setdefault("http_client", DefaultAsyncHttpxClient(verify=self._is_remote))
-        return AsyncAnthropic(base_url=self.anthropic_base_url, api_key=self.api_key, **options)
-
-    @property
-    def _is_remote(self) -> bool:
-        """Whether TLS is spoken: to read the certificates takes a tenth of a second per client."""
-        return self.openai_base_url.startswith("https:")
 
     def _soon(self, change: Callable[[], None]) -> None:
         self._loop.call_soon_threadsafe(change)

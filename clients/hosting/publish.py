@@ -36,7 +36,6 @@ from ...schemas.wire.errors import (
 )
 from ...schemas.wire.message import Message, summarize
 from ..address import parse_server_url
-from ..compat.arguments import refuse_unknown_options
 from ..pool_client import PoolClient
 from ..sync.sync_twin import SyncTwin
 
@@ -218,11 +217,14 @@ class TrajectoryPublisher(SyncTwin[AsyncTrajectoryPublisher]):
         return self._run(self.aio.publish_group(trajectories, sample=sample, timeout_s=timeout_s))
 
     def publish_group_future(
-        self, trajectories: Sequence[Trajectory], **options: Any
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        sample: int | None = None,
+        timeout_s: float = 60,
     ) -> "Future[int]":
         """Append as `publish_group` does, without waiting; `.result()` waits."""
-        refuse_unknown_options(self.aio.publish_group, options)
-        return self._start(self.aio.publish_group(trajectories, **options))
+        return self._start(self.aio.publish_group(trajectories, sample=sample, timeout_s=timeout_s))
 
     def publish_tasks(
         self, tasks: Sequence[TaskSpec | Mapping[str, Any]], *, timeout_s: float = 60

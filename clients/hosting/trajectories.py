@@ -1,7 +1,7 @@
 """Trajectories from plain lists, for agents that are not ours."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,15 +20,30 @@ def make_trajectory(
     version: int | Sequence[int] | NDArray[Any],
     *,
     messages: Sequence[Mapping[str, Any]] = (),
-    **more: Any,
+    finish_reasons: Sequence[Literal["stop", "length"]] = (),
+    role: str = "",
+    episode: int = -1,
+    greedy: bool = False,
+    seed: int = 0,
+    info: Mapping[str, Any] | None = None,
+    data_source: str = "",
+    generate_s: float = 0.0,
+    environment_s: float = 0.0,
 ) -> Trajectory:
     """Return a trajectory from plain lists; one entry per token of the whole conversation.
 
     `mask` is 1 where the policy generated the token. `logprobs` are the behaviour log-probs, and
     `version` the policy version, of the generated tokens (a single number, or one per token);
     both are ignored elsewhere. A turn is a run of generated tokens; `rewards` has one number per
-    turn, or is a single one for the end of the episode. Among `more` may be `finish_reasons`, one
-    per turn: `length` for one that its limit of tokens cut, else `stop`.
+    turn, or is a single one for the end of the episode. `finish_reasons` has one per turn: `length`
+    for one that its limit of tokens cut, else `stop`; empty: not told.
+
+    `messages` are the conversation, for people to read. `role` is that which was played in a game
+    for several; rows with the same `episode` are those of one episode, within their group; `greedy`
+    is the baseline of remax, which is not trained. `info` is what the game said at its end, such as
+    `success`, `data_source` the origin by which scores are told apart, `seed` that of the episode.
+    `generate_s` and `environment_s` are the seconds spent waiting for the model and for the
+    environment.
 
     Raises MessageError that names what is wrong.
     """
@@ -57,7 +72,15 @@ def make_trajectory(
         "turn_ends": turn_ends,
         "rewards": _vector("rewards", rewards, np.float32),
         "messages": [dict(message) for message in messages],
-        **more,
+        "finish_reasons": list(finish_reasons),
+        "role": role,
+        "episode": episode,
+        "greedy": greedy,
+        "seed": seed,
+        "info": dict(info or {}),
+        "data_source": data_source,
+        "generate_s": generate_s,
+        "environment_s": environment_s,
     }
     try:
         return Trajectory(**fields)

@@ -7,8 +7,7 @@ with the generator's own code, token ids in and out, so prompts and turns are th
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import fields
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,15 +56,50 @@ async def run_inference_async(
     model_path: str | None = None,
     scheduler_url: str | None = None,
     api_key: str | None = None,
+    game_kwargs: Mapping[str, Any] | None = None,
+    tasks: Sequence[int] | None = None,
+    max_samples: int | None = None,
+    samples_per_task: int = 1,
+    seed: int = 0,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    max_turns: int | None = None,
+    max_tokens_per_turn: int | None = None,
+    max_tokens: int | None = None,
+    success_reward: float = 0.5,
+    max_concurrent: int = 256,
+    token_ids: bool = False,
     on_job: Callable[[JobRecord], None] | None = None,
-    **options: Any,
+    on_start: Callable[[int, int], None] | None = None,
+    on_result: Callable[[EpisodeResult], None] | None = None,
+    **others: Any,
 ) -> InferenceReport:
     """Play episodes; see `run_inference`."""
-    ours = {one.name for one in fields(PlayOptions)}
-    told = translate_inference(options, game_class, ours)
-    refuse_unknown_options(run_inference_async, told, PlayOptions)
+    ours = {"max_turns": max_turns, "game_kwargs": game_kwargs}
+    told = translate_inference({**ours, **others}, game_class, ours)
+    max_turns, game_kwargs = told.pop("max_turns"), told.pop("game_kwargs")
+    refuse_unknown_options(run_inference_async, told)
     played = PlayOptions(
-        game_class=game_class, data_path=data_path, output_path=output_path, **told
+        game_class=game_class,
+        game_kwargs=game_kwargs,
+        data_path=data_path,
+        output_path=output_path,
+        max_turns=max_turns,
+        tasks=tasks,
+        max_samples=max_samples,
+        samples_per_task=samples_per_task,
+        seed=seed,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        max_tokens_per_turn=max_tokens_per_turn,
+        max_tokens=max_tokens,
+        success_reward=success_reward,
+        max_concurrent=max_concurrent,
+        token_ids=token_ids,
+        on_start=on_start,
+        on_result=on_result,
     )
     served = open_served(
         vllm_server_url, job_id, model_path=model_path, url=scheduler_url, api_key=api_key
@@ -95,7 +129,28 @@ def run_inference(
     game_class: "type[AbstractGame] | None" = None,
     job_id: str | None = None,
     output_path: str | Path | None = None,
-    **options: Any,
+    *,
+    model_path: str | None = None,
+    scheduler_url: str | None = None,
+    api_key: str | None = None,
+    game_kwargs: Mapping[str, Any] | None = None,
+    tasks: Sequence[int] | None = None,
+    max_samples: int | None = None,
+    samples_per_task: int = 1,
+    seed: int = 0,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    max_turns: int | None = None,
+    max_tokens_per_turn: int | None = None,
+    max_tokens: int | None = None,
+    success_reward: float = 0.5,
+    max_concurrent: int = 256,
+    token_ids: bool = False,
+    on_job: Callable[[JobRecord], None] | None = None,
+    on_start: Callable[[int, int], None] | None = None,
+    on_result: Callable[[EpisodeResult], None] | None = None,
+    **others: Any,
 ) -> InferenceReport:
     """Play a game with a served model, many episodes at once; return results and summary.
 
@@ -108,24 +163,52 @@ def run_inference(
     Results go to `output_path`, one JSON object a line, as they come; started again with the same
     settings it goes on where it ended.
 
-    Options: `temperature` (0, greedy), `top_p`, `top_k`; `max_turns`, `max_tokens`,
-    `max_tokens_per_turn` (as in training unless told); `max_samples` tasks, or `tasks`, a fixed
-    list of rows or seeds; `samples_per_task`, over 1 for pass@k; `seed`; `success_reward` (0.5),
-    above which an episode counts as solved unless the game says so in `info["success"]`;
-    `max_concurrent` (256); `token_ids=True` to keep them; `game_kwargs`; `scheduler_url`,
-    `api_key`; `on_job(record)`, `on_start(episodes, already_there)` and `on_result(result)` are
-    called as it goes on.
+    `game_kwargs` are arguments of the game's constructor. Played are at most `max_samples` tasks,
+    or `tasks`, a fixed list of rows or seeds; each `samples_per_task` times, over 1 for pass@k;
+    `max_concurrent` episodes at the same time. `seed` is that from which those of the rows follow.
+    `temperature` 0 is greedy. `max_turns`, `max_tokens` (after the first prompt) and
+    `max_tokens_per_turn` are as in training unless told. An episode counts as solved above
+    `success_reward`, unless the game says so in `info["success"]`. `token_ids` keeps them in the
+    results. `scheduler_url` and `api_key` name pool and user. `on_job(record)`,
+    `on_start(episodes, already_there)` and `on_result(result)` are called as it goes on.
 
-    OpenTinker's arguments are taken, too: `max_user_turns` and `max_assistant_turns` are
-    `max_turns`, those that the game's constructor names go to it, and what needs no saying here
-    (`env_endpoint`, `tokenizer_path` …) is left out with a warning. The report is iterated as the
-    list of its results.
+    `others` are the game's, if its constructor names them, or OpenTinker's: `max_user_turns` and
+    `max_assistant_turns` are `max_turns`, and what needs no saying here (`env_endpoint`,
+    `tokenizer_path` …) is left out with a warning. The report is iterated as the list of its
+    results.
 
     Raises NotFoundError for a job that is not there or is another user's, ConfigError, for an
     unknown option too, GameError, JobFailedError.
     """
     return shared_loop().run(
-        run_inference_async(vllm_server_url, data_path, game_class, job_id, output_path, **options)
+        run_inference_async(
+            vllm_server_url,
+            data_path,
+            game_class,
+            job_id,
+            output_path,
+            model_path=model_path,
+            scheduler_url=scheduler_url,
+            api_key=api_key,
+            game_kwargs=game_kwargs,
+            tasks=tasks,
+            max_samples=max_samples,
+            samples_per_task=samples_per_task,
+            seed=seed,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            max_turns=max_turns,
+            max_tokens_per_turn=max_tokens_per_turn,
+            max_tokens=max_tokens,
+            success_reward=success_reward,
+            max_concurrent=max_concurrent,
+            token_ids=token_ids,
+            on_job=on_job,
+            on_start=on_start,
+            on_result=on_result,
+            **others,
+        )
     )
 
 

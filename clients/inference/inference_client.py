@@ -159,15 +159,34 @@ class InferenceSchedulerClient(SyncTwin[AsyncInferenceSchedulerClient]):
 
 
 async def submit_inference(
-    pool: Pool, model: str, adapters: Sequence[str] = (), **options: Any
+    pool: Pool,
+    model: str,
+    adapters: Sequence[str] = (),
+    *,
+    tokenizer_path: str | None = None,
+    num_servers: int | None = None,
+    max_model_len: int | None = None,
+    trust_remote_code: bool = False,
+    overrides: dict[str, Any] | None = None,
 ) -> JobRecord:
     """Submit a job that serves `model` and further adapters on its base.
 
-    The options are those of `serving.with_options`.
+    `num_servers` share the requests; `max_model_len` bounds prompt and answer together;
+    `tokenizer_path` is another than the model's own; `overrides` are further keys of the job.
     """
     source = await find_source(pool, model)
+    config = with_options(
+        source,
+        tokenizer_path=tokenizer_path,
+        num_servers=num_servers,
+        max_model_len=max_model_len,
+        trust_remote_code=trust_remote_code,
+        overrides=overrides,
+        broker_url=pool.broker.url,
+        has_users=pool.has_users,
+    )
     return await pool.submit(
-        with_options(source, broker_url=pool.broker.url, has_users=pool.has_users, **options),
+        config,
         kind="infer",
         fork_of=source.fork_of,
         follow=source.follow,

@@ -12,7 +12,7 @@ import structlog
 from ...broker.jetstream.kv import Bucket
 from ...broker.presence import presences
 from ...envs.evaluation import Scored
-from ...schemas.config.load_config import apply_override, merged
+from ...schemas.config.load_config import apply_override
 from ...schemas.job import FINAL_STATES, LAST_STEP, JobRecord
 from ...schemas.metric import EvalRecord, Event, Metric
 from ...schemas.tinker.names import is_path
@@ -23,6 +23,7 @@ from ...schemas.wire.errors import (
     JobFailedError,
     NotFoundError,
 )
+from ...schemas.wire.maps import merged
 from ...schemas.wire.subjects import BUCKET_EVALS
 from ..follow import follow_run
 from ..pool import Pool, new_request_id

@@ -11,7 +11,12 @@ from ...schemas.wire.errors import ConfigError, DataError, ModelError
 from .paths import is_local_pool
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-_DATA_KEYS = (("env", "train_data"), ("env", "val_data"), ("sft", "data"))
+_DATA_KEYS = (
+    ("env", "train_data"),
+    ("env", "val_data"),
+    ("sft", "data"),
+    ("sft", "val_data"),
+)
 
 
 def refuse_missing(tree: Mapping[str, Any], broker_url: str, *, has_model: bool = False) -> None:

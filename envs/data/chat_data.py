@@ -38,20 +38,8 @@ class ChatData:
     def row(self, number: int) -> ChatRow:
         """Decode a row; DataError for one that holds no conversation."""
         row, where = self._rows.row(number)
-        messages = _maps(row.get("messages"))
-        if not messages or not all("role" in message for message in messages):
-            raise DataError(
-                f"messages of {where} is {_shorten(row.get('messages'))}",
-                hint="a conversation is a list of chat messages with role and content",
-            )
-        for number, message in enumerate(messages):
-            if not {"content", "tool_calls"} & message.keys():
-                raise DataError(
-                    f"message {number} of {where} says nothing: it has neither content nor "
-                    "tool_calls",
-                    hint="fill its content, or leave the message out",
-                )
-        return ChatRow(messages, _maps(row.get("tools")), where)
+        messages = read_messages(row.get("messages"), "messages", where)
+        return ChatRow(messages, read_maps(row.get("tools")), where)
 
     def close(self) -> None:
         """Give the files back."""
@@ -67,7 +55,26 @@ def _check_columns(columns: Iterable[str], where: str) -> None:
         )
 
 
-def _maps(value: Any) -> list[dict[str, Any]]:
+def read_messages(value: Any, column: str, where: str) -> list[dict[str, Any]]:
+    """Read the chat messages of a row's column; DataError where it holds none."""
+    messages = read_maps(value)
+    if not messages or not all("role" in message for message in messages):
+        raise DataError(
+            f"{column} of {where} is {_shorten(value)}",
+            hint="a conversation is a list of chat messages with role and content",
+        )
+    for number, message in enumerate(messages):
+        if not {"content", "tool_calls"} & message.keys():
+            named = "" if column == "messages" else f" of {column}"
+            raise DataError(
+                f"message {number}{named} of {where} says nothing: it has neither content nor "
+                "tool_calls",
+                hint="fill its content, or leave the message out",
+            )
+    return messages
+
+
+def read_maps(value: Any) -> list[dict[str, Any]]:
     """Return a list of maps, which may stand as JSON, without what parquet fills in as null."""
     if isinstance(value, str):
         try:

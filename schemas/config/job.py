@@ -347,6 +347,11 @@ class JobConfig(Section):
         return self.agent.runs_programs or self.generator.segment_tokens > 0
 
     @property
+    def has_evaluator(self) -> bool:
+        """Whether versions are validated: by a game, or by held-out pairs."""
+        return self.env.num_val > 0 or bool(self.sft.val_data)
+
+    @property
     def generator_slots(self) -> int:
         """Slots of one generator; that of an SFT job only reads data, which takes none."""
         return 0 if self.sft.data else self.generator.slots

@@ -5,7 +5,7 @@ An unknown key is an error that names the closest known one.
 
 import difflib
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any, cast
@@ -264,15 +264,3 @@ def _explain(problems: Sequence[ErrorDetails]) -> str:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= _MAX_KEY else reprlib.repr(value)
-
-
-def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with the leaves of `over` laid over it."""
-    result = dict(base)
-    for key, value in over.items():
-        inner = result.get(key)
-        if isinstance(inner, Mapping) and isinstance(value, Mapping):
-            result[key] = merged(cast("Mapping[str, Any]", inner), cast("Mapping[str, Any]", value))
-        else:
-            result[key] = value
-    return result

@@ -13,6 +13,7 @@ from .algorithms.losses import LOSSES_OF_SEQUENCES
 from .algorithms.teacher_rules import TEACHER_RULES
 from .episode import MAX_EPISODES
 from .section import Rule
+from .sft import SFT_RULES
 
 if TYPE_CHECKING:
     from .job import JobConfig
@@ -111,21 +112,12 @@ _REPLAY_RULES = (
 )
 
 RULES = (
-    Rule(
-        "algorithm.loss=sft",
-        lambda job: job.algorithm.loss == "sft" and not job.sft.data,
-        "needs sft.data, and a job of kind sft",
-    ),
+    *SFT_RULES,
     Rule(
         "model.attn_implementation={model.attn_implementation}",
         lambda job: job.model.attn_implementation != "sdpa" and job.learner.dtype == "float32",
         "does not compute in float32: set learner.dtype=bfloat16, or "
         "model.attn_implementation=sdpa",
-    ),
-    Rule(
-        "policies",
-        lambda job: job.policies and job.sft.data,
-        "of an SFT job are not built: train them by reinforcement, or one policy",
     ),
     Rule(
         "policies",

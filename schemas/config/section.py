@@ -4,11 +4,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema
 
 from ..bounds.defaults import bounded
+from ..wire.field_docs import described
 
 if TYPE_CHECKING:
     from .job import JobConfig
@@ -67,11 +75,17 @@ class Rule:
 class Section(BaseModel):
     """A part of the configuration: unknown keys are errors, and every value is bounded."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", validate_default=True)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return bounded(handler(source))
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return described(cls, core_schema, handler)
 
     @model_validator(mode="after")
     def _no_ineffective_key(self) -> Self:

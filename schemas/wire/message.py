@@ -3,12 +3,19 @@
 import reprlib
 from typing import Any, ClassVar, Self, cast
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+)
 from pydantic_core import CoreSchema
 
 from ..bounds.defaults import bounded
 from .codec import MAX_MESSAGE_BYTES, pack, unpack
 from .errors import MessageError
+from .field_docs import described
 
 SCHEMA_VERSION = 1
 _MOST_ERRORS = 100
@@ -26,11 +33,16 @@ class Message(BaseModel):
         extra="ignore",
         frozen=True,
         arbitrary_types_allowed=True,
-        use_attribute_docstrings=True,
         ser_json_inf_nan="constants",
     )
 
     max_bytes: ClassVar[int] = MAX_MESSAGE_BYTES
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return described(cls, core_schema, handler)
 
     def to_bytes(self, **instead: Any) -> bytes:
         """Pack to a msgpack map with the key `v`; `instead` are fields that are told otherwise."""

@@ -120,6 +120,23 @@ async def test_what_was_known_of_a_bucket_that_was_deleted_stays_known(own_broke
     await mirror.close()
 
 
+async def test_who_asks_while_a_mirror_reads_knows_afterwards_what_it_has_read(
+    own_broker: Broker,
+) -> None:
+    mirror, heard = Mirror(own_broker, BUCKET_REQUESTS, RequestRecord), asyncio.Event()
+    await mirror.open(heard.set)
+    await mirror.refresh()
+    await mirror.bucket.put("b", RequestRecord(job="y"))
+    async with asyncio.timeout(30):
+        await heard.wait()
+    first = asyncio.create_task(mirror.refresh())
+    await asyncio.sleep(0)  # it has asked the broker, and no answer can have come
+    await mirror.refresh()
+    assert mirror.entries["b"].value.job == "y"
+    await first
+    await mirror.close()
+
+
 @pytest.mark.parametrize(
     ("subject", "stream"),
     [

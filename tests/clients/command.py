@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,11 @@ class Outcome:
 
 
 def tinkermq(
-    *words: str, env: Mapping[str, str] | None = None, stdin: bytes = b"", timeout: float = 60
+    *words: str,
+    env: Mapping[str, str] | None = None,
+    stdin: bytes = b"",
+    timeout: float = 60,
+    cwd: Path | None = None,
 ) -> Outcome:
     """Run one command to its end."""
     process = subprocess.run(
@@ -26,6 +31,7 @@ def tinkermq(
         capture_output=True,
         env={**os.environ, "TINKERMQ_HOME": "/nonexistent", **(env or {})},
         timeout=timeout,
+        cwd=cwd,
         check=False,
     )
     return Outcome(process.returncode, process.stdout.decode(), process.stderr.decode())

@@ -45,6 +45,10 @@ def test_a_new_agent_has_program_tasks_reward_and_configuration(cli: Cli, tmp_pa
         "grader/grade.py",
         "program/agent.py",
         "program/tool.py",
+        "tiny/agent.yaml",
+        "tiny/demonstrations.py",
+        "tiny/play.py",
+        "tiny/sft.yaml",
     ]
     again = cli("agent", "new", "my-agent", "--into", str(tmp_path))
     assert (again.code, again.err.splitlines()[0]) == (2, f"error: {folder} is there already")

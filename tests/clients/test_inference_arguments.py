@@ -1,8 +1,12 @@
 """What OpenTinker's scripts give to `run_inference` means the same here."""
 
+import inspect
+
 import pytest
+from tinkermq.clients import run_inference, run_inference_async
 from tinkermq.clients.compat.inference_arguments import translate_inference
 from tinkermq.clients.compat.opentinker_keys import NeedlessWarning
+from tinkermq.clients.inference.play import PlayOptions
 from tinkermq.schemas.wire.errors import ConfigError
 
 OURS = ("temperature", "max_turns", "seed", "game_kwargs")
@@ -38,3 +42,13 @@ def test_what_needs_no_saying_is_left_out_with_one_warning() -> None:
         assert translate_inference(given, None, OURS) == {"temperature": 0.0}
     assert len(caught) == 1
     assert translate_inference({"tensor_parallel_size": None}, None, OURS) == {}
+
+
+def test_the_function_has_every_option_of_the_episodes_with_its_default() -> None:
+    options = inspect.signature(PlayOptions).parameters
+    for function in (run_inference, run_inference_async):
+        told = inspect.signature(function).parameters
+        assert {name: told[name].default for name in options} == {
+            name: one.default for name, one in options.items()
+        }
+    assert list(inspect.signature(run_inference).parameters) == list(told)

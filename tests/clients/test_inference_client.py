@@ -14,9 +14,10 @@ from tinkermq.clients.inference.served_job import open_served
 from tinkermq.clients.inference.serving import ModelSource, find_source, with_options
 from tinkermq.clients.pool import Pool
 from tinkermq.envs.games.bandit import BanditGame
-from tinkermq.schemas.config.load_config import merged, parse_config
+from tinkermq.schemas.config.load_config import parse_config
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.wire.errors import ConfigError, NotFoundError
+from tinkermq.schemas.wire.maps import merged
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.clients.conftest import new_record

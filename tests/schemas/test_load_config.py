@@ -181,6 +181,7 @@ def test_an_override_that_is_not_yaml_is_named() -> None:
 def test_every_key_has_a_text() -> None:
     from pydantic import BaseModel
     from tinkermq.schemas.config.job import JobConfig
+    from tinkermq.schemas.wire.field_docs import field_docs
 
     def check(model: type[BaseModel]) -> None:
         for name, field in model.model_fields.items():
@@ -188,7 +189,7 @@ def test_every_key_has_a_text() -> None:
             if isinstance(inner, type) and issubclass(inner, BaseModel):
                 check(inner)
             else:
-                assert field.description, f"{model.__name__}.{name}"
+                assert field_docs(model)[name], f"{model.__name__}.{name}"
 
     check(JobConfig)
     assert len(all_keys()) > 80
@@ -201,7 +202,7 @@ GAMES = {entry.name for entry in entry_points(group=GROUP)}
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_the_examples_are_valid(example: Path) -> None:
     config = load_config(example)
-    assert config.env.game in GAMES or config.agent.command
+    assert config.env.game in GAMES or config.agent.command or config.sft.trains_rewards
     assert config.env.game == example.stem or example.stem not in GAMES
     max_steps = config.env.kwargs.get("max_steps", 0)
     assert max_steps <= config.rollout.max_turns, "the game's own end would never come"

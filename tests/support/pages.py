@@ -1,13 +1,20 @@
-"""Pages of the documentation: their fenced blocks, and how these are run."""
+"""Pages of the documentation: their fenced blocks, the commands in these, and how they are run."""
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+SHELLS = {"sh", "bash", "console"}
 FENCE = re.compile(r"^( *)```(\w+)?(.*)$")
 
 
@@ -46,6 +53,54 @@ def blocks(*found: Path) -> Iterator[Block]:
             elif opened is not None:
                 opened.text += line.removeprefix(indent) + "\n"
         assert opened is None, f"{page.name}: a block is never closed"
+
+
+def of_language(*languages: str) -> list[Block]:
+    """Return the blocks of all pages that are in one of some languages."""
+    return [block for block in blocks(*PAGES) if block.language in languages]
+
+
+def script(block: Block) -> str:
+    """Return what is typed of a shell block; of a console's, what follows its prompts."""
+    if block.language != "console":
+        return block.text
+    lines: list[str] = []
+    for line in block.text.splitlines():
+        if line.startswith("$ ") or (lines and lines[-1].endswith("\\")):
+            lines.append(line.removeprefix("$ "))
+    return "\n".join(lines) + "\n"
+
+
+def commands(block: Block) -> Iterator[list[str]]:
+    """Yield the words of every command of a shell block."""
+    return typed(script(block))
+
+
+def typed(text: str) -> Iterator[list[str]]:
+    """Yield the words of every command that is typed; variables stay as they are.
+
+    What a command reads from the text itself (`<<END`) and where it writes is left out.
+    """
+    text = re.sub(r"<<(\w+)\n.*?\n\1$", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"\$\([^)]*\)", "VALUE", text.replace("\\\n", " "))
+    for line in text.splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
+        lexer.whitespace_split = True
+        words: list[str] = []
+        for word in [*lexer, ";"]:
+            if set(word) <= set("|&;"):
+                yield from [found] if (found := _named(words)) else []
+                words = []
+            else:
+                words.append(word)
+
+
+def _named(words: list[str]) -> list[str]:
+    """Return a command from its name on, without what the shell takes of it."""
+    while words and (re.match(r"\w+=", words[0]) or words[0] in {"do", "exec"}):
+        words = words[1:]
+    redirects = [place for place, word in enumerate(words) if set(word) <= set("<>")]
+    return words[: redirects[0]] if redirects else words
 
 
 def prose(page: Path) -> str:

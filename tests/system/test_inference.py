@@ -143,7 +143,11 @@ async def _assert_prompts_are_scored(
     drawn = await openai.completions.create(model=name, prompt="2+2=", max_tokens=3, **more)
     assert drawn.usage is not None
     assert drawn.usage.completion_tokens == 3
-    for wrong in ({"max_tokens": 0}, {"max_tokens": 1, "stream": True, **more}):
+    refused: tuple[dict[str, Any], ...] = (
+        {"max_tokens": 0},
+        {"max_tokens": 1, "stream": True, **more},
+    )
+    for wrong in refused:
         with pytest.raises(BadRequestError):
             await openai.completions.create(model=name, prompt="2+2=", **wrong)
 

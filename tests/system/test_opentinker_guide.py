@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 from tinkermq.clients.compat.opentinker_keys import NeedlessWarning, translate
-from tinkermq.schemas.config.load_config import merged, parse_config
+from tinkermq.schemas.config.load_config import parse_config
+from tinkermq.schemas.wire.maps import merged
 
 from tests.support.pages import blocks, save, succeed
 from tests.support.stack import Stack

@@ -2,16 +2,19 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from pathlib import Path
 
 import pytest
 
+from tests.clients.command import command
 from tests.support.configs import REPOSITORY
+from tests.support.stack_fixtures import warm_model
+from tests.support.wheel import build_wheel, install_wheel
 
 MARK = "TINKERMQ_TEST_MARK"
 
@@ -19,7 +22,7 @@ MARK = "TINKERMQ_TEST_MARK"
 def start(mark: str, *overrides: str) -> "subprocess.Popen[str]":
     """Start the quickstart with a mark in its environment, which all it starts inherit."""
     return subprocess.Popen(
-        [sys.executable, str(REPOSITORY / "examples" / "quickstart.py"), *overrides],
+        command(["quickstart", *overrides]),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -70,7 +73,7 @@ def test_the_quickstart_trains_and_shows_reward_and_plot_and_what_to_try_next(
     assert "try next" in out
     assert out.count("tinkermq ") >= 3
     picture = next(line.split()[-1] for line in out.splitlines() if line.startswith("plot "))
-    assert (REPOSITORY / picture).read_bytes().startswith(b"\x89PNG")
+    assert (REPOSITORY / picture).read_text().count("<polyline") == 2
     folder = next(line.split()[-1] for line in out.splitlines() if line.startswith("run folder"))
     assert (REPOSITORY / folder / "metrics.jsonl").exists()
     assert_nothing_left(mark)
@@ -103,3 +106,34 @@ def test_a_killed_quickstart_takes_its_stack_with_it(tmp_path: Path) -> None:
     while marked(mark):
         assert time.monotonic() < deadline, marked(mark)
         time.sleep(0.2)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_wheel_is_enough_and_all_files_are_below_the_output_folder(tmp_path: Path) -> None:
+    mark = uuid.uuid4().hex
+    programs = install_wheel(build_wheel(tmp_path), tmp_path / "venv")
+    empty, user = tmp_path / "empty", tmp_path / "user"
+    shutil.copytree(warm_model("calculator"), empty / "a run's #1" / "models" / "calculator")
+    user.mkdir()
+    left_out = {"PYTHONPATH", "TINKERMQ_HOME", "TINKERMQ_NATS_URL"}
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    words = ["--output-dir", "a run's #1", "training.num_steps=2", "training.test_freq=0"]
+    done = subprocess.run(
+        [str(programs / "tinkermq"), "quickstart", *words],
+        cwd=empty,
+        env={**environment, MARK: mark, "HOME": str(user), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "made before" in done.stdout
+    assert "step 2/2" in done.stdout
+    (told,) = re.findall(r"^run folder (.+)$", done.stdout, re.MULTILINE)
+    assert (empty / told / "metrics.jsonl").is_file()
+    assert [path.name for path in empty.iterdir()] == ["a run's #1"]
+    assert not [path for path in (empty / "a run's #1").iterdir() if path.name.startswith(".")]
+    assert not list(user.iterdir())
+    assert_nothing_left(mark)

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 from tinkermq.actors.folders.roots import ROOTS_VARIABLE
 from tinkermq.actors.node.enclosure import FOLDERS_VARIABLE
+from tinkermq.actors.scheduler.submission.access import AUTHORS_VARIABLE
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.feed import read_metrics, read_traces
 from tinkermq.broker.rollouts import RolloutLog
@@ -94,6 +95,7 @@ def operator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
         # games of the tests are found there, also by environment hosts behind walls
         roots = {ROOTS_VARIABLE: str(tmp_path_factory.getbasetemp())}
         given = {"WANDB_MODE": "offline", "PYTHONPATH": str(REPOSITORY), **roots}
+        given[AUTHORS_VARIABLE] = "bob"
         (made.agents / "agent.py").write_text(AGENT)
         given[FOLDERS_VARIABLE] = str(made.agents)
         up = made.run(*words, key="root", **given)
@@ -216,6 +218,8 @@ async def test_two_users_train_and_neither_reaches_the_others_job(
         settings = {**config, "name": f"run-{name}", "env": {**config["env"], **snoop}}
         if name == "ada":  # two actors, one of which tells the other what to do
             settings["learner"] = {**config["learner"], "ranks": 2, "slots": 2}
+        else:  # a learner with code of its owner's, behind walls
+            settings["algorithm"] = {"own_loss": "tests.support.nosy_loss:nosy"}
         records[name] = await trained(Pool(brokers[name]), settings)
         assert records[name].state == "COMPLETED", records[name].reason
         assert Snoop(**snoop["kwargs"]).step("A").reward > 0

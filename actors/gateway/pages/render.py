@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 STATIC = HERE / "static"
 THEMES = ("auto", "light", "dark")
 
-__all__ = ["STATIC", "THEMES", "VERSION", "make_templates", "render"]
+__all__ = ["STATIC", "THEMES", "VERSION", "compile_templates", "make_templates", "render"]
 
 
 def make_templates() -> Environment:
@@ -33,6 +33,12 @@ def make_templates() -> Environment:
         filters[function.__name__] = function
     cast("dict[str, Any]", environment.globals)["stamp"] = _stamp()
     return environment
+
+
+def compile_templates(templates: Environment) -> None:
+    """Compile every template, so that the first visitor of a page does not wait for it."""
+    for name in templates.list_templates():
+        templates.get_template(name)
 
 
 def render(request: Request, name: str, shown: dict[str, Any], status: int = 200) -> HTMLResponse:

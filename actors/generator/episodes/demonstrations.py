@@ -1,25 +1,28 @@
 """The generator of an SFT job: the episodes that it appends are conversations of the data.
 
 A task names a row. Its group is one trajectory whose generated tokens are what the assistant said,
-with log-prob 0 (who wrote the data was certain) and the version that the task asks for. All behind
+with log-prob 0 (who wrote the data was certain) and the version that the task asks for; that of a
+pair is two, first the chosen answer with reward 1, then the rejected one with reward 0. All behind
 the log is as in any job: batches, checkpoints, resuming, replay, looking at rollouts. No model is
 loaded here; a row costs a fraction of a millisecond.
 """
 
 import asyncio
 import time
+from typing import Any
 
 import numpy as np
 
 from ....broker.rollouts import RolloutLog
 from ....broker.tasks import Lease, TaskQueue
-from ....envs.data.chat_data import ChatData
+from ....envs.data.chat_data import ChatData, ChatRow
+from ....envs.data.pair_data import PairData, PairRow, open_rows
 from ....schemas.config.job import JobConfig
 from ....schemas.rollout import Group, Trajectory
 from ....schemas.task import Blame, Task
 from ....schemas.wire.errors import DataError, ModelError
 from ...runtime import JobContext, settle_memory
-from .chat import ChatTokenizer, open_chat
+from .chat import ChatTokenizer, Conversation, open_chat
 from .groups import GroupFailed, append_given_up
 
 _PULL_TIMEOUT_S = 2.0
@@ -30,7 +33,7 @@ async def run_demonstrations(context: JobContext) -> None:
     """Append the rows that the learner asks for, until told to stop."""
     config = context.config
     chat = await asyncio.to_thread(open_chat, config.model)
-    data = await asyncio.to_thread(ChatData, config.sft.data)
+    data = await asyncio.to_thread(open_rows, config.sft)
     await context.serve_control()
     demonstrations = Demonstrations(context, data, chat)
     try:
@@ -42,7 +45,7 @@ async def run_demonstrations(context: JobContext) -> None:
 class Demonstrations:
     """Turns tasks into groups of the rollout log."""
 
-    def __init__(self, context: JobContext, data: ChatData, chat: ChatTokenizer) -> None:
+    def __init__(self, context: JobContext, data: ChatData | PairData, chat: ChatTokenizer) -> None:
         self._context = context
         self._data = data
         self._chat = chat
@@ -78,43 +81,88 @@ class Demonstrations:
 
 
 def demonstrate(
-    task: Task, data: ChatData, chat: ChatTokenizer, config: JobConfig, source: str
+    task: Task, data: ChatData | PairData, chat: ChatTokenizer, config: JobConfig, source: str
 ) -> Group:
-    """Return the group of a task: its row as one trajectory.
+    """Return the group of a task: its row as one trajectory, or two of a pair.
 
     Raises GroupFailed for a row that cannot be learnt from.
     """
     now = time.time()
     try:
-        trajectory = _trajectory(task, data, chat, config.rollout.max_tokens)
+        trajectories = _trajectories(task, data, chat, config.rollout.max_tokens)
     except (DataError, ModelError) as error:
         blame = Blame(boundary="task", code=error.code, message=error.message, hint=error.hint)
         group = Group(task=task, error=blame, source=source, started=now, finished=now)
         raise GroupFailed(group, blame, 1) from error
     return Group(
-        task=task, trajectories=[trajectory], source=source, started=now, finished=time.time()
+        task=task, trajectories=trajectories, source=source, started=now, finished=time.time()
     )
 
 
-def _trajectory(task: Task, data: ChatData, chat: ChatTokenizer, max_tokens: int) -> Trajectory:
+def _trajectories(
+    task: Task, data: ChatData | PairData, chat: ChatTokenizer, max_tokens: int
+) -> list[Trajectory]:
     if task.sample is None:
         raise DataError(f"task {task.task} names no row")
     row = data.row(task.sample)
-    spoken = chat.conversation(row.messages, row.tools)
-    if len(spoken.token_ids) > max_tokens:
+    if isinstance(row, ChatRow):
+        spoken = chat.conversation(row.messages, row.tools)
+        _check_length(spoken, row.where, max_tokens)
+        return [_trajectory(task, spoken, row.messages)]
+    answers = pair_conversations(row, chat, max_tokens)
+    told = [row.prompt + answer for answer in (row.chosen, row.rejected)]
+    return [
+        _trajectory(task, spoken, messages, reward)
+        for spoken, messages, reward in zip(answers, told, (1.0, 0.0), strict=True)
+    ]
+
+
+def pair_conversations(row: PairRow, chat: ChatTokenizer, max_tokens: int) -> list[Conversation]:
+    """Tokenise the chosen answer and the rejected one, each behind the prompt, which is context.
+
+    Raises DataError for one that is too long, ModelError for what the template does not take.
+    """
+    num_before = sum(message["role"] == "assistant" for message in row.prompt)
+    found: list[Conversation] = []
+    for name, answer in (("chosen", row.chosen), ("rejected", row.rejected)):
+        spoken = chat.conversation([*row.prompt, *answer], row.tools)
+        _check_length(spoken, f"{name} of {row.where}", max_tokens)
+        found.append(_behind(spoken, num_before))
+    return found
+
+
+def _behind(spoken: Conversation, num_turns: int) -> Conversation:
+    """Return a conversation whose first turns of the assistant are context."""
+    if not num_turns:
+        return spoken
+    mask = spoken.mask.copy()
+    mask[: spoken.turn_ends[num_turns - 1] + 1] = 0
+    return Conversation(spoken.token_ids, mask, spoken.turn_ends[num_turns:])
+
+
+def _check_length(spoken: Conversation, where: str, max_tokens: int) -> None:
+    length = len(spoken.token_ids)
+    if length > max_tokens:
         raise DataError(
-            f"{row.where} has {len(spoken.token_ids)} tokens, rollout.max_prompt_tokens + "
+            f"{where} has {length} tokens, rollout.max_prompt_tokens + "
             f"rollout.max_response_tokens is {max_tokens}",
-            hint=f"raise them to {len(spoken.token_ids)} together, or shorten the data",
+            hint=f"raise them to {length} together, or shorten the data",
         )
+
+
+def _trajectory(
+    task: Task, spoken: Conversation, messages: list[dict[str, Any]], reward: float = 0.0
+) -> Trajectory:
     said = spoken.mask == 1
+    rewards = np.zeros(len(spoken.turn_ends), np.float32)
+    rewards[-1] = reward
     return Trajectory(
         token_ids=spoken.token_ids,
         mask=spoken.mask.astype(np.uint8),
         logprobs=np.zeros(len(said), np.float32),
         versions=np.where(said, task.min_version, -1).astype(np.int32),
         turn_ends=spoken.turn_ends,
-        rewards=np.zeros(len(spoken.turn_ends), np.float32),
-        messages=row.messages,
+        rewards=rewards,
+        messages=messages,
         seed=task.seed,
     )

@@ -179,6 +179,13 @@ def select(batch: TrainingBatch, keep_S: Tensor) -> tuple[list[TokenSequence], T
     return sequences, torch.nonzero(keep_S[batch.seq_N]).flatten()
 
 
+def minibatches(batch: TrainingBatch, count: int) -> list[Tensor]:
+    """Split the groups into contiguous minibatches; return which sequences each has: bool[S]."""
+    groups = torch.arange(int(batch.group_S.max()) + 1, device=batch.group_S.device)
+    parts = torch.tensor_split(groups, count)
+    return [torch.isin(batch.group_S, part) for part in parts if len(part)]
+
+
 def ends_of(batch: TrainingBatch, chosen_S: Tensor) -> TrainingBatch:
     """Return a batch whose only generated tokens stand behind the last ones of some sequences.
 

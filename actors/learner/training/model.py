@@ -97,6 +97,14 @@ def load_model(
         )
     else:
         model = _load(config, path, hollow=hollow)
+    return prepared(model, learner, path)
+
+
+def prepared(model: PreTrainedModel, learner: LearnerConfig, path: str) -> PreTrainedModel:
+    """Return a model whose layers compute as the learner is configured; ModelError if they cannot.
+
+    It stays in evaluation mode, or without dropout in training mode where layers are recomputed.
+    """
     if learner.gradient_checkpointing:
         _refuse_dropout(model, path)
         cast(Any, model).gradient_checkpointing_enable(
@@ -364,11 +372,15 @@ class Scorer:
             share_prompts=not self.flat_rows,
         )
         alone = [
-            self.score(pack([each], row_tokens=32, microbatch_tokens=32)[0]).logprobs_N
+            self._seen(pack([each], row_tokens=32, microbatch_tokens=32)[0])
             for each in (second, same_prompt)
         ]
-        error_N = self.score(together).logprobs_N[len(alone[0]) :] - torch.cat(alone)
+        error_N = self._seen(together)[len(alone[0]) :] - torch.cat(alone)
         return float(error_N.abs().max())
+
+    def _seen(self, packed: MicroBatch) -> Tensor:
+        """Return what tells of each token whether its own sequence alone was read: [N, …]."""
+        return self.score(packed).logprobs_N
 
 
 def _sliding_window(config: Any) -> tuple[int | None, bool]:

@@ -18,6 +18,8 @@ from ....schemas.rollout import Group
 from ....schemas.wire.errors import ConfigError
 from ...models.policies import MAIN, policy_config, policy_folder, policy_names
 from ..algorithms.training_batch import assemble
+from ..preferences.reward_model import load_reward_model
+from ..preferences.reward_trainer import RewardTrainer
 from .model import load_model
 from .orders import Order, Ranks
 from .parallel import Parallel, snapshot
@@ -35,6 +37,8 @@ def load_models(
     Raises ConfigError for models that do not read the same tokens, and for a checkpoint that has
     no policy for a role.
     """
+    if config.sft.trains_rewards:
+        return {MAIN: load_reward_model(config.model, config.learner, folder, hollow=hollow)}
     models = {
         name: load_model(
             policy_config(config, name).model,
@@ -73,7 +77,7 @@ def vocab_size(model: PreTrainedModel) -> int:
 
 
 class Policies:
-    """The trainers of a job, by policy."""
+    """The trainers of a job, by policy; of a reward model in the place of one."""
 
     def __init__(
         self,
@@ -91,8 +95,9 @@ class Policies:
         """
         self.total_steps = total_steps
         self._ranks = ranks or Ranks(config)
-        self.trainers = {
-            name: Trainer(
+        trainer = RewardTrainer if config.sft.trains_rewards else Trainer
+        self.trainers: dict[str, Trainer | RewardTrainer] = {
+            name: trainer(
                 model, policy_config(config, name), total_steps=total_steps, parallel=parallel
             )
             for name, model in models.items()

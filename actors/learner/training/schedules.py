@@ -2,6 +2,7 @@
 
 import math
 
+from ....schemas.config.learner import LearnerConfig
 from ....schemas.wire.errors import ConfigError
 
 
@@ -42,3 +43,15 @@ def learning_rate(
     span = max(total_steps - 1 - warmup_steps, 1)
     progress = min((step - warmup_steps) / span, 1.0)
     return base * (min_ratio + (1.0 - min_ratio) * _decay(kind, progress))
+
+
+def rate_of(learner: LearnerConfig, step: int, base: float, total_steps: int) -> float:
+    """Give the learning rate of training step `step` (from 1), as the learner is configured."""
+    return learning_rate(
+        step - 1,
+        base=base,
+        kind=learner.schedule,
+        warmup_steps=learner.warmup_steps,
+        total_steps=total_steps,
+        min_ratio=learner.min_lr_ratio,
+    )

@@ -13,6 +13,7 @@ Shape letters: N generated tokens, S sequences.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,12 +30,13 @@ from ..algorithms.aggregation import Denominators
 from ..algorithms.credit import assign_credit
 from ..algorithms.off_policy.mismatch import batch_mismatch
 from ..algorithms.readable import check_readable
-from ..algorithms.training_batch import TrainingBatch, ends_of
+from ..algorithms.training_batch import TrainingBatch, ends_of, minibatches
 from ..algorithms.values import Values
 from ..distillation.language import check_same_language
 from ..distillation.teachers import Teachers
 from ..own.functions import own_function
 from ..packing.micro_batch import MicroBatch
+from ..preferences.preferences import Preferences, check_pair
 from ..regularisation.entropy_bonus import EntropyBonus
 from ..regularisation.reference import Reference
 from .checkpoint import OPTIMIZER, save_policy
@@ -45,7 +47,7 @@ from .optimizer import load_optimizer, make_optimizer
 from .optimizers.loss_scale import LossScale
 from .parallel import Inside, Parallel, whole, whole_tensors
 from .rank_packer import RankPacker
-from .schedules import learning_rate
+from .schedules import rate_of
 from .sums import OF_THE_UPDATES, StepSums
 
 _log = structlog.get_logger()
@@ -92,7 +94,8 @@ class Trainer:
         self._objective = Objective(config)
         self._scorer = self._scorer_of(model, inside, self._replay)
         self._packer = RankPacker(model, self._scorer, learner, self._parallel, self.image_reader)
-        self._reference = self._make_reference() if config.algorithm.kl_coef else None
+        compares = config.algorithm.kl_coef or config.algorithm.loss == "dpo"
+        self._reference = self._make_reference() if compares else None
         self._entropy = EntropyBonus(config.algorithm.entropy_coef)
         self._own_advantage = own_function("advantage", config.algorithm.own_advantage)
         self._teachers = Teachers(config, self._scorer, self._frozen, self._packer, self._parallel)
@@ -167,6 +170,8 @@ class Trainer:
         if self._replay is not None:
             self._replay.check(group)
         self._teachers.check(group)
+        if self.config.algorithm.loss == "dpo":
+            check_pair(group)
         components = list(self.config.algorithm.reward_components)
         check_readable(group, self.model, self.image_reader, components)
 
@@ -186,7 +191,7 @@ class Trainer:
         An update whose gradient is not finite is left out and counted.
         """
         torch.manual_seed(self.config.seed * 1_000_003 + step)
-        start = time.perf_counter()
+        start, learner = time.perf_counter(), self.config.learner
         batch = batch.to(self._scorer.device)
         rate = self._set_learning_rate(step)
         old_N, entropy_N, reference_N = self._scores_before(batch)
@@ -201,7 +206,8 @@ class Trainer:
         objective, parts = self._objective, (kept_N, sample_N, advantages_N)
         weights_N = objective.whole_batch_weights(batch, old_N, *parts)
         trained, counted_N = objective.without_dropped(batch, kept_N, weights_N)
-        before = (old_N, reference_N, weights_N)
+        preferences = self._preferences(batch, reference_N)
+        before = (old_N, None if preferences else reference_N, weights_N)
         entropy_coef = self._entropy.of_step(self.config.algorithm)
         inputs = StepInputs(
             trained, sample_N, step - 1, advantages_N, *before, entropy_coef, targets
@@ -209,11 +215,15 @@ class Trainer:
         if self.critic is not None and credit.targets is not None:
             self.critic.begin_step(self._rate(step, self.config.critic.lr), credit.targets)
         sums = StepSums()
-        for part_S in self._minibatches(batch) * self.config.learner.batch_epochs:
+        for part_S in minibatches(batch, learner.num_minibatches) * learner.batch_epochs:
             kept_S = part_S & credit.kept_S
             of_part_N = part_S[batch.seq_N]
             if step > self.config.critic.warmup_steps:
                 counted = self._denominators(sample_N[of_part_N & counted_N], credit.samples.num)
+                if preferences is not None:
+                    score = partial(self._score_part, batch)
+                    weighed_N = preferences.advantages(part_S, score)
+                    inputs = replace(inputs, advantages_N=weighed_N)
                 self._update(inputs, part_S, kept_S, counted, sums)
             if self.critic is not None:
                 kept = self._denominators(sample_N[of_part_N & kept_N], credit.samples.num)
@@ -227,6 +237,7 @@ class Trainer:
             **({"actor/entropy_coef": entropy_coef} if entropy_coef else {}),
             **sums.numbers(),
             **taught,
+            **({} if preferences is None else preferences.numbers()),
             **objective.dropped_share(weights_N, kept_N),
             **({} if entropy_N is None else {"actor/entropy": float(entropy_N.mean())}),
             **spread("critic/advantages", advantages_N[kept_N]),
@@ -239,6 +250,13 @@ class Trainer:
             self._entropy.measured(self.config.algorithm, numbers["actor/entropy"])
         return StepReport(numbers, time.perf_counter() - start)
 
+    def pair_rewards(self, batch: TrainingBatch) -> Tensor:
+        """Return β log π/π_ref of the answers of pairs (DPO): float64[P, 2]."""
+        batch = batch.to(self._scorer.device)
+        preferences = self._preferences(batch, self._scores_before(batch)[2])
+        assert preferences is not None
+        return preferences.rewards(self._score_part(batch, _all(batch)))
+
     # -- named parts of the step -------------------------------------------------------------
 
     def _set_learning_rate(self, step: int) -> float:
@@ -248,15 +266,7 @@ class Trainer:
         return rate
 
     def _rate(self, step: int, base: float) -> float:
-        learner = self.config.learner
-        return learning_rate(
-            step - 1,
-            base=base,
-            kind=learner.schedule,
-            warmup_steps=learner.warmup_steps,
-            total_steps=self.total_steps,
-            min_ratio=learner.min_lr_ratio,
-        )
+        return rate_of(self.config.learner, step, base, self.total_steps)
 
     def _scores_before(
         self, batch: TrainingBatch
@@ -282,6 +292,15 @@ class Trainer:
         with self._reference.in_place() as scorer:
             return old_N, entropy_N, self._score_all(everything, batch, scorer)[0]
 
+    def _preferences(self, batch: TrainingBatch, reference_N: Tensor | None) -> Preferences | None:
+        if self.config.algorithm.loss != "dpo" or reference_N is None:
+            return None
+        return Preferences(self.config.sft, batch, reference_N)
+
+    def _score_part(self, batch: TrainingBatch, part_S: Tensor) -> Tensor:
+        """Return the log-probs of some sequences, among those of all: float32[N]."""
+        return self._score_all(self._packer.pack(batch, part_S), batch, self._scorer)[0]
+
     @torch.no_grad()
     def _score_all(
         self, micros: list[MicroBatch], batch: TrainingBatch, scorer: Scorer
@@ -306,12 +325,6 @@ class Trainer:
         after_s = critic.values_of(pack(after, batch.unfinished_S), after.num_tokens)
         after_S = torch.zeros_like(batch.rewards_S).masked_scatter(batch.unfinished_S, after_s)
         return Values(values_N, after_S)
-
-    def _minibatches(self, batch: TrainingBatch) -> list[Tensor]:
-        """Split the groups into contiguous minibatches: a mask over the sequences for each."""
-        groups = torch.arange(int(batch.group_S.max()) + 1, device=batch.group_S.device)
-        parts = torch.tensor_split(groups, self.config.learner.num_minibatches)
-        return [torch.isin(batch.group_S, part) for part in parts if len(part)]
 
     def _denominators(self, sample_n: Tensor, num_samples: int) -> Denominators:
         length = self.config.algorithm.loss_agg_length or self.config.rollout.max_response_tokens

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from ....schemas.config.agent import AgentConfig
 from ....schemas.config.job import GeneratorConfig, JobConfig
 from ....schemas.config.learner import LearnerConfig
+from ....schemas.config.storage import model_paths
 from ....schemas.control import rank_name
 from ....schemas.job import ActorPlacement, JobRecord, Role
 from ....schemas.node import WantedActor
@@ -53,7 +54,7 @@ def actors_for(config: JobConfig, kind: str) -> list[ActorPlacement]:
         _actor("generator", f"generator-{i}", config.generator_slots)
         for i in range(config.generator.count)
     ]
-    if config.env.num_val > 0:
+    if config.has_evaluator:
         actors.append(_actor("evaluator", "evaluator-0"))
     return actors + hosts
 
@@ -154,6 +155,7 @@ def wanted_actor(record: JobRecord, actor: ActorPlacement, config: JobConfig) ->
         output_roots=record.output_roots,
         reads=data if actor.role == "environment" else [],
         programs=_shown_to_programs(config.agent) if actor.role == "environment" else None,
+        own_code=_read_by_own_code(config) if actor.role in ("learner", "rank") else None,
         threads=threads.get(actor.role, 1),
         secrets=bool(secrets_of(record, actor)),
         max_restarts=config.limits.max_restarts,
@@ -168,6 +170,13 @@ def secrets_of(record: JobRecord, actor: ActorPlacement) -> list[SecretName]:
     if actor.role == "generator":
         of_it.append(TEACHER_KEY)
     return [name for name in of_it if name in record.secrets]
+
+
+def _read_by_own_code(config: JobConfig) -> list[str] | None:
+    """Return what a learner reads that runs functions of its owner; None for one that does not."""
+    if not config.own_functions:
+        return None
+    return [*model_paths(config).values(), *config.sft.data]
 
 
 def _shown_to_programs(agent: AgentConfig) -> list[str] | None:

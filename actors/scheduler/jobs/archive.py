@@ -6,7 +6,7 @@ leads writes there, so what it has read once stays true.
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ....broker.client.connection import Broker
@@ -121,16 +121,14 @@ class ArchivedJobs:
     async def read(self, jobs: Iterable[JobRecord | ArchivedJob]) -> list[JobRecord]:
         """Return the records of jobs, those of archived ones read; what is gone is left out."""
         wanted = list(jobs)
-        found: list[JobRecord | None] = []
-        for first in range(0, len(wanted), _AT_ONCE):
-            found += await self._read_some(wanted[first : first + _AT_ONCE])
+        archived = [job for job in wanted if isinstance(job, ArchivedJob)]
+        read: dict[str, JobRecord | None] = {}
+        for first in range(0, len(archived), _AT_ONCE):
+            some = archived[first : first + _AT_ONCE]
+            records = await asyncio.gather(*map(self._read, some))
+            read.update(zip((job.job for job in some), records, strict=True))
+        found = (job if isinstance(job, JobRecord) else read[job.job] for job in wanted)
         return [record for record in found if record is not None]
-
-    async def _read_some(self, wanted: Sequence[JobRecord | ArchivedJob]) -> list[JobRecord | None]:
-        async def one(job: JobRecord | ArchivedJob) -> JobRecord | None:
-            return job if isinstance(job, JobRecord) else await self._read(job)
-
-        return await asyncio.gather(*map(one, wanted))
 
     async def _read(self, job: ArchivedJob) -> JobRecord | None:
         entry = await self._records.find(JobScope(job.user, job.job).key)

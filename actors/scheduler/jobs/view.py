@@ -1,7 +1,9 @@
 """The scheduler's view of all jobs and quotas, held in memory and kept up to date by the broker."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 
 from ....broker.client.connection import Broker
 from ....broker.jetstream.kv import Entry
@@ -21,8 +23,10 @@ from .archive import ArchivedJob, ArchivedJobs
 from .holdings import holdings
 from .states import ACTIVE
 
-PAGE_RECORDS, PAGE_BYTES = 200, 1 << 20
+PAGE_RECORDS, PAGE_BYTES = 1000, 1 << 20
 """Of one answer, which holds at least one record."""
+PAGE_ARCHIVED = 200
+"""Of these, archived ones: each is read before the answer goes."""
 
 
 class JobsView:
@@ -46,6 +50,7 @@ class JobsView:
         self._name_of: dict[str, tuple[str, str]] = {}
         self._of_user: dict[str, dict[str, int]] = {}
         self._sized: dict[str, int] = {}
+        self._places: dict[str, str] = {}
         self._num_bytes = 0
         self._has_users = broker.user != DEFAULT_USER
         self._configs: dict[str, tuple[int, JobConfig]] = {}
@@ -103,6 +108,7 @@ class JobsView:
         if self._sized.get(key) != newest.revision:
             self._forget_size(key)
             self._sized[key] = newest.revision
+            self._places[key] = _place(record)
             size = self._of_user.setdefault(record.user, {})[key] = size_of(record)
             self._num_bytes += size
             self.archive.drop(record.job)  # where both buckets have it, this one counts
@@ -130,6 +136,7 @@ class JobsView:
 
     def _forget_size(self, key: str) -> None:
         self._sized.pop(key, None)
+        self._places.pop(key, None)
         self._num_bytes -= self._of_user.get(key.partition(".")[0], {}).pop(key, 0)
 
     def _forget(self, key: str) -> None:
@@ -186,8 +193,10 @@ class JobsView:
 
     def records(self, user: str | None = None) -> list[JobRecord]:
         """Return the jobs of a user, or of all, newest first."""
-        found = self._every() if user is None else self._own(user)
-        return sorted(found, key=_place, reverse=True)
+        entries = self._jobs.entries
+        keys = self._places if user is None else self._of_user.get(user, {})
+        newest_first = sorted(keys, key=self._places.__getitem__, reverse=True)
+        return [entries[key].value for key in newest_first if key in entries]
 
     def _own(self, user: str) -> Iterator[JobRecord]:
         entries = self._jobs.entries
@@ -200,19 +209,20 @@ class JobsView:
         return sorted((*records, *self.archive.of(user)), key=_place, reverse=True)
 
     def page(
-        self, records: Iterable[JobRecord | ArchivedJob], after: str
+        self, records: Sequence[JobRecord | ArchivedJob], after: str
     ) -> tuple[list[JobRecord | ArchivedJob], str]:
         """Return those of the jobs, newest first, that one answer holds, and where to go on.
 
         `after` is what the page before returned, empty at the beginning; so is what ends the list.
         """
         found: list[JobRecord | ArchivedJob] = []
-        num_bytes = 0
-        for record in records:
-            if after and _place(record) >= after:
-                continue
+        num_bytes = num_archived = 0
+        first = bisect_left(records, True, key=lambda one: _place(one) < after) if after else 0
+        for record in islice(records, first, None):
             num_bytes += self._size(record)
-            if found and (len(found) >= PAGE_RECORDS or num_bytes > PAGE_BYTES):
+            num_archived += isinstance(record, ArchivedJob)
+            full = len(found) >= PAGE_RECORDS or num_archived > PAGE_ARCHIVED
+            if found and (full or num_bytes > PAGE_BYTES):
                 return found, _place(found[-1])
             found.append(record)
         return found, ""
@@ -326,8 +336,10 @@ class JobsView:
 
     def told(self, record: JobRecord) -> JobRecord:
         """Return a record as its owner is told it: a queued one with its place in the queue."""
+        if record.state != "QUEUED":
+            return record
         place, why = self.waits.get(key_of(record), (0, ""))
-        if record.state != "QUEUED" or not place:
+        if not place:
             return record
         reason = f"{why} ({place} of {len(self.waits)} in the queue)"
         return record.model_copy(update={"reason": reason, "place": place})

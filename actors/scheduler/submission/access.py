@@ -9,8 +9,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from ....envs.registry import check_registered
+from ....schemas.config.agent import runs_programs
 from ....schemas.config.algorithms.teacher import endpoint, is_endpoint
 from ....schemas.config.job import JobConfig
+from ....schemas.config.storage import BROKER
 from ....schemas.tinker.operation import TrainerOffer
 from ....schemas.wire.errors import AuthError, ConfigError
 from ...folders.links import foreign, hard_links, inodes_below, leads
@@ -64,6 +67,12 @@ def refuse_own_algorithms(config: JobConfig, user: str) -> None:
                 hint=f"let the operator add {user} to ${AUTHORS_VARIABLE} of the scheduler, or an "
                 "admin submit the job",
             )
+    if config.own_functions and config.storage.url not in (None, BROKER):
+        raise ConfigError(
+            f"storage.url={config.storage.url}: a learner with code of its owner's gets no keys of "
+            "the operator's",
+            hint=f"set storage.url to {BROKER}, or remove it",
+        )
 
 
 def refuse_endpoints(config: JobConfig, user: str) -> None:
@@ -112,3 +121,11 @@ def refuse_runs_of_others(
         for inode in (inode for folder in outermost for inode in inodes_below(folder)):
             if inode in several:
                 raise foreign(f"{several[inode].key}={several[inode].value!r}: a file in it")
+
+
+def check_game(config: Mapping[str, Any]) -> None:
+    """Raise GameError if the pool is to host a game of a name that nobody has registered."""
+    env = cast("Mapping[str, Any]", config.get("env") or {})
+    is_hosted = env.get("hosts") != 0 and not runs_programs(config)
+    if (game := env.get("game")) and is_hosted:
+        check_registered(str(game))

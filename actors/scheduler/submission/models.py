@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from ....broker.client.connection import Broker
 from ....broker.client.rpc import call
@@ -12,8 +13,16 @@ from ....schemas.node import ModelAnswer, ModelQuestion, NodeStatus
 from ....schemas.wire.errors import ModelError, TinkermqError
 from ....schemas.wire.subjects import node
 
-_ANSWER_S = 12.0
-_MOST_ASKED = 8
+ANSWER_S = 12.0
+MOST_ASKED = 8
+"""Nodes that are asked; of a larger pool the others count for ones that can."""
+
+
+class Told(NamedTuple):
+    """What one node says of one model."""
+
+    node: str
+    answer: ModelAnswer
 
 
 async def refuse_missing_models(
@@ -24,15 +33,21 @@ async def refuse_missing_models(
     Nodes that do not know count for ones that can: the job finds out. So does a pool without nodes,
     or with more than are asked.
     """
-    asked = nodes[:_MOST_ASKED]
-    for model in _models(config):
-        answers = await asyncio.gather(*(_ask(broker, one.node, model) for one in asked))
-        if answers and len(asked) == len(nodes) and all(one.missing for one in answers):
-            told = answers[0]
-            raise ModelError(f"node {asked[0].node}: {told.missing}", hint=told.hint)
+    for model in models_of(config):
+        told = await ask_for_model(broker, nodes, model)
+        if told and len(told) == len(nodes) and all(one.answer.missing for one in told):
+            first = told[0]
+            raise ModelError(f"node {first.node}: {first.answer.missing}", hint=first.answer.hint)
 
 
-def _models(config: JobConfig) -> Iterable[str]:
+async def ask_for_model(broker: Broker, nodes: Sequence[NodeStatus], model: str) -> list[Told]:
+    """Return what the nodes say of a model, those that were asked."""
+    names = [one.node for one in nodes[:MOST_ASKED]]
+    answers = await asyncio.gather(*(_ask(broker, name, model) for name in names))
+    return [Told(name, answer) for name, answer in zip(names, answers, strict=True)]
+
+
+def models_of(config: JobConfig) -> Iterable[str]:
     """Return the models that a job starts from, but those of a store and of other runs."""
     named = model_paths(config)
     named.pop("model.tokenizer", None)  # it needs no weights
@@ -46,7 +61,7 @@ async def _ask(broker: Broker, name: str, model: str) -> ModelAnswer:
             node(name, "model"),
             ModelQuestion(model=model),
             ModelAnswer,
-            timeout_s=_ANSWER_S,
+            timeout_s=ANSWER_S,
             waiting_for=f"node {name}",
             idempotent=True,
         )

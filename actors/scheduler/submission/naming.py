@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from ....schemas.config.agent import runs_programs
+from ....schemas.wire.errors import ConfigError, MessageError
+from ....schemas.wire.subjects import token
 
 _PART_CHARS = 20
 _SOURCE_CHARS = 36
@@ -52,3 +54,11 @@ def _leaf(config: dict[str, Any], section: str, key: str) -> str:
 
 def _plain(text: str) -> str:
     return _NOT_NAME.sub("-", text.lower()).strip("-")[:_PART_CHARS].strip("-")
+
+
+def check_name(name: Any) -> None:
+    """Raise ConfigError if a run cannot have this name."""
+    try:
+        token(str(name), what="run name")
+    except MessageError as error:
+        raise ConfigError(error.message, hint=error.hint) from error

@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from ....schemas.config.job import JobConfig
-from ....schemas.config.load_config import merged, parse_config
+from ....schemas.config.load_config import parse_config
 from ....schemas.job import JobRecord
 from ....schemas.wire.errors import ConfigError, StateError
+from ....schemas.wire.maps import merged
 from .rules import refuse_removed
 
 _OPTIMIZER = "learner.optimizer"
@@ -19,6 +20,7 @@ _KEPT = (
     ("lora", "the run goes on with the model of its checkpoint"),
     (_OPTIMIZER, "the checkpoint holds the state of that one"),
     ("sft.data", "the order of its tasks hangs on it"),
+    ("sft.objective", "the run goes on with the model of its checkpoint"),
     ("training.batch_size", "how many tasks may be issued is counted by it from the first step on"),
     ("training.curriculum", "the checkpoint remembers what it has chosen by it"),
 )
@@ -80,3 +82,14 @@ def _value(config: JobConfig, key: str) -> Any:
     for part in key.split("."):
         value = getattr(value, part)
     return value
+
+
+def already_configured(record: JobRecord, config: dict[str, Any]) -> JobRecord:
+    """Answer a `configure` that was sent again after it had started the job."""
+    same = {**config, "name": record.name} == {**record.config, "name": record.name}
+    if not same:
+        raise StateError(
+            f"job {record.name} has its configuration already and is {record.state}",
+            hint="submit a new job, or fork this one",
+        )
+    return record

@@ -9,20 +9,19 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, NamedTuple
 
 from ....broker.client.connection import Broker
 from ....broker.jobs import JobStore, is_final
-from ....envs.registry import check_registered
-from ....schemas.config.agent import runs_programs
 from ....schemas.config.job import JobConfig
-from ....schemas.config.load_config import check_keys, merged, parse_config
+from ....schemas.config.load_config import check_keys, parse_config
 from ....schemas.config.reward import RewardConfig
 from ....schemas.job import ActorPlacement, ConfigureRequest, JobRecord, SubmitRequest
 from ....schemas.tinker.names import is_path
-from ....schemas.wire.errors import ConfigError, MessageError, StateError, TinkermqError
+from ....schemas.wire.errors import ConfigError, StateError, TinkermqError
 from ....schemas.wire.ids import new_id
-from ....schemas.wire.subjects import DEFAULT_USER, JobScope, token
+from ....schemas.wire.maps import merged
+from ....schemas.wire.subjects import DEFAULT_USER, JobScope
 from ...folders.links import named_by
 from ...folders.roots import in_default_folder, output_roots, with_allowed_folders
 from ...folders.stores import operator_stores, refuse_other_stores
@@ -41,6 +40,7 @@ from ..jobs.secrets import SecretStore
 from ..jobs.view import JobsView, size_of
 from ..reconciler import Reconciler
 from .access import (
+    check_game,
     refuse_code_of_others,
     refuse_endpoints,
     refuse_own_algorithms,
@@ -48,10 +48,20 @@ from .access import (
     refuse_second_service,
 )
 from .models import refuse_missing_models
-from .naming import names
+from .naming import check_name, names
 from .origins import Origins, begins_with, own
-from .resuming import changed_config
+from .resuming import already_configured, changed_config
 from .run_folder import keep_checkpoint, make_run_dir, pin_adapters, pin_models
+
+
+class _Plan(NamedTuple):
+    config: JobConfig
+    roots: list[Path]
+    kind: Literal["train", "infer", "eval", "sft", "tinker"]
+    actors: list[ActorPlacement]
+    folders: dict[str, str]
+    """Of checkpoints that it reads beside its own, by their names."""
+    teachers: dict[str, str]
 
 
 class Submission:
@@ -81,12 +91,7 @@ class Submission:
 
         Raises ConfigError, PlacementError, StateError (the name is taken), StorageError.
         """
-        if request.kind not in KINDS:
-            raise ConfigError(
-                f"this pool does not run jobs of kind {request.kind!r}",
-                hint=f"submit one of kind {' or '.join(KINDS)}",
-            )
-        check_priority(user, request.priority, self._view.quota(user))
+        self._check_kind(user, request)
         if request.configured:
             parse_config(request.config)
         else:
@@ -99,6 +104,27 @@ class Submission:
             making.add_done_callback(lambda _: self._making.pop(key))
         return await asyncio.shield(making)
 
+    def _check_kind(self, user: str, request: SubmitRequest) -> None:
+        if request.kind not in KINDS:
+            raise ConfigError(
+                f"this pool does not run jobs of kind {request.kind!r}",
+                hint=f"submit one of kind {' or '.join(KINDS)}",
+            )
+        check_priority(user, request.priority, self._view.quota(user))
+
+    async def tried(
+        self, user: str, request: SubmitRequest
+    ) -> tuple[JobRecord, JobConfig, list[ActorPlacement]]:
+        """Return what a job would be, which is not made: its record, configuration and actors.
+
+        Raises what `submit` does before it asks nodes.
+        """
+        self._check_kind(user, request)
+        parse_config(request.config)
+        record = await self._blank(user, "tried", request)
+        plan = await self._planned(record)
+        return record, plan.config, plan.actors
+
     async def _make(self, user: str, request: SubmitRequest) -> JobRecord:
         async with self.lock(user):
             job = await self._jobs.asked_before(user, request.request_id)
@@ -109,7 +135,8 @@ class Submission:
         """Return what lets one request of a user at a time count what he holds and add to it."""
         return self._view.lock(user)
 
-    async def _create(self, user: str, job: str, request: SubmitRequest) -> JobRecord:
+    async def _blank(self, user: str, job: str, request: SubmitRequest) -> JobRecord:
+        """Return the record of a job that waits for its configuration; nothing is stored."""
         check_room(user, self._view.quota(user), self._view.held(user), max_jobs=1)
         if request.kind == "tinker":
             is_admin = self._view.is_admin(user) or not self._has_users
@@ -118,7 +145,7 @@ class Submission:
         followed = await self.origins.followed(user, request)
         adapters = await self.origins.adapters(user, request)
         source = followed.name if followed else fork_of or ""
-        blank = JobRecord(
+        return JobRecord(
             job=job,
             name=await self._free_name(user, job, request.config, request.kind, source),
             user=user,
@@ -137,6 +164,9 @@ class Submission:
             secrets=self._secrets.names(user, request.sealed),
             created=time.time(),
         )
+
+    async def _create(self, user: str, job: str, request: SubmitRequest) -> JobRecord:
+        blank = await self._blank(user, job, request)
         self._names.add((user, blank.name))
         try:
             self.check_growth(None, blank)
@@ -160,7 +190,7 @@ class Submission:
             record = await self._view.get(user, request.job)
             config = merged(record.config, request.config)
             if record.configured:
-                return _already(record, config)
+                return already_configured(record, config)
             if record.state != "QUEUED":
                 raise StateError(
                     f"job {record.name} is {record.state}", hint="submit it as a new job"
@@ -182,14 +212,8 @@ class Submission:
         A checkpoint of which only the weights count becomes the model of the configuration; a job
         that trains on conversations is one of kind `sft`.
         """
-        config = parse_config({**record.config, "name": record.name})
-        if record.weights_only:
-            config = config.with_model(begins_with(record))
-        config, roots = await self._allowed(config, record)
-        folders, teachers = await self.origins.teachers(record, config)
-        kind = "sft" if record.kind == "train" and config.sft.data else record.kind
-        actors = actors_for(config, kind)
-        self._refuse_placing(record.user, actors)
+        config, roots, kind, actors, folders, teachers = await self._planned(record)
+        self.refuse_placing(record.user, actors)
         if not record.fork_dir:
             await refuse_missing_models(self._broker, self._reconciler.nodes(), config)
         wanted = {"actors": actors, "stored_bytes": reserved_bytes(config)}
@@ -228,6 +252,16 @@ class Submission:
         kept = await asyncio.to_thread(pin_models, record, folders, run_dir, Stores(self._broker))
         return config.model_copy(update={"algorithm": config.algorithm.renamed(kept)})
 
+    async def _planned(self, record: JobRecord) -> _Plan:
+        """Return what a job may do, and its actors, as its record says; raises ConfigError."""
+        config = parse_config({**record.config, "name": record.name})
+        if record.weights_only:
+            config = config.with_model(begins_with(record))
+        config, roots = await self._allowed(config, record)
+        kind = "sft" if record.kind == "train" and config.sft.data else record.kind
+        named = await self.origins.teachers(record, config)
+        return _Plan(config, roots, kind, actors_for(config, kind), *named)
+
     async def _kept(self, record: JobRecord, run_dir: Path) -> tuple[str, dict[str, str]]:
         """Return the job's own copies of what it begins with; of a half one nothing is left."""
         stores, fork_dir = Stores(self._broker), record.fork_dir
@@ -259,7 +293,7 @@ class Submission:
             config = await self._with_models(record, config, folders, Path(record.run_dir))
             asked = actors_for(config, record.kind)
             actors = actors if asked == actors_for(before, record.kind) else asked
-        self._refuse_placing(record.user, actors)
+        self.refuse_placing(record.user, actors)
         fields: dict[str, Any] = {
             "attempt": record.attempt + 1,
             "stop": "no",
@@ -276,7 +310,8 @@ class Submission:
         self.check_growth(record, record.model_copy(update={**fields, "has_streams": True}))
         return fields
 
-    def _refuse_placing(self, user: str, actors: Sequence[ActorPlacement]) -> None:
+    def refuse_placing(self, user: str, actors: Sequence[ActorPlacement]) -> None:
+        """Raise PlacementError or QuotaError for actors that have no place here."""
         self._reconciler.refuse_impossible(actors)
         quota = self._view.quota(user)
         check_room(user, quota, {}, max_slots=slots_of(actors), max_actors=len(actors))
@@ -356,30 +391,3 @@ class Submission:
 
 def _served(request: SubmitRequest, fork_of: str | None) -> str:
     return fork_of or "" if request.kind == "infer" else ""
-
-
-def check_game(config: Mapping[str, Any]) -> None:
-    """Raise GameError if the pool is to host a game of a name that nobody has registered."""
-    env = cast("Mapping[str, Any]", config.get("env") or {})
-    is_hosted = env.get("hosts") != 0 and not runs_programs(config)
-    if (game := env.get("game")) and is_hosted:
-        check_registered(str(game))
-
-
-def check_name(name: Any) -> None:
-    """Raise ConfigError if a run cannot have this name."""
-    try:
-        token(str(name), what="run name")
-    except MessageError as error:
-        raise ConfigError(error.message, hint=error.hint) from error
-
-
-def _already(record: JobRecord, config: dict[str, Any]) -> JobRecord:
-    """Answer a `configure` that was sent again after it had started the job."""
-    same = {**config, "name": record.name} == {**record.config, "name": record.name}
-    if not same:
-        raise StateError(
-            f"job {record.name} has its configuration already and is {record.state}",
-            hint="submit a new job, or fork this one",
-        )
-    return record

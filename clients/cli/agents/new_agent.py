@@ -15,14 +15,25 @@ Kind: TypeAlias = Literal["openai", "anthropic", "command"]
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 _PLACES: Mapping[str, str] = {
     "README.md": "README.md",
+    "Makefile": "Makefile",
     "agent.yaml": "agent.yaml",
     "tool.py": "program/tool.py",
     "grade.py": "grader/grade.py",
     "train.jsonl": "data/train.jsonl",
     "val.jsonl": "data/val.jsonl",
+    "demonstrations.py": "tiny/demonstrations.py",
+    "sft.yaml": "tiny/sft.yaml",
+    "tiny.yaml": "tiny/agent.yaml",
+    "play.py": "tiny/play.py",
 }
 """Where each template of `clients/new_agent` goes."""
 _PROGRAM = "program/agent.py"
+_CLIENTS: Mapping[Kind, str] = {
+    "openai": "model.openai()",
+    "anthropic": "model.anthropic()",
+    "command": "model.openai_base_url, model.api_key",
+}
+"""What the program's function `answer` takes beside the question, of an episode."""
 
 
 def new(name: str, /, *, kind: Kind = "openai", into: Path = Path()) -> int:
@@ -44,6 +55,7 @@ def new(name: str, /, *, kind: Kind = "openai", into: Path = Path()) -> int:
         f"cd {folder}": "the agent",
         "tinkermq agent check agent.yaml": "run it against a model by a script",
         "tinkermq agent play agent.yaml": "be its model yourself",
+        "make train": "let a tiny model learn to use the tool, in some minutes",
         "tinkermq train agent.yaml": "train a model under it",
     }
     width = max(map(len, steps))
@@ -64,10 +76,11 @@ def write_agent(name: str, kind: Kind, into: Path) -> Path:
         raise ConfigError(
             f"{folder} is there already", hint="choose another name, or remove it first"
         )
+    words = {"name": name, "client": _CLIENTS[kind]}
     templates = files("tinkermq.clients") / "new_agent"
     for source, place in {**_PLACES, f"{kind}.py": _PROGRAM}.items():
         file = folder / place
         file.parent.mkdir(parents=True, exist_ok=True)
         text = (templates / f"{source}.in").read_text(encoding="utf-8")
-        file.write_text(Template(text).substitute({"name": name}), encoding="utf-8")
+        file.write_text(Template(text).substitute(words), encoding="utf-8")
     return folder

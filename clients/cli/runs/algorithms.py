@@ -25,8 +25,6 @@ def check(
     One finite value for each token, the same twice; a loss keeps a finite gradient, makes tokens
     with positive advantages likelier, and a token's loss hangs on its own sequence alone.
 
-    Example: `tinkermq algorithm check my_losses:clipped --kind loss`
-
     Parameters
     ----------
     function

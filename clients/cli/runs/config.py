@@ -72,15 +72,17 @@ def _rows(model: type[Any], prefix: str) -> list[tuple[str, str, str, str]]:
     from pydantic import BaseModel
 
     from ....schemas.config.section import only_while
+    from ....schemas.wire.field_docs import field_docs
     from ....schemas.wire.field_text import default_text, type_text
 
+    texts = field_docs(model)
     rows: list[tuple[str, str, str, str]] = []
     for name, field in model.model_fields.items():
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             rows += _rows(inner, f"{prefix}{name}.")
             continue
-        text = " ".join((field.description or "").split()) + only_while(field)
+        text = " ".join(texts[name].split()) + only_while(field)
         kind, default, text = (
             told.replace("`", "") for told in (type_text(field), default_text(field), text)
         )

@@ -1,68 +1,154 @@
-"""What `train --dry-run` checks without starting anything: model, game, data, slots."""
+"""What `train --dry-run` checks without starting anything, here and in the pool."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ....broker.client.connection import Broker
 from ....envs.check import check_game
-from ....envs.data.chat_data import ChatData
+from ....envs.data.pair_data import check_row, open_rows
 from ....schemas.config.job import JobConfig
+from ....schemas.job import SubmissionFinding
 from ....schemas.wire.errors import (
     BrokerError,
+    ConfigError,
     DataError,
     GameError,
+    ModelError,
     PlacementError,
     TinkermqError,
 )
 from ...home import find_url
 from ...pool import Pool
 from ...validation.files import look_at_model
-from ...validation.paths import is_local_pool
+from ...validation.names import checkpoint_named
+from ...validation.paths import is_local_pool, resolve_paths
 from ..agents.private_broker import with_private_broker
-from ..output import note, print_json, say, say_plain
+from ..output import literal, note, print_json, say, say_plain
 from ..session import with_pool
 
 if TYPE_CHECKING:
     from ....envs.agents.trial.report import TrialReport
 
 
+_ERRORS: dict[str, type[TinkermqError]] = {
+    "job": ConfigError,
+    "model": ModelError,
+    "data": DataError,
+    "game": GameError,
+    "slots": PlacementError,
+}
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What somebody said of one thing that the job needs."""
+
+    what: str
+    detail: str
+    by: str
+    error: TinkermqError | None = None
+    """Why the job would be refused."""
+    overruled: bool = False
+    """The pool has what this machine lacks, and the job would run there."""
+
+
 def dry_run(
     config: JobConfig, nats_url: str | None, *, as_json: bool, from_run: str | None = None
 ) -> int:
-    """Check everything, print what is set and what was found, and raise the first problem."""
-    begins = f"that of run {from_run}: looked up when the job is submitted"
-    checks: list[tuple[str, Callable[[], str]]] = [
-        ("model", lambda: begins if from_run else check_model(config, nats_url)),
-        *([("data", lambda: check_chats(config))] if config.sft.data else []),
-        *_check_of_episodes(config),
-        ("slots", lambda: check_slots(config, nats_url)),
-    ]
+    """Check everything, print what is set and what was found, and raise the first problem.
+
+    This machine looks as far as it sees, and a pool that answers says what a submission would be
+    told: the scheduler of slots, names and quotas, its nodes of models, data and games.
+    """
     if not as_json:
         import yaml
 
         given = config.model_dump(mode="json", exclude_unset=True)
         say_plain(yaml.safe_dump(given, sort_keys=False))
         note("all other keys have their defaults: `tinkermq config show FILE` prints them too")
-    results: list[dict[str, object]] = []
-    problems: list[TinkermqError] = []
-    for name, check in checks:
-        try:
-            results.append({"check": name, "ok": True, "detail": check()})
-        except TinkermqError as error:
-            problems.append(error)
-            results.append({"check": name, "ok": False, "detail": error.message})
-    if as_json:
-        print_json({"config": config.model_dump(mode="json"), "checks": results})
-    else:
-        for result in results:
-            mark = "[green]ok[/]  " if result["ok"] else "[red]fail[/]"
-            say(f"{mark} {result['check']:<6} {result['detail']}")
-    if problems:
-        raise problems[0]
+    here = [_look(*check) for check in _checks_here(config, nats_url, from_run)]
+    told = _ask_pool(config, nats_url, from_run)
+    if not _is_here(nats_url):
+        had = {one.what for one in told if one.error is None and one.by.startswith("node ")}
+        here = [replace(one, overruled=one.what in had) for one in here]
+    results = [*here, *told]
+    _print(results, config, as_json=as_json)
+    for one in results:
+        if one.error is not None and not one.overruled:
+            raise one.error
     if not as_json:
         note("nothing was submitted")
     return 0
+
+
+def _checks_here(
+    config: JobConfig, nats_url: str | None, from_run: str | None
+) -> Iterator[tuple[str, Callable[[], str]]]:
+    """Yield what can be looked at on this machine."""
+    if from_run is None:
+        yield "model", lambda: check_model(config, nats_url)
+    if config.sft.data:
+        yield "data", lambda: check_rows(config)
+    yield from _check_of_episodes(config)
+
+
+def _look(what: str, check: Callable[[], str]) -> _Result:
+    try:
+        return _Result(what, check(), "this machine")
+    except TinkermqError as error:
+        return _Result(what, error.message, "this machine", error)
+
+
+def _ask_pool(config: JobConfig, nats_url: str | None, from_run: str | None) -> list[_Result]:
+    """Return what scheduler and nodes say; nothing but what is needed where no stack is up."""
+    try:
+        url = find_url(nats_url)
+    except BrokerError:
+        needed = f"{needed_slots(config)} needed; no stack is up, so not compared"
+        begins = f"that of run {from_run}: looked up when the job is submitted"
+        model = [] if from_run is None else [_Result("model", begins, "this machine")]
+        return [*model, _Result("slots", needed, "this machine")]
+
+    async def work(pool: Pool) -> list[SubmissionFinding]:
+        given = config.model_dump(exclude_unset=True)
+        return await pool.try_out(
+            resolve_paths(given, url, has_users=pool.has_users),
+            fork_of=from_run and checkpoint_named(from_run),
+            weights_only=from_run is not None,
+        )
+
+    try:
+        return [_told(one) for one in with_pool(url, work)]
+    except BrokerError as error:
+        return [_Result("pool", error.message, "this machine", error)]
+
+
+def _told(finding: SubmissionFinding) -> _Result:
+    kind = _ERRORS[finding.what]
+    who = f"{finding.by}: " if finding.by.startswith("node ") else ""
+    error = None if finding.ok else kind(f"{who}{finding.text}", hint=finding.hint)
+    return _Result(finding.what, finding.text, finding.by, error)
+
+
+def _print(results: Sequence[_Result], config: JobConfig, *, as_json: bool) -> None:
+    if as_json:
+        checks = [
+            {
+                "check": one.what,
+                "ok": one.error is None or one.overruled,
+                "detail": one.detail,
+                "by": one.by,
+            }
+            for one in results
+        ]
+        print_json({"config": config.model_dump(mode="json"), "checks": checks})
+        return
+    for one in results:
+        mark = "[green]ok[/]  " if one.error is None else "[red]fail[/]"
+        mark = "[yellow]lack[/]" if one.overruled and one.error is not None else mark
+        say(f"{mark} {one.what:<6} {literal(one.detail)}  [dim]({literal(one.by)})[/]")
 
 
 def _check_of_episodes(config: JobConfig) -> list[tuple[str, Callable[[], str]]]:
@@ -123,42 +209,18 @@ def check_agent(config: JobConfig) -> str:
     )
 
 
-def check_chats(config: JobConfig) -> str:
-    """Read every conversation of an SFT job; DataError for the first that is none."""
-    with contextlib.closing(ChatData(config.sft.data)) as data:
-        for number in range(len(data)):
-            row = data.row(number)
-            if not any(message["role"] == "assistant" for message in row.messages):
-                raise DataError(
-                    f"the assistant says nothing in {row.where}",
-                    hint="its messages are what is learnt: leave the row out",
-                )
-        return f"{len(data)} conversations"
+def check_rows(config: JobConfig) -> str:
+    """Read every row of an SFT job's data; DataError for the first that cannot be learnt from."""
+    counts: list[int] = []
+    for files in filter(None, (config.sft.data, config.sft.val_data)):
+        with contextlib.closing(open_rows(config.sft, files)) as data:
+            for number in range(len(data)):
+                check_row(data.row(number))
+            counts.append(len(data))
+    what = "pairs" if config.sft.has_pairs else "conversations"
+    return f"{counts[0]} {what}" + "".join(f", {count} held out" for count in counts[1:])
 
 
 def needed_slots(config: JobConfig) -> int:
     """Return the slots that the job's learner and generators take."""
     return config.learner.slots + config.generator.count * config.generator_slots
-
-
-def check_slots(config: JobConfig, nats_url: str | None) -> str:
-    """Compare what the job needs with what the pool has.
-
-    Raises PlacementError when it can never fit.
-    """
-    needed = needed_slots(config)
-    try:
-        url = find_url(nats_url)
-    except BrokerError:
-        return f"{needed} needed; no stack is up, so not compared"
-
-    async def work(pool: Pool) -> int:
-        return sum(node.slots for node in await pool.nodes())
-
-    there = with_pool(url, work)
-    if needed > there:
-        raise PlacementError(
-            f"the job needs {needed} slots, the pool has {there}",
-            hint="lower generator.count, or start the stack with more: `tinkermq up --slots N`",
-        )
-    return f"{needed} of {there}"

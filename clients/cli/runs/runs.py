@@ -1,4 +1,7 @@
-"""`tinkermq ps`, `stop`, `checkpoint`, `pause`, `resume`, `fork` and `scale`."""
+"""`tinkermq ps`, `stop`, `checkpoint`, `pause`, `resume`, `fork` and `scale`.
+
+What one of them alone needs is imported there: `ps` is typed often, and should answer at once.
+"""
 
 import asyncio
 import contextlib
@@ -8,10 +11,8 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from ....broker.calls.learner import write_checkpoint
 from ....broker.observe.recent import recent_values, run_row
 from ....broker.presence import list_presences
-from ....schemas.config.load_config import apply_override
 from ....schemas.job import FINAL_STATES, JobRecord
 from ....schemas.metric import Presence
 from ....schemas.wire.errors import BrokerError, ConfigError, NotFoundError
@@ -21,7 +22,6 @@ from ...validation.names import did_you_mean
 from ..options import COMMON, Common
 from ..output import duration, note, print_json, print_table, say, say_plain
 from ..session import with_pool
-from .live import announce
 
 _EXPLAINED = frozenset({"QUEUED", "LOST", "FAILED"})
 _WHY_CHARACTERS = 72
@@ -248,6 +248,8 @@ def checkpoint(run: str, /, *, common: Common = COMMON) -> int:
         Name or job id.
     """
 
+    from ....broker.calls.learner import write_checkpoint
+
     async def work(pool: Pool) -> str:
         return await write_checkpoint(pool.broker, await pool.find(run))
 
@@ -306,6 +308,8 @@ def fork(
     if common.json:
         print_json(record.model_dump())
     else:
+        from .live import announce
+
         announce(record)
     return 0
 
@@ -339,6 +343,8 @@ def _parse_target(target: str) -> tuple[Literal["generator", "environment", "ser
 
 
 def _tree(overrides: Sequence[str]) -> dict[str, Any]:
+    from ....schemas.config.load_config import apply_override
+
     changes: dict[str, Any] = {}
     for override in overrides:
         apply_override(changes, override)

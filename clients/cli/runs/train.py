@@ -55,7 +55,7 @@ def train(
         `RUN@STEP`, or `RUN` for its newest checkpoint: begin with its weights instead of
         `model.path`. (`fork` goes on where a run was.)
     dry_run
-        Check configuration, model, game, data and slots, print the configuration, submit nothing.
+        Check configuration, model, game, data and slots, here and in the pool, submit nothing.
     detach
         Submit and return.
     priority
@@ -75,19 +75,19 @@ def sft(
     priority: int = 0,
     common: Common = COMMON,
 ) -> int:
-    """Submit a job that learns from conversations (`sft.data`) and watch it, as `train` does.
+    """Submit a job that learns from conversations, or pairs of answers, and watch it.
 
     Parameters
     ----------
     config
-        YAML file; examples/sft.yaml is one.
+        YAML file; examples/sft.yaml is one, dpo.yaml and reward.yaml are others.
     overrides
         `section.key=value`, such as `learner.lr=1e-5 training.num_epochs=2`.
     from_
         `RUN@STEP`, or `RUN` for its newest checkpoint: begin with its weights instead of
         `model.path`.
     dry_run
-        Check configuration, model, data and slots, print the configuration, submit nothing.
+        Check configuration, model, data and slots, here and in the pool, submit nothing.
     detach
         Submit and return.
     priority
@@ -97,7 +97,8 @@ def sft(
     if not effective.sft.data:
         raise ConfigError(
             f"{config} names no conversations to learn from",
-            hint="set sft.data to parquet or JSONL files with the column messages",
+            hint="set sft.data to parquet or JSONL files with the column messages, or with pairs "
+            "and sft.objective",
         )
     return _begin(effective, from_, dry_run, detach=detach, priority=priority, common=common)
 
@@ -209,6 +210,10 @@ def _conclude(progress: RunProgress) -> None:
     if record.state == "FAILED":
         say(f"  tinkermq logs {record.name}      what its actors wrote")
         say(f"  tinkermq resume {record.name}    go on from the last checkpoint")
+    elif record.config.get("sft", {}).get("objective") == "reward":
+        say(
+            f"  python -m tinkermq.actors.rewarding {record.run_dir}/latest    be asked for rewards"
+        )
     elif record.kind == "sft":
         say(f"  tinkermq train CONFIG --from {record.name}    go on with a game, from its weights")
     else:

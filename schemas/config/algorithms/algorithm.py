@@ -65,7 +65,7 @@ class AlgorithmConfig(Section):
     """What an agent's branch with a reward of its own is credited with: the episode's, as all else;
     its own, compared with the branches of its role in the group; or the sum of both advantages."""
     loss: LossName = "ppo"
-    """Policy loss; SFT jobs have sft, the cross entropy, by themselves."""
+    """Policy loss; SFT jobs have sft, the cross entropy, or dpo, by themselves."""
     clip_low: float | None = Field(
         default=None,
         gt=0,
@@ -139,9 +139,7 @@ class AlgorithmConfig(Section):
     kl_importance: bool = Field(default=False, json_schema_extra=when("kl_coef"))
     """Weigh the KL in the loss by π/π_b of each token, which makes its estimate unbiased where the
     policy has moved from what drew the token (DeepSeek-V3.2)."""
-    reference: ReferenceConfig = Field(
-        default_factory=ReferenceConfig, json_schema_extra=when("kl_coef")
-    )
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
     own_advantage: str | None = Field(default=None, pattern=OWN_FUNCTION, max_length=200)
     """An advantage of one's own in the place of the one named, whose inputs it gets:
     `module:function`, or the name under which a package has registered it, found where the learner

@@ -16,6 +16,7 @@ LossName = Literal[
     "vespo",
     "reinforce",
     "sft",
+    "dpo",
 ]
 CORRECTING_LOSSES = ("dppo", "dppo_kl", "topr", "vespo")
 """Losses that correct for the behaviour policy by themselves."""

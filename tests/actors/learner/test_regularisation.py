@@ -181,7 +181,10 @@ def test_the_bonus_rises_below_the_target_falls_above_and_goes_on_where_it_was(
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"algorithm": {"reference": {"ema": 0.9}}}, "reference has no effect while kl_coef is 0"),
+        (
+            {"algorithm": {"reference": {"ema": 0.9}}},
+            "reference has no effect while algorithm.kl_coef is 0",
+        ),
         ({"algorithm": {"kl_importance": True}}, "kl_importance has no effect while kl_coef"),
         (
             {"algorithm": {"kl_coef": 1, "kl_in": "reward", "kl_importance": True}},

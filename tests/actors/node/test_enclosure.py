@@ -122,6 +122,55 @@ async def test_nothing_that_a_game_tries_changes_the_machine_or_leaves_its_walls
     assert (actor.status.exit_code, json.loads(sink.lines[-1])) == (0, [])
 
 
+def learner(run_dir: Path, *reads: Path) -> WantedActor:
+    """A learner that runs functions of its job's owner."""
+    return host(run_dir, name="learner", role="learner", own_code=[str(one) for one in reads])
+
+
+async def test_a_learner_with_code_of_its_owner_sees_its_run_and_models_and_writes_its_run_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "the operator's")
+    files = ["models/m/weights", "runs/bob/r/rollouts", "runs/ada/other/own", "runs/ada/r/own"]
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    run = tmp_path / "runs/ada/r"
+    paths = [*(str(tmp_path / name) for name in files), "/etc/shadow"]
+    sink = Sink()
+    look = LOOK.replace('"/tmp/x"', f'"/tmp/x", "{run}/new", "{tmp_path}/models/m/new"')
+    wanted = learner(run, tmp_path / "models/m")
+    actor = process(wanted, sink, sys.executable, "-c", look, *paths)
+    await asyncio.wait_for(actor.run(), PATIENCE_S)
+    assert actor.status.exit_code == 0, sink.lines
+    seen = json.loads(sink.lines[-1])
+    assert seen["read"] == ["models/m/weights", None, None, "runs/ada/r/own", None]
+    assert seen["writes"] == [False, False, True, True, False]
+    assert (run / "new").stat().st_uid == os.getuid()
+    assert not {"AWS_SECRET_ACCESS_KEY", "HF_TOKEN"} & set(seen["environ"])
+    (tmp_path / "models/link").symlink_to(tmp_path / "runs/bob/r")
+    roots = {"output_roots": [str(tmp_path / "runs")]}
+    led = learner(run, tmp_path / "models/link").model_copy(update=roots)
+    with pytest.raises(OSError, match=r"models/link leads to .*bob/r, which is not of user 'ada'"):
+        await Enclosure().start(["true"], led, {}, 1)
+
+
+async def test_nothing_that_code_in_a_learner_tries_changes_the_machine(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    sink = Sink()
+    wanted = learner(tmp_path / "run")
+    actor = process(wanted, sink, sys.executable, "-c", source_of(hostile))
+    await asyncio.wait_for(actor.run(), PATIENCE_S)
+    has_roots_number = [] if os.getuid() else ["become root"]  # the node's: it gains nothing by it
+    assert (actor.status.exit_code, json.loads(sink.lines[-1])) == (0, has_roots_number)
+    sink = Sink()
+    actor = process(wanted, sink, sys.executable, "-c", RIGHTS)
+    await asyncio.wait_for(actor.run(), PATIENCE_S)
+    *rights, user = json.loads(sink.lines[-1])
+    none = "0" * 16
+    assert (rights[:3], rights[4:], user) == ([none] * 3, [none, "1", "2"], os.getuid())
+
+
 RIGHTS = """
 import json, os
 told = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines())

@@ -10,6 +10,7 @@ from tinkermq.actors.scheduler.machines.source import Machine, MachineNames
 from tinkermq.actors.scheduler.machines.spending import spent
 from tinkermq.schemas.machines.config import MachinesConfig, machines_config
 from tinkermq.schemas.wire.errors import ConfigError
+from tinkermq.schemas.wire.field_docs import field_docs
 
 from tests.support.configs import REPOSITORY
 
@@ -87,7 +88,7 @@ def test_what_cannot_be_used_is_refused_by_name(tmp_path: Path, text: str, told:
 
 def test_the_page_on_slurm_names_every_key() -> None:
     page = (REPOSITORY / "docs" / "slurm.md").read_text(encoding="utf-8")
-    fields = MachinesConfig.model_fields.items()
-    described = {name: " ".join((field.description or "").split()) for name, field in fields}
+    texts = field_docs(MachinesConfig).items()
+    described = {name: " ".join(text.split()) for name, text in texts}
     assert [name for name, text in described.items() if f"| `{name}` |" not in page] == []
     assert [name for name, text in described.items() if text not in page] == []

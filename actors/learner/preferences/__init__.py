@@ -1,0 +1,1 @@
+"""Learning which of two answers is the better one: DPO, and reward models."""

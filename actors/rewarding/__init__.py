@@ -1,0 +1,1 @@
+"""Serving a reward model over HTTP, as the reward of another job."""

@@ -1,0 +1,1 @@
+"""The command that shows what this is, from nothing, on one machine."""

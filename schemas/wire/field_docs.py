@@ -1,0 +1,58 @@
+"""The texts below the fields of models, read out of the source when somebody asks for them.
+
+pydantic would read them whenever a class is made (`use_attribute_docstrings`), which takes longer
+than all else that it does with our classes, in every process; and only help, JSON schemas and the
+reference pages show them.
+"""
+
+import ast
+import inspect
+import itertools
+import textwrap
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel, GetJsonSchemaHandler
+from pydantic_core import CoreSchema
+
+
+@cache
+def field_docs(model: type[BaseModel]) -> dict[str, str]:
+    """Return the text of each field of a model, also of those that it inherits, by name."""
+    texts: dict[str, str] = {}
+    for one in reversed(model.__mro__):
+        if issubclass(one, BaseModel) and one is not BaseModel:
+            texts.update(_texts(one))
+    return {name: texts.get(name, "") for name in model.model_fields}
+
+
+def described(
+    model: type[BaseModel], core_schema: CoreSchema, handler: GetJsonSchemaHandler
+) -> dict[str, Any]:
+    """Return the JSON schema of a model with the texts of its fields as their descriptions.
+
+    For a model's `__get_pydantic_json_schema__`.
+    """
+    schema = handler(core_schema)
+    properties = handler.resolve_ref_schema(schema).get("properties", {})
+    for name, text in field_docs(model).items():
+        if text and name in properties:
+            properties[name]["description"] = text  # it says more than that of the field's type
+    return schema
+
+
+def _texts(model: type[BaseModel]) -> Iterator[tuple[str, str]]:
+    """Yield name and text of the fields that a class itself declares."""
+    try:
+        source = inspect.getsource(model)
+    except (OSError, TypeError):  # made by a program that has no file
+        return
+    body = ast.parse(textwrap.dedent(source)).body[0]
+    assert isinstance(body, ast.ClassDef)
+    for field, below in itertools.pairwise(body.body):
+        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+            continue
+        value = below.value if isinstance(below, ast.Expr) else None
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            yield field.target.id, inspect.cleandoc(value.value)
