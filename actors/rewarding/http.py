@@ -16,6 +16,8 @@ from .judge import Judge
 MAX_BODY_BYTES = 16 << 20
 MAX_AT_ONCE = 256
 """Conversations that are scored in one go."""
+MAX_WAITING = 16 * MAX_AT_ONCE
+"""Conversations that wait; who comes then is told to come again."""
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -45,6 +47,8 @@ class RewardApp:
             return 401, {"error": "the key is missing or another one"}
         if scope["method"] != "POST":
             return 405, {"error": "POST a conversation"}
+        if len(self._waiting) >= MAX_WAITING:
+            return 429, {"error": f"{MAX_WAITING} conversations wait already"}
         try:
             sequence = await asyncio.to_thread(self._judge.tokens, _messages(await _body(receive)))
         except TinkermqError as error:

@@ -14,7 +14,7 @@ import torch
 
 from ...schemas.config.job import ModelConfig
 from ...schemas.config.learner import LearnerConfig
-from ...schemas.wire.errors import ModelError
+from ...schemas.wire.errors import DataError, ModelError
 from ..generator.episodes.chat import open_chat
 from ..learner.packing.micro_batch import TokenSequence
 from ..learner.packing.packing import pack
@@ -23,6 +23,8 @@ from ..models.devices import own_device
 from ..models.model_folder import is_reward_model, load_model_config
 
 _ROW_TOKENS = 4096
+_NO_LIMIT_TOKENS = 1 << 17
+"""Of a conversation, for a model whose configuration names no limit."""
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -41,6 +43,8 @@ class Judge:
         described = ModelConfig(path=folder)
         model = cast(Any, load_reward_model(described, LearnerConfig())).to(own_device())
         self._chat = open_chat(described)
+        text_config = model.config.get_text_config()
+        self._longest = int(getattr(text_config, "max_position_embeddings", _NO_LIMIT_TOKENS))
         self._scorer = RewardScorer(model, dtype="float32")
 
     def tokens(self, messages: Messages) -> TokenSequence:
@@ -49,6 +53,11 @@ class Judge:
         Raises DataError or ModelError for one that cannot be scored.
         """
         ids = self._chat.conversation(messages).token_ids
+        if len(ids) > self._longest:
+            raise DataError(
+                f"the conversation has {len(ids)} tokens, the model reads {self._longest}",
+                hint="ask of a shorter one: rollout.max_tokens bounds those of a job",
+            )
         mask = np.zeros(len(ids) + 1, np.uint8)
         mask[-1] = 1
         return TokenSequence(np.append(ids, ids[-1]), mask)

@@ -10,7 +10,7 @@ the waiting.
 
 import asyncio
 
-from benchmarks.evidence.cells import SEEDS, Cell, Overrides, job_of, run_cells
+from benchmarks.evidence.cells import SEEDS, Cell, Overrides, job_of, run_cells, take_no_arguments
 from benchmarks.evidence.lagged import Curve
 from benchmarks.evidence.pooled import run_pooled
 
@@ -48,4 +48,5 @@ def measure(cell: Cell) -> Curve:
 
 
 if __name__ == "__main__":
+    take_no_arguments(__doc__)
     run_cells(EXPERIMENT, cells(), measure=measure)

@@ -9,7 +9,7 @@ import json
 import os
 import uuid
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -34,9 +34,6 @@ from ....schemas.wire.errors import (
 from ....schemas.wire.subjects import JobScope
 from ..engine.engine import IntVector, PromptScores
 from ..episodes.chat import ChatTokenizer
-
-if TYPE_CHECKING:
-    pass
 
 ANSWER_S = 600.0
 """The longest time that one answer may take."""

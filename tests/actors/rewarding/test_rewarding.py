@@ -101,6 +101,8 @@ async def test_a_key_is_asked_for_and_what_is_no_conversation_refused(
         assert (await source.score(case("red"))).value != 0
         with pytest.raises(RewardError, match=r"status 422.*has no message of the assistant"):
             await source.score(Case("", None, {}, [{"role": "user", "content": "which?"}]))
+        with pytest.raises(RewardError, match=r"status 422.*tokens, the model reads"):
+            await source.score(case("red " * 5000))
         with pytest.raises(RewardError, match=r"status 422.*a request holds no messages"):
             await source.post(url, {"solution_str": "red"})
         await source.stop()
