@@ -65,6 +65,8 @@ from tinkermq.schemas.machines.status import MachineList, MachineSpending
 from tinkermq.schemas.metric import EvalRecord, Event, LogLines, Metric, Presence
 from tinkermq.schemas.node import (
     DamagedRecords,
+    GameCheckReply,
+    GameCheckRequest,
     LookAnswer,
     LookQuestion,
     ModelAnswer,
@@ -72,6 +74,8 @@ from tinkermq.schemas.node import (
     NodeList,
     NodeStatus,
     NodeSync,
+    PlayAnswer,
+    PlayQuestion,
     RemoveRun,
     SchedulerLease,
 )
@@ -213,6 +217,7 @@ def _tinker(method: str, message: type[Message], reply: type[Message], to: str) 
 TOPICS: tuple[Topic, ...] = (
     _scheduler("submit", SubmitRequest, JobReply),
     _scheduler("try", SubmitRequest, SubmissionFindings),
+    _scheduler("check_game", GameCheckRequest, GameCheckReply),
     _scheduler("configure", ConfigureRequest, JobReply),
     _scheduler("get", JobRequest, JobReply),
     _scheduler("list", ListRequest, JobList),
@@ -266,6 +271,7 @@ TOPICS: tuple[Topic, ...] = (
         subjects.node("<node>", "model"), "request", ModelQuestion, ModelAnswer, "scheduler → node"
     ),
     Topic(subjects.node("<node>", "look"), "request", LookQuestion, LookAnswer, "scheduler → node"),
+    Topic(subjects.node("<node>", "play"), "request", PlayQuestion, PlayAnswer, "scheduler → node"),
     Topic(subjects.node("<node>", "status"), "request", Empty, NodeStatus, "anyone → node"),
     _stored(_SCOPE.task("<n>"), Task, "learner → one generator"),
     _stored(_SCOPE.rollout("<n>"), Group, "generator, external agent → learner"),

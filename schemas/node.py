@@ -1,7 +1,7 @@
 """What the scheduler and the nodes say to each other."""
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -15,6 +15,8 @@ MUST_MATCH = ("tinkermq", "torch", "transformers", "cuda", "nccl")
 """Packages whose versions the ranks of one learner must have in common."""
 CLOCK_BOUND_S = 2.0
 """A clock that is further off than this is told."""
+MAX_TEXT_CHARS = 1_000
+"""Of what a check of a game says."""
 _NAMED = 3
 
 
@@ -270,3 +272,62 @@ class ModelAnswer(Message):
     """Why it cannot have it; empty: it can."""
     hint: str = ""
     """What to do about it."""
+
+
+class GameCheckRequest(Message):
+    """Try a job's game on a node, on `rpc.<u>.scheduler.check_game`; asked again until it is
+    done."""
+
+    request_id: str = Field(min_length=1, max_length=64)
+    """Tells one check from the next: the same id asks for the same one."""
+    config: dict[str, Any]
+    """Configuration of the job that would play it."""
+
+
+class GameCheck(Message):
+    """The answer to one question about a game."""
+
+    name: str = Field(max_length=MAX_TEXT_CHARS)
+    """What was asked."""
+    ok: bool
+    """Whether the answer is good."""
+    detail: str = Field(default="", max_length=MAX_TEXT_CHARS)
+    """What was found."""
+    hint: str = Field(default="", max_length=MAX_TEXT_CHARS)
+    """What to do when it is not good."""
+
+
+class GameCheckReply(Message):
+    """How far a check is."""
+
+    done: bool
+    """False: ask again."""
+    node: str = ""
+    """The node that played."""
+    checks: list[GameCheck] = Field(default_factory=list[GameCheck])
+    """What was found, in order."""
+
+
+class PlayQuestion(Message):
+    """Play a game without a model, on `node.<n>.play`."""
+
+    wanted: WantedActor
+    """The environment host that a job would have; the game runs where that would, with its
+    walls."""
+    env: dict[str, Any]
+    """The `env` of the job's configuration."""
+    seed: int = 0
+    """The job's seed."""
+
+
+class PlayAnswer(Message):
+    """What came of it."""
+
+    known: bool = True
+    """False: the node plays another already, or cannot."""
+    trouble: str = ""
+    """Why it could not be played to the end; empty: it could."""
+    hint: str = ""
+    """What to do about that."""
+    checks: list[GameCheck] = Field(default_factory=list[GameCheck])
+    """What was found, in order."""

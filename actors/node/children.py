@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -97,9 +97,16 @@ class ActorStarter:
         self._enclosure = Enclosure() if enclose_games else None
 
     async def start(
-        self, wanted: WantedActor, environment: Mapping[str, str], output: int
+        self,
+        wanted: WantedActor,
+        environment: Mapping[str, str],
+        output: int,
+        program: Sequence[str] | None = None,
     ) -> Child:
-        """Start one actor; its run folder may have become a link since the job was accepted."""
+        """Start one actor, or another `program` as that actor would be.
+
+        Its run folder may have become a link since the job was accepted.
+        """
         try:
             below_roots("run_dir", wanted.run_dir, [Path(root) for root in wanted.output_roots])
         except ConfigError as error:
@@ -107,7 +114,7 @@ class ActorStarter:
         is_enclosed = self._enclosure is not None and wanted.own_code is not None
         if sys.platform == "linux" and wanted.role in _FORKED_ROLES and not is_enclosed:
             return await self._server.fork(wanted, environment, output)
-        command = [sys.executable, "-m", actor_module(wanted), *actor_argv(wanted)]
+        command = list(program or [sys.executable, "-m", actor_module(wanted), *actor_argv(wanted)])
         if is_enclosed and self._enclosure is not None:
             return await self._enclosure.start(command, wanted, environment, output)
         if wanted.role == "environment" and self._enclosure is not None:

@@ -1,19 +1,36 @@
-"""Whether data files and a game are where a node's actors would look for them.
+"""What a node says of a job that is not submitted yet: whether its files and game are there, and
+whether the game is sound.
 
-Asked by the scheduler when a client only tries a job. No code of the game runs: a node is no place
-for that, its environment hosts are.
+Asked by the scheduler when a client only tries a job. To look runs no code of the game; to play it
+takes a process like an environment host's, behind the same walls.
 """
 
 import asyncio
+import contextlib
+import json
+import os
+import sys
 from pathlib import Path
+
+from pydantic import ValidationError
 
 from ...envs.dataset import is_dataset_name
 from ...envs.registry import find_game
-from ...schemas.node import LookAnswer, LookQuestion
+from ...schemas.node import GameCheck, LookAnswer, LookQuestion, PlayAnswer, PlayQuestion
 from ...schemas.wire.errors import TinkermqError
+from ..check_game import END, PREFIX, VARIABLE
+from .children import ActorStarter
+from .command import ENVIRONMENT
+from .output import ErrorMemory, read_lines
+from .process import PIPE_DEADLINE_S, kill_group
 
 ANSWER_S = 10.0
 """A file system that takes longer is left for the job to find out."""
+PLAY_S = 60.0
+"""A game that takes longer for its few episodes is ended."""
+MAX_CHECKS = 32
+MAX_CONFIG_BYTES = 96 * 1024
+"""Of what a process is given by its environment, which the kernel bounds."""
 
 
 async def look(question: LookQuestion) -> LookAnswer:
@@ -37,3 +54,92 @@ def look_now(question: LookQuestion) -> LookAnswer:
 def _is_there(path: Path) -> bool:
     """Whether a dataset is there; of other files nobody is told whether they are."""
     return is_dataset_name(path) and path.is_file()
+
+
+class TriedGames:
+    """Plays games that jobs may be submitted with, one at a time."""
+
+    def __init__(self, starter: ActorStarter) -> None:
+        """Play nothing yet; `starter` starts the processes, with the walls that hosts have."""
+        self._starter = starter
+        self._is_busy = False
+
+    async def play(self, question: PlayQuestion) -> PlayAnswer:
+        """Play a game; a node that plays one already says so at once."""
+        if self._is_busy:
+            return PlayAnswer(known=False)
+        given = json.dumps({"env": question.env, "seed": question.seed})
+        if len(given) > MAX_CONFIG_BYTES:
+            return PlayAnswer(
+                trouble=f"its configuration has {len(given):,} bytes, and nodes try games of "
+                f"{MAX_CONFIG_BYTES:,} at most",
+                hint="let env.kwargs name a file in place of what it holds",
+            )
+        self._is_busy = True
+        try:
+            return await self._played(question, {VARIABLE: given, **ENVIRONMENT})
+        finally:
+            self._is_busy = False
+
+    async def _played(self, question: PlayQuestion, environment: dict[str, str]) -> PlayAnswer:
+        reading, writing = os.pipe()
+        try:
+            command = [sys.executable, "-m", "tinkermq.actors.check_game"]
+            child = await self._starter.start(question.wanted, environment, writing, command)
+        except OSError as error:
+            os.close(reading)
+            return PlayAnswer(trouble=str(error), hint="see the node's log")
+        finally:
+            os.close(writing)
+        said = _Said()
+        reader = asyncio.create_task(read_lines(reading, said.take))
+        exit_code: int | None = None
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PLAY_S):
+                    exit_code = await child.wait()
+        finally:
+            kill_group(child.pid)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PIPE_DEADLINE_S):
+                    await reader
+        if exit_code is None:
+            await child.wait()
+        return said.answer(exit_code)
+
+
+class _Said:
+    """What the process that plays a game says; of what the game prints a little is kept."""
+
+    def __init__(self) -> None:
+        self._memory = ErrorMemory()
+        self._checks: list[GameCheck] = []
+        self._has_ended = False
+
+    async def take(self, lines: list[str]) -> None:
+        """Take some lines."""
+        for line in lines:
+            if line == END:
+                self._has_ended = True
+            elif line.startswith(PREFIX):
+                with contextlib.suppress(ValidationError):  # the game has printed this
+                    self._checks.append(GameCheck.model_validate_json(line.removeprefix(PREFIX)))
+            else:
+                self._memory.note(line)
+        del self._checks[MAX_CHECKS:]
+
+    def answer(self, exit_code: int | None) -> PlayAnswer:
+        """Say what was found; without an exit code it was ended."""
+        if self._has_ended:
+            return PlayAnswer(checks=self._checks)
+        if exit_code is None:
+            return PlayAnswer(
+                checks=self._checks,
+                trouble=f"it was not played within {PLAY_S:.0f} s",
+                hint="`tinkermq env check` without --on-node takes its time, and tells how much",
+            )
+        return PlayAnswer(
+            checks=self._checks,
+            trouble=f"the process that played it ended: {self._memory.reason(exit_code)}",
+            hint="a game must not end its process",
+        )

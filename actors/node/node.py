@@ -27,6 +27,7 @@ from ...schemas.node import (
     ModelQuestion,
     NodeStatus,
     NodeSync,
+    PlayQuestion,
     RemoveRun,
     WantedActor,
 )
@@ -44,7 +45,7 @@ from ..folders.removing import remove_run_folder
 from .children import ActorStarter, StartChild
 from .credentials import with_job_keys, with_secrets
 from .gpus import Gpus
-from .looking import look
+from .looking import TriedGames, look
 from .models import ModelLookout
 from .process import STOP_DEADLINE_S, ActorProcess
 
@@ -196,6 +197,12 @@ class Node:
                 "model", node_subject(self.name, "model"), ModelQuestion, ModelLookout().answer
             )
             await service.endpoint("look", node_subject(self.name, "look"), LookQuestion, look)
+            await service.endpoint(
+                "play",
+                node_subject(self.name, "play"),
+                PlayQuestion,
+                TriedGames(self._starter).play,
+            )
             await stopping.wait()
             await self._drain()
             await self._starter.close()

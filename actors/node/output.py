@@ -58,6 +58,22 @@ class LineSplitter:
         return [_text(rest)] if rest else []
 
 
+async def read_lines(pipe: int, take: Callable[[list[str]], Awaitable[None]]) -> None:
+    """Hand on all that is written into a pipe, until nobody holds its other end; closes `pipe`."""
+    loop = asyncio.get_running_loop()
+    stream = asyncio.StreamReader()
+    transport, _ = await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(pipe, "rb", 0)
+    )
+    splitter = LineSplitter()
+    try:
+        while chunk := await stream.read(64 * 1024):
+            await take(splitter.feed(chunk))
+    finally:
+        transport.close()
+        await take(splitter.end())
+
+
 def _pieces(line: bytes) -> list[bytes]:
     return [line[at : at + MAX_LINE_BYTES] for at in range(0, len(line), MAX_LINE_BYTES)]
 
@@ -149,20 +165,12 @@ class ActorOutput:
 
     async def read(self, pipe: int) -> None:
         """Take all that one process writes, until nobody holds the other end; closes `pipe`."""
-        loop = asyncio.get_running_loop()
-        stream = asyncio.StreamReader()
-        transport, _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(pipe, "rb", 0)
-        )
-        splitter = LineSplitter()
-        try:
-            while chunk := await stream.read(64 * 1024):
-                self.add(splitter.feed(chunk))
-                if len(self._unwritten) > MAX_WAITING_LINES:
-                    await self._write()
-        finally:
-            transport.close()
-            self.add(splitter.end())
+        await read_lines(pipe, self._take)
+
+    async def _take(self, lines: list[str]) -> None:
+        self.add(lines)
+        if len(self._unwritten) > MAX_WAITING_LINES:
+            await self._write()
 
     async def flush_forever(self) -> None:
         """Write and send every fifth of a second; cancel to end, then call `drain`."""

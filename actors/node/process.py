@@ -28,7 +28,8 @@ from .command import actor_environment
 from .output import ActorOutput, LogFile, SendLines
 
 STOP_DEADLINE_S = 20.0
-_PIPE_DEADLINE_S = 1.0
+PIPE_DEADLINE_S = 1.0
+"""A grandchild may hold the pipe of a process that has ended."""
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -203,9 +204,9 @@ class ActorProcess:
         try:
             return await self._watch(process)
         finally:
-            _kill_group(process.pid)
+            kill_group(process.pid)
             with contextlib.suppress(TimeoutError):  # a grandchild may still hold the pipe
-                async with asyncio.timeout(_PIPE_DEADLINE_S):
+                async with asyncio.timeout(PIPE_DEADLINE_S):
                     await reader
 
     async def _watch(self, process: Child) -> int:
@@ -219,7 +220,7 @@ class ActorProcess:
             return await ended
         finally:
             if not ended.done():  # cancelled: the node ends
-                _kill_group(process.pid)
+                kill_group(process.pid)
             stop.cancel()
 
     async def _end(self, process: Child, ended: asyncio.Task[int]) -> None:
@@ -234,11 +235,12 @@ class ActorProcess:
             )
             kill.cancel()
         if not ended.done():
-            _kill_group(process.pid)
+            kill_group(process.pid)
 
 
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # the group has ended
+def kill_group(pid: int) -> None:
+    """End a child and all that it has started, unless they have ended."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 

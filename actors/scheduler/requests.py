@@ -24,7 +24,7 @@ from ...schemas.job import (
     StopRequest,
     SubmitRequest,
 )
-from ...schemas.node import DamagedRecords, NodeList, NodeStatus
+from ...schemas.node import DamagedRecords, GameCheckRequest, NodeList, NodeStatus
 from ...schemas.secret import OpenRequest, SealingKey, SecretsRequest
 from ...schemas.tinker.checkpoints import TakeCheckpoint
 from ...schemas.tinker.operation import ModelInfo, TrainerOffers
@@ -43,6 +43,7 @@ from .machines.keeper import MachineKeeper
 from .messenger import tell_learner
 from .placement.nodes import Nodes
 from .reconciler import Reconciler
+from .submission.playing import GameChecks
 from .submission.resuming import refuse_changes, told_changes
 from .submission.rules import refuse_removal, refuse_removed
 from .submission.submission import Submission
@@ -52,7 +53,6 @@ _CHANGES = frozenset(
     {"submit", "configure", "stop", "resume", "scale", "priority", "pause", "unpause", "secrets"}
     | {"label", "archive", "unarchive", "delete"}
 )
-
 MAX_ERROR_CHARS = 300
 """Of why an actor ended, in the list of nodes; its job's events tell all of it."""
 
@@ -92,6 +92,7 @@ class SchedulerRequests:
         endpoints: list[tuple[str, type[Message], Handler]] = [
             ("submit", SubmitRequest, self.submit),
             ("try", SubmitRequest, trial.answer),
+            ("check_game", GameCheckRequest, GameChecks(self._broker, trial).answer),
             ("configure", ConfigureRequest, self.configure),
             ("get", JobRequest, self.get),
             ("list", ListRequest, self.list_jobs),
@@ -334,9 +335,8 @@ class SchedulerRequests:
         self, request: JobRequest, context: RequestContext, *, removal: Removal
     ) -> JobReply:
         """Write into the record what shall be done; the reconciler does it."""
-        async with self._submission.lock(
-            context.user
-        ):  # not while the job, or one that lives on it, is being started
+        # not while the job, or one that lives on it, is being started
+        async with self._submission.lock(context.user):
             record = await self._view.steered(context.user, request.job)
             if record.removal == removal or (removal == "archive" and record.archived is not None):
                 return JobReply(record=record)

@@ -22,7 +22,7 @@ from ...schemas.job import (
     SubmitRequest,
 )
 from ...schemas.machines.status import MachineList
-from ...schemas.node import DamagedRecords, NodeList, NodeStatus
+from ...schemas.node import DamagedRecords, GameCheckReply, GameCheckRequest, NodeList, NodeStatus
 from ...schemas.secret import JobSecrets, SealingKey, SecretName, SecretsRequest
 from ...schemas.user import QuotaReply
 from ...schemas.wire.errors import BrokerError, BusyError
@@ -125,6 +125,17 @@ class SchedulerCalls:
         """Give a job secrets, beside those that it has."""
         request = SecretsRequest(job=job, sealed=await self._sealed(secrets))
         return await self._change("secrets", request)
+
+    async def check_game(self, config: Mapping[str, Any]) -> GameCheckReply:
+        """Return what a node of the pool found when it played a job's game without a model.
+
+        Raises GameError where none could, and what `submit` raises for such a job.
+        """
+        request = GameCheckRequest(request_id=new_request_id(), config=dict(config))
+        while True:
+            reply = await self._ask("check_game", request, GameCheckReply)
+            if reply.done:
+                return reply
 
     async def _sealed(self, secrets: Mapping[SecretName, str]) -> bytes:
         from ..users.sealing import close_seal  # only who has a secret loads the cryptography

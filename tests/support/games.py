@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -101,13 +102,33 @@ class Snoop(BanditGame):
         super().__init__(**kwargs)
         self.pattern = pattern.replace("|", "/")
 
-    def step(self, action: str) -> StepResult:
+    def came_off(self) -> int:
+        """Return how many of its tries came off."""
         found = [*Path("/").glob(self.pattern.lstrip("/"))]
         found += [
             one for one in Path("/proc").glob("[0-9]*/environ") if b"learner" in command_of(one)
         ]
-        came_off = len(found) + hostile.count()
+        return len(found) + hostile.count()
+
+    def step(self, action: str) -> StepResult:
+        came_off = self.came_off()
         return StepResult(f"{came_off} came off", float(came_off), done=True)
+
+
+class TellingSnoop(Snoop):
+    """Fails with how many of its tries came off."""
+
+    def step(self, action: str) -> StepResult:
+        raise ValueError(f"{self.came_off()} came off")
+
+
+class EndsItsProcess(BanditGame):
+    """Ends the process that plays it."""
+
+    def step(self, action: str) -> StepResult:
+        """End, having said something."""
+        print("so long", flush=True)
+        os._exit(0)
 
 
 def command_of(environ: Path) -> bytes:

@@ -26,14 +26,20 @@ _ADAPTERS = "adapters"
 _MODELS = "models"
 
 
+def run_dir_of(config: JobConfig, owner: str = "") -> Path:
+    """Return the folder of a run.
+
+    With an `owner` it lies in a folder of theirs: names are unique for each user only.
+    """
+    return Path(config.output_dir).expanduser().resolve() / owner / str(config.name)
+
+
 def make_run_dir(config: JobConfig, owner: str = "") -> Path:
     """Make the folder of a run; one that holds something is another run's.
 
-    With an `owner` it lies in a folder of theirs: names are unique for each user only.
-
     Raises StateError, or StorageError for a folder that cannot be made.
     """
-    folder = Path(config.output_dir).expanduser().resolve() / owner / str(config.name)
+    folder = run_dir_of(config, owner)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         occupied = any(path.name not in (_FORK, _ADAPTERS, _MODELS) for path in folder.iterdir())

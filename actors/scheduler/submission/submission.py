@@ -51,7 +51,7 @@ from .models import refuse_missing_models
 from .naming import check_name, names
 from .origins import Origins, begins_with, own
 from .resuming import already_configured, changed_config
-from .run_folder import keep_checkpoint, make_run_dir, pin_adapters, pin_models
+from .run_folder import keep_checkpoint, make_run_dir, pin_adapters, pin_models, run_dir_of
 
 
 class _Plan(NamedTuple):
@@ -112,10 +112,10 @@ class Submission:
             )
         check_priority(user, request.priority, self._view.quota(user))
 
-    async def tried(
-        self, user: str, request: SubmitRequest
-    ) -> tuple[JobRecord, JobConfig, list[ActorPlacement]]:
-        """Return what a job would be, which is not made: its record, configuration and actors.
+    async def tried(self, user: str, request: SubmitRequest) -> tuple[JobRecord, JobConfig]:
+        """Return what a job would be, which is not made: its record and its configuration.
+
+        The record names its actors, and the folder that its run would have.
 
         Raises what `submit` does before it asks nodes.
         """
@@ -123,7 +123,10 @@ class Submission:
         parse_config(request.config)
         record = await self._blank(user, "tried", request)
         plan = await self._planned(record)
-        return record, plan.config, plan.actors
+        folder = run_dir_of(plan.config, self._folder_of(user))
+        roots = [str(root) for root in plan.roots]
+        fields = {"actors": plan.actors, "run_dir": str(folder), "output_roots": roots}
+        return record.model_copy(update=fields), plan.config
 
     async def _make(self, user: str, request: SubmitRequest) -> JobRecord:
         async with self.lock(user):

@@ -19,7 +19,7 @@ from ....schemas.job import (
     SubmitRequest,
 )
 from ....schemas.node import LookAnswer, LookQuestion, NodeStatus
-from ....schemas.wire.errors import TinkermqError
+from ....schemas.wire.errors import DataError, GameError, TinkermqError
 from ....schemas.wire.subjects import node
 from ..jobs.actors import slots_of
 from ..reconciler import Reconciler
@@ -44,13 +44,13 @@ class TrialSubmission:
     def __init__(self, broker: Broker, submission: Submission, reconciler: Reconciler) -> None:
         """Ask the nodes that `reconciler` knows; `submission` says what a job would be."""
         self._broker = broker
-        self._submission = submission
+        self.submission = submission
         self._reconciler = reconciler
 
     async def answer(self, request: SubmitRequest, context: RequestContext) -> SubmissionFindings:
         """Say of everything that a job needs whether it is there; nothing is made."""
         try:
-            record, config, actors = await self._submission.tried(context.user, request)
+            record, config = await self.submission.tried(context.user, request)
         except TinkermqError as error:
             return SubmissionFindings(findings=[_failed("job", error)])
         nodes = self._reconciler.nodes()
@@ -58,7 +58,7 @@ class TrialSubmission:
             self._models(nodes, config, record), self._files_and_game(nodes, config)
         )
         found = [finding for findings in told for finding in findings]
-        slots = self._slots(context.user, actors, nodes)
+        slots = self._slots(context.user, record.actors, nodes)
         return SubmissionFindings(findings=[*found, slots])
 
     async def _models(
@@ -90,12 +90,35 @@ class TrialSubmission:
         game = config.env.game if is_hosted and not config.agent.runs_programs else None
         if not files and not game:
             return []
-        question = LookQuestion(files=files, game=game or "")
-        names = [one.node for one in nodes[:MOST_ASKED]]
-        answers = await asyncio.gather(*(self._look(name, question) for name in names))
-        seen = [_Seen(*one) for one in zip(names, answers, strict=True) if one[1].known]
+        seen = await self._seen(nodes, files, game or "")
         findings = [_data(nodes, seen, files)] if files else []
         return [*findings, _game(nodes, seen, game)] if game else findings
+
+    async def having_game(self, config: JobConfig) -> list[str]:
+        """Return the nodes that have a job's game and its data; raises DataError or GameError."""
+        nodes = self._reconciler.nodes()
+        files, game = [*config.env.train_data, *config.env.val_data], str(config.env.game)
+        seen = await self._seen(nodes, files, game)
+        having = [one.node for one in seen if one.answer.game and not one.answer.missing]
+        if having:
+            return having
+        findings = [(DataError, _data(nodes, seen, files))] if files else []
+        for kind, finding in [*findings, (GameError, _game(nodes, seen, game))]:
+            if not finding.ok:
+                raise kind(f"{finding.by}: {finding.text}", hint=finding.hint)
+        raise GameError(
+            f"no node has both game {game} and its data, as far as they could say",
+            hint="`tinkermq train FILE --dry-run` tells what each of them lacks",
+        )
+
+    async def _seen(
+        self, nodes: Sequence[NodeStatus], files: Sequence[str], game: str
+    ) -> list[_Seen]:
+        """Return what nodes say of files and a game, those that could in time."""
+        question = LookQuestion(files=list(files), game=game)
+        names = [one.node for one in nodes[:MOST_ASKED]]
+        answers = await asyncio.gather(*(self._look(name, question) for name in names))
+        return [_Seen(*one) for one in zip(names, answers, strict=True) if one[1].known]
 
     async def _look(self, name: str, question: LookQuestion) -> LookAnswer:
         try:
@@ -115,7 +138,7 @@ class TrialSubmission:
         self, user: str, actors: Sequence[ActorPlacement], nodes: Sequence[NodeStatus]
     ) -> SubmissionFinding:
         try:
-            self._submission.refuse_placing(user, actors)
+            self.submission.refuse_placing(user, actors)
         except TinkermqError as error:
             return _failed("slots", error)
         there = sum(one.slots for one in nodes)

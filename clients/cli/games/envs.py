@@ -4,10 +4,12 @@ from collections.abc import Sequence
 
 from ....envs.check import CheckResult, check_game
 from ....envs.registry import list_games as registered_games
+from ....schemas.wire.errors import ConfigError
 from ..models.check_model import check_with_model, model_to_check
 from ..output import literal, note, print_json, print_table, say
 from ..run_host import host_run, make_host
 from .chosen_game import choosing_game
+from .on_node import checks_of_node
 
 FAILED = 1
 
@@ -37,6 +39,8 @@ def check(
     model: str | None = None,
     train_data: list[str] | None = None,
     val_data: list[str] | None = None,
+    on_node: bool = False,
+    nats_url: str | None = None,
     json: bool = False,
 ) -> int:
     """Prove that a game is sound, without generating anything.
@@ -58,9 +62,19 @@ def check(
         Parquet or JSONL files of a dataset game; default: what its `make_data` makes.
     val_data
         Validation files of a dataset game.
+    on_node
+        Let a node of the pool play it, where a job would, with its packages, files and walls.
+    nats_url
+        The broker that leads to that node; default: $TINKERMQ_NATS_URL, or the local stack.
     json
         Print JSON.
     """
+    if on_node:
+        if model is not None:
+            raise ConfigError("--on-node plays without a model", hint="leave --model out")
+        data = (train_data or [], val_data or [])
+        node, results = checks_of_node(game, arguments, *data, nats_url)
+        return say_checks(results, json=json, node=node)
     with choosing_game(game, arguments, train_data or [], val_data or []) as chosen:
         asked, why_not = model_to_check(chosen, model)
         results = check_game(chosen.env, seed=chosen.seed)
@@ -73,12 +87,15 @@ def check(
     return code
 
 
-def say_checks(results: Sequence[CheckResult], *, json: bool) -> int:
-    """Print what was checked; return the exit code."""
+def say_checks(results: Sequence[CheckResult], *, json: bool, node: str = "") -> int:
+    """Print what was checked, here or by a node; return the exit code."""
     passed = all(result.ok for result in results)
     if json:
-        print_json({"ok": passed, "checks": [vars(result) for result in results]})
+        by = {"node": node} if node else {}
+        print_json({"ok": passed, **by, "checks": [vars(result) for result in results]})
         return 0 if passed else FAILED
+    if node:
+        note(f"played by node {node}")
     for result in results:
         mark = "[green]ok[/]  " if result.ok else "[red]fail[/]"
         say(f"{mark} {result.name}  {literal(result.detail)}")

@@ -32,9 +32,13 @@ class Ring:
         if len(self._bytes) > 2 * self._most:  # seldom, since it moves what is kept
             del self._bytes[: -self._most]
 
-    def text(self, most: int = RING_BYTES) -> str:
+    def end(self, most: int = RING_BYTES) -> bytes:
         """Return the end of it, at most so many bytes."""
-        return bytes(self._bytes[-min(most, self._most) :]).decode("utf-8", "replace")
+        return bytes(self._bytes[-min(most, self._most) :])
+
+    def text(self, most: int = RING_BYTES) -> str:
+        """Return the end of it as text."""
+        return self.end(most).decode("utf-8", "replace")
 
 
 @dataclass(eq=False)
@@ -43,6 +47,8 @@ class Printed:
 
     out: Ring = field(default_factory=Ring)
     """Its standard output."""
+    errors: Ring = field(default_factory=lambda: Ring(TAIL_BYTES // 2))
+    """The last of its errors."""
     both: Ring = field(default_factory=Ring)
     """Its standard output and its errors, as they came."""
     ended: threading.Event = field(default_factory=threading.Event)
@@ -51,8 +57,14 @@ class Printed:
     """Streams that have not."""
 
     def tail(self) -> str:
-        """Return the end of what it printed, for people."""
-        return self.both.text(TAIL_BYTES)
+        """Return the end of what it printed, for people.
+
+        Two pipes have no common order: errors that a flood of output has pushed out stand first.
+        """
+        errors, tail = self.errors.end(), self.both.end(TAIL_BYTES)
+        if errors not in tail:
+            tail = errors + tail[len(errors) - TAIL_BYTES :]
+        return tail.decode("utf-8", "replace")
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,8 +73,7 @@ class _Stream:
     is_out: bool
 
     def take(self, chunk: bytes) -> None:
-        if self.is_out:
-            self.printed.out.add(chunk)
+        (self.printed.out if self.is_out else self.printed.errors).add(chunk)
         self.printed.both.add(chunk)
 
 

@@ -1,10 +1,16 @@
-"""A node says whether files and a game are there, and runs nothing of the game."""
+"""A node says whether files and a game are there, which runs nothing of the game, and plays it."""
 
+import asyncio
+import contextlib
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.node.looking import look, look_now
-from tinkermq.schemas.node import LookAnswer, LookQuestion
+from tinkermq.actors.node import looking
+from tinkermq.actors.node.children import ActorStarter
+from tinkermq.actors.node.looking import MAX_CONFIG_BYTES, TriedGames, look, look_now
+from tinkermq.schemas.node import LookAnswer, LookQuestion, PlayQuestion, WantedActor
+
+from tests.support.waiting import until
 
 
 async def test_files_that_are_missing_are_named(tmp_path: Path) -> None:
@@ -30,3 +36,56 @@ def test_no_code_of_a_game_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.syspath_prepend(tmp_path)
     target = "harmful_game.game:Game"
     assert look_now(LookQuestion(game=target)).game == target
+
+
+def question(game: str, folder: Path, **kwargs: object) -> PlayQuestion:
+    """Return a question for a game of a job that would have its run below `folder`."""
+    wanted = {"user": "ada", "job": "tried", "name": "environment-0", "role": "environment"}
+    return PlayQuestion(
+        wanted=WantedActor.model_validate({**wanted, "run_dir": str(folder / "run")}),
+        env={"game": f"tests.support.games:{game}", "kwargs": kwargs},
+    )
+
+
+def told_of(folder: Path) -> list[Path]:
+    """Return the processes that were given a question with this folder."""
+    found: list[Path] = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+            if str(folder).encode() in (process / "environ").read_bytes():
+                found.append(process)
+    return found
+
+
+@pytest.fixture
+def games() -> TriedGames:
+    return TriedGames(ActorStarter())
+
+
+async def test_a_game_that_takes_too_long_is_ended_with_all_that_it_started(
+    games: TriedGames, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(looking, "PLAY_S", 3.0)
+    playing = asyncio.create_task(
+        games.play(question("SlowBandit", tmp_path, delay_s=60, until=str(tmp_path / "never")))
+    )
+    await until(lambda: bool(told_of(tmp_path)), "the game to be played")
+    answer = await playing
+    assert "was not played within 3 s" in answer.trouble
+    assert not told_of(tmp_path)
+
+
+async def test_a_node_plays_one_game_at_a_time(games: TriedGames, tmp_path: Path) -> None:
+    one = question("SlowBandit", tmp_path, delay_s=0.001)
+    first, second = await asyncio.gather(games.play(one), games.play(one))
+    assert first.checks
+    assert all(check.ok for check in first.checks)
+    assert not second.known
+    assert (await games.play(one)).known
+
+
+async def test_a_configuration_that_no_process_can_be_given_is_refused(
+    games: TriedGames, tmp_path: Path
+) -> None:
+    answer = await games.play(question("SlowBandit", tmp_path, text="x" * MAX_CONFIG_BYTES))
+    assert "nodes try games of 98,304 at most" in answer.trouble

@@ -1,0 +1,39 @@
+"""Check a game where an environment host would run it: what `tinkermq env check --on-node` runs.
+
+A process of its own, which a node starts as it does a host, behind the same walls. The
+configuration comes in by the environment, since a host has no input; lines of JSON go out, between
+whatever the game prints.
+"""
+
+import json
+import os
+import sys
+
+from ..envs.check import check_game
+from ..schemas.config.job import EnvConfig
+from ..schemas.node import MAX_TEXT_CHARS
+
+VARIABLE = "TINKERMQ_GAME_CHECK"
+"""Holds `{"env": {...}, "seed": 0}` as JSON."""
+PREFIX = "checked-game "
+"""Begins each line that holds what was found."""
+END = "checked-game"
+"""The last line."""
+
+
+def main() -> None:
+    """Check the game that the environment names."""
+    asked = json.loads(os.environ.pop(VARIABLE))
+    results = check_game(EnvConfig.model_validate(asked["env"]), seed=asked["seed"])
+    for one in results:
+        found = {"name": one.name, "ok": one.ok, "detail": _cut(one.detail), "hint": _cut(one.hint)}
+        sys.stdout.write(f"\n{PREFIX}{json.dumps(found, ensure_ascii=False)}")
+    sys.stdout.write(f"\n{END}\n")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_TEXT_CHARS else text[: MAX_TEXT_CHARS - 1] + "…"
+
+
+if __name__ == "__main__":
+    main()
