@@ -1,12 +1,12 @@
 """What the scheduler and the nodes say to each other."""
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from .job import Role
-from .wire.message import Message
+from .job import MAX_CONFIG_BYTES, Role
+from .wire.message import Message, Request
 from .wire.subjects import NAME_PATTERN, JobScope, token
 
 MAX_SLOTS = 4096
@@ -274,9 +274,11 @@ class ModelAnswer(Message):
     """What to do about it."""
 
 
-class GameCheckRequest(Message):
+class GameCheckRequest(Request):
     """Try a job's game on a node, on `rpc.<u>.scheduler.check_game`; asked again until it is
     done."""
+
+    max_bytes: ClassVar[int] = MAX_CONFIG_BYTES
 
     request_id: str = Field(min_length=1, max_length=64)
     """Tells one check from the next: the same id asks for the same one."""

@@ -86,7 +86,7 @@ class TriedGames:
         try:
             command = [sys.executable, "-m", "tinkermq.actors.check_game"]
             child = await self._starter.start(question.wanted, environment, writing, command)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # no name of a folder can have a null byte
             os.close(reading)
             return PlayAnswer(trouble=str(error), hint="see the node's log")
         finally:

@@ -103,7 +103,6 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         Example("tinkermq env check guess", "a game that is installed"),
         Example("tinkermq env check train.yaml", "that of a configuration, with its data"),
         Example("tinkermq env check my_game.game:MyGameGame", "a class of your own"),
-        Example("tinkermq env check train.yaml --on-node", "played where a job would"),
     ),
     "env play": (
         Example("tinkermq env play guess --seed 1", "type the policy's answers"),
