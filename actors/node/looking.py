@@ -66,6 +66,8 @@ class TriedGames:
 
     async def play(self, question: PlayQuestion) -> PlayAnswer:
         """Play a game; a node that plays one already says so at once."""
+        if question.wanted.role != "environment":
+            return PlayAnswer(trouble="environment hosts play games", hint="ask for one of them")
         if self._is_busy:
             return PlayAnswer(known=False)
         given = json.dumps({"env": question.env, "seed": question.seed})

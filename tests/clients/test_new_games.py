@@ -14,6 +14,7 @@ from tests.clients.conftest import Cli
 from tests.support.pages import environment, succeed
 
 KINDS = [kind for kind in get_args(Kind) if kind != "agent"]
+FAST = ("dataset", "generated")
 
 
 class Made:
@@ -35,7 +36,9 @@ class Made:
         return succeed(line, self.folder, timeout_s, self.env)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.long) for kind in KINDS]
+)
 def test_a_new_game_of_each_kind_is_sound(cli: Cli, tmp_path: Path, kind: str) -> None:
     made = Made(cli, tmp_path, kind)
     told = made.say("python -m pytest -q -p no:cacheprovider")

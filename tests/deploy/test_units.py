@@ -210,7 +210,12 @@ def _free_port() -> int:
         return int(one.getsockname()[1])
 
 
-@pytest.fixture(params=[False, True], ids=["without users", "with users"])
+@pytest.fixture(
+    params=[
+        pytest.param(True, id="with users"),
+        pytest.param(False, id="without users", marks=pytest.mark.long),
+    ]
+)
 def systemd(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Systemd]:
     made = Systemd(tmp_path / "root", request.param)
     yield made

@@ -161,6 +161,7 @@ async def test_a_served_job_teaches_by_its_likeliest_tokens_what_the_policy_does
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.long
 async def test_checkpoints_of_runs_teach_and_are_referred_to_when_their_run_has_gone(
     stack: Stack, model: Path
 ) -> None:

@@ -127,6 +127,7 @@ async def test_a_folder_without_a_model_is_refused_by_a_node_and_makes_no_job(
     assert "save_pretrained" in refused.value.hint
 
 
+@pytest.mark.long
 async def test_a_deserted_run_gives_its_slots_back_and_leaves_a_checkpoint(
     jobs: dict[str, Job],
 ) -> None:

@@ -11,6 +11,7 @@ from tests.support.stack import Stack
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
+@pytest.mark.long
 async def test_a_run_of_components_is_replayed_to_the_bit(stack: Stack, model: Path) -> None:
     algorithm = {
         "advantage": "gdpo",

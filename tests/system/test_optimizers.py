@@ -13,12 +13,13 @@ from tests.support.stack import Stack
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "learner",
     [
         {"optimizer": "muon", "dtype": "float16", "num_minibatches": 2},
-        pytest.param({"optimizer": "adamw_8bit"}, marks=pytest.mark.long),
-        pytest.param({"optimizer": "muon", "ranks": 2, "slots": 2}, marks=pytest.mark.long),
+        {"optimizer": "adamw_8bit"},
+        {"optimizer": "muon", "ranks": 2, "slots": 2},
     ],
     ids=str,
 )

@@ -24,6 +24,7 @@ CHOSEN = {
 }
 
 
+@pytest.mark.long
 async def test_a_run_with_functions_of_ones_own_and_a_teacher_is_replayed_to_the_bit(
     stack: Stack, model: Path
 ) -> None:

@@ -111,6 +111,7 @@ async def test_a_live_run_is_followed_to_its_newest_version(
         await client.cancel_job(job["job_id"])
 
 
+@pytest.mark.long
 async def test_two_versions_are_compared_from_a_machine_without_the_checkpoints(
     stack: Stack, trained: Job
 ) -> None:

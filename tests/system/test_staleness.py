@@ -149,6 +149,7 @@ async def test_train_keeps_a_group_whatever_its_age(runs: dict[str, Job]) -> Non
     assert not [item for record, _ in steps for item in record.dropped]
 
 
+@pytest.mark.long
 async def test_mask_leaves_out_old_tokens_and_keeps_their_episodes(runs: dict[str, Job]) -> None:
     job = runs["mask_1"]
     steps = await trained(job)

@@ -20,7 +20,7 @@ from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference_async
 from tinkermq.envs.games.guess import GuessGame
 from tinkermq.schemas.wire.errors import ConfigError
 
-from tests.support.configs import example
+from tests.support.configs import example, small_job
 from tests.support.gateway import free_port
 from tests.support.jobs import Job
 from tests.support.killed_generator import job_of_long_calls, open_streams_go_on
@@ -30,6 +30,7 @@ from tests.support.stack import Stack
 from tests.support.stack_fixtures import warm_model
 from tests.support.waiting import eventually
 
+from .test_repeats import assert_repeats
 from .test_router_replay import trained_with_experts
 
 pytestmark = [
@@ -73,6 +74,14 @@ async def test_a_job_learns_from_what_vllm_generates_validates_and_is_served(
 
 async def test_a_job_trains_with_the_experts_that_vllm_chose(stack: Stack, tmp_path: Path) -> None:
     await trained_with_experts(stack, tmp_path, engine="vllm", compile=False, kv_cache_mb=64)
+
+
+async def test_the_rollouts_of_a_seed_repeat(stack: Stack, tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", heads=2)
+    generator = {"engine": "vllm", "compile": False, "kv_cache_mb": 64, "kv_on_swap": "recompute"}
+    training = {"max_staleness": 0, "num_steps": 12}
+    config = small_job(model, training=training, learner={"lr": 1e-2}, generator=generator)
+    await assert_repeats(stack, config, 300)
 
 
 async def test_open_streams_of_programs_go_on_when_vllm_is_killed(

@@ -134,6 +134,7 @@ async def test_a_flood_of_requests_ends_neither_scheduler_nor_the_answers_to_oth
         assert after.value.holder == before.value.holder
 
 
+@pytest.mark.long
 async def test_log_ins_of_one_user_without_end_do_not_shut_the_others_out(tmp_path: Path) -> None:
     async with secured(tmp_path) as pool:
         root = await pool.user("root")

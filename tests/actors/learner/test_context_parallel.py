@@ -33,7 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "prompts apart": {"learner": {"share_prompts": False}},
     "bfloat16": {"learner": {"dtype": "bfloat16"}},
 }
-FAST = ("policy", "critic")
+FAST = ("policy",)
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +79,7 @@ def test_sequences_with_images_are_divided_like_others(tmp_path: Path) -> None:
     check(seeing, 2, {"env": {"game": "geo3k"}}, groups=partial(groups_of, "images"))
 
 
+@pytest.mark.long
 def test_heads_that_cannot_be_divided_are_refused_with_their_number(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"context_parallel=3 cannot divide a model of 4 heads"):
         trained(config_of(folder, 3, learner={"context_parallel": 3}), range(1, 2), groups=batch)

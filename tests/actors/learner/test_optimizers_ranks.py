@@ -42,9 +42,8 @@ def _config(folder: Path, ranks: int, way: str, **learner: Any) -> JobConfig:
     return config_of(folder, ranks, **sections)
 
 
-@pytest.mark.parametrize(
-    "way", [way if way == "muon" else pytest.param(way, marks=pytest.mark.long) for way in WAYS]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS)
 def test_one_process_goes_on_from_two_ranks_as_if_it_had_been_alone(
     folder: Path, tmp_path: Path, way: str
 ) -> None:

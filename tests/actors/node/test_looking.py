@@ -89,3 +89,10 @@ async def test_a_configuration_that_no_process_can_be_given_is_refused(
 ) -> None:
     answer = await games.play(question("SlowBandit", tmp_path, text="x" * MAX_CONFIG_BYTES))
     assert "nodes try games of 98,304 at most" in answer.trouble
+
+
+async def test_environment_hosts_alone_play(games: TriedGames, tmp_path: Path) -> None:
+    asked = question("SlowBandit", tmp_path)
+    as_learner = asked.wanted.model_copy(update={"role": "learner"})
+    answer = await games.play(asked.model_copy(update={"wanted": as_learner}))
+    assert answer.trouble == "environment hosts play games"

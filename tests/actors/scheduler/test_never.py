@@ -288,6 +288,7 @@ def test_no_id_of_a_job_follows_from_that_of_another() -> None:
 # -- nodes -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.faults
 async def test_a_job_that_keeps_losing_its_nodes_fails_in_the_end(stack: Stack) -> None:
     await stack.scheduler(replace(FAST, silent_s=1.5))

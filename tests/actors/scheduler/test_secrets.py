@@ -196,7 +196,10 @@ def letterbox() -> Iterator[Letterbox]:
     thread.join()
 
 
-@pytest.mark.parametrize(("do", "said"), [("done", "has finished"), ("fail", "has failed")])
+@pytest.mark.parametrize(
+    ("do", "said"),
+    [("fail", "has failed"), pytest.param("done", "has finished", marks=pytest.mark.long)],
+)
 async def test_the_end_of_a_run_is_told_while_its_client_sleeps(
     stack: Stack, letterbox: Letterbox, tmp_path: Path, do: str, said: str
 ) -> None:
