@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 from .models.tiny_model import CHAT_TEMPLATE, TinyKind, save_tiny_model
+from .models.tiny_vision_model import TinyVisionKind, save_tiny_vision_model
 
 _WITH_TOOLS = """
 {%- for tool in tools or [] -%}{{ tool['function']['name'] + ' ' }}{%- endfor -%}
@@ -33,11 +34,18 @@ def main() -> None:
     options.add_argument("--width", type=int, default=64)
     options.add_argument("--layers", type=int, default=1)
     options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--kind", choices=get_args(TinyKind), default="qwen3")
+    kinds = (*get_args(TinyKind), *get_args(TinyVisionKind))
+    options.add_argument("--kind", choices=kinds, default="qwen3", help="qwen2_vl and on see")
     options.add_argument(
         "--tools", action="store_true", help="its template has tools and their calls"
     )
     given = options.parse_args()
+    if given.kind in get_args(TinyVisionKind):
+        if given.tools:
+            options.error(f"--tools: a model of --kind {given.kind} has no template with tools")
+        size = {"width": given.width, "layers": given.layers}
+        save_tiny_vision_model(given.folder, kind=given.kind, seed=given.seed, **size)
+        return
     save_tiny_model(
         given.folder,
         width=given.width,

@@ -407,7 +407,7 @@ class LoraConfigDict(TypedDict, total=False):
 
 class SftConfigDict(TypedDict, total=False):
     data: list[str]
-    """Parquet or JSONL files, on the pool, with the column `messages`: conversations in which the assistant's messages are learnt; `tools` may stand beside it. Pairs have `prompt`, `chosen` and `rejected`. Empty: not an SFT job."""
+    """Parquet or JSONL files, on the pool, with the column `messages`: conversations in which the assistant's messages are learnt; `tools` and `images` may stand beside it. Pairs have `prompt`, `chosen` and `rejected`. Empty: not an SFT job."""
     objective: Literal['sft', 'dpo', 'reward']
     """What is learnt. sft: the assistant's messages; dpo: of pairs, that the policy prefers the chosen answer to the rejected one; reward: of pairs, a reward model in the policy's place."""
     beta: float

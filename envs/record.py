@@ -36,16 +36,7 @@ class Record:
 
     def messages(self) -> list[ChatMessage]:
         """Return a fresh copy of the prompt, each `<image>` tag replaced by its image."""
-        if not self.images:
-            return [dict(message) for message in self.prompt]
-        images = iter(self.images)
-        messages = [_with_images(message, images) for message in self.prompt]
-        if (left := len(list(images))) > 0:
-            raise DataError(
-                f"a row has {len(self.images)} images, its prompt names {len(self.images) - left}",
-                hint=f"write one {IMAGE_TAG} tag into the prompt for each image",
-            )
-        return messages
+        return place_images(self.prompt, self.images)
 
 
 def check_columns(columns: Iterable[str], where: str) -> None:
@@ -183,9 +174,30 @@ def _shorten(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def place_images(messages: Sequence[ChatMessage], images: Sequence[Any]) -> list[ChatMessage]:
+    """Return copies of the messages of a row with its images in their places.
+
+    A place is an `<image>` tag of a text, or a part `{"type": "image"}` that holds none. Without
+    images a tag is text. Raises DataError unless there is one image for each place.
+    """
+    if not images:
+        return [dict(message) for message in messages]
+    rest = iter(images)
+    placed = [_with_images(message, rest) for message in messages]
+    if (left := len(list(rest))) > 0:
+        raise DataError(
+            f"a row has {len(images)} images, its prompt names {len(images) - left}",
+            hint=f"write one {IMAGE_TAG} tag into the prompt for each image",
+        )
+    return placed
+
+
 def _with_images(message: ChatMessage, images: Iterator[Any]) -> ChatMessage:
-    content = message["content"]
-    if not isinstance(content, str):
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = cast("list[Any]", content)
+        return {**message, "content": [_filled(part, images) for part in parts]}
+    if not isinstance(content, str) or IMAGE_TAG not in content:
         return dict(message)
     parts: list[dict[str, Any]] = []
     for number, text in enumerate(content.split(IMAGE_TAG)):
@@ -194,6 +206,15 @@ def _with_images(message: ChatMessage, images: Iterator[Any]) -> ChatMessage:
         if text:
             parts.append({"type": "text", "text": text})
     return {**message, "content": parts}
+
+
+def _filled(part: Any, images: Iterator[Any]) -> Any:
+    if not isinstance(part, Mapping) or cast("Any", part).get("type") != "image":
+        return part
+    fields = cast("Mapping[str, Any]", part)
+    if fields.get("image") is not None:
+        return part
+    return {**fields, "image": _next_image(images, repr(fields))}
 
 
 def _next_image(images: Iterator[Any], content: str) -> Any:

@@ -1,4 +1,8 @@
-"""Conversations to learn from: rows of parquet or JSONL with the column `messages`."""
+"""Conversations to learn from: rows of parquet or JSONL with the column `messages`.
+
+Images stand in the messages as bytes or data URLs, or in a column `images` in the order of their
+places in the text.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +11,9 @@ from typing import Any, cast
 
 from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import DataError
+from ...schemas.wire.images import encoded_image, replace_images
 from ..dataset import Dataset
+from ..record import place_images
 
 _SHOWN = 80
 
@@ -39,7 +45,8 @@ class ChatData:
         """Decode a row; DataError for one that holds no conversation."""
         row, where = self._rows.row(number)
         messages = read_messages(row.get("messages"), "messages", where)
-        return ChatRow(messages, read_maps(row.get("tools")), where)
+        seen = with_images(messages, row, where)
+        return ChatRow(seen, read_maps(row.get("tools")), where)
 
     def close(self) -> None:
         """Give the files back."""
@@ -72,6 +79,19 @@ def read_messages(value: Any, column: str, where: str) -> list[dict[str, Any]]:
                 hint="fill its content, or leave the message out",
             )
     return messages
+
+
+def with_images(
+    messages: Sequence[dict[str, Any]], row: Mapping[str, Any], where: str
+) -> list[dict[str, Any]]:
+    """Return the messages of a row with all images as bytes, those of its column `images`, too.
+
+    DataError names the row.
+    """
+    try:
+        return replace_images(place_images(messages, list(row.get("images") or [])), encoded_image)
+    except DataError as error:
+        raise DataError(f"{where}: {error.message}", hint=error.hint) from error
 
 
 def read_maps(value: Any) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Any
 from ...schemas.config.sft import SftConfig
 from ...schemas.wire.errors import DataError
 from ..dataset import Dataset
-from .chat_data import ChatData, ChatRow, read_maps, read_messages
+from .chat_data import ChatData, ChatRow, read_maps, read_messages, with_images
 
 Messages = list[dict[str, Any]]
 
@@ -72,7 +72,8 @@ class PairData:
             )
         for column, answer in zip(_ANSWERS, (chosen, rejected), strict=True):
             _check_answer(answer, column, where)
-        return PairRow(prompt, chosen, rejected, read_maps(row.get("tools")), where)
+        seen = with_images(prompt, row, where)
+        return PairRow(seen, chosen, rejected, read_maps(row.get("tools")), where)
 
     def close(self) -> None:
         """Give the files back."""

@@ -63,8 +63,8 @@ class SftConfig(Section):
 
     data: list[str] = Field(default_factory=list[str])
     """Parquet or JSONL files, on the pool, with the column `messages`: conversations in which the
-    assistant's messages are learnt; `tools` may stand beside it. Pairs have `prompt`, `chosen` and
-    `rejected`. Empty: not an SFT job."""
+    assistant's messages are learnt; `tools` and `images` may stand beside it. Pairs have `prompt`,
+    `chosen` and `rejected`. Empty: not an SFT job."""
     objective: Objective = Field(default="sft", json_schema_extra=when("data"))
     """What is learnt. sft: the assistant's messages; dpo: of pairs, that the policy prefers the
     chosen answer to the rejected one; reward: of pairs, a reward model in the policy's place."""

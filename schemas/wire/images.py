@@ -38,6 +38,13 @@ def images_of(
     return tuple(encoded_image(part, shared) for part in image_parts(messages))
 
 
+def shows_later(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether images stand behind the first answer of the assistant."""
+    roles = [message.get("role") for message in messages]
+    first = roles.index("assistant") if "assistant" in roles else len(roles)
+    return any(image_parts(messages[first:]))
+
+
 def replace_images(
     messages: Sequence[Mapping[str, Any]], new: Callable[[dict[str, Any]], Any]
 ) -> list[dict[str, Any]]:

@@ -149,27 +149,29 @@ class ChatTokenizer:
 
         What stands between two turns of the assistant is what an episode would be shown there; a
         turn is what the template makes of the message. Raises ModelError where the template does
-        more than append, DataError for a conversation in which the assistant says nothing, and for
-        one with images.
+        more than append, or for images that the model does not see; DataError for a conversation in
+        which the assistant says nothing, or an image.
         """
-        if any(image_parts(messages)):
-            raise DataError(
-                "a conversation holds images, and conversations are learnt from as text alone",
-                hint="leave such rows out, or let a game show the images: `tinkermq train`",
-            )
+        check_seen(images_of(messages), self._image_reader)
         self._refuse_unseen(tools, messages[:1])
         ids: list[int] = []
         mask: list[int] = []
         ends: list[int] = []
-        known = ""
+        known, told = "", 0
         for place, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
+            if any(image_parts([message])):
+                raise DataError(
+                    f"message {place} of a conversation is the assistant's, and holds an image",
+                    hint="a model says text: let the images stand in what it is told",
+                )
             prompt = self.render(messages[:place], prompt=True, tools=tools)
             whole = self.render(messages[: place + 1], prompt=False, tools=tools)
             self._must_extend(known, prompt, f"message {place}")
             self._must_extend(prompt, whole, f"message {place}")
-            between = self.encode(prompt[len(known) :])
+            between = self.encode_seen(prompt[len(known) :], images_of(messages[told:place]))
+            told = place + 1
             between = between[self.num_said(ids[-1:], between) :]
             known = whole.removesuffix(self._closing)
             said = [*self.encode(known[len(prompt) :]), self.stop_token_ids[0]]

@@ -20,7 +20,7 @@ from ....envs.data.pair_data import PairData, PairRow, open_rows
 from ....schemas.config.job import JobConfig
 from ....schemas.rollout import Group, Trajectory
 from ....schemas.task import Blame, Task
-from ....schemas.wire.errors import DataError, ModelError
+from ....schemas.wire.errors import DataError, MessageError, ModelError, TinkermqError
 from ...runtime import JobContext, settle_memory
 from .chat import ChatTokenizer, Conversation, open_chat
 from .groups import GroupFailed, append_given_up
@@ -72,12 +72,18 @@ class Demonstrations:
         context, task = self._context, lease.task
         try:
             group = demonstrate(task, self._data, self._chat, context.config, context.name)
+            await self._append_whole(group)
         except GroupFailed as failure:
             await append_given_up(context, self._log, failure)
-        else:
-            await self._log.append(group)
         context.progressed()
         await lease.done()
+
+    async def _append_whole(self, group: Group) -> None:
+        """Append a group; raises GroupFailed for one that no message holds, by its images."""
+        try:
+            await self._log.append(group)
+        except MessageError as error:
+            raise _failed(group.task, error, group.source, group.started) from error
 
 
 def demonstrate(
@@ -90,13 +96,16 @@ def demonstrate(
     now = time.time()
     try:
         trajectories = _trajectories(task, data, chat, config.rollout.max_tokens)
+        group = Group(task=task, trajectories=trajectories, source=source, started=now)
+        return group.with_shared_images().model_copy(update={"finished": time.time()})
     except (DataError, ModelError) as error:
-        blame = Blame(boundary="task", code=error.code, message=error.message, hint=error.hint)
-        group = Group(task=task, error=blame, source=source, started=now, finished=now)
-        raise GroupFailed(group, blame, 1) from error
-    return Group(
-        task=task, trajectories=trajectories, source=source, started=now, finished=time.time()
-    )
+        raise _failed(task, error, source, now) from error
+
+
+def _failed(task: Task, error: TinkermqError, source: str, started: float) -> GroupFailed:
+    blame = Blame(boundary="task", code=error.code, message=error.message, hint=error.hint)
+    group = Group(task=task, error=blame, source=source, started=started, finished=time.time())
+    return GroupFailed(group, blame, 1)
 
 
 def _trajectories(

@@ -6,7 +6,7 @@ from torch import nn
 
 from ....schemas.rollout import Group, Trajectory
 from ....schemas.wire.errors import DataError
-from ....schemas.wire.images import images_of
+from ....schemas.wire.images import images_of, shows_later
 from ...models.vision import ImageReader
 from .training_batch import components_of
 
@@ -31,8 +31,9 @@ def _check_images(item: Trajectory, group: Group, model: nn.Module, reader: Imag
     images = images_of(item.messages, group.images)
     prompt = item.token_ids[: int(item.mask.argmax())]
     if images:
-        # Those of a tool's result stand behind the first answer.
-        until = int(item.turn_ends[-1]) if item.kind else len(prompt)
+        # Those of a tool's result stand behind the first answer, as some of a conversation do.
+        is_later = item.kind or shows_later(item.messages)
+        until = int(item.turn_ends[-1]) if is_later else len(prompt)
         seen = reader.see(model, item.token_ids[:until], images)
         if item.mask[seen.places_Q].any():
             raise DataError(

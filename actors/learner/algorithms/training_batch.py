@@ -18,7 +18,7 @@ from torch import Tensor
 from ....schemas.rollout import Group, Trajectory, episodes_of, return_of
 from ....schemas.teaching import Teaching
 from ....schemas.wire.errors import DataError
-from ....schemas.wire.images import images_of
+from ....schemas.wire.images import images_of, shows_later
 from ..packing.micro_batch import TokenSequence
 from .calls import BatchCalls, calls_of
 
@@ -134,7 +134,7 @@ def assemble(
                 item.mask,
                 images_of(item.messages, group.images),
                 experts=item.experts,
-                branches=item.episode >= 0 or bool(item.kind),
+                branches=item.episode >= 0 or bool(item.kind) or shows_later(item.messages),
             )
             for group in groups
             for item in group.sampled

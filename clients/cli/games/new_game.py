@@ -22,6 +22,7 @@ _COMMON = {
     "pyproject.toml": "pyproject.toml",
     "train.yaml": "train.yaml",
     "tiny.yaml": "tiny/train.yaml",
+    "sft.yaml": "tiny/sft.yaml",
     "__init__.py": "{module}/__init__.py",
     "test_game.py": "tests/test_game.py",
 }
@@ -36,22 +37,15 @@ _OF_KIND = {
 }
 """Where those of a kind's own folder go, if it has them."""
 
-_TRAIN = "tinkermq train tiny/train.yaml name=tiny"
-_UP = "tinkermq up --port 0 --slots 2"
-_WARM_START = (
+_MAKE_DATA = "python -m {module}.make_data"
+_TRAIN = (
     "python -m tinkermq.actors.make_tiny $(HERE)/blank {tiny_options}",
-    "python -m {module}.demonstrations $(HERE)/chats.jsonl",
-    _UP,
+    "python -m {module}.demonstrations $(HERE)/chats.{chats}",
+    "tinkermq up --port 0 --slots 2",
     "tinkermq sft tiny/sft.yaml name=warm",
-    f"{_TRAIN} --from warm",
+    "tinkermq train tiny/train.yaml name=tiny --from warm",
 )
-_WARM_START_OF_IMAGES = (
-    "python -m {module}.make_data",
-    "python -m tinkermq.actors.warm_start {module}.demonstrations $(HERE)/blank",
-    _UP,
-    _TRAIN,
-)
-"""What `make train` does; `tinkermq sft` learns from text alone."""
+"""What `make train` does."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +79,8 @@ class _Kind:
         if self.data == "jsonl":  # so few words a tiny model learns by heart
             words["tiny_data"] = words["env_data"].replace("data/val", "data/train")
         has_images = self.data == "parquet"
-        words["tiny_files"] = "" if has_images else "`tiny/sft.yaml`, "
-        lines = _WARM_START_OF_IMAGES if has_images else _WARM_START
+        lines = (_MAKE_DATA, *_TRAIN) if has_images else _TRAIN
+        words["chats"] = "parquet" if has_images else "jsonl"
         fit = {**words, "module": module}
         words["warm_start"] = "".join(f"\t{line.format(**fit)}\n" for line in lines)
         return words
@@ -110,6 +104,7 @@ _KINDS: dict[Kind, _Kind] = {
         model="Qwen/Qwen2-VL-2B-Instruct",
         extra="[vision]",
         data="parquet",
+        tiny_options="--kind qwen2_vl --width 64 --layers 2",
     ),
 }
 
@@ -164,8 +159,7 @@ def write_package(name: str, into: Path, kind: Kind = "dataset") -> Path:
     }
     templates = files("tinkermq.clients") / "new_game"
     words |= _KINDS[kind].words(module)
-    common = _COMMON if kind == "vision" else {**_COMMON, "sft.yaml": "tiny/sft.yaml"}
-    for room, places in (("common", common), (kind.replace("-", "_"), _OF_KIND)):
+    for room, places in (("common", _COMMON), (kind.replace("-", "_"), _OF_KIND)):
         for source, place in places.items():
             template = templates / room / f"{source}.in"
             if template.is_file():

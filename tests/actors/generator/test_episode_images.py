@@ -136,8 +136,6 @@ def test_an_image_takes_the_tokens_of_its_size_and_equal_texts_differ_by_it(
         chat.first_prompt(asked(b"GIF89a"))
     with pytest.raises(DataError, match=r"\d+ × 1 pixels cannot be seen"):
         chat.first_prompt(asked(png(900, 1)))
-    with pytest.raises(DataError, match="learnt from as text alone"):  # of SFT jobs
-        chat.conversation([*asked(png(8, 8)), {"role": "assistant", "content": "4"}])
     text_only: ChatTokenizer = make_chat(_config(folder, tmp_path))
     with pytest.raises(ModelError, match="reads text alone"):
         text_only.first_prompt(asked(png(8, 8)))
