@@ -209,11 +209,11 @@ def _with_images(message: ChatMessage, images: Iterator[Any]) -> ChatMessage:
 
 
 def _filled(part: Any, images: Iterator[Any]) -> Any:
-    if not isinstance(part, Mapping) or cast("Any", part).get("type") != "image":
-        return part
+    if not isinstance(part, Mapping):
+        return cast("Any", part)
     fields = cast("Mapping[str, Any]", part)
-    if fields.get("image") is not None:
-        return part
+    if fields.get("type") != "image" or fields.get("image") is not None:
+        return fields
     return {**fields, "image": _next_image(images, repr(fields))}
 
 
