@@ -210,7 +210,7 @@ def _with_images(message: ChatMessage, images: Iterator[Any]) -> ChatMessage:
 
 def _filled(part: Any, images: Iterator[Any]) -> Any:
     if not isinstance(part, Mapping):
-        return cast("Any", part)
+        return part
     fields = cast("Mapping[str, Any]", part)
     if fields.get("type") != "image" or fields.get("image") is not None:
         return fields
