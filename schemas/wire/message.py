@@ -34,6 +34,7 @@ class Message(BaseModel):
         frozen=True,
         arbitrary_types_allowed=True,
         ser_json_inf_nan="constants",
+        defer_build=True,
     )
 
     max_bytes: ClassVar[int] = MAX_MESSAGE_BYTES
