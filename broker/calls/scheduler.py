@@ -21,10 +21,6 @@ from ...schemas.job import (
     SubmissionFindings,
     SubmitRequest,
 )
-from ...schemas.machines.status import MachineList
-from ...schemas.node import DamagedRecords, GameCheckReply, GameCheckRequest, NodeList, NodeStatus
-from ...schemas.secret import JobSecrets, SealingKey, SecretName, SecretsRequest
-from ...schemas.user import QuotaReply
 from ...schemas.wire.errors import BrokerError, BusyError
 from ...schemas.wire.ids import new_id
 from ...schemas.wire.message import Empty, Message
@@ -33,7 +29,11 @@ from ..client.faults import shown_url
 from .repeated import call_service
 
 if TYPE_CHECKING:  # what one command needs need not be waited for by the others
+    from ...schemas.machines.status import MachineList
+    from ...schemas.node import DamagedRecords, GameCheckReply, NodeStatus
+    from ...schemas.secret import SecretName
     from ...schemas.tinker.operation import ModelInfo, TrainerOffer
+    from ...schemas.user import QuotaReply
 
 R = TypeVar("R", bound=Message)
 
@@ -83,7 +83,7 @@ class SchedulerCalls:
         adapters: Sequence[str] = (),
         request_id: str | None = None,
         priority: int = 0,
-        secrets: Mapping[SecretName, str] | None = None,
+        secrets: "Mapping[SecretName, str] | None" = None,
     ) -> JobRecord:
         """Submit a job; the same `request_id` returns the same job.
 
@@ -121,23 +121,28 @@ class SchedulerCalls:
         )
         return (await self._ask("try", request, SubmissionFindings)).findings
 
-    async def hand_over(self, job: str, secrets: Mapping[SecretName, str]) -> JobRecord:
+    async def hand_over(self, job: str, secrets: "Mapping[SecretName, str]") -> JobRecord:
         """Give a job secrets, beside those that it has."""
+        from ...schemas.secret import SecretsRequest
+
         request = SecretsRequest(job=job, sealed=await self._sealed(secrets))
         return await self._change("secrets", request)
 
-    async def check_game(self, config: Mapping[str, Any]) -> GameCheckReply:
+    async def check_game(self, config: Mapping[str, Any]) -> "GameCheckReply":
         """Return what a node of the pool found when it played a job's game without a model.
 
         Raises GameError where none could, and what `submit` raises for such a job.
         """
+        from ...schemas.node import GameCheckReply, GameCheckRequest
+
         request = GameCheckRequest(request_id=new_request_id(), config=dict(config))
         while True:
             reply = await self._ask("check_game", request, GameCheckReply)
             if reply.done:
                 return reply
 
-    async def _sealed(self, secrets: Mapping[SecretName, str]) -> bytes:
+    async def _sealed(self, secrets: "Mapping[SecretName, str]") -> bytes:
+        from ...schemas.secret import JobSecrets, SealingKey
         from ..users.sealing import close_seal  # only who has a secret loads the cryptography
 
         key = await self._ask("key", Empty(), SealingKey)
@@ -202,12 +207,16 @@ class SchedulerCalls:
         request = LabelRequest(job=job, tags=named, group=group, notes=notes)
         return await self._change("label", request)
 
-    async def nodes(self) -> list[NodeStatus]:
+    async def nodes(self) -> "list[NodeStatus]":
         """Return the nodes of the pool, by name."""
+        from ...schemas.node import NodeList
+
         return (await self._ask("nodes", Empty(), NodeList)).nodes
 
-    async def machines(self) -> MachineList:
+    async def machines(self) -> "MachineList":
         """Return what came of asking a cluster for machines."""
+        from ...schemas.machines.status import MachineList
+
         return await self._ask("machines", Empty(), MachineList)
 
     async def trainers(self) -> "list[TrainerOffer]":
@@ -226,16 +235,22 @@ class SchedulerCalls:
 
         return await self._ask("take_checkpoint", TakeCheckpoint(path=path), ModelInfo)
 
-    async def damaged(self) -> DamagedRecords:
+    async def damaged(self) -> "DamagedRecords":
         """Return the user's records that cannot be read; of the whole pool for admins."""
+        from ...schemas.node import DamagedRecords
+
         return await self._ask("damaged", Empty(), DamagedRecords)
 
     async def trouble(self) -> str:
         """Say what keeps the pool from going on, as its scheduler sees it; empty if nothing."""
+        from ...schemas.node import NodeList
+
         return (await self._ask("nodes", Empty(), NodeList)).trouble
 
-    async def quota(self) -> QuotaReply:
+    async def quota(self) -> "QuotaReply":
         """Return what the user's jobs may hold, and do hold."""
+        from ...schemas.user import QuotaReply
+
         return await self._ask("quota", Empty(), QuotaReply)
 
     async def _change(self, method: str, request: Message) -> JobRecord:

@@ -91,3 +91,19 @@ with importing(frozenset({{"late", "not_there"}})):
 print(late.value, gc.isenabled(), sys.meta_path == before)
 """
     assert run(code).splitlines() == ["prompt", "none", "False", "late", "1 True True"]
+
+
+def test_a_command_imports_structlog_without_rich_and_has_rich_for_itself() -> None:
+    code = """
+import sys
+from tinkermq.clients.cli.fast_start import importing
+with importing():
+    import structlog
+    print(structlog.dev.rich, "rich" in sys.modules)
+    from rich.table import Table
+print(Table.__name__, structlog.get_logger().warning("told"))
+"""
+    first, told, last = run(code).splitlines()
+    assert first == "None False"
+    assert "told" in told
+    assert last == "Table None"
