@@ -101,6 +101,7 @@ async def test_tries_with_feedback_are_trained_replayed_and_served_with_their_dr
             endpoint = await asyncio.to_thread(Endpoint.find, url, served["name"])
             options = PlayOptions(**played, max_turns=3, max_tokens_per_turn=12)
             over_http = await play_with_endpoint(endpoint, options)
+        await client.cancel_job(served["job_id"])
     assert {result.error for result in [*report.results, *over_http.results]} == {None}
     for result in report.results:
         assert (result.token_ids or []).count(IMAGE_ID) == 4
