@@ -59,9 +59,10 @@ def _is_there(path: Path) -> bool:
 class TriedGames:
     """Plays games that jobs may be submitted with, one at a time."""
 
-    def __init__(self, starter: ActorStarter) -> None:
+    def __init__(self, starter: ActorStarter, play_s: float = PLAY_S) -> None:
         """Play nothing yet; `starter` starts the processes, with the walls that hosts have."""
         self._starter = starter
+        self._play_s = play_s
         self._is_busy = False
 
     async def play(self, question: PlayQuestion) -> PlayAnswer:
@@ -98,7 +99,7 @@ class TriedGames:
         exit_code: int | None = None
         try:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(PLAY_S):
+                async with asyncio.timeout(self._play_s):
                     exit_code = await child.wait()
         finally:
             kill_group(child.pid)
@@ -107,6 +108,7 @@ class TriedGames:
                     await reader
         if exit_code is None:
             await child.wait()
+            return said.cut_off(self._play_s)
         return said.answer(exit_code)
 
 
@@ -130,18 +132,20 @@ class _Said:
                 self._memory.note(line)
         del self._checks[MAX_CHECKS:]
 
-    def answer(self, exit_code: int | None) -> PlayAnswer:
-        """Say what was found; without an exit code it was ended."""
+    def answer(self, exit_code: int) -> PlayAnswer:
+        """Say what was found by a process that ended so."""
         if self._has_ended:
             return PlayAnswer(checks=self._checks)
-        if exit_code is None:
-            return PlayAnswer(
-                checks=self._checks,
-                trouble=f"it was not played within {PLAY_S:.0f} s",
-                hint="`tinkermq env check` without --on-node takes its time, and tells how much",
-            )
         return PlayAnswer(
             checks=self._checks,
             trouble=f"the process that played it ended: {self._memory.reason(exit_code)}",
             hint="a game must not end its process",
+        )
+
+    def cut_off(self, play_s: float) -> PlayAnswer:
+        """Say what was found by a process that took too long, and was ended."""
+        return PlayAnswer(
+            checks=self._checks,
+            trouble=f"it was not played within {play_s:.0f} s",
+            hint="`tinkermq env check` without --on-node takes its time, and tells how much",
         )

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ....broker.client.connection import Broker
 from ....broker.client.rpc import call
@@ -11,7 +11,10 @@ from ....schemas.config.job import JobConfig
 from ....schemas.config.storage import is_url, model_paths
 from ....schemas.node import ModelAnswer, ModelQuestion, NodeStatus
 from ....schemas.wire.errors import ModelError, TinkermqError
+from ....schemas.wire.message import Message
 from ....schemas.wire.subjects import node
+
+R = TypeVar("R", bound=Message)
 
 ANSWER_S = 12.0
 MOST_ASKED = 8
@@ -43,7 +46,11 @@ async def refuse_missing_models(
 async def ask_for_model(broker: Broker, nodes: Sequence[NodeStatus], model: str) -> list[Told]:
     """Return what the nodes say of a model, those that were asked."""
     names = [one.node for one in nodes[:MOST_ASKED]]
-    answers = await asyncio.gather(*(_ask(broker, name, model) for name in names))
+    question, unknown = ModelQuestion(model=model), ModelAnswer(known=False)
+    asking = (
+        ask_node(broker, name, "model", question, unknown, timeout_s=ANSWER_S) for name in names
+    )
+    answers = await asyncio.gather(*asking)
     return [Told(name, answer) for name, answer in zip(names, answers, strict=True)]
 
 
@@ -54,16 +61,19 @@ def models_of(config: JobConfig) -> Iterable[str]:
     return dict.fromkeys(one for one in named.values() if not (is_url(one) or is_checkpoint(one)))
 
 
-async def _ask(broker: Broker, name: str, model: str) -> ModelAnswer:
+async def ask_node(
+    broker: Broker, name: str, verb: str, question: Message, unknown: R, *, timeout_s: float
+) -> R:
+    """Return what a node answers, or `unknown` where it is leaving, or older than the question."""
     try:
         return await call(
             broker,
-            node(name, "model"),
-            ModelQuestion(model=model),
-            ModelAnswer,
-            timeout_s=ANSWER_S,
+            node(name, verb),
+            question,
+            type(unknown),
+            timeout_s=timeout_s,
             waiting_for=f"node {name}",
             idempotent=True,
         )
-    except TinkermqError:  # it is leaving, or older than the question
-        return ModelAnswer(known=False)
+    except TinkermqError:
+        return unknown

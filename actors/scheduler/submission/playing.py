@@ -8,13 +8,13 @@ import asyncio
 from typing import NamedTuple
 
 from ....broker.client.connection import Broker
-from ....broker.client.rpc import RequestContext, call
+from ....broker.client.rpc import RequestContext
 from ....schemas.config.job import JobConfig
 from ....schemas.job import ActorPlacement, JobRecord, SubmitRequest
 from ....schemas.node import GameCheckReply, GameCheckRequest, PlayAnswer, PlayQuestion
-from ....schemas.wire.errors import BusyError, ConfigError, GameError, TinkermqError
-from ....schemas.wire.subjects import node
+from ....schemas.wire.errors import BusyError, ConfigError, GameError
 from ..jobs.actors import wanted_actor
+from .models import ask_node
 from .trying import TrialSubmission
 
 ANSWER_S = 3.0
@@ -90,17 +90,8 @@ class GameChecks:
             env=config.env.model_dump(mode="json", exclude_unset=True),
             seed=config.seed,
         )
-        try:
-            return await call(
-                self._broker,
-                node(name, "play"),
-                question,
-                PlayAnswer,
-                timeout_s=_NODE_S,
-                waiting_for=f"node {name} to play",
-            )
-        except TinkermqError:  # it is leaving, or older than the question
-            return PlayAnswer(known=False)
+        unknown = PlayAnswer(known=False)
+        return await ask_node(self._broker, name, "play", question, unknown, timeout_s=_NODE_S)
 
 
 def _host(config: JobConfig, actors: list[ActorPlacement]) -> ActorPlacement:

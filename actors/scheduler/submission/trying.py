@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from ....broker.client.connection import Broker
-from ....broker.client.rpc import RequestContext, call
+from ....broker.client.rpc import RequestContext
 from ....schemas.config.job import JobConfig
 from ....schemas.job import (
     ActorPlacement,
@@ -20,11 +20,10 @@ from ....schemas.job import (
 )
 from ....schemas.node import LookAnswer, LookQuestion, NodeStatus
 from ....schemas.wire.errors import DataError, GameError, TinkermqError
-from ....schemas.wire.subjects import node
 from ..jobs.actors import slots_of
 from ..reconciler import Reconciler
 from .access import check_game
-from .models import ANSWER_S, MOST_ASKED, ask_for_model, models_of
+from .models import ANSWER_S, MOST_ASKED, ask_for_model, ask_node, models_of
 from .submission import Submission
 
 _SCHEDULER = "scheduler"
@@ -117,22 +116,13 @@ class TrialSubmission:
         """Return what nodes say of files and a game, those that could in time."""
         question = LookQuestion(files=list(files), game=game)
         names = [one.node for one in nodes[:MOST_ASKED]]
-        answers = await asyncio.gather(*(self._look(name, question) for name in names))
+        unknown = LookAnswer(known=False)
+        asking = (
+            ask_node(self._broker, name, "look", question, unknown, timeout_s=ANSWER_S)
+            for name in names
+        )
+        answers = await asyncio.gather(*asking)
         return [_Seen(*one) for one in zip(names, answers, strict=True) if one[1].known]
-
-    async def _look(self, name: str, question: LookQuestion) -> LookAnswer:
-        try:
-            return await call(
-                self._broker,
-                node(name, "look"),
-                question,
-                LookAnswer,
-                timeout_s=ANSWER_S,
-                waiting_for=f"node {name}",
-                idempotent=True,
-            )
-        except TinkermqError:  # it is leaving, or older than the question
-            return LookAnswer(known=False)
 
     def _slots(
         self, user: str, actors: Sequence[ActorPlacement], nodes: Sequence[NodeStatus]

@@ -5,7 +5,6 @@ import contextlib
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.node import looking
 from tinkermq.actors.node.children import ActorStarter
 from tinkermq.actors.node.looking import MAX_CONFIG_BYTES, TriedGames, look, look_now
 from tinkermq.schemas.node import LookAnswer, LookQuestion, PlayQuestion, WantedActor
@@ -63,9 +62,9 @@ def games() -> TriedGames:
 
 
 async def test_a_game_that_takes_too_long_is_ended_with_all_that_it_started(
-    games: TriedGames, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(looking, "PLAY_S", 3.0)
+    games = TriedGames(ActorStarter(), play_s=3.0)
     playing = asyncio.create_task(
         games.play(question("SlowBandit", tmp_path, delay_s=60, until=str(tmp_path / "never")))
     )
