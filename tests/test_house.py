@@ -20,8 +20,7 @@ from tests.support.wheel import ROOMS, build_wheel
 ROOT = Path(__file__).resolve().parent.parent
 Named = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 BESIDE = ("tests", "benchmarks", "examples")
-MAX_LINES = {"room": 400, "beside": 500}
-MAX_MODULES = 15
+MAX_LINES = 800
 HEAVY = {"torch", "transformers", "vllm", "safetensors"}
 
 
@@ -212,11 +211,6 @@ def test_the_rooms_arrows_hold() -> None:
 # -- sizes and docstrings --------------------------------------------------------------------------
 
 
-def test_no_folder_has_more_modules_than_a_reader_surveys() -> None:
-    folders = Counter(path.parent for path in modules(*ROOMS) if path.name != "__init__.py")
-    assert not {short(folder): n for folder, n in folders.items() if n > MAX_MODULES}
-
-
 def test_the_version_that_services_tell_is_that_of_the_package() -> None:
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == VERSION
 
@@ -234,9 +228,8 @@ def test_no_two_public_classes_have_one_name() -> None:
 def test_no_module_is_longer_than_a_reader_bears() -> None:
     too_long = {
         short(path): length
-        for kind, folders in (("room", ROOMS), ("beside", BESIDE))
-        for path in modules(*folders)
-        if (length := len(path.read_text().splitlines())) > MAX_LINES[kind]
+        for path in modules(*ROOMS, *BESIDE)
+        if (length := len(path.read_text().splitlines())) > MAX_LINES
     }
     assert not too_long
 
