@@ -8,11 +8,12 @@ holds the entry's bytes; STEP is 0 for one that was not trained.
 """
 
 import contextlib
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..schemas.wire.errors import StorageError
+from .disk.run_folder import Folder
 from .jetstream.stored import StoredMessage
 
 FOLDER = "rollouts"
@@ -30,15 +31,16 @@ class KeptAt:
     """The step that trained it."""
     task: int
     num_bytes: int
-    path: Path
+    run_dir: Path
+    name: str
+    """Relative to the folder of the run."""
 
     def message(self) -> StoredMessage | None:
         """Return it as it stood in the log; None when it is gone, or no such file."""
         try:
-            file = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            with os.fdopen(file, "rb") as opened:
-                payload = opened.read(_LARGEST_BYTES)
-        except OSError:
+            with Folder(self.run_dir) as folder:
+                payload = folder.read(self.name, _LARGEST_BYTES)
+        except (OSError, StorageError):
             return None
         return StoredMessage(f"rollout.{self.task}", self.seq, payload, {})
 
@@ -49,14 +51,17 @@ def kept_rollouts(run_dir: str | Path) -> list[KeptAt]:
     There is none for a run whose folder is not on this machine, or cannot be read.
     """
     found: list[KeptAt] = []
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(Path(run_dir) / FOLDER) if run_dir else ():
+    if not run_dir:
+        return found
+    with contextlib.suppress(OSError), Folder(run_dir) as folder:
+        for entry in folder.entries(FOLDER):
             match = _NAME.fullmatch(entry.name)
-            if match is None or not entry.is_file(follow_symlinks=False):
+            if match is None or entry.is_folder:
                 continue
             seq, step, task = map(int, match.groups())
-            num_bytes = entry.stat(follow_symlinks=False).st_size
-            found.append(KeptAt(seq, step or None, task, num_bytes, Path(entry.path)))
+            found.append(
+                KeptAt(seq, step or None, task, entry.num_bytes, Path(run_dir), entry.path)
+            )
     return sorted(found, key=lambda one: one.seq)
 
 
@@ -65,16 +70,8 @@ def keep_rollout(run_dir: Path, seq: int, payload: bytes, task: int, step: int |
 
     Raises OSError when it cannot be written.
     """
-    folder = run_dir / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{seq}-{step or 0}-{task}.group"
-    made = path.with_suffix(".part")
-    try:
-        made.write_bytes(payload)
-        made.replace(path)
-    except OSError:
-        made.unlink(missing_ok=True)
-        raise
+    with Folder(run_dir, make=True) as folder:
+        folder.write(f"{FOLDER}/{seq}-{step or 0}-{task}.group", payload)
 
 
 def thin_out(run_dir: Path, most_bytes: int) -> None:
@@ -83,8 +80,9 @@ def thin_out(run_dir: Path, most_bytes: int) -> None:
     while kept and sum(one.num_bytes for one in kept) > most_bytes:
         older: list[KeptAt] = kept[: max(1, len(kept) // 2)]
         removed = older[::2]
-        for one in removed:
-            one.path.unlink(missing_ok=True)
+        with Folder(run_dir) as folder:
+            for one in removed:
+                folder.unlink(one.name)
         gone = {one.seq for one in removed}
         kept = [one for one in kept if one.seq not in gone]
 

@@ -6,6 +6,7 @@ from starlette.requests import Request
 
 from ...schemas.job import JobRecord
 from ...schemas.wire.errors import MessageError
+from ..models.checkpoint_folders import checkpoint_folders
 from .data import rollouts
 from .data.episodes import show_episode, show_tokens
 from .data.records import PAGE, Query
@@ -107,9 +108,10 @@ def beside_in(request: Request) -> tuple[int, int] | None:
 
 
 def _texts_of(record: JobRecord) -> TokenTexts:
-    latest = f"{record.run_dir}/checkpoints/latest"
+    folders = checkpoint_folders(record.run_dir)
+    latest = [folders[max(folders)]] if folders else []
     model: dict[str, Any] = record.config.get("model") or {}
-    return token_texts([str(model.get("path", "")), latest])
+    return token_texts([str(model.get("path", "")), *latest])
 
 
 def queue_of(records: list[JobRecord]) -> list[JobRecord]:

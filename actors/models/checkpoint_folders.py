@@ -1,15 +1,22 @@
 """Where the checkpoints of a run lie: `checkpoints/step_000040` in its folder."""
 
-import os
 import re
 from pathlib import Path
 
+from ...broker.disk.run_folder import Folder
+
 _NAME = re.compile(r"step_([0-9]{6,})")
+_CHECKPOINTS = "checkpoints"
 
 
 def checkpoint_name(step: int) -> str:
     """Return the name of the folder of a step's checkpoint."""
     return f"step_{step:06d}"
+
+
+def checkpoint_in(step: int) -> str:
+    """Return where a step's checkpoint lies, relative to the folder of its run."""
+    return f"{_CHECKPOINTS}/{checkpoint_name(step)}"
 
 
 def checkpoint_folders(run_dir: str) -> dict[int, Path]:
@@ -19,14 +26,10 @@ def checkpoint_folders(run_dir: str) -> dict[int, Path]:
     """
     if not run_dir:
         return {}
-    place = Path(run_dir) / "checkpoints"
     try:
-        entries = list(os.scandir(place))
+        with Folder(run_dir) as folder:
+            entries = folder.entries(_CHECKPOINTS)
     except OSError:
         return {}
-    named = (
-        (_NAME.fullmatch(entry.name), entry)
-        for entry in entries
-        if entry.is_dir(follow_symlinks=False)
-    )
-    return {int(match[1]): place / entry.name for match, entry in named if match}
+    named = ((_NAME.fullmatch(one.name), one) for one in entries if one.is_folder)
+    return {int(match[1]): Path(run_dir, entry.path) for match, entry in named if match}

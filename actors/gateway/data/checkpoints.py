@@ -2,21 +2,20 @@
 
 They lie in the run's folder, on this machine or on a disk that it shares with the pool, or in the
 run's store, which is read with the gateway's own credentials. Only folders `checkpoints/step_*` of
-the run are packed, and only plain files that really lie in them.
+the run are packed, and only regular files that really lie in them.
 """
 
 import asyncio
-import os
 import tarfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from ....broker.client.connection import Broker
+from ....broker.disk.run_folder import Entry, Folder
 from ....broker.evaluations import best_of, read_scores
 from ....schemas.job import JobRecord
-from ....schemas.wire.errors import NotFoundError, TinkermqError
-from ...models.checkpoint_folders import checkpoint_folders
+from ....schemas.wire.errors import NotFoundError, StorageError, TinkermqError
+from ...models.checkpoint_folders import checkpoint_folders, checkpoint_in
 from ...storage.opening import Stores
 from ...storage.stored_runs import stored_checkpoints
 
@@ -42,15 +41,15 @@ def list_checkpoints(record: JobRecord, stores: Stores) -> list[dict[str, Any]]:
     found = _in_store(record, stores)
     there = {one["step"] for one in found}
     for step, folder in checkpoint_folders(record.run_dir).items():
-        files = list(_files(folder))
+        files = _files(record.run_dir, step)
         if not files or step in there:
             continue
         found.append(
             {
                 "step": step,
-                "bytes": sum(file.stat().st_size for file in files),
-                "files": [str(file.relative_to(folder)) for file in files],
-                "saved": max(file.stat().st_mtime for file in files),
+                "bytes": sum(file.num_bytes for file in files),
+                "files": [file.path for file in files],
+                "saved": max(file.changed for file in files),
                 "path": str(folder),
             }
         )
@@ -70,11 +69,10 @@ def _in_store(record: JobRecord, stores: Stores) -> list[dict[str, Any]]:
     ]
 
 
-def folder_of(record: JobRecord, step: int, stores: Stores) -> Path:
-    """Return the folder of a checkpoint; raises NotFoundError."""
-    folder = checkpoint_folders(record.run_dir).get(step)
-    if folder is not None:
-        return folder
+def check_here(record: JobRecord, step: int, stores: Stores) -> None:
+    """Raise NotFoundError for a checkpoint that is not in the run's folder on this machine."""
+    if step in checkpoint_folders(record.run_dir):
+        return
     stored = stored_checkpoints(record, stores, tries=1).get(step)
     if stored is not None:
         raise NotFoundError(
@@ -89,28 +87,30 @@ def folder_of(record: JobRecord, step: int, stores: Stores) -> Path:
     )
 
 
-def pack(folder: Path, name: str) -> Iterator[bytes]:
-    """Yield an uncompressed tar archive of a checkpoint, a chunk at a time."""
-    for file in _files(folder):
-        size = file.stat().st_size
-        info = tarfile.TarInfo(f"{name}/{file.relative_to(folder)}")
-        info.size, info.mtime, info.mode = size, int(file.stat().st_mtime), 0o644
-        yield info.tobuf(tarfile.PAX_FORMAT)
-        with file.open("rb") as source:
-            left = size
-            while left:
-                chunk = source.read(min(_CHUNK, left)) or bytes(min(_CHUNK, left))
-                left -= len(chunk)  # a file that became shorter meanwhile is filled up
-                yield chunk
-        yield bytes(-size % tarfile.BLOCKSIZE)
-    yield bytes(2 * tarfile.BLOCKSIZE)
+def pack(run_dir: str, step: int, name: str) -> Iterator[bytes]:
+    """Yield an uncompressed tar archive of a checkpoint, a chunk at a time.
+
+    Raises OSError for what was removed or changed meanwhile.
+    """
+    with Folder(run_dir) as run, run.folder(checkpoint_in(step)) as folder:
+        for entry in folder.files():
+            with folder.open(entry.path) as source:
+                info = tarfile.TarInfo(f"{name}/{entry.path}")
+                info.size, info.mtime, info.mode = entry.num_bytes, int(entry.changed), 0o644
+                yield info.tobuf(tarfile.PAX_FORMAT)
+                left = entry.num_bytes
+                while left:
+                    chunk = source.read(min(_CHUNK, left)) or bytes(min(_CHUNK, left))
+                    left -= len(chunk)  # a file that became shorter meanwhile is filled up
+                    yield chunk
+            yield bytes(-entry.num_bytes % tarfile.BLOCKSIZE)
+        yield bytes(2 * tarfile.BLOCKSIZE)
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    """Yield the plain files of a checkpoint, links left out, by name."""
-    for place, names, files in os.walk(folder, followlinks=False):
-        names.sort()
-        for name in sorted(files):
-            file = Path(place) / name
-            if file.is_file() and not file.is_symlink():
-                yield file
+def _files(run_dir: str, step: int) -> list[Entry]:
+    """Return the regular files of a checkpoint, by name; none of one that cannot be read."""
+    try:
+        with Folder(run_dir) as run, run.folder(checkpoint_in(step)) as folder:
+            return list(folder.files())
+    except (OSError, StorageError):
+        return []

@@ -157,6 +157,7 @@ def show_tokens(one: Trajectory, texts: TokenTexts) -> dict[str, Any]:
     logprobs = one.logprobs[: len(ids)].tolist()
     versions = one.versions[: len(ids)].tolist()
     ends = dict(zip(one.turn_ends.tolist(), one.rewards.tolist(), strict=True))
+    said = texts.of(ids)
     tokens = [
         {
             "id": token,
@@ -168,7 +169,7 @@ def show_tokens(one: Trajectory, texts: TokenTexts) -> dict[str, Any]:
             "reward": ends.get(place),
         }
         for place, (token, text, made, logprob, version) in enumerate(
-            zip(ids, texts.of(ids), mask, logprobs, versions, strict=True)
+            zip(ids, said, mask, logprobs, versions, strict=True)
         )
     ]
     return {

@@ -1,74 +1,161 @@
 """What tokens say: read from a model's tokenizer.json, where this machine has the model's folder.
 
-Without it tokens are shown by their ids; messages are readable either way.
+A tokenizer is a user's file, and may take for ever to decode (a regular expression that backtracks)
+or all memory. So each is loaded in a process of its own (`token_worker`), with limits that the
+kernel keeps; one that passes them is ended, and its tokens are shown by their ids, as those of a
+model without a tokenizer here. Messages are readable either way.
 """
 
-import functools
+import atexit
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import structlog
 
-_MAX_FILE_BYTES = 64 << 20
+from ....broker.disk.run_folder import Folder
+from ....schemas.wire.errors import StorageError
 
-_log = structlog.get_logger()
+LIMIT_S = 3.0
+"""Of computing, for loading a tokenizer and for each page of tokens."""
+MEMORY_BYTES = 2 << 30
+_MAX_FILE_BYTES = 64 << 20
+_NAME = "tokenizer.json"
+_AT_ONCE = 4
+"""Processes that are kept; the one that was used last ends when another is needed."""
+
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+_Key = tuple[int, int, int]
 
 
 class TokenTexts:
     """The texts of one model's tokens."""
 
-    def __init__(self, tokenizer: Any = None) -> None:
-        """Take a `tokenizers.Tokenizer`; None shows ids."""
-        self._tokenizer = tokenizer
+    def __init__(self, worker: "_Worker | None" = None) -> None:
+        """Ask a worker; None shows ids."""
+        self._worker = worker
 
     @property
     def known(self) -> bool:
         """Whether the texts are known."""
-        return self._tokenizer is not None
+        return self._worker is not None and not self._worker.has_ended
 
     def of(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each token; characters of several tokens stand at the last of them."""
-        if self._tokenizer is None:
-            return [f"⟨{token}⟩" for token in ids]
-        texts: list[str] = []
-        pending: list[int] = []
-        for token in ids:
-            pending.append(token)
-            text = str(self._tokenizer.decode(pending, skip_special_tokens=False))
-            if text.endswith("�") and len(pending) < 4:
-                texts.append("")
-                continue
-            texts.append(text or f"⟨{token}⟩")
-            pending.clear()
-        if pending and texts:
-            texts[-1] = "�"
-        return texts
+        """Return the text of each token; characters of several tokens stand at the last of them.
+
+        Runs in a thread.
+        """
+        texts = None if self._worker is None else self._worker.texts(ids)
+        return [f"⟨{token}⟩" for token in ids] if texts is None else texts
 
 
-def token_texts(folders: Sequence[str]) -> TokenTexts:
-    """Return the texts of the first of these model folders that has a tokenizer here."""
-    for folder in folders:
-        file = Path(folder) / "tokenizer.json"
+def token_texts(folders: Sequence[str | Path], limit_s: float = LIMIT_S) -> TokenTexts:
+    """Return the texts of the first of these model folders that has a tokenizer here.
+
+    Runs in a thread.
+    """
+    for place in folders:
         try:
-            stat = file.stat()
-        except OSError:
+            with (
+                Folder(os.path.realpath(place)) as folder,
+                folder.open(_NAME, max_bytes=_MAX_FILE_BYTES) as file,
+            ):
+                return TokenTexts(_workers.of(file.fileno(), str(place), limit_s))
+        except (OSError, StorageError, ValueError):
             continue
-        if stat.st_size <= _MAX_FILE_BYTES:
-            return _load(str(file), stat.st_mtime_ns)
     return TokenTexts()
 
 
-@functools.lru_cache(maxsize=8)
-def _load(file: str, _changed_ns: int) -> TokenTexts:
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        return TokenTexts()
-    try:
-        return TokenTexts(Tokenizer.from_file(file))
-    except Exception as error:
-        if type(error) is not Exception:  # the kind that tokenizers raises for a bad file
-            raise
-        _log.warning("tokenizer_unreadable", file=file, error=str(error))
-        return TokenTexts()
+class _Workers:
+    """The processes of the tokenizers that were used last."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[_Key, _Worker] = OrderedDict()
+        self._lock = threading.Lock()
+        atexit.register(self.close)
+
+    def of(self, file: int, place: str, limit_s: float) -> "_Worker":
+        """Return the process of a file that is open; it is started with the first question."""
+        status = os.fstat(file)
+        key = (status.st_dev, status.st_ino, status.st_mtime_ns)
+        with self._lock:
+            worker = self._known.get(key)
+            if worker is None:
+                while len(self._known) >= _AT_ONCE:
+                    self._known.popitem(last=False)[1].close()
+                worker = self._known[key] = _Worker(file, place, limit_s)
+            self._known.move_to_end(key)
+        return worker
+
+    def close(self) -> None:
+        """End all of them."""
+        with self._lock:
+            while self._known:
+                self._known.popitem()[1].close()
+
+
+class _Worker:
+    """One process with one tokenizer; what has ended once stays so until its file changes."""
+
+    def __init__(self, file: int, place: str, limit_s: float) -> None:
+        self._place = place
+        self._lock = threading.Lock()
+        self.has_ended = False
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", f"{__package__}.token_worker"),
+                *(str(file), str(limit_s), str(MEMORY_BYTES)),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[file],
+            text=True,
+        )
+
+    def texts(self, ids: Sequence[int]) -> list[str] | None:
+        """Return the text of each token; None where the process does not answer."""
+        with self._lock:
+            if self.has_ended:
+                return None
+            answer = self._ask(list(ids))
+            if answer is None:
+                self.has_ended = True
+                _log.warning("tokenizer_unreadable", folder=self._place, code=self._end())
+            return answer
+
+    def close(self) -> None:
+        """End the process; who waits for its answer gets none."""
+        self.has_ended = True
+        self._process.kill()
+        with self._lock:
+            self._end()
+
+    def _ask(self, ids: list[int]) -> list[str] | None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(f"{json.dumps(ids)}\n")
+            self._process.stdin.flush()
+            answer: Any = json.loads(self._process.stdout.readline())
+        except (OSError, ValueError):
+            return None
+        return cast("list[str]", answer)
+
+    def _end(self) -> int:
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            with contextlib.suppress(OSError):
+                stream.close()
+        self._process.kill()
+        return self._process.wait()
+
+
+_workers = _Workers()

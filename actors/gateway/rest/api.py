@@ -160,11 +160,11 @@ async def get_checkpoint(request: Request) -> Response:
     """Answer with a checkpoint as a tar archive."""
     visitor, record = await job_of(request)
     step, stores = int(request.path_params["step"]), Stores(visitor.broker)
-    folder = await asyncio.to_thread(checkpoints.folder_of, record, step, stores)
+    await asyncio.to_thread(checkpoints.check_here, record, step, stores)
     name = f"{record.name}-step_{step:06d}"
     safe = "".join(char for char in name if char.isalnum() or char in "-_") or "checkpoint"
     return StreamingResponse(
-        checkpoints.pack(folder, safe),
+        checkpoints.pack(record.run_dir, step, safe),
         media_type="application/x-tar",
         headers={"content-disposition": f'attachment; filename="{safe}.tar"'},
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tinkermq.actors.gateway.data.checkpoints import folder_of, list_checkpoints, pack
+from tinkermq.actors.gateway.data.checkpoints import check_here, list_checkpoints, pack
 from tinkermq.actors.models.digests import write_digests
 from tinkermq.actors.storage.checkpoint_mirror import CheckpointMirror
 from tinkermq.actors.storage.opening import Stores
@@ -44,7 +44,8 @@ async def test_checkpoints_are_listed_newest_first_links_left_out(run: Any, stor
 
 
 async def test_a_checkpoint_is_packed_as_an_ordinary_tar_archive(run: Any, stores: Stores) -> None:
-    packed = b"".join(pack(folder_of(run, 12, stores), "run-12"))
+    check_here(run, 12, stores)
+    packed = b"".join(pack(run.run_dir, 12, "run-12"))
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
         names = archive.getnames()
         weights = archive.extractfile("run-12/model.safetensors")
@@ -56,7 +57,21 @@ async def test_a_checkpoint_is_packed_as_an_ordinary_tar_archive(run: Any, store
 @pytest.mark.parametrize("step", [7, 99])
 async def test_a_checkpoint_that_is_not_there_is_named(run: Any, step: int, stores: Stores) -> None:
     with pytest.raises(NotFoundError, match=f"step {step}"):
-        folder_of(run, step, stores)
+        check_here(run, step, stores)
+
+
+async def test_linked_folders_of_others_are_no_checkpoints_of_a_run(
+    run: Any, tmp_path: Path, stores: Stores
+) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "checkpoints").symlink_to(Path(run.run_dir) / "checkpoints")
+    linked = record(2, run_dir=str(mine))
+    assert list_checkpoints(linked, stores) == []
+    with pytest.raises(NotFoundError, match="step 12"):
+        check_here(linked, 12, stores)
+    with pytest.raises(NotADirectoryError):
+        list(pack(str(mine), 12, "run-12"))
 
 
 async def test_a_run_with_a_store_lists_what_is_there(tmp_path: Path, stores: Stores) -> None:
@@ -72,9 +87,9 @@ async def test_a_run_with_a_store_lists_what_is_there(tmp_path: Path, stores: St
     assert (one["step"], one["files"]) == (8, ["SHA256SUMS", "learner/state.json"])
     assert one["path"].startswith(f"{mirror.store.url}/step_000008-")
     with pytest.raises(NotFoundError, match=f"of step 8 .* is in its store: {url}"):
-        folder_of(run, 8, stores)
+        check_here(run, 8, stores)
     with pytest.raises(NotFoundError, match="step 7"):
-        folder_of(run, 7, stores)
+        check_here(run, 7, stores)
 
 
 async def test_a_run_without_folder_has_no_checkpoints(stores: Stores) -> None:

@@ -1,6 +1,8 @@
 """An episode is shown as it was: messages, images, turns, tokens, advantages."""
 
 import base64
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -148,4 +150,26 @@ def test_texts_come_from_the_models_tokenizer_characters_at_their_last_byte(tmp_
     assert len(texts.of(ids)) == len(ids)
     assert not token_texts(["/nonexistent"]).known
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert not token_texts([str(tmp_path)]).known
+    broken = token_texts([str(tmp_path)])
+    assert broken.of([7]) == ["⟨7⟩"]
+    assert not broken.known
+
+
+def test_a_tokenizer_that_never_ends_is_ended_and_shown_as_ids(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    whole = json.loads(file.read_text())
+    hostile = {"type": "Replace", "pattern": {"Regex": "(a|aa)+$"}, "content": "x"}
+    whole["decoder"] = {
+        "type": "Sequence",
+        "decoders": [whole["decoder"], {"type": "Fuse"}, hostile],
+    }
+    whole["added_tokens"].append(
+        {**whole["added_tokens"][0], "id": len(tokenizer), "content": "a" * 26 + "b"}
+    )
+    file.write_text(json.dumps(whole))
+    texts = token_texts([tmp_path], limit_s=0.5)
+    ids = [len(tokenizer)] * 4000
+    assert texts.of(ids) == [f"⟨{len(tokenizer)}⟩"] * 4000
+    assert not texts.known
