@@ -218,7 +218,7 @@ class JobStore:
 
         Harmless when it is there already.
         """
-        marked = record.model_copy(update={"removal": removal})
+        marked = record.model_copy(update={"removal": removal, "refused": ""})
         key = record.scope.key
         try:
             self._wrote(Entry(key, marked, await self._jobs.create(key, marked)))

@@ -21,7 +21,7 @@ from ..schemas.wire.subjects import BUCKET_ACTORS, BUCKET_LEASES, BUCKET_NODES
 from .client.connection import Broker, ConnectionLost, Msg
 from .client.headers import DESCRIPTION, END_OF_BATCH, header, status_of
 from .client.inbox import Inbox
-from .jetstream.streams import delete_stream, num_replicas, stream_info
+from .jetstream.streams import StreamConfig, delete_stream, num_replicas, stream_info
 
 MANIFEST = "backup.json"
 CHUNK_BYTES = 512 * 1024
@@ -82,28 +82,33 @@ async def restore_all(broker: Broker, folder: Path) -> list[Saved]:
 async def save_streams(broker: Broker, names: Sequence[str], folder: Path) -> None:
     """Write those of the streams that are there to a folder, which must be new or empty.
 
+    Their consumers are left out: nobody reads on where he was.
+
     Raises StateError for a folder that is in use, StorageError, BrokerError.
     """
     try:
         _begin(folder)
         for name in names:
             with contextlib.suppress(NotFoundError):
-                await _save(broker, name, folder)
+                await _save(broker, name, folder, consumers=False)
     except OSError as error:
         raise _unusable(folder, error) from error
 
 
-async def restore_streams(broker: Broker, names: Sequence[str], folder: Path) -> None:
+async def restore_streams(broker: Broker, configs: Sequence[StreamConfig], folder: Path) -> None:
     """Bring back those of the streams that a folder has and the server has not.
 
-    Raises StorageError, BrokerError.
+    They are configured as `configs` say, whatever the folder says, but bounded by what they hold:
+    nothing more is stored there. Raises StorageError, BrokerError.
     """
-    for name in names:
+    for config in configs:
+        name = str(config["name"])
         if (folder / f"{name}.json").is_file():
             try:
                 await stream_info(broker, name)
             except NotFoundError:
-                await _restore(broker, name, folder)
+                held = int(_read(folder, f"{name}.json", "state")["state"]["bytes"])
+                await _restore(broker, name, folder, {**config, "max_bytes": max(held, 1)})
 
 
 def _read(folder: Path, name: str, key: str) -> dict[str, Any]:
@@ -144,10 +149,11 @@ async def _stream_names(broker: Broker) -> list[str]:
     return sorted(ours, key=lambda name: (_ORDER.get(name.rpartition("-")[2], 2), name))
 
 
-async def _save(broker: Broker, name: str, folder: Path) -> Saved:
+async def _save(broker: Broker, name: str, folder: Path, *, consumers: bool = True) -> Saved:
     inbox = Inbox(broker)
     try:
         request = {"deliver_subject": await inbox.only_subject(), "chunk_size": CHUNK_BYTES}
+        request["no_consumers"] = not consumers
         answer = await _ask(broker, f"STREAM.SNAPSHOT.{name}", request)
         with (folder / f"{name}.snapshot").open("wb") as file:
             while (chunk := await _next(inbox, name)).data != _END:
@@ -170,9 +176,11 @@ async def _next(inbox: Inbox, name: str) -> Msg:
         raise ConnectionLost(f"the snapshot of {name} broke off", hint="try again") from None
 
 
-async def _restore(broker: Broker, name: str, folder: Path) -> Saved:
+async def _restore(
+    broker: Broker, name: str, folder: Path, config: StreamConfig | None = None
+) -> Saved:
     told = _read(folder, f"{name}.json", "config")
-    told["config"]["num_replicas"] = num_replicas()
+    told["config"] = {**(config or told["config"]), "num_replicas": num_replicas()}
     with _opened(folder, f"{name}.snapshot") as file:
         place = (await _ask(broker, f"STREAM.RESTORE.{name}", told))["deliver_subject"]
         for chunk in _chunks_of(file):

@@ -14,7 +14,13 @@ from ..broker.calls.scheduler import SchedulerCalls, new_request_id
 from ..broker.client.connection import Broker
 from ..broker.jobs import JobStore
 from ..schemas.job import FINAL_STATES, JobRecord
-from ..schemas.wire.errors import ConfigError, DeadlineError, MessageError, NotFoundError
+from ..schemas.wire.errors import (
+    ConfigError,
+    DeadlineError,
+    MessageError,
+    NotFoundError,
+    StorageError,
+)
 from ..schemas.wire.maps import merged
 from ..schemas.wire.subjects import DEFAULT_USER, token
 from .secrets import secrets_for, with_tracker_settings
@@ -103,12 +109,17 @@ class Pool(SchedulerCalls):
     async def archive_run(self, name: str, *, undo: bool = False) -> JobRecord:
         """Archive a run that has ended, or bring it back, and wait for it.
 
-        Raises NotFoundError, StateError with the reason why it cannot be, DeadlineError.
+        Raises NotFoundError, StateError with the reason why it cannot be, StorageError for an
+        archive that is damaged, DeadlineError.
         """
         record = await self.find(name)
         await (self.unarchive(record.job) if undo else self.archive(record.job))
 
         def done(now: JobRecord | None) -> bool:
+            if undo and now is not None and now.refused:
+                raise StorageError(
+                    now.refused, hint="restore that folder from a back-up, or delete the run"
+                )
             return now is None or (now.removal == "no" and (now.archived is None) == undo)
 
         return await self._until(record, "archive", done, _REMOVAL_S) or record

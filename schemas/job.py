@@ -156,8 +156,12 @@ class JobRecord(Message):
     removal: Removal = "no"
     """What the scheduler is doing to a job that has ended, until it is done."""
     archived: float | None = None
-    """When its streams were put into its run folder, in seconds since the epoch; the record is in
-    the bucket of archived jobs then."""
+    """When its streams were put into its archive, in seconds since the epoch; the record is in the
+    bucket of archived jobs then."""
+    refused: str = ""
+    """Why it could not be brought back when that was last asked for."""
+    archive_digest: str = Field(default="", max_length=64, pattern=r"^[0-9a-f]*$")
+    """BLAKE3 of its archive, once that is whole: nothing else is brought back."""
     brought_back: float | None = None
     """When it was last brought back from there: it stays as long as one that ended then."""
 

@@ -10,6 +10,9 @@ from ...schemas.wire.errors import ConfigError
 ROOTS_VARIABLE = "TINKERMQ_OUTPUT_ROOTS"
 """Of the scheduler's environment: those folders, joined by `:`; the first is for jobs that name
 none."""
+MODELS_VARIABLE = "TINKERMQ_MODEL_FOLDERS"
+"""Of scheduler and nodes: folders of models and data that functions of users may read, joined by
+`:`."""
 _DEFAULT = "outputs"
 
 
@@ -61,6 +64,24 @@ def is_of_another(path: Path, user: str, roots: Sequence[Path]) -> bool:
     """Whether a path without links is in a folder of runs, and in none of this user's."""
     below = [path.relative_to(one) for root in roots if path.is_relative_to(one := root.resolve())]
     return any(user not in one.parts for one in below)
+
+
+def shown_from(path: Path, user: str, roots: Sequence[Path]) -> Path | None:
+    """Return the folder whose files functions of a user may read, and that holds a path; or None.
+
+    Such folders are those that the operator names for models and data, and that of the user's own
+    runs; without roots, as an admin's jobs are, all. The path is one without links.
+    """
+    if not roots:
+        return Path(path.anchor)
+    named = os.environ.get(MODELS_VARIABLE, "").split(os.pathsep)
+    models = [Path(one).expanduser().resolve() for one in named if one]
+    own = [one for root in roots if user in _below(path, one := root.resolve())]
+    return next((one for one in [*models, *own] if path.is_relative_to(one)), None)
+
+
+def _below(path: Path, root: Path) -> tuple[str, ...]:
+    return path.relative_to(root).parts if path.is_relative_to(root) else ()
 
 
 def without_tilde(value: str) -> Path:

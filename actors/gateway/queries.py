@@ -109,9 +109,9 @@ def beside_in(request: Request) -> tuple[int, int] | None:
 
 def _texts_of(record: JobRecord) -> TokenTexts:
     folders = checkpoint_folders(record.run_dir)
-    latest = [folders[max(folders)]] if folders else []
     model: dict[str, Any] = record.config.get("model") or {}
-    return token_texts([str(model.get("path", "")), *latest])
+    latest = folders[max(folders)] if folders else None
+    return token_texts(str(model.get("path", "")), latest)
 
 
 def queue_of(records: list[JobRecord]) -> list[JobRecord]:

@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -18,9 +19,10 @@ from typing import Protocol
 
 import structlog
 
+from ...broker.disk.run_folder import Folder
 from ...broker.programs.process import die_with
 from ...schemas.node import WantedActor
-from ...schemas.wire.errors import ConfigError, SandboxError
+from ...schemas.wire.errors import ConfigError, SandboxError, StorageError
 from ..folders.roots import below_roots
 from .command import ENVIRONMENT, actor_argv, actor_module
 from .enclosure import Enclosure, check_programs
@@ -31,6 +33,8 @@ _START_DEADLINE_S = 120.0
 _FORKED_ROLES = frozenset(
     {"learner", "rank", "generator", "evaluator", "server", "trainer", "sampler"}
 )
+_WRITES = frozenset({"learner", "rank"})
+_OWN_LINK = re.compile(r"(latest|best)|\.(latest|best)\.[0-9]+")
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -107,11 +111,13 @@ class ActorStarter:
 
         Its run folder may have become a link since the job was accepted.
         """
+        is_enclosed = self._enclosure is not None and wanted.own_code is not None
         try:
             below_roots("run_dir", wanted.run_dir, [Path(root) for root in wanted.output_roots])
-        except ConfigError as error:
+            if self._enclosure is not None and wanted.role in _WRITES and not is_enclosed:
+                await asyncio.to_thread(_refuse_led_away, Path(wanted.run_dir))
+        except (ConfigError, StorageError) as error:
             raise OSError(f"{error.message}; {error.hint}") from error
-        is_enclosed = self._enclosure is not None and wanted.own_code is not None
         if sys.platform == "linux" and wanted.role in _FORKED_ROLES and not is_enclosed:
             return await self._server.fork(wanted, environment, output)
         command = list(program or [sys.executable, "-m", actor_module(wanted), *actor_argv(wanted)])
@@ -129,6 +135,24 @@ class ActorStarter:
     async def close(self) -> None:
         """End the fork server."""
         await self._server.close()
+
+
+def _refuse_led_away(run_dir: Path) -> None:
+    """Raise StorageError for a run folder in which a learner would write through a link.
+
+    Functions of its owner may have run in an earlier attempt, and made some. The links that a
+    learner makes itself lead to its checkpoints; it makes them anew and never writes through them.
+    """
+    if os.path.realpath(run_dir) != str(run_dir):
+        led: str | None = "."
+    else:
+        with Folder(run_dir, make=True) as folder:
+            led = next((one for one in folder.strange() if not _OWN_LINK.fullmatch(one)), None)
+    if led is not None:
+        raise StorageError(
+            f"{run_dir / led} is a link, or no regular file: a learner would write through it",
+            hint="remove it; the folder of a run holds what its learner has written",
+        )
 
 
 class ForkedChild:

@@ -21,6 +21,7 @@ job names, the cache of the hub's models, and its GPUs.
 """
 
 import asyncio
+import errno
 import os
 import signal
 import sys
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from ...broker.client.login import CA_VARIABLE
+from ...broker.disk.run_folder import Folder
 from ...broker.programs.process import die_with
 from ...envs.dataset import is_dataset_name
 from ...envs.sandbox.program import bubblewrap_program, remedy, unprivileged_user
@@ -36,8 +38,8 @@ from ...envs.sandbox.seccomp import game_filter
 from ...envs.sandbox.served import SOCKET
 from ...envs.sandbox.watch import first_child
 from ...schemas.node import WantedActor
-from ...schemas.wire.errors import SandboxError
-from ..folders.roots import is_of_another
+from ...schemas.wire.errors import SandboxError, StorageError
+from ..folders.roots import MODELS_VARIABLE, is_of_another, shown_from
 from .sandboxes import SandboxSocket
 
 FOLDERS_VARIABLE = "TINKERMQ_GAME_FOLDERS"
@@ -65,6 +67,8 @@ _OF_LEARNERS = frozenset(
     | {"HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TINKERMQ_LOG_FORMAT", "MLFLOW_TRACKING_URI"}
 )
 """Further variables for learners; no key of the operator's is among them."""
+_COPIES = ("fork", "adapters", "models")
+"""Folders of a run that the scheduler makes, and other actors read."""
 _TRIAL_DEADLINE_S = 20.0
 _DROP = """
 import ctypes, os, sys
@@ -120,17 +124,21 @@ class Enclosure:
         learns = wanted.own_code is not None
         variables = {**_allowed(os.environ, _OF_LEARNERS if learns else ()), **_WHO}
         sandboxes = SandboxSocket(_allowed(os.environ))
+        handles = _Handles()
         try:
-            arguments = await asyncio.to_thread(self._arguments, wanted)  # disks may be slow
+            # disks may be slow
+            arguments = await asyncio.to_thread(self._arguments, wanted, handles)
             arguments += ["--bind", str(sandboxes.path), str(SOCKET)]
             if learns not in self._tried:
-                await _try([*arguments, "--", *(["true"] if learns else _dropped(["true"]))])
+                trial = [*arguments, "--", *(["true"] if learns else _dropped(["true"]))]
+                await _try(trial, handles.fds)
                 self._tried.add(learns)
             process = await _start(
                 [*arguments, "--", *(command if learns else _dropped(command))],
+                handles.fds,
+                {**variables, **environment},
                 stdout=output,
                 stderr=output,
-                env={**variables, **environment},
             )
         except SandboxError as error:
             await sandboxes.close()
@@ -138,14 +146,16 @@ class Enclosure:
         except BaseException:
             await sandboxes.close()
             raise
+        finally:
+            handles.close()
         return EnclosedChild(process, sandboxes)
 
-    def _arguments(self, wanted: WantedActor) -> list[str]:
+    def _arguments(self, wanted: WantedActor, handles: "_Handles") -> list[str]:
         """Return bubblewrap's command line up to the program that it is to run."""
         shown = [*_python(), *_named(FOLDERS_VARIABLE)]
         _refuse_runs(shown, Path(wanted.run_dir))
         learns = wanted.own_code is not None
-        data = _read_by_learner(wanted) if learns else _data_files(wanted)
+        data = _read_by_learner(wanted, handles) if learns else _data_files(wanted)
         if authority := os.environ.get(CA_VARIABLE):
             shown.append(Path(authority))
         command = [
@@ -170,7 +180,7 @@ class Enclosure:
         if unprivileged_user() is not None and not learns:
             _refuse_unreadable([*shown, *data.values()])
         own, shown = {Path.home(), Path.cwd()}, [*etc, *sorted(set(shown))]
-        written = [Path(wanted.run_dir).resolve()] if learns else []
+        written = [Path(wanted.run_dir)] if learns else []
         above = {parent for path in [*own, *shown, *data, *written] for parent in path.parents}
         for folder in sorted(above | own):
             command += ["--perms", "1777" if folder in own else "0755", "--dir", str(folder)]
@@ -179,7 +189,7 @@ class Enclosure:
         for path, place in data.items():
             command += ["--ro-bind-try", str(place), str(path)]
         for path in written:
-            command += ["--bind", str(path), str(path)]
+            command += _run_folder(path, handles)
         for device in sorted(Path("/dev").glob("nvidia*")) if learns else ():
             command += ["--dev-bind-try", str(device), str(device)]
         return [*command, "--chdir", str(Path.cwd())]
@@ -207,28 +217,46 @@ def _dropped(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", _DROP, str(user), *command]
 
 
-async def _start(command: Sequence[str], **settings: Any) -> asyncio.subprocess.Process:
-    """Start bubblewrap with the filter of system calls."""
-    rules, rules_in = os.pipe()
+async def _start(
+    command: Sequence[str],
+    fds: Sequence[int],
+    environment: Mapping[str, str],
+    **settings: Any,
+) -> asyncio.subprocess.Process:
+    """Start bubblewrap with the filter of system calls, and with descriptors that it may name.
+
+    The program has the environment, with the keys of its job, and bubblewrap itself has none.
+    """
+    given = [word for name, value in environment.items() for word in ("--setenv", name, value)]
+    rules, words = _memory_file(game_filter()), _memory_file("\0".join(given).encode())
     try:
-        os.write(rules_in, game_filter())
-        os.close(rules_in)
         return await asyncio.create_subprocess_exec(
-            *[command[0], "--seccomp", str(rules), *command[1:]],
+            *[command[0], "--args", str(words), "--seccomp", str(rules), *command[1:]],
             stdin=asyncio.subprocess.DEVNULL,
-            pass_fds=[rules],
+            pass_fds=[rules, words, *fds],
             start_new_session=True,
             preexec_fn=die_with(os.getpid()),
+            env={},
             **settings,
         )
     finally:
         os.close(rules)
+        os.close(words)
 
 
-async def _try(command: list[str]) -> None:
+def _memory_file(data: bytes) -> int:
+    file = os.memfd_create("bubblewrap")
+    os.write(file, data)
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
+
+
+async def _try(command: list[str], fds: Sequence[int]) -> None:
     """Raise SandboxError if a program that does nothing does not run behind the walls."""
     process = await _start(
         command,
+        fds,
+        {},
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -298,21 +326,81 @@ def _data_files(wanted: WantedActor) -> dict[Path, Path]:
     return places
 
 
-def _read_by_learner(wanted: WantedActor) -> dict[Path, Path]:
-    """Return where models and data of a learner lie, links followed, by the names that it has.
+class _Handles:
+    """Files and folders that are held open until bubblewrap has them, and their names for it.
 
-    What leads into a run of somebody else is refused: whoever may write a folder may have made it a
-    link since the job was accepted. Raises SandboxError.
+    What is opened without following a link is what bubblewrap shows, whatever is done to the path
+    in between.
+    """
+
+    def __init__(self) -> None:
+        self.fds: list[int] = []
+
+    def hold(self, fd: int) -> Path:
+        self.fds.append(fd)
+        return Path(f"/proc/self/fd/{fd}")
+
+    def below(self, root: Path, path: Path) -> Path:
+        """Open a regular file or a folder below a root; raises OSError, StorageError."""
+        with Folder(root) as folder:
+            name = str(path.relative_to(root))
+            if name == "." or folder.has_folder(name):
+                with folder.folder(name) as inner:
+                    return self.hold(os.dup(inner.fileno()))
+            with folder.open(name) as file:
+                return self.hold(os.dup(file.fileno()))
+
+    def close(self) -> None:
+        while self.fds:
+            os.close(self.fds.pop())
+
+
+def _run_folder(path: Path, handles: _Handles) -> list[str]:
+    """Return what shows a learner the folder of its run, the copies in it read-only.
+
+    Other actors of the job read these. Raises SandboxError for a folder that was made a link.
+    """
+    arguments = ["--bind", str(_opened(path, path, handles)), str(path)]
+    with Folder(path) as folder:
+        for name in _COPIES:
+            if folder.has(name):
+                place = path / name
+                arguments += ["--ro-bind", str(_opened(path, place, handles)), str(place)]
+    return arguments
+
+
+def _opened(root: Path, path: Path, handles: _Handles) -> Path:
+    try:
+        if os.path.realpath(root) != str(root):
+            raise NotADirectoryError(errno.ENOTDIR, f"leads to {os.path.realpath(root)}")
+        return handles.below(root, path)
+    except (OSError, StorageError) as error:
+        raise SandboxError(
+            f"{path} cannot be shown to functions of its owner: {error}",
+            hint="the folder of a run, and what it reads, may be no link: remove it",
+        ) from error
+
+
+def _read_by_learner(wanted: WantedActor, handles: _Handles) -> dict[Path, Path]:
+    """Return models and data of a learner, held open, by the names that it has for them.
+
+    Each must lie, links followed, where the operator's folders or the user's own let it, and is
+    opened from there without following one: whoever may write a folder may have made it a link
+    since the job was accepted. Raises SandboxError.
     """
     roots = [Path(root) for root in wanted.output_roots]
     named = {Path(one).expanduser().absolute() for one in wanted.own_code or []}
-    places = {path: path.resolve() for path in named if path.exists()}
-    for path, place in places.items():
-        if place != path and is_of_another(place, wanted.user, roots):
+    places: dict[Path, Path] = {}
+    for path in sorted(one for one in named if one.exists()):
+        place = path.resolve()
+        root = shown_from(place, wanted.user, roots)
+        if root is None:
             raise SandboxError(
-                f"{path} leads to {place}, which is not of user {wanted.user!r}",
-                hint="name a model or data of your own, or of all",
+                f"functions of user {wanted.user!r} may not be shown {path}",
+                hint=f"let the operator name its folder in ${MODELS_VARIABLE} of scheduler and "
+                "nodes, or name a model or data in a run of your own",
             )
+        places[path] = _opened(root, place, handles)
     cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser().absolute()
     return {**places, **({cache: cache.resolve()} if cache.is_dir() else {})}
 

@@ -16,10 +16,11 @@ from typing import Any, cast
 
 import structlog
 
-from ...broker.disk.lines import append_lines
+from ...broker.disk.lines import append_to
+from ...broker.disk.run_folder import Folder
 from ...schemas.metric import LogLines
 from ...schemas.wire.codec import read_json
-from ...schemas.wire.errors import TinkermqError
+from ...schemas.wire.errors import StorageError, TinkermqError
 
 MAX_LINE_BYTES = 16 * 1024
 MAX_FILE_BYTES = 16 * 2**20
@@ -128,18 +129,22 @@ def _told_error(line: str) -> str:
 
 
 class LogFile:
-    """A file that is renamed to `<name>.1` once it is full: at most two files' worth is kept."""
+    """A file that is renamed to `<name>.1` once it is full: at most two files' worth is kept.
 
-    def __init__(self, path: Path, max_bytes: int = MAX_FILE_BYTES) -> None:
-        self._path = path
+    It lies in the folder of a run, where links that jobs make are not followed.
+    """
+
+    def __init__(self, run_dir: Path, name: str, max_bytes: int = MAX_FILE_BYTES) -> None:
+        self._run_dir = run_dir
+        self._name = name
         self._max_bytes = max_bytes
         self._lock = Lock()
 
     def append(self, lines: list[str]) -> None:
-        """Write lines, all or none; an OSError (full disk, no right) is the caller's."""
-        with self._lock:
-            if append_lines(self._path, lines) >= self._max_bytes:
-                self._path.replace(self._path.with_name(f"{self._path.name}.1"))
+        """Write lines, all or none; OSError (full disk, no right) and StorageError are raised."""
+        with self._lock, Folder(self._run_dir, make=True) as folder:
+            if append_to(folder.append(self._name), lines) >= self._max_bytes:
+                folder.rename(self._name, f"{self._name}.1")
 
 
 class ActorOutput:
@@ -209,7 +214,7 @@ class ActorOutput:
         try:
             await asyncio.to_thread(self._file.append, lines)
             self._broken = False
-        except OSError as error:
+        except (OSError, StorageError) as error:
             if not self._broken:
                 _log.warning("log_file_broken", child=self._actor, error=str(error))
             self._broken = True

@@ -67,9 +67,9 @@ class ActorProcess:
         self._environment = actor_environment(wanted, nats_url, gpus)
         self._stop_deadline_s = stop_deadline_s
         self._backoff = Backoff(wanted.max_restarts)
-        folder = Path(wanted.run_dir) / "logs" / f"attempt_{wanted.attempt}"
+        name = f"logs/attempt_{wanted.attempt}/{wanted.name}.log"
         self._output = ActorOutput(
-            wanted.name, wanted.attempt, LogFile(folder / f"{wanted.name}.log"), send
+            wanted.name, wanted.attempt, LogFile(Path(wanted.run_dir), name), send
         )
         self._state: Literal["running", "restarting", "exited", "failed"] = "restarting"
         self._num_starts = 0

@@ -23,7 +23,11 @@ def append_lines(path: Path, lines: Sequence[str]) -> int:
     them is there.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+    return append_to(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666), lines)
+
+
+def append_to(file: int, lines: Sequence[str]) -> int:
+    """Append lines to a file that is open to read and append, and close it; as `append_lines`."""
     try:
         size = os.fstat(file).st_size
         is_cut = size > 0 and os.pread(file, 1, size - 1) != b"\n"

@@ -3,7 +3,8 @@
 Refused to all: new namespaces and mounts, looking into other processes, and corners of the kernel
 that no game needs. To programs of a model also calls that reach past their limits on memory (memory
 files, System V segments), and sockets other than Unix ones; an agent's program and a hosted game
-may use the network (AF_VSOCK is in no network namespace, so nobody may). See seccomp(2); the
+may use the network (AF_VSOCK is in no network namespace, so nobody may). Nobody makes a file that
+runs as its owner or group: what is written may lie on a disk of the machine. See seccomp(2); the
 numbers are those of asm/unistd.h.
 """
 
@@ -23,6 +24,13 @@ _NEW_NAMESPACES = 0x7E020080
 _X32 = 0x40000000
 
 
+_SET_ID = 0o6000
+_CREATES = 0o100 | 0o20000000
+"""O_CREAT and O_TMPFILE: with other flags nobody looks at the mode."""
+_OPENAT2 = 437
+"""Its mode stands in memory, where no filter can look."""
+
+
 class _Machine(NamedTuple):
     audit: int
     socket: tuple[int, int]
@@ -31,6 +39,10 @@ class _Machine(NamedTuple):
     refused: tuple[int, ...]
     to_programs: tuple[int, ...]
     """Refused to programs of a model, too."""
+    modes: tuple[tuple[int, int], ...]
+    """What sets the mode of a file: its number, and which argument the mode is, from 0."""
+    opens: tuple[tuple[int, int], ...]
+    """What opens files: its number, and which argument the flags are; the mode is the next."""
 
 
 _COMMON = (425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 442, 447)
@@ -55,6 +67,10 @@ _MACHINES = {
         ),
         # memory: shmget shmat shmctl memfd_create; messages: semget msgget mq_open; personality
         (29, 30, 31, 319, 64, 68, 240, 135),
+        # chmod fchmod fchmodat fchmodat2 creat mknod mknodat mkdir mkdirat
+        ((90, 1), (91, 1), (268, 2), (452, 2), (85, 1), (133, 1), (259, 2), (83, 1), (258, 2)),
+        # open openat
+        ((2, 1), (257, 2)),
     ),
     "aarch64": _Machine(
         0xC00000B7,
@@ -67,6 +83,9 @@ _MACHINES = {
             *_COMMON,
         ),
         (194, 196, 195, 279, 190, 186, 180, 92),
+        # fchmod fchmodat fchmodat2 mknodat mkdirat
+        ((52, 1), (53, 2), (452, 2), (33, 2), (34, 2)),
+        ((56, 2),),
     ),
 }
 
@@ -112,6 +131,8 @@ def _filter(machine: _Machine, refused: tuple[int, ...], families: tuple[int, ..
         absent,
         _step(_JUMP_EQUAL, _CLONE3, 0, 1),
         absent,  # the C library then calls clone, whose flags can be looked at
+        _step(_JUMP_EQUAL, _OPENAT2, 0, 1),
+        absent,  # whoever tries it calls openat then
     ]
     for number in refused:
         program += [_step(_JUMP_EQUAL, number, 0, 1), refuse]
@@ -120,6 +141,24 @@ def _filter(machine: _Machine, refused: tuple[int, ...], families: tuple[int, ..
             _step(_JUMP_EQUAL, number, 0, len(families) + 3),
             _step(_LOAD, _FIRST_ARGUMENT),
             *(_step(_JUMP_EQUAL, one, len(families) - n) for n, one in enumerate(families)),
+            refuse,
+            _step(_RETURN, _ALLOW),
+        ]
+    for number, mode in machine.modes:
+        program += [
+            _step(_JUMP_EQUAL, number, 0, 4),
+            _step(_LOAD, _FIRST_ARGUMENT + 8 * mode),
+            _step(_JUMP_ANY_BIT, _SET_ID, 0, 1),
+            refuse,
+            _step(_RETURN, _ALLOW),
+        ]
+    for number, flags in machine.opens:
+        program += [
+            _step(_JUMP_EQUAL, number, 0, 6),
+            _step(_LOAD, _FIRST_ARGUMENT + 8 * flags),
+            _step(_JUMP_ANY_BIT, _CREATES, 0, 3),
+            _step(_LOAD, _FIRST_ARGUMENT + 8 * (flags + 1)),
+            _step(_JUMP_ANY_BIT, _SET_ID, 0, 1),
             refuse,
             _step(_RETURN, _ALLOW),
         ]

@@ -9,8 +9,11 @@ import contextlib
 import ctypes
 import json
 import os
+import platform
 import signal
 import socket
+import stat
+import struct
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -124,6 +127,80 @@ def _make_device() -> None:
     path.unlink()
 
 
+_NUMBERS = {
+    "x86_64": {"open": 2, "creat": 85, "chmod": 90, "mknod": 133, "mknodat": 259},
+    "aarch64": {"mknodat": 33},
+}[platform.machine()]
+"""Of system calls; those that are numbered alike everywhere stand where they are made."""
+_FCHMODAT2, _OPENAT2, _HERE = 452, 437, -100
+_OWN_ID, _OWN_GROUP = 0o4755, 0o2755
+_NEW = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+
+
+def _set_id(make: Callable[[str], object]) -> None:
+    """Make a file that whoever runs it runs as its owner or group."""
+    path = Path(tempfile.mktemp())
+    try:
+        make(str(path))
+        if path.stat().st_mode & 0o6000 == 0:
+            raise OSError("it has an ordinary mode")
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _changed(change: Callable[[str], object]) -> Callable[[], None]:
+    """Return what changes the mode of a new file."""
+
+    def make(path: str) -> None:
+        Path(path).touch()
+        change(path)
+
+    return lambda: _set_id(make)
+
+
+def _fchmod(path: str) -> None:
+    with Path(path).open() as file:
+        os.fchmod(file.fileno(), _OWN_ID)
+
+
+def _nameless(path: str) -> None:
+    file = os.open(Path(path).parent, os.O_TMPFILE | os.O_WRONLY, _OWN_ID)
+    os.link(f"/proc/self/fd/{file}", path, follow_symlinks=True)
+
+
+def _by_openat2(path: str) -> None:
+    how = struct.pack("=QQQ", _NEW, _OWN_ID, 0)
+    _call("syscall", _OPENAT2, _HERE, path.encode(), how, len(how))
+
+
+def _raw(name: str, *arguments: object) -> int:
+    if name not in _NUMBERS:
+        raise OSError(f"there is no {name} here")
+    return _call("syscall", _NUMBERS[name], *arguments)
+
+
+_SET_IDS: dict[str, Callable[[], object]] = {
+    "chmod": _changed(lambda path: Path(path).chmod(_OWN_ID)),
+    "chmod to the group": _changed(lambda path: Path(path).chmod(_OWN_GROUP)),
+    "chmod by number": _changed(lambda path: _raw("chmod", path.encode(), _OWN_ID)),
+    "fchmod": _changed(_fchmod),
+    "fchmodat2": _changed(
+        lambda path: _call("syscall", _FCHMODAT2, _HERE, path.encode(), _OWN_ID, 0)
+    ),
+    "open": lambda: _set_id(lambda path: os.open(path, _NEW, _OWN_ID)),
+    "open by number": lambda: _set_id(lambda path: _raw("open", path.encode(), _NEW, _OWN_ID)),
+    "creat": lambda: _set_id(lambda path: _raw("creat", path.encode(), _OWN_ID)),
+    "open without a name": lambda: _set_id(_nameless),
+    "openat2": lambda: _set_id(_by_openat2),
+    "mknod": lambda: _set_id(lambda path: os.mknod(path, stat.S_IFREG | _OWN_ID)),
+    "mknod by number": lambda: _set_id(
+        lambda path: _raw("mknod", path.encode(), stat.S_IFREG | _OWN_ID, 0)
+    ),
+    "mknodat": lambda: _set_id(
+        lambda path: _raw("mknodat", _HERE, path.encode(), stat.S_IFREG | _OWN_GROUP, 0)
+    ),
+}
+
 _ATTEMPTS: dict[str, Callable[[], object]] = {
     **{f"write {one}": lambda one=one: _write_back(f"/proc/sys/{one}") for one in _SETTINGS},
     "open sysrq-trigger": lambda: _open_to_write("/proc/sysrq-trigger"),
@@ -144,6 +221,7 @@ _ATTEMPTS: dict[str, Callable[[], object]] = {
     "rings of the kernel": lambda: _call("syscall", _IO_URING, 1, ctypes.create_string_buffer(120)),
     "write programs": lambda: _open_to_write("/usr/bin/env"),
     "write users": lambda: _open_to_write("/etc/passwd"),
+    **{f"set the owner's number by {name}": attempt for name, attempt in _SET_IDS.items()},
 }
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from tinkermq.actors.folders.roots import ROOTS_VARIABLE
+from tinkermq.actors.folders.roots import MODELS_VARIABLE, ROOTS_VARIABLE
 from tinkermq.actors.node.enclosure import FOLDERS_VARIABLE
 from tinkermq.actors.scheduler.submission.access import AUTHORS_VARIABLE
 from tinkermq.broker.client.connection import Broker, connect
@@ -23,7 +23,7 @@ from tinkermq.clients.hosting.game_environment import GameEnvironment
 from tinkermq.clients.pool import Pool
 from tinkermq.envs.games.bandit import BanditGame
 from tinkermq.schemas.job import FINAL_STATES, JobRecord
-from tinkermq.schemas.wire.errors import BrokerError, NotFoundError
+from tinkermq.schemas.wire.errors import BrokerError, ConfigError, NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.clients.command import Outcome, tinkermq
@@ -85,7 +85,7 @@ class Operator:
 
 
 @pytest.fixture(scope="module")
-def operator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
+def operator(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Operator]:
     """A stack with an admin and two users."""
     made = Operator(tmp_path_factory.mktemp("home"))
     told = made.told("init", "--admin", "root")
@@ -95,7 +95,7 @@ def operator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
         # games of the tests are found there, also by environment hosts behind walls
         roots = {ROOTS_VARIABLE: str(tmp_path_factory.getbasetemp())}
         given = {"WANDB_MODE": "offline", "PYTHONPATH": str(REPOSITORY), **roots}
-        given[AUTHORS_VARIABLE] = "bob"
+        given |= {AUTHORS_VARIABLE: "bob", MODELS_VARIABLE: str(model.parent)}
         (made.agents / "agent.py").write_text(AGENT)
         given[FOLDERS_VARIABLE] = str(made.agents)
         up = made.run(*words, key="root", **given)
@@ -233,6 +233,10 @@ async def test_two_users_train_and_neither_reaches_the_others_job(
             settings["learner"] = {**config["learner"], "ranks": 2, "slots": 2}
         else:  # a learner with code of its owner's, behind walls
             settings["algorithm"] = {"own_loss": "tests.support.nosy_loss:nosy"}
+            for secret in (operator.home, tmp_path / "nothing"):
+                nosy = {**settings, "model": {**settings["model"], "tokenizer": str(secret)}}
+                with pytest.raises(ConfigError, match=r"model.tokenizer=.* may read models and"):
+                    await Pool(brokers[name]).submit(nosy, kind="train")
         records[name] = await trained(Pool(brokers[name]), settings)
         assert records[name].state == "COMPLETED", records[name].reason
         assert Snoop(**snoop["kwargs"]).step("A").reward > 0

@@ -56,16 +56,18 @@ class TokenTexts:
         return [f"⟨{token}⟩" for token in ids] if texts is None else texts
 
 
-def token_texts(folders: Sequence[str | Path], limit_s: float = LIMIT_S) -> TokenTexts:
-    """Return the texts of the first of these model folders that has a tokenizer here.
+def token_texts(model: str, checkpoint: Path | None = None, limit_s: float = LIMIT_S) -> TokenTexts:
+    """Return the texts of a model's tokens, or else of a run's checkpoint, if they are here.
 
-    Runs in a thread.
+    A model's folder may hold links, as the hub's cache does; that of a run may not. Runs in a
+    thread.
     """
-    for place in folders:
+    places = [Path(os.path.realpath(Path(model, _NAME)))] if model else []
+    for place in [*places, *([] if checkpoint is None else [checkpoint / _NAME])]:
         try:
             with (
-                Folder(os.path.realpath(place)) as folder,
-                folder.open(_NAME, max_bytes=_MAX_FILE_BYTES) as file,
+                Folder(place.parent) as folder,
+                folder.open(place.name, max_bytes=_MAX_FILE_BYTES) as file,
             ):
                 return TokenTexts(_workers.of(file.fileno(), str(place), limit_s))
         except (OSError, StorageError, ValueError):
@@ -128,7 +130,7 @@ class _Worker:
             answer = self._ask(list(ids))
             if answer is None:
                 self.has_ended = True
-                _log.warning("tokenizer_unreadable", folder=self._place, code=self._end())
+                _log.warning("tokenizer_unreadable", file=self._place, code=self._end())
             return answer
 
     def close(self) -> None:

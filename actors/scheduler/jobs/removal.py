@@ -14,9 +14,15 @@ import structlog
 from ....broker.client.connection import Broker
 from ....broker.client.rpc import call
 from ....broker.jetstream.kv import Bucket
-from ....broker.jetstream.streams import delete_job_streams
+from ....broker.jetstream.streams import (
+    WEIGHTS_BYTES,
+    StreamConfig,
+    delete_job_streams,
+    job_streams,
+)
 from ....broker.jobs import JobStore, is_final
 from ....broker.snapshots import restore_streams, save_streams
+from ....schemas.config.job import LimitsConfig
 from ....schemas.job import JobRecord
 from ....schemas.metric import EvalRecord, Presence
 from ....schemas.node import NodeStatus, RemoveRun
@@ -35,8 +41,9 @@ from ....schemas.wire.subjects import node as node_subject
 from ...folders.removing import (
     archive_of,
     begin_archive,
+    digest_of_archive,
     drop_archive,
-    end_archive,
+    is_archive,
     remove_run_folder,
     remove_weights,
 )
@@ -120,6 +127,7 @@ class Remover:
                 await self._ask(node, record)
             if await self._is_still(record):
                 await asyncio.to_thread(remove_run_folder, record.run_dir, record.job)
+                await asyncio.to_thread(drop_archive, record.run_dir, record.job)
         if await self._is_still(record):
             await _free_stored(record)
         await self._jobs.remove(record)
@@ -142,11 +150,14 @@ class Remover:
         return now is not None and now.removal == "delete"
 
     async def _archive(self, record: JobRecord) -> None:
-        if record.has_streams:
-            half = await asyncio.to_thread(begin_archive, record.run_dir)
-            if half is not None:
-                await save_streams(self._broker, kept_streams(record.scope), half)
-                await asyncio.to_thread(end_archive, record.run_dir)
+        if record.has_streams and not record.archive_digest:
+            folder = await asyncio.to_thread(begin_archive, record.run_dir, record.job)
+            await save_streams(self._broker, _kept_names(record.scope), folder)
+            digest = await asyncio.to_thread(digest_of_archive, record.run_dir, record.job)
+            # from here on the archive counts, and the streams may go
+            record = await self._jobs.update(
+                record, lambda now: now.model_copy(update={"archive_digest": digest})
+            )
         await self._drop_weights(record)
         await delete_job_streams(self._broker, record.scope)
         await self._drop_keys(record.scope, evaluations=False)
@@ -155,14 +166,27 @@ class Remover:
             self._view.put_away(away)
 
     async def _unarchive(self, record: JobRecord) -> None:
-        folder = record.run_dir if record.has_streams else ""
-        if folder:
-            names = kept_streams(record.scope)
-            await restore_streams(self._broker, names, archive_of(folder))
+        if record.has_streams:
+            place = (record.run_dir, record.job)
+            if not await asyncio.to_thread(is_archive, *place, record.archive_digest):
+                await self._refuse(record, f"{archive_of(*place)} is not what the scheduler wrote")
+                return
+            await restore_streams(self._broker, kept_streams(record), archive_of(*place))
         back: dict[str, object] = {"removal": "no", "archived": None, "brought_back": time.time()}
+        back["archive_digest"] = ""
         await self._jobs.update(record, lambda now: now.model_copy(update=back))
-        if folder:
-            await asyncio.to_thread(drop_archive, folder)
+        if record.has_streams:
+            await asyncio.to_thread(drop_archive, record.run_dir, record.job)
+
+    async def _refuse(self, record: JobRecord, why: str) -> None:
+        """Leave a job in the archive, with the reason."""
+        told = f"run {record.name} stays archived: {why}"
+        _log.warning("removal_refused", job=record.job, what=record.removal, error=told)
+        away = await self._jobs.update(
+            record, lambda now: now.model_copy(update={"removal": "archive", "refused": told})
+        )
+        if (kept := await self._jobs.put_away(away)) is not None:
+            self._view.put_away(kept)
 
     async def _drop_weights(self, record: JobRecord) -> None:
         """Remove the published versions that are files; those in the broker go with the streams."""
@@ -197,8 +221,15 @@ async def _free_stored(record: JobRecord) -> None:
         _log.warning("store_not_freed", job=record.job, error=str(error))
 
 
-def kept_streams(scope: JobScope) -> list[str]:
+def _kept_names(scope: JobScope) -> list[str]:
     """Return the streams that an archive keeps: what was trained, and what was told."""
     checkpoints = f"OBJ_{scope.object_checkpoints}"
     told = [scope.stream_dead, scope.stream_feed]
     return [scope.stream_rollout, scope.stream_batch, *told, checkpoints]
+
+
+def kept_streams(record: JobRecord) -> list[StreamConfig]:
+    """Return the streams that are brought back, as such streams are made; no file has a say."""
+    every = job_streams(record.scope, LimitsConfig(), WEIGHTS_BYTES)
+    names = _kept_names(record.scope)
+    return [config for config in every if config["name"] in names]

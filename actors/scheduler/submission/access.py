@@ -5,7 +5,7 @@ system, who can read every run folder.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,10 +13,11 @@ from ....envs.registry import check_registered
 from ....schemas.config.agent import runs_programs
 from ....schemas.config.algorithms.teacher import endpoint, is_endpoint
 from ....schemas.config.job import JobConfig
-from ....schemas.config.storage import BROKER
+from ....schemas.config.storage import BROKER, model_paths
 from ....schemas.tinker.operation import TrainerOffer
 from ....schemas.wire.errors import AuthError, ConfigError
 from ...folders.links import foreign, hard_links, inodes_below, leads
+from ...folders.roots import MODELS_VARIABLE, shown_from, without_tilde
 
 ENDPOINTS_VARIABLE = "TINKERMQ_TEACHER_URLS"
 """Of the scheduler's environment: base URLs of APIs that generators may ask for users."""
@@ -73,6 +74,29 @@ def refuse_own_algorithms(config: JobConfig, user: str) -> None:
             "the operator's",
             hint=f"set storage.url to {BROKER}, or remove it",
         )
+
+
+def refuse_unshown(config: JobConfig, user: str, roots: Sequence[Path]) -> None:
+    """Raise ConfigError for a model or data that functions of a user may not be shown.
+
+    What is there and what is not is refused alike: a path tells nothing.
+    """
+    if not config.own_functions:
+        return
+    for key, value in {**model_paths(config), **_listed_data(config)}.items():
+        place = Path(os.path.realpath(without_tilde(value)))
+        is_path = value.startswith(("/", ".", "~"))
+        if is_path and shown_from(place, user, roots) is None:
+            raise ConfigError(
+                f"{key}={value}: functions of user {user} run where it would be read, and may read "
+                "models and data of your own runs and of the operator's folders alone",
+                hint=f"let the operator name its folder in ${MODELS_VARIABLE} of scheduler and "
+                "nodes",
+            )
+
+
+def _listed_data(config: JobConfig) -> dict[str, str]:
+    return {f"sft.data[{place}]": path for place, path in enumerate(config.sft.data)}
 
 
 def refuse_endpoints(config: JobConfig, user: str) -> None:

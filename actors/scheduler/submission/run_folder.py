@@ -1,17 +1,17 @@
 """The folder of a run, made when the run is accepted."""
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
+from ....broker.disk.run_folder import Folder
 from ....broker.evaluations import best_of
 from ....schemas.config.job import JobConfig
 from ....schemas.config.storage import is_url
 from ....schemas.job import BEST_STEP, LAST_STEP, JobRecord
 from ....schemas.tinker.names import is_path
 from ....schemas.wire.errors import NotFoundError, StateError, StorageError
-from ...folders.linking import link_file
 from ...models.checkpoint_folders import checkpoint_folders
 from ...storage.opening import Stores
 from ...storage.stored_runs import (
@@ -41,8 +41,9 @@ def make_run_dir(config: JobConfig, owner: str = "") -> Path:
     """
     folder = run_dir_of(config, owner)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        occupied = any(path.name not in (_FORK, _ADAPTERS, _MODELS) for path in folder.iterdir())
+        with Folder(folder, make=True) as made:
+            inside = {*(one.name for one in made.entries()), *made.strange()}
+        occupied = not inside <= {_FORK, _ADAPTERS, _MODELS}
     except OSError as error:
         raise StorageError(
             f"cannot make the run folder {folder}: {error.strerror}",
@@ -105,9 +106,21 @@ def keep_checkpoint(record: JobRecord, run_dir: Path, stores: Stores) -> str:
     if is_url(record.fork_dir):
         only = record.weights_only or not record.trains  # who serves needs no optimiser's state
         return keep_stored(record.fork_dir, record.scope, stores, weights_only=only)
-    as_copy = is_path(record.fork_of or "")
     fork = Path(record.fork_dir)
-    return str(pin_checkpoint(fork, run_dir, weights_only=record.weights_only, as_copy=as_copy))
+    return str(
+        pin_checkpoint(
+            fork,
+            run_dir,
+            weights_only=record.weights_only,
+            link=not is_path(record.fork_of or "") and not _has_own_code(record),
+        )
+    )
+
+
+def _has_own_code(record: JobRecord) -> bool:
+    """Whether functions of the job's owner run where its folder is written."""
+    algorithm: dict[str, Any] = record.config.get("algorithm") or {}
+    return any(name.startswith("own_") and value for name, value in algorithm.items())
 
 
 def pin_checkpoint(
@@ -115,33 +128,38 @@ def pin_checkpoint(
     run_dir: Path,
     *,
     weights_only: bool = False,
-    as_copy: bool = False,
+    link: bool = True,
     place: str = _FORK,
 ) -> Path:
     """Keep a checkpoint in the folder of the run that starts from it, and return its place there.
 
     With `weights_only` the state of the other run's learner is left out. The other run may remove
-    its own meanwhile. Files are linked, or copied to another disk or where that is asked for.
+    its own meanwhile. Files get a second name where `link` allows that and they lie on one disk;
+    who may write the one then writes the other. Links in the checkpoint are left out.
 
     Raises NotFoundError when the checkpoint has gone, StorageError when there is no room.
     """
-    pinned = run_dir / place
-    shutil.rmtree(pinned, ignore_errors=True)  # of a submission that was cut off
+    leave_out = ["learner"] if weights_only else []
     try:
-        leave_out = shutil.ignore_patterns("learner") if weights_only else None
-        copy = shutil.copy2 if as_copy else link_file
-        shutil.copytree(checkpoint, pinned, copy_function=copy, ignore=leave_out)
-    except (shutil.Error, OSError) as error:
-        shutil.rmtree(pinned, ignore_errors=True)
-        if not checkpoint.is_dir():
-            raise NotFoundError(
-                f"the checkpoint {checkpoint} has been removed meanwhile",
-                hint="fork from a newer one, or set training.keep_every in the run that makes them",
-            ) from error
-        raise StorageError(
-            f"cannot keep {checkpoint} in {pinned}: {error}", hint="see the folder's rights, and df"
+        with Folder(run_dir) as run:
+            run.remove(place)  # of a submission that was cut off
+            try:
+                with Folder(checkpoint.parent) as origin:
+                    origin.copy(checkpoint.name, run, place, link=link, leave_out=leave_out)
+            except BaseException:
+                run.remove(place)
+                raise
+    except FileNotFoundError as error:
+        raise NotFoundError(
+            f"the checkpoint {checkpoint} has been removed meanwhile",
+            hint="fork from a newer one, or set training.keep_every in the run that makes them",
         ) from error
-    return pinned
+    except OSError as error:
+        raise StorageError(
+            f"cannot keep {checkpoint} in {run_dir / place}: {error}",
+            hint="see the folder's rights, and df",
+        ) from error
+    return run_dir / place
 
 
 def pin_models(
@@ -153,7 +171,11 @@ def pin_models(
         if is_url(each)
         else str(
             pin_checkpoint(
-                Path(each), run_dir, weights_only=True, place=f"{_MODELS}/{quote(name, safe='@')}"
+                Path(each),
+                run_dir,
+                weights_only=True,
+                link=not _has_own_code(record),
+                place=f"{_MODELS}/{quote(name, safe='@')}",
             )
         )
         for name, each in folders.items()
@@ -172,7 +194,7 @@ def pin_adapters(record: JobRecord, run_dir: Path, stores: Stores) -> dict[str, 
                 Path(each),
                 run_dir,
                 weights_only=True,
-                as_copy=is_path(name),
+                link=not is_path(name) and not _has_own_code(record),
                 place=f"{_ADAPTERS}/{quote(name, safe='@')}",
             )
         )

@@ -46,6 +46,7 @@ from .access import (
     refuse_own_algorithms,
     refuse_runs_of_others,
     refuse_second_service,
+    refuse_unshown,
 )
 from .models import refuse_missing_models
 from .naming import check_name, names
@@ -332,6 +333,7 @@ class Submission:
         if self._has_users:
             refuse_code_of_others(config)
             refuse_own_algorithms(config, record.user)
+            refuse_unshown(config, record.user, roots)
             refuse_endpoints(config, record.user)
             refuse_other_stores(config, record.user, operator_stores())
             others = self._view.run_folders_of_others(record.user)

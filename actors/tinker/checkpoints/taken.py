@@ -1,11 +1,11 @@
 """Checkpoints of runs, taken over as checkpoints that programs written for Tinker load."""
 
 import os
-import shutil
 import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from ....broker.disk.run_folder import Folder
 from ....schemas.config.job import JobConfig
 from ....schemas.job import JobRecord
 from ....schemas.tinker.names import CheckpointName
@@ -44,7 +44,8 @@ def _copy(folder: Path, service: JobRecord, config: JobConfig, user: str, path: 
     known = folders.read(user, name)
     if known is not None and known.is_there(time.time()):
         return known.info
-    size = sum(one.stat().st_size for one in folder.rglob("*") if one.is_file())
+    with Folder(folder) as taken:
+        size = sum(entry.num_bytes for entry in taken.files())
     used = folders.size_of(user)
     if used + size > config.tinker.checkpoint_mb << 20:
         raise QuotaError(
@@ -61,10 +62,12 @@ def _copy(folder: Path, service: JobRecord, config: JobConfig, user: str, path: 
         time=time.time(),
         size_bytes=size,
     )
+    seq = stored.folder.name
     try:
-        shutil.rmtree(stored.folder, ignore_errors=True)  # of a copy that was cut off
-        shutil.copytree(folder, stored.folder, ignore=shutil.ignore_patterns("learner"))
-    except (shutil.Error, OSError) as error:
+        with Folder(folder.parent) as run, Folder(stored.place, make=True) as place:
+            place.remove(seq)  # of a copy that was cut off
+            run.copy(folder.name, place, seq, leave_out=["learner"])
+    except OSError as error:
         raise StorageError(
             f"{folder} cannot be copied to {stored.folder}: {error}", hint="see the pool's disk"
         ) from error

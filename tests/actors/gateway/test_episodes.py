@@ -143,14 +143,14 @@ def test_an_estimator_that_needs_more_shows_the_gap_to_the_mean_and_says_so() ->
 def test_texts_come_from_the_models_tokenizer_characters_at_their_last_byte(tmp_path: Any) -> None:
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(tmp_path)
-    texts = token_texts(["/nonexistent", str(tmp_path)])
+    texts = token_texts("/nonexistent", tmp_path)
     ids = tokenizer.encode("aé<b")
     assert texts.known
     assert "".join(texts.of(ids)) == "aé<b"
     assert len(texts.of(ids)) == len(ids)
-    assert not token_texts(["/nonexistent"]).known
+    assert not token_texts("/nonexistent").known
     (tmp_path / "tokenizer.json").write_text("{}")
-    broken = token_texts([str(tmp_path)])
+    broken = token_texts(str(tmp_path))
     assert broken.of([7]) == ["⟨7⟩"]
     assert not broken.known
 
@@ -169,7 +169,7 @@ def test_a_tokenizer_that_never_ends_is_ended_and_shown_as_ids(tmp_path: Path) -
         {**whole["added_tokens"][0], "id": len(tokenizer), "content": "a" * 26 + "b"}
     )
     file.write_text(json.dumps(whole))
-    texts = token_texts([tmp_path], limit_s=0.5)
+    texts = token_texts("", tmp_path, limit_s=0.5)
     ids = [len(tokenizer)] * 4000
     assert texts.of(ids) == [f"⟨{len(tokenizer)}⟩"] * 4000
     assert not texts.known

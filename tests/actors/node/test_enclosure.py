@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tinkermq.actors.folders.roots import MODELS_VARIABLE
 from tinkermq.actors.node.enclosure import (
     FOLDERS_VARIABLE,
     VARIABLES_VARIABLE,
@@ -16,6 +17,7 @@ from tinkermq.actors.node.enclosure import (
     check_programs,
 )
 from tinkermq.actors.node.process import ActorProcess
+from tinkermq.envs.sandbox.watch import first_child
 from tinkermq.schemas.node import WantedActor
 from tinkermq.schemas.wire.errors import SandboxError
 
@@ -148,11 +150,78 @@ async def test_a_learner_with_code_of_its_owner_sees_its_run_and_models_and_writ
     assert seen["writes"] == [False, False, True, True, False]
     assert (run / "new").stat().st_uid == os.getuid()
     assert not {"AWS_SECRET_ACCESS_KEY", "HF_TOKEN"} & set(seen["environ"])
-    (tmp_path / "models/link").symlink_to(tmp_path / "runs/bob/r")
+
+
+@pytest.mark.parametrize("named", ["link", "secrets", "runs/bob/r", "runs/ada/r/m", "runs", ""])
+async def test_a_learner_with_code_of_its_owner_is_shown_what_it_may_read_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    for name in ("models/m", "secrets", "runs/bob/r", "runs/ada/r"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "runs/bob/r")
+    (tmp_path / "runs/ada/r/m").symlink_to(tmp_path / "secrets")
+    monkeypatch.setenv(MODELS_VARIABLE, str(tmp_path / "models"))
     roots = {"output_roots": [str(tmp_path / "runs")]}
-    led = learner(run, tmp_path / "models/link").model_copy(update=roots)
-    with pytest.raises(OSError, match=r"models/link leads to .*bob/r, which is not of user 'ada'"):
-        await Enclosure().start(["true"], led, {}, 1)
+    wanted = learner(tmp_path / "runs/ada/r", tmp_path / named).model_copy(update=roots)
+    with pytest.raises(OSError, match=r"functions of user 'ada' may not be shown .*MODEL_FOLDERS"):
+        await Enclosure().start(["true"], wanted, {}, 1)
+    allowed = learner(tmp_path / "runs/ada/r", tmp_path / "models/m").model_copy(update=roots)
+    assert await (await Enclosure().start(["true"], allowed, {}, 1)).wait() == 0
+
+
+@pytest.mark.parametrize("place", ["fork", "adapters", "models", "."])
+async def test_a_run_folder_that_leads_elsewhere_is_not_shown(tmp_path: Path, place: str) -> None:
+    (tmp_path / "secrets").mkdir()
+    run = tmp_path / "run"
+    if place != ".":
+        run.mkdir()
+    (run / place).symlink_to(tmp_path / "secrets")
+    with pytest.raises(OSError, match="cannot be shown to functions of its owner"):
+        await Enclosure().start(["true"], learner(run), {}, 1)
+
+
+async def test_a_learner_with_code_of_its_owner_changes_no_copy_that_others_read(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "run/fork").mkdir(parents=True)
+    (tmp_path / "run/fork/weights").write_text("others read them")
+    code = f"""
+import os
+for attempt in (lambda: open("{tmp_path}/run/fork/weights", "w"),
+                lambda: os.rename("{tmp_path}/run/fork", "{tmp_path}/run/gone")):
+    try:
+        attempt()
+    except OSError:
+        continue
+    raise SystemExit(7)
+"""
+    actor = process(learner(tmp_path / "run"), Sink(), sys.executable, "-c", code)
+    await asyncio.wait_for(actor.run(), PATIENCE_S)
+    assert actor.status.exit_code == 0
+    assert (tmp_path / "run/fork/weights").read_text() == "others read them"
+
+
+async def test_the_keys_of_a_job_stand_in_the_environment_of_its_program_alone(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "run").mkdir()
+    told = ["sh", "-c", 'test -n "$TINKERMQ_CREDENTIALS" && exec sleep 60']
+    keys = {"TINKERMQ_CREDENTIALS": "the-key"}
+    child = await Enclosure().start(told, learner(tmp_path / "run"), keys, 1)
+    try:
+        first = 0
+
+        def has_started() -> bool:
+            nonlocal first
+            first = first_child(child.pid) or 0
+            return first > 0 and first_child(first) is not None
+
+        await until(has_started, "the program to start")
+        for name in (f"{child.pid}/environ", f"{first}/environ", f"{child.pid}/cmdline"):
+            assert b"the-key" not in await asyncio.to_thread(Path("/proc", name).read_bytes)
+    finally:
+        os.killpg(child.pid, signal.SIGKILL)
+        await child.wait()
 
 
 async def test_nothing_that_code_in_a_learner_tries_changes_the_machine(tmp_path: Path) -> None:

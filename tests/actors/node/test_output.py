@@ -39,7 +39,7 @@ def test_bytes_that_are_no_utf8_are_shown_not_raised() -> None:
 
 
 def test_a_full_log_file_is_renamed_and_only_one_old_one_is_kept(tmp_path: Path) -> None:
-    file = LogFile(tmp_path / "logs" / "a.log", max_bytes=10)
+    file = LogFile(tmp_path, "logs/a.log", max_bytes=10)
     for number in range(5):
         file.append([f"line {number:04}"])
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {"a.log.1"}
@@ -75,7 +75,7 @@ async def test_lines_wait_for_a_broker_that_is_away_and_the_oldest_go(tmp_path: 
             raise BrokerError("away")
         sent.extend(lines.lines)
 
-    output = ActorOutput("a", 1, LogFile(tmp_path / "a.log"), send)
+    output = ActorOutput("a", 1, LogFile(tmp_path, "a.log"), send)
     flusher = asyncio.create_task(output.flush_forever())
     output.add(["first"])
     await tried.wait()
@@ -96,7 +96,7 @@ async def test_a_file_that_cannot_be_written_does_not_stop_the_lines(tmp_path: P
     async def send(lines: LogLines) -> None:
         sent.extend(lines.lines)
 
-    output = ActorOutput("a", 1, LogFile(tmp_path / "logs" / "a.log"), send)
+    output = ActorOutput("a", 1, LogFile(tmp_path, "logs/a.log"), send)
     output.add(["one"])
     await output.drain()
     assert sent == ["one"]

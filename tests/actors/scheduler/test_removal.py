@@ -1,11 +1,13 @@
 """Jobs that have ended are deleted and archived, and nothing of them is left behind."""
 
 import asyncio
+import json
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tinkermq.actors.scheduler.jobs.removal import kept_streams
 from tinkermq.actors.storage.url_store import UrlStore
 from tinkermq.broker.batches import BatchLog
 from tinkermq.broker.client.connection import Broker
@@ -13,13 +15,14 @@ from tinkermq.broker.feed import publish_metric, read_events
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jetstream.streams import delete_stream, stream_info
 from tinkermq.broker.rollouts import RolloutLog
+from tinkermq.broker.snapshots import restore_streams, save_streams
 from tinkermq.clients.pool import Pool
 from tinkermq.schemas.batch import BatchRecord
 from tinkermq.schemas.job import JobRecord, JobRequest, RequestRecord
 from tinkermq.schemas.metric import EvalRecord, Metric, Presence
 from tinkermq.schemas.secret import SealedSecrets
 from tinkermq.schemas.segment import Segment
-from tinkermq.schemas.wire.errors import NotFoundError, StateError
+from tinkermq.schemas.wire.errors import NotFoundError, StateError, StorageError
 from tinkermq.schemas.wire.subjects import (
     BUCKET_ACTORS,
     BUCKET_ARCHIVE,
@@ -169,7 +172,8 @@ async def test_an_archived_job_keeps_its_folder_and_comes_back_as_it_was(stack: 
     assert archived.archived is not None
     left = {one for one in await _traces(stack.broker, job) if "tmq-" in one}
     assert left == {f"{BUCKET_ARCHIVE} {job.scope.key}", f"{BUCKET_EVALS} {job.scope.key}.1"}
-    assert _inside(job) >= {"checkpoints", "archive"}
+    assert archived.archive_digest
+    assert _beside(job) == [".archives", "kept"]
     with pytest.raises(StateError, match="archived"):
         await stack.ask("resume", JobRequest(job=job.job))
     await asyncio.gather(*(pool.archive_run("kept", undo=True) for _ in range(2)))
@@ -178,6 +182,51 @@ async def test_an_archived_job_keeps_its_folder_and_comes_back_as_it_was(stack: 
         _batch()
     ]
     assert await RolloutLog(stack.broker, job.scope).contains(1)
-    assert "archive" not in _inside(job)
+    assert _beside(job) == ["kept"]
     await stack.ask("resume", JobRequest(job=job.job))
     await stack.until(job, "RUNNING")
+
+
+async def test_an_archive_that_somebody_else_has_written_brings_no_stream_back(
+    stack: Stack,
+) -> None:
+    job = await _ended(stack, await stack.running(name="kept"))
+    planted = Path(job.run_dir) / "archive"
+    planted.mkdir()
+    (planted / f"{job.scope.stream_batch}.json").write_text('{"config": {}, "state": {}}')
+    await Pool(stack.broker).archive_run("kept")
+    assert [one.name for one in planted.iterdir()] == [f"{job.scope.stream_batch}.json"]
+
+    (config,) = (Path(job.run_dir).parent / ".archives" / job.job).glob("*-batch.json")
+    told = json.loads(config.read_text())
+    told["config"]["republish"] = {"src": ">", "dest": "tmq.v1.rpc.admin.users.create"}
+    config.write_text(json.dumps(told))
+    for _ in range(2):
+        with pytest.raises(StorageError, match=r"archived: .* is not what the scheduler wrote"):
+            await Pool(stack.broker).archive_run("kept", undo=True)
+    (away,) = await stack.jobs.list_archived(job.user)
+    assert (away.removal, away.archived is not None) == ("no", True)
+    assert job.scope.stream_batch not in await _traces(stack.broker, job)
+
+
+async def test_streams_come_back_as_they_are_made_whatever_their_archive_says(
+    stack: Stack, tmp_path: Path
+) -> None:
+    job = await _ended(stack, await stack.running(name="kept"))
+    configs = kept_streams(job)
+    await save_streams(stack.broker, [one["name"] for one in configs], tmp_path / "away")
+    for file in (tmp_path / "away").glob("*.json"):
+        told = json.loads(file.read_text())
+        told["config"]["republish"] = {"src": ">", "dest": "tmq.v1.rpc.admin.users.create"}
+        told["config"]["subjects"] = [f"_INBOX_admin.{file.stem}"]
+        file.write_text(json.dumps(told))
+    for config in configs:
+        await delete_stream(stack.broker, config["name"])
+    await restore_streams(stack.broker, configs, tmp_path / "away")
+    for config in configs[:-1]:  # no checkpoints were in the broker
+        info = await stream_info(stack.broker, config["name"])
+        assert info["config"]["subjects"] == config["subjects"]
+        assert info["config"].get("republish", {}).get("dest") == config.get("republish", {}).get(
+            "dest"
+        )
+    assert await RolloutLog(stack.broker, job.scope).contains(1)
