@@ -365,3 +365,59 @@ def test_code_of_a_model_is_trusted_only_by_those_who_say_so() -> None:
                 if name == "trust_remote_code" and getattr(value, "value", False) is True:
                     trusting.append(f"{short(path)}:{node.lineno}")
     assert not trusting
+
+
+# -- run folders -----------------------------------------------------------------------------------
+
+OUTSIDE = ("actors/scheduler", "actors/gateway", "actors/node", "actors/folders")
+"""Services that work in run folders outside of the sandboxes of those who write there."""
+ALSO_OUTSIDE = (
+    "broker/kept_rollouts.py",
+    "broker/run_rollouts.py",
+    "broker/rollout_keeping.py",
+    "actors/models/checkpoint_folders.py",
+    "actors/tinker/checkpoints/taken.py",
+)
+ON_DISK = {
+    "os": "open link symlink scandir listdir walk rename replace unlink remove rmdir mkdir "
+    "makedirs stat lstat chmod truncate mknod mkfifo",
+    "shutil": "copy copy2 copyfile copytree move rmtree",
+    "": "read_text read_bytes write_text write_bytes iterdir glob rglob symlink_to hardlink_to "
+    "touch mkdir rmdir",
+}
+NOT_IN_RUN_FOLDERS = {
+    "actors/folders/links.py": "looks where links of a folder lead, and opens nothing there",
+    "actors/gateway/pages/render.py": "its own pages",
+    "actors/node/enclosure.py": "the machine's devices",
+    "actors/node/fork_server.py": "its own threads",
+    "actors/node/machine.py": "where the names of nodes are held",
+    "actors/node/sandboxes.py": "a folder that it made for a socket",
+    "actors/scheduler/machines/ray.py": "a key that the operator named",
+}
+
+
+def disk_calls(path: Path) -> Iterator[str]:
+    """Yield the calls of a module that name a file by its path."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        called = node.func
+        if isinstance(called, ast.Name) and called.id == "open":
+            yield f"open:{node.lineno}"
+        if isinstance(called, ast.Attribute):
+            owner = called.value.id if isinstance(called.value, ast.Name) else ""
+            names = ON_DISK.get(owner, ON_DISK[""]).split()
+            first = (
+                node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else ""
+            )
+            opens = called.attr == "open" and first in ("r", "rb", "w", "wb", "a", "ab", "x", "xb")
+            if called.attr in names or opens:
+                yield f"{ast.unparse(called)}:{node.lineno}"
+
+
+def test_services_reach_into_run_folders_in_one_way() -> None:
+    places = [*modules(*OUTSIDE), *(ROOT / one for one in ALSO_OUTSIDE)]
+    found = {short(path): list(disk_calls(path)) for path in places}
+    strange = {name: calls for name, calls in found.items() if calls}
+    assert {name: calls for name, calls in strange.items() if name not in NOT_IN_RUN_FOLDERS} == {}
+    assert strange.keys() == NOT_IN_RUN_FOLDERS.keys()

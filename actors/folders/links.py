@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from ...broker.disk.run_folder import Folder
 from ...schemas.config.job import JobConfig
 from ...schemas.job import JobRecord
-from ...schemas.wire.errors import ConfigError
+from ...schemas.wire.errors import ConfigError, StorageError
 from ..models.checkpoint_folders import checkpoint_folders
 from ..models.lora import base_of, is_adapter
 from .roots import below_roots, is_of_another, without_tilde
@@ -182,11 +183,11 @@ def _entries(folder: Path) -> list[Path]:
 
 def _told_files(path: Path) -> Iterator[str]:
     """Yield the files in other folders that a JSON file of a model names."""
+    real = Path(os.path.realpath(path))
     try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            return
-        told = list(texts_of(json.loads(path.read_bytes())))
-    except (OSError, ValueError, RecursionError):
+        with Folder(real.parent) as folder:
+            told = list(texts_of(json.loads(folder.read(real.name, _MAX_JSON_BYTES))))
+    except (OSError, StorageError, ValueError, RecursionError):
         return  # whoever reads it says so
     for _, text in told:
         if "/" in text and os.path.exists(path.parent / text):  # noqa: PTH110  False for odd names

@@ -10,8 +10,8 @@ import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from ...broker.disk.run_folder import Folder
 from ...schemas.wire.errors import TinkermqError
-from ..folders.linking import link_tree
 from ..runtime import JobContext
 from .bases import name_bases_by_url
 from .checkpoint_mirror import CheckpointMirror
@@ -114,3 +114,10 @@ class Uploads:
         except TimeoutError:
             return False
         return True
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """Give all files of a folder a second name in a new folder. Raises OSError, StorageError."""
+    shutil.rmtree(target, ignore_errors=True)
+    with Folder(source.parent) as here, Folder(target.parent, make=True) as there:
+        here.copy(source.name, there, target.name, link=True)

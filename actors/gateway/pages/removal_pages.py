@@ -1,16 +1,15 @@
 """The page that asks before runs are archived or deleted, and tells what that frees."""
 
 import asyncio
-import os
 import time
-from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
+from ....broker.disk.run_folder import Folder
 from ....schemas.job import FINAL_STATES, JobRecord
-from ....schemas.wire.errors import MessageError, TinkermqError
+from ....schemas.wire.errors import MessageError, StorageError, TinkermqError
 from ..operations import BODIES, act
 from ..scheduler import Scheduler
 from ..web import visitor_of
@@ -88,21 +87,15 @@ def _row(record: JobRecord, until: float) -> dict[str, Any]:
     }
 
 
-def folder_bytes(folder: str, until: float) -> int | None:
+def folder_bytes(place: str, until: float) -> int | None:
     """Return what the files below a folder hold; None where it is not here, or takes too long."""
-    if not Path(folder).is_dir():
-        return None
     total = 0
-    for place, _, files in os.walk(folder, followlinks=False):
-        for name in files:
-            if time.monotonic() > until:
-                return None
-            total += _size(Path(place) / name)
-    return total
-
-
-def _size(file: Path) -> int:
     try:
-        return file.lstat().st_size
-    except OSError:
-        return 0  # gone since it was listed
+        with Folder(place) as folder:
+            for entry in folder.files():
+                if time.monotonic() > until:
+                    return None
+                total += entry.num_bytes
+    except (OSError, StorageError):
+        return None
+    return total

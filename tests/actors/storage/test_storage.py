@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.folders.linking import link_tree
 from tinkermq.actors.folders.stores import refuse_other_stores
 from tinkermq.actors.models.digests import check_digests, write_digests
 from tinkermq.actors.models.lora import base_of
@@ -18,6 +17,7 @@ from tinkermq.actors.storage.cache import FolderCache
 from tinkermq.actors.storage.checkpoint_mirror import CheckpointMirror, own_folder
 from tinkermq.actors.storage.models_by_url import fetch_model
 from tinkermq.actors.storage.trees import fetch_tree, upload_tree
+from tinkermq.actors.storage.uploads import link_tree
 from tinkermq.actors.storage.url_store import UrlStore
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.wire.errors import (
