@@ -51,6 +51,23 @@ class BatchLog:
                 hint="only one learner may run for a job: end this one",
             ) from error
 
+    async def check_owner(self, last_seq: int) -> None:
+        """Raise FencedError if somebody else has written since `last_seq` (0: nothing was).
+
+        Raises DeadlineError, NotFoundError when the job is gone.
+        """
+        info = await self._broker.retry(
+            lambda: stream_info(self._broker, self._stream),
+            deadline_s=DEADLINE_S,
+            waiting_for=f"the batch log of job {self._scope.job}",
+        )
+        if (found := int(info["state"]["last_seq"])) != last_seq:
+            raise FencedError(
+                f"another learner of job {self._scope.job} has written to the batch log: its last "
+                f"entry is {found}, this learner knows of {last_seq}",
+                hint="only one learner may run for a job: end this one",
+            )
+
     async def read_all(self) -> list[tuple[int, BatchRecord]]:
         """Return all records with their sequences, in order.
 

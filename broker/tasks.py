@@ -21,6 +21,7 @@ from .client.connection import RETRY_PAUSE_S, Broker, ConnectionLost, Msg, NoRes
 from .client.headers import header
 from .jetstream.appending import append_once
 from .jetstream.pull import NS, ConsumerGone, PullInbox
+from .jetstream.stored import get_last
 from .jetstream.streams import (
     MAX_LEASES,
     ensure_task_consumer,
@@ -153,6 +154,28 @@ class TaskQueue:
             if loop.time() >= deadline:
                 return []
             await asyncio.sleep(RETRY_PAUSE_S)
+
+    async def find(self, number: int) -> Task | None:
+        """Return the task that is queued or held under a number; raises MessageError, as below."""
+        found = await self._broker.retry(
+            lambda: get_last(self._broker, self._stream, self._scope.task(number)),
+            deadline_s=_API_DEADLINE_S,
+            waiting_for=f"task {number} of job {self._scope.job}",
+        )
+        return None if found is None else Task.from_bytes(found.payload, at=found.subject)
+
+    async def remove(self, number: int) -> None:
+        """Take what stands under a number off the queue; who holds it learns nothing of that.
+
+        Raises NotFoundError when the job is gone, DeadlineError.
+        """
+        await self._broker.retry(
+            lambda: self._broker.api(
+                f"STREAM.PURGE.{self._stream}", {"filter": self._scope.task(number)}
+            ),
+            deadline_s=_API_DEADLINE_S,
+            waiting_for=f"task {number} of job {self._scope.job} to be removed",
+        )
 
     async def pending_numbers(self) -> set[int]:
         """Return the numbers of all tasks that are queued or held."""

@@ -42,6 +42,11 @@ class Task(Message):
     reset_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments for the game's `reset`, from a client that publishes its own tasks."""
 
+    @property
+    def identity(self) -> tuple[int | None, int | None, int | None, int]:
+        """What is played, whoever issued it and whenever: position, row, choice and seed."""
+        return self.index, self.sample, self.item, self.seed
+
     def named_at(self, at: str) -> str:
         """Return the subject of its number."""
         return with_last(at, self.task)

@@ -84,6 +84,7 @@ class Learner:
             group_size=config.rollout.group_size,
             greedy_baseline=config.algorithm.advantage == "remax",
             was_issued=self.ledger.was_issued,
+            issued_instead_of=self.ledger.issued_instead_of,
             check_readable=policies.check_readable,
             why_no_rows=why_no_rows(config),
             keeps=keeps_of(config.algorithm.own_filter),
@@ -96,6 +97,7 @@ class Learner:
             config,
             self.total_steps,
             state.bound,
+            self._check_owner,
         )
         self.evaluations = Evaluations(broker, scope, reporter.log_evaluation, config)
         checkpoints.judged = self.evaluations
@@ -377,7 +379,29 @@ class Learner:
         await self._recorded.take_notice(self._notice_arrivals)
         self.issuer.is_open = True
         await self._recorded.train(self._train)
+        await self._drop_repeated()
         self._failures.heard()
+
+    async def _check_owner(self) -> None:
+        """Raise FencedError when another learner of the job has recorded a step."""
+        await self._batches.check_owner(self.state.batch_seq)
+
+    async def _drop_repeated(self) -> None:
+        """Let no position be trained twice that a learner that was cut off had issued, too."""
+        repeated = self.ledger.find_repeated()
+        entries = {one.number: one.seq for one in self.intake.candidates()}
+        for number in repeated:
+            if (seq := entries.get(number)) is not None:
+                self._drops.drop([Dropped(seq=seq, task=number, reason="malformed")])
+            else:
+                self.ledger.withdraw(number)
+        if repeated:
+            await self.context.event(
+                "positions_repeated",
+                f"{len(repeated)} tasks that another learner of this job had issued, too, are not "
+                "trained",
+                step=self.state.step,
+            )
 
     async def _finish(self) -> None:
         """Last checkpoint, last evaluation, last word."""

@@ -208,6 +208,7 @@ def _learner(scope: JobScope, actor: str) -> tuple[str, ...]:
         f"$KV.{weights}.>",
         f"$O.{weights}.>",
         f"$JS.API.STREAM.PURGE.{scope.stream_rollout}",
+        f"$JS.API.STREAM.PURGE.{scope.stream_task}",
         f"$JS.API.STREAM.PURGE.KV_{weights}",
         f"$JS.API.STREAM.PURGE.OBJ_{weights}",
         f"$O.{checkpoints}.>",

@@ -64,13 +64,15 @@ class Intake:
         group_size: int,
         greedy_baseline: bool,
         was_issued: Callable[[int], bool],
+        issued_instead_of: Callable[[Task], Task | None] = lambda _: None,
         check_readable: Callable[[Group], None] | None = None,
         why_no_rows: str | None = None,
         keeps: Callable[[Group], bool] | None = None,
     ) -> None:
         """Read from `from_seq` on: all before was decided on, and the ranges `decided` behind it.
 
-        `was_issued` says whether a task number can have been given out; `check_readable` raises
+        `was_issued` says whether a task number can have been given out, `issued_instead_of` which
+        other task was given out under the number of one; `check_readable` raises
         DataError for what the model cannot read, such as images; `why_no_rows` says why no episode
         may have several rows, if none may; `keeps` whether a group is trained at all.
         """
@@ -82,6 +84,7 @@ class Intake:
         self._group_size = group_size
         self._greedy_baseline = greedy_baseline
         self._was_issued = was_issued
+        self._issued_instead_of = issued_instead_of
         self._check_readable = check_readable
         self._why_no_rows = why_no_rows
         self._keeps = keeps
@@ -212,6 +215,12 @@ class Intake:
         task = group.task
         if not self._was_issued(task.task):
             raise MessageError(f"task {task.task} was never given out")
+        if (issued := self._issued_instead_of(task)) is not None:
+            raise MessageError(
+                f"the group of task {task.task} is of position {task.index} with seed {task.seed}; "
+                f"what was given out is position {issued.index} with seed {issued.seed}",
+                hint="a learner that was cut off had issued that one",
+            )
         if group.error is not None:
             return
         if task.group_size != self._group_size:

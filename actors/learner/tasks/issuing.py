@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 
 import structlog
 
@@ -34,8 +35,13 @@ class TaskIssuer:
         config: JobConfig,
         total_steps: int,
         bound: int = 0,
+        check_owner: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`bound` is the staleness bound that was in force, where it is chosen."""
+        """`bound` is the staleness bound that was in force, where it is chosen.
+
+        `check_owner` raises FencedError when another learner has taken the job over.
+        """
+        self._check_owner = check_owner
         self._queue = queue
         self._log = log
         self._ledger = ledger
@@ -58,6 +64,8 @@ class TaskIssuer:
         if self._config.training.tasks != "external":
             issues = [self._ledger.next_issue() for _ in range(room - again)]
             tasks += [self._task(issue, version) for issue in issues]
+        if tasks and self._check_owner is not None:
+            await self._check_owner()
         async with asyncio.TaskGroup() as publishing:
             for task in tasks:
                 publishing.create_task(self._publish(task))
@@ -193,6 +201,14 @@ class TaskIssuer:
         return max(oldest, version - self.staleness.largest)
 
     async def _publish(self, task: Task) -> None:
+        """Queue a task; one that another learner has queued under its number makes room for it."""
         self._ledger.note_task(task)
-        if not await self._queue.publish(task, traceparent=new_trace()):
-            _log.info("task_was_there", task=task.task)
+        while not await self._queue.publish(task, traceparent=new_trace()):
+            other = await self._queue.find(task.task)
+            if other is None or other.identity == task.identity:
+                _log.info("task_was_there", task=task.task)
+                return
+            if self._check_owner is not None:
+                await self._check_owner()
+            _log.warning("task_replaced", task=task.task, position=task.index, was=other.index)
+            await self._queue.remove(task.task)

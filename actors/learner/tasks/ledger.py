@@ -59,6 +59,7 @@ class Ledger:
         self._missing: list[int] = []
         self._lost: list[int] = []
         self._recovery_limit = 0
+        self._issued: dict[int, Task] = {}
         self.min_versions: dict[int, int] = {}
         """Issued and not in the log yet: number -> oldest version its tokens may have."""
 
@@ -89,8 +90,18 @@ class Ledger:
     def note_task(self, task: Task) -> None:
         """Take notice of a task that was issued or found in the queue."""
         self._note(task.task, task)
-        if task.task not in self and task.task not in self._in_log:
-            self.min_versions[task.task] = task.min_version
+        if task.task not in self:
+            self._issued[task.task] = task
+            if task.task not in self._in_log:
+                self.min_versions[task.task] = task.min_version
+
+    def issued_instead_of(self, task: Task) -> Task | None:
+        """Return the task that was issued under a number, if it is another than this one.
+
+        A learner that was cut off, and does not know of the one after it, may have issued it.
+        """
+        issued = self._issued.get(task.task)
+        return None if issued is None or issued.identity == task.identity else issued
 
     def note_in_log(self, number: int, claimed: Task | None) -> None:
         """Take notice that a number's group is in the log.
@@ -143,6 +154,29 @@ class Ledger:
             if number not in self._in_log and number not in self.min_versions
         ]
 
+    def find_repeated(self) -> list[int]:
+        """Return the undecided numbers whose position was trained, or stands under another number.
+
+        Two learners issued them, of which one was cut off. Of several the lowest stays.
+        """
+        repeated: list[int] = []
+        held: set[int] = set()
+        for number, index in sorted(self._index_of.items()):
+            if number in self._reissued:
+                continue
+            if index in held or index in self._indices:
+                repeated.append(number)
+            held.add(index)
+        return repeated
+
+    def withdraw(self, number: int) -> None:
+        """Forget the task under a number that is not in the log: another is issued under it."""
+        self._index_of.pop(number, None)
+        self._issued.pop(number, None)
+        self._tries.pop(number, None)
+        self.min_versions.pop(number, None)
+        self._missing.append(number)
+
     # -- deciding ------------------------------------------------------------------------------
 
     def train(self, numbers: Iterable[int]) -> None:
@@ -191,6 +225,7 @@ class Ledger:
     def _settle(self, number: int) -> None:
         index = self._index_of.pop(number, None)
         self._client_tasks.pop(number, None)
+        self._issued.pop(number, None)
         if number not in self._owed:
             self._tries.pop(number, None)
         if index is not None and number not in self._reissued:

@@ -134,6 +134,9 @@ def test_a_group_that_does_not_fit_the_job_is_refused() -> None:
     assert _taken(make_group(greedy)).candidate.unusable == "malformed"
     assert _taken(make_group(greedy), greedy_baseline=True).candidate.unusable is None
     assert _taken(_good(), was_issued=lambda _: False).candidate.unusable == "malformed"
+    other = _taken(_good(), issued_instead_of=lambda task: task.model_copy(update={"index": 9}))
+    assert other.candidate.unusable == "malformed"
+    assert "what was given out is position 9" in other.refusal
 
 
 def test_episodes_of_several_rows_are_refused_by_a_job_that_takes_a_row_for_an_episode() -> None:

@@ -1,6 +1,7 @@
 """Tasks are issued under the gate, to generators and to clients alike."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -8,19 +9,28 @@ from tinkermq.actors.learner.tasks.data_order import DataOrder
 from tinkermq.actors.learner.tasks.issuing import TaskIssuer
 from tinkermq.actors.learner.tasks.ledger import Ledger
 from tinkermq.actors.learner.tasks.state import LearnerState
+from tinkermq.broker.batches import BatchLog
 from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.jetstream.stored import get_all
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.tasks import TaskQueue
+from tinkermq.schemas.batch import BatchRecord
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.control import PublishTasksRequest, ReserveRequest, TaskSpec
 from tinkermq.schemas.task import Task
-from tinkermq.schemas.wire.errors import StateError
+from tinkermq.schemas.wire.errors import FencedError, StateError
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.support.groups import make_group, make_trajectory
 
 
-def _issuer(broker: Broker, scope: JobScope, ledger: Ledger, **training: Any) -> TaskIssuer:
+def _issuer(
+    broker: Broker,
+    scope: JobScope,
+    ledger: Ledger,
+    check_owner: Callable[[], Awaitable[None]] | None = None,
+    **training: Any,
+) -> TaskIssuer:
     config = JobConfig.model_validate(
         {
             "model": {"path": "none"},
@@ -30,7 +40,13 @@ def _issuer(broker: Broker, scope: JobScope, ledger: Ledger, **training: Any) ->
         }
     )
     issuer = TaskIssuer(
-        TaskQueue(broker, scope), RolloutLog(broker, scope), ledger, DataOrder(0, 50), config, 10
+        TaskQueue(broker, scope),
+        RolloutLog(broker, scope),
+        ledger,
+        DataOrder(0, 50),
+        config,
+        10,
+        check_owner=check_owner,
     )
     issuer.is_open = True
     return issuer
@@ -43,6 +59,11 @@ async def _queued(broker: Broker, scope: JobScope) -> list[Task]:
         await lease.give_back()
     await queue.close()
     return sorted((lease.task for lease in leases), key=lambda task: task.task)
+
+
+async def _stored(broker: Broker, scope: JobScope) -> list[Task]:
+    stored = await get_all(broker, scope.stream_task, scope.task("*"))
+    return sorted((Task.from_bytes(one.payload) for one in stored), key=lambda task: task.task)
 
 
 async def test_as_many_tasks_are_issued_as_the_gate_lets_through(
@@ -181,3 +202,36 @@ async def test_a_narrower_gate_lets_nothing_through_until_training_has_caught_up
     tasks = await _queued(broker, scope)
     # None asks for a version that is not made when it is issued, or is older than can be trained.
     assert [task.min_version for task in tasks] == [0] * 15 + [4] * 3 + [5] * 3
+
+
+async def test_a_task_that_a_learner_that_was_cut_off_has_queued_makes_room(
+    broker: Broker, scope: JobScope
+) -> None:
+    old, new = Ledger(LearnerState()), Ledger(LearnerState())
+    cut_off = _issuer(broker, scope, old)
+    await cut_off.issue(0)
+    for task in await _stored(broker, scope):
+        new.note_task(task)
+    old.drop(4, "malformed")  # as it does with groups of the new one, which it never gave out
+    await cut_off.issue(1)
+    assert [task.index for task in await _stored(broker, scope)][6:] == [4, 6, 7, 8]
+    await _issuer(broker, scope, new).issue(1)
+    tasks = await _stored(broker, scope)
+    assert [(task.task, task.index) for task in tasks[:9]] == [(n, n) for n in range(9)]
+    foreign = tasks[9]
+    assert (foreign.task, foreign.index) == (9, 8)  # nobody has given that number out yet
+    await _issuer(broker, scope, new).issue(2)
+    assert [task.index for task in await _stored(broker, scope)] == list(range(12))
+
+
+async def test_a_learner_that_is_no_longer_the_owner_issues_nothing(
+    broker: Broker, scope: JobScope
+) -> None:
+    log = BatchLog(broker, scope)
+    cut_off = _issuer(broker, scope, Ledger(LearnerState()), check_owner=lambda: log.check_owner(0))
+    assert await cut_off.issue(0) == 6
+    record = BatchRecord(step=1, seqs=[1], tasks=[0], seed=0, digest="d", learner="new", time=1.0)
+    await log.append(record, 0)
+    with pytest.raises(FencedError, match="its last entry is 1, this learner knows of 0"):
+        await cut_off.issue(1)
+    assert len(await _stored(broker, scope)) == 6

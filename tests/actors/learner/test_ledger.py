@@ -246,3 +246,38 @@ def test_a_position_beyond_its_number_is_not_believed_after_a_crash_either() -> 
     ledger.find_missing()
     assert [ledger.next_issue().number for _ in range(4)] == [0, 1, 2, 4]
     assert ledger.next_issue().index == 4
+
+
+def test_a_position_that_two_learners_have_issued_is_trained_once() -> None:
+    ledger = Ledger(LearnerState(next_task=2, next_index=2, trained=[(0, 1)], indices=[(0, 1)]))
+    ledger.expect(10)
+    for number, index in ((1, 1), (2, 2), (3, 0), (4, 2), (5, 3)):
+        ledger.note_task(_task(number, index))
+    ledger.note_in_log(4, _task(4, 2))
+    ledger.find_missing()
+    assert ledger.find_repeated() == [3, 4]
+    assert not ledger.drop(4, "malformed")
+    ledger.withdraw(3)
+    again = ledger.next_issue()
+    assert (again.number, again.index) == (3, 4)
+    assert ledger.next_issue().index == 5
+    assert ledger.find_repeated() == []
+
+
+def test_a_task_that_was_issued_again_is_no_repetition() -> None:
+    ledger = Ledger(LearnerState())
+    for number in range(3):
+        ledger.note_task(_task(number, number))
+    ledger.note_task(_task(3, 1, reissue_of=1))
+    ledger.find_missing()
+    assert ledger.find_repeated() == []
+
+
+def test_a_group_of_another_task_than_was_issued_is_known() -> None:
+    ledger = Ledger(LearnerState())
+    issued = _task(0, 0)
+    ledger.note_task(issued)
+    assert ledger.issued_instead_of(issued.model_copy(update={"issued": 5.0, "tries": 1})) is None
+    for change in ({"index": 1}, {"seed": 77}, {"sample": 3}, {"item": 2}):
+        assert ledger.issued_instead_of(issued.model_copy(update=change)) == issued
+    assert ledger.issued_instead_of(_task(1, 1)) is None
