@@ -144,6 +144,8 @@ class NodeStatus(Message):
     """Versions of Python and of what its actors compute with, CUDA's and NCCL's among them."""
     time: float
     """Seconds since the epoch."""
+    epoch: int = Field(default=0, ge=0)
+    """The highest that it has heard of a scheduler's lease; it does what that scheduler says."""
     clock_ahead_s: float | None = None
     """How far its clock is ahead of the scheduler's, in seconds, as told by the scheduler; None: it
     has not answered yet."""
@@ -223,9 +225,9 @@ class SchedulerLease(Message):
     """Which scheduler reconciles, in the KV bucket of leases; taken over once it stands still."""
 
     holder: str
-    """Host, process id and a random part."""
+    """Host, process id and a random part; empty once it was given back."""
     epoch: int
-    """Grows with every new holder."""
+    """Grows with every new holder, whatever their clocks say."""
     beat: int = 0
     """Grows with every renewal."""
 

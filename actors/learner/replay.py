@@ -8,8 +8,9 @@ with the run's newest checkpoint. Nothing of the run is changed.
 import argparse
 import asyncio
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,11 +53,13 @@ class ReplayResult:
     """Names of the tensors whose bits differ from the checkpoint's; empty if none does."""
     checkpoint: Path
     """The checkpoint that was compared with."""
+    repeated: list[int] = field(default_factory=list[int])
+    """Positions of the data order that were trained more than once; empty in a sound run."""
 
     @property
     def identical(self) -> bool:
-        """Whether every bit is the same."""
-        return not self.differing
+        """Whether every bit is the same, and every position was trained once at most."""
+        return not self.differing and not self.repeated
 
 
 async def replay(
@@ -94,8 +97,10 @@ async def replay(
         await in_torch(check_num_threads, config.learner.threads)
         opening = partial(Policies.open, total_steps=total_steps, folder=folder)
         policies = await in_torch(opening, config, models, ranks)
+        positions: Counter[int] = Counter()
         for item in todo:
             groups = await _groups(log, item)
+            positions.update(one.task.index for one in groups if one.task.index is not None)
             await in_torch(policies.step, groups, item.step, item.oldest)
             if progress is not None:
                 progress(item.step, last_step)
@@ -104,7 +109,8 @@ async def replay(
     finally:
         await asyncio.to_thread(ranks.close)
         thread.shutdown()
-    return ReplayResult(len(todo), differing, newest)
+    repeated = sorted(position for position, times in positions.items() if times > 1)
+    return ReplayResult(len(todo), differing, newest, repeated)
 
 
 async def _groups(log: RolloutLog, record: BatchRecord) -> list[Group]:
@@ -159,18 +165,26 @@ async def _main(arguments: argparse.Namespace, console: Console) -> int:
             result = await replay(broker, record, show)
     finally:
         await broker.close()
+    if result.repeated:
+        console.print(
+            f"{len(result.repeated)} positions of the data order were trained more than once, "
+            f"first {result.repeated[0]}",
+            style="red",
+            markup=False,
+        )
     if result.identical:
         console.print(
             f"{result.steps} steps trained again: every bit equals {result.checkpoint}",
             markup=False,
         )
         return 0
-    console.print(
-        f"{result.steps} steps trained again: {len(result.differing)} tensors differ from "
-        f"{result.checkpoint}, first {result.differing[0]}",
-        style="red",
-        markup=False,
-    )
+    if result.differing:
+        console.print(
+            f"{result.steps} steps trained again: {len(result.differing)} tensors differ from "
+            f"{result.checkpoint}, first {result.differing[0]}",
+            style="red",
+            markup=False,
+        )
     return 1
 
 

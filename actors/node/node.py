@@ -115,6 +115,7 @@ class Node:
             draining=self._draining,
             packages=self._packages,
             time=time.time(),
+            epoch=self._epoch,
         )
 
     async def sync(self, request: NodeSync) -> NodeStatus:

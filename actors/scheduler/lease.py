@@ -2,11 +2,13 @@
 
 The holder writes its key anew every second. One that waits watches the key's revision by its own
 clock and takes the key over, by compare-and-set, once it has stood still for three seconds: clocks
-of different machines are never compared. Each holder has a higher epoch than the one before;
-nodes refuse what an older holder still sends.
+of different machines are never compared. Each holder has a higher epoch than the one before, which
+is why a lease that is given back is kept, without a holder; nodes refuse what an older holder still
+sends. Where the broker lost the lease, nodes still know the epoch that they have heard (`rise`).
 """
 
 import asyncio
+import contextlib
 import os
 import secrets
 import socket
@@ -42,29 +44,35 @@ class LeaderLease:
 
     async def acquire(self, stopping: asyncio.Event) -> bool:
         """Wait until the lease is ours; False if `stopping` was set before."""
-        seen, since = 0, time.monotonic()
+        seen: int | None = None
+        since = time.monotonic()
         while not stopping.is_set():
             asked = time.monotonic()
-            revision, before = await self._look()
-            if revision is not None and revision != seen:
+            revision, before, is_free = await self._look()
+            is_silent = asked - since >= self._timing.stale_s
+            if not is_free and revision != seen:
                 seen, since = revision, asked
-            elif (revision is None or asked - since >= self._timing.stale_s) and await self._take(
-                revision, before, asked
-            ):
+            elif (is_free or is_silent) and await self._take(revision, before, asked):
                 return True
             await asyncio.sleep(_POLL_S)
         return False
 
-    async def _look(self) -> tuple[int | None, int]:
-        """Return the revision of the lease, None if nobody has it, and its holder's epoch.
+    def rise(self, epoch: int) -> None:
+        """Have a higher epoch than one that nodes have heard, from now on; only its holder may."""
+        self.epoch = max(self.epoch, epoch + 1)
+
+    async def _look(self) -> tuple[int | None, int, bool]:
+        """Return the revision of the lease, None for none, its epoch, and whether it is free.
 
         What is no lease can be taken like one whose holder is silent.
         """
         try:
             entry = await self._bucket.get(KEY)
         except DamagedEntry as error:
-            return error.revision, 0
-        return (None, 0) if entry is None else (entry.revision, entry.value.epoch)
+            return error.revision, 0, False
+        if entry is None:
+            return None, 0, True
+        return entry.revision, entry.value.epoch, not entry.value.holder
 
     async def _take(self, revision: int | None, epoch_before: int, asked: float) -> bool:
         self.epoch = max(int(time.time() * 1000), epoch_before + 1)
@@ -97,7 +105,6 @@ class LeaderLease:
 
     async def release(self) -> None:
         """Give the lease back so that the next holder need not wait; harmless if it is lost."""
-        try:
-            await self._bucket.delete(KEY, revision=self._revision)
-        except ConflictError:
-            return
+        free = SchedulerLease(holder="", epoch=self.epoch)
+        with contextlib.suppress(ConflictError):
+            await self._bucket.update(KEY, free, self._revision)

@@ -166,6 +166,7 @@ class Reconciler:
         await self._view.refresh()
         await self._fail_unreadable()
         await self._pool.refresh()
+        self._rise_above_nodes()
         await self._place()
         await self._sync(group)
         for record in list(self._view.live.values()):
@@ -176,6 +177,13 @@ class Reconciler:
         active = [one for one in self._view.live.values() if one.state in ACTIVE]
         if await self._versions.look(active):
             await self._notifier.look(active)
+
+    def _rise_above_nodes(self) -> None:
+        """Have the highest epoch: nodes may have heard a higher one that the broker has lost."""
+        heard = max((node.epoch for node in self._pool.nodes()), default=0)
+        if heard > self._lease.epoch:
+            _log.warning("epoch_raised", epoch=self._lease.epoch, nodes_have_heard=heard)
+            self._lease.rise(heard)
 
     async def _fail_unreadable(self) -> None:
         """Fail jobs whose configuration this release does not take; they must not fail others."""

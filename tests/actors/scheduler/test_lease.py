@@ -8,10 +8,12 @@ import pytest
 from tinkermq.actors.scheduler.lease import KEY, LeaderLease
 from tinkermq.actors.scheduler.timing import Timing
 from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.client.rpc import call
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.schemas.job import JobRequest, RequestRecord
+from tinkermq.schemas.node import NodeStatus, NodeSync, SchedulerLease
 from tinkermq.schemas.wire.errors import FencedError
-from tinkermq.schemas.wire.subjects import BUCKET_LEASES
+from tinkermq.schemas.wire.subjects import BUCKET_LEASES, node
 
 from tests.support.waiting import PATIENCE_S
 
@@ -30,6 +32,39 @@ async def test_a_second_scheduler_waits_until_the_first_gives_its_lease_back(
     await first.release()
     assert await asyncio.wait_for(waiting, PATIENCE_S)
     assert second.epoch > first.epoch
+
+
+async def test_epochs_rise_wherever_the_clock_stands(
+    own_broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never, epochs = asyncio.Event(), [0]
+    for clock in (2e9, 1e9, 5.0):
+        monkeypatch.setattr("tinkermq.actors.scheduler.lease.time.time", lambda now=clock: now)
+        lease = LeaderLease(own_broker, FAST)
+        assert await asyncio.wait_for(lease.acquire(never), PATIENCE_S)
+        epochs.append(lease.epoch)
+        await lease.release()
+    assert epochs == sorted(set(epochs))
+
+
+async def test_a_scheduler_rises_above_what_nodes_have_heard(stack: Stack) -> None:
+    await stack.scheduler()
+    await stack.node()
+    await stack.until_nodes(1)
+    bucket = Bucket(stack.broker, BUCKET_LEASES, SchedulerLease)
+    held = await bucket.get(KEY)
+    assert held is not None
+    ahead = held.value.epoch + 10**12
+    heard = NodeSync(scheduler="one whose clock is ahead", epoch=ahead, actors=[])
+    subject = node("n1", "sync")
+    await call(
+        stack.broker, subject, heard, NodeStatus, timeout_s=PATIENCE_S, waiting_for="the node"
+    )
+    job = await stack.submit()
+    await stack.until(job, "RUNNING")
+    risen = await bucket.get(KEY)
+    assert risen is not None
+    assert risen.value.epoch > ahead
 
 
 async def test_a_lease_that_stands_still_is_taken_and_its_holder_fenced(
