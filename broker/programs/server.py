@@ -33,7 +33,7 @@ _COLLECTING = {"GOGC": "50", "GOMEMLIMIT": "512MiB"}
 """The server collects its garbage when it is half of what it holds, and eagerly from 512 MiB on. A
 lower limit costs half of its CPU time where what it holds is more: each stream takes some 40 kB."""
 _EVERY_ADDRESS = frozenset({"0.0.0.0", "::"})  # noqa: S104  compared with, not listened on
-_START_DEADLINE_S = 10.0
+START_DEADLINE_S = 10.0
 _STOP_DEADLINE_S = 10.0
 _POLL_S = 0.005
 
@@ -102,13 +102,24 @@ class NatsServer:
         """The server's log."""
         return self.store_dir / "nats-server.log"
 
-    def start(self) -> None:
-        """Start the process and wait until it listens.
+    def start(self, deadline_s: float = START_DEADLINE_S) -> None:
+        """Start the process and wait until it listens; one that takes longer is ended.
 
         Raises BrokerError when the port is taken, the folder is in use, or the server ends.
         """
-        if self.running:
-            return
+        if not self.running:
+            self.begin()
+        deadline = time.monotonic() + deadline_s
+        while not self.is_listening():
+            if time.monotonic() > deadline:
+                self.kill()
+                raise BrokerError(
+                    f"nats-server did not listen within {deadline_s:.0f} s", hint=self._see_log()
+                )
+            time.sleep(_POLL_S)
+
+    def begin(self) -> None:
+        """Start the process, which listens once it has read its store; raises as `start`."""
         self._make_store_dir()
         config = self.store_dir / "nats-server.conf"
         config.write_text(self._config())
@@ -127,7 +138,18 @@ class NatsServer:
             lock.truncate()
             lock.write(str(self._process.pid))
             lock.flush()
-        self._wait_until_listening()
+
+    def is_listening(self) -> bool:
+        """Whether the process listens by now; raises BrokerError when it has ended."""
+        assert self._process is not None
+        if self._process.poll() is not None:
+            raise self._failed_start()
+        ports = _read_ports(self.store_dir / f"nats-server_{self._process.pid}.ports")
+        if ports is None:
+            return False
+        self.port = _port_of(ports["nats"][0])
+        self.monitor_port = _port_of(ports["monitoring"][0])
+        return True
 
     def stop(self) -> None:
         """Stop the process with SIGTERM and wait for its end."""
@@ -214,24 +236,6 @@ class NatsServer:
                 hint="stop that server (`tinkermq down`), or name another folder",
             ) from error
         return lock
-
-    def _wait_until_listening(self) -> None:
-        assert self._process is not None
-        ports_file = self.store_dir / f"nats-server_{self._process.pid}.ports"
-        deadline = time.monotonic() + _START_DEADLINE_S
-        while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                raise self._failed_start()
-            ports = _read_ports(ports_file)
-            if ports is not None:
-                self.port = _port_of(ports["nats"][0])
-                self.monitor_port = _port_of(ports["monitoring"][0])
-                return
-            time.sleep(_POLL_S)
-        self.kill()
-        raise BrokerError(
-            f"nats-server did not listen within {_START_DEADLINE_S:.0f} s", hint=self._see_log()
-        )
 
     def _failed_start(self) -> BrokerError:
         assert self._process is not None

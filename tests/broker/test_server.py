@@ -14,6 +14,7 @@ from tinkermq.broker.programs.server import NatsServer
 from tinkermq.schemas.wire.errors import BrokerError
 
 from tests.support.processes import alive
+from tests.support.waiting import PATIENCE_S
 
 
 def test_a_free_port_is_found_and_kept_over_a_restart(own_server: NatsServer) -> None:
@@ -100,3 +101,16 @@ def _ends(pid: int) -> bool:
             return True
         time.sleep(0.01)
     return False
+
+
+def test_a_server_that_reads_its_store_for_long_is_waited_for(own_server: NatsServer) -> None:
+    own_server.kill()
+    own_server.begin()
+    assert own_server.pid is not None
+    os.kill(own_server.pid, signal.SIGSTOP)
+    assert not own_server.is_listening()
+    os.kill(own_server.pid, signal.SIGCONT)
+    deadline = time.monotonic() + PATIENCE_S
+    while not own_server.is_listening():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -1,6 +1,7 @@
 """`up` starts a stack that holds itself up; `down` takes it down and leaves nothing."""
 
 import asyncio
+import fcntl
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 from tinkermq.broker.client.connection import connect
@@ -90,6 +92,34 @@ def test_up_holds_its_children_up_and_down_leaves_nothing(home: Home, cli: Cli) 
     assert home.running() is None
     assert cli("ps").code == 1
     assert not json.loads(cli("down", "--json").out)["stopped"]
+
+
+def test_a_broker_that_cannot_be_started_again_at_once_ends_no_stack(home: Home, cli: Cli) -> None:
+    assert cli("up", "--port", "0", "--slots", "1", "--json").code == 0
+    state = state_of(home)
+    # a server of before that does not end holds the store
+    with (home.store / "server.lock").open("a+") as lock:
+        os.kill(state.children["broker"], signal.SIGKILL)
+        until(lambda: _locked(lock), "the store is let go of")
+        log = home.logs / "supervisor.log"
+        until(lambda: "cannot be started" in log.read_text(), "a start has failed")
+        assert alive(state.pid)
+    until(lambda: state_of(home).restarts["broker"] == 1, "the broker is there again")
+
+    async def answers() -> None:
+        async with await connect(state.url, name="test"):
+            pass
+
+    asyncio.run(answers())
+    assert state_of(home).pid == state.pid
+
+
+def _locked(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def test_a_killed_supervisor_takes_its_children_with_it(home: Home, cli: Cli) -> None:

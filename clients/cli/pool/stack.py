@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from .supervisor import StackOptions
 
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
-UP_DEADLINE_S = 60.0
+UP_DEADLINE_S = 660.0
+"""A broker with a large store reads it first."""
+PATIENCE_S = 15.0
 DOWN_DEADLINE_S = 60.0
 GATEWAY_PORT = 8780
 _POLL_S = 0.1
@@ -219,7 +221,10 @@ def start_detached(options: "StackOptions", *, die_with_parent: bool = False) ->
 def _first_line(process: "subprocess.Popen[bytes]") -> bytes:
     assert process.stdout is not None
     with process.stdout as pipe:
-        readable, _, _ = select.select([pipe], [], [], UP_DEADLINE_S)
+        readable, _, _ = select.select([pipe], [], [], PATIENCE_S)
+        if not readable:
+            note("starting: a broker with a large store takes some minutes to read it")
+            readable, _, _ = select.select([pipe], [], [], UP_DEADLINE_S - PATIENCE_S)
         return pipe.readline() if readable else b""
 
 

@@ -25,7 +25,7 @@ from ....broker.client.login import CREDENTIALS_VARIABLE, OF_PERSONS, without_se
 from ....broker.programs.process import erase_variable
 from ....broker.programs.server import NatsServer
 from ....broker.users.credentials import SECRETS_VARIABLE, PoolSecrets
-from ....schemas.wire.errors import DeadlineError, TinkermqError
+from ....schemas.wire.errors import BrokerError, DeadlineError, TinkermqError
 from ...home import URL_VARIABLE, Home, StackState
 from .child import StackProcess
 
@@ -35,6 +35,10 @@ TROUBLED_LOOKS = 2
 """A broker that does not store is started again, once there is room, not before the third look."""
 HEALTHY_LOOKS = 10
 """After a restart so many looks more are waited for: it may be reading a large store."""
+STORE_DEADLINE_S = 600.0
+"""A broker with a large store reads it before it listens."""
+FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 30.0
+"""Between two tries to start a broker that does not come up."""
 READY_DEADLINE_S = 30.0
 NODE_STOP_S = 30.0
 SCHEDULER_STOP_S = 10.0
@@ -101,6 +105,8 @@ class Supervisor:
         self.gateway: str | None = None
         self._next_look = 0.0
         self._num_troubled = 0
+        self._pause_s = FIRST_PAUSE_S
+        self._is_starting = False
 
     def run(self, ready: Callable[[StackState], None]) -> None:
         """Hold the stack up until a signal; `ready` is called once it is up.
@@ -179,7 +185,7 @@ class Supervisor:
             tls=tls,
             extra_config=self.secrets.server_config() if self.secrets.exist else "",
         )
-        self.server.start()
+        self.server.start(STORE_DEADLINE_S)
         return self.server.url
 
     def _wait_until_ready(self, url: str) -> None:
@@ -225,29 +231,46 @@ class Supervisor:
     def _keep_server(self, server: NatsServer) -> bool:
         """Start a broker again that died, or that a full disk has stopped from storing.
 
-        Returns whether it was started.
+        It may take as long as it needs to read its store, and as many tries: the stack stays up.
+        Returns whether it has come up.
         """
-        if time.monotonic() < self._next_look and server.running:
+        is_well = server.running and not self._is_starting
+        if time.monotonic() < self._next_look and (is_well or self._pause_s > FIRST_PAUSE_S):
             return False
         self._next_look = time.monotonic() + HEALTH_S
         try:
             if not server.running:
-                return self._restart(server, "broker had died and was started again")
+                self._begin(server, "broker had died")
+            if self._is_starting:
+                return self._has_come_up(server)
             trouble = server.trouble()
             if trouble and server.has_room() and self._num_troubled >= TROUBLED_LOOKS:
-                return self._restart(server, "broker has room again and was started to use it")
-        except OSError as error:  # no room even for its configuration
+                server.stop()
+                self._begin(server, "broker has room again")
+                return False
+        except (OSError, BrokerError) as error:  # such as no room even for its configuration
+            self._next_look = time.monotonic() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)
             trouble = f"nats-server cannot be started: {error}"
         if trouble and not self._num_troubled:
             _log(trouble)
         self._num_troubled = self._num_troubled + 1 if trouble else 0
         return False
 
-    def _restart(self, server: NatsServer, why: str) -> bool:
-        server.restart()
+    def _begin(self, server: NatsServer, why: str) -> None:
+        self._is_starting = False
+        server.begin()
+        self._is_starting = True
         self.server_restarts += 1
+        _log(f"{why} and is started again")
+
+    def _has_come_up(self, server: NatsServer) -> bool:
+        if not server.is_listening():
+            return False
+        self._is_starting = False
         self._num_troubled = -HEALTHY_LOOKS
-        _log(why)
+        self._pause_s = FIRST_PAUSE_S
+        _log("broker listens again")
         return True
 
     def _take_down(self) -> None:
