@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...schemas.wire.errors import BrokerError
+from ...schemas.wire.errors import BrokerError, LogInRefusedError
 from ..client import faults
 from ..client.connection import Broker, ConnectionLost
 from ..client.headers import parse_headers
@@ -23,6 +23,7 @@ from ..client.nats_internals import connect_command
 _TIMEOUT_S = 10.0
 _BUFFER_BYTES = 1 << 16
 _SID = 1
+_AWAY = "the auth service of the pool may be away: see `tinkermq doctor`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,19 @@ class BulkLink:
     def open(self) -> None:
         """Connect, log in, and listen on the inbox.
 
-        Raises ConnectionLost, or BrokerError when the server refuses.
+        Raises ConnectionLost, or BrokerError when the server refuses; that counts as lost where the
+        connection itself would outlast it, for who checks keys may be away.
         """
+        try:
+            self._open()
+        except LogInRefusedError as error:
+            if not self._broker.availability.outlasts_refusal:
+                raise
+            raise ConnectionLost(
+                "a bulk connection is refused while this one stands", hint=_AWAY
+            ) from error
+
+    def _open(self) -> None:
         with _as_lost():
             url = self._broker.nc.connected_url
             if url is None or url.hostname is None:

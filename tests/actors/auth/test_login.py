@@ -8,6 +8,7 @@ from tinkermq.broker.calls.users import ask_users
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.keys import JobIdentity, job_key, new_api_key
 from tinkermq.broker.client.login import Login
+from tinkermq.broker.jetstream.objects import ObjectStore
 from tinkermq.broker.jetstream.stored import get_all
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.programs.server import NatsServer
@@ -264,6 +265,23 @@ async def test_who_is_in_stays_while_the_auth_service_is_away(pool: SecuredPool)
         return (await ask_users(ada, "me", Empty(), UserReply)).user.user == "ada"
 
     await eventually(back, "an answer")
+
+
+@pytest.mark.long
+async def test_weights_wait_for_an_auth_service_that_is_away(pool: SecuredPool) -> None:
+    scope = await pool.job("ada", "01waits")
+    learner = await pool.process(scope, "learner")
+    learner.availability.set_patient(True)
+    learner.availability.outlasts_refusal = True
+    await pool.stop_auth()
+    store = ObjectStore(learner, scope.object_weights)
+    payload = memoryview(b"weights" * 100_000)
+    putting = asyncio.create_task(store.put("v1", [payload], deadline_s=1.0))
+    await until(lambda: learner.availability.trouble is not None, "the wait to be told")
+    assert not putting.done()
+    await pool.start_auth()
+    info = await asyncio.wait_for(putting, PATIENCE_S)
+    assert info.num_bytes == len(payload)
 
 
 async def test_everybody_is_let_in_again_after_a_restart_of_the_server(pool: SecuredPool) -> None:
