@@ -96,6 +96,8 @@ class ActorStatus(Message):
     """How often in a row it failed without having finished a piece of work."""
     error: str = ""
     """Last error it told."""
+    silent_s: float = Field(default=0.0, ge=0)
+    """For how long a process that runs has told no heartbeat, once that is long."""
     pid: int | None = None
     """Process id."""
 

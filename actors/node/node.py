@@ -50,6 +50,7 @@ from .models import ModelLookout
 from .process import STOP_DEADLINE_S, ActorProcess
 
 RECORD_S = 2.0
+_STORES_S = 10.0
 _RECORD_PAUSE_S = 0.05
 _BEAT_DEADLINE_S = 2.0
 _DRAIN_S = STOP_DEADLINE_S + 5.0
@@ -97,6 +98,7 @@ class Node:
         self._draining = False
         self._records = Bucket(broker, BUCKET_NODES, NodeStatus)
         self._changed = asyncio.Event()
+        self._recorded = float("-inf")
         self._beats = Bucket(broker, BUCKET_ACTORS, Presence, deadline_s=_BEAT_DEADLINE_S)
 
     def status(self) -> NodeStatus:
@@ -163,6 +165,8 @@ class Node:
             await publish_log(self._broker, scope, lines)
 
         async def last_beat() -> Presence | None:
+            if time.monotonic() - self._recorded > _STORES_S:
+                raise DeadlineError("the broker stores nothing: no heartbeat can be there")
             entry = await self._beats.get(f"{scope.key}.{wanted.name}")
             return None if entry is None else entry.value
 
@@ -250,6 +254,7 @@ class Node:
                 self._gpu_use = await asyncio.to_thread(self._gpus.read)  # the driver may be slow
             try:
                 await self._records.put(self.name, self.status())
+                self._recorded = time.monotonic()
             except TinkermqError as error:
                 _log.warning("node_record_failed", error=str(error))
             await asyncio.to_thread(sweep)  # versions that killed actors have left in memory

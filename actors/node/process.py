@@ -9,6 +9,7 @@ the node, so nothing is left behind whichever of them is killed.
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import time
@@ -30,6 +31,12 @@ from .output import ActorOutput, LogFile, SendLines
 STOP_DEADLINE_S = 20.0
 PIPE_DEADLINE_S = 1.0
 """A grandchild may hold the pipe of a process that has ended."""
+SILENCE_TOLD_S = 30.0
+SILENCE_LOOK_S = 5.0
+SILENCE_S = 120.0
+"""Without a heartbeat for so long, an actor that had told some is ended and started again."""
+_SILENCE_OF_ROLE_S: dict[str, float] = dict.fromkeys(("learner", "rank", "trainer"), 300.0)
+"""What holds Python's lock for long, as writing tens of gigabytes may, is no hang."""
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -54,11 +61,16 @@ class ActorProcess:
         stop_deadline_s: float = STOP_DEADLINE_S,
         changed: Callable[[], None] = lambda: None,
         last_beat: ReadBeat = no_beat,
+        silence_s: float | None = None,
+        silence_look_s: float = SILENCE_LOOK_S,
     ) -> None:
         """`changed` is called whenever `status` tells something new; `last_beat` reads the last
-        heartbeat of the actor.
+        heartbeat of the actor; `silence_s` is for how long it may tell none, None: by its role.
         """
         self._last_beat = last_beat
+        self._silence_s = silence_s or _SILENCE_OF_ROLE_S.get(wanted.role, SILENCE_S)
+        self._silence_look_s = silence_look_s
+        self._silent_s = 0.0
         self.wanted = wanted
         self._changed = changed
         self.stopping = False
@@ -96,6 +108,7 @@ class ActorProcess:
             restarts=max(self._num_starts - 1, 0),
             error=self._error,
             fruitless=self._backoff.num_fruitless,
+            silent_s=self._silent_s if self._state == "running" else 0.0,
             pid=self._process.pid if self._process and self._state == "running" else None,
         )
 
@@ -213,15 +226,58 @@ class ActorProcess:
         """Wait for the process's end, ending it when a stop was asked for."""
         ended = asyncio.create_task(process.wait())
         stop = asyncio.create_task(self._stop.wait())
+        silent = asyncio.create_task(self._until_silent(), name=f"beats of {self.wanted.name}")
         try:
-            await asyncio.wait({ended, stop}, return_when=asyncio.FIRST_COMPLETED)
-            if not ended.done():
+            await asyncio.wait({ended, stop, silent}, return_when=asyncio.FIRST_COMPLETED)
+            if silent.done() and not ended.done() and not self._stop.is_set():
+                self._tell_silence()
+                kill_group(process.pid)
+            elif not ended.done():
                 await self._end(process, ended)
             return await ended
         finally:
             if not ended.done():  # cancelled: the node ends
                 kill_group(process.pid)
-            stop.cancel()
+            for task in (stop, silent):
+                task.cancel()
+            self._silent_s = 0.0
+
+    async def _until_silent(self) -> None:
+        """Return once a process that had told heartbeats has told none for too long.
+
+        The time is counted while the broker stores: else no heartbeat can be there.
+        """
+        last, since = 0.0, time.monotonic()
+        while True:
+            looked = time.monotonic()
+            await asyncio.sleep(self._silence_look_s)
+            now = time.monotonic()
+            try:
+                beat = await self._last_beat()
+            except TinkermqError:
+                since = now
+                continue
+            told = 0.0 if beat is None or beat.time < self._started else beat.time
+            was_away = now - looked > 3 * self._silence_look_s  # this process itself
+            if told > last or was_away or not last:
+                last, since = max(last, told), now
+            silent_s = now - since if now - since >= min(SILENCE_TOLD_S, self._silence_s) else 0.0
+            if bool(silent_s) != bool(self._silent_s):
+                _log.warning("actor_silent", child=self.wanted.name, silent_s=round(silent_s))
+                self._changed()
+            self._silent_s = silent_s
+            if silent_s >= self._silence_s:
+                return
+
+    def _tell_silence(self) -> None:
+        told = {
+            "event": "actor_failed",
+            "code": "deadline",
+            "message": f"no heartbeat came for {self._silent_s:.0f} s: it was stopped, hung, or "
+            "did not reach the broker",
+            "hint": "it is started again; py-spy or gdb on a process that hangs says where",
+        }
+        self._output.add([json.dumps(told)])
 
     async def _end(self, process: Child, ended: asyncio.Task[int]) -> None:
         if not self._kill.is_set():

@@ -150,7 +150,12 @@ def _told(
 
 
 def _trouble(status: ActorStatus) -> str:
-    """Say of an actor that fails again and again without doing any work how it does."""
+    """Say what is wrong with an actor: it stands still, or fails without doing any work."""
+    if status.silent_s:
+        return (
+            f"{status.name} has told no heartbeat for {status.silent_s:.0f} s: it is stopped, "
+            "hangs, or does not reach the broker; its node starts it again when that lasts"
+        )[:MOST_CHARACTERS]
     if not status.fruitless:
         return ""
     times = "once" if status.fruitless == 1 else f"{status.fruitless} times"

@@ -207,18 +207,31 @@ async def _look(url: str) -> list[Finding]:
 
 
 async def _machines(broker: Broker) -> list[Finding]:
-    """Tell whether the machines of the nodes have the same packages and the same time."""
+    """Tell whether nodes have the same packages and time, and whether their actors live."""
     try:
         nodes = await SchedulerCalls(broker).nodes()
     except TinkermqError as error:
         return [Finding("machines", False, error.message, error.hint)]
     packages, clocks = unlike(nodes), clocks_off(nodes)
     same = "ranks of one learner lie on machines that are alike: install the same versions on all"
+    silent = [
+        f"{one.name} of job {one.job} on {node.node} for {one.silent_s:.0f} s"
+        for node in nodes
+        for one in node.actors
+        if one.silent_s
+    ]
+    frozen = "stopped, hung, or cut off: their nodes start them again when that lasts"
     ntp = "set the clocks of the machines by NTP: times, days and bills go by them, leases do not"
     return [
         Finding("machines", not packages, "; ".join(packages) or "alike", same if packages else ""),
         Finding(
             "clocks", not clocks, "; ".join(clocks) or "as the scheduler's", ntp if clocks else ""
+        ),
+        Finding(
+            "actors",
+            not silent,
+            f"no heartbeat of {'; '.join(silent)}" if silent else "all tell heartbeats",
+            frozen if silent else "",
         ),
     ]
 

@@ -14,6 +14,7 @@ from tinkermq.actors.node.children import programs
 from tinkermq.actors.node.process import ActorProcess, ReadBeat, no_beat
 from tinkermq.schemas.metric import LogLines, Presence
 from tinkermq.schemas.node import WantedActor
+from tinkermq.schemas.wire.errors import DeadlineError
 
 from tests.support.processes import alive
 from tests.support.waiting import PATIENCE_S, until
@@ -119,6 +120,83 @@ async def test_a_failed_actor_is_asked_what_it_had_done_before_it_is_counted(
     await asyncio.wait_for(actor.run(), PATIENCE_S)
     assert asked == [0, 1, 0, 1]
     assert actor.status.fruitless == 2
+
+
+async def test_an_actor_that_is_frozen_is_told_and_started_again(tmp_path: Path) -> None:
+    sink = Sink()
+    beats = tmp_path / "beats"
+    text = (
+        "import os, pathlib, time\n"
+        f"beats = pathlib.Path({str(beats)!r})\n"
+        "print('started', flush=True)\n"
+        "while True:\n    beats.write_text(str(time.time()))\n    time.sleep(0.02)\n"
+    )
+
+    looks = 0
+
+    async def last_beat() -> Presence | None:
+        nonlocal looks
+        looks += 1
+        try:
+            told = float(await asyncio.to_thread(beats.read_text))
+        except (OSError, ValueError):
+            return None
+        return Presence(actor="a", role="generator", host="here", pid=1, state="working", time=told)
+
+    actor = ActorProcess(
+        wanted(tmp_path, role="generator", name="generator-0"),
+        start=programs(script(text)),
+        nats_url="nats://127.0.0.1:1",
+        send=sink,
+        stop_deadline_s=0.5,
+        last_beat=last_beat,
+        silence_s=3.0,
+        silence_look_s=0.1,
+    )
+    run = asyncio.create_task(actor.run())
+    await until(beats.exists, "a heartbeat")
+    seen = looks
+    await until(lambda: looks > seen + 3, "looks that find it well")
+    first = actor.status.pid
+    assert first is not None
+    os.kill(first, signal.SIGSTOP)
+    await until(lambda: actor.status.silent_s > 0, "the silence to be told")
+    await until(lambda: sink.lines.count("started") == 2, "a new process")
+    await until(lambda: actor.status.pid not in (None, first), "its number")
+    assert actor.status.restarts >= 1
+    assert actor.status.error.startswith("deadline: no heartbeat came for")
+    assert not alive(first)
+    actor.stop(kill=True)
+    await asyncio.wait_for(run, PATIENCE_S)
+
+
+async def test_an_actor_is_not_silent_while_no_heartbeat_can_be_read(tmp_path: Path) -> None:
+    looks = 0
+
+    async def last_beat() -> Presence | None:
+        nonlocal looks
+        looks += 1
+        if looks > 3:
+            raise DeadlineError("the broker stores nothing")
+        return Presence(
+            actor="a", role="generator", host="here", pid=1, state="working", time=time.time()
+        )
+
+    actor = ActorProcess(
+        wanted(tmp_path, role="generator"),
+        start=programs(script("import time; time.sleep(600)")),
+        nats_url="nats://127.0.0.1:1",
+        send=Sink(),
+        stop_deadline_s=0.5,
+        last_beat=last_beat,
+        silence_s=0.1,
+        silence_look_s=0.02,
+    )
+    run = asyncio.create_task(actor.run())
+    await until(lambda: looks > 20, "many looks")
+    assert (actor.status.silent_s, actor.status.restarts) == (0.0, 0)
+    actor.stop(kill=True)
+    await asyncio.wait_for(run, PATIENCE_S)
 
 
 async def test_a_drain_that_nobody_here_asked_for_is_no_failure(tmp_path: Path) -> None:
@@ -234,6 +312,7 @@ import asyncio, sys
 from tinkermq.actors.node.children import programs
 from tinkermq.actors.node.process import ActorProcess
 from tinkermq.schemas.node import WantedActor
+from tinkermq.schemas.wire.errors import DeadlineError
 
 async def send(_): pass
 
