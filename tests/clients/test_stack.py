@@ -60,6 +60,7 @@ def test_up_holds_its_children_up_and_down_leaves_nothing(home: Home, cli: Cli) 
     assert up.code == 0, up.err
     state = StackState.model_validate_json(up.out)
     assert set(state.children) == {"broker", "scheduler", "node", "gateway"}
+    assert [one.stat().st_mode & 0o777 for one in (home.logs, home.store)] == [0o700, 0o700]
     assert state.gateway is not None
     with urllib.request.urlopen(f"{state.gateway}/healthz") as reply:
         assert json.load(reply)["status"] == "ok"

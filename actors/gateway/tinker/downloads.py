@@ -8,6 +8,7 @@ import tarfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 
@@ -73,7 +74,10 @@ class Downloads:
         job, ticket, name = named["job"], named["ticket"], named["file"]
 
         async def part(file: str, offset: int) -> FilePart:
-            asked = FetchFile(ticket=ticket, file=file, offset=offset)
+            try:
+                asked = FetchFile(ticket=ticket, file=file, offset=offset)
+            except ValidationError:
+                raise NotFoundError("this is no URL of a checkpoint's file") from None
             user = _GATEWAY if gateway_of(request).sessions.with_keys else "local"
             return await self._trainers.ask(user, broker, job, "fetch", asked, FilePart)
 

@@ -35,7 +35,7 @@ from ....schemas.wire.errors import (
     NotFoundError,
 )
 from ....schemas.wire.message import Message
-from ....schemas.wire.subjects import rpc, tinker_inbox
+from ....schemas.wire.subjects import JobScope, rpc, tinker_inbox
 
 R = TypeVar("R", bound=Message)
 _KEPT_S = 2.0
@@ -248,6 +248,7 @@ class Trainers:
 
         Raises what it raised, NobodyAnswersError, DeadlineError, MessageError.
         """
+        JobScope(user, job)  # a name that comes from a URL may be anything
         subject = rpc(user, f"tinker-{job}", method)
         replies = self._replies_of(user, broker)
         return await replies.ask(subject, request, reply, job=job, timeout_s=timeout_s)

@@ -125,7 +125,9 @@ class Supervisor:
                 self._take_down()
 
     def _start(self) -> str:
-        self.home.logs.mkdir(parents=True, exist_ok=True)
+        for own in (self.home.logs, self.home.store):  # what all jobs say, and what is stored
+            own.mkdir(parents=True, exist_ok=True)
+            own.chmod(0o700)
         url = self.options.nats_url or self._start_server()
         node: list[str] = []
         for flag, value in (("--name", self.options.node), ("--slots", self.options.slots)):

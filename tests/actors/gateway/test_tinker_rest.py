@@ -57,6 +57,11 @@ WRONG: list[tuple[str, str, Any, int, str]] = [
     ("DELETE", "training_runs/s1:train:0/checkpoints/weights/a", None,
      404, "there is no checkpoint tinker://s1:train:0/weights/a"),
     ("GET", "files/j1/x.y/adapter_config.json", None, 403, "this is no URL of a checkpoint"),
+    ("GET", "files/a%20b/x.y/adapter_config.json", None, 400, "job id 'a b' cannot be part"),
+    ("GET", "files/%3E/x.y/checkpoint.tar", None, 400, "job id '>' cannot be part"),
+    ("GET", "files/j1.*/x.y/adapter_config.json", None, 400, "job id 'j1.*' cannot be part"),
+    ("GET", "files/j1%0D%0APUB/x.y/a", None, 400, "cannot be part of a subject"),
+    ("GET", f"files/j1/{'x' * 2000}/a", None, 404, "this is no URL of a checkpoint's file"),
     ("GET", "billing/usage/events", None, 404, "does not offer GET /billing/usage/events"),
     ("POST", "copy_weights", {}, 404, "does not offer POST /copy_weights"),
 ]  # fmt: skip
