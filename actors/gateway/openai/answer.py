@@ -1,5 +1,6 @@
 """A server's answer in OpenAI's words: whole, or as the events of a stream."""
 
+import codecs
 import json
 import math
 import time
@@ -173,12 +174,14 @@ class Answer:
         pairs = [
             pair for delta in deltas for pair in zip(delta.tokens, delta.logprobs, strict=True)
         ]
+        encoded = [one for delta in deltas for one in delta.token_bytes]
         if self._chat:
-            return {"content": [_token(*pair) for pair in pairs], "refusal": None}
+            told = [_token(*pair, one) for pair, one in zip(pairs, encoded, strict=True)]
+            return {"content": told, "refusal": None}
         offsets: list[int] = []
-        for token, _ in pairs:
+        for one in encoded:
             offsets.append(choice.offset)
-            choice.offset += len(token)
+            choice.offset += len(choice.decoder.decode(one))
         return {
             "tokens": [token for token, _ in pairs],
             "token_logprobs": [logprob for _, logprob in pairs],
@@ -200,12 +203,14 @@ class _Choice:
         self.finish: str | None = None
         self.told_end = False
         self.offset = 0
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        """Of the bytes of tokens: a character begins where its first byte stands."""
         self._text = ""
         self._deltas: list[Delta] = []
 
     def take(self, delta: Delta) -> None:
         self._text += self.tools.push(delta.text)
-        if delta.tokens:
+        if delta.token_ids:
             self._deltas.append(delta)
         self.finish = delta.finish or self.finish
 
@@ -226,11 +231,11 @@ def _reason(finish: str | None, calls: bool) -> str:
     return "length" if finish == "length" else "stop"
 
 
-def _token(token: str, logprob: float) -> dict[str, Any]:
+def _token(token: str, logprob: float, encoded: bytes) -> dict[str, Any]:
     return {
         "token": token,
         "logprob": logprob,
-        "bytes": list(token.encode()),
+        "bytes": list(encoded),
         "top_logprobs": [],
     }
 

@@ -49,8 +49,11 @@ class Canned:
         if isinstance(request, ChatRequest) and request.stateful:
             told |= {"reused_tokens": 2, "rendered": "edited"}
         for number, word in enumerate(self.words):
-            ids, logprobs = [number], [-0.5 * number]
-            delta = Delta(choice=0, text=word, token_ids=ids, tokens=[word], logprobs=logprobs)
+            named: dict[str, Any] = {}
+            if request.logprobs:
+                named = {"tokens": [word], "logprobs": [-0.5 * number]}
+                named["token_bytes"] = [word.encode()]
+            delta = Delta(choice=0, text=word, token_ids=[number], **named)
             await tell(InferPart(model=self.model, deltas=[delta], **told))
             told.pop("prompt_token_ids", None)
         if self.fails_late is not None:

@@ -3,9 +3,10 @@
 import pytest
 from tinkermq.actors.generator.episodes.chat import ChatTokenizer
 from tinkermq.actors.generator.episodes.text_stream import TextStream
-from tinkermq.actors.models.tiny_model import CHAT_TEMPLATE, make_tokenizer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from tinkermq.actors.models.tiny_model import make_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tests.support.tokenizers import fallback, merging
 
 CHAT = ChatTokenizer(make_tokenizer())  # one token for each byte
 
@@ -57,43 +58,7 @@ def test_special_tokens_are_no_text() -> None:
     assert "".join(pieces) + stream.finish() == "hi"
 
 
-def merging() -> ChatTokenizer:
-    """Return a tokenizer with tokens of several characters, and of parts of characters."""
-    trained = Tokenizer(models.BPE())
-    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    trained.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
-    texts = ["Observation: x\n\nHuman: END. €€ über 日本 ", "a\n\nb D€ D€ D日 END€ ND. ED:"] * 9
-    trained.train_from_iterator(texts, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=trained, eos_token=None)
-    fast.add_special_tokens({"eos_token": "<|end|>"})
-    fast.chat_template = CHAT_TEMPLATE
-    return ChatTokenizer(fast)
-
-
-def fallback() -> ChatTokenizer:
-    """Return a SentencePiece-like tokenizer whose unknown characters are bytes."""
-    words = ["▁END", "▁", "E", "N", "D", "▁one", "▁two", ".", "a", "\n"]
-    pieces = [("<unk>", 0.0), *((f"<0x{byte:02X}>", -9.0) for byte in range(256))]
-    pieces += [(word, -float(len(words) - at)) for at, word in enumerate(words)]
-    trained = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
-    trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    trained.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    fast = PreTrainedTokenizerFast(tokenizer_object=trained, eos_token=None)
-    fast.add_special_tokens({"eos_token": "<|end|>"})
-    fast.chat_template = CHAT_TEMPLATE
-    return ChatTokenizer(fast)
-
-
-MERGING, FALLBACK = merging(), fallback()
+MERGING, FALLBACK = ChatTokenizer(merging()), ChatTokenizer(fallback())
 STOPS = [
     ["END"],
     ["\n\nHuman:", "Observation:"],
