@@ -199,7 +199,8 @@ async def test_a_completions_prompt_begins_as_the_tokenizer_begins_texts(
             )
             judge: Any = prompt
             if isinstance(prompt, str):
-                judge = tokenizer(prompt, **(given or {"add_special_tokens": True})).input_ids
+                special = given.get("add_special_tokens", True)
+                judge = tokenizer(prompt, add_special_tokens=special).input_ids
             told = whole["choices"][0]["prompt_token_ids"]
             assert told == asked.engine.prompts[-1] == judge
             assert whole["usage"]["prompt_tokens"] == len(judge)
