@@ -110,6 +110,8 @@ class Delta(Message):
     """Log-prob of each new token before top-p and top-k, where it was asked for."""
     finish: Literal["stop", "length", "cancelled"] | None = None
     """Why the choice has ended, or None while it goes on."""
+    stop: str = ""
+    """The stop text that ended it; empty: none has."""
 
 
 class PromptScore(Message):

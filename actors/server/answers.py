@@ -126,6 +126,7 @@ class Choice:
             token_bytes=[encoded for _, encoded in named],
             logprobs=[drawn.logprob for drawn in fresh] if self.logprobs else [],
             finish=self.finish,
+            stop=self.text.stop if ended else "",
         )
 
     def _named(self, fresh: Sequence[Drawn]) -> list[tuple[str, bytes]]:

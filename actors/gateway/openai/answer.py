@@ -123,6 +123,8 @@ class Answer:
             {"delta": delta} if self._chat else {"text": delta.get("content", "")}
         )
         one = {"index": choice.number, **said, "logprobs": logprobs, "finish_reason": finish}
+        if finish is not None:
+            one["stop_reason"] = choice.stop
         one |= ids or {}
         head = self._head("chat.completion.chunk" if self._chat else "text_completion")
         return event({**head, **(top or {}), "choices": [one], **usage})
@@ -139,6 +141,7 @@ class Answer:
             "message": message,
             "logprobs": self._logprobs(deltas, choice) if self._wants_logprobs else None,
             "finish_reason": _reason(choice.finish, bool(calls)),
+            "stop_reason": choice.stop,
             **self._ids(deltas, choice),
         }
 
@@ -149,6 +152,7 @@ class Answer:
             "text": text,
             "logprobs": self._logprobs(deltas, choice) if self._wants_logprobs else None,
             "finish_reason": _reason(choice.finish, calls=False),
+            "stop_reason": choice.stop,
             **self._ids(deltas, choice),
             **self._of_prompt(choice.number // self._num_choices),
         }
@@ -201,6 +205,8 @@ class _Choice:
         self.tools = ToolText(parse=tools, name=call_name(name, number))
         self.told_prompt = False
         self.finish: str | None = None
+        self.stop: str | None = None
+        """The stop text that ended it, where vLLM tells it."""
         self.told_end = False
         self.offset = 0
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -213,6 +219,7 @@ class _Choice:
         if delta.token_ids:
             self._deltas.append(delta)
         self.finish = delta.finish or self.finish
+        self.stop = delta.stop or self.stop
 
     def news(self) -> tuple[str, list[Delta]]:
         text, deltas = self._text, self._deltas

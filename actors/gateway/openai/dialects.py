@@ -228,6 +228,8 @@ class _Reading:
             if self._tokens is not None:
                 self._tokens["token_ids"] += delta.token_ids
             self.answered = delta.finish or self.answered
+            if delta.stop and isinstance(self.answer, MessagesAnswer):
+                self.answer.stop_sequence = delta.stop
             yield from self._said(self._reader.push(delta.text))
         if part.last:
             self.usage = Usage(part.prompt_tokens, part.completion_tokens, part.reused_tokens)

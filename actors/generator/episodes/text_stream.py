@@ -21,6 +21,8 @@ class TextStream:
         self._held = ""
         self.stopped = False
         """A stop text was met: nothing follows."""
+        self.stop = ""
+        """The stop text that was met: of several in one place, the one that was given first."""
 
     @property
     def num_tokens(self) -> int:
@@ -56,15 +58,20 @@ class TextStream:
             return ""
         text = self._held + fresh
         if found := self._places(text):
-            self.stopped, self._held = True, ""
-            return text[: min(found)]
+            place, number = min(found)
+            self.stopped, self._held, self.stop = True, "", self._stops[number]
+            return text[:place]
         kept = 0 if final else self._longest_start(text)
         self._held = text[len(text) - kept :] if kept else ""
         return text[: len(text) - kept]
 
-    def _places(self, text: str) -> list[int]:
-        """Return where stop texts begin, the first place of each that is there."""
-        return [place for stop in self._stops if (place := text.find(stop)) >= 0]
+    def _places(self, text: str) -> list[tuple[int, int]]:
+        """Return the first place of each stop text that is there, and its number."""
+        return [
+            (place, number)
+            for number, stop in enumerate(self._stops)
+            if (place := text.find(stop)) >= 0
+        ]
 
     def _longest_start(self, text: str) -> int:
         """Return how many characters at the end may be the beginning of a stop text."""

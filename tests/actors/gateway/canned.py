@@ -34,6 +34,7 @@ class Canned:
         self.error: Exception | None = None
         self.fails_late: Exception | None = None
         self.hang = False
+        self.stop = ""
         self.cancelled = asyncio.Event()
 
     async def answer(
@@ -63,7 +64,7 @@ class Canned:
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
-        end = Delta(choice=0, finish="stop")
+        end = Delta(choice=0, finish="stop", stop=self.stop)
         return InferPart(model=self.model, deltas=[end], completion_tokens=2, **told)
 
 

@@ -198,6 +198,18 @@ async def test_what_a_response_cannot_do_is_refused_by_name(
     assert not canned.asked
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_the_stop_text_that_ended_a_message_is_told(
+    messages: AsyncAnthropic, canned: Canned, stream: bool
+) -> None:
+    canned.words = ["ok"]
+    made = await message(messages, stream=stream, stop_sequences=["END"])
+    assert (made.stop_reason, made.stop_sequence) == ("end_turn", None)
+    canned.stop = "END"
+    made = await message(messages, stream=stream, stop_sequences=["END"])
+    assert (made.stop_reason, made.stop_sequence) == ("stop_sequence", "END")
+
+
 GRAMMAR = {"type": "custom", "name": "run", "description": "runs a script"}
 ADD: dict[str, Any] = {
     "type": "function",

@@ -176,6 +176,19 @@ async def test_tokens_up_to_a_stop_text_are_told_with_their_logprobs(asked: Aske
     assert choice["message"]["content"] == asked.chat.decode(ids).partition("END")[0]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_stop_text_that_ended_an_answer_is_told_where_vllm_does(
+    asked: Asked, stream: bool
+) -> None:
+    ids = [*asked.chat.encode("one two END. DD"), asked.chat.stop_token_ids[0]]
+    cases = ((["D", "END"], "END"), (["END", "ND"], "END"), (["never"], None), ([], None))
+    for stops, told in cases:
+        for kind, fields in ((ChatBody, CHAT), (CompletionBody, {"prompt": "ab"})):
+            events = await asked.ask(ids, kind, **fields, stop=stops, stream=stream)
+            ends = [c for one in events for c in one["choices"] if c["finish_reason"]]
+            assert [(one["finish_reason"], one["stop_reason"]) for one in ends] == [("stop", told)]
+
+
 def begun(tokenizer: PreTrainedTokenizerFast, template: str) -> PreTrainedTokenizerFast:
     """Return a tokenizer that puts tokens around a text."""
     tokenizer.add_special_tokens({"bos_token": "<s>"})
