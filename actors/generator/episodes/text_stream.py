@@ -18,7 +18,7 @@ class TextStream:
         self._stops = [stop for stop in stops if stop]
         self._ids: list[int] = []
         self._known = self._read = 0
-        self._held = ""
+        self._held: str = ""
         self.stopped = False
         """A stop text was met: nothing follows."""
         self.stop = ""

@@ -27,7 +27,7 @@ class TokenBytes:
         self._is_byte_level = any(step.get("type") == "ByteLevel" for step in steps)
         self._has_fallback = any(step.get("type") == "ByteFallback" for step in steps)
         self._replaced = [pair for step in steps if (pair := _replacement(step)) is not None]
-        self._special = frozenset(cast("list[int]", tokenizer.all_special_ids))
+        self._special = frozenset(tokenizer.all_special_ids)
 
     def of(self, token_id: int, *, first: bool = False) -> bytes:
         """Return a token's bytes; none for a special one, which is no text.

@@ -343,7 +343,7 @@ async def sampled(served: Served, seq: int, **params: Any) -> list[tuple[list[in
 
 async def test_samples_end_with_the_token_that_completes_a_stop_text(served: Served) -> None:
     free = await sampled(served, 1, stop=[])
-    decode = load_tokenizer(str(served.model)).decode
+    decode: Any = load_tokenizer(str(served.model)).decode
 
     def completed(ids: list[int], stops: list[str]) -> int | None:
         wholes = (decode(ids[:num]).rstrip("�") for num in range(1, len(ids) + 1))
