@@ -25,10 +25,11 @@ from tinkermq.actors.learner.training.model import load_model
 from tinkermq.actors.models import lora
 from tinkermq.actors.models.lora import config_of, policy_tensors, read_lora
 from tinkermq.actors.models.model_folder import load_causal_lm, load_policy, load_tokenizer
+from tinkermq.actors.tinker.training.trainer import AdapterTrainer
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.lora import LoraConfig
 from tinkermq.schemas.wire.errors import ModelError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from tests.support.models import make_tiny_model
 from tests.support.tinker import TIED, open_trainer, supervised
@@ -127,8 +128,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine_model(base: Path) -> PreTrainedModel:
-    return load_causal_lm(str(base), dtype=torch.float32, attn_implementation="eager")
+def trainer(base: Path) -> AdapterTrainer:
+    """A trainer of the Tinker API, which refuses an adapter before it takes anything of it."""
+    return open_trainer(base)
 
 
 def plain(base: Path) -> Any:
@@ -231,22 +233,21 @@ async def test_every_path_computes_with_an_adapter_what_peft_does(
 
 @pytest.mark.parametrize("name", HONOURED)
 def test_a_trainer_of_the_tinker_api_goes_on_with_an_adapter_as_peft_does(
-    base: Path, tmp_path: Path, name: str
+    base: Path, tmp_path: Path, trainer: AdapterTrainer, name: str
 ) -> None:
     adapter = make(base, tmp_path / "theirs", HONOURED[name])
-    trainer = open_trainer(base)
     data = [supervised(np.random.default_rng(0), 12)]
     attention, every = of_blocks("self_attn", ATTENTION), of_blocks("mlp", MLP)
     every = sorted([*attention, *every])
     if policy_layers(adapter) not in (attention, [*attention, "lm_head"], every):
         with pytest.raises(ModelError, match=f"made with .*{name.split()[0]}="):
-            trainer.load("m", adapter, with_optimizer=False)
+            trainer.load(name, adapter, with_optimizer=False)
         return
-    trainer.load("m", adapter, with_optimizer=False)
-    told = trainer.forward_backward("m", data, "cross_entropy", backward=False).logprobs[0]
+    trainer.load(name, adapter, with_optimizer=False)
+    told = trainer.forward_backward(name, data, "cross_entropy", backward=False).logprobs[0]
     ids = torch.from_numpy(data[0].tokens.astype(np.int64))[None]
     targets = torch.from_numpy(data[0].inputs["target_tokens"])[:, None]
-    trainer.save("m", tmp_path / "saved", with_optimizer=True)
+    trainer.save(name, tmp_path / "saved", with_optimizer=True)
     for folder in (adapter, tmp_path / "saved"):
         with torch.no_grad():
             model = PeftModel.from_pretrained(plain(base), str(folder)).eval()
@@ -263,7 +264,7 @@ def of_blocks(part: str, names: list[str]) -> list[str]:
     return [f"model.layers.{number}.{part}.{name}" for number in (0, 1) for name in names]
 
 
-def refusing(base: Path, folder: Path) -> Iterator[tuple[str, Any]]:
+def refusing(base: Path, folder: Path, trainer: AdapterTrainer) -> Iterator[tuple[str, Any]]:
     """Yield what reads an adapter's folder, by name."""
     yield "served", lambda: config_of(folder)
     yield "sampled", lambda: read_lora(folder)
@@ -271,16 +272,15 @@ def refusing(base: Path, folder: Path) -> Iterator[tuple[str, Any]]:
     begun, onward = job(folder, fresh), job(base, fresh)
     yield "begun", lambda: load_model(begun.model, begun.learner, None, lora=fresh, seed=0)
     yield "resumed", lambda: load_model(onward.model, onward.learner, folder, lora=fresh, seed=0)
-    trainer = open_trainer(base)
-    yield "tinker", lambda: trainer.load("m", folder, with_optimizer=False)
+    yield "tinker", lambda: trainer.load("refused", folder, with_optimizer=False)
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_no_place_is_refused_by_name_in_every_path(
-    base: Path, tmp_path: Path, name: str
+    base: Path, tmp_path: Path, trainer: AdapterTrainer, name: str
 ) -> None:
     folder = make(base, tmp_path / "theirs", REFUSED[name])
-    for path, read in refusing(base, folder):
+    for path, read in refusing(base, folder, trainer):
         with pytest.raises(ModelError) as raised:
             read()
         assert name.strip() in raised.value.message, path
@@ -295,10 +295,10 @@ def test_what_has_no_place_is_refused_by_name_in_every_path(
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_a_file_says_and_nobody_here_knows_is_refused_by_name(
-    base: Path, tmp_path: Path, name: str
+    base: Path, tmp_path: Path, trainer: AdapterTrainer, name: str
 ) -> None:
     folder = change(make(base, tmp_path / "theirs", {}), **{name: WRITTEN[name]})
-    for path, read in refusing(base, folder):
+    for path, read in refusing(base, folder, trainer):
         with pytest.raises(ModelError) as raised:
             read()
         assert name in raised.value.message, path
@@ -376,7 +376,7 @@ def test_a_file_that_makes_no_sense_is_told(
 
 @pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
 def test_an_adapter_that_brings_embeddings_of_its_own_is_refused(
-    base: Path, tmp_path: Path, name: str
+    base: Path, tmp_path: Path, trainer: AdapterTrainer, name: str
 ) -> None:
     folder = make(base, tmp_path / "theirs", {"target_modules": [*ATTENTION, "lm_head"]})
     file = folder / "adapter_model.safetensors"
@@ -388,7 +388,7 @@ def test_an_adapter_that_brings_embeddings_of_its_own_is_refused(
     with pytest.raises(ModelError, match=f"brings {place}"):
         load_model(config.model, config.learner, None, lora=config.lora, seed=0)
     with pytest.raises(ModelError, match=f"brings {place}"):
-        open_trainer(base).load("m", folder, with_optimizer=False)
+        trainer.load("refused", folder, with_optimizer=False)
 
 
 @pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
