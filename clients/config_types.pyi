@@ -402,6 +402,12 @@ class LoraConfigDict(TypedDict, total=False):
     """Names of the linear layers that get an adapter (`[q_proj, v_proj]`); all-linear: every one but the output layer."""
     exclude: list[str]
     """Names of layers that get none all the same."""
+    rank_pattern: dict[str, int]
+    """Other ranks for some layers, by the end of a layer's name or a regular expression of it, as PEFT's: `{layers.0.self_attn.q_proj: 4}`."""
+    alpha_pattern: dict[str, float]
+    """Other alphas for some layers, named as in `rank_pattern`."""
+    rslora: bool
+    """Multiply by alpha / √rank instead of alpha / rank (rank-stabilised, arXiv 2312.03732)."""
     dropout: float
     """Share of an adapter's inputs that is left out at each update; log-probs are taken without."""
 

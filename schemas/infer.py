@@ -76,6 +76,8 @@ class CompletionRequest(Message):
     For the samplers of a Tinker service: the path of a checkpoint, `tinker://…`."""
     prompts: list[str | list[TokenId]] = Field(min_length=1, max_length=1024)
     """Texts, or token ids."""
+    add_special_tokens: bool = True
+    """Whether texts get what the tokenizer puts around them, such as a token that begins them."""
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_K)
     """Tell the log-prob of each token of the prompts, and so many of the likeliest in its place, at
     temperature 1; None: neither."""
@@ -102,10 +104,14 @@ class Delta(Message):
     """New tokens; the text of the newest may come with a later part."""
     tokens: list[str] = Field(default_factory=list[str])
     """Text of each new token by itself, where `logprobs` was asked for."""
+    token_bytes: list[bytes] = Field(default_factory=list[bytes])
+    """Bytes of each of them, which may be a part of a character; none for a special token."""
     logprobs: list[float] = Field(default_factory=list[float])
     """Log-prob of each new token before top-p and top-k, where it was asked for."""
     finish: Literal["stop", "length", "cancelled"] | None = None
     """Why the choice has ended, or None while it goes on."""
+    stop: str = ""
+    """The stop text that ended it; empty: none has."""
 
 
 class PromptScore(Message):

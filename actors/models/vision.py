@@ -1,7 +1,8 @@
 """Images for vision-language models: from the bytes of a file to what a model computes with.
 
 Text goes the chat tokenizer's way. Of a model's processor only the image half is used, in its
-Pillow form: it needs no torchvision, and generators and learner see the same pixels.
+Pillow form: it needs no torchvision, and generators and learner see the same pixels. A file is
+decoded as transformers' `load_image` does: the first frame, upright as its EXIF data tell, in RGB.
 
 Images stand in the first prompt of an episode. Which tokens are theirs is decided here alone: the
 first ones with the image's id, as many as the images take. A policy may generate that id itself;
@@ -14,12 +15,15 @@ the last image, N tokens, B rows, T columns, H hidden size.
 # torch and transformers leave some of their methods untyped.
 # pyright: reportUnknownMemberType=false
 
+import contextlib
 import hashlib
 import io
+import struct
 import threading
 import warnings
+import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -41,6 +45,12 @@ _MAX_PROMPTS = 64
 """Prompts with the same images that are remembered."""
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """What is decoded; Pillow knows some forty more, some of which start programs."""
+_ORIENTATION = 0x0112
+"""The EXIF tag that tells how a camera was held."""
+_TURNED = (5, 6, 7, 8)
+"""Its values for images that lie on their side."""
+_PNG_ORIENTED = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")
+"""What a PNG file holds if it tells an orientation."""
 _MAX_PIXELS = 1 << 26
 """Pixels of an image file; what a model sees of it is bounded by its processor."""
 
@@ -97,9 +107,11 @@ class ImageReader:
         self._lock = threading.Lock()
 
     def count_tokens(self, encoded: bytes) -> int:
-        """Return how many tokens an image takes, from the size that its header tells."""
-        with _open(encoded) as image:
-            return self._tokens(image)
+        """Return how many tokens an image takes, as it is held upright.
+
+        Raises DataError for what is no image, or cannot be seen.
+        """
+        return self._tokens(*_upright_size(encoded))
 
     def remembered(self, token_ids: NDArray[Any], encoded: Sequence[bytes]) -> SeenImages | None:
         """Return the images at their places in a prompt, if such a prompt was seen lately.
@@ -145,7 +157,7 @@ class ImageReader:
             if (known := self._known.get(digest)) is not None:
                 return known
         decoded = [_decode(one) for one in encoded]
-        tokens = tuple(self._tokens(image) for image in decoded)
+        tokens = tuple(self._tokens(*image.size) for image in decoded)
         features = self.processor(images=decoded, return_tensors="pt")
         pixels_PD, grid_I3 = features["pixel_values"], features["image_grid_thw"]
         found = _Known(Images(pixels_PD, grid_I3, tokens, digest))
@@ -176,12 +188,12 @@ class ImageReader:
             )
         return places_Q
 
-    def _tokens(self, image: "Image") -> int:
+    def _tokens(self, width: int, height: int) -> int:
         try:
-            patches: int = self.processor.get_number_of_image_patches(image.height, image.width)
+            patches: int = self.processor.get_number_of_image_patches(height, width)
         except ValueError as error:
             raise DataError(
-                f"an image of {image.width} × {image.height} pixels cannot be seen: {error}",
+                f"an image of {width} × {height} pixels cannot be seen: {error}",
                 hint="crop or scale the images of the data",
             ) from error
         return patches // self.processor.merge_size**2
@@ -312,12 +324,44 @@ def _open(encoded: bytes) -> "Image":
 
 
 def _decode(encoded: bytes) -> "Image":
-    """Decode an image whole; DataError for one that is damaged."""
+    """Decode an image whole and upright, as transformers does; DataError for a damaged one."""
+    from transformers.image_utils import load_image
+
+    with _refusing_damage(encoded):
+        return load_image(_open(encoded))
+
+
+def _upright_size(encoded: bytes) -> tuple[int, int]:
+    """Return the width and the height that `_decode` would find; decodes nothing if it can."""
+    image = _open(encoded)
+    width, height = image.size
+    # Pillow looks behind all pixels of a PNG file for what most have nowhere.
+    if image.format == "PNG" and not any(mark in encoded for mark in _PNG_ORIENTED):
+        return width, height
+    with _refusing_damage(encoded):
+        turned = image.getexif().get(_ORIENTATION, 1) in _TURNED
+    return (height, width) if turned else (width, height)
+
+
+@contextlib.contextmanager
+def _refusing_damage(encoded: bytes) -> Iterator[None]:
+    """Raise DataError for what Pillow raises where pixels or EXIF data are damaged."""
     try:
-        return _open(encoded).convert("RGB")
-    except (OSError, SyntaxError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
+        yield
+    except DataError:
+        raise
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+        TypeError,
+        LookupError,
+        EOFError,
+        ArithmeticError,
+        AttributeError,
+        struct.error,
+        zlib.error,
+    ) as error:
         raise DataError(
             f"an image of {len(encoded)} bytes is damaged: {error}",
             hint="store whole PNG, JPEG, WebP or GIF files",

@@ -117,14 +117,27 @@ class Choice:
         if not (text or self._fresh or ended):
             return None
         fresh, self._fresh, self._words, self._told = self._fresh, [], [], ended
+        named = self._named(fresh) if self.logprobs else []
         return Delta(
             choice=self.number,
             text=text,
             token_ids=[drawn.token_id for drawn in fresh],
-            tokens=[self.chat.token_text(d.token_id) for d in fresh] if self.logprobs else [],
+            tokens=[token for token, _ in named],
+            token_bytes=[encoded for _, encoded in named],
             logprobs=[drawn.logprob for drawn in fresh] if self.logprobs else [],
             finish=self.finish,
+            stop=self.text.stop if ended else "",
         )
+
+    def _named(self, fresh: Sequence[Drawn]) -> list[tuple[str, bytes]]:
+        """Return the text and the bytes of the newest tokens, each by itself."""
+        begins = len(self.drawn) == len(fresh)
+        found: list[tuple[str, bytes]] = []
+        for number, drawn in enumerate(fresh):
+            encoded = self.chat.token_bytes(drawn.token_id, first=begins and not number)
+            text = encoded.decode(errors="replace") or self.chat.token_text(drawn.token_id)
+            found.append((text, encoded))
+        return found
 
 
 @dataclass(frozen=True)
@@ -207,7 +220,11 @@ class Answers:
 
     def _encode(self, request: CompletionRequest) -> list[_Prompt]:
         return [
-            _Prompt(self._chat.encode(prompt) if isinstance(prompt, str) else prompt)
+            _Prompt(
+                self._chat.encode(prompt, special=request.add_special_tokens)
+                if isinstance(prompt, str)
+                else prompt
+            )
             for prompt in request.prompts
         ]
 

@@ -1,6 +1,9 @@
 """Low-rank adapters, as a job configures them."""
 
-from typing import Literal
+import math
+import re
+from collections.abc import Iterable
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -24,5 +27,42 @@ class LoraConfig(Section):
     but the output layer."""
     exclude: list[str] = Field(default_factory=list[str], json_schema_extra=when("rank"))
     """Names of layers that get none all the same."""
+    rank_pattern: dict[str, Annotated[int, Field(ge=1, le=1024)]] = Field(
+        default_factory=dict[str, Annotated[int, Field(ge=1, le=1024)]],
+        json_schema_extra=when("rank"),
+    )
+    """Other ranks for some layers, by the end of a layer's name or a regular expression of it, as
+    PEFT's: `{layers.0.self_attn.q_proj: 4}`."""
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=dict[str, Annotated[float, Field(gt=0)]], json_schema_extra=when("rank")
+    )
+    """Other alphas for some layers, named as in `rank_pattern`."""
+    rslora: bool = Field(default=False, json_schema_extra=when("rank"))
+    """Multiply by alpha / √rank instead of alpha / rank (rank-stabilised, arXiv 2312.03732)."""
     dropout: float = Field(default=0.0, ge=0, lt=1, json_schema_extra=when("rank"))
     """Share of an adapter's inputs that is left out at each update; log-probs are taken without."""
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers have the same rank and the scale alpha / rank."""
+        return not (self.rank_pattern or self.alpha_pattern or self.rslora)
+
+    @property
+    def max_rank(self) -> int:
+        """The largest rank that a layer may have."""
+        return max(self.rank, *self.rank_pattern.values(), 0)
+
+    def rank_of(self, layer: str) -> int:
+        """Return the rank of a layer, by its name in the model."""
+        return self.rank_pattern.get(_pattern(self.rank_pattern, layer), self.rank)
+
+    def scale_of(self, layer: str) -> float:
+        """Return what the product of a layer's adapter is multiplied by."""
+        alpha = self.alpha_pattern.get(_pattern(self.alpha_pattern, layer), self.alpha)
+        rank = self.rank_of(layer)
+        return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+
+def _pattern(patterns: Iterable[str], layer: str) -> str:
+    """Return the first pattern that a layer's name matches, as PEFT finds it; "" for none."""
+    return next((one for one in patterns if re.match(rf"(.*\.)?({one})$", layer)), "")

@@ -146,12 +146,16 @@ def encoded_image(part: Mapping[str, Any], shared: Sequence[bytes] = ()) -> byte
         return shared[image]
     if isinstance(image, Mapping):
         fields = cast("Mapping[str, Any]", image)
-        image = fields.get("bytes", fields.get("url"))
+        given = fields.get("bytes")
+        image = fields.get("url") if given is None else given
     if isinstance(image, bytes):
         return image
+    if isinstance(image, bytearray | memoryview):
+        return bytes(cast("bytearray", image))
     if isinstance(image, str) and image.startswith("data:") and ";base64," in image:
         try:
-            return base64.b64decode(image.partition(";base64,")[2], validate=True)
+            text = "".join(image.partition(";base64,")[2].split())  # it may stand in lines
+            return base64.b64decode(text, validate=True)
         except binascii.Error as error:
             raise DataError(f"the data URL of an image is damaged: {error}") from error
     where = repr(image) if isinstance(image, str | int) else type(image).__name__

@@ -1,5 +1,6 @@
 """A server's answer in OpenAI's words: whole, or as the events of a stream."""
 
+import codecs
 import json
 import math
 import time
@@ -122,6 +123,8 @@ class Answer:
             {"delta": delta} if self._chat else {"text": delta.get("content", "")}
         )
         one = {"index": choice.number, **said, "logprobs": logprobs, "finish_reason": finish}
+        if finish is not None:
+            one["stop_reason"] = choice.stop
         one |= ids or {}
         head = self._head("chat.completion.chunk" if self._chat else "text_completion")
         return event({**head, **(top or {}), "choices": [one], **usage})
@@ -138,6 +141,7 @@ class Answer:
             "message": message,
             "logprobs": self._logprobs(deltas, choice) if self._wants_logprobs else None,
             "finish_reason": _reason(choice.finish, bool(calls)),
+            "stop_reason": choice.stop,
             **self._ids(deltas, choice),
         }
 
@@ -148,6 +152,7 @@ class Answer:
             "text": text,
             "logprobs": self._logprobs(deltas, choice) if self._wants_logprobs else None,
             "finish_reason": _reason(choice.finish, calls=False),
+            "stop_reason": choice.stop,
             **self._ids(deltas, choice),
             **self._of_prompt(choice.number // self._num_choices),
         }
@@ -173,12 +178,14 @@ class Answer:
         pairs = [
             pair for delta in deltas for pair in zip(delta.tokens, delta.logprobs, strict=True)
         ]
+        encoded = [one for delta in deltas for one in delta.token_bytes]
         if self._chat:
-            return {"content": [_token(*pair) for pair in pairs], "refusal": None}
+            told = [_token(*pair, one) for pair, one in zip(pairs, encoded, strict=True)]
+            return {"content": told, "refusal": None}
         offsets: list[int] = []
-        for token, _ in pairs:
+        for one in encoded:
             offsets.append(choice.offset)
-            choice.offset += len(token)
+            choice.offset += len(choice.decoder.decode(one))
         return {
             "tokens": [token for token, _ in pairs],
             "token_logprobs": [logprob for _, logprob in pairs],
@@ -198,16 +205,21 @@ class _Choice:
         self.tools = ToolText(parse=tools, name=call_name(name, number))
         self.told_prompt = False
         self.finish: str | None = None
+        self.stop: str | None = None
+        """The stop text that ended it, where vLLM tells it."""
         self.told_end = False
         self.offset = 0
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        """Of the bytes of tokens: a character begins where its first byte stands."""
         self._text = ""
         self._deltas: list[Delta] = []
 
     def take(self, delta: Delta) -> None:
         self._text += self.tools.push(delta.text)
-        if delta.tokens:
+        if delta.token_ids:
             self._deltas.append(delta)
         self.finish = delta.finish or self.finish
+        self.stop = delta.stop or self.stop
 
     def news(self) -> tuple[str, list[Delta]]:
         text, deltas = self._text, self._deltas
@@ -226,11 +238,11 @@ def _reason(finish: str | None, calls: bool) -> str:
     return "length" if finish == "length" else "stop"
 
 
-def _token(token: str, logprob: float) -> dict[str, Any]:
+def _token(token: str, logprob: float, encoded: bytes) -> dict[str, Any]:
     return {
         "token": token,
         "logprob": logprob,
-        "bytes": list(token.encode()),
+        "bytes": list(encoded),
         "top_logprobs": [],
     }
 

@@ -143,6 +143,7 @@ class CompletionBody(_Body):
     max_tokens: int | None = Field(default=None, ge=0)
     logprobs: Literal[0] | None = None
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_K)
+    add_special_tokens: bool = True
 
     @model_validator(mode="after")
     def _asks_for_something(self) -> Self:
@@ -162,6 +163,7 @@ class CompletionBody(_Body):
             logprobs=self.logprobs is not None,
             token_ids=self.return_token_ids or self.prompt_logprobs is not None,
             prompt_logprobs=self.prompt_logprobs,
+            add_special_tokens=self.add_special_tokens,
         )
 
 

@@ -91,11 +91,22 @@ class Dialect:
     prefix: str
     """Of an answer's id."""
     read: Callable[[Any], ModelRequest]
-    answer: Callable[[AnswerHead], WordedAnswer]
+    answer: Callable[[AnswerHead, ModelRequest, Decoding], WordedAnswer]
 
 
-RESPONSES = Dialect("resp", read_response, ResponseAnswer)
-MESSAGES = Dialect("msg", read_messages, MessagesAnswer)
+def _response(head: AnswerHead, asked: ModelRequest, decoding: Decoding) -> WordedAnswer:
+    sampled = {"temperature": decoding.temperature, "top_p": decoding.top_p}
+    echo = {**asked.echo, **sampled}
+    return ResponseAnswer(head, custom_tools=asked.custom_tools, echo=echo)
+
+
+def _message(head: AnswerHead, asked: ModelRequest, decoding: Decoding) -> WordedAnswer:
+    del asked, decoding
+    return MessagesAnswer(head)
+
+
+RESPONSES = Dialect("resp", read_response, _response)
+MESSAGES = Dialect("msg", read_messages, _message)
 
 
 class Dialects:
@@ -120,11 +131,11 @@ class Dialects:
         query = _query(asked).model_copy(update=update)
         parts = model.ask(broker, query)
         if not asked.stream:
-            told, headers = await unless_gone(request, _whole(parts, dialect, query))
+            told, headers = await unless_gone(request, _whole(parts, dialect, asked, query))
             return JSONResponse(told, headers=headers)
         first = await first_of(parts)
         return StreamingResponse(
-            _stream(first, parts, dialect, query, words),
+            _stream(first, parts, dialect, asked, query, words),
             media_type="text/event-stream",
             headers={**STREAM_HEADERS, **headers_of(first)},
         )
@@ -190,9 +201,11 @@ def _query(asked: ModelRequest) -> ChatRequest:
 class _Reading:
     """One answer, read part by part."""
 
-    def __init__(self, dialect: Dialect, query: ChatRequest, model: str) -> None:
+    def __init__(
+        self, dialect: Dialect, asked: ModelRequest, query: ChatRequest, model: str
+    ) -> None:
         head = AnswerHead(f"{dialect.prefix}_{query.request}", int(time.time()), model)
-        self.answer = dialect.answer(head)
+        self.answer = dialect.answer(head, asked, query.decoding)
         self.usage = Usage(0, 0)
         self.answered: Answered = "stop"
         self.headers: dict[str, str] = {}
@@ -215,6 +228,8 @@ class _Reading:
             if self._tokens is not None:
                 self._tokens["token_ids"] += delta.token_ids
             self.answered = delta.finish or self.answered
+            if delta.stop and isinstance(self.answer, MessagesAnswer):
+                self.answer.stop_sequence = delta.stop
             yield from self._said(self._reader.push(delta.text))
         if part.last:
             self.usage = Usage(part.prompt_tokens, part.completion_tokens, part.reused_tokens)
@@ -239,15 +254,18 @@ class _Reading:
 
 
 async def _whole(
-    parts: AsyncGenerator[InferPart, None], dialect: Dialect, query: ChatRequest
+    parts: AsyncGenerator[InferPart, None],
+    dialect: Dialect,
+    asked: ModelRequest,
+    query: ChatRequest,
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return an answer as one object, and the headers that go with it."""
     reading: _Reading | None = None
     async with aclosing(parts):
         async for part in parts:
-            reading = reading or _Reading(dialect, query, part.model)
+            reading = reading or _Reading(dialect, asked, query, part.model)
             _exhaust(reading.push(part))
-    reading = reading or _Reading(dialect, query, "")
+    reading = reading or _Reading(dialect, asked, query, "")
     _exhaust(reading.end())
     whole = reading.answer.whole(reading.answered, reading.usage)
     return {**whole, **reading.extra}, reading.headers
@@ -257,11 +275,12 @@ async def _stream(
     first: InferPart,
     parts: AsyncGenerator[InferPart, None],
     dialect: Dialect,
+    asked: ModelRequest,
     query: ChatRequest,
     words: Words,
 ) -> AsyncGenerator[str, None]:
     """Yield the events of an answer; the server stops when the reader goes away."""
-    reading = _Reading(dialect, query, first.model)
+    reading = _Reading(dialect, asked, query, first.model)
     async with aclosing(parts):
         for text in (*reading.start(first), *reading.push(first)):
             yield text

@@ -30,6 +30,7 @@ from ...models.model_folder import (
 )
 from ..engine.engine import IntVector
 from .image_room import check_seen, with_room
+from .token_bytes import TokenBytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,6 +89,7 @@ class ChatTokenizer:
         self._image_reader = image_reader
         self._known: dict[str, IntVector] = {}
         self._proven_tools = set[str]()
+        self._token_bytes: TokenBytes | None = None
         chats = must_chat or self._has_template
         head = self._head = self.render(_STAND_IN, prompt=False) if chats else ""
         self._closing = head[head.rindex(_REPLY) + len(_REPLY) :] if _REPLY in head else ""
@@ -224,6 +226,12 @@ class ChatTokenizer:
         """Return the text of one token by itself, special ones included."""
         return cast("str", self._tokenizer.decode([int(token_id)]))  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
 
+    def token_bytes(self, token_id: int, *, first: bool = False) -> bytes:
+        """Return the bytes of one token; none for a special one. `first`: at a text's beginning."""
+        if self._token_bytes is None:
+            self._token_bytes = TokenBytes(self._tokenizer)
+        return self._token_bytes.of(int(token_id), first=first)
+
     def vocabulary(self) -> str:
         """Return a digest of all tokens and their ids: equal for equal tokenizers."""
         return vocabulary_digest(self._tokenizer)
@@ -324,9 +332,12 @@ class ChatTokenizer:
                 hint="use a template that takes these roles, or a game without them",
             ) from error
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text as it stands, without a template."""
-        return self._tokenizer.encode(text, add_special_tokens=False)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Return the ids of a text as it stands, without a template.
+
+        `special`: with what the tokenizer puts around a text, such as a token that begins it.
+        """
+        return self._tokenizer.encode(text, add_special_tokens=special)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
 
     def encode_seen(self, text: str, images: Sequence[bytes]) -> list[int]:
         """Return the ids of a rendered text, its images there as the tokens that they take.

@@ -18,12 +18,21 @@ class TextStream:
         self._stops = [stop for stop in stops if stop]
         self._ids: list[int] = []
         self._known = self._read = 0
-        self._held = ""
+        self._held: str = ""
         self.stopped = False
         """A stop text was met: nothing follows."""
+        self.stop = ""
+        """The stop text that was met: of several in one place, the one that was given first."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens taken, the one that completed a stop text being the last of them."""
+        return len(self._ids)
 
     def push(self, token_id: int) -> str:
-        """Take the next token; return the text that is certain now."""
+        """Take the next token, unless it comes behind a stop text; return what is certain now."""
+        if self.stopped:
+            return ""
         self._ids.append(token_id)
         return self._until_stop(self._fresh(final=False), final=False)
 
@@ -36,7 +45,9 @@ class TextStream:
         before = self._decode(self._ids[self._known : self._read])
         now = self._decode(self._ids[self._known :])
         if now.endswith(_UNFINISHED) and not final:
-            return ""
+            # A stop text may be complete before the unfinished character.
+            whole = now.rstrip(_UNFINISHED)[len(before) :]
+            return whole if self._places(self._held + whole) else ""
         if len(now) <= len(before):
             return ""
         self._known, self._read = self._read, len(self._ids)
@@ -46,13 +57,21 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + fresh
-        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)]
+        if found := self._places(text):
+            place, number = min(found)
+            self.stopped, self._held, self.stop = True, "", self._stops[number]
+            return text[:place]
         kept = 0 if final else self._longest_start(text)
         self._held = text[len(text) - kept :] if kept else ""
         return text[: len(text) - kept]
+
+    def _places(self, text: str) -> list[tuple[int, int]]:
+        """Return the first place of each stop text that is there, and its number."""
+        return [
+            (place, number)
+            for number, stop in enumerate(self._stops)
+            if (place := text.find(stop)) >= 0
+        ]
 
     def _longest_start(self, text: str) -> int:
         """Return how many characters at the end may be the beginning of a stop text."""

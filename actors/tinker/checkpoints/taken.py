@@ -84,7 +84,7 @@ def _info(folder: Path, config: JobConfig, name: CheckpointName) -> ModelInfo:
         base=config.tinker.base,
         folder=config.model.path,
         arch="",
-        rank=lora.rank,
+        rank=lora.max_rank,
         train_attn=_any(last, _ATTENTION),
         train_mlp=_any(last, _MLP),
         train_unembed=_any(last, _UNEMBED),

@@ -275,7 +275,10 @@ class Sampler:
             on_token=look if texts else None,
             adapter=adapter,
         )
-        ended = "length" if made.finish_reason == "length" and not stream.stopped else "stop"
+        if stream.stopped:  # the engine draws on until it hears of it
+            num = stream.num_tokens
+            return Sampled(made.token_ids[:num], made.logprobs[:num], "stop")
+        ended = "length" if made.finish_reason == "length" else "stop"
         return Sampled(made.token_ids, made.logprobs, ended)
 
     def _stops(self, stop: str | list[str] | list[int] | None) -> tuple[tuple[int, ...], list[str]]:

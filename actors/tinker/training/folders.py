@@ -3,7 +3,8 @@
 `adapter_model.safetensors` and `adapter_config.json` are PEFT's; `tinkermq.json` tells what made
 the adapter and how far it came, `optimizer.safetensors` holds the moments. A folder is written
 under a hidden name and renamed. One that another program wrote is read, too, if its tensors are
-those of an adapter of ours; an alpha of its own goes into B.
+those of an adapter of ours; alphas of its own go into B, and layers of a smaller rank get the
+largest, of which the rest is 0 and stays so.
 """
 
 # peft and safetensors leave some of their methods untyped.
@@ -26,7 +27,7 @@ from ....schemas.config.lora import ADAPTER_CONFIG
 from ....schemas.tinker.datum import LoraSpec
 from ....schemas.wire.errors import ModelError, NotFoundError
 from ...models.digests import check_digests, write_digests
-from ...models.lora import BESIDE
+from ...models.lora import read_lora, uniform
 from ...models.writing import flush, flush_entries, storage_error
 from .adapter import ALPHA, Moments
 
@@ -118,21 +119,20 @@ def read_adapter(folder: Path, *, with_optimizer: bool) -> StoredAdapter:
     check_digests(folder)
     settings = _read_json(folder / ADAPTER_CONFIG)
     ours = _read_ours(folder)
-    rank, alpha = _rank_and_alpha(folder, settings)
     if with_optimizer and not (ours is not None and ours.has_optimizer):
         raise ModelError(
             f"the adapter in {folder} was saved without the optimiser's state",
             hint="load it without, or save with `save_state`",
         )
-    tensors = {
-        name: value.float() * (alpha / ALPHA) if ".lora_B." in name else value.float()
-        for name, value in _load(folder / _WEIGHTS).items()
-        if not name.endswith(BESIDE)
-    }
+    config, stored = read_lora(folder)
+    tensors = {name: value.float() for name, value in uniform(stored, config).items()}
+    for name, value in tensors.items():
+        if ".lora_B." in name:
+            value.mul_(config.max_rank / ALPHA)
     return StoredAdapter(
         folder=folder,
         base_model=ours.base_model if ours else settings.get("base_model_name_or_path") or "",
-        rank=rank,
+        rank=config.max_rank,
         spec=ours.spec if ours else None,
         tensors=tensors,
         moments=_moments(folder, ours) if with_optimizer and ours else None,
@@ -164,22 +164,6 @@ def _peft_config(rank: int, targets: Sequence[str], base_path: str) -> dict[str,
         inference_mode=True,
     )
     return {**made.to_dict(), "target_modules": list(targets)}  # PEFT's own is in no order
-
-
-def _rank_and_alpha(folder: Path, settings: Mapping[str, Any]) -> tuple[int, float]:
-    for key in ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save"):
-        if settings.get(key):
-            raise ModelError(
-                f"the adapter in {folder} has {key}, which is not trained here",
-                hint="take a LoRA adapter of one rank",
-            )
-    try:
-        return int(settings["r"]), float(settings["lora_alpha"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(
-            f"{folder} holds no LoRA adapter: its {ADAPTER_CONFIG} has no r or lora_alpha",
-            hint="take a LoRA adapter",
-        ) from error
 
 
 def _read_ours(folder: Path) -> AdapterFile | None:

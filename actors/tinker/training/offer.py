@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from ....schemas.tinker.datum import LoraSpec
 from ....schemas.wire.errors import ConfigError, ModelError
+from ...models.lora import layer_settings
 from .adapter import Moments, tensor_shapes
 from .folders import StoredAdapter
 from .layers import LayerKind, LayerShape
@@ -96,8 +97,10 @@ class AdapterOffer:
                 name = min(wrong)
                 raise ModelError(
                     f"the adapter in {stored.folder} has other layers than the model: {name} is "
-                    f"{_shown(found.get(name))} there and {_shown(wanted.get(name))} here",
-                    hint="create the model with the same train_attn, train_mlp and train_unembed",
+                    f"{_shown(found.get(name))} there and {_shown(wanted.get(name))} here; it was "
+                    f"made with {layer_settings(stored.folder)}",
+                    hint="create the model with the same train_attn, train_mlp and train_unembed; "
+                    "adapters of some layers of a kind are not trained here",
                 )
 
 

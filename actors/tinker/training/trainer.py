@@ -29,6 +29,7 @@ from ....schemas.wire.errors import (
     TinkermqError,
 )
 from ...learner.training.model import Scorer, load_model
+from ...models.lora import check_base
 from .adapter import Adapter, Moments, check_adam, num_bytes_of
 from .folders import read_adapter, write_adapter
 from .inputs import DataReader
@@ -75,6 +76,7 @@ class AdapterTrainer:
         module = cast(nn.Module, model)
         linear = linear_names(module)
         in_use, layers = adapt(module)
+        self._model = module
         self._offer = AdapterOffer(base_model, self._base_path, layers, linear, max_rank)
         scorer = Scorer(model, temperature=1.0, dtype=dtype)
         config: Any = cast(Any, model).config.get_text_config()
@@ -318,6 +320,7 @@ class AdapterTrainer:
         known = self._adapters.get(model_id)
         spec = self._offer.spec_of(stored) if known is None else known.spec
         self._offer.check_stored(stored, spec)
+        check_base(self._model, stored.folder)
         adapter = self._fresh(model_id, spec) if known is None else known
         adapter.put(stored.tensors, stored.moments)
         self._adapters[model_id] = adapter

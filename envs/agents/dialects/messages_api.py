@@ -131,6 +131,8 @@ class MessagesAnswer:
         self._head = head
         self._blocks: list[dict[str, Any]] = []
         self._is_open = False
+        self.stop_sequence: str | None = None
+        """The stop text that ended it, where that is known."""
 
     def start(self, usage: Usage) -> Iterator[str]:
         """Yield the first event, with the counts of the prompt."""
@@ -156,7 +158,7 @@ class MessagesAnswer:
     ) -> Iterator[str]:
         """End the answer; `extra` is told besides."""
         yield from self._close()
-        ended = {"stop_reason": self._reason(answered), "stop_sequence": None}
+        ended = {"stop_reason": self._reason(answered), "stop_sequence": self.stop_sequence}
         yield _event("message_delta", delta=ended, usage=_counts(usage), **(extra or {}))
         yield _event("message_stop")
 
@@ -172,13 +174,15 @@ class MessagesAnswer:
             "model": self._head.model,
             "content": list(self._blocks),
             "stop_reason": reason,
-            "stop_sequence": None,
+            "stop_sequence": self.stop_sequence,
             "usage": _counts(usage),
         }
 
     def _reason(self, answered: Answered) -> str:
         if any(block["type"] == "tool_use" for block in self._blocks):
             return "tool_use"
+        if self.stop_sequence is not None:
+            return "stop_sequence"
         return "max_tokens" if answered == "length" else "end_turn"
 
     def _add(self, kind: str, text: str, empty: dict[str, Any]) -> Iterator[str]:

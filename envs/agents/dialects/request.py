@@ -1,7 +1,7 @@
 """What a program asks of a model, whichever API it speaks."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, cast
 
@@ -50,6 +50,8 @@ class ModelRequest:
     """Id of the response that the messages follow; empty: they are the whole history."""
     custom_tools: frozenset[str] = frozenset()
     """Names of the tools that take any text, where the answer names them so."""
+    echo: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What an answer tells of its request, where its API does so."""
     model: str = ""
     """As the program names it, which decides nothing."""
     overruled: Mapping[str, Any] | None = None

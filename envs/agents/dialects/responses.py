@@ -19,6 +19,30 @@ from .request import (
 )
 
 _SAMPLING = ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty")
+_ECHOED: Mapping[str, Any] = {
+    "background": False,
+    "instructions": None,
+    "max_output_tokens": None,
+    "max_tool_calls": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "prompt": None,
+    "prompt_cache_key": None,
+    "prompt_cache_retention": None,
+    "reasoning": {"effort": None, "summary": None},
+    "safety_identifier": None,
+    "service_tier": "default",
+    "temperature": None,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
+    "top_p": None,
+    "truncation": "disabled",
+    "user": None,
+}
+"""What a response tells of its request, with what counts where a request does not say it."""
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
 
@@ -47,6 +71,7 @@ def read_response(body: Any) -> ModelRequest:
         stream=fields.flag("stream"),
         previous=fields.text("previous_response_id"),
         custom_tools=_custom_tools(fields),
+        echo=_echo(body),
         model=fields.text("model"),
         overruled=sampling_of(fields, _SAMPLING),
         without_effect=(
@@ -57,6 +82,17 @@ def read_response(body: Any) -> ModelRequest:
             *(["tool_choice"] if choice not in (None, "auto", "none") else []),
         ),
     )
+
+
+def _echo(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a response tells of its request."""
+    given = {name: body[name] for name in _ECHOED if body.get(name) is not None}
+    for name in ("reasoning", "text"):  # objects whose other fields have their defaults
+        if isinstance(given.get(name), dict):
+            given[name] = {**_ECHOED[name], **given[name]}
+    if given.get("service_tier") == "auto":
+        given["service_tier"] = "default"
+    return {**_ECHOED, **given}
 
 
 def _custom_tools(fields: Fields) -> frozenset[str]:
@@ -152,9 +188,19 @@ def _told_part(part: str | Picture, role: str) -> dict[str, Any]:
 class ResponseAnswer:
     """One answer, as one object or as the events of a stream."""
 
-    def __init__(self, head: AnswerHead, *, custom_tools: frozenset[str] = frozenset()) -> None:
-        """Word an answer; `custom_tools` are those that take any text."""
+    def __init__(
+        self,
+        head: AnswerHead,
+        *,
+        custom_tools: frozenset[str] = frozenset(),
+        echo: Mapping[str, Any] = _ECHOED,
+    ) -> None:
+        """Word an answer.
+
+        `custom_tools` are those that take any text, `echo` is told of the request.
+        """
         self._head = head
+        self._echo = echo
         self._custom = custom_tools
         self._numbers = count()
         self._output: list[dict[str, Any]] = []
@@ -221,13 +267,7 @@ class ResponseAnswer:
             "output": list(self._output),
             "error": None,
             "incomplete_details": None,
-            "instructions": None,
-            "metadata": {},
-            "parallel_tool_calls": True,
-            "temperature": None,
-            "top_p": None,
-            "tool_choice": "auto",
-            "tools": [],
+            **self._echo,
             "usage": None,
         }
 

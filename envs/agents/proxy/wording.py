@@ -142,7 +142,9 @@ class ModelApi:
 
 
 def _response(head: AnswerHead, asked: ModelRequest) -> Wording:
-    return SingleWording(ResponseAnswer(head, custom_tools=asked.custom_tools))
+    # What is sampled with the job says, not the program.
+    echo = {**asked.echo, "temperature": None, "top_p": None}
+    return SingleWording(ResponseAnswer(head, custom_tools=asked.custom_tools, echo=echo))
 
 
 def _messages(head: AnswerHead, asked: ModelRequest) -> Wording:

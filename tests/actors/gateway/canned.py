@@ -34,6 +34,7 @@ class Canned:
         self.error: Exception | None = None
         self.fails_late: Exception | None = None
         self.hang = False
+        self.stop = ""
         self.cancelled = asyncio.Event()
 
     async def answer(
@@ -49,8 +50,11 @@ class Canned:
         if isinstance(request, ChatRequest) and request.stateful:
             told |= {"reused_tokens": 2, "rendered": "edited"}
         for number, word in enumerate(self.words):
-            ids, logprobs = [number], [-0.5 * number]
-            delta = Delta(choice=0, text=word, token_ids=ids, tokens=[word], logprobs=logprobs)
+            named: dict[str, Any] = {}
+            if request.logprobs:
+                named = {"tokens": [word], "logprobs": [-0.5 * number]}
+                named["token_bytes"] = [word.encode()]
+            delta = Delta(choice=0, text=word, token_ids=[number], **named)
             await tell(InferPart(model=self.model, deltas=[delta], **told))
             told.pop("prompt_token_ids", None)
         if self.fails_late is not None:
@@ -60,7 +64,7 @@ class Canned:
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
-        end = Delta(choice=0, finish="stop")
+        end = Delta(choice=0, finish="stop", stop=self.stop)
         return InferPart(model=self.model, deltas=[end], completion_tokens=2, **told)
 
 

@@ -1,5 +1,6 @@
 """A served model asked through Responses and Messages, with their makers' clients."""
 
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import pytest_asyncio
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
+from openai.types.responses import Response
 from tinkermq.broker.client.connection import Broker
 from tinkermq.schemas.infer import ChatRequest
 from tinkermq.schemas.wire.errors import BusyError
@@ -194,6 +196,102 @@ async def test_what_a_response_cannot_do_is_refused_by_name(
         with pytest.raises(openai.BadRequestError, match=told):
             await respond(responses, extra_body=more)
     assert not canned.asked
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_the_stop_text_that_ended_a_message_is_told(
+    messages: AsyncAnthropic, canned: Canned, stream: bool
+) -> None:
+    canned.words = ["ok"]
+    made = await message(messages, stream=stream, stop_sequences=["END"])
+    assert (made.stop_reason, made.stop_sequence) == ("end_turn", None)
+    canned.stop = "END"
+    made = await message(messages, stream=stream, stop_sequences=["END"])
+    assert (made.stop_reason, made.stop_sequence) == ("stop_sequence", "END")
+
+
+GRAMMAR = {"type": "custom", "name": "run", "description": "runs a script"}
+ADD: dict[str, Any] = {
+    "type": "function",
+    "name": "add",
+    "description": "adds",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    "strict": False,
+}
+BARE = {"type": "function", "name": "look"}
+ECHOED: list[dict[str, Any]] = [
+    {},
+    {"tools": [ADD]},
+    {"tools": [ADD, GRAMMAR, BARE], "tool_choice": "auto"},
+    {"tools": [ADD], "tool_choice": "none", "parallel_tool_calls": True},
+    {"temperature": 0.25, "top_p": 0.5, "max_output_tokens": 17},
+    {"temperature": 0.0},
+    {"instructions": "be brief", "metadata": {"run": "7"}, "user": "u1"},
+    {"text": {"format": {"type": "text"}, "verbosity": "medium"}, "truncation": "disabled"},
+    {"reasoning": {"summary": "auto"}, "service_tier": "auto", "background": False},
+    {"prompt_cache_key": "k", "safety_identifier": "s", "top_logprobs": 0},
+    {"tools": None, "temperature": None, "instructions": None, "metadata": None},
+]
+DEFAULTS: dict[str, Any] = {
+    "background": False,
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "service_tier": "default",
+    "temperature": 1.0,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
+    "top_p": 1.0,
+    "truncation": "disabled",
+    "user": None,
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_a_response_tells_what_was_asked(
+    broker: Broker, canned: Canned, stream: bool
+) -> None:
+    canned.words = ["ok"]
+    async with serving(broker) as url, httpx.AsyncClient() as http:
+        for asked in ECHOED:
+            await _tells(http, f"{url}/responses", asked, stream=stream)
+
+
+async def _tells(http: httpx.AsyncClient, url: str, asked: dict[str, Any], *, stream: bool) -> None:
+    """Ask, and compare what is told with what was asked."""
+    body = {**ASKED, **asked, "stream": stream}
+    answer = await http.post(url, json=body)
+    assert answer.status_code == 200, answer.text
+    if not stream:
+        told = [answer.json()]
+    else:
+        lines = [line for line in answer.text.splitlines() if line.startswith("data: ")]
+        events = [json.loads(line.removeprefix("data: ")) for line in lines]
+        told = [event["response"] for event in events if "response" in event]
+        assert len(told) == 3  # created, in progress, completed
+    given = {name: value for name, value in asked.items() if value is not None}
+    if "reasoning" in given:
+        given["reasoning"] = {"effort": None, **given["reasoning"]}
+    if given.get("service_tier") == "auto":
+        given["service_tier"] = "default"
+    for response in told:
+        assert {**response, **DEFAULTS, **given} == response
+        Response.model_validate(response)
+
+
+async def test_a_call_of_a_tool_that_takes_any_text_is_told_as_one(
+    responses: AsyncOpenAI, canned: Canned
+) -> None:
+    canned.words = ['<tool_call>{"name": "run", "arguments": {"input": "ls"}}</tool_call>']
+    tools: Any = [GRAMMAR]
+    made = await responses.responses.create(**ASKED, tools=tools)
+    (call,) = made.output
+    assert call.type == "custom_tool_call"
+    assert (call.name, call.input) == ("run", "ls")
 
 
 REFUSED_MESSAGES: list[tuple[dict[str, Any], str]] = [

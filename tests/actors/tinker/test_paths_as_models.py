@@ -1,6 +1,7 @@
 """A checkpoint's path as a model: samplers of its service answer OpenAI's and other clients."""
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 import pytest_asyncio
@@ -26,14 +28,21 @@ from tinkermq.actors.tinker.sampling.open_engine import SampledBase
 from tinkermq.actors.tinker.sampling.sampler import Sampler
 from tinkermq.actors.tinker.sampling.snapshots import Snapshots
 from tinkermq.actors.tinker.training.trainer import AdapterTrainer
+from tinkermq.actors.tinker.wire import schema
 from tinkermq.broker.client.connection import Broker, connect
-from tinkermq.broker.client.rpc import Service
+from tinkermq.broker.client.rpc import Service, call
 from tinkermq.broker.jetstream.streams import create_shared
 from tinkermq.broker.programs.server import NatsServer
 from tinkermq.schemas.config.job import JobConfig, ModelConfig
 from tinkermq.schemas.tinker.datum import LoraSpec
 from tinkermq.schemas.tinker.names import CheckpointKind, CheckpointName, ModelName
-from tinkermq.schemas.tinker.operation import ModelInfo, TrainerOffer, TrainerOffers
+from tinkermq.schemas.tinker.operation import (
+    ModelInfo,
+    OperationResult,
+    TrainerOffer,
+    TrainerOffers,
+)
+from tinkermq.schemas.tinker.sampling import AwaitSample, SampleRequest, SampleTaken
 from tinkermq.schemas.wire.message import Empty
 from tinkermq.schemas.wire.subjects import rpc
 
@@ -61,6 +70,8 @@ class Served:
     chat: ChatTokenizer
     adapter: Path
     states: Path
+    broker: Broker
+    model: Path
 
     def path(
         self,
@@ -145,7 +156,8 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
                 chat = open_chat(config.model)
                 folders = CheckpointFolders(states)
                 adapter = await asyncio.to_thread(make_adapter, model)
-                yield Served(url, client, sampler, folders, engine, chat, adapter, states)
+                parts = (folders, engine, chat, adapter, states, broker, model)
+                yield Served(url, client, sampler, *parts)
                 await client.close()
     await engine.close()
 
@@ -300,3 +312,61 @@ async def test_without_a_chat_template_texts_are_continued_and_chats_refused(
     assert chat.stop_token_ids
     with pytest.raises(ValueError, match="the tokenizer has no chat template"):
         chat.prompt(ASKED)
+
+
+async def sampled(served: Served, seq: int, **params: Any) -> list[tuple[list[int], Any, int]]:
+    """Sample four continuations as Tinker's SDK asks for them: tokens, log-probs, reason."""
+    body = {
+        "sampling_session_id": "s1",
+        "seq_id": seq,
+        "prompt": {"chunks": [{"tokens": served.chat.prompt(ASKED)}]},
+        "num_samples": 4,
+        "sampling_params": {"max_tokens": 60, "seed": 7, **params},
+    }
+    waiting: Any = {"timeout_s": PATIENCE_S, "waiting_for": "the sampler"}
+    request = SampleRequest(
+        request=str(seq), source="base:org/tiny", body=json.dumps(body).encode()
+    )
+    name = f"tinker-{SCOPE.job}"
+    subject = rpc("local", name, "sample")
+    taken = await call(served.broker, subject, request, SampleTaken, **waiting)
+    told = rpc("local", name, f"sampled-{taken.actor}")
+    wanted = AwaitSample(request=str(seq), wait_s=PATIENCE_S)
+    result = await call(served.broker, told, wanted, OperationResult, **waiting)
+    assert result.state == "done", result.error
+    return [
+        (np.frombuffer(one.tokens, "<i4").tolist(), np.frombuffer(one.logprobs, "<f4"), reason)
+        for one in schema.SampleResponse.FromString(result.body).sequences
+        for reason in [one.stop_reason]
+    ]
+
+
+async def test_samples_end_with_the_token_that_completes_a_stop_text(served: Served) -> None:
+    free = await sampled(served, 1, stop=[])
+    decode: Any = load_tokenizer(str(served.model)).decode
+
+    def completed(ids: list[int], stops: list[str]) -> int | None:
+        wholes = (decode(ids[:num]).rstrip("�") for num in range(1, len(ids) + 1))
+        return next((n for n, w in enumerate(wholes, 1) if any(s in w for s in stops)), None)
+
+    text = decode(free[0][0])
+    certain = [place for place in range(3, 40) if "�" not in text[place : place + 2]]
+    first, second = certain[0], certain[-1]
+    stops = [
+        text[first : first + 2],
+        [text[second], text[first]],
+        text[first],
+        [text[second : second + 2], "never"],
+        "never",
+        decode(free[0][0][-1:]) or "never",
+    ]
+    for seq, stop in enumerate(stops, 2):
+        wanted = [stop] if isinstance(stop, str) else stop
+        ended = 0
+        for one, whole in zip(await sampled(served, seq, stop=stop), free, strict=True):
+            num = completed(whole[0], wanted)
+            assert one[0] == whole[0][:num]
+            assert one[1] == pytest.approx(whole[1][:num], abs=1e-5)
+            assert one[2] == (1 if num is None else 0)
+            ended += num is not None
+        assert ended or wanted == ["never"]

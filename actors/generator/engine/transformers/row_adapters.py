@@ -20,11 +20,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from .....schemas.config.lora import LoraConfig
 from .....schemas.wire.errors import ModelError
-from ....models.lora import has_adapter
+from ....models.lora import PREFIX, has_adapter, layer_of
 from ....models.weight_tensors import TensorSource, as_tensor
 
-_PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _SPARE = 2
 """Adapters laid side by side are laid anew when they have so many times the ranks in use."""
@@ -114,16 +114,18 @@ class RowAdapters:
         self._place_B: Tensor | None = None
         """int64: the adapter of each row; None where all have that of the stack."""
 
-    def prepare(self, tensors: Mapping[str, TensorSource], scale: float) -> LowRankTensors:
+    def prepare(self, tensors: Mapping[str, TensorSource], config: LoraConfig) -> LowRankTensors:
         """Return an adapter's tensors, by PEFT's names, as this model takes them; in any thread.
+
+        Each layer's are multiplied as `config` says.
 
         Raises ModelError for layers that there are not, other shapes, and what is no number.
         """
         layers = self._layers or self._found()
         pairs: LowRankTensors = {}
-        for name in sorted({_layer_of(name) for name in tensors}):
+        for name in sorted({layer_of(name) for name in tensors}):
             try:
-                a, b = (as_tensor(tensors[f"{_PREFIX}{name}{part}"]) for part in (_A, _B))
+                a, b = (as_tensor(tensors[f"{PREFIX}{name}{part}"]) for part in (_A, _B))
             except KeyError as error:
                 raise _unfit(f"it has no {error.args[0]}") from None
             layer = layers.get(name)
@@ -135,7 +137,7 @@ class RowAdapters:
             if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
                 raise _unfit(f"its {name} holds what is no number")
             like: dict[str, Any] = {"dtype": layer.weight.dtype, "device": layer.weight.device}
-            scaled = (b.float() * scale).t().contiguous()
+            scaled = (b.float() * config.scale_of(name)).t().contiguous()
             pairs[name] = (a.to(**like, copy=True), scaled.to(**like))
         return pairs
 
@@ -213,13 +215,6 @@ class RowAdapters:
             for name, module in modules
             if isinstance(module, nn.Linear) and id(module) in inside
         }
-
-
-def _layer_of(name: str) -> str:
-    for part in (_A, _B):
-        if name.startswith(_PREFIX) and name.endswith(part):
-            return name.removeprefix(_PREFIX).removesuffix(part)
-    raise _unfit(f"{name} is no tensor of a LoRA adapter")
 
 
 def _unfit(why: str) -> ModelError:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from .....schemas.config.lora import LoraConfig
 from .....schemas.wire.errors import EngineError
-from ....models.lora import policy_tensors, read_lora
+from ....models.lora import check_base, policy_tensors, read_lora
 from ....models.vision import SeenImages, digest_of
 from ....models.weight_tensors import TensorSource
 from ..engine import (
@@ -225,8 +225,9 @@ class TransformersEngine:
             self._command(partial(self._worker.forget, adapter))
 
     def _read(self, folder: Path) -> LowRankTensors:
-        scale, tensors = read_lora(folder)
-        return self._decoder.adapters.prepare(tensors, scale)
+        config, tensors = read_lora(folder)
+        check_base(self._decoder.model, folder)
+        return self._decoder.adapters.prepare(tensors, config)
 
     def _adapter(self, name: str) -> EngineAdapter | None:
         if name and name not in self._adapters:

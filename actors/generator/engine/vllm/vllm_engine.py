@@ -201,11 +201,18 @@ class VllmEngine:
 
     def _check_adapter(self, folder: Path) -> None:
         """Raise ModelError for an adapter that vLLM could not take: it would end by it."""
-        scale, tensors = read_lora(folder)
+        config, tensors = read_lora(folder)
+        for setting in ("rank_pattern", "alpha_pattern"):
+            if value := getattr(config, setting):
+                raise ModelError(
+                    f"the adapter in {folder} has {setting}={value}, and vLLM multiplies all "
+                    "layers of a folder by the same",
+                    hint="set generator.engine=transformers, or serve it by itself",
+                )
         if self._layers is None:
             trusted = self._trust_remote_code
             self._layers = RowAdapters(hollow_model(self._path, trust_remote_code=trusted))
-        pairs = self._layers.prepare(tensors, scale)
+        pairs = self._layers.prepare(tensors, config)
         rank = max((len(a) for a, _ in pairs.values()), default=0)
         if rank > self._max_rank:
             raise ModelError(
@@ -266,7 +273,11 @@ class VllmEngine:
             return
         names = await asyncio.to_thread(self._reference)
         if is_adapter(self._path):
-            await self._model.load_adapter(self._adapter, version, self._path, "keep")
+            _, tensors = await asyncio.to_thread(read_lora, self._path)
+            if self._lora.is_uniform:
+                await self._model.load_adapter(self._adapter, version, self._path, "keep")
+            else:
+                await self.load_weights(version, tensors)
             return
         zeros: dict[str, TensorSource] = {
             of_one[0]: ("float32", tuple(tensor.shape), bytes(4 * tensor.numel()))
@@ -362,7 +373,7 @@ async def open_vllm(config: JobConfig, adapters: Sequence[LoraConfig] = ()) -> V
         config.generator,
         max_context=max_context_of(config),
         trust_remote_code=trusted,
-        ranks=[lora.rank for lora in adapters],
+        ranks=[lora.max_rank for lora in adapters],
         sees=sees_images(load_model_config(path, trust_remote_code=trusted)),
     )
 

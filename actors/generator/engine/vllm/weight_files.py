@@ -13,9 +13,9 @@ from safetensors import TensorSpec, serialize_file
 
 from .....schemas.config.lora import ADAPTER_CONFIG, LoraConfig
 from .....schemas.wire.errors import EngineError, ModelError
-from ....models.lora import add_adapter, policy_tensors
+from ....models.lora import add_adapter, policy_tensors, uniform
 from ....models.model_folder import auto_class, load_model_config
-from ....models.weight_tensors import TensorSource, bytes_of, dtype_of, shape_of
+from ....models.weight_tensors import TensorSource, as_tensor, bytes_of, dtype_of, shape_of
 from ..weight_names import WeightNames
 
 if TYPE_CHECKING:
@@ -42,14 +42,21 @@ class WeightFiles:
     def write_adapter(
         self, version: int, tensors: Mapping[str, TensorSource], config: LoraConfig
     ) -> Path:
-        """Write an adapter as a PEFT folder."""
+        """Write an adapter as a PEFT folder.
+
+        vLLM multiplies all layers by the same: where `config` does not, B is multiplied here.
+        """
+        alpha = config.alpha
+        if not config.is_uniform:
+            given = {name: as_tensor(source) for name, source in tensors.items()}
+            tensors, alpha = uniform(given, config), config.max_rank
         folder = self._write(version, "adapter_model.safetensors", tensors)
         layers = {key.partition(_INFIX)[0].rpartition(".")[2] for key in tensors if _INFIX in key}
         settings = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
-            "r": config.rank,
-            "lora_alpha": config.alpha,
+            "r": config.max_rank,
+            "lora_alpha": alpha,
             "target_modules": sorted(layers),
             "bias": "none",
         }

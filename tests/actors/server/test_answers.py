@@ -1,0 +1,229 @@
+"""What a server and the gateway tell of tokens: ids, texts, bytes, and what begins a prompt."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from tinkermq.actors.gateway.openai.answer import Answer
+from tinkermq.actors.gateway.openai.body import ChatBody, CompletionBody, parse_body
+from tinkermq.actors.generator.engine.engine import Drawn, Generation
+from tinkermq.actors.generator.episodes.chat import ChatTokenizer
+from tinkermq.actors.models.tiny_model import make_tokenizer
+from tinkermq.actors.server.answers import Answers
+from tinkermq.schemas.infer import InferPart
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from tests.support.tokenizers import fallback, merging
+
+TOKENIZERS = {"bytes": make_tokenizer, "merging": merging, "fallback": fallback}
+TEXTS = ["END. 日本 über €€!", "a\n\nb 👍🏽 D€ D日", "one two", "é", " leading"]
+
+
+class Saying:
+    """Says some tokens, each of them at its time, and notes what it was asked."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.prompts: list[list[int]] = []
+        self.cancelled = False
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling: Any,
+        *,
+        request_id: str,
+        on_token: Callable[[Drawn], None] | None = None,
+        images: Any = (),
+    ) -> Generation:
+        """Say the tokens to their end, or until it is cancelled."""
+        del sampling, request_id, images
+        self.prompts.append(list(prompt_ids))
+        self.cancelled = False
+        said: list[int] = []
+        for token in self.ids:
+            said.append(token)
+            if on_token is not None:
+                on_token(Drawn(token, -0.25 * len(said), 1))
+                await asyncio.sleep(0)
+            if self.cancelled:
+                break
+        n = len(said)
+        logprobs = -0.25 * np.arange(1, n + 1, dtype=np.float32)
+        columns = np.array(said, np.int32), logprobs, np.ones(n, np.int32)
+        return Generation(*columns, "cancelled" if self.cancelled else "stop")
+
+    def cancel(self, request_id: str) -> None:
+        """End the answer."""
+        del request_id
+        self.cancelled = True
+
+
+class Asked:
+    """A server's answers, worded by the gateway, of a model that says what it is told."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.chat = ChatTokenizer(tokenizer)
+        self.engine: Any = Saying()
+        self.answers = Answers(self.engine, self.chat, lambda: "m", max_context=999, max_open=9)
+
+    async def ask(self, ids: list[int], kind: Any, **fields: Any) -> list[dict[str, Any]]:
+        """Return the whole answer, or the events of a stream."""
+        self.engine.ids = ids
+        body = parse_body(json.dumps({"model": "m", **fields}).encode(), kind)
+        query = body.request()
+        answer = Answer(body, query.request, body.n)
+        events: list[str] = []
+
+        async def tell(part: InferPart) -> None:
+            events.extend([*(answer.start(part) if not events else ()), *answer.events(part)])
+
+        ask: Any = self.answers.chat if kind is ChatBody else self.answers.complete
+        last = (await ask(query, tell)).model_copy(update={"last": True})
+        if not body.stream:
+            answer.take(last)
+            return [answer.whole()]
+        events += [*(answer.start(last) if not events else ()), *answer.events(last)]
+        return [json.loads(one.removeprefix("data: ")) for one in events]
+
+
+CHAT: Any = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture(params=TOKENIZERS, ids=list(TOKENIZERS))
+def asked(request: pytest.FixtureRequest) -> Asked:
+    return Asked(TOKENIZERS[request.param]())
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_token_ids_are_told_with_and_without_logprobs(
+    asked: Asked, stream: bool, logprobs: bool
+) -> None:
+    for text in TEXTS:
+        ids = [*asked.chat.encode(text), asked.chat.stop_token_ids[0]]
+        more: dict[str, Any] = {"return_token_ids": True, "stream": stream}
+        chats = await asked.ask(ids, ChatBody, **CHAT, **more, logprobs=logprobs)
+        texts = await asked.ask(
+            ids, CompletionBody, prompt="ab", **more, **({"logprobs": 0} if logprobs else {})
+        )
+        for events, judge in ((chats, ChatCompletion), (texts, Completion)):
+            model: Any = ChatCompletionChunk if stream and judge is ChatCompletion else judge
+            choices = [choice for one in events for choice in one["choices"]]
+            assert [i for one in choices for i in one.get("token_ids", [])] == ids
+            told = [one["logprobs"] for one in choices if one["logprobs"] is not None]
+            assert bool(told) == logprobs
+            for one in events:
+                model.model_validate(
+                    {**one, "choices": [{**c, "finish_reason": "stop"} for c in one["choices"]]}
+                )
+        (prompt,) = (one["prompt_token_ids"] for one in chats if "prompt_token_ids" in one)
+        assert prompt == asked.engine.prompts[-2]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_bytes_of_tokens_make_the_text(asked: Asked, stream: bool) -> None:
+    for text in TEXTS:
+        ids = [*asked.chat.encode(text), asked.chat.stop_token_ids[0]]
+        events = await asked.ask(ids, ChatBody, **CHAT, logprobs=True, stream=stream)
+        choices = [choice for one in events for choice in one["choices"]]
+        part = "delta" if stream else "message"
+        said = "".join(one[part].get("content", "") for one in choices)
+        told = [one for c in choices if c["logprobs"] for one in c["logprobs"]["content"]]
+        assert len(told) == len(ids)
+        whole = b"".join(bytes(one["bytes"]) for one in told)
+        assert whole == said.encode(), text
+        assert said == asked.chat.decode(ids)
+        for one in told[:-1]:
+            assert one["token"] == bytes(one["bytes"]).decode(errors="replace")
+        assert (told[-1]["token"], told[-1]["bytes"]) == ("<|end|>", [])
+
+
+async def test_a_part_of_a_character_has_its_own_bytes(asked: Asked) -> None:
+    ids = asked.chat.encode("👍")[-4:]
+    assert len(ids) == 4
+    (whole,) = await asked.ask(ids[:3], ChatBody, **CHAT, logprobs=True)
+    told = whole["choices"][0]["logprobs"]["content"]
+    assert [one["token"] for one in told] == ["�"] * 3
+    assert [one["bytes"] for one in told] == [[byte] for byte in "👍".encode()[:3]]
+
+
+async def test_offsets_of_a_completion_are_those_of_its_characters(asked: Asked) -> None:
+    for text in TEXTS[:2]:
+        ids = asked.chat.encode(text)
+        (whole,) = await asked.ask(ids, CompletionBody, prompt="ab", logprobs=0)
+        choice = whole["choices"][0]
+        told, said = choice["logprobs"], choice["text"]
+        for token, start in zip(told["tokens"], told["text_offset"], strict=True):
+            assert said[start : start + len(token)] == token or "�" in token
+        assert told["text_offset"] == sorted(told["text_offset"])
+
+
+async def test_tokens_up_to_a_stop_text_are_told_with_their_logprobs(asked: Asked) -> None:
+    ids = asked.chat.encode("one two END. behind it")
+    fields: dict[str, Any] = {"stop": ["END"], "return_token_ids": True, "logprobs": True}
+    (whole,) = await asked.ask(ids, ChatBody, **CHAT, **fields)
+    choice = whole["choices"][0]
+    num = next(n for n in range(len(ids)) if "END" in asked.chat.decode(ids[:n]))
+    assert choice["token_ids"] == ids[:num]
+    assert len(choice["logprobs"]["content"]) == num == whole["usage"]["completion_tokens"]
+    assert choice["message"]["content"] == asked.chat.decode(ids).partition("END")[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_stop_text_that_ended_an_answer_is_told_where_vllm_does(
+    asked: Asked, stream: bool
+) -> None:
+    ids = [*asked.chat.encode("one two END. DD"), asked.chat.stop_token_ids[0]]
+    cases = ((["D", "END"], "END"), (["END", "ND"], "END"), (["never"], None), ([], None))
+    for stops, told in cases:
+        for kind, fields in ((ChatBody, CHAT), (CompletionBody, {"prompt": "ab"})):
+            events = await asked.ask(ids, kind, **fields, stop=stops, stream=stream)
+            ends = [c for one in events for c in one["choices"] if c["finish_reason"]]
+            assert [(one["finish_reason"], one["stop_reason"]) for one in ends] == [("stop", told)]
+
+
+def begun(tokenizer: PreTrainedTokenizerFast, template: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer that puts tokens around a text."""
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    marks = [(mark, tokenizer.convert_tokens_to_ids(mark)) for mark in ("<s>", "<|end|>")]
+    backend: Any = tokenizer.backend_tokenizer
+    backend.post_processor = TemplateProcessing(single=template, special_tokens=marks)
+    return tokenizer
+
+
+@pytest.mark.parametrize("template", ["<s> $A", "<s> $A <|end|>", "$A"])
+@pytest.mark.parametrize("kind", TOKENIZERS)
+async def test_a_completions_prompt_begins_as_the_tokenizer_begins_texts(
+    kind: str, template: str
+) -> None:
+    tokenizer = begun(TOKENIZERS[kind](), template)
+    asked = Asked(tokenizer)
+    for prompt in ("ab", "END €", " ", [5, 6], [7]):
+        for given in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
+            (whole,) = await asked.ask(
+                [9], CompletionBody, prompt=prompt, return_token_ids=True, **given
+            )
+            judge: Any = prompt
+            if isinstance(prompt, str):
+                special = given.get("add_special_tokens", True)
+                judge = tokenizer(prompt, add_special_tokens=special).input_ids
+            told = whole["choices"][0]["prompt_token_ids"]
+            assert told == asked.engine.prompts[-1] == judge
+            assert whole["usage"]["prompt_tokens"] == len(judge)
+
+
+async def test_a_chat_begins_as_its_template_says_and_no_other_way() -> None:
+    tokenizer = begun(make_tokenizer(), "<s> $A")
+    asked = Asked(tokenizer)
+    (whole,) = await asked.ask([9], ChatBody, **CHAT, return_token_ids=True)
+    expected: Any = tokenizer.apply_chat_template(
+        CHAT["messages"], add_generation_prompt=True, return_dict=False
+    )
+    assert whole["prompt_token_ids"] == expected
