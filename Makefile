@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart venv programs accept-gpu test test-long test-vllm test-vllm-engine \
-  test-vllm-stack extras ray test-ray agents test-agents tinker test-tinker lint format check docs site screenshots bench bench-quick
+  test-vllm-stack extras ray test-ray agents test-agents tinker test-tinker locks sbom audit lint format check docs site screenshots bench bench-quick
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -176,6 +176,35 @@ check: lint test  ## lint, then test
 docs: $(VENV)/dev.stamp  ## Write the generated pages of docs/
 	$(BIN)/python -m docs.generate docs
 	$(BIN)/python -m docs.typed_config
+
+# What deployments install, with hashes: of the extras that each needs, for every platform.
+LOCKS := worker gateway container
+EXTRAS_worker := worker
+EXTRAS_gateway := gateway
+EXTRAS_container := gateway,kubernetes,worker
+comma := ,
+locks: $(LOCKS:%=deploy/locks/%.txt)  ## Lock what deployments install; UPGRADE=1 takes newer versions
+
+deploy/locks/%.txt: $(VENV)-locks/locks.stamp pyproject.toml
+	@mkdir -p deploy/locks
+	$(VENV)-locks/bin/uv pip compile pyproject.toml $(foreach one,$(subst $(comma), ,$(EXTRAS_$*)),--extra $(one)) \
+	  --generate-hashes --universal --python-version 3.11 --no-header --no-annotate --quiet \
+	  $(if $(UPGRADE),--upgrade) --output-file $@
+
+sbom: $(VENV)-locks/locks.stamp  ## List what deployments install as CycloneDX, in dist/
+	@mkdir -p dist
+	@for one in $(LOCKS); do $(VENV)-locks/bin/cyclonedx-py requirements deploy/locks/$$one.txt \
+	  --output-file dist/tinkermq-$$one.cdx.json && echo dist/tinkermq-$$one.cdx.json; done
+
+audit: $(VENV)-locks/locks.stamp  ## Look up known faults of what deployments install; needs PyPI
+	@for one in $(LOCKS); do $(VENV)-locks/bin/pip-audit --strict --disable-pip --require-hashes \
+	  --requirement deploy/locks/$$one.txt || exit 1; done
+
+$(VENV)-locks/locks.stamp:
+	@$(PYTHON) -m venv --clear $(VENV)-locks
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)-locks/bin/python -m pip -qq install \
+	  'uv==0.13.*' 'pip-audit==2.*' 'cyclonedx-bom==7.*'
+	@touch $@
 
 screenshots: $(VENV)/dev.stamp programs  ## Take the pictures of the documentation anew, those that move, too
 	OMP_NUM_THREADS=1 $(BIN)/python -m docs.screenshots

@@ -39,8 +39,16 @@ def test_the_image_copies_what_there_is_and_installs_extras_that_exist() -> None
     sources = {name for rest in copied for name in rest.split()[:-1]}
     assert sources >= {"schemas", "broker", "envs", "actors", "clients", "pyproject.toml"}
     assert all((REPOSITORY / name).exists() for name in sources)
-    (extras,) = (rest for word, rest in steps() if word == "ARG")
-    assert set(extras.removeprefix("EXTRAS=").split(",")) <= set(project["optional-dependencies"])
+    assert project["name"] == "tinkermq"
+
+
+def test_the_image_installs_what_is_locked_and_nothing_else() -> None:
+    installs = [rest for word, rest in steps() if word == "RUN" and "/pip install" in rest]
+    assert [one.split("install ", 1)[1] for one in installs] == [
+        *("--require-hashes -r container.txt", "--no-deps .")
+    ]
+    bases = {rest.split()[0] for word, rest in steps() if word == "FROM"}
+    assert bases == {"${BASE}"}
 
 
 def test_the_image_runs_as_nobody_in_particular() -> None:
