@@ -24,14 +24,19 @@ def main() -> None:
     reading = [math_verify.LatexExtractionConfig(boxed_match_priority=0)]
 
     def read(answer: str) -> list[object]:
-        return math_verify.parse(rf"\boxed{{{answer}}}", reading, parsing_timeout=None)
+        # the first match is the whole answer: a later one would be a piece of what cannot be read
+        return math_verify.parse(
+            rf"\boxed{{{answer}}}", reading, extraction_mode="first_match", parsing_timeout=None
+        )
 
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     for line in sys.stdin:
         gold, answer = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        right = math_verify.verify(read(gold), read(answer), timeout_seconds=None)
+        right = math_verify.verify(
+            read(gold), read(answer), allow_set_relation_comp=True, timeout_seconds=None
+        )
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write(f"{json.dumps(right)}\n")
         sys.stdout.flush()
