@@ -7,7 +7,7 @@ stands in a program, or was considered on the way, does not count. Pure.
 import re
 from fractions import Fraction
 
-from .quantity import clean, is_balanced, read_quantity, same_unit
+from .quantity import clean, is_balanced, read_quantity, same_unit, without_units
 
 MAX_ANSWER_CHARS = 1000
 """A longer answer is wrong without being read."""
@@ -103,7 +103,7 @@ def to_compare(gold: str, answer: str) -> tuple[str, str] | bool:
 def _numbers_to_compare(gold: str, answer: str, texts: tuple[str, str]) -> tuple[str, str] | bool:
     right, given = read_quantity(gold), read_quantity(answer)
     if right is None or (right.has_letter and (given is None or not given.unit)):
-        return texts
+        return _expressions_to_compare(*texts)
     if given is None:
         if right.is_rational and _leaves_work(texts[1]):
             return False
@@ -117,6 +117,13 @@ def _numbers_to_compare(gold: str, answer: str, texts: tuple[str, str]) -> tuple
         if is_far and right.is_percent == given.is_percent:
             return False
     return right.latex, given.latex
+
+
+def _expressions_to_compare(gold: str, answer: str) -> tuple[str, str] | bool:
+    (right, units), (given, others) = without_units(gold), without_units(answer)
+    if units and others and any(one not in others for one in units):
+        return False
+    return right, given
 
 
 def _leaves_work(text: str) -> bool:

@@ -569,6 +569,9 @@ _MICRO = re.compile(rf"(?:\\mu(?![A-Za-z])|[µμ])\s*(?:{_TEXT}\s*\{{\s*(?=[^{{}
 _DEGREE = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)")
 _WORD = re.compile(r"[^\W\d_]+")
 _BARE_LETTER = re.compile(r"\s*[A-Za-z]\s*(?:\^.*)?")
+_UNIT_WITHIN = re.compile(
+    rf"(?<=[\d)}}])\s*(?:{_TEXT}\s*\{{[^{{}}]*\}}(?:\s*\^\s*\{{?[1-4]\}}?)?|\^\s*\{{?\s*\\circ\s*\}}?)"
+)
 _POWER_OF_UNIT = re.compile(r"\s*\^\s*\{?\s*(-?[1-4])\s*\}?")
 
 
@@ -651,6 +654,20 @@ def _singular(word: str) -> str:
     if word.endswith("ies") and len(word) > 4:
         return f"{word[:-3]}y"
     return word[:-1] if word.endswith("s") and not word.endswith("ss") and len(word) > 3 else word
+
+
+def without_units(text: str) -> tuple[str, list[dict[str, int]]]:
+    r"""Return a list or an expression without the units in its `\text{}` and degrees, and these."""
+    found: list[dict[str, int]] = []
+
+    def take(match: re.Match[str]) -> str:
+        unit = _unit(match[0])
+        if unit is None or not unit[0] or unit[1] != 1 or set(unit[0]) - set(_UNITS):
+            return match[0]
+        found.append(unit[0])
+        return " "
+
+    return _UNIT_WITHIN.sub(take, text), found
 
 
 def same_unit(one: Mapping[str, int], other: Mapping[str, int]) -> bool:

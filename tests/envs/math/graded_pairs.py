@@ -417,6 +417,12 @@ RIGHT: tuple[tuple[str, str], ...] = (
     (r"2\pi h", r"2h\pi"),
     (r"\pi r^2 h", r"\pi h r^2"),
     ("5 s", r"5\text{ s}"),
+    # units within lists
+    ("3, 4", r"3\text{ cm}, 4\text{ cm}"),
+    (r"3\text{ cm}, 4\text{ cm}", "4, 3"),
+    (r"(1\text{ m}, 2\text{ m})", "(1, 2)"),
+    (r"30^\circ, 60^\circ", "60, 30"),
+    ("30, 60", r"60^\circ \text{ and } 30^{\circ}"),
 )
 """Pairs that are the same in other words."""
 
@@ -730,5 +736,9 @@ WRONG: tuple[tuple[str, str], ...] = (
     ("3t", "3"),
     (r"2\pi h", r"2\pi"),
     ("5 s", "5 h"),
+    # units within lists
+    (r"3\text{ cm}, 4\text{ cm}", r"3\text{ m}, 4\text{ m}"),
+    (r"3\text{ cm}, 4\text{ cm}", "3"),
+    (r"30^\circ, 60^\circ", r"30^\circ, 50^\circ"),
 )
 """Pairs that are not."""
