@@ -7,7 +7,7 @@ error, because it would have no effect.
 
 from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from .agent import AgentConfig, settle_agent
 from .algorithms.algorithm import AlgorithmConfig
@@ -44,6 +44,17 @@ class ModelConfig(Section):
     """Run code that comes with the model."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Arguments of the chat template (`enable_thinking: false`), the same at every turn."""
+
+    @field_validator("template_kwargs")
+    @classmethod
+    def _no_words_for_booleans(cls, values: dict[str, Any]) -> dict[str, Any]:
+        for key, value in values.items():
+            if isinstance(value, str) and value.lower() in ("yes", "no", "on", "off"):
+                raise ValueError(
+                    f"{key} is the word {value!r}, which a template takes for true: write true or "
+                    "false"
+                )
+        return values
 
 
 class EnvConfig(Section):

@@ -63,10 +63,10 @@ def dry_run(
     told: the scheduler of slots, names and quotas, its nodes of models, data and games.
     """
     if not as_json:
-        import yaml
+        from ....schemas.config.yaml_values import write_yaml
 
         given = config.model_dump(mode="json", exclude_unset=True)
-        say_plain(yaml.safe_dump(given, sort_keys=False))
+        say_plain(write_yaml(given))
         note("all other keys have their defaults: `tinkermq config show FILE` prints them too")
     here = [_look(*check) for check in _checks_here(config, nats_url, from_run)]
     told = _ask_pool(config, nats_url, from_run)
