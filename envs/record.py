@@ -192,9 +192,6 @@ def _truth_if_any(row: Mapping[str, Any]) -> Any:
 
 
 def _parse_prompt(value: Any, where: str) -> list[ChatMessage]:
-    held = _from_json(value, "[")
-    if isinstance(held, list) and held and all(_is_message(one) for one in cast("Any", held)):
-        value = cast("list[Any]", held)  # any other text that begins with [ is what the user says
     if isinstance(value, str) and value:
         return [{"role": "user", "content": value}]
     if value == []:
@@ -218,10 +215,6 @@ def _parse_prompt(value: Any, where: str) -> list[ChatMessage]:
             "list where the game words it",
         )
     return messages
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and "role" in cast("Mapping[str, Any]", value)
 
 
 def answer_text(ground_truth: Any) -> str:

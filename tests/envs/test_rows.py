@@ -158,14 +158,13 @@ def test_a_reward_model_without_truth_is_named(reward_model):
     ("prompt", "messages"),
     [
         ("1+1=", [{"role": "user", "content": "1+1="}]),
-        ('[{"role": "user", "content": "hi"}]', [{"role": "user", "content": "hi"}]),
         ("[1, 2, 3] is a list?", [{"role": "user", "content": "[1, 2, 3] is a list?"}]),
         ("[1, 2, 3]", [{"role": "user", "content": "[1, 2, 3]"}]),
         (np.array([{"role": "user", "content": "a"}], dtype=object), None),
         (({"role": "user", "content": "a"},), [{"role": "user", "content": "a"}]),
     ],
 )
-def test_a_prompt_is_a_text_or_messages_which_may_stand_as_json(prompt, messages):
+def test_a_prompt_is_a_text_or_messages(prompt, messages):
     wanted = messages or [{"role": "user", "content": "a"}]
     assert parse_record({"prompt": prompt, "answer": "2"}, WHERE).prompt == wanted
 
