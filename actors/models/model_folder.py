@@ -280,7 +280,9 @@ def check_tokenizer(
 ) -> None:
     """Raise ModelError for a tokenizer with tokens that the model does not know."""
     known = int(cast("Any", config).get_text_config().vocab_size)
-    num_tokens = len(tokenizer)
+    ids: dict[str, int] = tokenizer.get_vocab()
+    # ids may have gaps: what counts is the last one, not how many there are
+    num_tokens = max(len(tokenizer), 1 + max(ids.values(), default=0))
     if num_tokens > known:
         raise ModelError(
             f"the tokenizer does not match model {path}: it has {num_tokens} tokens, the model "
