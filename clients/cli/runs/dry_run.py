@@ -42,6 +42,15 @@ _ERRORS: dict[str, type[TinkermqError]] = {
 }
 
 
+_KINDS: dict[str, type[TinkermqError]] = {
+    "the data can be read": DataError,
+    "each row can be read": DataError,
+    "the reward function answers": ConfigError,
+    "the judge is told how to answer": ConfigError,
+}
+"""What is wrong with a job where the game is not."""
+
+
 @dataclass(frozen=True)
 class _Result:
     """What somebody said of one thing that the job needs."""
@@ -212,7 +221,7 @@ def check_env(config: JobConfig) -> str:
     results = check_game(config.env, seed=config.seed)
     for result in results:
         if not result.ok:
-            kind = DataError if result.name == "the data can be read" else GameError
+            kind = _KINDS.get(result.name, GameError)
             raise kind(f"{result.name}? no: {result.detail}", hint=result.hint)
     return f"{config.env.game}: {len(results)} checks passed"
 
