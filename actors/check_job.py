@@ -185,8 +185,10 @@ def check_saving(model: ModelConfig) -> str:
     path = model.path
     while is_adapter(path):
         path = base_of(path)
-    config = load_model_config(path, trust_remote_code=model.trust_remote_code)
-    tokenizer = load_tokenizer(model.tokenizer or path, trust_remote_code=model.trust_remote_code)
+    config: Any = load_model_config(path, trust_remote_code=model.trust_remote_code)
+    tokenizer: Any = load_tokenizer(
+        model.tokenizer or path, trust_remote_code=model.trust_remote_code
+    )
     parts: list[tuple[str, Callable[[str], Any]]] = [
         ("config.json", config.save_pretrained),
         ("the tokenizer", tokenizer.save_pretrained),
