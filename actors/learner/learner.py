@@ -39,7 +39,7 @@ from .saving import Saver
 from .step_trace import learner_time_use
 from .tasks.batching import BatchDecision, form_batch, oldest_trained
 from .tasks.data_order import TaskOrder
-from .tasks.failures import Failures
+from .tasks.failures import Failures, Untrainable
 from .tasks.intake import CheckedEntry, Intake, batch_digest
 from .tasks.issuing import TaskIssuer
 from .tasks.ledger import Ledger
@@ -129,6 +129,9 @@ class Learner:
             broker.clock,
             external=config.training.tasks == "external",
         )
+        self._untrainable = Untrainable(
+            config.training.batch_size, config.limits.untrainable_groups, state.judged_seq
+        )
         self._left_alone: float | None = None
         self._torch, self._time_use = torch_thread(config.learner.threads), learner_time_use()
         self._checkpoints, self._save_models = checkpoints, save_models
@@ -184,7 +187,8 @@ class Learner:
                 await self._stay_paused()
                 continue
             self.intake.changed.clear()  # before looking: what comes from now on is seen next time
-            self._judge(self._notice_arrivals())
+            arrived = self._notice_arrivals()
+            self._judge(arrived)
             await self.issuer.expire_reservations()
             decision = self._decide()
             entries = [self.intake[seq] for seq in decision.train]
@@ -192,6 +196,8 @@ class Learner:
                 [Dropped(seq=s, task=self.intake[s].number, reason=r) for s, r in decision.dropped]
             )
             await self._drops.tell()
+            if (arrived or decision.dropped) and not entries:
+                await self._judge_dropped()
             await self.issuer.issue(self.state.step)
             if entries:
                 return entries
@@ -244,10 +250,12 @@ class Learner:
 
     def _named_wait(self, missing: int) -> AbstractContextManager[None]:
         """Name the wait for so many groups; where it is for somebody outside, with its begin."""
-        name = self.issuer.waits_for(missing)
+        name, useless = self.issuer.waits_for(missing), self._untrainable.wait
         if not self.issuer.is_left_alone:
-            self._left_alone = None
-            return self.context.waiting(name)
+            if not useless:
+                self._left_alone = None
+                return self.context.waiting(name)
+            name = useless
         self._left_alone = self._left_alone or time.time()
         return self.context.missing(name, self._left_alone)
 
@@ -313,6 +321,7 @@ class Learner:
         self.context.set_state("working", version=self.state.step)
         self.ledger.train(entry.number for entry in entries if entry.number is not None)
         self._failures.heard()
+        self._untrainable.stepped()
         self._order.learn(groups)
         for group in groups:
             self._reporter.waste.add(group, trained=True, oldest=oldest)
@@ -335,6 +344,23 @@ class Learner:
         for entry in arrived:
             if entry.group is not None or entry.blame is not None:
                 self._failures.note(entry.blame)
+
+    async def _judge_dropped(self) -> None:
+        """Say it, and at last raise, when nothing comes that can be trained."""
+        untrainable = self._untrainable
+        waiting = (candidate.seq for candidate in self.intake.candidates())
+        dropped = (
+            item
+            for item in self._drops.unrecorded
+            if item.task is not None and self.ledger.was_issued(item.task)
+        )
+        untrainable.look(dropped, waiting)
+        if word := untrainable.word():
+            await self.context.event("groups_untrainable", word, step=self.state.step)
+        if (error := untrainable.error()) is not None:
+            self.state.judged_seq = untrainable.give_up(self.intake.last_seq)
+            await self._save()
+            raise error
 
     async def _publish(self) -> None:
         """Snapshot the weights now; sending them goes on while the next batch is trained.

@@ -137,6 +137,7 @@ _FRESH_LOG: dict[str, Any] = {
     "log_seq": 1,
     "decided_seqs": [],
     "unrecorded": [],
+    "judged_seq": 0,
 }
 """What a fork's state says of its log, which is new."""
 

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 FORGETS = "{%- for message in messages[-1:] -%}<|user|>{{ message['content'] }}{%- endfor -%}"
 
 NO_REWARD = {"source": "function", "function": "tests.support.games:no_reward"}
+SAME_REWARD = {"source": "function", "function": "tests.support.games:same_reward"}
 HANGS = {
     "game": "tests.support.games:SlowBandit",
     "kwargs": {"delay_s": 600},
@@ -70,6 +71,12 @@ async def jobs(
         "import": small_job(model, env={"game": "tests.support.games:NoSuchGame"}, generator=alone),
         "raises": small_job(model, env={"game": "tests.support.games:RaisesInStep"}),
         "reward": small_job(model, env={"reward": NO_REWARD}, rollout={"max_tries": 1}),
+        "equal": small_job(
+            model,
+            env={"reward": SAME_REWARD},
+            algorithm={"filter_equal_rewards": True},
+            limits={"untrainable_groups": 40},
+        ),
         "hangs": small_job(model, env=HANGS, rollout={"max_tries": 1}),
         "prompt": small_job(model, rollout={"max_prompt_tokens": 5}),
         "deserted": small_job(
@@ -102,6 +109,7 @@ async def jobs(
         ("import", ["module tests.support.games has no game 'NoSuchGame'", "SlowBandit"]),
         ("raises", ["tasks in a row failed", "ValueError: no rule for", "letters"]),
         ("reward", ["tasks in a row failed", "no_reward raised LookupError: no rubric for this"]),
+        ("equal", ["groups could not be trained", "equal_rewards", "rollout.temperature"]),
         ("hangs", ["tasks in a row failed", "SlowBandit hung in step for 0.5 s"]),
         ("prompt", ["tasks in a row failed", "rollout.max_prompt_tokens is 5"]),
         ("hostless", ["no task was finished for 1 s (limits.idle_s)", "bring them back"]),
@@ -138,6 +146,18 @@ async def test_a_deserted_run_gives_its_slots_back_and_leaves_a_checkpoint(
     assert "no task was finished for 20 s (limits.idle_s)" in record.reason
     assert "resume the run" in record.reason
     assert (job.run_dir / "latest").exists()
+
+
+async def test_groups_that_cannot_be_trained_are_told_and_leave_a_checkpoint(
+    jobs: dict[str, Job],
+) -> None:
+    job = jobs["equal"]
+    await job.until("FAILED", deadline_s=240)
+    first = (await job.events("groups_untrainable"))[0]
+    assert "groups could not be trained" in first.message
+    assert "after 40 the run ends" in first.message
+    assert (job.run_dir / "latest").exists()
+    assert await job.batches() == []
 
 
 async def test_failed_tasks_are_in_the_dead_letters_with_their_blame(
