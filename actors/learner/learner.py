@@ -139,6 +139,12 @@ class Learner:
 
     async def run(self) -> int:
         """Train until the last step is done or `stopping` is set; return the exit code."""
+        try:
+            return await self._run()
+        finally:
+            await self._reporter.flush()
+
+    async def _run(self) -> int:
         await self.evaluations.load()
         await self._recorded.read()
         async with asyncio.TaskGroup() as background:
@@ -422,5 +428,5 @@ class Learner:
         except TimeoutError:
             await self.context.event("evaluation_missing", f"no result in {_EVALUATION_S:.0f} s")
         await asyncio.to_thread(self._checkpoints.remove_old)
-        self._reporter.finish()
+        await self._reporter.finish()
         await self.context.event("training_completed", step=self.state.step)

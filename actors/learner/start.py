@@ -219,11 +219,13 @@ def _num_sft_rows(config: SftConfig) -> int:
 
 async def _make_reporter(context: JobContext, state: LearnerState) -> Reporter:
     """Open the trackers, tell them the configuration, and go on counting where the run was."""
+    first_step = last_reported_step(context.run_dir)
+    goes_on = max(first_step, state.step) > 0
     reporter = Reporter(
         context=context,
-        trackers=await asyncio.to_thread(_trackers, context.config, context),
+        trackers=await asyncio.to_thread(_trackers, context.config, context, goes_on),
         total_steps=state.total_steps,
-        first_step=last_reported_step(context.run_dir),
+        first_step=first_step,
         waste=state.waste.model_copy(),
         num_dropped=Counter(state.dropped_by_reason),
     )
@@ -234,7 +236,7 @@ async def _make_reporter(context: JobContext, state: LearnerState) -> Reporter:
     return reporter
 
 
-def _trackers(config: JobConfig, context: JobContext) -> list[Tracker]:
+def _trackers(config: JobConfig, context: JobContext, goes_on: bool) -> list[Tracker]:
     return make_trackers(
         ["jsonl", *(name for name in config.logger_backends if name not in ("jsonl", "console"))],
         TrackedRun(
@@ -247,4 +249,5 @@ def _trackers(config: JobConfig, context: JobContext) -> list[Tracker]:
             notes=config.notes,
         ),
         folder=context.run_dir,
+        goes_on=goes_on,
     )
