@@ -10,12 +10,13 @@ Torch runs in one thread of its own; the event loop always answers.
 
 import asyncio
 import contextlib
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
 
@@ -26,6 +27,7 @@ from ...schemas.batch import BatchRecord, Dropped
 from ...schemas.config.agent_rules import why_no_rows
 from ...schemas.config.job import JobConfig
 from ...schemas.rollout import Group
+from ...schemas.wire.errors import ModelError, StorageError, TinkermqError
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext, settle_memory
 from ..self_play import pool
 from .control import LearnerControl
@@ -44,7 +46,7 @@ from .tasks.intake import CheckedEntry, Intake, batch_digest
 from .tasks.issuing import TaskIssuer
 from .tasks.ledger import Ledger
 from .tasks.state import LearnerState
-from .training.checkpoint import CheckpointStore
+from .training.checkpoint import CheckpointStore, keep_weights
 from .training.parallel import torch_thread
 from .training.policies import Policies
 from .training.torch_trace import TorchTracer
@@ -62,7 +64,7 @@ class Learner:
         self,
         context: JobContext,
         policies: Policies,
-        save_models: Callable[[Path], None],
+        tokenizer: Any,
         state: LearnerState,
         order: TaskOrder,
         checkpoints: CheckpointStore,
@@ -134,7 +136,8 @@ class Learner:
         )
         self._left_alone: float | None = None
         self._torch, self._time_use = torch_thread(config.learner.threads), learner_time_use()
-        self._checkpoints, self._save_models = checkpoints, save_models
+        self._checkpoints, self._tokenizer = checkpoints, tokenizer
+        self._kept: tuple[int, Path] | None = None
         self._saver = Saver(context, checkpoints, state, self.intake, self._write_checkpoint)
 
     async def run(self) -> int:
@@ -395,9 +398,39 @@ class Learner:
         parts = (self.intake, self.ledger, self.issuer, self._drops, self._reporter, self._order)
         for part in parts:
             part.write_to(self.state)
-        save = partial(self._checkpoints.save, self.state, self._save_models)
-        await self._reporter.log_checkpoint(self.state.step, folder := await self._in_torch(save))
+        write = partial(self._policies.save, tokenizer=self._tokenizer)
+        try:
+            folder = await self._in_torch(partial(self._checkpoints.save, self.state, write))
+        except StorageError as error:
+            if error.is_full:
+                raise
+            kept = await self._keep_weights()
+            raise StorageError(f"{error.message}; {kept}", hint=error.hint) from error
+        except TinkermqError:
+            raise
+        except Exception as error:  # a library's, or code that came with the model
+            kept = await self._keep_weights()
+            raise ModelError(
+                f"a checkpoint could not be saved: {type(error).__name__}: {error}; {kept}",
+                hint="mend what the model's folder lacks; the weights can begin a new run",
+            ) from error
+        await self._reporter.log_checkpoint(self.state.step, folder)
         return folder
+
+    async def _keep_weights(self) -> str:
+        """Keep the weights of a step without a checkpoint, once; say where."""
+        step = self.state.step
+        if self._kept is None or self._kept[0] != step:
+            try:
+                self._kept = step, await self._in_torch(self._write_weights)
+            except TinkermqError as error:
+                return error.message
+        return f"the weights of step {step} are kept in {self._kept[1]}, as safetensors"
+
+    def _write_weights(self) -> Path:
+        places = [self.context.run_dir, Path(tempfile.gettempdir()) / self.context.scope.job]
+        form = partial(self._policies.save_form, tokenizer=self._tokenizer)
+        return keep_weights(places, self.state.step, self._policies.gather(), form)
 
     async def _in_torch(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._torch, work)

@@ -43,6 +43,15 @@ def with_template(model: Path, folder: Path, template: str) -> Path:
     return folder
 
 
+def with_settings(model: Path, folder: Path) -> Path:
+    """Copy a model and give it generation settings that transformers reads and refuses to write."""
+    shutil.copytree(model, folder)
+    file = folder / "generation_config.json"
+    settings = {**json.loads(file.read_text()), "temperature": 0.9, "top_p": 0.6}
+    file.write_text(json.dumps(settings))
+    return folder
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def jobs(
     shared_stack: Stack, model: Path, tmp_path_factory: pytest.TempPathFactory
@@ -92,7 +101,7 @@ async def jobs(
         "hostless": small_job(
             model, env={"game": "bandit", "hosts": 0}, generator=alone, limits={"idle_s": 1}
         ),
-        "healthy": small_job(model),
+        "healthy": small_job(with_settings(model, folder / "sampled")),
     }
     yield {name: await shared_stack.submit(config) for name, config in configs.items()}
     await shared_stack.stop_all()
@@ -177,3 +186,5 @@ async def test_failed_tasks_are_in_the_dead_letters_with_their_blame(
 async def test_the_healthy_job_beside_them_is_unharmed(jobs: dict[str, Job]) -> None:
     await jobs["healthy"].until("COMPLETED", deadline_s=240)
     await assert_every_task_once(jobs["healthy"])
+    saved = jobs["healthy"].run_dir / "latest" / "generation_config.json"
+    assert json.loads(saved.read_text())["top_p"] == 0.6
