@@ -554,6 +554,8 @@ class LimitsConfigDict(TypedDict, total=False):
     """An actor that fails more often within ten minutes fails the job; so does one that fails more often in a row, over any time, without having done any work in between: a step, a group, an evaluation, an answer."""
     max_losses: int
     """A job that loses its node more often is not queued again but fails."""
+    untrainable_groups: int | None
+    """So many groups in a row that could not be trained (all returns equal, filtered, stale, malformed) end the run with a checkpoint; default: 20 batches, but at least 256; 0: never."""
     idle_s: float
     """A run of which no task was finished for so long, in seconds, ends with a checkpoint: it gives its slots back when whoever hosts its game has gone for good."""
 

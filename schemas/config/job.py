@@ -296,6 +296,9 @@ class LimitsConfig(Section):
     evaluation, an answer."""
     max_losses: int = Field(default=5, ge=0, le=1000)
     """A job that loses its node more often is not queued again but fails."""
+    untrainable_groups: int | None = Field(default=None, ge=0)
+    """So many groups in a row that could not be trained (all returns equal, filtered, stale,
+    malformed) end the run with a checkpoint; default: 20 batches, but at least 256; 0: never."""
     idle_s: float = Field(default=86400.0, gt=0)
     """A run of which no task was finished for so long, in seconds, ends with a checkpoint: it
     gives its slots back when whoever hosts its game has gone for good."""
