@@ -1,6 +1,7 @@
-"""Check a game's conversations with a model's tokenizer: what `tinkermq env check --model` runs.
+"""Check a game's conversations with a model's tokenizer, and what else a job reads of its model.
 
-Loads tokenizer and chat template exactly as a generator does, and no weights. A process of its
+What `tinkermq env check` and `tinkermq train --dry-run` run. Loads tokenizer and chat template
+exactly as a generator does, and no weights. A process of its
 own, so that the command line needs neither transformers nor the time to import it: one packed map
 comes in on the standard input, one line of JSON goes out.
 """
@@ -110,8 +111,14 @@ def main() -> int:
     config = JobConfig.model_validate(asked["config"])
     conversations = [Exchange(**one) for one in asked["conversations"]]
     try:
-        chat = open_chat(config.model)
-        checks = check_chat(chat, config.rollout, conversations, gold=asked["gold"])
+        checks: list[dict[str, Any]] = []
+        if conversations:
+            chat = open_chat(config.model)
+            checks += check_chat(chat, config.rollout, conversations, gold=asked["gold"])
+        if asked["job"]:
+            from .check_job import check_job  # needs torch, which a tokenizer does not
+
+            checks += check_job(config)
         answer: Any = {"checks": checks}
     except TinkermqError as error:
         answer = {"error": {"code": error.code, "message": error.message, "hint": error.hint}}

@@ -34,6 +34,7 @@ from .models.model_folder import load_causal_lm, load_tokenizer
 from .models.tiny_model import save_tiny_model
 from .models.tiny_vision_model import save_tiny_vision_model
 from .models.vision import load_image_reader
+from .models.writing import save_model
 from .recipes import RECIPES, Recipe, find_recipe, is_made, mark_made, module_of
 
 ChatMessage = dict[str, Any]
@@ -109,7 +110,7 @@ def _train(game: str, folder: Path, recipe: Recipe, steps: int, seed: int) -> fl
             loss.backward()
             optimizer.step()
             schedule.step()
-    model.save_pretrained(folder)
+    save_model(model, folder)
     return float(loss.detach())
 
 

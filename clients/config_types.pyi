@@ -43,11 +43,13 @@ class RewardConfigDict(TypedDict, total=False):
     judge: str | None
     """Inference job that judges, by id or name, asked through the broker; or the model's name at `url`."""
     judge_prompt: str | None
-    """What the judge reads: `$question` is the first user message, `$answer` the policy's last one, `$ground_truth` the row's, `$conversation` all of it, `$scale` the best score. Default: grade the answer. The judge's number is the one after `score`, or its whole reply."""
+    """What the judge reads: `$question` is the first user message, `$answer` the policy's last one, `$ground_truth` the row's, `$conversation` all of it, `$scale` the best score. Default: grade the answer. Its reply must end with a line `Score: N`, N a plain number, and is refused without one: `$form` is the sentence that demands it, and a prompt that names neither is refused."""
     judge_scale: float
     """The judge's best score, which earns 1."""
     judge_tokens: int
-    """Tokens that the judge may write."""
+    """Tokens that the judge may write; a reply that they cut is refused."""
+    judge_request: dict[str, Any]
+    """Further fields of the requests to a judge at `url`, such as `reasoning_effort`; null takes one of ours out: `{max_tokens: null}`. Where the API names `max_tokens` or `temperature` as what it refuses, it is asked with `max_completion_tokens`, or without a temperature."""
     timeout_s: float
     """Longest time that one reward may take, all tries together."""
     tries: int
@@ -558,6 +560,8 @@ class LimitsConfigDict(TypedDict, total=False):
     """An actor that fails more often within ten minutes fails the job; so does one that fails more often in a row, over any time, without having done any work in between: a step, a group, an evaluation, an answer."""
     max_losses: int
     """A job that loses its node more often is not queued again but fails."""
+    untrainable_groups: int | None
+    """So many groups in a row that could not be trained (all returns equal, filtered, stale, malformed) end the run with a checkpoint; default: 20 batches, but at least 256; 0: never."""
     idle_s: float
     """A run of which no task was finished for so long, in seconds, ends with a checkpoint: it gives its slots back when whoever hosts its game has gone for good."""
 

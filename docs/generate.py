@@ -189,6 +189,15 @@ def configuration_page() -> str:
         "the command line (`section.key=value`). An unknown key is an error that names the "
         "closest known one; a key that has no effect beside the others is an error, too. "
         "`tinkermq config show FILE [section.key=value …]` prints what is in effect.",
+        "The type of a key says how its value is read, in the file and in an override alike. A "
+        "text is what is written: `name: 007`, `notes: 1.10`, `project: yes` and `2024-11-25` "
+        "are these texts; in an override it may hold `#`, `: ` and brackets without quotes. A "
+        "number may be `1e-5`, `1_000`, `0x1f`, `0o17`, `.inf` or stand in quotes; a boolean is "
+        "true or false, yes or no, on or off; `null`, `~` and nothing unset what may be unset. "
+        "A map of your own has no types: there, YAML 1.2's core schema holds for what is not "
+        "quoted, so `1e-3` is a number, `007` is 7, `true` a boolean, and `yes`, `on`, `1_000` "
+        "and `2024-11-25` are texts. Keys are texts, and one that stands twice is an error, "
+        "like an alias.",
         f"Where a key names no bound, a text has at most {defaults.MAX_CHARS:,} characters, a list "
         f"or map {defaults.MAX_ITEMS:,} entries, a whole number lies within "
         f"±{defaults.MAX_NUMBER:,}, and a map of your own (`env.kwargs`) holds "

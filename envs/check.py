@@ -4,23 +4,31 @@ Each check answers one question about the game; the ones after a failure that ma
 meaningless are left out.
 """
 
+import asyncio
 import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from ..schemas.config.job import EnvConfig
+from ..schemas.config.reward import check_judge_prompt
+from ..schemas.env import Split
 from ..schemas.wire.errors import GameError, TinkermqError
 from ..schemas.wire.images import plain_text
 from .data.host_data import HostData
 from .game import AbstractGame, ChatMessage, StepResult
 from .registry import load_game
+from .rewards.function import FunctionSource
+from .rewards.rewards import Rewards
 from .running.local import LocalEpisode, LocalGame, TooSlow
 
 NUM_EPISODES = 8
 MAX_TURNS = 100
+MAX_ROWS = 20_000
+"""Rows of each split that are read."""
 MAX_PROMPT_CHARACTERS = 32_000
 SENSELESS = ("", "?", "0")
 """What a policy that has learnt nothing may say."""
@@ -153,6 +161,49 @@ class _Checker:
             )
         return f"{min(lengths)} to {max(lengths)} characters"
 
+    def rows(self) -> str:
+        """Every row can be read, up to a number of them."""
+        data, told = self.game.data, list[str]()
+        counts: list[tuple[Split, int]] = [("train", data.num_train or 0)]
+        if self.game.config.val_data:
+            counts.append(("val", data.num_val))
+        for split, count in counts:
+            for number in range(min(count, MAX_ROWS)):
+                record = data.record(split, number)
+                if record is not None:
+                    record.messages()
+            some = f"the first {MAX_ROWS:,} of " if count > MAX_ROWS else ""
+            told += [f"{some}{count:,} of {split}"] if count else []
+        return ", ".join(told)
+
+    def reward(self) -> str:
+        """The reward function gives a finite number for what is played."""
+        actions = None if self.gold_is_told else SENSELESS
+        played = [transcribe(self.game, number, actions) for number in range(NUM_EPISODES)]
+        with ThreadPoolExecutor(1) as thread:  # the caller may have an event loop of his own
+            return thread.submit(lambda: asyncio.run(self._rewarded(played))).result()
+
+    async def _rewarded(self, played: Sequence[PlayedEpisode]) -> str:
+        config = self.game.config.reward
+        returns: list[float] = []
+        async with Rewards(config, FunctionSource(config, None)) as rewards:
+            for number, episode in enumerate(played):
+                row = number % self.game.data.num_train if self.game.data.num_train else None
+                rewards.begin("tried", self.game.data.record("train", row), episode.messages)
+                told = [
+                    await rewards.step("tried", action, _result(result))
+                    for action, result in zip(episode.actions, episode.results, strict=True)
+                ]
+                if not told or not told[-1].done:
+                    told.append(await rewards.finish("tried"))
+                returns.append(sum(one.reward for one in told))
+        return f"{len(played)} episodes earn {min(returns):g} to {max(returns):g}"
+
+    def judge_prompt(self) -> str:
+        """The judge's prompt demands the form in which its score is read."""
+        check_judge_prompt(self.game.config.reward)
+        return "`Score: N` in its last line"
+
     def gold(self) -> str:
         """Gold answers score full marks."""
         played = [transcribe(self.game, number, None) for number in range(NUM_EPISODES)]
@@ -203,6 +254,11 @@ def conversations(config: EnvConfig, *, seed: int = 0) -> list[PlayedEpisode]:
         return [transcribe(game, number, actions) for number in range(NUM_EPISODES)]
 
 
+async def _result(result: StepResult) -> StepResult:
+    """Return what the game has answered already, as a host awaits it."""
+    return result
+
+
 class _Stop(Exception):
     """What follows makes no sense after this failure."""
 
@@ -221,7 +277,13 @@ def _questions(checker: _Checker) -> Iterator[tuple[str, Callable[[], str]]]:
     yield "types are right", checker.types
     yield "a seed reproduces an episode", checker.seeds
     yield "the global generator is not used", checker.global_generator
+    if checker.game.data.num_train is not None:
+        yield "each row can be read", checker.rows
     yield "first prompts have a sane length", checker.prompts
+    if checker.game.config.reward.source == "function":
+        yield "the reward function answers", checker.reward
+    if checker.game.config.reward.source == "judge":
+        yield "the judge is told how to answer", checker.judge_prompt
     if checker.gold_is_told:
         yield "gold answers score full marks", checker.gold
 

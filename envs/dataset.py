@@ -8,7 +8,6 @@ one.
 import bisect
 import contextlib
 import itertools
-import json
 import mmap
 import random
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any, Protocol, cast
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs] - it has none
 
+from ..schemas.wire.codec import read_json
 from ..schemas.wire.errors import DataError
 from .data.unpack import unpack_parquet
 from .record import Record, check_columns, parse_record
@@ -169,11 +169,14 @@ class _JsonLines(_MappedRows):
 
     def row(self, number: int) -> Mapping[str, Any]:
         try:
-            value = json.loads(self._bytes(number))
+            value = read_json(self._bytes(number))
         except ValueError as error:
             raise DataError(f"row {number} of {self._path} is not valid JSON: {error}") from error
         if not isinstance(value, dict):
-            raise DataError(f"row {number} of {self._path} is not a JSON object")
+            raise DataError(
+                f"row {number} of {self._path} is not a JSON object",
+                hint="write one object on each line",
+            )
         return cast("dict[str, Any]", value)
 
 

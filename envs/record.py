@@ -5,7 +5,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import numpy as np
+
+from ..schemas.wire.codec import read_json
 from ..schemas.wire.errors import DataError
+from ..schemas.wire.images import encoded_image
 from .game import ChatMessage
 
 TRUTH_COLUMNS = ("reward_model", "answer", "ground_truth")
@@ -35,8 +39,14 @@ class Record:
     """Whatever else the row of a program's task has."""
 
     def messages(self) -> list[ChatMessage]:
-        """Return a fresh copy of the prompt, each `<image>` tag replaced by its image."""
-        return place_images(self.prompt, self.images)
+        """Return a fresh copy of the prompt, each `<image>` tag replaced by its image.
+
+        DataError, naming the row, unless there is one image for each tag.
+        """
+        try:
+            return place_images(self.prompt, self.images)
+        except DataError as error:
+            raise DataError(f"{self.where}: {error.message}", hint=error.hint) from error
 
 
 def check_columns(columns: Iterable[str], where: str) -> None:
@@ -56,14 +66,15 @@ def check_columns(columns: Iterable[str], where: str) -> None:
 
 
 def parse_record(row: Mapping[str, Any], where: str) -> Record:
-    """Read a row; `where` names it in a DataError."""
+    """Read a row; a DataError names `where`, and the column."""
+    row = _plain_values(row)
     check_columns(row, where)
     return Record(
         prompt=_parse_prompt(row["prompt"], where),
         ground_truth=_ground_truth(row, where),
-        data_source=str(row.get("data_source") or ""),
-        extra_info=dict(row.get("extra_info") or {}),
-        images=list(row.get("images") or []),
+        data_source=_source(row, where),
+        extra_info=read_map(row.get("extra_info"), "extra_info", where),
+        images=read_images(row.get("images"), where),
         where=where,
     )
 
@@ -74,21 +85,106 @@ def any_columns(columns: Iterable[str], where: str) -> None:
 
 def parse_task(row: Mapping[str, Any], where: str) -> Record:
     """Read a row that is a program's task: no column of it has to be there."""
+    row = _plain_values(row)
     known = {"prompt", "data_source", "extra_info", "images", *TRUTH_COLUMNS}
     return Record(
         prompt=[] if row.get("prompt") is None else _parse_prompt(row["prompt"], where),
         ground_truth=_truth_if_any(row),
-        data_source=str(row.get("data_source") or ""),
-        extra_info=dict(row.get("extra_info") or {}),
-        images=list(row.get("images") or []),
+        data_source=_source(row, where),
+        extra_info=read_map(row.get("extra_info"), "extra_info", where),
+        images=read_images(row.get("images"), where),
         where=where,
         columns={name: value for name, value in row.items() if name not in known},
     )
 
 
+def read_map(value: Any, column: str, where: str) -> dict[str, Any]:
+    """Return the map that stands in a column: as one, as JSON text, or as a list of its entries.
+
+    None and what programs write for it is an empty one. Raises DataError for anything else.
+    """
+    found = _from_json(value, "{")
+    if isinstance(found, Mapping):
+        return {str(key): item for key, item in cast("Mapping[Any, Any]", found).items()}
+    if _is_absent(found):
+        return {}
+    entries = cast("list[Any]", found) if isinstance(found, list) else []
+    if all(isinstance(one, list) and len(cast("list[Any]", one)) == 2 for one in entries):
+        if entries:  # parquet's map type
+            return {str(key): item for key, item in entries}
+        if isinstance(found, list):
+            return {}
+    raise DataError(
+        f"column {column} of {where} is {_shorten(value)}",
+        hint="write a map there, or one as JSON text",
+    )
+
+
+def read_images(value: Any, where: str) -> list[Any]:
+    """Return the images of a row: a list of them, or a single one.
+
+    An image is the bytes of a file, a map that holds them under `bytes`, or a data URL; a list may
+    stand as JSON text. Raises DataError for what is no image, naming its place.
+    """
+    found = _from_json(value, "[{")
+    if _is_absent(found):
+        return []
+    images = cast("list[Any]", found) if isinstance(found, list) else [found]
+    for number, image in enumerate(images):
+        try:
+            encoded_image({"image": image})
+        except DataError as error:
+            raise DataError(
+                f"image {number} in column images of {where}: {error.message}", hint=error.hint
+            ) from error
+    return images
+
+
+def _source(row: Mapping[str, Any], where: str) -> str:
+    value = row.get("data_source")
+    if _is_absent(value):
+        return ""
+    if not isinstance(value, str | int | float):
+        raise DataError(
+            f"column data_source of {where} is {_shorten(value)}",
+            hint="name there where the row comes from, as a text",
+        )
+    return str(value)
+
+
+def _is_absent(value: Any) -> bool:
+    """Whether a column that may be empty is: null, NaN, or what programs write for them."""
+    return not isinstance(value, list | Mapping | bytes) and is_no_answer(value)
+
+
+def _from_json(value: Any, openings: str) -> Any:
+    """Return what a text holds as JSON where it begins like that; anything else as it is."""
+    if not isinstance(value, str) or not value.strip().startswith(tuple(openings)):
+        return value
+    try:
+        return read_json(value)
+    except ValueError:
+        return value
+
+
+def _plain_values(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with lists and numbers of Python in place of NumPy's, as pandas gives them."""
+    return {name: _plain(value) for name, value in row.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain(cast("Any", value).tolist())
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in cast("Sequence[Any]", value)]
+    return value
+
+
 def _truth_if_any(row: Mapping[str, Any]) -> Any:
     """Return the gold answer of a row; None where it has none."""
-    reward_model = row.get("reward_model")
+    reward_model = _from_json(row.get("reward_model"), "{")
     if isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
         return cast("Any", reward_model["ground_truth"])
     found = (row[name] for name in TRUTH_COLUMNS[1:] if row.get(name) is not None)
@@ -152,7 +248,7 @@ def is_no_answer(value: Any) -> bool:
 
 
 def _ground_truth(row: Mapping[str, Any], where: str) -> Any:
-    reward_model = row.get("reward_model")
+    reward_model = _from_json(row.get("reward_model"), "{")
     found = {name: row[name] for name in TRUTH_COLUMNS[1:] if row.get(name) is not None}
     if isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
         found = {"reward_model.ground_truth": cast("Any", reward_model["ground_truth"])}

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -18,6 +17,7 @@ from ...broker.calls.learner import write_checkpoint
 from ...schemas.config.job import JobConfig
 from ...schemas.config.load_config import apply_override, parse_config, parse_yaml
 from ...schemas.config.section import MAX_NOTES, MAX_TAGS, Label
+from ...schemas.config.yaml_values import write_yaml
 from ...schemas.job import FINAL_STATES, JobRecord, Priority
 from ...schemas.wire.errors import ConfigError, MessageError
 from ...schemas.wire.field_docs import described
@@ -220,7 +220,7 @@ def _read_config(body: SubmitBody) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def to_yaml(config: Mapping[str, Any]) -> str:
     """Return a configuration as YAML text."""
-    return yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True, width=100)
+    return write_yaml(config)
 
 
 def effective(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """Start the learner of a job: `python -m tinkermq.actors.learner --job JOB`."""
 
+import os
 import sys
 from collections.abc import Sequence
 
+from ...broker.observe.tracking import hung_trackers
 from ..runtime import JobContext, run_job_actor
 
 
@@ -14,7 +16,12 @@ async def _main(context: JobContext) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a learner until it is done or told to stop; return the exit code."""
-    return run_job_actor("learner", _main, argv)
+    code = run_job_actor("learner", _main, argv)
+    if hung_trackers():  # their libraries would hang at the interpreter's end, too
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 if __name__ == "__main__":

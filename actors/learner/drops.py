@@ -77,6 +77,11 @@ class Drops:
         self._intake.forget(item.seq for item in dropped)
         self._unrecorded += dropped
 
+    @property
+    def unrecorded(self) -> Sequence[Dropped]:
+        """What was dropped since the last batch record."""
+        return self._unrecorded
+
     def take_unrecorded(self) -> list[Dropped]:
         """Return what no batch record names yet; the next one does."""
         taken, self._unrecorded = self._unrecorded, []

@@ -10,12 +10,13 @@ Torch runs in one thread of its own; the event loop always answers.
 
 import asyncio
 import contextlib
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
 
@@ -26,6 +27,7 @@ from ...schemas.batch import BatchRecord, Dropped
 from ...schemas.config.agent_rules import why_no_rows
 from ...schemas.config.job import JobConfig
 from ...schemas.rollout import Group
+from ...schemas.wire.errors import ModelError, StorageError, TinkermqError
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext, settle_memory
 from ..self_play import pool
 from .control import LearnerControl
@@ -39,12 +41,12 @@ from .saving import Saver
 from .step_trace import learner_time_use
 from .tasks.batching import BatchDecision, form_batch, oldest_trained
 from .tasks.data_order import TaskOrder
-from .tasks.failures import Failures
+from .tasks.failures import Failures, Untrainable
 from .tasks.intake import CheckedEntry, Intake, batch_digest
 from .tasks.issuing import TaskIssuer
 from .tasks.ledger import Ledger
 from .tasks.state import LearnerState
-from .training.checkpoint import CheckpointStore
+from .training.checkpoint import CheckpointStore, keep_weights
 from .training.parallel import torch_thread
 from .training.policies import Policies
 from .training.torch_trace import TorchTracer
@@ -62,7 +64,7 @@ class Learner:
         self,
         context: JobContext,
         policies: Policies,
-        save_models: Callable[[Path], None],
+        tokenizer: Any,
         state: LearnerState,
         order: TaskOrder,
         checkpoints: CheckpointStore,
@@ -131,13 +133,23 @@ class Learner:
             broker.clock,
             external=config.training.tasks == "external",
         )
+        self._untrainable = Untrainable(
+            config.training.batch_size, config.limits.untrainable_groups, state.judged_seq
+        )
         self._left_alone: float | None = None
         self._torch, self._time_use = torch_thread(config.learner.threads), learner_time_use()
-        self._checkpoints, self._save_models = checkpoints, save_models
+        self._checkpoints, self._tokenizer = checkpoints, tokenizer
+        self._kept: tuple[int, Path] | None = None
         self._saver = Saver(context, checkpoints, state, self.intake, self._write_checkpoint)
 
     async def run(self) -> int:
         """Train until the last step is done or `stopping` is set; return the exit code."""
+        try:
+            return await self._run()
+        finally:
+            await self._reporter.flush()
+
+    async def _run(self) -> int:
         await self.evaluations.load()
         await self._recorded.read()
         async with asyncio.TaskGroup() as background:
@@ -186,7 +198,8 @@ class Learner:
                 await self._stay_paused()
                 continue
             self.intake.changed.clear()  # before looking: what comes from now on is seen next time
-            self._judge(self._notice_arrivals())
+            arrived = self._notice_arrivals()
+            self._judge(arrived)
             await self.issuer.expire_reservations()
             decision = self._decide()
             entries = [self.intake[seq] for seq in decision.train]
@@ -194,6 +207,8 @@ class Learner:
                 [Dropped(seq=s, task=self.intake[s].number, reason=r) for s, r in decision.dropped]
             )
             await self._drops.tell()
+            if (arrived or decision.dropped) and not entries:
+                await self._judge_dropped()
             await self.issuer.issue(self.state.step)
             if entries:
                 return entries
@@ -246,10 +261,12 @@ class Learner:
 
     def _named_wait(self, missing: int) -> AbstractContextManager[None]:
         """Name the wait for so many groups; where it is for somebody outside, with its begin."""
-        name = self.issuer.waits_for(missing)
+        name, useless = self.issuer.waits_for(missing), self._untrainable.wait
         if not self.issuer.is_left_alone:
-            self._left_alone = None
-            return self.context.waiting(name)
+            if not useless:
+                self._left_alone = None
+                return self.context.waiting(name)
+            name = useless
         self._left_alone = self._left_alone or time.time()
         return self.context.missing(name, self._left_alone)
 
@@ -315,6 +332,7 @@ class Learner:
         self.context.set_state("working", version=self.state.step)
         self.ledger.train(entry.number for entry in entries if entry.number is not None)
         self._failures.heard()
+        self._untrainable.stepped()
         self._order.learn(groups)
         for group in groups:
             self._reporter.waste.add(group, trained=True, oldest=oldest)
@@ -337,6 +355,23 @@ class Learner:
         for entry in arrived:
             if entry.group is not None or entry.blame is not None:
                 self._failures.note(entry.blame)
+
+    async def _judge_dropped(self) -> None:
+        """Say it, and at last raise, when nothing comes that can be trained."""
+        untrainable = self._untrainable
+        waiting = (candidate.seq for candidate in self.intake.candidates())
+        dropped = (
+            item
+            for item in self._drops.unrecorded
+            if item.task is not None and self.ledger.was_issued(item.task)
+        )
+        untrainable.look(dropped, waiting)
+        if word := untrainable.word():
+            await self.context.event("groups_untrainable", word, step=self.state.step)
+        if (error := untrainable.error()) is not None:
+            self.state.judged_seq = untrainable.give_up(self.intake.last_seq)
+            await self._save()
+            raise error
 
     async def _publish(self) -> None:
         """Snapshot the weights now; sending them goes on while the next batch is trained.
@@ -365,9 +400,39 @@ class Learner:
         parts = (self.intake, self.ledger, self.issuer, self._drops, self._reporter, self._order)
         for part in parts:
             part.write_to(self.state)
-        save = partial(self._checkpoints.save, self.state, self._save_models)
-        await self._reporter.log_checkpoint(self.state.step, folder := await self._in_torch(save))
+        write = partial(self._policies.save, tokenizer=self._tokenizer)
+        try:
+            folder = await self._in_torch(partial(self._checkpoints.save, self.state, write))
+        except StorageError as error:
+            if error.is_full:
+                raise
+            kept = await self._keep_weights()
+            raise StorageError(f"{error.message}; {kept}", hint=error.hint) from error
+        except TinkermqError:
+            raise
+        except Exception as error:  # a library's, or code that came with the model
+            kept = await self._keep_weights()
+            raise ModelError(
+                f"a checkpoint could not be saved: {type(error).__name__}: {error}; {kept}",
+                hint="mend what the model's folder lacks; the weights can begin a new run",
+            ) from error
+        await self._reporter.log_checkpoint(self.state.step, folder)
         return folder
+
+    async def _keep_weights(self) -> str:
+        """Keep the weights of a step without a checkpoint, once; say where."""
+        step = self.state.step
+        if self._kept is None or self._kept[0] != step:
+            try:
+                self._kept = step, await self._in_torch(self._write_weights)
+            except TinkermqError as error:
+                return error.message
+        return f"the weights of step {step} are kept in {self._kept[1]}, as safetensors"
+
+    def _write_weights(self) -> Path:
+        places = [self.context.run_dir, Path(tempfile.gettempdir()) / self.context.scope.job]
+        form = partial(self._policies.save_form, tokenizer=self._tokenizer)
+        return keep_weights(places, self.state.step, self._policies.gather(), form)
 
     async def _in_torch(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._torch, work)
@@ -420,5 +485,5 @@ class Learner:
         except TimeoutError:
             await self.context.event("evaluation_missing", f"no result in {_EVALUATION_S:.0f} s")
         await asyncio.to_thread(self._checkpoints.remove_old)
-        self._reporter.finish()
+        await self._reporter.finish()
         await self.context.event("training_completed", step=self.state.step)

@@ -15,11 +15,11 @@ from ...broker.feed import publish_metric, publish_trace
 from ...broker.jetstream.kv import Entry
 from ...broker.observe.advice import advise, bound_key
 from ...broker.observe.profile import profile_of
-from ...broker.observe.tracking import Tracker
+from ...broker.observe.tracking import GuardedTracker, Tracker
 from ...broker.presence import list_presences
 from ...schemas.metric import Metric, Presence
 from ...schemas.rollout import Group
-from ...schemas.wire.errors import TinkermqError
+from ...schemas.wire.errors import StorageError, TinkermqError
 from ...schemas.wire.images import plain_text
 from ...schemas.wire.trace import StepTrace
 from ..runtime import JobContext
@@ -36,6 +36,10 @@ _BOTTLENECK_EVERY_S = 5.0
 _OF_SFT = ("actor/", "dpo/", "reward_model/")
 """What the steps of an SFT job measure."""
 _MAX_TABLE_CHARS = 20_000
+_FLUSH_S = 5.0
+"""So long a learner that ends early waits for trackers to take what they were told."""
+_MAX_UNWRITTEN = 10_000
+"""Steps whose numbers wait for a file that cannot be written."""
 
 
 @dataclass
@@ -64,6 +68,12 @@ class Reporter:
     _traces: deque[StepTrace] = field(default_factory=lambda: deque[StepTrace](maxlen=_WINDOW))
     _told: float = 0.0
     _cores: CoreUse = field(default_factory=CoreUse)
+    _unwritten: deque[tuple[int, Mapping[str, float]]] = field(
+        default_factory=lambda: deque[tuple[int, Mapping[str, float]]](maxlen=_MAX_UNWRITTEN)
+    )
+    """Numbers that are not in the run's own file yet."""
+    _is_unwritable: bool = False
+    _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def report(
         self,
@@ -113,14 +123,46 @@ class Reporter:
         await self._tell_bottleneck()
 
     async def _log(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand numbers to the trackers, each once; a full disk is waited for."""
+        """Hand numbers to the trackers, each once; a full disk is waited for.
+
+        A file that cannot be written for another reason gets them later; whatever is wrong with a
+        tracker is told, and ends nothing.
+        """
+        self._unwritten.append((step, values))
+        for tracker in self.trackers:
+            if isinstance(tracker, GuardedTracker):
+                tracker.log(values, step)
+            else:
+                async with self._writing:
+                    await self._write(tracker)
+        await self._tell_trackers()
+
+    async def _write(self, tracker: Tracker) -> None:
+        """Write the numbers that are not yet in the run's own file."""
 
         async def say(word: str) -> None:
             await self.context.event("disk_full", word, step=step)
 
-        for tracker in self.trackers:
+        while self._unwritten:
+            step, values = self._unwritten[0]
             log = in_thread(tracker.log, values, step)
-            await with_room(log, f"metrics of step {step}", self.context.missing, first_word=say)
+            try:
+                missing = self.context.missing
+                await with_room(log, f"metrics of step {step}", missing, first_word=say)
+            except (OSError, StorageError) as error:
+                if not self._is_unwritable:
+                    self._is_unwritable = True
+                    text = f"the metrics of step {step} cannot be written, and wait: {error}"
+                    await self.context.event("metrics_unwritable", text, step=step)
+                return
+            self._unwritten.popleft()
+        self._is_unwritable = False
+
+    async def _tell_trackers(self) -> None:
+        """Tell what is wrong with trackers, each once."""
+        for tracker in self.trackers:
+            for news in tracker.take_news() if isinstance(tracker, GuardedTracker) else ():
+                await self.context.event(news.kind, news.message, **news.data)
 
     async def _log_episodes(self, step: int, groups: Sequence[Group]) -> None:
         """Hand episodes of the step to the trackers, where that is asked for."""
@@ -128,7 +170,7 @@ class Reporter:
         if tracking.episodes_every and step % tracking.episodes_every == 0:
             rows = await asyncio.to_thread(episode_rows, groups, tracking.max_episodes)
             for tracker in self.trackers:
-                await asyncio.to_thread(tracker.log_episodes, rows, step)
+                tracker.log_episodes(rows, step)
 
     async def log_checkpoint(self, step: int, folder: Path) -> None:
         """Hand a checkpoint to the trackers, where that is asked for."""
@@ -165,10 +207,19 @@ class Reporter:
         state.waste = self.waste.model_copy()
         state.dropped_by_reason = dict(self.num_dropped)
 
-    def finish(self) -> None:
-        """Close the trackers."""
-        for tracker in self.trackers:
-            tracker.finish()
+    async def flush(self) -> None:
+        """Let the trackers take what they were told, as far as they do so within some seconds."""
+        guarded = [one for one in self.trackers if isinstance(one, GuardedTracker)]
+        await asyncio.gather(*(asyncio.to_thread(one.flush, _FLUSH_S) for one in guarded))
+
+    async def finish(self) -> None:
+        """Close the trackers, however long that takes some of them, but for those that hang."""
+        with self.context.waiting("the trackers to finish"):
+            await asyncio.gather(*(asyncio.to_thread(one.finish) for one in self.trackers))
+        await self._tell_trackers()
+        if self._is_unwritable:
+            text = f"the metrics of {len(self._unwritten)} steps are not in metrics.jsonl"
+            await self.context.event("metrics_lost", text, steps_lost=len(self._unwritten))
 
     def _numbers(
         self, groups: Sequence[Group], step: int, report: StepReport, oldest: int

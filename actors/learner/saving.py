@@ -193,8 +193,9 @@ class Saver:
             left -= not self.lacks_room
             with self._context.missing("room on the disk for the last checkpoint"):
                 await asyncio.sleep(_PAUSE_S)
+        why = "" if self._failed is None else f": {self._failed.message}"
         raise StorageError(
-            f"the last checkpoint of step {self._state.step} could not be written",
+            f"the last checkpoint of step {self._state.step} could not be written{why}",
             hint=f"free space under {self._checkpoints.folder}, then `tinkermq resume` the run",
         )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from transformers import GenerationConfig
 
 from ...broker.disk.room import in_thread, with_room
 from ...broker.observe.tracking import TrackedRun, Tracker, make_trackers
@@ -19,7 +20,7 @@ from ...schemas.config.job import JobConfig
 from ...schemas.config.sft import SftConfig
 from ...schemas.wire.errors import StorageError, TinkermqError, root_cause
 from ..models.lora import refuse_other_kind
-from ..models.model_folder import load_tokenizer
+from ..models.model_folder import load_generation_config, load_tokenizer
 from ..models.policies import MAIN
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext
 from ..storage.checkpoint_mirror import CheckpointMirror, own_folder
@@ -33,7 +34,7 @@ from .tasks.curriculum import Curriculum, CurriculumConfig
 from .tasks.data_order import DataOrder, TaskOrder, total_steps
 from .tasks.failures import deserted
 from .tasks.state import LearnerState
-from .training.checkpoint import CheckpointStore, load_state
+from .training.checkpoint import CheckpointStore, load_state, try_saving
 from .training.orders import Ranks
 from .training.parallel import once_in_torch
 from .training.policies import Policies, load_models, vocab_size
@@ -90,17 +91,44 @@ async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
         str(folder or config.model.tokenizer or config.model.path),
         trust_remote_code=config.model.trust_remote_code,
     )
+    if folder is None or str(folder) == context.record.fork_dir:
+        await _try_saving(context, policies, tokenizer)
     state.total_steps = steps
     return Learner(
         context,
         policies,
-        partial(policies.save, tokenizer=tokenizer),
+        tokenizer,
         state,
         task_order(config, num_rows, state),
         checkpoints,
         await _make_reporter(context, state),
         vocab_size=vocab_size(models[MAIN]),
     )
+
+
+async def _try_saving(context: JobContext, policies: Policies, tokenizer: Any) -> None:
+    """Find what keeps checkpoints from being saved before anything is trained.
+
+    Of large models all but the weights is written: a checkpoint of them takes minutes. Raises
+    ModelError.
+    """
+    is_small = policies.num_bytes <= _TRIED_WHOLE_BYTES
+    save = policies.save if is_small else policies.save_form
+    model = context.config.model
+    settings: GenerationConfig | None = None
+    if not context.config.sft.trains_rewards:
+        settings = await asyncio.to_thread(load_generation_config, model.path)
+    trial = partial(
+        try_saving,
+        context.run_dir,
+        partial(save, tokenizer=tokenizer),
+        tokenizer,
+        settings,
+        trust_remote_code=model.trust_remote_code,
+    )
+    threads = context.config.learner.threads
+    write = partial(once_in_torch, threads, trial)
+    await with_room(write, "a checkpoint to try saving by", context.missing)
 
 
 def _fetch_newest(
@@ -132,11 +160,14 @@ def task_order(config: JobConfig, num_rows: int | None, state: LearnerState) -> 
     return Curriculum(order, settings, state)
 
 
+_TRIED_WHOLE_BYTES = 1 << 30
+"""The weights of smaller models are written, too, when saving is tried: seconds."""
 _FRESH_LOG: dict[str, Any] = {
     "batch_seq": 0,
     "log_seq": 1,
     "decided_seqs": [],
     "unrecorded": [],
+    "judged_seq": 0,
 }
 """What a fork's state says of its log, which is new."""
 
@@ -218,11 +249,13 @@ def _num_sft_rows(config: SftConfig) -> int:
 
 async def _make_reporter(context: JobContext, state: LearnerState) -> Reporter:
     """Open the trackers, tell them the configuration, and go on counting where the run was."""
+    first_step = last_reported_step(context.run_dir)
+    goes_on = max(first_step, state.step) > 0
     reporter = Reporter(
         context=context,
-        trackers=await asyncio.to_thread(_trackers, context.config, context),
+        trackers=await asyncio.to_thread(_trackers, context.config, context, goes_on),
         total_steps=state.total_steps,
-        first_step=last_reported_step(context.run_dir),
+        first_step=first_step,
         waste=state.waste.model_copy(),
         num_dropped=Counter(state.dropped_by_reason),
     )
@@ -233,7 +266,7 @@ async def _make_reporter(context: JobContext, state: LearnerState) -> Reporter:
     return reporter
 
 
-def _trackers(config: JobConfig, context: JobContext) -> list[Tracker]:
+def _trackers(config: JobConfig, context: JobContext, goes_on: bool) -> list[Tracker]:
     return make_trackers(
         ["jsonl", *(name for name in config.logger_backends if name not in ("jsonl", "console"))],
         TrackedRun(
@@ -246,4 +279,5 @@ def _trackers(config: JobConfig, context: JobContext) -> list[Tracker]:
             notes=config.notes,
         ),
         folder=context.run_dir,
+        goes_on=goes_on,
     )

@@ -14,7 +14,12 @@ from .lora import add_adapter, base_of, beside, is_adapter, merge, untie
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import (
+        GenerationConfig,
+        PreTrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+    )
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 VISION_TYPES = frozenset({"qwen2_vl", "qwen2_5_vl"})
@@ -88,7 +93,7 @@ def load_model_config(
             "PreTrainedConfig",
             AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code),  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
         )
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a library's, or code that came with the model
         if not Path(path).is_dir():
             from huggingface_hub import constants
 
@@ -176,7 +181,7 @@ def load_weights(
             f"a *.safetensors file of model {path} is damaged or cut: {error}",
             hint="copy or download the model's files again",
         ) from error
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except Exception as error:  # a library's, or code that came with the model
         raise ModelError(
             f"model {path} cannot be loaded: {error}",
             hint=f"`{auto.__name__}.from_pretrained` must be able to open it",
@@ -258,7 +263,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> "PreTrained
             "PreTrainedTokenizerBase",
             AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code),  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
         )
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a library's, or code that came with the model
         raise ModelError(
             f"the tokenizer of model {path} cannot be read: {error}",
             hint="`AutoTokenizer.from_pretrained` must be able to open it",
@@ -280,7 +285,9 @@ def check_tokenizer(
 ) -> None:
     """Raise ModelError for a tokenizer with tokens that the model does not know."""
     known = int(cast("Any", config).get_text_config().vocab_size)
-    num_tokens = len(tokenizer)
+    ids: dict[str, int] = tokenizer.get_vocab()
+    # ids may have gaps: what counts is the last one, not how many there are
+    num_tokens = max(len(tokenizer), 1 + max(ids.values(), default=0))
     if num_tokens > known:
         raise ModelError(
             f"the tokenizer does not match model {path}: it has {num_tokens} tokens, the model "
@@ -289,17 +296,39 @@ def check_tokenizer(
         )
 
 
-def load_stop_token_ids(path: str) -> tuple[int, ...]:
-    """Return the tokens that end a generation, as the model's generation_config.json says."""
+def load_generation_config(path: str) -> "GenerationConfig | None":
+    """Return a model's generation settings; None where it has no generation_config.json.
+
+    Raises ModelError for a file that cannot be read.
+    """
     from transformers import GenerationConfig
 
-    if is_adapter(path) and not (Path(path) / "generation_config.json").is_file():
-        return load_stop_token_ids(base_of(path))
+    file = Path(path) / "generation_config.json"
+    if not file.is_file() and is_adapter(path):
+        return load_generation_config(base_of(path))
     try:
-        config: Any = GenerationConfig.from_pretrained(path)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
-    except OSError:
-        return ()  # the file is optional
-    ids: int | list[int] | None = config.eos_token_id
+        return GenerationConfig.from_pretrained(path)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+    except Exception as error:  # transformers raises of many kinds for what it cannot read
+        if isinstance(error, OSError) and not file.is_file():
+            return None  # the file is optional
+        raise ModelError(
+            f"generation_config.json of model {path} cannot be read: {error}",
+            hint="`GenerationConfig.from_pretrained` must open it; or remove it, it is optional",
+        ) from error
+
+
+def load_stop_token_ids(path: str) -> tuple[int, ...]:
+    """Return the tokens that end a generation, as the model's generation_config.json says.
+
+    Raises ModelError for a file that cannot be read.
+    """
+    config = load_generation_config(path)
+    return () if config is None else stops_of(config)
+
+
+def stops_of(settings: "GenerationConfig") -> tuple[int, ...]:
+    """Return the tokens that end a generation by a model's settings."""
+    ids: int | list[int] | None = cast("Any", settings).eos_token_id
     return () if ids is None else tuple(ids) if isinstance(ids, list) else (ids,)
 
 

@@ -13,7 +13,7 @@ from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import DataError
 from ...schemas.wire.images import encoded_image, replace_images
 from ..dataset import Dataset
-from ..record import place_images
+from ..record import place_images, read_images
 
 _SHOWN = 80
 
@@ -89,9 +89,12 @@ def with_images(
     DataError names the row.
     """
     try:
-        return replace_images(place_images(messages, list(row.get("images") or [])), encoded_image)
+        return replace_images(
+            place_images(messages, read_images(row.get("images"), where)), encoded_image
+        )
     except DataError as error:
-        raise DataError(f"{where}: {error.message}", hint=error.hint) from error
+        told = error.message if where in error.message else f"{where}: {error.message}"
+        raise DataError(told, hint=error.hint) from error
 
 
 def read_maps(value: Any) -> list[dict[str, Any]]:

@@ -61,7 +61,16 @@ def _unpack(path: Path, rows: Path, ends: Path) -> None:
         raise DataError(f"{path}: {error.message}", hint=error.hint) from error
     except pyarrow.ArrowInvalid as error:
         raise DataError(f"{path} is not a parquet file: {error}", hint="write it again") from error
+    except pyarrow.ArrowException as error:
+        raise DataError(
+            f"{path} cannot be read as parquet: {error}",
+            hint="write it again, with a codec that this pyarrow has",
+        ) from error
     except OSError as error:
+        if error.errno is None:  # Arrow's own, of a page that is damaged
+            raise DataError(
+                f"{path} is damaged: {error}", hint="copy or write the file again"
+            ) from error
         raise StorageError(
             f"{path} cannot be unpacked to {rows.parent}: {error}",
             hint="free some space there, or set TMPDIR to a larger disk",

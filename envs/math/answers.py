@@ -5,6 +5,9 @@ stands in a program, or was considered on the way, does not count. Pure.
 """
 
 import re
+from fractions import Fraction
+
+from .quantity import clean, is_balanced, read_quantity, same_unit, without_units
 
 MAX_ANSWER_CHARS = 1000
 """A longer answer is wrong without being read."""
@@ -12,17 +15,37 @@ INSTRUCTION = r"Let's think step by step and output the final answer within \box
 
 _BOXED = re.compile(r"\\f?box(?:ed)?\s*\{")
 _NOT_SAID = re.compile(r"```.*?(?:```|\Z)|<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
-_NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
-_FRACTION = rf"\\frac\{{-?(?:{_NUMBER})\}}\{{(?:{_NUMBER})\}}|\\frac\d\d"
-_TEXT = r"\\(?:text|mathrm|mbox|textbf)"
-_UNIT = rf"(?:{_TEXT}\{{[^{{}}\d]*\}}|cm|mm|km|kg|mg|m[lL]|ft|lb|oz|hr|min|sec)(?:\^\{{?[23]\}}?)?"
-_WORDS = re.compile(r"(?<=[\d.}%])(?:\s+[A-Za-z]{2,})+\.?$")
-_PLAIN_NUMBER = re.compile(
-    rf"(?:[A-Za-z]\w*=)?(?:\\?\$|[£€])?(?P<number>[-+−]?"
-    rf"(?:(?:{_NUMBER})(?:/(?:{_NUMBER})|(?:\\times|\\cdot|\*)10\^\{{?-?\d+\}}?)?"
-    rf"|(?:\d+)?(?:{_FRACTION})))"
-    rf"(?:\^\{{?\\circ\}}?)?(?P<percent>\\?%)?(?:\\?\$|€|{_UNIT})*"
+_TEXT_GROUP = re.compile(
+    r"\\(?:text|mathrm|mbox|textbf|mathbf|textrm|textit|mathit)\s*\{([^{}]*)\}"
 )
+_LETTER = re.compile(
+    r"(?:(?:option|choice|answer)\s*)?[(\[]?\s*([A-Ja-j])\s*[)\].:]*", re.IGNORECASE
+)
+_WORDS = re.compile(r"[A-Za-z][A-Za-z',;\s.-]*")
+_MATHEMATICAL = frozenset(
+    [
+        "sin",
+        "cos",
+        "tan",
+        "cot",
+        "sec",
+        "csc",
+        "log",
+        "ln",
+        "exp",
+        "sqrt",
+        "pi",
+        "infty",
+        "infinity",
+    ]
+)
+_PARTS_OF_NUMBERS = re.compile(
+    r"\\(?:[dtc]?frac|sqrt|pi|times|cdot|div|over|circ|left|right)(?![A-Za-z])|[\d.\s/^(){}*%\\-]"
+)
+_COMPUTATION = re.compile(r"[\w)}]\s*[-+]|\d\s+\d")
+"""A sum or a difference, or several numbers."""
+_FAR = Fraction(2, 10**6)
+"""Of the larger one: numbers that differ by more are not the same, rounded or not."""
 
 
 def said_in_the_end(text: str) -> str:
@@ -52,26 +75,102 @@ def answer_of(text: str) -> str | None:
     return answers[-1] if answers and answers[-1] else None
 
 
-def plain_number(answer: str) -> str | None:
-    """Return the number in an answer that is one number as people write it down, else None.
+def to_compare(gold: str, answer: str) -> tuple[str, str] | bool:
+    """Return what math-verify is to compare for an answer, or whether the answer is right.
 
-    A unit, a currency, spaces between thousands and `x =` are left out of it. A sum, a list, a
-    range, an equation of numbers and the like are no number, whatever their value: they leave the
-    work, or the choice, to the grader.
+    Decided here is what math-verify does not know: units and scales, thousands, words, choices, and
+    that an answer must do the work itself. Where the right answer is one rational number, a sum, a
+    list, a range or an equation of numbers is wrong whatever its value: `1+1` is not 2.
     """
-    text = answer.replace("{,}", ",").replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
-    text = re.sub(r"\\[!,;:]|~", " ", text).strip()
-    text = re.sub(r"(?<=,) (?=\d{3})", "", text)
-    if re.fullmatch(r"[-+−]?\d{1,3}(?: \d{3})+", text):
-        return text.replace(" ", "")
-    text = _WORDS.sub("", text)
-    if re.search(r"[\d.]\s+[-+−]?[\d.\\]", re.sub(_TEXT, "u", text)):
-        return None  # 1 2 is no 12
-    match = _PLAIN_NUMBER.fullmatch(re.sub(r"\s", "", text))
-    if match is None:
-        return None
-    number = match["number"].replace("−", "-").removesuffix(".")
-    return number + ("\\%" if match["percent"] else "")
+    if not is_balanced(answer):
+        return False
+    texts = clean(gold), clean(answer)
+    if not texts[1]:
+        return False
+    if _squashed(texts[0]) == _squashed(texts[1]):
+        return True
+    letters = [_LETTER.fullmatch(_unwrapped(text)) for text in texts]
+    if all(letters) and texts[0].strip("()").isupper():
+        first, second = (match[1] for match in letters if match)
+        return first.upper() == second.upper()
+    if _is_worded(gold, texts[0]):
+        return _same_words(*texts)
+    if r"\boxed" in texts[1]:
+        return False
+    return _numbers_to_compare(gold, answer, texts)
+
+
+def _numbers_to_compare(gold: str, answer: str, texts: tuple[str, str]) -> tuple[str, str] | bool:
+    right, given = read_quantity(gold), read_quantity(answer)
+    if right is None or (right.has_letter and (given is None or not given.unit)):
+        return _expressions_to_compare(*texts)
+    if given is None:
+        if right.is_rational and _leaves_work(texts[1]):
+            return False
+        return right.latex, texts[1]
+    if given.has_letter and not right.unit:
+        return right.latex, texts[1]
+    if not same_unit(right.unit, given.unit) or _other_name(right.label, given.label):
+        return False
+    if right.value is not None and given.value is not None:
+        is_far = abs(right.value - given.value) > _FAR * max(abs(right.value), abs(given.value))
+        if is_far and right.is_percent == given.is_percent:
+            return False
+    return right.latex, given.latex
+
+
+def _expressions_to_compare(gold: str, answer: str) -> tuple[str, str] | bool:
+    (right, units), (given, others) = without_units(gold), without_units(answer)
+    if units and others and any(one not in others for one in units):
+        return False
+    return right, given
+
+
+def _leaves_work(text: str) -> bool:
+    """Whether an answer leaves a choice or a computation to the reader; any word is a choice."""
+    has_more = _PARTS_OF_NUMBERS.sub("", text) != ""
+    return has_more or _COMPUTATION.search(text) is not None
+
+
+def _other_name(one: str, other: str) -> bool:
+    """Whether both are values of unknowns, and not of the same."""
+    names = [re.fullmatch(r"[A-Za-z]|\\[a-z]+", label) for label in (one, other)]
+    return all(names) and one != other
+
+
+def _squashed(text: str) -> str:
+    """Return a text without spaces that part nothing."""
+    return re.sub(r"\s*([^\w\s])\s*", r"\1", re.sub(r"\s+", " ", _unwrapped(text)))
+
+
+def _unwrapped(text: str) -> str:
+    return _TEXT_GROUP.sub(r" \1 ", text).strip()
+
+
+def _is_worded(gold: str, text: str) -> bool:
+    """Whether the right answer is words, which math-verify would multiply letter by letter."""
+    plain = _unwrapped(text)
+    if _WORDS.fullmatch(plain) is None:
+        return False
+    words = [word for word in re.findall(r"[A-Za-z]+", plain) if word.lower() not in ("and", "or")]
+    if any(word.lower() in _MATHEMATICAL for word in words):
+        return False
+    longest = max(map(len, words), default=0)
+    is_marked = _TEXT_GROUP.search(gold) is not None
+    return longest >= 4 or (longest >= 3 and len(words) > 1) or (longest >= 2 and is_marked)
+
+
+def _same_words(gold: str, answer: str) -> bool:
+    """Whether two texts name the same, in any order where they are lists."""
+    return _items(gold) == _items(answer)
+
+
+def _items(text: str) -> list[str]:
+    plain = re.sub(r"[.!'\"\\{}()]", " ", _unwrapped(text)).casefold()
+    items = re.split(r"[,;]|\band\b", plain)
+    return sorted(
+        " ".join(re.sub(r"^\s*(?:the|an?)\s", "", one).split()) for one in items if one.strip()
+    )
 
 
 def _braced(text: str, start: int) -> str | None:

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from typing import Literal
 
 from ...schemas.wire.errors import GameError
-from .answers import MAX_ANSWER_CHARS, plain_number
+from .answers import MAX_ANSWER_CHARS, to_compare
 
 Verdict = Literal["right", "wrong", "late", "failed"]
 LIMIT_S = 5.0
@@ -56,14 +56,14 @@ class Grader:
     def grade(self, gold: str, answer: str) -> Verdict:
         """Compare an answer with the right one; late and failed ones are wrong, too.
 
-        Where the right answer is a plain number, only a plain number is right: `1+1` is not 2.
+        Where the right answer is one number, only one number is right: `1+1` is not 2.
         """
         if len(answer) > MAX_ANSWER_CHARS or "\0" in answer:
             return "wrong"
-        if (number := plain_number(gold)) is not None:
-            gold, answer = number, plain_number(answer) or ""
-        if not answer:
-            return "wrong"
+        compared = to_compare(gold, answer)
+        if isinstance(compared, bool):
+            return "right" if compared else "wrong"
+        gold, answer = compared
         worker = self._idle.get()
         try:
             if worker is None:

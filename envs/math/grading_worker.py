@@ -17,21 +17,37 @@ def main() -> None:
     """Answer line by line until standard input ends."""
     seconds, most_bytes = float(sys.argv[1]), int(sys.argv[2])
     import math_verify
+    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
 
     logging.disable()  # it warns of the limits being left to us
     resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    reading = [math_verify.LatexExtractionConfig(boxed_match_priority=0)]
+    plain = NormalizationConfig(
+        basic_latex=True,
+        units=False,  # they are read before: it would take the variables of 2h and 5m for some
+        malformed_operators=True,
+        nits=True,
+        boxed="all",
+        equations=False,
+    )
+    reading = [
+        math_verify.LatexExtractionConfig(boxed_match_priority=0, normalization_config=plain)
+    ]
 
     def read(answer: str) -> list[object]:
-        return math_verify.parse(rf"\boxed{{{answer}}}", reading, parsing_timeout=None)
+        # the first match is the whole answer: a later one would be a piece of what cannot be read
+        return math_verify.parse(
+            rf"\boxed{{{answer}}}", reading, extraction_mode="first_match", parsing_timeout=None
+        )
 
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     for line in sys.stdin:
         gold, answer = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        right = math_verify.verify(read(gold), read(answer), timeout_seconds=None)
+        right = math_verify.verify(
+            read(gold), read(answer), allow_set_relation_comp=True, timeout_seconds=None
+        )
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write(f"{json.dumps(right)}\n")
         sys.stdout.flush()

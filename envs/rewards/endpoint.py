@@ -20,6 +20,19 @@ T = TypeVar("T")
 _BUSY = frozenset({408, 425, 429})
 
 
+class RefusedError(RewardError):
+    """A request that was understood and refused: the same one would be refused again."""
+
+    def __init__(self, url: str, status: int, text: str, hint: str = "") -> None:
+        super().__init__(
+            f"{url} refused: status {status}: {text[:300]}",
+            hint=hint or "see what it expects; env.reward.key_variable names a key",
+        )
+        self.http_status = status
+        self.field = refused_field(text)
+        """The field of the request that the endpoint says is to blame; empty: it names none."""
+
+
 class HttpSource:
     """What posts JSON, and tries again while nobody is there or somebody is busy."""
 
@@ -69,10 +82,7 @@ class HttpSource:
                 hint="see whether it is up and reachable from the environment host",
             ) from error
         if reply.status_code >= 300:
-            raise RewardError(
-                f"{url} refused: status {reply.status_code}: {reply.text[:200]}",
-                hint="see what it expects; env.reward.key_variable names a key",
-            )
+            raise RefusedError(url, reply.status_code, reply.text)
         try:
             return reply.json()
         except ValueError as error:
@@ -110,6 +120,27 @@ async def again(
     """Try again on some errors, a bounded number of times within the reward's own limit."""
     retrying = stamina.AsyncRetryingCaller(attempts=config.tries, timeout=config.timeout_s)
     return await retrying(transient, attempt)
+
+
+def refused_field(text: str) -> str:
+    """Return the field of a request that a refusal names; empty: none.
+
+    OpenAI's API says `{"error": {"param": …}}`, others `{"param": …}`, FastAPI's own checks
+    `{"detail": [{"loc": ["body", …]}]}`.
+    """
+    try:
+        answer: Any = json.loads(text)
+    except ValueError:
+        return ""
+    outer = cast("dict[str, Any]", answer) if isinstance(answer, dict) else {}
+    error, detail = outer.get("error", outer), outer.get("detail")
+    param = cast("dict[str, Any]", error).get("param") if isinstance(error, dict) else None
+    if param is None and isinstance(detail, list) and detail:
+        first = cast("list[Any]", detail)[0]
+        loc = cast("dict[str, Any]", first).get("loc") if isinstance(first, dict) else None
+        names = [one for one in cast("list[Any]", loc or []) if isinstance(one, str)]
+        param = next((name for name in names if name != "body"), None)
+    return param.partition("[")[0].partition(".")[0] if isinstance(param, str) else ""
 
 
 def _plain(value: Any) -> Any:

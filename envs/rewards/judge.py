@@ -3,7 +3,11 @@
 import re
 import string
 import uuid
+from collections.abc import Mapping
 from contextlib import aclosing
+from typing import Any, NamedTuple
+
+import structlog
 
 from ...broker.client.connection import Broker, ConnectionLost
 from ...broker.client.parts import ask_parts
@@ -16,11 +20,12 @@ from ...schemas.wire.errors import (
     DeadlineError,
     NotFoundError,
     RewardError,
+    TinkermqError,
 )
 from ...schemas.wire.images import plain_text
 from ...schemas.wire.subjects import JobScope
-from .endpoint import HttpSource, again
-from .source import Case, Score
+from .endpoint import HttpSource, RefusedError, again
+from .source import Case, Score, SourceUnusableError
 
 _JUDGE_PROMPT = """\
 You grade answers.
@@ -34,8 +39,27 @@ $ground_truth
 Answer:
 $answer
 
-Reply with one line, `Score: N`, where N is a number from 0 (wrong) to $scale (right)."""
-_SCORE = re.compile(r"score\W*(-?\d+(?:\.\d+)?)", re.IGNORECASE)
+$form"""
+_FORM = (
+    "End your reply with one line of its own, `Score: N`, and write nothing behind it. N is a "
+    "number such as 7 or 7.5, from 0 (wrong) to $scale (right)."
+)
+_NUMBER = r"(?:[0-9]{1,12}(?:\.[0-9]{1,12})?|\.[0-9]{1,12})"
+_SCORE = re.compile(rf"score: *({_NUMBER})", re.IGNORECASE)
+_ANY_SCORE = re.compile(r"score:", re.IGNORECASE)
+_THINKING = re.compile(
+    r"<(think|thinking|thought|reasoning|analysis)>.*?(?:</\1>|\Z)", re.DOTALL | re.IGNORECASE
+)
+_END_OF_THINKING = re.compile(r"</(?:think|thinking|thought|reasoning|analysis)>", re.IGNORECASE)
+
+_LIMIT, _NEW_LIMIT = "max_tokens", "max_completion_tokens"
+_REFUSALS_OF_FIELDS = frozenset({400, 422})
+_REFUSALS_OF_ALL = frozenset({401, 403, 404, 405})
+"""Statuses of a wrong key, model or URL: no conversation would be judged."""
+_MOST_REFUSED = 8
+"""Requests refused, and none ever answered, after which no conversation is to blame."""
+
+_log = structlog.get_logger()
 
 
 class JudgeSource(HttpSource):
@@ -50,6 +74,9 @@ class JudgeSource(HttpSource):
         self._user = user
         self._template = string.Template(config.judge_prompt or _JUDGE_PROMPT)
         self._scope = JobScope(user, job) if job is not None else None
+        self._limit_field, self._takes_temperature = _LIMIT, True
+        self._is_answered, self._num_refused = False, 0
+        self._unusable: SourceUnusableError | None = None
 
     async def start(self) -> None:
         """Find the judge's job, or open the client of its URL."""
@@ -79,9 +106,10 @@ class JudgeSource(HttpSource):
             reply = await self._ask_endpoint(prompt)
         else:
             reply = await self._ask_job(self._scope, prompt)
-        return Score(self._read(reply))
+        return Score(self._worth(reply))
 
     def _prompt(self, case: Case) -> str:
+        scale = f"{self._config.judge_scale:g}"
         said = [f"{item['role']}: {plain_text(item['content'])}" for item in case.messages]
         first = next((item for item in case.messages if item["role"] == "user"), None)
         return self._template.safe_substitute(
@@ -89,41 +117,104 @@ class JudgeSource(HttpSource):
             answer=case.solution_str,
             ground_truth=case.ground_truth,
             conversation="\n".join(said),
-            scale=f"{self._config.judge_scale:g}",
+            scale=scale,
+            form=string.Template(_FORM).substitute(scale=scale),
         )
 
-    def _read(self, reply: str) -> float:
-        found = _SCORE.findall(reply)
-        number = float(found[-1]) if found else _whole_number(reply)
-        scale = self._config.judge_scale
-        if number is None or not 0 <= number <= scale:
-            raise RewardError(
-                f"the judge {self._config.judge} gave no score from 0 to {scale:g}: "
-                f"{reply[-200:]!r}",
-                hint="say in env.reward.judge_prompt how it shall answer, and give it room with "
-                "env.reward.judge_tokens",
-            )
-        return number / scale
+    def _worth(self, reply: "_Reply") -> float:
+        """Return the share of the best score that a reply gives; RewardError for one without."""
+        if reply.is_cut:
+            raise self._refused(reply.text, f"was cut at {self._config.judge_tokens} tokens")
+        try:
+            return read_judgement(reply.text, self._config.judge_scale)
+        except ValueError as error:
+            raise self._refused(reply.text, str(error)) from error
 
-    async def _ask_endpoint(self, prompt: str) -> str:
+    def _refused(self, text: str, why: str) -> RewardError:
+        return RewardError(
+            f"the judge {self._config.judge} gave no score from 0 to "
+            f"{self._config.judge_scale:g}: {text[-200:]!r} {why}",
+            hint="its reply must end with a line `Score: N`: $form in env.reward.judge_prompt "
+            "stands for the sentence that demands it, and env.reward.judge_tokens gives it room",
+        )
+
+    async def _ask_endpoint(self, prompt: str) -> "_Reply":
         config = self._config
         url = f"{(config.url or '').rstrip('/')}/chat/completions"
-        body = {
-            "model": config.judge,
-            "messages": [{"role": "user", "content": prompt}],
-            "max_tokens": config.judge_tokens,
-            "temperature": 0,
-        }
-        answer = await self.post(url, body)
+        if self._unusable is not None:
+            raise self._unusable
+        while True:
+            body = self._body(prompt)
+            try:
+                answer = await self.post(url, body)
+                break
+            except RefusedError as error:
+                if not self._adapt(error, body):
+                    raise self._blamed(error, body) from error
+        self._is_answered = True
         try:
-            return str(answer["choices"][0]["message"]["content"])
-        except (KeyError, IndexError, TypeError) as error:
+            choice = answer["choices"][0]
+            content: Any = choice["message"]["content"]
+            finish: Any = choice.get("finish_reason")
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise RewardError(
                 f"{url} answered no chat completion: {str(answer)[:200]}",
                 hint="env.reward.url is the base URL of an OpenAI-compatible API, up to /v1",
             ) from error
+        if content is not None and not isinstance(content, str):
+            raise RewardError(
+                f"{url} answered a message whose content is no text: {str(content)[:200]}",
+                hint="name a model that answers texts in env.reward.judge",
+            )
+        return _Reply(content or "", finish == "length")
 
-    async def _ask_job(self, scope: JobScope, prompt: str) -> str:
+    def _body(self, prompt: str) -> dict[str, Any]:
+        """Return a request: what the configuration says, as far as the endpoint takes it."""
+        config = self._config
+        body: dict[str, Any] = {
+            "model": config.judge,
+            "messages": [{"role": "user", "content": prompt}],
+            self._limit_field: config.judge_tokens,
+            "temperature": 0,
+        }
+        if not self._takes_temperature:
+            del body["temperature"]
+        merged = body | config.judge_request
+        return {name: value for name, value in merged.items() if value is not None}
+
+    def _adapt(self, error: RefusedError, body: Mapping[str, Any]) -> bool:
+        """Ask from now on without a field that the endpoint names; whether that is another request.
+
+        What the user has set himself stays as it is.
+        """
+        own = set(self._config.judge_request)
+        if error.http_status not in _REFUSALS_OF_FIELDS or error.field in own:
+            return False
+        if error.field == _LIMIT and _LIMIT in body and _NEW_LIMIT not in own:
+            self._limit_field = _NEW_LIMIT
+        elif error.field == "temperature" and "temperature" in body:
+            self._takes_temperature = False
+        else:
+            return False
+        _log.warning("judge_request_adapted", judge=self._config.judge, without=error.field)
+        return True
+
+    def _blamed(self, error: RefusedError, body: Mapping[str, Any]) -> TinkermqError:
+        """Return whose fault a refusal is: that of one conversation, or of every request."""
+        self._num_refused += 1
+        of_all = error.http_status in _REFUSALS_OF_ALL or (
+            error.field != "messages" and error.field in body
+        )
+        if not of_all and (self._is_answered or self._num_refused < _MOST_REFUSED):
+            return error
+        self._unusable = SourceUnusableError(
+            f"the judge {self._config.judge} cannot be asked: {error.message}",
+            hint="see env.reward.url, judge and key_variable; env.reward.judge_request sets fields "
+            "of the request and takes them out: {max_tokens: null, max_completion_tokens: 2000}",
+        )
+        return self._unusable
+
+    async def _ask_job(self, scope: JobScope, prompt: str) -> "_Reply":
         transient = (NotFoundError, DeadlineError, ConnectionLost, BusyError)
         try:
             return await again(self._config, transient, lambda: self._chat(scope, prompt))
@@ -134,7 +225,7 @@ class JudgeSource(HttpSource):
                 hint="see whether it runs: `tinkermq ps`",
             ) from error
 
-    async def _chat(self, scope: JobScope, prompt: str) -> str:
+    async def _chat(self, scope: JobScope, prompt: str) -> "_Reply":
         request = ChatRequest(
             request=uuid.uuid4().hex,
             messages=[{"role": "user", "content": prompt}],
@@ -150,11 +241,44 @@ class JudgeSource(HttpSource):
             cancel=(scope.infer("cancel"), CancelInference(request=request.request)),
         )
         async with aclosing(parts):
-            return "".join([delta.text async for part in parts for delta in part.deltas])
+            deltas = [delta async for part in parts for delta in part.deltas]
+        text = "".join(delta.text for delta in deltas)
+        return _Reply(text, any(delta.finish in ("length", "cancelled") for delta in deltas))
 
 
-def _whole_number(reply: str) -> float | None:
-    try:
-        return float(reply.strip())
-    except ValueError:
-        return None
+class _Reply(NamedTuple):
+    """What a judge wrote."""
+
+    text: str
+    is_cut: bool
+    """Whether a limit ended it: the number that it ends with may be half of one."""
+
+
+def read_judgement(reply: str, scale: float) -> float:
+    """Return the score of a judge's reply as a share of `scale`, from 0 to 1.
+
+    The one form is a last line `Score: N`, behind whatever the judge thinks or explains, with N a
+    plain decimal number from 0 to `scale`. Raises ValueError, which says what stands there instead.
+    """
+    lines = [line.strip() for line in _without_thinking(reply).splitlines()]
+    lines = [line for line in lines if line]
+    if not lines:
+        raise ValueError("says nothing behind its thinking")
+    found = _SCORE.fullmatch(lines[-1])
+    if found is None:
+        raise ValueError(f"ends with the line {lines[-1][:80]!r}, which is no `Score: N`")
+    if any(_ANY_SCORE.match(line) for line in lines[:-1]):
+        raise ValueError("holds more than one line `Score: N`")
+    number = float(found[1])
+    if not number <= scale:
+        raise ValueError(f"gives {number:g}, over {scale:g}")
+    return number / scale
+
+
+def _without_thinking(reply: str) -> str:
+    """Return what a judge says in the end; thinking that never ended is followed by nothing.
+
+    A template may open the thinking, so that its end alone stands in the reply.
+    """
+    *_, said = _END_OF_THINKING.split(_THINKING.sub("", reply))
+    return said

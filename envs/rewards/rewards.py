@@ -19,7 +19,7 @@ from ..running.step_timeout import TimedOut
 from .endpoint import EndpointSource
 from .function import FunctionSource
 from .judge import JudgeSource
-from .source import Case, Score, Source
+from .source import Case, Score, Source, SourceUnusableError
 
 
 class Rewards:
@@ -30,6 +30,10 @@ class Rewards:
         self._config = config
         self._cases: dict[str, Case] = {}
         self._free = asyncio.Semaphore(config.max_requests)
+        self.unusable: SourceUnusableError | None = None
+        """Why the source fails every episode, once it is known to."""
+        self.given_up = asyncio.Event()
+        """Set with `unusable`."""
 
     async def __aenter__(self) -> "Rewards":
         await self._source.start()
@@ -93,6 +97,10 @@ class Rewards:
             try:
                 async with asyncio.timeout(limit_s):
                     return await self._source.score(case)
+            except SourceUnusableError as error:
+                self.unusable = error
+                self.given_up.set()
+                raise
             except TimeoutError as error:
                 raise RewardError(
                     f"no reward came within {limit_s:g} s (env.reward.source="

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from ...schemas.wire.codec import pack, unpack
-from ...schemas.wire.errors import MessageError, RewardError
+from ...schemas.wire.errors import ConfigError, MessageError, RewardError
 from ..game import ChatMessage
 
 _VALUE_KEYS = ("score", "reward")
@@ -52,6 +52,10 @@ class Score:
     """Whatever else it tells; numbers become metrics."""
 
 
+class SourceUnusableError(ConfigError):
+    """A source that would fail every episode for the same reason: the job is to end with it."""
+
+
 class Source(Protocol):
     """Says what a case is worth."""
 
@@ -60,7 +64,7 @@ class Source(Protocol):
         ...
 
     async def score(self, case: Case) -> Score:
-        """Judge a case; RewardError when that is not possible."""
+        """Judge a case; RewardError when that is not possible, SourceUnusableError for any."""
         ...
 
     async def stop(self) -> None:

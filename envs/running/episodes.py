@@ -209,6 +209,9 @@ class Episodes:
             failure.hint = (
                 "the episode has no row of a dataset: set env.train_data for a dataset game"
             )
+        where = opening.record.where if opening.record is not None else ""
+        if where and where not in failure.message:
+            failure.message = f"{where}: {failure.message}"
         return failure
 
 

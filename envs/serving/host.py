@@ -49,6 +49,8 @@ from .seats import Player, Solo, Table
 MAX_EPISODES = 4096
 DRAIN_S = 30.0
 _LEASE_CHECKS = 10
+_LAST_REPLIES_S = 1.0
+"""In which callers hear why the host ends."""
 
 _log = structlog.get_logger()
 
@@ -129,7 +131,8 @@ class EnvironmentHost:
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until `stopping` is set, then finish the episodes held and return.
 
-        Raises GameError or DataError at once when the game or its data cannot be used.
+        Raises GameError or DataError at once when the game or its data cannot be used, and
+        ConfigError once the source of rewards has refused what it would refuse for every episode.
         """
         self._broker.availability.set_patient(True)
         self._data = await asyncio.to_thread(
@@ -165,8 +168,25 @@ class EnvironmentHost:
                 await resets.endpoint("reset", self._scope.env_reset, ResetRequest, self._reset)
                 self.ready.set()
                 _log.info("host_ready", host=self.name, game=self._game)
-                await stopping.wait()
-            await self._drain()
+                unusable = await self._until_stopped(stopping)
+            await self._drain(self._drain_s if unusable is None else _LAST_REPLIES_S)
+            if unusable is not None:
+                raise unusable
+
+    async def _until_stopped(self, stopping: asyncio.Event) -> TinkermqError | None:
+        """Wait until the host is to end; return why rewards make it end, if they do."""
+        if self._rewards is None:
+            await stopping.wait()
+            return None
+        waits = [
+            asyncio.ensure_future(event.wait()) for event in (stopping, self._rewards.given_up)
+        ]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return self._rewards.unusable
 
     async def _service(self, what: str) -> Service:
         return await Service.start(
@@ -176,10 +196,10 @@ class EnvironmentHost:
             metadata={"host": self.name, "user": self._scope.user, "job": self._scope.job},
         )
 
-    async def _drain(self) -> None:
-        """Go on stepping the episodes held until they have ended, for `drain_s` at most."""
+    async def _drain(self, limit_s: float) -> None:
+        """Go on stepping the episodes held until they have ended, for `limit_s` at most."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._drain_s):
+            async with asyncio.timeout(limit_s):
                 while self.num_running:
                     self._changed.clear()
                     await self._changed.wait()

@@ -7,7 +7,7 @@ error, because it would have no effect.
 
 from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from .agent import AgentConfig, settle_agent
 from .algorithms.algorithm import AlgorithmConfig
@@ -44,6 +44,17 @@ class ModelConfig(Section):
     """Run code that comes with the model."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Arguments of the chat template (`enable_thinking: false`), the same at every turn."""
+
+    @field_validator("template_kwargs")
+    @classmethod
+    def _no_words_for_booleans(cls, values: dict[str, Any]) -> dict[str, Any]:
+        for key, value in values.items():
+            if isinstance(value, str) and value.lower() in ("yes", "no", "on", "off"):
+                raise ValueError(
+                    f"{key} is the word {value!r}, which a template takes for true: write true or "
+                    "false"
+                )
+        return values
 
 
 class EnvConfig(Section):
@@ -285,6 +296,9 @@ class LimitsConfig(Section):
     evaluation, an answer."""
     max_losses: int = Field(default=5, ge=0, le=1000)
     """A job that loses its node more often is not queued again but fails."""
+    untrainable_groups: int | None = Field(default=None, ge=0)
+    """So many groups in a row that could not be trained (all returns equal, filtered, stale,
+    malformed) end the run with a checkpoint; default: 20 batches, but at least 256; 0: never."""
     idle_s: float = Field(default=86400.0, gt=0)
     """A run of which no task was finished for so long, in seconds, ends with a checkpoint: it
     gives its slots back when whoever hosts its game has gone for good."""

@@ -10,19 +10,17 @@ from datetime import date
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from ..wire.errors import ConfigError
 from .job import JobConfig
+from .yaml_values import MAX_DEPTH, read_argument, read_value, type_at
 
 MAX_VALUES = 100_000
 """Values of a configuration, far more than any job has."""
-MAX_DEPTH = 50
 _MAX_SHOWN = 2000
 _MAX_KEY = 200
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # six times as fast
 _PLAIN = (str, int, float, bool, type(None), date)
 
 
@@ -37,92 +35,71 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> JobCo
     return parse_config(values)
 
 
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Read a YAML map from a file."""
+def read_yaml(path: str | Path, model: type[BaseModel] = JobConfig) -> dict[str, Any]:
+    """Read a YAML map from a file; `model` says of what type its keys are."""
     file = Path(path)
     if not file.is_file():
         raise ConfigError(
             f"there is no configuration file {str(file)!r}",
             hint="give the path of a YAML file; examples/ has one for each game",
         )
-    return parse_yaml(file.read_text(encoding="utf-8"), str(file))
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{file} is not UTF-8: {error.reason} at byte {error.start}",
+            hint="save it as UTF-8 text",
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
+    return parse_yaml(text, str(file), model)
 
 
-def parse_yaml(text: str, what: str) -> dict[str, Any]:
-    """Return the YAML map that a text holds, none for an empty one; raises ConfigError."""
-    value = _load(text, what)
+def parse_yaml(text: str, what: str, model: type[BaseModel] = JobConfig) -> dict[str, Any]:
+    """Return the YAML map that a text holds, none for an empty one; raises ConfigError.
+
+    The type of a key in `model` says how its value is read, see `yaml_values`.
+    """
+    value = read_value(text, what, model)
     if value is None:
         return {}
     if not isinstance(value, dict):
+        kind = "list" if isinstance(value, list) else "single value"
         raise ConfigError(
-            f"{what} holds a {type(value).__name__}, not a map of keys to values",
+            f"{what} holds a {kind}, not a map of keys to values",
             hint="begin with `model:` and `env:`; examples/ has one for each game",
         )
     return cast("dict[str, Any]", value)
 
 
-def _load(text: str, what: str) -> Any:
-    """Read YAML without aliases: a few lines of them stand for more than any memory holds.
+def apply_override(
+    values: dict[str, Any], override: str, model: type[BaseModel] | None = JobConfig
+) -> None:
+    """Set `section.key=value` in a tree of maps.
 
-    libyaml's loader ends the process at a text that nests too deep, so the events are counted
-    before anything is built from them.
+    The value is read as in a file, by the type that `model` has for the key (None: of a free map).
+    A text may stand without quotes whatever is in it.
     """
-    try:
-        depth = 0
-        for event in yaml.parse(text, Loader=_LOADER):
-            if isinstance(event, yaml.AliasEvent):
-                raise ConfigError(
-                    f"{what} uses the alias *{str(event.anchor)[:64]}",
-                    hint="write out what it stands for",
-                )
-            if isinstance(event, yaml.CollectionStartEvent):
-                depth += 1
-            elif isinstance(event, yaml.CollectionEndEvent):
-                depth -= 1
-            if depth > MAX_DEPTH:
-                raise ConfigError(f"{what} nests deeper than {MAX_DEPTH} levels")
-        return yaml.load(text, Loader=_LOADER)  # noqa: S506  both are safe loaders
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{what} is not valid YAML: {str(error)[:_MAX_SHOWN]}") from error
-
-
-def apply_override(values: dict[str, Any], override: str) -> None:
-    """Set `section.key=value` in a tree of maps; the value is read as YAML."""
     key, separator, text = override.partition("=")
     if not separator or not key.strip():
         raise ConfigError(
             f"override {override!r} has no '='", hint="write it as key=value: learner.lr=1e-5"
         )
-    *parents, last = key.strip().split(".")
+    *parents, last = path = key.strip().split(".")
     place = values
     for parent in parents:
         inner = place.setdefault(parent, {})
         if not isinstance(inner, dict):
             raise ConfigError(f"override {override!r}: {parent!r} is a value, not a section")
         place = cast("dict[str, Any]", inner)
-    place[last] = _scalar(text, f"override {override!r}")
-
-
-def _scalar(text: str, what: str) -> Any:
-    """Read a value as YAML, taking 1e-5 as the number that people mean, and `broker:` as a word."""
-    if text.endswith(":") and text.isprintable() and " " not in text:
-        return text
-    value = _load(text, what) if text else ""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
+    place[last] = read_argument(text, f"override {override!r}", type_at(model, path))
 
 
 def parse_config(values: dict[str, Any]) -> JobConfig:
     """Validate a tree of maps; ConfigError says which key is wrong and what it could be."""
     check_keys(values)
     try:
-        return JobConfig.model_validate(_numbers(values))
+        return JobConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError(_explain(error.errors()), hint="see `tinkermq config schema`") from error
 
@@ -136,7 +113,7 @@ def check_keys(values: dict[str, Any]) -> None:
     _refuse_strange(values)
     _refuse_unknown(values, JobConfig, "")
     try:
-        JobConfig.model_validate(_numbers(values))
+        JobConfig.model_validate(values)
     except ValidationError as error:
         wrong = [problem for problem in error.errors() if not _may_be_mended(problem)]
         if wrong:
@@ -183,18 +160,6 @@ def _refuse_strange(values: dict[str, Any]) -> None:
             )
         prefix = f"{where}." if where else ""
         left += [(f"{prefix}{str(key)[:64]}"[:256], depth + 1, one) for key, one in inner]
-
-
-def _numbers(value: Any) -> Any:
-    """YAML 1.1 reads 1e-5 as a string; give such strings their number, except in free maps."""
-    if isinstance(value, dict):
-        return {key: _numbers(inner) for key, inner in cast("dict[str, Any]", value).items()}
-    if isinstance(value, str) and value[:1].isdigit() and "e" in value.lower():
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
 
 
 def _refuse_unknown(values: dict[str, Any], model: type[BaseModel], prefix: str) -> None:

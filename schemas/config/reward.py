@@ -1,9 +1,11 @@
 """The part of a job's configuration that says where rewards come from."""
 
-from typing import Literal
+import string
+from typing import Any, Literal
 
 from pydantic import Field
 
+from ..wire.errors import ConfigError
 from .section import Section, when
 
 _REMOTE = ("endpoint", "judge")
@@ -40,11 +42,18 @@ class RewardConfig(Section):
     )
     """What the judge reads: `$question` is the first user message, `$answer` the policy's last one,
     `$ground_truth` the row's, `$conversation` all of it, `$scale` the best score. Default: grade
-    the answer. The judge's number is the one after `score`, or its whole reply."""
+    the answer. Its reply must end with a line `Score: N`, N a plain number, and is refused without
+    one: `$form` is the sentence that demands it, and a prompt that names neither is refused."""
     judge_scale: float = Field(default=10.0, gt=0, json_schema_extra=when("source", "judge"))
     """The judge's best score, which earns 1."""
     judge_tokens: int = Field(default=256, ge=1, json_schema_extra=when("source", "judge"))
-    """Tokens that the judge may write."""
+    """Tokens that the judge may write; a reply that they cut is refused."""
+    judge_request: dict[str, Any] = Field(
+        default_factory=dict[str, Any], json_schema_extra=when("url")
+    )
+    """Further fields of the requests to a judge at `url`, such as `reasoning_effort`; null takes
+    one of ours out: `{max_tokens: null}`. Where the API names `max_tokens` or `temperature` as what
+    it refuses, it is asked with `max_completion_tokens`, or without a temperature."""
     timeout_s: float = Field(
         default=60.0, gt=0, le=86_400, json_schema_extra=when("source", "function", *_REMOTE)
     )
@@ -55,3 +64,20 @@ class RewardConfig(Section):
         default=64, ge=1, le=4096, json_schema_extra=when("source", "function", *_REMOTE)
     )
     """Rewards that one host works out at the same time."""
+
+
+def check_judge_prompt(reward: RewardConfig) -> None:
+    """Raise ConfigError for a judge's prompt that does not demand the form that scores are read in.
+
+    Every episode would fail: a judge that is not told the form answers in another.
+    """
+    prompt = reward.judge_prompt
+    if reward.source != "judge" or prompt is None:
+        return
+    names_form = "form" in string.Template(prompt).get_identifiers()
+    if not names_form and "score:" not in prompt.lower():
+        raise ConfigError(
+            f"env.reward.judge_prompt does not say how the judge is to answer: {prompt[-100:]!r}",
+            hint="a score is read from a last line `Score: N` and nothing else: end the prompt "
+            "with $form, which stands for the sentence that demands it, or demand it yourself",
+        )

@@ -113,7 +113,7 @@ def machines_config(text: str, *, credentials: str = "") -> MachinesConfig:
     if colon and kind in _PLACES:
         values = {"kind": kind, _PLACES[kind]: place}
     elif Path(text).suffix in {".yaml", ".yml"}:
-        values = read_yaml(text)
+        values = read_yaml(text, MachinesConfig)
     else:
         raise ConfigError(
             f"{text!r} says nowhere to get machines",

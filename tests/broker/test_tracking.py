@@ -1,17 +1,29 @@
-"""Metrics reach each tracker under their own names."""
+"""Metrics reach each tracker under their own names, and what trackers do wrong ends nothing."""
 
+import asyncio
 import json
 import math
 import os
+import shutil
 import sqlite3
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
-from tinkermq.broker.observe.tracking import ConsoleTracker, TrackedRun, make_trackers
+from tinkermq.broker.observe.tracking import (
+    ConsoleTracker,
+    GuardedTracker,
+    TrackedRun,
+    Tracker,
+    TrackerNews,
+    hung_trackers,
+    make_trackers,
+)
 from tinkermq.schemas.wire.errors import ConfigError, StorageError
 
 RUN = TrackedRun(
@@ -26,7 +38,7 @@ RUN = TrackedRun(
 ROWS = [{"reward": 0.5, "messages": "user: <b>hi</b>"}, {"reward": 1.0, "messages": "user: ho"}]
 
 
-def make(backend: str, folder: Path):
+def make(backend: str, folder: Path) -> Any:
     return make_trackers([backend], RUN, folder=folder)[0]
 
 
@@ -224,3 +236,281 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path: 
 def test_an_unknown_backend_lists_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="known are console, jsonl"):
         make("comet", tmp_path)
+
+
+class Faulty(Tracker):
+    """A library that fails by what `faults` says of a method, as often as there are faults."""
+
+    def __init__(self, **faults: list[Any]) -> None:
+        self.faults = faults
+        self.told: list[tuple[str, Any]] = []
+        self.abandoned: list[BaseException] = []
+
+    def open(self) -> "Faulty":
+        self._do("open", None)
+        return self
+
+    def _do(self, name: str, what: Any) -> None:
+        for fault in self.faults.get(name, [])[:1]:
+            del self.faults[name][0]
+            if isinstance(fault, Event):
+                fault.wait()
+            else:
+                raise fault
+        self.told.append((name, what))
+
+    def log_config(self, config: Any) -> None:
+        self._do("config", dict(config))
+
+    def log(self, metrics: Any, step: int) -> None:
+        self._do("log", step)
+
+    def log_episodes(self, rows: Any, step: int) -> None:
+        self._do("episodes", step)
+
+    def log_checkpoint(self, folder: Path, step: int) -> None:
+        self._do("checkpoint", sorted(path.name for path in folder.iterdir()))
+
+    def finish(self) -> None:
+        self._do("finish", None)
+
+    def abandon(self, error: BaseException) -> None:
+        self.abandoned.append(error)
+        self._do("abandon", None)
+
+
+class Unspeakable(BaseException):
+    """Says nothing of itself, and raises when it is asked."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+OF_TENSORBOARD = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning"  # its thread ends with a traceback
+)
+FAULTS = [
+    OSError(32, "Broken pipe"),
+    ConnectionResetError("Connection lost"),
+    RuntimeError("x" * 10_000),
+    SystemExit(1),
+    KeyboardInterrupt(),
+    GeneratorExit(),
+    asyncio.CancelledError(),
+    MemoryError(),
+    Unspeakable(),
+    StopIteration(),
+]
+
+
+def guard(library: Faulty, folder: Path, **options: Any) -> GuardedTracker:
+    at_once = {"pauses_s": (0.0, 0.0), "ends_s": 0.2, "opens_s": 5.0}
+    return GuardedTracker("lib", library.open, folder / "held", **{**at_once, **options})
+
+
+def log_steps(tracker: GuardedTracker, *steps: int) -> list[TrackerNews]:
+    for step in steps:
+        tracker.log({"a": 1.0, "b": 2.0}, step)
+    tracker.finish()
+    return tracker.take_news()
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
+def test_whatever_a_tracker_raises_it_is_left_out_and_told_once(
+    fault: BaseException, tmp_path: Path
+) -> None:
+    gate = Event()
+    tracker = guard(Faulty(log=[gate, *[fault] * 100]), tmp_path)
+    for step in range(4):
+        tracker.log({"a": 1.0, "b": 2.0}, step)
+    gate.set()
+    (news,) = log_steps(tracker)
+    assert news.kind == "tracker_lost"
+    assert f"tracker lib: {type(fault).__name__}" in news.message
+    assert "at step 1; it lacks 3 steps (6 points), from step 1 on" in news.message
+    assert news.data["points_lost"] == 6
+    assert len(news.message) < 600
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
+def test_a_tracker_that_fails_once_is_opened_again_and_lacks_nothing(
+    fault: BaseException, tmp_path: Path
+) -> None:
+    library = Faulty(log=[fault])
+    tracker = guard(library, tmp_path)
+    tracker.log_config({"seed": 3})
+    (news,) = log_steps(tracker, 1, 2)
+    assert news.kind == "tracker_reopened"
+    assert library.abandoned == [fault]
+    assert library.told == [
+        ("open", None),
+        ("config", {"seed": 3}),
+        ("abandon", None),
+        ("open", None),
+        ("config", {"seed": 3}),
+        ("log", 1),
+        ("log", 2),
+        ("finish", None),
+    ]
+
+
+@pytest.mark.parametrize("where", ["open", "log", "finish", "abandon"])
+def test_a_tracker_that_hangs_holds_nobody(where: str, tmp_path: Path) -> None:
+    release = Event()
+    faults: dict[str, list[Any]] = {where: [release]}
+    if where == "abandon":
+        faults["log"] = [OSError("broken")]
+    tracker = guard(Faulty(**faults), tmp_path, opens_s=0.05)
+    (news,) = log_steps(tracker, 1, 2)
+    release.set()
+    assert news.kind == "tracker_lost"
+    assert "it hangs: nothing came back for 0.2 s" in news.message
+    assert "lib" in hung_trackers()
+
+
+def test_a_tracker_that_hangs_in_a_long_run_is_left_out_in_the_middle(tmp_path: Path) -> None:
+    release = Event()
+    tracker, news = guard(Faulty(log=[release]), tmp_path, hangs_s=0.1), list[TrackerNews]()
+    step = 0
+    while not news:
+        tracker.log({"a": 1.0}, step := step + 1)
+        news = tracker.take_news()
+        time.sleep(0.01)
+    release.set()
+    assert [one.kind for one in news] == ["tracker_lost"]
+    assert news[0].data["steps_lost"] == step
+    tracker.log({"a": 1.0}, step + 1)  # nobody takes it, and nobody waits
+    tracker.finish()
+    assert tracker.take_news() == []
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
+def test_a_tracker_that_cannot_be_opened_is_told_and_left_out(
+    fault: BaseException, tmp_path: Path
+) -> None:
+    (news,) = log_steps(guard(Faulty(open=[fault] * 100), tmp_path), 1)
+    assert news.kind == "tracker_lost"
+
+
+def test_a_mistake_refuses_a_run_at_its_start_and_never_ends_one_that_goes_on(
+    tmp_path: Path,
+) -> None:
+    mistake = ConfigError("no key", hint="set one")
+    with pytest.raises(ConfigError, match="no key"):
+        guard(Faulty(open=[mistake]), tmp_path)
+    (news,) = log_steps(guard(Faulty(open=[mistake]), tmp_path, refuses=False), 7)
+    assert news.kind == "tracker_lost"
+    assert "no key" in news.message
+
+
+@pytest.mark.parametrize("what", ["config", "episodes", "checkpoint"])
+def test_a_tracker_that_refuses_something_else_is_told_numbers_nevertheless(
+    what: str, tmp_path: Path
+) -> None:
+    library = Faulty(**{what: [ValueError("no such thing")] * 6})
+    tracker = guard(library, tmp_path)
+    folder = tmp_path / "step_000001"
+    folder.mkdir()
+    for step in (1, 2):
+        tracker.log_config({"seed": 3})
+        tracker.log_episodes(ROWS, step)
+        tracker.log_checkpoint(folder, step)
+    news = log_steps(tracker, 1, 2)
+    assert "tracker_lost" not in [one.kind for one in news]
+    assert [step for name, step in library.told if name == "log"] == [1, 2]
+    assert any("no such thing" in one.message for one in news)
+
+
+def test_a_checkpoint_may_be_removed_while_a_tracker_keeps_it(tmp_path: Path) -> None:
+    release = Event()
+    library = Faulty(log=[release])
+    tracker = guard(library, tmp_path, ends_s=60.0)
+    folder = tmp_path / "step_000001"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    tracker.log({}, 1)
+    tracker.log_checkpoint(folder, 1)
+    shutil.rmtree(folder)
+    release.set()
+    tracker.finish()
+    assert ("checkpoint", ["config.json"]) in library.told
+    assert not (tmp_path / "held").exists()
+
+
+@OF_TENSORBOARD
+def test_tensorboard_outlives_its_folder(tmp_path: Path) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    tracker = make("tensorboard", tmp_path)
+    tracker.log({"a": 1.0}, 1)
+    tracker.flush(60.0)
+    shutil.rmtree(tmp_path / "tensorboard")
+    kinds = [one.kind for one in log_steps(tracker, 2, 3)]
+    assert kinds == ["tracker_reopened"]
+    events = reader.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [scalar.step for scalar in events.Scalars("a")] == [2, 3]
+
+
+@OF_TENSORBOARD
+def test_tensorboard_whose_folder_became_a_file_is_left_out(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    tracker = make("tensorboard", tmp_path)
+    tracker.log({"a": 1.0}, 1)
+    tracker.flush(60.0)
+    shutil.rmtree(tmp_path / "tensorboard")
+    (tmp_path / "tensorboard").write_text("no folder")
+    (news,) = log_steps(tracker, 2, 3)
+    assert news.kind == "tracker_lost"
+    assert news.data["steps_lost"] == 2
+
+
+OUTLIVES = """
+import sys
+from pathlib import Path
+import psutil
+from tests.broker.test_tracking import log_steps, make
+tracker = make("wandb-offline", Path(sys.argv[1]))
+tracker.log({"a": 1.0}, 1)
+tracker.flush(60.0)
+killed = psutil.Process().children(recursive=True)
+for one in killed:
+    one.kill()
+psutil.wait_procs(killed)
+print(len(killed), [news.kind for news in log_steps(tracker, 2, 3)])
+"""
+
+
+def test_wandb_outlives_its_service(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
+    done = subprocess.run(
+        [sys.executable, "-c", OUTLIVES, str(tmp_path / "run")],
+        env={**kept, "HOME": str(tmp_path), "WANDB_SILENT": "true"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    num_killed, kinds = done.stdout.splitlines()[-1].split(maxsplit=1)
+    assert int(num_killed) > 0
+    assert kinds == "['tracker_reopened']"
+    files = (tmp_path / "run" / "wandb").glob("offline-run-*/run-job-1.wandb")
+    steps = {
+        item.value_json
+        for file in files
+        for one in read_wandb(file)
+        if one.WhichOneof("record_type") == "history"
+        for item in one.history.item
+        if (item.key or "/".join(item.nested_key)) == "step"
+    }
+    assert {"2", "3"} <= steps
+
+
+def test_mlflow_whose_server_is_not_there_costs_a_run_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    (news,) = log_steps(make("mlflow", tmp_path), 1)
+    assert news.kind == "tracker_lost"
+    assert "MlflowException" in news.message

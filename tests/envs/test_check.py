@@ -2,6 +2,7 @@
 
 import pytest
 from tinkermq.envs.check import check_game
+from tinkermq.envs.write_data import write_rows
 from tinkermq.schemas.config.job import EnvConfig
 
 
@@ -62,3 +63,68 @@ def test_a_dataset_game_without_data_is_told_to_set_it():
 )
 def test_a_game_that_hangs_does_not_hang_the_check(game, limits, detail):
     assert detail in failures(game=game, **limits)["reset and step are in time"].detail
+
+
+def rows_of(folder, *rows):
+    good = {"prompt": "1+1=", "answer": "2"}
+    return [str(write_rows(folder / "train.jsonl", [good] * 20 + list(rows)))]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "1+2=", "answer": None}, "has no gold answer"),
+        ({"prompt": "1+2=", "answer": "3", "extra_info": "hard"}, "column extra_info of row 20"),
+        ({"prompt": "1+2=", "answer": "3", "images": ["cat.png"]}, "image 0 in column images"),
+        ({"prompt": 7, "answer": "3"}, "the prompt of row 20"),
+        ({"answer": "3"}, "row 20"),
+        ({"prompt": "<image>", "answer": "3", "images": [b"a", b"b"]}, "row 20"),
+    ],
+)
+def test_every_row_is_read_and_the_one_that_cannot_be_is_named(tmp_path, row, words):
+    if "images" in row and isinstance(row["images"][0], bytes):
+        row["images"] = ["data:image/png;base64,AAAA"] * 2
+    found = failures(game="addition", train_data=rows_of(tmp_path, row))["each row can be read"]
+    assert words in found.detail
+    assert "row 20 of" in found.detail
+    assert "train.jsonl" in found.detail
+
+
+def test_validation_rows_are_read_too(tmp_path):
+    val = str(write_rows(tmp_path / "val.jsonl", [{"prompt": "1+2=", "answer": ""}]))
+    found = failures(game="addition", train_data=rows_of(tmp_path), val_data=[val])
+    assert "row 0 of" in found["each row can be read"].detail
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("raises", "raised"),
+        ("says_nothing", "no finite reward"),
+        ("says_text", "no finite reward"),
+        ("says_nan", "no finite reward"),
+        ("hangs", "no reward came within 0.3 s"),
+        ("not_there", "cannot be imported"),
+    ],
+)
+def test_a_reward_function_that_would_fail_each_episode_is_told(function, words):
+    reward = {"source": "function", "function": f"reward_functions:{function}", "timeout_s": 0.3}
+    found = failures(game="broken_games:CountingGame", reward=reward)
+    assert words in found["the reward function answers"].detail
+
+
+@pytest.mark.parametrize("per", ["episode", "turn"])
+def test_a_sound_reward_function_is_called_as_by_a_host(tmp_path, per):
+    reward = {"source": "function", "function": "reward_functions:verl_style", "per": per}
+    config = EnvConfig.model_validate(
+        {"game": "addition", "train_data": rows_of(tmp_path), "reward": reward}
+    )
+    (found,) = [one for one in check_game(config) if one.name == "the reward function answers"]
+    assert found.ok
+    assert found.detail.startswith("8 episodes earn ")
+
+
+def test_a_judge_that_is_not_told_how_to_answer_is_found():
+    reward = {"source": "judge", "judge": "x", "judge_prompt": "Grade $answer."}
+    found = failures(game="broken_games:CountingGame", reward=reward)
+    assert "$form" in found["the judge is told how to answer"].hint

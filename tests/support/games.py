@@ -189,6 +189,11 @@ def no_reward(**_: Any) -> float:
     raise LookupError("no rubric for this")
 
 
+def same_reward(**_: Any) -> float:
+    """Say the same of every answer."""
+    return 0.5
+
+
 class EchoGame(AbstractGame):
     """Takes four turns; says how long each was, beside a number that its seed decides."""
 

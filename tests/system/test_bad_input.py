@@ -23,6 +23,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 FORGETS = "{%- for message in messages[-1:] -%}<|user|>{{ message['content'] }}{%- endfor -%}"
 
 NO_REWARD = {"source": "function", "function": "tests.support.games:no_reward"}
+SAME_REWARD = {"source": "function", "function": "tests.support.games:same_reward"}
 HANGS = {
     "game": "tests.support.games:SlowBandit",
     "kwargs": {"delay_s": 600},
@@ -39,6 +40,15 @@ def with_template(model: Path, folder: Path, template: str) -> Path:
     file = folder / "tokenizer_config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps({**config, "chat_template": template}))
+    return folder
+
+
+def with_settings(model: Path, folder: Path) -> Path:
+    """Copy a model and give it generation settings that transformers reads and refuses to write."""
+    shutil.copytree(model, folder)
+    file = folder / "generation_config.json"
+    settings = {**json.loads(file.read_text()), "temperature": 0.9, "top_p": 0.6}
+    file.write_text(json.dumps(settings))
     return folder
 
 
@@ -70,6 +80,12 @@ async def jobs(
         "import": small_job(model, env={"game": "tests.support.games:NoSuchGame"}, generator=alone),
         "raises": small_job(model, env={"game": "tests.support.games:RaisesInStep"}),
         "reward": small_job(model, env={"reward": NO_REWARD}, rollout={"max_tries": 1}),
+        "equal": small_job(
+            model,
+            env={"reward": SAME_REWARD},
+            algorithm={"filter_equal_rewards": True},
+            limits={"untrainable_groups": 40},
+        ),
         "hangs": small_job(model, env=HANGS, rollout={"max_tries": 1}),
         "prompt": small_job(model, rollout={"max_prompt_tokens": 5}),
         "deserted": small_job(
@@ -85,7 +101,7 @@ async def jobs(
         "hostless": small_job(
             model, env={"game": "bandit", "hosts": 0}, generator=alone, limits={"idle_s": 1}
         ),
-        "healthy": small_job(model),
+        "healthy": small_job(with_settings(model, folder / "sampled")),
     }
     yield {name: await shared_stack.submit(config) for name, config in configs.items()}
     await shared_stack.stop_all()
@@ -102,6 +118,7 @@ async def jobs(
         ("import", ["module tests.support.games has no game 'NoSuchGame'", "SlowBandit"]),
         ("raises", ["tasks in a row failed", "ValueError: no rule for", "letters"]),
         ("reward", ["tasks in a row failed", "no_reward raised LookupError: no rubric for this"]),
+        ("equal", ["groups could not be trained", "equal_rewards", "rollout.temperature"]),
         ("hangs", ["tasks in a row failed", "SlowBandit hung in step for 0.5 s"]),
         ("prompt", ["tasks in a row failed", "rollout.max_prompt_tokens is 5"]),
         ("hostless", ["no task was finished for 1 s (limits.idle_s)", "bring them back"]),
@@ -140,6 +157,18 @@ async def test_a_deserted_run_gives_its_slots_back_and_leaves_a_checkpoint(
     assert (job.run_dir / "latest").exists()
 
 
+async def test_groups_that_cannot_be_trained_are_told_and_leave_a_checkpoint(
+    jobs: dict[str, Job],
+) -> None:
+    job = jobs["equal"]
+    await job.until("FAILED", deadline_s=240)
+    first = (await job.events("groups_untrainable"))[0]
+    assert "groups could not be trained" in first.message
+    assert "after 40 the run ends" in first.message
+    assert (job.run_dir / "latest").exists()
+    assert await job.batches() == []
+
+
 async def test_failed_tasks_are_in_the_dead_letters_with_their_blame(
     jobs: dict[str, Job],
 ) -> None:
@@ -157,3 +186,5 @@ async def test_failed_tasks_are_in_the_dead_letters_with_their_blame(
 async def test_the_healthy_job_beside_them_is_unharmed(jobs: dict[str, Job]) -> None:
     await jobs["healthy"].until("COMPLETED", deadline_s=240)
     await assert_every_task_once(jobs["healthy"])
+    saved = jobs["healthy"].run_dir / "latest" / "generation_config.json"
+    assert json.loads(saved.read_text())["top_p"] == 0.6

@@ -114,16 +114,30 @@ def _trajectories(
     if task.sample is None:
         raise DataError(f"task {task.task} names no row")
     row = data.row(task.sample)
+    answers = spoken_of(row, chat, max_tokens)
     if isinstance(row, ChatRow):
-        spoken = chat.conversation(row.messages, row.tools)
-        _check_length(spoken, row.where, max_tokens)
-        return [_trajectory(task, spoken, row.messages)]
-    answers = pair_conversations(row, chat, max_tokens)
+        return [_trajectory(task, answers[0], row.messages)]
     told = [row.prompt + answer for answer in (row.chosen, row.rejected)]
     return [
         _trajectory(task, spoken, messages, reward)
         for spoken, messages, reward in zip(answers, told, (1.0, 0.0), strict=True)
     ]
+
+
+def spoken_of(row: ChatRow | PairRow, chat: ChatTokenizer, max_tokens: int) -> list[Conversation]:
+    """Tokenise what a row holds: one conversation, or the two of a pair.
+
+    Raises DataError for one that is too long, ModelError for what the template does not take; both
+    name the row.
+    """
+    try:
+        if isinstance(row, PairRow):
+            return pair_conversations(row, chat, max_tokens)
+        spoken = chat.conversation(row.messages, row.tools)
+    except ModelError as error:
+        raise ModelError(f"{row.where}: {error.message}", hint=error.hint) from error
+    _check_length(spoken, row.where, max_tokens)
+    return [spoken]
 
 
 def pair_conversations(row: PairRow, chat: ChatTokenizer, max_tokens: int) -> list[Conversation]:

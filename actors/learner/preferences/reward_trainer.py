@@ -26,7 +26,7 @@ from ....schemas.rollout import Group
 from ....schemas.wire.errors import DataError
 from ..algorithms.training_batch import TrainingBatch, ends_of, minibatches
 from ..packing.micro_batch import MicroBatch
-from ..training.checkpoint import OPTIMIZER, save_policy
+from ..training.checkpoint import OPTIMIZER, save_form, save_policy
 from ..training.optimizer import load_optimizer, make_optimizer
 from ..training.optimizers.loss_scale import LossScale
 from ..training.parallel import Parallel, whole, whole_tensors
@@ -69,6 +69,10 @@ class RewardTrainer:
     def weights(self) -> dict[str, Tensor]:
         """Return what is trained, whole and on the CPU; all ranks ask for it together."""
         return {name: value.cpu() for name, value in whole_tensors(self.model)}
+
+    def save_form(self, folder: Path, tokenizer: Any) -> None:
+        """Write all of a checkpoint but weights and optimiser."""
+        save_form(folder, self.model, pad_alike(tokenizer, self.model))
 
     def begin_save(self, folder: Path, tokenizer: Any) -> Callable[[], None]:
         """Write what the ranks write together; return what is left to this one.

@@ -78,6 +78,8 @@ class LearnerState(BaseModel):
     """Clients' tasks that were dropped and are still to be issued again."""
     unrecorded: list[Dropped] = Field(default_factory=list[Dropped])
     """What was dropped since the last batch record; the next one names it."""
+    judged_seq: int = 0
+    """The run was given up for groups up to this entry of the log, of which none was trained."""
     dropped_by_reason: dict[str, int] = Field(default_factory=dict[str, int])
     """How many groups were dropped, by reason."""
     bound: int = 0

@@ -9,28 +9,43 @@ renamed; `latest` is a link to the newest. Master weights are float32, and so ar
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
+import structlog
 import torch
 from pydantic import ValidationError
+from safetensors import SafetensorError
 from torch import Tensor, nn
+from transformers import GenerationConfig
 
 from ....schemas.wire.errors import NotFoundError, StorageError, TinkermqError
 from ...models.checkpoint_folders import checkpoint_name
 from ...models.digests import check_digests, write_digests
 from ...models.lora import policy_tensors
-from ...models.writing import flush, flush_entries, storage_error
+from ...models.policies import policy_folder
+from ...models.writing import (
+    check_reread,
+    flush,
+    flush_entries,
+    save_model,
+    save_plain_weights,
+    storage_error,
+    unsavable,
+)
 from ..tasks.state import LearnerState
 from .optimizer import save_optimizer
 from .parallel import Parallel, whole
 
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
 _STATE = "learner/state.json"
 OPTIMIZER = "learner/optimizer"
 """A folder that several ranks wrote, or with `.pt` the file of one."""
 _REPLACED = ".replaced_"
 _DAMAGED = "damaged_"
+_TRIAL = ".trial"
+_KEPT = "kept_weights_"
 
 
 class CheckpointJudge(Protocol):
@@ -228,11 +243,100 @@ def save_policy(
         if parallel.rank != 0:
             return
         (folder / "learner").mkdir(parents=True, exist_ok=parallel.sharded)
-        cast(Any, model).save_pretrained(folder, state_dict=weights)
+        save_model(model, folder, weights)
         tokenizer.save_pretrained(folder)
         finish_optimizer()
 
     return finish
+
+
+def save_form(folder: Path, model: nn.Module, tokenizer: Any) -> None:
+    """Write a model folder without the weights; this rank alone does."""
+    (folder / "learner").mkdir(parents=True)
+    save_model(model, folder, {})
+    tokenizer.save_pretrained(folder)
+
+
+def try_saving(
+    run_dir: Path,
+    write: Callable[[Path], None],
+    tokenizer: Any,
+    settings: GenerationConfig | None,
+    *,
+    trust_remote_code: bool = False,
+) -> None:
+    """Save a checkpoint of the untrained model, read it again, and remove it.
+
+    `write` is what checkpoints are written by, or what leaves the weights out; `settings` are
+    those of generation that the model came with. Raises ModelError
+    for what cannot be saved, StorageError for a disk that cannot be written.
+    """
+    place = run_dir / _TRIAL
+    shutil.rmtree(place, ignore_errors=True)
+    try:
+        folder = CheckpointStore(place, keep_last=1, keep_every=0).save(LearnerState(), write)
+        load_state(folder)
+        check_reread(folder, tokenizer, settings, trust_remote_code=trust_remote_code)
+    except StorageError as error:
+        cause = error.__cause__
+        if error.is_full or cause is None or isinstance(cause, OSError):
+            raise
+        raise unsavable("the model", cause) from error
+    except TinkermqError:
+        raise
+    except Exception as error:  # a library's, or code that came with the model
+        raise unsavable("the model", error) from error
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def keep_weights(
+    places: Sequence[Path],
+    step: int,
+    policies: Mapping[str, Mapping[str, Tensor]],
+    write_form: Callable[[Path], None],
+) -> Path:
+    """Write the weights of each policy plainly, into the first of the places that takes them.
+
+    For a checkpoint that could not be written: nothing but safetensors is needed. What else
+    `write_form` can write of a model folder is beside them. Those kept before are removed. Returns
+    the folder. Raises StorageError where no place takes them.
+    """
+    failure: Exception | None = None
+    for place in places:
+        folder = place / f"{_KEPT}{checkpoint_name(step)}"
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            write_form(folder)
+        except Exception as error:  # noqa: BLE001  a library's: it may be why this is needed
+            _log.warning("form_not_written", folder=str(folder), error=str(error))
+        try:
+            for policy, tensors in policies.items():
+                _keep(policy_folder(folder, policy), tensors)
+            flush(folder)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            failure = error
+            continue
+        for earlier in place.glob(f"{_KEPT}*"):
+            if earlier != folder:
+                shutil.rmtree(earlier, ignore_errors=True)
+        return folder
+    raise StorageError(
+        f"the weights of step {step} could not be written to {', '.join(map(str, places))}: "
+        f"{failure}",
+        hint="free some space, or choose another output_dir",
+    ) from failure
+
+
+def _keep(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write the weights of a policy under the names by which the libraries look for them."""
+    critic = {name: one for name, one in tensors.items() if name.startswith("critic.")}
+    rest = {name: one for name, one in tensors.items() if name not in critic}
+    is_adapter = any(name.startswith("base_model.model.") for name in rest)
+    save_plain_weights(rest, folder / f"{'adapter_' * is_adapter}model.safetensors")
+    if critic:
+        save_plain_weights(critic, folder / "critic.safetensors")
 
 
 def gather_weights(model: nn.Module, parallel: Parallel) -> dict[str, Tensor] | None:

@@ -16,6 +16,7 @@ from ....broker.weights.store import TensorBytes
 from ....schemas.config.job import JobConfig
 from ....schemas.rollout import Group
 from ....schemas.wire.errors import ConfigError
+from ...models.lora import policy_tensors
 from ...models.policies import MAIN, policy_config, policy_folder, policy_names
 from ..algorithms.training_batch import assemble
 from ..preferences.reward_model import load_reward_model
@@ -136,6 +137,20 @@ class Policies:
             ]
             for finish in writes:
                 finish()
+
+    def save_form(self, folder: Path, tokenizer: Any) -> None:
+        """Write all of a checkpoint but weights and optimisers; no other rank is asked."""
+        for name, trainer in self.trainers.items():
+            trainer.save_form(policy_folder(folder, name), tokenizer)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what is trained, and so of a checkpoint without optimisers."""
+        return sum(
+            tensor.numel() * tensor.element_size()
+            for model in self.models.values()
+            for tensor in policy_tensors(model).values()
+        )
 
     def snapshot(self, dtype: torch.dtype) -> dict[str, TensorBytes]:
         """Copy what changes from version to version, of each policy, as it is published."""

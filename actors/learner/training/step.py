@@ -39,7 +39,7 @@ from ..packing.micro_batch import MicroBatch
 from ..preferences.preferences import Preferences, check_pair
 from ..regularisation.entropy_bonus import EntropyBonus
 from ..regularisation.reference import Reference
-from .checkpoint import OPTIMIZER, save_policy
+from .checkpoint import OPTIMIZER, save_form, save_policy
 from .critic import Critic, spread
 from .model import Scorer, load_model, load_reference
 from .objective import Objective, StepInputs
@@ -141,6 +141,10 @@ class Trainer:
     def save(self, folder: Path, tokenizer: Any) -> None:
         """Write model, tokenizer, what reads images, optimiser and critic, and make the folder."""
         self.begin_save(folder, tokenizer)()
+
+    def save_form(self, folder: Path, tokenizer: Any) -> None:
+        """Write all of a checkpoint but weights and optimiser."""
+        save_form(folder, self.model, Processor(tokenizer, self.image_reader))
 
     def begin_save(self, folder: Path, tokenizer: Any) -> Callable[[], None]:
         """Write what the ranks write together; return what is left to this one.

@@ -15,7 +15,7 @@ from ....broker.client.connection import Broker
 from ....broker.jobs import JobStore, is_final
 from ....schemas.config.job import JobConfig
 from ....schemas.config.load_config import check_keys, parse_config
-from ....schemas.config.reward import RewardConfig
+from ....schemas.config.reward import RewardConfig, check_judge_prompt
 from ....schemas.job import ActorPlacement, ConfigureRequest, JobRecord, SubmitRequest
 from ....schemas.tinker.names import is_path
 from ....schemas.wire.errors import ConfigError, StateError, TinkermqError
@@ -261,6 +261,7 @@ class Submission:
         config = parse_config({**record.config, "name": record.name})
         if record.weights_only:
             config = config.with_model(begins_with(record))
+        check_judge_prompt(config.env.reward)
         config, roots = await self._allowed(config, record)
         kind = "sft" if record.kind == "train" and config.sft.data else record.kind
         named = await self.origins.teachers(record, config)

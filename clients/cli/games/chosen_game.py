@@ -45,7 +45,7 @@ def choosing_game(
         return
     kwargs: dict[str, Any] = {}
     for argument in arguments:
-        apply_override(kwargs, argument)
+        apply_override(kwargs, argument, None)
     env = EnvConfig(game=game, kwargs=kwargs, train_data=list(train_data), val_data=list(val_data))
     with tempfile.TemporaryDirectory(prefix="tinkermq-data-") as folder:
         yield ChosenGame(_with_data(env, folder))

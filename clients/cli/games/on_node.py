@@ -50,6 +50,6 @@ def _job(
         return load_config(Path(game), arguments).model_dump(exclude_unset=True)
     kwargs: dict[str, Any] = {}
     for argument in arguments:
-        apply_override(kwargs, argument)
+        apply_override(kwargs, argument, None)
     env = {"game": game, "kwargs": kwargs, "train_data": train_data, "val_data": val_data}
     return {"model": {"path": _NO_MODEL}, "env": env}

@@ -159,7 +159,7 @@ def infer(
         raise ConfigError("arguments of a game need the game", hint="add --game NAME")
     kwargs: dict[str, Any] = dict(own.get("kwargs") or {}) if chosen and not game else {}
     for argument in game_arguments:
-        apply_override(kwargs, argument)
+        apply_override(kwargs, argument, None)
     options = flags.options(
         game_class=load_game(chosen) if chosen else None,
         game_kwargs=kwargs,

@@ -27,9 +27,9 @@ def show(config: Path, /, *overrides: str, json: bool = False) -> int:
     if json:
         print_json(effective)
     else:
-        import yaml
+        from ....schemas.config.yaml_values import write_yaml
 
-        say_plain(yaml.safe_dump(effective, sort_keys=False).rstrip())
+        say_plain(write_yaml(effective).rstrip())
     return 0
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ....broker.client.connection import Broker
-from ....envs.check import check_game
+from ....envs.check import CheckResult, check_game
 from ....envs.data.pair_data import check_row, open_rows
 from ....schemas.config.job import JobConfig
 from ....schemas.job import SubmissionFinding
@@ -25,6 +25,7 @@ from ...validation.files import look_at_model
 from ...validation.names import checkpoint_named
 from ...validation.paths import is_local_pool, resolve_paths
 from ..agents.private_broker import with_private_broker
+from ..models.check_model import can_look, check_job_here
 from ..output import literal, note, print_json, say, say_plain
 from ..session import with_pool
 
@@ -39,6 +40,15 @@ _ERRORS: dict[str, type[TinkermqError]] = {
     "game": GameError,
     "slots": PlacementError,
 }
+
+
+_KINDS: dict[str, type[TinkermqError]] = {
+    "the data can be read": DataError,
+    "each row can be read": DataError,
+    "the reward function answers": ConfigError,
+    "the judge is told how to answer": ConfigError,
+}
+"""What is wrong with a job where the game is not."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +73,14 @@ def dry_run(
     told: the scheduler of slots, names and quotas, its nodes of models, data and games.
     """
     if not as_json:
-        import yaml
+        from ....schemas.config.yaml_values import write_yaml
 
         given = config.model_dump(mode="json", exclude_unset=True)
-        say_plain(yaml.safe_dump(given, sort_keys=False))
+        say_plain(write_yaml(given))
         note("all other keys have their defaults: `tinkermq config show FILE` prints them too")
     here = [_look(*check) for check in _checks_here(config, nats_url, from_run)]
+    if from_run is None:
+        here += _look_inside(config, here)
     told = _ask_pool(config, nats_url, from_run)
     if not _is_here(nats_url):
         had = {one.what for one in told if one.error is None and one.by.startswith("node ")}
@@ -99,6 +111,34 @@ def _look(what: str, check: Callable[[], str]) -> _Result:
         return _Result(what, check(), "this machine")
     except TinkermqError as error:
         return _Result(what, error.message, "this machine", error)
+
+
+def _look_inside(config: JobConfig, here: Sequence[_Result]) -> list[_Result]:
+    """Return what the run's own code says of model, template, adapter, rows and saving.
+
+    Nothing where this machine lacks the model, or has found something else wrong with it.
+    """
+    sound = {one.what for one in here if one.error is None}
+    if any(one.error is not None and one.what in ("model", "data") for one in here):
+        return []
+    if not can_look(config):
+        return []
+    plays = "game" in sound and config.env.hosts > 0
+    try:
+        results = check_job_here(config, plays=plays)
+    except TinkermqError as error:
+        return [_Result("model", error.message, "this machine", error)]
+    wrong = [
+        _Result("model", f"{one.name}? no: {one.detail}", "this machine", _refusal(one))
+        for one in results
+        if not one.ok
+    ]
+    passed = f"{len(results)} checks with the code of the run passed"
+    return wrong or [_Result("model", passed, "this machine")]
+
+
+def _refusal(result: CheckResult) -> TinkermqError:
+    return ModelError(f"{result.name}? no: {result.detail}", hint=result.hint)
 
 
 def _ask_pool(config: JobConfig, nats_url: str | None, from_run: str | None) -> list[_Result]:
@@ -181,7 +221,7 @@ def check_env(config: JobConfig) -> str:
     results = check_game(config.env, seed=config.seed)
     for result in results:
         if not result.ok:
-            kind = DataError if result.name == "the data can be read" else GameError
+            kind = _KINDS.get(result.name, GameError)
             raise kind(f"{result.name}? no: {result.detail}", hint=result.hint)
     return f"{config.env.game}: {len(results)} checks passed"
 

@@ -92,5 +92,6 @@ def test_what_no_batch_record_names_yet_outlives_a_crash() -> None:
     world.drop(4)
     world.drops.write_to(state)
     again = World(LearnerState.model_validate_json(state.model_dump_json()))
+    assert [item.seq for item in again.drops.unrecorded] == [5]
     assert again.drops.take_unrecorded() == [Dropped(seq=5, task=4, reason="malformed")]
     assert again.drops.take_unrecorded() == []

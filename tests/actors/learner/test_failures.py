@@ -1,9 +1,17 @@
-"""A job is given up when nothing but failed tasks come, and only then."""
+"""A job is given up when nothing but failed tasks or useless groups come, and only then."""
 
 import pytest
-from tinkermq.actors.learner.tasks.failures import LEAST_IN_A_ROW, Failures
+from tinkermq.actors.learner.tasks.failures import LEAST_IN_A_ROW, Failures, Untrainable
+from tinkermq.schemas.batch import Dropped, DropReason
 from tinkermq.schemas.task import Blame
-from tinkermq.schemas.wire.errors import DataError, EngineError, GameError
+from tinkermq.schemas.wire.errors import (
+    ConfigError,
+    DataError,
+    EngineError,
+    GameError,
+    RewardError,
+    TinkermqError,
+)
 
 
 def blame(boundary: str = "environment", code: str = "game") -> Blame:
@@ -74,3 +82,90 @@ def test_a_run_that_nobody_publishes_for_says_that_groups_are_missing() -> None:
     assert isinstance(error, DataError)
     assert "nobody published a task or a group for 60 s" in error.message
     assert "publish more" in error.hint
+
+
+def dropped(*seqs: int, reason: DropReason = "equal_rewards") -> list[Dropped]:
+    return [Dropped(seq=seq, task=seq, reason=reason) for seq in seqs]
+
+
+def test_groups_that_cannot_be_trained_are_told_after_a_batch_of_them_and_as_they_double() -> None:
+    untrainable, told = Untrainable(batch_size=4, limit=0), list[int]()
+    for number in range(1, 40):
+        untrainable.look(dropped(*range(1, number + 1)), [])
+        if untrainable.word():
+            told.append(number)
+        assert bool(untrainable.wait) == (number >= 4)
+        assert untrainable.error() is None
+    assert told == [4, 8, 16, 32]
+
+
+@pytest.mark.parametrize(
+    ("reason", "error", "why"),
+    [
+        ("equal_rewards", RewardError, "all returns of each group were equal"),
+        ("filtered", ConfigError, "own_filter left them out"),
+        ("stale", ConfigError, "older than training.max_staleness"),
+        ("malformed", DataError, "they are malformed"),
+    ],
+)
+def test_too_many_in_a_row_end_the_job_with_the_reason_and_a_remedy(
+    reason: DropReason, error: type[TinkermqError], why: str
+) -> None:
+    untrainable = Untrainable(batch_size=2, limit=5)
+    untrainable.look(dropped(1, 2, 3, 4, reason=reason), [])
+    assert untrainable.error() is None
+    untrainable.look(dropped(1, 2, 3, 4, 5, reason=reason), [])
+    raised = untrainable.error()
+    assert type(raised) is error
+    assert f"the last 5 groups could not be trained (5 {reason}): " in raised.message
+    assert why in raised.message
+    assert "limits.untrainable_groups" in raised.hint
+
+
+def test_the_most_frequent_of_several_reasons_names_the_remedy() -> None:
+    untrainable = Untrainable(batch_size=2, limit=5)
+    untrainable.look([*dropped(1, 2), *dropped(3, 4, 5, reason="stale")], [])
+    raised = untrainable.error()
+    assert isinstance(raised, ConfigError)
+    assert "(2 equal_rewards, 3 stale)" in raised.message
+
+
+def test_one_group_that_waits_to_be_trained_begins_the_count_anew() -> None:
+    untrainable = Untrainable(batch_size=2, limit=5)
+    untrainable.look(dropped(1, 2, 3, 4, 6, 7), usable=[5])
+    assert untrainable.num_in_a_row == 2
+    assert untrainable.error() is None
+
+
+def test_failed_tasks_and_duplicates_are_not_counted_as_untrainable() -> None:
+    untrainable = Untrainable(batch_size=1, limit=2)
+    untrainable.look([*dropped(1, 2, 3, reason="failed"), *dropped(4, reason="duplicate")], [])
+    assert untrainable.num_in_a_row == 0
+    assert untrainable.wait == untrainable.word() == ""
+
+
+def test_after_a_step_a_few_are_nothing_special() -> None:
+    untrainable = Untrainable(batch_size=2, limit=0)
+    untrainable.stepped()
+    untrainable.look(dropped(*range(1, 32)), [])
+    assert untrainable.wait == untrainable.word() == ""
+    untrainable.look(dropped(*range(1, 33)), [])
+    assert untrainable.word()
+
+
+def test_a_run_that_was_given_up_begins_to_count_when_it_is_resumed() -> None:
+    untrainable = Untrainable(batch_size=2, limit=3)
+    untrainable.look(dropped(1, 2, 3), [])
+    assert untrainable.error() is not None
+    resumed = Untrainable(batch_size=2, limit=3, judged_seq=untrainable.give_up(3))
+    resumed.look(dropped(1, 2, 3, 4), [])
+    assert resumed.num_in_a_row == 1
+
+
+@pytest.mark.parametrize(("batch_size", "bound"), [(1, 256), (8, 256), (64, 1280)])
+def test_by_default_many_batches_are_waited_for(batch_size: int, bound: int) -> None:
+    untrainable = Untrainable(batch_size, limit=None)
+    untrainable.look(dropped(*range(1, bound)), [])
+    assert untrainable.error() is None
+    untrainable.look(dropped(*range(1, bound + 1)), [])
+    assert untrainable.error() is not None

@@ -10,6 +10,8 @@ import pytest
 from tinkermq.envs.math.grader import MEMORY_BYTES, Grader
 from tinkermq.envs.sandbox.watch import descendants
 
+from tests.envs.math.graded_pairs import RIGHT, WRONG
+
 DEEP = "(" * 400 + "x" + ")" * 400
 """Takes the parser minutes."""
 
@@ -17,6 +19,13 @@ DEEP = "(" * 400 + "x" + ")" * 400
 @pytest.fixture(scope="module")
 def grader() -> Iterator[Grader]:
     grader = Grader(1, limit_s=1.0)
+    yield grader
+    grader.close()
+
+
+@pytest.fixture(scope="module")
+def patient() -> Iterator[Grader]:
+    grader = Grader(1)
     yield grader
     grader.close()
 
@@ -68,6 +77,16 @@ def test_the_same_in_other_words_is_right(grader, gold, answer):
 )
 def test_what_is_wrong_or_leaves_the_choice_to_the_grader_scores_nothing(grader, gold, answer):
     assert grader.grade(gold, answer) in ("wrong", "late")
+
+
+@pytest.mark.parametrize(("gold", "answer"), RIGHT)
+def test_what_people_write_for_the_right_answer_is_right(patient, gold, answer):
+    assert patient.grade(gold, answer) == "right"
+
+
+@pytest.mark.parametrize(("gold", "answer"), WRONG)
+def test_what_is_another_answer_is_wrong(patient, gold, answer):
+    assert patient.grade(gold, answer) == "wrong"
 
 
 def test_an_answer_that_takes_too_long_ends_its_process_and_the_next_is_graded(grader):

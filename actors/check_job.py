@@ -1,0 +1,209 @@
+"""Look at what a job reads, with the code that reads it in the run: model, template, data, saving.
+
+Nothing is trained and no weights are read: the model is built on torch's meta device, which has
+shapes and no memory. What passes here does not fail in the run for what can be seen without it.
+"""
+
+import contextlib
+import json
+import struct
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..schemas.config.job import JobConfig, ModelConfig
+from ..schemas.wire.errors import ModelError, TinkermqError
+from .generator.episodes.chat import make_chat, open_chat
+from .models.lora import base_of, is_adapter
+from .models.model_folder import (
+    check_model_folder,
+    is_reward_model,
+    load_causal_lm,
+    load_model_config,
+    load_policy,
+    load_tokenizer,
+)
+
+ROWS_S = 60.0
+"""Time for the rows of a job's conversations; of more the first are looked at."""
+_MAX_HEADER_BYTES = 100 << 20
+"""Of a file of weights: safetensors' own bound."""
+
+Question = tuple[str, Callable[[], str]]
+
+
+def check_job(config: JobConfig) -> Iterator[dict[str, Any]]:
+    """Answer one question after the other, as the fields of `envs.check.CheckResult`."""
+    for name, question in _questions(config):
+        try:
+            yield {"name": name, "ok": True, "detail": question(), "hint": ""}
+        except TinkermqError as error:
+            yield {"name": name, "ok": False, "detail": error.message, "hint": error.hint}
+
+
+def _questions(config: JobConfig) -> Iterator[Question]:
+    yield "the model's tokenizer and template can be used", lambda: _chat(config)
+    if config.sft.data:
+        yield "each row can be learnt from", lambda: _rows(config)
+    yield "the weights are those of the configuration", lambda: _weights(config.model)
+    if config.lora.rank or is_adapter(config.model.path):
+        yield "the adapter fits the model", lambda: _adapter(config)
+    yield "a checkpoint can be written", lambda: check_saving(config.model)
+
+
+def _chat(config: JobConfig) -> str:
+    """Open the chat as a generator does, and its template where episodes are made of turns."""
+    if config.sft.data:
+        open_chat(config.model)
+        return "opened as by the run"
+    make_chat(config)
+    return "opened and tried as by the run"
+
+
+def _rows(config: JobConfig) -> str:
+    """Tokenise conversations or pairs as the job's generators do."""
+    from ..envs.data.pair_data import check_row, open_rows
+    from .generator.episodes.demonstrations import spoken_of
+
+    chat, until = open_chat(config.model), time.monotonic() + ROWS_S
+    told: list[str] = []
+    for key, files in (("data", config.sft.data), ("val_data", config.sft.val_data)):
+        if not files:
+            continue
+        with contextlib.closing(open_rows(config.sft, files)) as data:
+            longest, number = 0, 0
+            while number < len(data) and (number == 0 or time.monotonic() < until):
+                row = data.row(number)
+                check_row(row)
+                spoken = spoken_of(row, chat, config.rollout.max_tokens)
+                longest = max([longest, *(len(one.token_ids) for one in spoken)])
+                number += 1
+            some = "" if number == len(data) else f" the first {number:,} of"
+            told.append(f"sft.{key}:{some} {len(data):,} rows, up to {longest} tokens")
+    return "; ".join(told)
+
+
+def _weights(model: ModelConfig) -> str:
+    """Compare the shapes of the stored tensors with those of the model that is configured."""
+    path = model.path
+    while is_adapter(path):
+        path = base_of(path)
+    check_model_folder(path)
+    if not Path(path).is_dir():
+        return f"{path} is the hub's: not looked at"
+    trust = model.trust_remote_code
+    if is_reward_model(load_model_config(path, trust_remote_code=trust)):
+        return "those of a reward model: not looked at"
+    wanted = {name: tuple(one.shape) for name, one in _meta_model(model, path).items()}
+    stored = stored_shapes(Path(path))
+    for name, shape in stored.items():
+        if name in wanted and wanted[name] != shape:
+            raise ModelError(
+                f"{name} of model {path} has the shape {list(shape)}, config.json makes it "
+                f"{list(wanted[name])}",
+                hint="config.json and the weights are of two models, or the embedding was resized "
+                "and one of them not saved: save both with `model.save_pretrained`",
+            )
+    return f"{len(stored)} tensors" if stored else "no *.safetensors: not looked at"
+
+
+def _meta_model(model: ModelConfig, path: str) -> dict[str, Any]:
+    import torch
+
+    with torch.device("meta"):
+        built: Any = load_causal_lm(
+            path,
+            dtype=torch.float32,
+            trust_remote_code=model.trust_remote_code,
+            hollow=True,
+        )
+    return built.state_dict()
+
+
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors in a folder's safetensors files; reads their headers alone.
+
+    Raises ModelError for a file that is cut or damaged.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, told in _header(file).items():
+            if name != "__metadata__":
+                shapes[name] = tuple(told["shape"])
+    return shapes
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """Read what a safetensors file says of itself, and see that it is as long as that."""
+    try:
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            if length > _MAX_HEADER_BYTES:
+                raise ValueError(f"its header is said to have {length:,} bytes")
+            header: dict[str, Any] = json.loads(opened.read(length))
+        ends = [one["data_offsets"][1] for name, one in header.items() if name != "__metadata__"]
+        wanted = 8 + length + max(ends, default=0)
+        if file.stat().st_size < wanted:
+            raise ValueError(f"it has {file.stat().st_size:,} of {wanted:,} bytes")
+        return header
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        raise ModelError(
+            f"{file} is damaged or cut: {error}",
+            hint="copy or download the model's files again",
+        ) from error
+
+
+def _adapter(config: JobConfig) -> str:
+    """Put the adapter on the model as the learner does, without its weights."""
+    import torch
+
+    model = config.model
+    with torch.device("meta"):
+        built: Any = load_policy(
+            model.path,
+            config.lora,
+            seed=config.seed,
+            dtype=torch.float32,
+            trust_remote_code=model.trust_remote_code,
+            hollow=True,
+        )
+    trained = sum(int(one.numel()) for one in built.parameters() if one.requires_grad)
+    if not config.lora.rank:
+        return f"that of {model.path} is merged into {base_of(model.path)}"
+    return f"{trained:,} numbers are trained"
+
+
+def check_saving(model: ModelConfig) -> str:
+    """Write what a checkpoint holds beside its weights to a folder that is removed.
+
+    Raises ModelError for what transformers reads and does not write again.
+    """
+    from transformers import GenerationConfig
+
+    path = model.path
+    while is_adapter(path):
+        path = base_of(path)
+    config: Any = load_model_config(path, trust_remote_code=model.trust_remote_code)
+    tokenizer: Any = load_tokenizer(
+        model.tokenizer or path, trust_remote_code=model.trust_remote_code
+    )
+    parts: list[tuple[str, Callable[[str], Any]]] = [
+        ("config.json", config.save_pretrained),
+        ("the tokenizer", tokenizer.save_pretrained),
+    ]
+    with contextlib.suppress(OSError):  # the file is optional
+        generation: Any = GenerationConfig.from_pretrained(path)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+        parts.append(("generation_config.json", generation.save_pretrained))
+    with tempfile.TemporaryDirectory(prefix="tinkermq-saving-") as folder:
+        for name, save in parts:
+            try:
+                save(folder)
+            except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+                raise ModelError(
+                    f"{name} of model {path} cannot be saved again, and no checkpoint could: "
+                    f"{error}",
+                    hint=f"mend {name} in the model's folder: `save_pretrained` must take it",
+                ) from error
+    return "config, tokenizer and generation config"

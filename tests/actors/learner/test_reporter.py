@@ -1,0 +1,85 @@
+"""Numbers reach the run's own file whole, and trackers that fail are told once and end nothing."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from tinkermq.actors.learner.reporter import Reporter
+from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.feed import read_events
+from tinkermq.broker.observe.tracking import GuardedTracker, JsonlTracker, Tracker
+from tinkermq.schemas.config.job import JobConfig
+from tinkermq.schemas.metric import Event
+from tinkermq.schemas.wire.subjects import JobScope
+
+from tests.support.contexts import job_context
+
+CONFIG = JobConfig.model_validate({"model": {"path": "none"}, "env": {"game": "none"}})
+
+
+class Dead(Tracker):
+    """A library whose service has died."""
+
+    def log(self, metrics: object, step: int) -> None:
+        raise ConnectionResetError("Connection lost")
+
+
+async def reporter_of(broker: Broker, scope: JobScope, trackers: Sequence[Tracker]) -> Reporter:
+    context = await job_context(broker, scope, "learner", CONFIG)
+    return Reporter(context=context, trackers=trackers, total_steps=100)
+
+
+async def events(broker: Broker, scope: JobScope) -> list[Event]:
+    return await read_events(broker, scope)
+
+
+def steps_in(folder: Path) -> list[int]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines]
+
+
+async def test_a_dead_tracker_is_one_event_and_the_runs_own_file_is_whole(
+    broker: Broker, scope: JobScope, tmp_path: Path
+) -> None:
+    dead = GuardedTracker("wandb", Dead, tmp_path / "held", pauses_s=[0.0])
+    reporter = await reporter_of(broker, scope, [JsonlTracker(tmp_path), dead])
+    for step in range(1, 6):
+        await reporter.log_evaluation(step, {"val/mean_score": 0.5})
+        await reporter.flush()
+    await reporter.finish()
+    assert steps_in(tmp_path) == [1, 2, 3, 4, 5]
+    (event,) = await events(broker, scope)
+    assert event.kind == "tracker_lost"
+    assert "tracker wandb: ConnectionResetError: Connection lost at step 1" in event.message
+    assert event.data["tracker"] == "wandb"
+
+
+async def test_a_file_that_cannot_be_written_for_a_while_gets_its_numbers_later(
+    broker: Broker, scope: JobScope, tmp_path: Path
+) -> None:
+    reporter = await reporter_of(broker, scope, [JsonlTracker(tmp_path)])
+    file = tmp_path / "metrics.jsonl"
+    file.rename(tmp_path / "aside")
+    file.mkdir()
+    for step in (1, 2):
+        await reporter.log_evaluation(step, {"a": 1.0})
+    file.rmdir()
+    await reporter.log_evaluation(3, {"a": 1.0})
+    assert steps_in(tmp_path) == [1, 2, 3]
+    (event,) = await events(broker, scope)
+    assert event.kind == "metrics_unwritable"
+    assert "the metrics of step 1 cannot be written, and wait" in event.message
+
+
+async def test_a_file_that_can_never_be_written_is_told_at_the_end(
+    broker: Broker, scope: JobScope, tmp_path: Path
+) -> None:
+    reporter = await reporter_of(broker, scope, [JsonlTracker(tmp_path)])
+    file = tmp_path / "metrics.jsonl"
+    file.unlink()
+    file.mkdir()
+    for step in (1, 2):
+        await reporter.log_evaluation(step, {"a": 1.0})
+    await reporter.finish()
+    told = [event.kind for event in await events(broker, scope)]
+    assert told == ["metrics_unwritable", "metrics_lost"]

@@ -1,0 +1,223 @@
+"""What a job reads of its model and data is looked at with the code of the run, before it runs."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tinkermq.actors.check_job import check_job
+from tinkermq.actors.learner.preferences.reward_model import load_reward_model
+from tinkermq.actors.models.model_folder import load_causal_lm, load_policy, load_tokenizer
+from tinkermq.actors.models.tiny_model import TinyKind, save_tiny_model
+from tinkermq.actors.models.tiny_vision_model import save_tiny_vision_model
+from tinkermq.envs.write_data import write_rows
+from tinkermq.schemas.config.job import JobConfig, ModelConfig
+from tinkermq.schemas.config.learner import LearnerConfig
+from tinkermq.schemas.config.lora import LoraConfig
+
+TEMPLATE, ROWS, WEIGHTS, ADAPTER, SAVING = (
+    "the model's tokenizer and template can be used",
+    "each row can be learnt from",
+    "the weights are those of the configuration",
+    "the adapter fits the model",
+    "a checkpoint can be written",
+)
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    save_tiny_model(folder)
+    return folder
+
+
+@pytest.fixture
+def model(sound: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sound, tmp_path / "model"))
+
+
+def faults(path: Path, **sections: Any) -> dict[str, str]:
+    """Return what is wrong, by question."""
+    job = {"model": {"path": str(path)}, "env": {"game": "bandit"}, **sections}
+    if "sft" in sections:
+        del job["env"]
+    found = list(check_job(JobConfig.model_validate(job)))
+    return {one["name"]: f"{one['detail']}: {one['hint']}" for one in found if not one["ok"]}
+
+
+def edit(file: Path, **values: Any) -> None:
+    told = json.loads(file.read_text()) if file.is_file() else {}
+    file.write_text(json.dumps({**told, **values}))
+
+
+def chats(folder: Path, *rows: Any) -> dict[str, Any]:
+    asked = {"role": "user", "content": "hi"}
+    good = {"messages": [asked, {"role": "assistant", "content": "ho"}]}
+    return {"sft": {"data": [str(write_rows(folder / "chats.jsonl", [good, *rows]))]}}
+
+
+def test_a_sound_job_has_no_faults(model: Path, tmp_path: Path) -> None:
+    assert faults(model) == {}
+    assert faults(model, lora={"rank": 4}) == {}
+    assert faults(model, **chats(tmp_path)) == {}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_models_of_other_kinds_have_no_faults(tmp_path: Path, kind: TinyKind) -> None:
+    save_tiny_model(tmp_path / "m", kind=kind)
+    assert faults(tmp_path / "m") == {}
+    attention = {"rank": 2, "targets": ["q_proj", "v_proj"]}
+    assert faults(tmp_path / "m", lora=attention) == {}
+
+
+def test_a_model_that_sees_has_no_faults(tmp_path: Path) -> None:
+    save_tiny_vision_model(tmp_path / "m")
+    assert faults(tmp_path / "m") == {}
+    assert faults(tmp_path / "m", lora={"rank": 2}) == {}
+
+
+def test_a_reward_model_that_is_trained_on_has_no_faults(model: Path, tmp_path: Path) -> None:
+    config = ModelConfig(path=str(model))
+    load_reward_model(config, LearnerConfig()).save_pretrained(tmp_path / "r")
+    load_tokenizer(str(model)).save_pretrained(tmp_path / "r")  # pyright: ignore[reportUnknownMemberType]
+    pair = {"prompt": "hi", "chosen": "ho", "rejected": "no"}
+    data = [str(write_rows(tmp_path / "pairs.jsonl", [pair]))]
+    for path in (model, tmp_path / "r"):
+        assert faults(path, sft={"data": data, "objective": "reward"}) == {}
+
+
+def test_a_tokenizer_longer_than_the_embedding_is_told(model: Path) -> None:
+    tokenizer = load_tokenizer(str(model))
+    tokenizer.add_tokens(["<new>", "<newer>"])  # pyright: ignore[reportUnknownMemberType]
+    tokenizer.save_pretrained(model)  # pyright: ignore[reportUnknownMemberType]
+    assert "the tokenizer does not match model" in faults(model)[TEMPLATE]
+
+
+def test_an_id_behind_a_gap_counts_as_a_token(model: Path) -> None:
+    file = model / "tokenizer.json"
+    told = json.loads(file.read_text())
+    vocabulary = told["model"]["vocab"]
+    last = max(vocabulary, key=vocabulary.__getitem__)
+    vocabulary[last] += 100
+    file.write_text(json.dumps(told))
+    assert "the tokenizer does not match model" in faults(model)[TEMPLATE]
+
+
+def test_an_embedding_of_another_size_than_the_configuration_is_told(model: Path) -> None:
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.embed_tokens.weight"
+    tensors[name] = torch.cat([tensors[name], tensors[name][:8]])
+    save_file(tensors, file, metadata={"format": "pt"})
+    said = faults(model)[WEIGHTS]
+    assert name in said
+    with pytest.raises(Exception, match=r"size|shape"):  # and so does the run
+        load_causal_lm(str(model), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("size", [0, 4, 100, -100])
+def test_weights_that_are_cut_are_told(model: Path, size: int) -> None:
+    file = model / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:size])
+    assert "is damaged or cut" in faults(model)[WEIGHTS]
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"temperature": 0.9, "top_p": 0.6},
+        {"temperature": 0.5},
+        {"top_p": 0.5, "do_sample": False},
+        {"top_k": 5, "do_sample": False},
+        {"num_beams": 1, "length_penalty": 2.0, "early_stopping": True},
+    ],
+)
+def test_what_could_not_be_saved_again_is_told(model: Path, told: dict[str, Any]) -> None:
+    from transformers import GenerationConfig
+
+    file = model / "generation_config.json"
+    file.write_text(json.dumps(told))
+    try:
+        GenerationConfig.from_pretrained(str(model)).save_pretrained(str(model / "again"))  # pyright: ignore[reportUnknownMemberType]
+        refused = False
+    except ValueError:
+        refused = True
+    assert (SAVING in faults(model)) == refused
+    assert refused or told != {"temperature": 0.9, "top_p": 0.6}
+
+
+def test_a_template_that_fails_is_told(model: Path) -> None:
+    (model / "chat_template.jinja").write_text("{{ raise_exception('not me') }}")
+    assert "not me" in faults(model)[TEMPLATE]
+
+
+@pytest.mark.parametrize(
+    ("lora", "words"),
+    [
+        ({"rank": 4, "targets": ["no_such_layer"]}, "lora.targets=['no_such_layer']"),
+        ({"rank": 4, "targets": ["embed_nothing", "q_prj"]}, "lora.targets="),
+    ],
+)
+def test_targets_that_the_model_has_not_are_told(
+    model: Path, lora: dict[str, Any], words: str
+) -> None:
+    assert words in faults(model, lora=lora)[ADAPTER]
+
+
+def test_an_adapter_that_the_run_could_not_continue_is_told(model: Path, tmp_path: Path) -> None:
+    made: Any = load_policy(str(model), LoraConfig(rank=4), dtype=torch.float32)
+    made.save_pretrained(tmp_path / "adapter")
+    edit(tmp_path / "adapter" / "adapter_config.json", base_model_name_or_path=str(model))
+    assert faults(tmp_path / "adapter", lora={"rank": 4}) == {}
+    assert "lora.rank" in faults(tmp_path / "adapter", lora={"rank": 8})[ADAPTER]
+    (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"x")
+    assert "cannot be read" in faults(tmp_path / "adapter", lora={"rank": 4})[ADAPTER]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"messages": [{"role": "user", "content": "hi"}]}, "the assistant says nothing"),
+        ({"messages": []}, "messages of row 1"),
+        ({"messages": "hi"}, "messages of row 1"),
+        ({"other": 1}, "messages of row 1"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "hi"},
+                    {"role": "assistant", "content": "ho" * 100_000},
+                ]
+            },
+            "tokens, rollout.max_prompt_tokens",
+        ),
+    ],
+)
+def test_a_row_that_cannot_be_learnt_from_is_named(
+    model: Path, tmp_path: Path, row: dict[str, Any], words: str
+) -> None:
+    said = faults(model, **chats(tmp_path, row))[ROWS]
+    assert words in said
+    assert "row 1 of" in said
+
+
+def test_what_a_template_does_not_take_names_the_row(model: Path, tmp_path: Path) -> None:
+    only_text = (
+        "{%- for m in messages -%}{%- if m['role'] == 'tool' -%}{{ raise_exception('no tools') }}"
+        "{%- endif -%}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
+    )
+    (model / "chat_template.jinja").write_text(only_text)
+    row = {
+        "messages": [
+            {"role": "user", "content": "hi"},
+            {"role": "tool", "content": "4"},
+            {"role": "assistant", "content": "ho"},
+        ]
+    }
+    said = faults(model, **chats(tmp_path, row))[ROWS]
+    assert "row 1 of" in said
+    assert "no tools" in said
