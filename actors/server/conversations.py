@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias
 
 from ...envs.agents.messages import CanonicalMessage
 from ...envs.agents.replies import call_name
+from ...envs.agents.which_calls import digest_of
 from ...schemas.infer import ChatRequest
 from ..generator.agents.answer import GrowingChoice
 from ..generator.agents.call_tree import prefixes
