@@ -109,6 +109,7 @@ def _call_line(call: CallFacts) -> str:
         f"changed: {', '.join(call.changes)}" if call.changes else "",
         f"refused: {call.refusal}" if call.refusal else "",
         f"after {call.seconds:.1f} s",
+        "main conversation" if call.main else "",
         f"{'trained' if call.trained else 'not trained'}: {call.why}",
     ]
     return literal(", ".join(part for part in parts if part))
