@@ -94,8 +94,8 @@ def _why_not(calls: Sequence[Call], which: str) -> Callable[[Call], WhyNot]:
     if which == "all":
         return lambda _: ""
     if which == "main":
-        main = main_root(calls)
-        return lambda call: "" if call.origin is main else "other"
+        origins = _main_origins(calls)
+        return lambda call: "" if call.origin in origins else "other"
     if which == "alive":
         roots = _Counting(calls, main_root(calls)).roots
         return lambda call: "" if call.root in roots else "apart"
@@ -143,6 +143,32 @@ def main_root(calls: Sequence[Call]) -> Call | None:
         return any(call.has_tools for call in mine), len(mine), num_tokens, root.digest
 
     return max(own, key=worth)
+
+
+def _main_origins(calls: Sequence[Call]) -> set[Call]:
+    """Return the origins of the main conversation and of those that go on with it.
+
+    Those begin with its answers, as after a compaction, and have its system message; where there is
+    none, its tools.
+    """
+    main = main_root(calls)
+    if main is None:
+        return set()
+    systems = system_of(main.given)
+    begun = {call for call in calls if call is call.origin and call is not main}
+    like_main = {
+        call
+        for call in begun
+        if system_of(call.given) == systems and (systems or call.context == main.context)
+    }
+    readers, found = Readers(calls), {main}
+    while more := {
+        call
+        for call in like_main - found
+        if readers.any([one for one in calls if one.origin in found], [call])
+    }:
+        found |= more
+    return found
 
 
 def _derived(calls: Sequence[Call]) -> set[Call]:

@@ -105,6 +105,14 @@ def test_a_title_that_nobody_reads_can_be_left_out(chat: ChatTokenizer) -> None:
         assert rows_of(replay.exact.tree, 1 << 30, which).untrained == (title.number,), which
 
 
+@pytest.mark.parametrize("name", ["codex-compacted", "langgraph-trimmed", "openai-agents-as_tool"])
+def test_the_main_conversation_goes_on_after_a_compaction(name: str, chat: ChatTokenizer) -> None:
+    """A helper is another one, in which it is the same agent with another system message."""
+    replay = Replay(name, chat)
+    made = rows_of(replay.exact.tree, 1 << 30, "main")
+    assert made.untrained == ((1, 2) if name == "openai-agents-as_tool" else ())
+
+
 @pytest.mark.parametrize("program", ["langgraph", "pydantic-ai"])
 def test_a_program_has_the_same_tokens_whichever_api_it_speaks(
     program: str, chat: ChatTokenizer
