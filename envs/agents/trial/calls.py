@@ -190,6 +190,9 @@ def _why_not(call: TrialCall, earlier: Sequence[TrialCall]) -> Iterator[Change]:
         yield "sample"
         return
     if call.tools != near.tools and _is_about(call, near):
+        if _systems(call.history) != _systems(near.history):
+            yield "apart"  # another agent, which is told the same
+            return
         yield "tools"
     if common == len(path):
         return

@@ -258,3 +258,21 @@ async def test_a_call_that_the_program_takes_out_is_told(tried: Try) -> None:
     report = await tried(code)
     assert [call.trained for call in report.calls] == [1, 1]
     assert report.calls[0].why == "taken out by the program"
+
+
+async def test_another_agent_that_is_told_the_same_is_no_change_of_tools(tried: Try) -> None:
+    """As qwen-code's extraction of memories: the history of the work, other tools and rules."""
+    report = await tried("""
+history.append(call(tools=TOOLS))
+history[0] = {"role": "system", "content": "You keep memories."}
+history.append({"role": "user", "content": "Extract what is worth keeping."})
+WRITE = [{"type": "function", "function": {"name": "write", "parameters": {}}}]
+history += [call(tools=WRITE), {"role": "user", "content": "Go on."}]
+call(tools=WRITE)
+reward()
+""")
+    assert report.ok
+    assert not levels(report, "costs")
+    assert [call.changes for call in report.calls][1] == ["apart"]
+    assert [call.main for call in report.calls] == [True, False, False]
+    assert [call.trained for call in report.calls] == [1, 1, 1]
