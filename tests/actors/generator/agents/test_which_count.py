@@ -361,6 +361,44 @@ def long_memory(exact: ExactCalls) -> None:
     memory_extraction(exact, 2)
 
 
+def memory_of_history(exact: ExactCalls) -> None:
+    """Work in one call, and a helper that is given the history as messages, with more calls."""
+    asked = [system("You are a coder."), user(TASK)]
+    answer = ask(exact, asked, "I mended it in line 17 of module seven")
+    history = [system("You keep memories."), user(TASK), answer.reply, user("Extract memories.")]
+    for number in range(4):
+        history += [
+            ask(exact, history, f"{CALL} number {number}", TOOLS[:1]).reply,
+            user("and more?"),
+        ]
+
+
+def memory_without_tools(exact: ExactCalls) -> None:
+    """As above, of a text program; its helper has more calls, and longer ones."""
+    answer = ask(exact, [user(TASK)], "it stands in line 17 of module seven", [])
+    history = [system("You keep memories."), user(f"{TASK}\n{answer.reply.text}")]
+    for number in range(3):
+        history += [ask(exact, history, f"memory {number}: " + "m" * 200, []).reply, user("on")]
+
+
+def two_helpers_after_the_end(exact: ExactCalls) -> None:
+    """A summary and a title of the summary, both after the work."""
+    answer = ask(exact, [user(TASK)], "I mended the parser of module seven")
+    summary = ask(exact, [user(f"Sum up: {answer.reply.text}")], "The module parses again now", [])
+    ask(exact, [user(f"Write a title: {summary.reply.text}")], "Parsing", [])
+
+
+def judged_by_itself(exact: ExactCalls) -> None:
+    """Three attempts at once, and a call that chooses one of them."""
+    attempts = [ask(exact, [user(TASK)], f"attempt of number {n} at the module") for n in range(3)]
+    told = "\n".join(one.reply.text for one in attempts)
+    ask(exact, [system("Choose."), user(told)], "the second", [])
+
+
+def one_call(exact: ExactCalls) -> None:
+    ask(exact, [user(TASK)], "done")
+
+
 PROGRAMS: list[tuple[Callable[[ExactCalls], None], int, set[int]]] = [
     (memory_extraction, 0, {0}),
     (long_memory, 0, {0, 1}),
@@ -370,6 +408,10 @@ PROGRAMS: list[tuple[Callable[[ExactCalls], None], int, set[int]]] = [
     (debate, 0, {0, 2, 4}),
     (title_first, 1, {1, 2}),
     (summary_last, 0, {0, 1}),
+    (memory_of_history, 0, {0}),
+    (memory_without_tools, 0, {0}),
+    (two_helpers_after_the_end, 0, {0}),
+    (one_call, 0, {0}),
 ]
 
 
@@ -388,7 +430,16 @@ def test_each_answer_is_trained_once_and_the_main_conversation_comes_first(
     assert set(made.rows[0].calls) <= main
     only = rows_of(exact.tree, UNBOUND, "main")
     assert {n for row in only.rows for n in row.calls} == main
-    assert set(only.why_not.values()) == {"other"}
+    assert set(only.why_not.values()) == ({"other"} if len(main) < len(calls) else set())
+
+
+def test_of_several_attempts_each_is_trained_and_one_is_the_main_row(exact: ExactCalls) -> None:
+    judged_by_itself(exact)
+    made = rows_of(exact.tree, UNBOUND)
+    assert sorted(row.calls for row in made.rows) == [(0,), (1,), (2,), (3,)]
+    assert main_root(exact.tree.calls) in exact.tree.calls[:3]
+    only = rows_of(exact.tree, UNBOUND, "main")
+    assert only.untrained == tuple(n for n in range(4) if n != only.rows[0].calls[0])
 
 
 @pytest.mark.parametrize(
