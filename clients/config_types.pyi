@@ -137,8 +137,8 @@ class AgentConfigDict(TypedDict, total=False):
     """Further folders that the program may read, such as an environment with its packages."""
     sampling: Literal['job', 'request']
     """Whether `rollout` says how tokens are drawn, or the program's own temperature, top_p and top_k do where it sends them: what is drawn otherwise than the learner computes is off-policy."""
-    train: Literal['alive', 'main', 'all']
-    """Which calls are trained: those that can have had a part in the outcome, those of the main conversation, or all whose answer arrived."""
+    train: str
+    """Which calls are trained, with the episode's reward: `all` whose answer arrived, those of the `main` conversation, `/PATTERN/`: those of conversations in whose system message (where there is none: whose first message) the regular expression is found, `not /PATTERN/`: those of all others, or `alive`: those that can have had a part in the outcome."""
     reasoning: Literal['keep', 'template']
     """What becomes of earlier reasoning when a user speaks again: its tokens stay as they were drawn, or the history is rendered as the chat template has it, as a branch."""
 

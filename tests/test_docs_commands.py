@@ -45,7 +45,7 @@ OURS = {"tinkermq", "make", "python", "python3", "pip", "pytest", "curl", "nats"
 OTHERS = {
     *("export", "source", "cd", "for", "done", "printf", "cat", "head", "cut", "sed", "mkdir"),
     *("cp", "install", "chown", "chgrp", "chmod", "rsync", "openssl", "apt-get"),
-    *("systemctl", "systemd-sysusers", "docker", "kubectl", "sky", "dstack"),
+    *("systemctl", "systemd-sysusers", "docker", "kubectl", "sky", "dstack", "uv"),
     *("emulator", "alfworld-download", "claude", "codex", "opencode", "node"),
 }
 """Programs that are not ours: what they take, these tests cannot know."""

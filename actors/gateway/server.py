@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -28,13 +29,15 @@ from ...schemas.wire.subjects import SERVICES
 from ..runtime import settle_memory
 from .app import make_app
 from .guard import LOOPBACK
-from .limits.connections import MAX_CONNECTIONS, MAX_OF_ADDRESS, Connections
+from .limits.connections import MAX_CONNECTIONS, MAX_OF_HOLDER, Connections
 from .pages.render import compile_templates
 from .sessions import Sessions, asks_for_keys
 from .web import Gateway
 
 DRAIN_S = 5
 _RETRY_S = 0.5
+_OPEN_FILES = 4 * MAX_CONNECTIONS
+"""Files: one for each connection, and those towards the broker."""
 
 _log = structlog.get_logger()
 
@@ -77,7 +80,7 @@ async def run(options: Options) -> None:
     secure = options.certificate is not None or options.behind_tls
     app = make_app(sessions, local_only=not with_keys, secure=secure)
     gateway: Gateway = app.state.gateway
-    of_address = MAX_CONNECTIONS if options.behind_tls else MAX_OF_ADDRESS  # the proxy's is one
+    of_address = MAX_CONNECTIONS if options.behind_tls else MAX_OF_HOLDER  # the proxy's is one
     connections = Connections(of_address=of_address)
     with _listen(options.host, options.port) as listener:
         server = _Server(
@@ -96,6 +99,7 @@ async def run(options: Options) -> None:
             )
         )
         settle_memory()
+        _settle_open_files()
         compiling = asyncio.create_task(
             asyncio.to_thread(compile_templates, gateway.templates), name="compile templates"
         )
@@ -150,6 +154,16 @@ async def _until_broker(url: str, patience_s: float) -> bool:
             if time.monotonic() > deadline:
                 raise
             await asyncio.sleep(_RETRY_S)
+
+
+def _settle_open_files() -> None:
+    """Let the process open a file for each connection, as far as the system lets it."""
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if most == resource.RLIM_INFINITY else min(_OPEN_FILES, most)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    if wanted < _OPEN_FILES:
+        _log.warning("open_files_limited", limit=wanted, wanted=_OPEN_FILES)
 
 
 def _check_certificate(options: Options) -> None:

@@ -19,7 +19,7 @@ from .data.counters import Counters
 from .data.history import Histories
 from .data.records import Figures
 from .guard import HELD
-from .limits import max_body_bytes
+from .limits import give_connection_to, max_body_bytes
 from .programs.episodes import ProgramEpisodes
 from .scheduler import Scheduler
 from .sessions import COOKIE, LogInError, Sessions, Visitor
@@ -67,8 +67,18 @@ async def visitor_of(request: Request) -> Visitor:
         session=request.cookies.get(COOKIE),
         key=key if key is None else key.removeprefix(OF_TINKER_SDK),
     )
+    take_connection(request, visitor)
     request.scope[HELD].enter_context(visitor.held(_body_bytes(request)))
     return visitor
+
+
+def take_connection(request: Request, visitor: Visitor) -> None:
+    """Count the connection of a request as its user's; raises BusyError for too many.
+
+    In a pool without users it stays that of its address.
+    """
+    if gateway_of(request).sessions.with_keys:
+        give_connection_to(visitor.user, request.scope)
 
 
 def _body_bytes(request: Request) -> int:

@@ -14,10 +14,11 @@ from typing import Literal, TypeAlias
 
 from ...envs.agents.messages import CanonicalMessage
 from ...envs.agents.replies import call_name
+from ...envs.agents.which_calls import digest_of
 from ...schemas.infer import ChatRequest
 from ..generator.agents.answer import GrowingChoice
 from ..generator.agents.call_tree import prefixes
-from ..generator.agents.exact_calls import ExactCalls, PreparedCall, digest_of
+from ..generator.agents.exact_calls import ExactCalls, PreparedCall
 from ..generator.agents.template_facts import TemplateFacts, facts_of
 from ..generator.engine.engine import Drawn, Generation
 from ..generator.episodes.chat import ChatTokenizer

@@ -8,12 +8,15 @@ from typing import Any, cast
 _MAX_CHARS = 200
 _MAX_LINES = 1000
 _MAX_DEPTH = 8
-_WHY = {
+WHY_NOT = {
     "apart": "nothing of it reached the outcome",
+    "other": "not of the main conversation",
+    "pattern": "left out by the pattern of agent.train",
     "undelivered": "its answer did not arrive",
     "left out": "taken out by the program",
     "cut": "behind the longest row",
 }
+"""Why a call is not trained, in words."""
 _BRANCHES = {
     "sample": "another answer to the same request",
     "edited": "the history was edited",
@@ -88,7 +91,7 @@ def _line(call: Mapping[str, Any], depths: Mapping[int, int]) -> CallLine:
         depth=min(above + bool(branch), _MAX_DEPTH),
         branch=_BRANCHES.get(branch, branch[:_MAX_CHARS]),
         row=row if isinstance(row, int) else None,
-        why_not=_WHY.get(why, why[:_MAX_CHARS]),
+        why_not=WHY_NOT.get(why, why[:_MAX_CHARS]),
         tokens=_whole(call.get("tokens")),
         given_tokens=_whole(call.get("given_tokens")),
         reward=_number(call.get("reward")),

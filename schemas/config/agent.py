@@ -1,14 +1,17 @@
 """The configuration of agent programs: what is run in place of a game, and its limits."""
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal, cast
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from .section import MAX_WAIT_S, Section, when
 
 IMPLIED_OF_ENV = ("game", "hosts", "reset_timeout_s", "step_timeout_s", "on_step_timeout")
 """Keys of the section `env` that follow from the section `agent`."""
+TRAIN_WORDS = ("all", "main", "alive")
+"""Values of `agent.train` that are no pattern."""
 _GAME = "agent"
 _MARGIN_S = 30.0
 
@@ -85,12 +88,21 @@ class AgentConfig(Section):
     """Whether `rollout` says how tokens are drawn, or the program's own temperature, top_p and
     top_k do where it sends them: what is drawn otherwise than the learner computes is off-policy.
     """
-    train: Literal["alive", "main", "all"] = "alive"
-    """Which calls are trained: those that can have had a part in the outcome, those of the main
-    conversation, or all whose answer arrived."""
+    train: str = Field(default="all", max_length=4096)
+    """Which calls are trained, with the episode's reward: `all` whose answer arrived, those of the
+    `main` conversation, `/PATTERN/`: those of conversations in whose system message (where there
+    is none: whose first message) the regular expression is found, `not /PATTERN/`: those of all
+    others, or `alive`: those that can have had a part in the outcome."""
     reasoning: Literal["keep", "template"] = "keep"
     """What becomes of earlier reasoning when a user speaks again: its tokens stay as they were
     drawn, or the history is rendered as the chat template has it, as a branch."""
+
+    @field_validator("train")
+    @classmethod
+    def _which_calls(cls, value: str) -> str:
+        if value not in TRAIN_WORDS:
+            train_pattern(value)
+        return value
 
     @property
     def runs_programs(self) -> bool:
@@ -101,6 +113,24 @@ class AgentConfig(Section):
     def episode_s(self) -> float:
         """How long an episode may take from its program's start to its reward."""
         return self.timeout_s + self.grace_s + self.reward_timeout_s + _MARGIN_S
+
+
+def train_pattern(value: str) -> tuple[re.Pattern[str], bool]:
+    """Return the pattern in a value of `agent.train`, and whether what it matches is trained.
+
+    Raises ValueError for a value that holds none.
+    """
+    text = value.removeprefix("not ").strip()
+    if len(text) < 3 or not (text.startswith("/") and text.endswith("/")):
+        raise ValueError(
+            f"agent.train={value!r} does not say which calls are trained: give "
+            f"{', '.join(TRAIN_WORDS)}, a pattern such as /You are a coder/, or not /Write titles/ "
+            "for all that it does not match"
+        )
+    try:
+        return re.compile(text[1:-1]), not value.startswith("not ")
+    except re.error as error:
+        raise ValueError(f"agent.train={value!r} is no regular expression: {error}") from error
 
 
 def runs_programs(tree: Mapping[str, Any]) -> bool:

@@ -113,6 +113,9 @@ PUBLISHED = [
         num_rows=3,
         agent={"environment": {"COMPACT_AT": "29000"}},
     ),
-    _shell("opencode", str(AGENTS / "opencode/node_modules/opencode-linux-x64/bin/opencode")),
+    replace(
+        _shell("opencode", str(AGENTS / "opencode/node_modules/opencode-linux-x64/bin/opencode")),
+        num_rows=2,  # the second is its title
+    ),
     _shell("pi", shutil.which("node") or "node", str(_PI)),
 ]

@@ -39,3 +39,12 @@ def test_a_generator_begins_no_more_episodes_of_programs_than_have_a_place() -> 
     assert at_once(command, env={"hosts": 4}) == 24
     assert at_once(command, env={"hosts": 4}, generator={"count": 3}) == 8
     assert at_once(command, env={"hosts": 4}, generator={"max_episodes": 10}) == 10
+
+
+@pytest.mark.parametrize("train", ["mian", "/open", "not not /a/", "/(/", "title", "//"])
+def test_what_is_trained_is_a_word_or_a_pattern(train: str) -> None:
+    with pytest.raises(ConfigError, match=r"agent\.train"):
+        load_config(None, [*LEAST, f"agent.train={train}"])
+    assert load_config(None, LEAST).agent.train == "all"
+    for known in ("all", "main", "alive", "/a|b/", "not /Write a title/"):
+        assert load_config(None, [*LEAST, f"agent.train={known}"]).agent.train == known

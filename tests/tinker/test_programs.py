@@ -54,6 +54,17 @@ async def test_every_call_that_the_page_names_works(
     assert "all well" in await start(service, str(PROGRAMS / program), BASE, sdk=sdk).done()
 
 
+@pytest.mark.parametrize("sdk", ["newest", "oldest"])
+async def test_four_hundred_samples_at_once_leave_room_for_pages(
+    service: TinkerService, sdk: str
+) -> None:
+    if why := lacking(sdk):
+        pytest.skip(why)
+    words = (str(PROGRAMS / "many_samples.py"), BASE, service.gateway.url)
+    assert "all well" in await start(service, *words, sdk=sdk).done()
+    assert "connections_refused" not in service.gateway.log.read_text()
+
+
 @newest
 async def test_samples_are_what_transformers_computes_and_move_on(service: TinkerService) -> None:
     assert "all well" in await start(service, str(PROGRAMS / "sampling.py"), BASE).done()

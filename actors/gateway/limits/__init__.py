@@ -1,7 +1,7 @@
 """What bounds a visitor: connections and their deadlines, bodies, requests at a time."""
 
 from .bodies import MAX_INFERENCE_BYTES, MAX_PROGRAM_BYTES, max_body_bytes
-from .connections import MAX_CONNECTIONS, Connections
+from .connections import MAX_CONNECTIONS, Connections, give_connection_to
 from .shares import MAX_RUNNING, Share
 
 __all__ = [
@@ -11,5 +11,6 @@ __all__ = [
     "MAX_RUNNING",
     "Connections",
     "Share",
+    "give_connection_to",
     "max_body_bytes",
 ]

@@ -10,7 +10,7 @@ from ....schemas.wire.errors import BusyError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-MAX_RUNNING = 128
+MAX_RUNNING = 256
 """Requests and live streams of one user at a time."""
 MAX_HELD_BYTES = 64 << 20
 """Bytes of bodies of one user at a time."""

@@ -12,6 +12,7 @@ from ....envs.agents.proxy.model_calls import MAX_BODY_BYTES
 from ....envs.agents.proxy.open_episodes import bare_key
 from ....envs.agents.proxy.routes import api_of, presented_keys, split_path
 from ....schemas.wire.errors import TinkermqError
+from ..limits import give_connection_to
 from .episodes import ProgramEpisodes
 
 
@@ -32,6 +33,7 @@ class ProgramRequests:
         exchange.api = api_of(split_path(exchange.path)[1])
         try:
             episode = await self._episodes.of_key(_key_of(scope))
+            give_connection_to(f"{episode.user}'s programs", scope)
             with self._episodes.share(episode.user).taken(_body_bytes(exchange)):
                 await episode(scope, receive, send)
         except ClientGone:

@@ -11,6 +11,11 @@ from .trainers import Trainers
 Handler = Callable[[Request], Awaitable[Response]]
 _CHUNK_BYTES = 2_000_000
 _CONFIG_S = 300
+SAMPLES_AT_ONCE = 192
+"""Samples that one sampling client has under way, each on a connection that waits for it.
+
+Below what one user may have running (`MAX_RUNNING`), so that training and heartbeats go on.
+"""
 
 
 class AboutApi:
@@ -31,10 +36,14 @@ class AboutApi:
         ]
 
     async def config(self, request: Request) -> Response:
-        """Tell a client how large its requests may be, and that it may compress them."""
+        """Tell a client how large and how many its requests may be, and that they be compressed."""
         del request
         return JSONResponse(
-            {"proto_compress_fwdbwd": True, "fwdbwd_max_chunk_bytes_count": _CHUNK_BYTES}
+            {
+                "proto_compress_fwdbwd": True,
+                "fwdbwd_max_chunk_bytes_count": _CHUNK_BYTES,
+                "sample_max_concurrent_requests": SAMPLES_AT_ONCE,
+            }
         )
 
     async def dynamic_config(self, request: Request) -> Response:

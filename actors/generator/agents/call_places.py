@@ -12,10 +12,11 @@ from typing import Any, cast
 
 import numpy as np
 
+from ....envs.agents.reading import Readers
+from ....envs.agents.which_calls import main_root
 from ....schemas.agent import CallPlaces, RewardedBranch
 from .call_tree import CallTree, ModelCall
-from .reading import Readers
-from .rows import CallRow, TreeRows, main_root
+from .rows import CallRow, TreeRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class EpisodeCredit:
     def __init__(self, tree: CallTree, found: TreeRows, posted: PostedRewards) -> None:
         """`found` are the rows of the tree."""
         self._tree = tree
-        self._main = main_root(tree)
+        self._main = main_root(tree.calls)
         self._rows = found.rows
         self._posted = posted
         self._trained = {number for row in found.rows for number in row.calls}

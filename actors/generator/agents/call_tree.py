@@ -17,6 +17,7 @@ from typing import Literal, Protocol, TypeAlias
 import numpy as np
 
 from ....envs.agents.messages import CanonicalMessage, quotes
+from ....envs.agents.which_calls import NO_TOOLS, system_of
 from ..engine.engine import Generation, IntVector
 
 Branch: TypeAlias = Literal[
@@ -108,6 +109,16 @@ class ModelCall:
         while call.follows is not None:
             call = call.follows.root
         return call
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether it may call tools."""
+        return self.context != NO_TOOLS
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens of its answer."""
+        return len(self.generated.token_ids)
 
     @property
     def path_ids(self) -> IntVector:
@@ -276,8 +287,3 @@ def _likelihood(call: ModelCall, history: Sequence[CanonicalMessage]) -> tuple[i
 
 def _same(some: Sequence[CanonicalMessage], others: Sequence[CanonicalMessage]) -> bool:
     return [message.key for message in some] == [message.key for message in others]
-
-
-def system_of(messages: Sequence[CanonicalMessage]) -> list[bytes]:
-    """Return the keys of the system messages."""
-    return [message.key for message in messages if message.role == "system"]

@@ -37,7 +37,7 @@ def rows_of_episode(
         **result.info,
         "agent": {**_figures(calls, found), **_branch_figures(posted, credit)},
         **({"without_effect": sorted(calls.without_effect)} if calls.without_effect else {}),
-        "calls": [_told(call, found, left_out, posted) for call in tree.calls[:_MAX_TOLD]],
+        "calls": [_told(call, found, posted) for call in tree.calls[:_MAX_TOLD]],
     }
     return [
         _trajectory(
@@ -125,9 +125,7 @@ def _branch_figures(posted: PostedRewards, credit: EpisodeCredit) -> dict[str, f
     }
 
 
-def _told(
-    call: ModelCall, found: TreeRows, left_out: Collection[int], posted: PostedRewards
-) -> dict[str, Any]:
+def _told(call: ModelCall, found: TreeRows, posted: PostedRewards) -> dict[str, Any]:
     """Return what people are shown of a call (`envs/agents/call_lines.py` reads it)."""
     rows = [place for place, row in enumerate(found.rows) if call.number in row.calls]
     return {
@@ -136,7 +134,7 @@ def _told(
         "follows": None if call.follows is None else call.follows.number,
         "branch": call.branch,
         "row": rows[0] if rows else None,
-        "untrained": "" if rows else _why_untrained(call, found, left_out),
+        "untrained": "" if rows else found.why_not.get(call.number, "cut"),
         "given_tokens": len(call.given_ids),
         "tokens": len(call.generated.token_ids),
         "finish": call.generated.finish_reason,
@@ -146,11 +144,3 @@ def _told(
         "text": call.reply.text[:200],
         "tools": [one.name for one in call.reply.calls],
     }
-
-
-def _why_untrained(call: ModelCall, found: TreeRows, left_out: Collection[int]) -> str:
-    if call.number not in found.untrained:
-        return "cut"
-    if call.number in left_out:
-        return "left out"
-    return "apart" if call.delivered else "undelivered"

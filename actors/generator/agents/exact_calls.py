@@ -1,14 +1,13 @@
 """An episode's calls in exact tokens: what a request's prompt is, and what an answer adds."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 
 import numpy as np
 
 from ....envs.agents.messages import CanonicalMessage, canonical_history, pictures_of
 from ....envs.agents.replies import THINK, ReplyReader
+from ....envs.agents.which_calls import digest_of
 from ..engine.engine import Generation, IntVector
 from ..episodes.chat import ChatTokenizer
 from .call_tree import Attachment, CallTree, ModelCall, digest_behind
@@ -176,13 +175,3 @@ class ExactCalls:
         name = f"c{self._num_asked:05}"  # with a call's three digits as long as Mistral's ids
         self._num_asked += 1
         return name
-
-
-def digest_of(tools: Tools) -> bytes:
-    """Return a call's context, which tells sets of tools apart; other orders are other sets."""
-    told = json.dumps([dict(tool) for tool in tools], sort_keys=True)
-    return blake2b(told.encode(), digest_size=16).digest()
-
-
-NO_TOOLS = digest_of(())
-"""The context of calls without tools."""

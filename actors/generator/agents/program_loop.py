@@ -159,8 +159,10 @@ class ProgramLoop:
         )
         if not rows:
             raise NoCalls(
-                "the program ended without an answer of the model that could be trained",
-                hint="see its output (`tinkermq rollouts`), or run `tinkermq agent check`",
+                "the program ended without an answer of the model that could be trained: it had "
+                f"{len(calls.tree.calls)}, of which agent.train={self._config.agent.train} takes "
+                "those that arrived",
+                hint="run `tinkermq agent check`: it says of each call whether it is trained",
             )
         return rows
 

@@ -105,6 +105,12 @@ def place(
     return result
 
 
+_COUNTED = ("generator", "sampler")
+"""Roles whose number is `generator.count`."""
+_SECTIONS = {"trainer": "learner", "sampler": "generator"}
+"""Sections of the configuration that have the slots of a role of another name."""
+
+
 def refuse_impossible(actors: Sequence[ActorPlacement], nodes: Sequence[NodeSlots]) -> None:
     """Raise PlacementError if idle nodes could not hold the actors.
 
@@ -127,10 +133,14 @@ def refuse_impossible(actors: Sequence[ActorPlacement], nodes: Sequence[NodeSlot
         f"has {total} on {len(nodes)} node(s), the largest being {largest.name!r} with "
         f"{largest.total}"
     )
-    others = need - sum(actor.slots for actor in actors if actor.role == "generator")
-    hint = f"set generator.count to {max(total - others, 0)} or less, or add nodes"
+    counted = [actor.slots for actor in actors if actor.role in _COUNTED]
+    fitting = (total - need + sum(counted)) // max(counted, default=1)
+    hint = "add nodes"
+    if counted and fitting > 0:
+        hint = f"set generator.count to {fitting} or less, or {hint}"
     if widest.slots > largest.total:
-        hint = f"set {widest.role}.slots to {largest.total} or less, or add a larger node"
+        section = _SECTIONS.get(widest.role, widest.role)
+        hint = f"set {section}.slots to {largest.total} or less, or add a larger node"
     elif need <= total:
         hint = "its parts fit no combination of nodes: ask for fewer slots per actor"
     raise PlacementError(text, hint=f"{hint} (`tinkermq node --slots N`)")

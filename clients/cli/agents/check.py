@@ -33,8 +33,9 @@ def check(
     """Run an agent program once, here, against a model by a script, and report what it does.
 
     It runs behind the walls that it has in a pool, and needs neither a pool nor a model. Told are
-    the endpoints that it uses, what it drops or changes of its history and what that costs, whether
-    it ends by itself, its reward, and what it does when its history is too long for the model.
+    the endpoints that it uses, of each call whether it would be trained and why (`agent.train`),
+    what it drops or changes of its history and what that costs, whether it ends by itself, its
+    reward, and what it does when its history is too long for the model.
 
     Parameters
     ----------
@@ -108,6 +109,8 @@ def _call_line(call: CallFacts) -> str:
         f"changed: {', '.join(call.changes)}" if call.changes else "",
         f"refused: {call.refusal}" if call.refusal else "",
         f"after {call.seconds:.1f} s",
+        "main conversation" if call.main else "",
+        f"{'trained' if call.trained else 'not trained'}: {call.why}",
     ]
     return literal(", ".join(part for part in parts if part))
 

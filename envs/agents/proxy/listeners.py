@@ -7,12 +7,15 @@ are bounded, and so is what comes of a body that was refused.
 
 import asyncio
 import contextlib
+import json
 import math
 import socket
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, cast
+
+import structlog
 
 from ....schemas.wire.errors import ConfigError, StorageError
 from .exchange import Hangup
@@ -36,10 +39,9 @@ MAX_REFUSED_BYTES = 256 << 20
 _LOOK_S = 0.5
 _BACKLOG = 1024
 _DRAIN_S = 5.0
-_BUSY = (
-    b"HTTP/1.1 503 Service Unavailable\r\nx-should-retry: true\r\nretry-after: 1\r\n"
-    b"connection: close\r\ncontent-length: 0\r\n\r\n"
-)
+_LOGGED_S = 60.0
+"""Refusals are logged once in so long."""
+_log = structlog.get_logger()
 _Protocol = cast("type[H11Protocol]", AutoHTTPProtocol)
 """That of httptools where it is installed; both have what is used here."""
 
@@ -61,9 +63,16 @@ class ConnectionTimes:
 class ProxyListeners:
     """The sockets that one application is served on."""
 
-    def __init__(self, application: Any, times: ConnectionTimes | None = None) -> None:
-        """Serve an ASGI application."""
+    def __init__(
+        self,
+        application: Any,
+        times: ConnectionTimes | None = None,
+        most: int = MAX_CONNECTIONS,
+    ) -> None:
+        """Serve an ASGI application on `most` connections at a time."""
         self.times = times or ConnectionTimes()
+        self._most = most
+        self._logged_s = float("-inf")
         self.connections: set[_ProxyConnection] = set()
         self._config = Config(
             application,
@@ -131,6 +140,34 @@ class ProxyListeners:
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch(), name="close slow programs")
 
+    def enter(self, connection: "_ProxyConnection") -> bool:
+        """Count a connection, for which an idle one may have to go; False for one too many."""
+        if len(self.connections) >= self._most:
+            idle = [one for one in self.connections if one.is_idle]
+            if not idle:
+                return False
+            longest = min(idle, key=lambda one: one.since)
+            self.connections.discard(longest)
+            longest.shutdown()
+        self.connections.add(connection)
+        return True
+
+    def refusal(self) -> bytes:
+        """Return what is answered on a connection that is one too many."""
+        message = f"all {self._most} connections of this proxy are taken"
+        if time.monotonic() - self._logged_s > _LOGGED_S:
+            self._logged_s = time.monotonic()
+            _log.warning("connections_refused", reason=message)
+        hint = "close connections on which nothing is asked"
+        error = {"message": f"{message}: {hint}", "type": "server_error", "code": "busy"}
+        body = json.dumps({"type": "error", "error": {**error, "param": None}})
+        head = (
+            "HTTP/1.1 503 Service Unavailable\r\nx-should-retry: true\r\nretry-after: 1\r\n"
+            "connection: close\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n\r\n"
+        )
+        return (head + body).encode()
+
     def _connection(self) -> asyncio.Protocol:
         return _ProxyConnection(self, self._config, self._state)
 
@@ -149,22 +186,20 @@ class _ProxyConnection(_Protocol):
     def __init__(self, listeners: ProxyListeners, config: Config, state: ServerState) -> None:
         self._hangup = Hangup()
         super().__init__(config, state, {Hangup.NAME: self._hangup})
-        self._all, self._times = listeners.connections, listeners.times
-        self._since = time.monotonic()
+        self._listeners, self._times = listeners, listeners.times
+        self.since = time.monotonic()
         self._num_bytes = 0
         self._seen: object = None
         self._stalled_since: float | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        if len(self._all) >= MAX_CONNECTIONS:
-            transport.write(_BUSY)
+        if not self._listeners.enter(self):
+            transport.write(self._listeners.refusal())
             transport.close()
-        else:
-            self._all.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._all.discard(self)
+        self._listeners.connections.discard(self)
         super().connection_lost(exc)
         self._hangup.lost()
 
@@ -172,11 +207,11 @@ class _ProxyConnection(_Protocol):
         if self.transport.is_closing():
             return
         if not self._is_busy and not self._num_bytes:
-            self._since = time.monotonic()
+            self.since = time.monotonic()
         self._num_bytes += len(data)
         super().data_received(data)
         if self.cycle is not self._seen:
-            self._seen, self._since, self._num_bytes = self.cycle, time.monotonic(), len(data)
+            self._seen, self.since, self._num_bytes = self.cycle, time.monotonic(), len(data)
         elif not self._is_busy and self._num_bytes > (
             MAX_REFUSED_BYTES if self._seen is not None else 2 * MAX_HEAD_BYTES
         ):
@@ -184,7 +219,7 @@ class _ProxyConnection(_Protocol):
 
     def on_response_complete(self) -> None:
         if not self.cycle.more_body:
-            self._since, self._num_bytes = time.monotonic(), 0
+            self.since, self._num_bytes = time.monotonic(), 0
         super().on_response_complete()
 
     def pause_writing(self) -> None:
@@ -200,15 +235,20 @@ class _ProxyConnection(_Protocol):
         cycle = cast("Any", self.cycle)  # None before the first request
         return cycle is not None and not cycle.response_complete
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether a request was answered on it, and no other one has begun to come."""
+        return self._seen is not None and not self._is_busy and not self._num_bytes
+
     def is_overdue(self, now: float) -> bool:
         """Whether a deadline has passed."""
         if self._stalled_since is not None and now - self._stalled_since > self._times.stalled_s:
             return True
         if not self._is_busy:
-            return now - self._since > (
+            return now - self.since > (
                 self._times.head_s if self._num_bytes else self._times.idle_s
             )
         allowed_s = self._times.body_s + self._num_bytes / BODY_RATE
         return bool(
-            self.cycle.more_body and not self.flow.read_paused and now - self._since > allowed_s
+            self.cycle.more_body and not self.flow.read_paused and now - self.since > allowed_s
         )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from ..messages import CanonicalMessage, quotes
+from ..which_calls import digest_of
 
 Change: TypeAlias = Literal[
     "text",
@@ -56,6 +57,10 @@ class TrialCall:
     """Monotonic time at which all of its answer, or an error, was told; 0: never."""
     replies: Sequence[CanonicalMessage] = ()
     """Its answers; none where it was refused."""
+    first_answer: int = 0
+    """Number of the first of them among all answers of the episode."""
+    num_seen: int = 0
+    """Answers that there were when it came."""
     refusal: str = ""
     """The code of the error that it was told."""
 
@@ -85,6 +90,69 @@ class Placement:
     """Messages that are new to the model."""
     changes: frozenset[Change] = frozenset()
     """What was changed of the answers on the way, and why it continues none."""
+
+
+@dataclass(eq=False, frozen=True)
+class TriedAnswer:
+    """One answer to a call, as the rule of what is trained sees it."""
+
+    call: TrialCall
+    number: int
+    parent: "TriedAnswer | None"
+    given: Sequence[CanonicalMessage]
+    reply: CanonicalMessage
+    follows: "TriedAnswer | None" = None
+    """Histories that a model's template writes anew are not known here."""
+    delivered: bool = True
+
+    @property
+    def root(self) -> "TriedAnswer":
+        """The first answer of its path."""
+        return self if self.parent is None else self.parent.root
+
+    @property
+    def origin(self) -> "TriedAnswer":
+        """The first answer of its history."""
+        return self.root
+
+    @property
+    def context(self) -> bytes:
+        """Digest of its tools."""
+        return digest_of(self.call.tools)
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether it may call tools."""
+        return bool(self.call.tools)
+
+    @property
+    def num_seen(self) -> int:
+        """Answers that there were when it was asked for."""
+        return self.call.num_seen
+
+    @property
+    def num_generated(self) -> int:
+        """Characters of the answer: of equal conversations the main one has more."""
+        return max(1, len(self.reply.text))
+
+    @property
+    def digest(self) -> bytes:
+        """By which equal conversations are told apart: the earliest is the main one."""
+        return (-self.number).to_bytes(8, signed=True)
+
+
+def answers_of(calls: Sequence[TrialCall], placements: "Sequence[Placement]") -> list[TriedAnswer]:
+    """Return the answers of the calls of a program, in the order in which they were given."""
+    firsts: dict[int, TriedAnswer] = {}
+    answers: list[TriedAnswer] = []
+    answered = [pair for pair in zip(calls, placements, strict=True) if pair[0].replies]
+    for call, placement in sorted(answered, key=lambda pair: pair[0].first_answer):
+        parent = None if placement.parent is None else firsts.get(placement.parent)
+        given = call.history[len(call.history) - placement.num_new :]
+        for choice, reply in enumerate(call.replies):
+            answers.append(TriedAnswer(call, call.first_answer + choice, parent, given, reply))
+        firsts[call.number] = answers[-len(call.replies)]
+    return answers
 
 
 def place(call: TrialCall, earlier: Sequence[TrialCall]) -> Placement:
@@ -122,6 +190,9 @@ def _why_not(call: TrialCall, earlier: Sequence[TrialCall]) -> Iterator[Change]:
         yield "sample"
         return
     if call.tools != near.tools and _is_about(call, near):
+        if _systems(call.history) != _systems(near.history):
+            yield "apart"  # another agent, which is told the same
+            return
         yield "tools"
     if common == len(path):
         return

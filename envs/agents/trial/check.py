@@ -34,4 +34,4 @@ async def check_program(
                 return speaker.refusals >= MAX_REFUSALS
 
             refused = await here.run(speaker, row=row, seed=seed, until=is_enough)
-        return report_of(run, refused)
+        return report_of(run, refused, train=job.agent.train)

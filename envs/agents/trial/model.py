@@ -122,6 +122,7 @@ class TrialModel:
             without_effect=request.without_effect,
             sampled=request.sampled,
             num_beside=self._running,
+            num_seen=len(self._answers),
             asked_s=time.monotonic(),
         )
         self.calls.append(call)
@@ -165,7 +166,7 @@ class TrialModel:
             parse_reply(text, _name(request, choice), calls=bool(request.tools))
             for choice, text in enumerate(texts)
         ]
-        first = len(self._answers)
+        first = call.first_answer = len(self._answers)
         self._answers += [(call, reply) for reply in call.replies]
         return list(range(first, len(self._answers)))
 

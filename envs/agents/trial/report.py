@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
 from ....schemas.wire.errors import RewardError
-from .calls import Change, Placement, TrialCall, place
+from ..call_lines import WHY_NOT
+from ..which_calls import WhyNot, main_root, why_untrained
+from .calls import Change, Placement, TrialCall, TriedAnswer, answers_of, place
 from .script import tool_name
 from .trial import TrialRun
 
@@ -48,6 +50,12 @@ class CallFacts:
     """What was changed of the history before it; see `Change`."""
     refusal: str
     """The code of the error that it was told; empty: it was answered."""
+    trained: int
+    """How many of its answers would be trained, with the episode's reward."""
+    why: str
+    """Why they would be, or would not."""
+    main: bool
+    """Whether it is of the main conversation."""
 
 
 @dataclass(frozen=True)
@@ -139,16 +147,24 @@ _WORDS: Mapping[Change, _Words] = {
 _GIVES_UP, _COMPACTS, _RETRIES = "gives up", "compacts", "retries for ever"
 
 
-def report_of(run: TrialRun, refused: TrialRun | None = None) -> TrialReport:
-    """Return what was found in a run, and in a second one whose history was too long."""
+def report_of(run: TrialRun, refused: TrialRun | None = None, *, train: str = "all") -> TrialReport:
+    """Return what was found in a run, and in a second one whose history was too long.
+
+    `train` is the job's `agent.train`.
+    """
     calls = run.model.calls
     placements = [place(call, calls[: call.number]) for call in calls]
     context = "" if refused is None else _reaction(refused)
     info = run.result.info if run.result is not None else {}
     requests = run.seen.requests if run.seen is not None else []
     behind = placements[1:]
-    facts = _call_facts(run, placements)
-    findings = [*_of_end(run), *_of_calls(calls, placements), *_of_context(context)]
+    facts = _call_facts(run, placements, train)
+    findings = [
+        *_of_end(run),
+        *_of_training(facts, train),
+        *_of_calls(calls, placements),
+        *_of_context(context),
+    ]
     return TrialReport(
         ok=all(one.level != "fail" for one in findings),
         findings=findings,
@@ -169,12 +185,24 @@ def report_of(run: TrialRun, refused: TrialRun | None = None) -> TrialReport:
     )
 
 
-def _call_facts(run: TrialRun, placements: Sequence[Placement]) -> list[CallFacts]:
+def _call_facts(run: TrialRun, placements: Sequence[Placement], train: str) -> list[CallFacts]:
+    answers = answers_of(run.model.calls, placements)
+    left_out = run.seen.episode.untrained if run.seen is not None else ()
+    why_not = why_untrained(answers, train, left_out)
+    main = main_root(answers)
+    by_call: dict[int, list[TriedAnswer]] = {}
+    for answer in answers:
+        by_call.setdefault(answer.call.number, []).append(answer)
     before_s = run.seen.began_s if run.seen is not None else run.began_s
     facts: list[CallFacts] = []
     for call, placement in zip(run.model.calls, placements, strict=True):
+        mine = by_call.get(call.number, [])
+        trained = [answer for answer in mine if not why_not[answer]]
         facts.append(
             CallFacts(
+                trained=len(trained),
+                why=_why(mine, why_not, train),
+                main=any(answer.origin is main for answer in mine),
                 number=call.number,
                 parent=placement.parent,
                 messages=len(call.history),
@@ -189,6 +217,18 @@ def _call_facts(run: TrialRun, placements: Sequence[Placement]) -> list[CallFact
         )
         before_s = call.answered_s or call.asked_s
     return facts
+
+
+def _why(answers: Sequence[TriedAnswer], why_not: Mapping[TriedAnswer, WhyNot], train: str) -> str:
+    """Return why the answers to a call are trained, or why they, or some of them, are not."""
+    reasons = [why for answer in answers if (why := why_not[answer])]
+    if reasons:
+        return WHY_NOT[reasons[0]]
+    if not answers:
+        return "it was not answered"
+    words = {"all": "every answer that arrives is", "main": "it is of the main conversation"}
+    words["alive"] = "it can have had a part in the outcome"
+    return words.get(train, f"by the pattern of agent.train={train}")
 
 
 def _num_rows(calls: Sequence[TrialCall], placements: Sequence[Placement]) -> int:
@@ -266,6 +306,18 @@ def _remedy(run: TrialRun) -> str:
     if isinstance(run.error, RewardError):
         asked = "\nit must also grade what a program leaves that has done nothing"
     return run.error.hint + asked
+
+
+def _of_training(facts: Sequence[CallFacts], train: str) -> Iterator[TrialFinding]:
+    """Say how many of the answers would be trained."""
+    answered = [one for one in facts if not one.refusal]
+    num_trained = sum(bool(one.trained) for one in answered)
+    text = f"{num_trained} of {len(answered)} answered calls would be trained (agent.train={train})"
+    if answered and not num_trained:
+        yield TrialFinding("fail", text, "set agent.train to all, main, or another pattern")
+    elif answered:
+        level: Level = "ok" if num_trained == len(answered) else "note"
+        yield TrialFinding(level, text)
 
 
 def _of_calls(

@@ -213,6 +213,25 @@ def test_a_token_is_credited_alike_in_whatever_rows_its_episode_stands(
         assert split[place] == pytest.approx(pair, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.parametrize("advantage", [*OF_EPISODES, "grpo_per_turn", "reinforce_pp"])
+def test_calls_that_know_nothing_of_each_other_have_the_reward_of_their_episode(
+    advantage: str,
+) -> None:
+    """The second has no reader and is none: it ends a chain of its own, with the whole reward."""
+
+    def episode(number: int, outcome: float) -> Episode:
+        calls = [Call(n, [n + 1], [10 * number + n + 2, 3]) for n in range(3)]
+        return Episode(calls, outcome)
+
+    group = group_of([episode(1, 1.0), episode(2, 0.0), episode(3, 0.0)], split=False)
+    credited = advantages_by_token(config_of(advantage=advantage), [group])
+    by_episode: dict[int, list[float]] = {}
+    for (_, number, _), (worth, _) in credited.items():
+        by_episode.setdefault(number, []).append(round(worth, 4))
+    assert all(len(worths) == 6 and len(set(worths)) == 1 for worths in by_episode.values())
+    assert by_episode[0][0] > 0 > by_episode[1][0] == by_episode[2][0]
+
+
 @pytest.mark.parametrize(
     ("advantage", "mode", "loss_agg"),
     [

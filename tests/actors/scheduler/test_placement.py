@@ -247,6 +247,24 @@ def test_an_actor_wider_than_every_node_is_refused() -> None:
         refuse_impossible((learner(), *generators(1, slots=4)), [node(n, 2) for n in "abcd"])
 
 
+def test_a_tinker_service_is_told_what_it_can_be_given() -> None:
+    def refused(total: int, samplers: int = 1, slots: int = 1, trainer: int = 1) -> str:
+        parts = [ActorPlacement(name="trainer", role="trainer", slots=trainer)]
+        parts += [
+            ActorPlacement(name=f"sampler-{n}", role="sampler", slots=slots)
+            for n in range(samplers)
+        ]
+        with pytest.raises(PlacementError) as raised:
+            refuse_impossible(parts, [node("a", total)])
+        return raised.value.hint
+
+    assert refused(1) == "add nodes (`tinkermq node --slots N`)"
+    assert refused(3, samplers=4).startswith("set generator.count to 2 or less, or add nodes")
+    assert refused(6, samplers=4, slots=2).startswith("set generator.count to 2 or less")
+    assert refused(2, slots=4).startswith("set generator.slots to 2 or less")
+    assert refused(2, trainer=4).startswith("set learner.slots to 2 or less")
+
+
 def test_a_pool_that_has_no_node_yet_refuses_nothing() -> None:
     refuse_impossible(job("", 98).actors, [])
     assert "none has joined" in place([job("a", 1)], []).waits["a"]

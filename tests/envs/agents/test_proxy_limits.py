@@ -4,14 +4,16 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
+import structlog
 from tinkermq.broker.client.connection import Broker
 from tinkermq.envs.agents.episode import (
     ProgramEpisode,
 )
-from tinkermq.envs.agents.proxy.listeners import ConnectionTimes
+from tinkermq.envs.agents.proxy.listeners import ConnectionTimes, ProxyListeners
 from tinkermq.envs.agents.proxy.proxy import ModelProxy
 from tinkermq.envs.agents.proxy.routes import MAX_REQUESTS
 from tinkermq.schemas.wire.subjects import JobScope
@@ -148,3 +150,34 @@ async def test_the_oldest_answers_make_room(
             ]
             found = [(await http.get(f"/v1/responses/{name}")).status_code for name in ids]
     assert found == [404, 404, 200, 200]
+
+
+async def test_a_connection_too_many_is_told_so_in_json_and_idle_ones_make_room() -> None:
+    release, num_waiting = asyncio.Event(), 0
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal num_waiting
+        if scope["path"] == "/wait":
+            num_waiting += 1
+            await release.wait()
+        head = [(b"content-length", b"2")]
+        await send({"type": "http.response.start", "status": 200, "headers": head})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    listeners = ProxyListeners(application, most=3)
+    url = f"http://127.0.0.1:{await listeners.listen()}"
+    with structlog.testing.capture_logs() as logged:
+        async with contextlib.AsyncExitStack() as stack:
+            clients = [await stack.enter_async_context(httpx.AsyncClient()) for _ in range(4)]
+            assert (await clients[0].get(f"{url}/now")).text == "ok"
+            waiting = [asyncio.create_task(one.get(f"{url}/wait")) for one in clients[1:]]
+            await until(lambda: num_waiting == 3, "the idle connection to make room")
+            for _ in range(3):
+                refused = await clients[0].get(f"{url}/now")
+                assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+                assert "all 3 connections of this proxy are taken" in words(refused)
+            release.set()
+            assert [(await one).text for one in waiting] == ["ok"] * 3
+            assert (await clients[0].get(f"{url}/now")).text == "ok"
+    assert [one["event"] for one in logged] == ["connections_refused"]
+    await listeners.stop()

@@ -39,7 +39,7 @@ def episode() -> ExactCalls:
 
 def places_of(tree: CallTree, info: dict[str, Any], **how: Any) -> tuple[EpisodeCredit, dict]:
     """Return the credit of an episode, and the place of each trained call by name."""
-    found = rows_of(tree, how.pop("max_tokens", 1 << 30), **how)
+    found = rows_of(tree, how.pop("max_tokens", 1 << 30), "alive", **how)
     credit = EpisodeCredit(tree, found, PostedRewards.of(info, tree))
     by_call: dict[int, dict[str, Any]] = {}
     for at, row in enumerate(found.rows):
@@ -86,7 +86,7 @@ def test_a_branch_has_what_continues_the_call_it_begins_with() -> None:
 def test_a_reward_of_a_call_that_is_not_trained_is_that_of_the_one_before_it() -> None:
     tree = episode().tree
     info = {"call_rewards": {"0": 1.0, "5": 0.5, "6": 2, "1": 4.0, "7": float("nan")}}
-    found = rows_of(tree, 1 << 30, left_out={5, 6})
+    found = rows_of(tree, 1 << 30, "alive", {5, 6})
     credit = EpisodeCredit(tree, found, PostedRewards.of(info, tree))
     assert credit.rewards == {0: 3.5}
     assert credit.num_lost == 1
@@ -111,6 +111,6 @@ def test_people_are_shown_what_was_posted_for_calls_and_branches() -> None:
         "branch_names": {"3": "reader"},
     }
     posted, found = PostedRewards.of(info, tree), rows_of(tree, 1 << 30)
-    told = [episode_rows._told(call, found, (), posted) for call in tree.calls]
+    told = [episode_rows._told(call, found, posted) for call in tree.calls]
     shown = [(line.reward, line.branch_reward, line.name) for line in call_lines({"calls": told})]
     assert shown[:4] == [(0, None, ""), (2, None, ""), (None, None, ""), (None, -0.5, "reader")]

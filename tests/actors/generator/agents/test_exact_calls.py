@@ -17,6 +17,7 @@ from tinkermq.actors.generator.agents.exact_calls import ExactCalls
 from tinkermq.actors.generator.agents.rows import TreeRows, rows_of, trained_calls
 from tinkermq.actors.generator.engine.engine import Generation
 from tinkermq.actors.generator.episodes.chat import ChatTokenizer
+from tinkermq.envs.agents import which_calls
 from tinkermq.envs.agents.messages import CanonicalMessage
 
 from tests.actors.generator.agents.programs import (
@@ -230,7 +231,7 @@ def test_what_nobody_read_is_not_trained_and_what_was_read_is(chat: ChatTokenize
     found = ask(exact, [user("find the file")], "it is in the folder src/lib", [])
     first = ask(exact, [user("go")], "I look.")
     ask(exact, [user("go"), first.reply, user(f"The helper says: {found.reply.text}")])
-    made = rows_of(exact.tree, UNBOUND)
+    made = rows_of(exact.tree, UNBOUND, "alive")
     assert made.untrained == (0,)
     assert [(row.kind, row.calls) for row in made.rows] == [("main", (2, 3)), ("sub-agent", (1,))]
 
@@ -312,7 +313,9 @@ def test_a_broken_seam_or_closing_is_noticed(chat: ChatTokenizer, other: str) ->
 
 
 def test_a_broken_digest_of_the_tools_is_noticed(chat: ChatTokenizer) -> None:
-    broken = changed(exact_calls, "blake2b(told.encode()", 'blake2b(b""')
+    digest_of = changed(which_calls, "blake2b(told.encode()", 'blake2b(b""').digest_of
+    broken = changed(exact_calls, "from ....envs.agents.which_calls import digest_of\n", "")
+    broken.__dict__["digest_of"] = digest_of
     with pytest.raises(AssertionError):
         assert_as_rendered(chat, broken.ExactCalls(chat))
 

@@ -17,6 +17,7 @@ from tinkermq.envs.agents.dialects.chat import read_chat
 from tinkermq.envs.agents.dialects.messages_api import read_messages
 from tinkermq.envs.agents.dialects.request import ModelRequest
 from tinkermq.envs.agents.dialects.responses import read_response
+from tinkermq.envs.agents.which_calls import main_root
 
 from tests.actors.generator.agents.programs import RecordingEngine, chat_of
 
@@ -41,7 +42,7 @@ ROWS = {
     "openai-agents-handoff": [(0,), (1, 2)],
     "openai-agents-responses": ONE_ROW,
     "openai-agents-streamed": ONE_ROW,
-    "opencode": [(1, 2, 3)],
+    "opencode": [(0,), (1, 2, 3)],
     "pi": [(0, 1, 2)],
     "pydantic-ai-chat": ONE_ROW,
     "pydantic-ai-messages": ONE_ROW,
@@ -96,11 +97,20 @@ def test_a_program_has_the_rows_that_its_conversations_make(name: str, chat: Cha
         assert row.mask.sum() == num_drawn
 
 
-def test_a_title_that_nobody_reads_is_not_trained(chat: ChatTokenizer) -> None:
+def test_a_title_that_nobody_reads_can_be_left_out(chat: ChatTokenizer) -> None:
     replay = Replay("opencode", chat)
-    (title,) = replay.made.untrained
-    assert replay.calls[title].parent is None
-    assert not replay.calls[title].children
+    title, *work = replay.calls
+    assert main_root(replay.calls) is work[0], "the title comes first, and is not the main one"
+    for which in ("main", "alive", "not /You are a title generator/", "/opencode/"):
+        assert rows_of(replay.exact.tree, 1 << 30, which).untrained == (title.number,), which
+
+
+@pytest.mark.parametrize("name", ["codex-compacted", "langgraph-trimmed", "openai-agents-as_tool"])
+def test_the_main_conversation_goes_on_after_a_compaction(name: str, chat: ChatTokenizer) -> None:
+    """A helper is another one, in which it is the same agent with another system message."""
+    replay = Replay(name, chat)
+    made = rows_of(replay.exact.tree, 1 << 30, "main")
+    assert made.untrained == ((1, 2) if name == "openai-agents-as_tool" else ())
 
 
 @pytest.mark.parametrize("program", ["langgraph", "pydantic-ai"])

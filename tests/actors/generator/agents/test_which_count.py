@@ -1,4 +1,4 @@
-"""Which conversations of a program are trained: all that can have had a part in the outcome."""
+"""Which calls of a program are trained: all, those that a rule or a pattern says; which is main."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinkermq.actors.generator.agents import reading, rows
 from tinkermq.actors.generator.agents.call_tree import ModelCall
 from tinkermq.actors.generator.agents.exact_calls import ExactCalls
-from tinkermq.actors.generator.agents.reading import Readers
 from tinkermq.actors.generator.agents.rows import rows_of, trained_calls
 from tinkermq.actors.generator.episodes.chat import ChatTokenizer
+from tinkermq.envs.agents import reading, which_calls
 from tinkermq.envs.agents.messages import CanonicalCall, CanonicalMessage
+from tinkermq.envs.agents.reading import Readers
+from tinkermq.envs.agents.which_calls import main_root, why_untrained
 
 from tests.actors.generator.agents.programs import TOOLS, chat_of, user
 from tests.actors.generator.agents.test_exact_calls import CALL, ask, changed
@@ -38,7 +39,8 @@ def exact(chat: ChatTokenizer) -> ExactCalls:
 
 
 def trained(exact: ExactCalls) -> set[int]:
-    return {number for row in rows_of(exact.tree, UNBOUND).rows for number in row.calls}
+    """Return the calls that can have had a part in the outcome."""
+    return {number for row in rows_of(exact.tree, UNBOUND, "alive").rows for number in row.calls}
 
 
 def helped(
@@ -138,16 +140,6 @@ def test_a_title_is_not_taken_for_the_only_call_of_the_main_conversation(
     assert trained(exact) == {1}
 
 
-def test_of_two_conversations_of_one_call_the_reader_is_the_main_one(exact: ExactCalls) -> None:
-    helper = ask(exact, [system("You look."), user(TASK)], ANSWER * 2, TOOLS[:1])
-    reader = ask(exact, [system("You mend."), user(helper.reply.text)], "mended", TOOLS[1:])
-    made = rows_of(exact.tree, UNBOUND)
-    assert [(row.calls, row.kind) for row in made.rows] == [
-        ((reader.number,), "main"),
-        ((helper.number,), "sub-agent"),
-    ]
-
-
 @pytest.mark.parametrize("prompt", ["one", "changing"])
 @pytest.mark.parametrize("keeps", [True, False])
 def test_a_program_that_begins_anew_with_each_call_is_trained_whole(
@@ -219,11 +211,13 @@ def drawn(chat: ChatTokenizer, seed: int) -> tuple[ExactCalls, set[int]]:
     return exact, dead
 
 
-def assert_what_was_read_counts(chat: ChatTokenizer, num_seeds: int, rows: Any = rows) -> None:
+def assert_what_was_read_counts(
+    chat: ChatTokenizer, num_seeds: int, rule: Any = which_calls
+) -> None:
     for seed in range(num_seeds):
         exact, dead = drawn(chat, seed)
-        found = rows.trained_calls(exact.tree)
-        assert {call.number for call in exact.tree.calls if call not in found} == dead, seed
+        why_not = rule.why_untrained(exact.tree.calls, "alive")
+        assert {call.number for call, why in why_not.items() if why} == dead, seed
 
 
 @pytest.mark.parametrize("num_seeds", [10, pytest.param(300, marks=pytest.mark.long)])
@@ -270,7 +264,7 @@ def test_readers_are_found_as_by_hand(chat: ChatTokenizer, num_seeds: int) -> No
     ids=["what stood there before", "parts", "longer runs", "short answers"],
 )
 def test_a_broken_rule_of_reading_is_noticed(chat: ChatTokenizer, line: str, other: str) -> None:
-    broken = changed(rows, "from .reading import Readers\n", "")
+    broken = changed(which_calls, "import Answered, Readers", "import Answered")
     broken.__dict__["Readers"] = changed(reading, line, other).Readers
     with pytest.raises(AssertionError):
         assert_what_was_read_counts(chat, 10, broken)
@@ -286,7 +280,7 @@ def test_many_conversations_are_sorted_out_in_a_moment(chat: ChatTokenizer) -> N
         given = (user(text), user(f"number {number}: {words(Random(number), 2000)}"))
         reply = replace(base.reply, content=(words(Random(-number), 2000),))
         calls.append(replace(base, number=number, given=given, reply=reply, num_seen=number))
-    assert trained_calls(exact.tree) == set(calls)
+    assert trained_calls(exact.tree, "alive") == set(calls)
     readers = Readers(calls)
     assert not any(readers.of(call) for call in calls)
 
@@ -297,3 +291,219 @@ def test_texts_of_any_letters_have_runs() -> None:
     assert len(runs(message.text)) == 4
     assert np.array_equal(runs("x" * 15), np.empty(0))
     assert len(runs("x" * 400)) == 1
+
+
+# -- all, main, by a pattern -----------------------------------------------------------------------
+
+
+def memory_extraction(exact: ExactCalls, num_calls: int = 1) -> None:
+    """A program as qwen-code: work, then a helper with tools of its own that reads all of it."""
+    history = [system("You are a coder."), user(TASK)]
+    for number in range(num_calls):
+        answer = ask(exact, history, f"I mended the line {number} of module seven")
+        history += [answer.reply, user(f"result {number}")]
+    told = "\n".join(message.text for message in history)
+    asked = [system("You keep memories."), user(f"Extract memories:\n{told}")]
+    for number in range(3):
+        answer = ask(exact, asked, f"I wrote memory number {number}", TOOLS[:1])
+        asked += [answer.reply, user("and?")]
+
+
+def instructor(exact: ExactCalls) -> None:
+    """Two independent calls with one outcome: in tool mode, then in JSON mode."""
+    ask(exact, [user(f"{TASK}, as a tool call")], "a call", TOOLS[:1])
+    ask(exact, [system("Answer as JSON."), user(f"{TASK}, as JSON")], '{"module": 7}', [])
+
+
+def planner(exact: ExactCalls) -> None:
+    """A plan without tools, then an executor with tools that begins with it."""
+    plan = ask(exact, [user("make a plan")], "first the tests, then the module", [])
+    asked = [system("You do it."), user(plan.reply.text)]
+    ask(exact, [*asked, ask(exact, asked, "I do it now").reply, user("on")], "it is done")
+
+
+def long_helper(exact: ExactCalls) -> None:
+    """A main conversation of two calls, whose helper takes five."""
+    main = ask(exact, [user(TASK)], "I ask a helper about the parser")
+    asked = [user("look for: a helper about the parser")]
+    for number in range(5):
+        found = ask(exact, asked, f"the folder number {number} of it has none", TOOLS[:1])
+        asked += [found.reply, user("on")]
+    ask(exact, [user(TASK), main.reply, user(f"told: {found.reply.text}")], "done")
+
+
+def debate(exact: ExactCalls) -> None:
+    """Two who answer each other, the first with tools."""
+    one, other = [user("you are for it")], [user("you are against it")]
+    for number in range(3):
+        said = ask(exact, one, f"I say that number {number} speaks for it")
+        other += [user(said.reply.text)]
+        heard = ask(exact, other, f"I object to it by the number {number}", [])
+        one += [said.reply, user(heard.reply.text)]
+        other += [heard.reply]
+
+
+def title_first(exact: ExactCalls) -> None:
+    """A title beside a text program without tools."""
+    ask(exact, [system("Write a title."), user(TASK)], "Mending it", [])
+    first = ask(exact, [user(TASK)], "I look.", [])
+    ask(exact, [user(TASK), first.reply, user("on")], "I look again.", [])
+
+
+def summary_last(exact: ExactCalls) -> None:
+    """Work with tools, and a call without that sums it up."""
+    first = ask(exact, [user(TASK)], "I looked at the parser")
+    last = ask(exact, [user(TASK), first.reply, user("on")], "The parser was mended well")
+    ask(exact, [user(f"Sum up: {last.reply.text}")], "The parser was mended, all is well " * 9, [])
+
+
+def long_memory(exact: ExactCalls) -> None:
+    memory_extraction(exact, 2)
+
+
+def memory_of_history(exact: ExactCalls) -> None:
+    """Work in one call, and a helper that is given the history as messages, with more calls."""
+    asked = [system("You are a coder."), user(TASK)]
+    answer = ask(exact, asked, "I mended it in line 17 of module seven")
+    history = [system("You keep memories."), user(TASK), answer.reply, user("Extract memories.")]
+    for number in range(4):
+        history += [
+            ask(exact, history, f"{CALL} number {number}", TOOLS[:1]).reply,
+            user("and more?"),
+        ]
+
+
+def memory_without_tools(exact: ExactCalls) -> None:
+    """As above, of a text program; its helper has more calls, and longer ones."""
+    answer = ask(exact, [user(TASK)], "it stands in line 17 of module seven", [])
+    history = [system("You keep memories."), user(f"{TASK}\n{answer.reply.text}")]
+    for number in range(3):
+        history += [ask(exact, history, f"memory {number}: " + "m" * 200, []).reply, user("on")]
+
+
+def two_helpers_after_the_end(exact: ExactCalls) -> None:
+    """A summary and a title of the summary, both after the work."""
+    answer = ask(exact, [user(TASK)], "I mended the parser of module seven")
+    summary = ask(exact, [user(f"Sum up: {answer.reply.text}")], "The module parses again now", [])
+    ask(exact, [user(f"Write a title: {summary.reply.text}")], "Parsing", [])
+
+
+def judged_by_itself(exact: ExactCalls) -> None:
+    """Three attempts at once, and a call that chooses one of them."""
+    attempts = [ask(exact, [user(TASK)], f"attempt of number {n} at the module") for n in range(3)]
+    told = "\n".join(one.reply.text for one in attempts)
+    ask(exact, [system("Choose."), user(told)], "the second", [])
+
+
+def one_call(exact: ExactCalls) -> None:
+    ask(exact, [user(TASK)], "done")
+
+
+PROGRAMS: list[tuple[Callable[[ExactCalls], None], int, set[int]]] = [
+    (memory_extraction, 0, {0}),
+    (long_memory, 0, {0, 1}),
+    (instructor, 0, {0}),
+    (planner, 1, {1, 2}),
+    (long_helper, 0, {0, 6}),
+    (debate, 0, {0, 2, 4}),
+    (title_first, 1, {1, 2}),
+    (summary_last, 0, {0, 1}),
+    (memory_of_history, 0, {0}),
+    (memory_without_tools, 0, {0}),
+    (two_helpers_after_the_end, 0, {0}),
+    (one_call, 0, {0}),
+]
+
+
+@pytest.mark.parametrize(("program", "root", "main"), PROGRAMS, ids=lambda one: str(one)[:30])
+def test_each_answer_is_trained_once_and_the_main_conversation_comes_first(
+    exact: ExactCalls, program: Callable[[ExactCalls], None], root: int, main: set[int]
+) -> None:
+    program(exact)
+    calls = exact.tree.calls
+    made = rows_of(exact.tree, UNBOUND)
+    assert sorted(n for row in made.rows for n in row.calls) == list(range(len(calls)))
+    num_tokens = sum(len(call.generated.token_ids) for call in calls)
+    assert sum(int(row.mask.sum()) for row in made.rows) == num_tokens
+    assert main_root(calls) is calls[root]
+    assert made.rows[0].kind == "main"
+    assert set(made.rows[0].calls) <= main
+    only = rows_of(exact.tree, UNBOUND, "main")
+    assert {n for row in only.rows for n in row.calls} == main
+    assert set(only.why_not.values()) == ({"other"} if len(main) < len(calls) else set())
+
+
+def test_of_several_attempts_each_is_trained_and_one_is_the_main_row(exact: ExactCalls) -> None:
+    judged_by_itself(exact)
+    made = rows_of(exact.tree, UNBOUND)
+    assert sorted(row.calls for row in made.rows) == [(0,), (1,), (2,), (3,)]
+    assert main_root(exact.tree.calls) in exact.tree.calls[:3]
+    only = rows_of(exact.tree, UNBOUND, "main")
+    assert only.untrained == tuple(n for n in range(4) if n != only.rows[0].calls[0])
+
+
+@pytest.mark.parametrize(
+    ("which", "wanted"),
+    [
+        ("all", {0, 1, 2, 3}),
+        ("main", {0}),
+        ("/You are a coder/", {0}),
+        ("not /You are a coder/", {1, 2, 3}),
+        ("/^You are/", {0}),
+        ("/(?i)MEMORIES/", {1, 2, 3}),
+        ("not /memories/", {0}),
+        ("/You (are|keep)/", {0, 1, 2, 3}),
+        ("/nothing like it/", set()),
+        ("not /nothing like it/", {0, 1, 2, 3}),
+        ("/mend the test/", set()),
+    ],
+)
+def test_a_pattern_is_looked_for_in_the_system_message_of_the_conversation(
+    exact: ExactCalls, which: str, wanted: set[int]
+) -> None:
+    memory_extraction(exact)
+    made = rows_of(exact.tree, UNBOUND, which)
+    assert {n for row in made.rows for n in row.calls} == wanted
+    assert {call.number for call in exact.tree.calls} - wanted == set(made.untrained)
+
+
+def test_a_conversation_without_a_system_message_is_known_by_its_first_message(
+    exact: ExactCalls,
+) -> None:
+    instructor(exact)
+    assert rows_of(exact.tree, UNBOUND, "/as a tool call/").untrained == (1,)
+    assert rows_of(exact.tree, UNBOUND, "not /as a tool call/").untrained == (0,)
+
+
+def test_what_did_not_arrive_or_was_taken_out_is_trained_in_no_case(exact: ExactCalls) -> None:
+    instructor(exact)
+    exact.tree.calls[0].delivered = False
+    for which in ("all", "main", "alive", "/./", "not /nothing/"):
+        found = why_untrained(exact.tree.calls, which, {0, 1})
+        assert list(found.values()) == ["undelivered", "left out"], which
+
+
+@pytest.mark.parametrize(
+    "which", ["mian", "", "/", "//", "not", "title", "/open", "not not /a/", "/(/"]
+)
+def test_a_value_that_is_no_pattern_is_refused(exact: ExactCalls, which: str) -> None:
+    instructor(exact)
+    with pytest.raises(ValueError, match=r"does not say which|is no regular expression"):
+        why_untrained(exact.tree.calls, which)
+
+
+def test_the_main_conversation_does_not_depend_on_how_calls_interleave(
+    chat: ChatTokenizer,
+) -> None:
+    def main_of(order: Sequence[int]) -> bytes:
+        exact = ExactCalls(chat)
+        threads = [[user(f"you are number {number}")] for number in range(3)]
+        for thread in order:
+            call = ask(exact, threads[thread], f"said by {thread} at {len(threads[thread])}")
+            threads[thread] += [call.reply, user("and then?")]
+        found = main_root(exact.tree.calls)
+        assert found is not None
+        return found.digest
+
+    orders = ([0, 1, 2, 0, 1, 2], [2, 2, 1, 1, 0, 0], [1, 0, 0, 2, 1, 2], [0, 0, 2, 1, 2, 1])
+    assert len({main_of(order) for order in orders}) == 1

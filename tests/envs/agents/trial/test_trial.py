@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tinkermq.broker.client.connection import Broker
+from tinkermq.clients.cli.agents.check import report_lines
 from tinkermq.envs.agents.trial.check import check_program
 from tinkermq.envs.agents.trial.report import TrialReport
 from tinkermq.schemas.config.job import JobConfig
@@ -207,3 +208,71 @@ reward(float(told["prompt"][0]["content"][0]))
     assert (await tried(code, env=env, row=2)).reward == 2.0
     with pytest.raises(DataError, match="there is no row 3: the training data has 3"):
         await tried(code, env=env, row=3)
+
+
+EXTRACTS = """
+history = [{"role": "system", "content": "You are a coder."}, {"role": "user", "content": "2 + 2?"}]
+history.append(call(tools=TOOLS))
+history.append(result())
+history.append(call(tools=TOOLS))
+whole = json.dumps(history)
+history = [{"role": "system", "content": "You keep memories."}, {"role": "user", "content": whole}]
+for _ in range(3):
+    history += [call(), {"role": "user", "content": "and?"}]
+reward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("train", "trained", "why"),
+    [
+        ("all", [1, 1, 1, 1, 1], "every answer that arrives is"),
+        ("main", [1, 1, 0, 0, 0], "not of the main conversation"),
+        ("/You are a coder/", [1, 1, 0, 0, 0], "left out by the pattern of agent.train"),
+        ("not /memories/", [1, 1, 0, 0, 0], "left out by the pattern of agent.train"),
+        ("not /coder/", [0, 0, 1, 1, 1], "by the pattern of agent.train=not /coder/"),
+        ("alive", [1, 1, 1, 1, 1], "it can have had a part in the outcome"),
+    ],
+)
+async def test_each_call_is_told_to_be_trained_or_why_it_is_not(
+    tried: Try, train: str, trained: list[int], why: str
+) -> None:
+    report = await tried(EXTRACTS, train=train)
+    assert report.ok
+    assert [call.trained for call in report.calls] == trained
+    assert report.calls[-1].why == why
+    assert [call.main for call in report.calls] == [True, True, False, False, False]
+    told = f"{sum(trained)} of 5 answered calls would be trained (agent.train={train})"
+    assert told in [one.text for one in report.findings]
+    assert any(f"trained: {why}" in line for line in report_lines(report))
+
+
+async def test_a_program_of_which_no_call_is_trained_cannot_be(tried: Try) -> None:
+    report = await tried("call(); reward()", train="/nothing like it/")
+    assert not report.ok
+    assert levels(report, "fail")[0].startswith("0 of 1 answered calls would be trained")
+
+
+async def test_a_call_that_the_program_takes_out_is_told(tried: Try) -> None:
+    code = 'call(n=2); call(); post("/episode/note", call=1, train=False); reward()'
+    report = await tried(code)
+    assert [call.trained for call in report.calls] == [1, 1]
+    assert report.calls[0].why == "taken out by the program"
+
+
+async def test_another_agent_that_is_told_the_same_is_no_change_of_tools(tried: Try) -> None:
+    """As qwen-code's extraction of memories: the history of the work, other tools and rules."""
+    report = await tried("""
+history.append(call(tools=TOOLS))
+history[0] = {"role": "system", "content": "You keep memories."}
+history.append({"role": "user", "content": "Extract what is worth keeping."})
+WRITE = [{"type": "function", "function": {"name": "write", "parameters": {}}}]
+history += [call(tools=WRITE), {"role": "user", "content": "Go on."}]
+call(tools=WRITE)
+reward()
+""")
+    assert report.ok
+    assert not levels(report, "costs")
+    assert [call.changes for call in report.calls][1] == ["apart"]
+    assert [call.main for call in report.calls] == [True, False, False]
+    assert [call.trained for call in report.calls] == [1, 1, 1]

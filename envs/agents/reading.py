@@ -10,42 +10,68 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ....envs.agents.messages import MIN_QUOTE, CanonicalMessage, marks_of
-from .call_tree import ModelCall
+from .messages import MIN_QUOTE, CanonicalMessage, marks_of
 
 _FACTOR = 0x9E3779B97F4A7C15
 
 
-class Readers:
+class Answered(Protocol):
+    """A call of the model that was answered, as far as reading goes."""
+
+    @property
+    def number(self) -> int:
+        """Its place among the calls of the episode, in the order in which they ended."""
+        ...
+
+    @property
+    def given(self) -> Sequence[CanonicalMessage]:
+        """The messages that are new in its prompt."""
+        ...
+
+    @property
+    def reply(self) -> CanonicalMessage:
+        """The answer that the program was told."""
+        ...
+
+    @property
+    def num_seen(self) -> int:
+        """Calls that had ended when it was asked for."""
+        ...
+
+
+OneCall = TypeVar("OneCall", bound=Answered)
+
+
+class Readers(Generic[OneCall]):
     """The readers of the answers of an episode; sets of calls are integers, a bit for each."""
 
-    def __init__(self, calls: Sequence[ModelCall]) -> None:
+    def __init__(self, calls: Sequence[OneCall]) -> None:
         """`calls` are all calls of the episode, by number."""
         self._calls = calls
         self._known: dict[int, int] = {}
         self._with_short: dict[str, int] = {}
 
-    def of(self, answer: ModelCall) -> list[ModelCall]:
+    def of(self, answer: OneCall) -> list[OneCall]:
         """Return the calls that were given an answer to read, in the order of their numbers."""
         found = self._of(answer)
         return [call for call in self._calls if found >> call.number & 1]
 
-    def any(self, answers: Collection[ModelCall], readers: Collection[ModelCall]) -> bool:
+    def any(self, answers: Collection[OneCall], readers: Collection[OneCall]) -> bool:
         """Whether one of the answers was read by one of the calls."""
         wanted = _bits(readers)
         return any(self._of(answer) & wanted for answer in answers)
 
-    def _of(self, answer: ModelCall) -> int:
+    def _of(self, answer: OneCall) -> int:
         if answer.number not in self._known:
             self._known[answer.number] = self._found(answer)
         return self._known[answer.number]
 
-    def _found(self, answer: ModelCall) -> int:
+    def _found(self, answer: OneCall) -> int:
         later = _bits([call for call in self._calls if answer.number < call.num_seen])
         if not later:
             return 0
@@ -147,7 +173,7 @@ def _runs(text: str) -> NDArray[np.uint64]:
     return np.unique(digests)
 
 
-def _bits(calls: Collection[ModelCall]) -> int:
+def _bits(calls: Collection[Answered]) -> int:
     bits = 0
     for call in calls:
         bits |= 1 << call.number
