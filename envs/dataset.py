@@ -34,7 +34,11 @@ class RowFile(Protocol):
         ...
 
     def row(self, number: int) -> Mapping[str, Any]:
-        """Decode one row."""
+        """Decode one row; DataError with file, row and column for one that cannot be read."""
+        ...
+
+    def columns(self) -> list[str]:
+        """Return the names of the first row's columns, whatever they hold."""
         ...
 
     def close(self) -> None:
@@ -124,7 +128,7 @@ def _open_file(
     opened.callback(file.close)
     if not len(file):
         raise DataError(f"{path} has no rows", hint="write at least one row into it")
-    check(file.row(0), f"row 0 of {path}")
+    check(file.columns(), f"row 0 of {path}")
     return file
 
 
@@ -168,13 +172,35 @@ class _JsonLines(_MappedRows):
                 self._ends.append(end)
 
     def row(self, number: int) -> Mapping[str, Any]:
+        raw = self._bytes(number)
+        found = self._decode(number, raw)
+        if b"\\ud" in raw or b"\\uD" in raw:  # the only way in which half a character gets here
+            for column, value in found.items():
+                self._check_text(number, column, value)
+        return found
+
+    def columns(self) -> list[str]:
+        return list(self._decode(0, self._bytes(0)))
+
+    def _decode(self, number: int, raw: bytes) -> Mapping[str, Any]:
         try:
-            value = json.loads(self._bytes(number))
-        except ValueError as error:
+            value = json.loads(raw)
+        except (ValueError, RecursionError) as error:
             raise DataError(f"row {number} of {self._path} is not valid JSON: {error}") from error
         if not isinstance(value, dict):
             raise DataError(f"row {number} of {self._path} is not a JSON object")
         return cast("dict[str, Any]", value)
+
+    def _check_text(self, number: int, column: str, value: Any) -> None:
+        try:
+            json.dumps([column, value], ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"row {number} of {self._path} has half a character (a lone surrogate, "
+                f"{str(error.object)[error.start]!a}) in the column {column!a}",
+                hint="an emoji is one character, or two escapes (\\ud83d\\ude00): a text was cut "
+                "between the two; mend the text, or leave the row out",
+            ) from error
 
 
 class _Parquet(_MappedRows):
@@ -188,7 +214,18 @@ class _Parquet(_MappedRows):
             self._ends.frombytes(ends.read_bytes())
 
     def row(self, number: int) -> Mapping[str, Any]:
-        return _unpackb(self._bytes(number), raw=False, strict_map_key=False)
+        try:
+            return _unpackb(self._bytes(number), raw=False, strict_map_key=False)
+        except ValueError as error:
+            raise DataError(
+                f"row {number} of {self._path} holds a text that is not UTF-8: {error}",
+                hint="write it as text, or leave the row out",
+            ) from error
+
+    def columns(self) -> list[str]:
+        return list(
+            _unpackb(self._bytes(0), raw=False, strict_map_key=False, unicode_errors="replace")
+        )
 
 
 _READERS = {".parquet": _Parquet, ".jsonl": _JsonLines, ".ndjson": _JsonLines}

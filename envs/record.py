@@ -5,7 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from ..schemas.wire.errors import DataError
+from ..schemas.wire.errors import DataError, MessageError
+from ..schemas.wire.foreign import plain_value
 from .game import ChatMessage
 
 TRUTH_COLUMNS = ("reward_model", "answer", "ground_truth")
@@ -35,8 +36,14 @@ class Record:
     """Whatever else the row of a program's task has."""
 
     def messages(self) -> list[ChatMessage]:
-        """Return a fresh copy of the prompt, each `<image>` tag replaced by its image."""
-        return place_images(self.prompt, self.images)
+        """Return a fresh copy of the prompt, each `<image>` tag replaced by its image.
+
+        Raises DataError that names the row and the item of its prompt which cannot travel.
+        """
+        try:
+            return plain_value(place_images(self.prompt, self.images), "prompt")
+        except MessageError as error:
+            raise DataError(f"{self.where or 'a row'}: {error.message}", hint=error.hint) from error
 
 
 def check_columns(columns: Iterable[str], where: str) -> None:
