@@ -6,6 +6,7 @@ GameError with the game's name in it.
 """
 
 import contextlib
+import inspect
 import math
 import random
 from abc import ABC, abstractmethod
@@ -230,6 +231,8 @@ def _travelling(game: AbstractGame, what: str) -> Iterator[None]:
 
 
 def _refuse(game: AbstractGame, what: str, value: Any, wanted: str) -> NoReturn:
+    if inspect.iscoroutine(value):  # nobody will await it
+        value.close()
     raise GameError(
         f"{type(game).__name__}.{what} is {shown(value)} ({type(value).__name__}), it must be "
         f"{wanted}",

@@ -225,7 +225,8 @@ class ProcessRunner:
 
     async def _spawn(self) -> _Process:
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, contextlib.ExitStack() as undone:
+            undone.enter_context(ours)
             child = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -236,6 +237,7 @@ class ProcessRunner:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=2,  # what a game prints goes where the host's log goes
             )
+            undone.pop_all()
         incoming, writer = await asyncio.open_connection(sock=ours)
         process = _Process(child, writer)
         process.reader = asyncio.create_task(self._read(process, incoming), name="env_worker")

@@ -145,6 +145,8 @@ def lines_of(error: BaseException, skip: Collection[str] = ()) -> str:
         own = [frame for frame in frames if frame.filename not in {__file__, *skip}]
         told = traceback.format_list(own[-_NUM_FRAMES:])
         told += map(clean_text, traceback.format_exception_only(type(error), error))
+        if not own and error.__cause__ is not None:  # it is Python's own, of a StopIteration
+            told.insert(0, f"{lines_of(error.__cause__, skip)}\n")
     except BaseException as failure:  # noqa: BLE001 - what was raised fails as it is looked at
         told = [f"{type(error).__name__} (its traceback cannot be shown: {type(failure).__name__})"]
     if isinstance(error, BaseExceptionGroup):
