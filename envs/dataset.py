@@ -214,18 +214,10 @@ class _Parquet(_MappedRows):
             self._ends.frombytes(ends.read_bytes())
 
     def row(self, number: int) -> Mapping[str, Any]:
-        try:
-            return _unpackb(self._bytes(number), raw=False, strict_map_key=False)
-        except ValueError as error:
-            raise DataError(
-                f"row {number} of {self._path} holds a text that is not UTF-8: {error}",
-                hint="write it as text, or leave the row out",
-            ) from error
+        return _unpackb(self._bytes(number), raw=False, strict_map_key=False)
 
     def columns(self) -> list[str]:
-        return list(
-            _unpackb(self._bytes(0), raw=False, strict_map_key=False, unicode_errors="replace")
-        )
+        return list(self.row(0))
 
 
 _READERS = {".parquet": _Parquet, ".jsonl": _JsonLines, ".ndjson": _JsonLines}

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...schemas.config.reward import RewardConfig
 from ...schemas.wire.errors import ConfigError, RewardError, TinkermqError, root_cause
-from ...schemas.wire.foreign import blaming, blaming_awaited, lines_of, place_of, words_of
+from ...schemas.wire.foreign import blaming, lines_of, place_of, words_of
 from ..running.foreign_loop import ForeignLoop
 from .source import Case, Score, read_score
 
@@ -98,10 +98,9 @@ class FunctionSource:
         """Await what a call returns in the loop of the function's own."""
 
         async def run() -> Score:
-            with blaming_awaited(self._failure):
-                return read_score(await call(), self._target)
+            return read_score(await call(), self._target)
 
-        return await self._turning_loop().submit(run)
+        return await self._turning_loop().submit(run, self._failure)
 
     def _turning_loop(self) -> ForeignLoop:
         """Return the function's event loop; one that has not turned for long is replaced."""

@@ -110,4 +110,5 @@ class AsyncRunner:
             task.cancel()
             raise hung(self._class.__name__, verb, limit_s)
 
-        return await self._loop.submit(limited)
+        name = self._class.__name__
+        return await self._loop.submit(limited, lambda error: game_failure(name, verb, error))

@@ -11,8 +11,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from ...schemas.wire.errors import InternalError, StateError, TinkermqError
-from ...schemas.wire.foreign import words_of
+from ...schemas.wire.errors import StateError, TinkermqError
+from ...schemas.wire.foreign import Blame
 
 _END_S = 5.0
 
@@ -32,15 +32,15 @@ class ForeignLoop:
         self._thread = threading.Thread(target=self._turn, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, call: Callable[[], Awaitable[Any]]) -> "asyncio.Future[Any]":
+    def submit(self, call: Callable[[], Awaitable[Any]], blame: Blame) -> "asyncio.Future[Any]":
         """Run a coroutine in the loop; return a future of the caller's loop.
 
-        To cancel the future cancels the coroutine.
+        To cancel the future cancels the coroutine. Whatever it raises comes back as `blame` says.
         """
         future: asyncio.Future[Any] = self._home.create_future()
         self._waiting.add(future)
         future.add_done_callback(self._waiting.discard)
-        self._loop.call_soon_threadsafe(self._start, call, future)
+        self._loop.call_soon_threadsafe(self._start, call, blame, future)
         return future
 
     def is_stuck(self, limit_s: float) -> bool:
@@ -83,27 +83,24 @@ class ForeignLoop:
     def _answer(self) -> None:
         self._asked = None
 
-    def _start(self, call: Callable[[], Awaitable[Any]], future: "asyncio.Future[Any]") -> None:
-        task = self._loop.create_task(self._finish(call, future))
+    def _start(
+        self, call: Callable[[], Awaitable[Any]], blame: Blame, future: "asyncio.Future[Any]"
+    ) -> None:
+        task = self._loop.create_task(self._finish(call, blame, future))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         self._on_home(self._follow, future, task)
 
     async def _finish(
-        self, call: Callable[[], Awaitable[Any]], future: "asyncio.Future[Any]"
+        self, call: Callable[[], Awaitable[Any]], blame: Blame, future: "asyncio.Future[Any]"
     ) -> None:
         outcome: Any = None
         error: TinkermqError | None = None
         try:
             outcome = await call()
-        except TinkermqError as raised:
-            error = raised
-        except asyncio.CancelledError:
-            error = StateError(f"the event loop {self._name} has ended")
         except BaseException as raised:  # noqa: BLE001 - handed on to the one who asked
-            error = InternalError(
-                f"a call in the event loop {self._name} raised {words_of(raised)}"
-            )
+            ended = StateError(f"the event loop {self._name} has ended")
+            error = ended if self._ended else blame(raised)
         self._on_home(_settle, future, outcome, error)
 
     def _follow(self, future: "asyncio.Future[Any]", task: "asyncio.Task[None]") -> None:
