@@ -19,7 +19,8 @@ from typing import Any, Protocol, cast
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs] - it has none
 
-from ..schemas.wire.errors import DataError
+from ..schemas.wire.errors import DataError, TinkermqError
+from ..schemas.wire.foreign import blaming, words_of
 from .data.unpack import unpack_parquet
 from .record import Record, check_columns, parse_record
 
@@ -82,7 +83,9 @@ class Dataset:
 
     def record(self, number: int) -> Record:
         """Decode row `number`; DataError for one that does not exist or cannot be read."""
-        return self._parse(*self.row(number))
+        row, where = self.row(number)
+        with blaming(lambda error: _unreadable(error, where)):
+            return self._parse(row, where)
 
     def row(self, number: int) -> tuple[Mapping[str, Any], str]:
         """Return row `number` as it stands in its file, and where that is."""
@@ -102,6 +105,16 @@ class Dataset:
 
     def _names(self) -> str:
         return ", ".join(str(path) for path in self.paths)
+
+
+def _unreadable(error: BaseException, where: str) -> TinkermqError:
+    """Return what is raised of a row whose form was not foreseen."""
+    if isinstance(error, TinkermqError):
+        return error
+    return DataError(
+        f"{where} cannot be read: {words_of(error)}",
+        hint="see how its columns look beside those of other rows",
+    )
 
 
 def is_dataset_name(path: Path) -> bool:

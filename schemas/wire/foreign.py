@@ -172,9 +172,14 @@ def place_of(error: BaseException, skip: Collection[str] = ()) -> str:
 def clean_text(text: object, most_chars: int = _MOST_CHARS, *, keep_end: bool = False) -> str:
     """Return a text that can travel and be logged, of whatever was to be one."""
     told = str.__str__(text) if isinstance(text, str) else shown(text)
-    if len(told) > most_chars:
-        told = f"… {told[-most_chars:]}" if keep_end else f"{told[:most_chars]} …"
-    return told.encode(errors="backslashreplace").decode()
+    told = _cut(told, most_chars, keep_end=keep_end)
+    return _cut(told.encode(errors="backslashreplace").decode(), most_chars, keep_end=keep_end)
+
+
+def _cut(text: str, most_chars: int, *, keep_end: bool) -> str:
+    if len(text) <= most_chars:
+        return text
+    return f"… {text[-most_chars:]}" if keep_end else f"{text[:most_chars]} …"
 
 
 def shown(value: object) -> str:

