@@ -153,7 +153,8 @@ def check_result(game: AbstractGame, value: Any) -> StepResult:
     """Return the StepResult of a step with its types made exact, else raise GameError."""
     if not isinstance(value, StepResult):
         _refuse(game, "step", value, "a StepResult(observation, reward, done, info)")
-    observation, reward, done, info = value.observation, value.reward, value.done, value.info
+    told: Any = value  # its fields hold whatever the game has put there
+    observation, reward, done, info = told.observation, told.reward, told.done, told.info
     observation = check_text(game, "step's observation", observation)
     if type(reward) is not float:
         reward = _number(game, "step's reward", reward)
@@ -161,11 +162,12 @@ def check_result(game: AbstractGame, value: Any) -> StepResult:
         _refuse(game, "step's reward", reward, "a finite number")
     if type(done) is not bool:
         done = _truth(game, done)
-    if not isinstance(value.role, str) or value.role not in ("user", "tool"):
-        _refuse(game, "step's role", value.role, "user or tool")
+    if not isinstance(told.role, str) or told.role not in ("user", "tool"):
+        _refuse(game, "step's role", told.role, "user or tool")
     info = {} if info is None else check_plain_map(game, "step's info", info)
-    rewards = {} if value.rewards is None else _rewards(game, value.rewards)
-    return StepResult(observation, reward, done, info, value.role, rewards)
+    rewards = {} if told.rewards is None else _rewards(game, told.rewards)
+    role: Any = told.role
+    return StepResult(observation, reward, done, info, role, rewards)
 
 
 def check_plain_map(game: AbstractGame, method: str, value: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ too long for a message of its own fails its episode.
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import structlog
 
@@ -179,11 +179,17 @@ def _too_large(what: str, num_bytes: int, most_bytes: int) -> GameError:
     )
 
 
-def _num_containers(info: Any) -> int:
+def _num_containers(info: dict[str, Any]) -> int:
     """Return the number of lists and maps in a value."""
-    level, count = [info], 0
+    level: list[Any] = [info]
+    count = 0
     while level:
         count += len(level)
-        inner = [item for one in level for item in (one.values() if isinstance(one, dict) else one)]
+        inner: list[Any] = []
+        for one in level:
+            if isinstance(one, dict):
+                inner += cast("dict[Any, Any]", one).values()
+            else:
+                inner += cast("list[Any]", one)
         level = [one for one in inner if isinstance(one, dict | list)]
     return count

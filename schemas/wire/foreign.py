@@ -109,7 +109,7 @@ def _noticing_interrupts() -> Iterator[list[bool]]:
     if not callable(before):
         yield noticed
         return
-    previous = cast("Callable[[int, FrameType | None], Any]", before)
+    previous = before
 
     def note(number: int, frame: FrameType | None) -> None:
         try:
@@ -222,9 +222,9 @@ class _Shown(reprlib.Repr):
     def repr_ndarray(self, array: Any, _: int) -> str:
         return f"{array.dtype} array of {array.shape}"
 
-    def repr_int(self, number: int, _: int) -> str:
-        digits = number.bit_length() * 3 // 10
-        return repr(number) if digits < _SHOWN_CHARS else f"an integer of some {digits:,} digits"
+    def repr_int(self, x: int, level: int) -> str:
+        digits = x.bit_length() * 3 // 10
+        return repr(x) if digits < _SHOWN_CHARS else f"an integer of some {digits:,} digits"
 
 
 _short = _Shown()
@@ -312,6 +312,7 @@ def _find_culprit(value: Any, name: str, within: tuple[Any, ...]) -> None:
         raise _too_deep(name)
     if any(value is one for one in within):
         raise MessageError(f"{name} holds itself", hint="return a value without such a loop")
+    inside: tuple[Any, ...] = (*within, value)
     if isinstance(value, dict):
         for key, item in cast("dict[Any, Any]", value).items():
             if not isinstance(key, str):
@@ -320,10 +321,10 @@ def _find_culprit(value: Any, name: str, within: tuple[Any, ...]) -> None:
                     hint="write str(key)",
                 )
             plain_text(key, f"a key of {name}")
-            _find_culprit(item, f"{name}[{shown(key)}]", (*within, value))
+            _find_culprit(item, f"{name}[{shown(key)}]", inside)
     elif isinstance(value, list | tuple):
         for number, item in enumerate(cast("list[Any]", value)):
-            _find_culprit(item, f"{name}[{number}]", (*within, value))
+            _find_culprit(item, f"{name}[{number}]", inside)
     elif isinstance(value, str):
         plain_text(value, name)
     elif isinstance(value, int):

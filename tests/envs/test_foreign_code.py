@@ -3,12 +3,14 @@
 import asyncio
 import os
 import signal
+from typing import Any
 
 import pytest
 import uvloop
 from foreign_games import BLAMED, RAISED
 from hosting import COUNTING, hosting, runner_of
 from tinkermq.broker.client.rpc import call
+from tinkermq.envs.data.host_data import HostData
 from tinkermq.envs.registry import load_game
 from tinkermq.envs.running.local import LocalGame
 from tinkermq.envs.running.process_runner import ProcessRunner
@@ -98,7 +100,12 @@ async def test_whatever_a_step_returns_fails_its_own_episode_of_a_batch(broker, 
 
 def _process_of(client):
     runner = runner_of(client)
-    return runner._slots[0].process.child.pid if isinstance(runner, ProcessRunner) else 0
+    return process_of(runner).child.pid if isinstance(runner, ProcessRunner) else 0
+
+
+def process_of(runner: Any) -> Any:
+    """Return the first process of a runner, insides and all."""
+    return runner._slots[0].process
 
 
 @pytest.mark.parametrize("config", FOREIGN)
@@ -145,7 +152,8 @@ async def test_an_async_game_that_stops_its_loop_stops_nobody(broker, scope):
 
 
 async def test_a_tenth_of_steps_with_half_a_character_leaves_the_others_whole(broker, scope):
-    async with hosting(broker, scope, "foreign_games:Foreign", isolation="process") as client:
+    config = {"isolation": "process", "workers": 1}
+    async with hosting(broker, scope, "foreign_games:Foreign", **config) as client:
         actions = ["half observation" if number % 10 == 3 else "go" for number in range(40)]
         reply = await _step_all(client, actions)
         assert [one.index for one in reply.failed] == [3, 13, 23, 33]
@@ -161,7 +169,7 @@ async def test_ctrl_c_in_a_terminal_is_no_fault_of_a_game_in_a_process(broker, s
 @pytest.mark.parametrize("game", ["foreign_games:Foreign", "foreign_games:ForeignAsync"])
 def test_a_game_that_is_tried_by_hand_is_blamed_too(game):
     config = EnvConfig(game=game)
-    data = type("NoData", (), {"num_train": None, "record": lambda *_: None})()
+    data = HostData(config, seed=0)
     local = LocalGame(config, load_game(game), data)
     try:
         for name in RAISED:
@@ -170,6 +178,7 @@ def test_a_game_that_is_tried_by_hand_is_blamed_too(game):
                 episode.step(name)
     finally:
         local.close()
+        data.close()
 
 
 IMPORTS = {
@@ -222,7 +231,7 @@ def test_what_comes_while_a_process_dies_waits_for_the_next_or_fails_alone():
         await runner.start()
         try:
             await asyncio.gather(*(runner.reset(_opening(f"a{n}")) for n in range(4)))
-            process = runner._slots[0].process
+            process = process_of(runner)
             os.kill(process.child.pid, signal.SIGKILL)
             while not process.is_closing and process.death is None:
                 await asyncio.sleep(0)

@@ -113,7 +113,7 @@ def test_what_a_group_holds_is_named():
 
 def test_an_error_of_ours_stays_what_it_is():
     error = SandboxError("no room")
-    with pytest.raises(SandboxError) as raised, blaming(lambda error: error):
+    with pytest.raises(SandboxError) as raised, blaming(lambda _: error):
         raise error
     assert raised.value is error
 
