@@ -8,6 +8,7 @@ one.
 import bisect
 import contextlib
 import itertools
+import json
 import mmap
 import random
 import tempfile
@@ -18,8 +19,8 @@ from typing import Any, Protocol, cast
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs] - it has none
 
-from ..schemas.wire.codec import read_json
-from ..schemas.wire.errors import DataError
+from ..schemas.wire.errors import DataError, TinkermqError
+from ..schemas.wire.foreign import blaming, words_of
 from .data.unpack import unpack_parquet
 from .record import Record, check_columns, parse_record
 
@@ -34,7 +35,11 @@ class RowFile(Protocol):
         ...
 
     def row(self, number: int) -> Mapping[str, Any]:
-        """Decode one row."""
+        """Decode one row; DataError with file, row and column for one that cannot be read."""
+        ...
+
+    def columns(self) -> list[str]:
+        """Return the names of the first row's columns, whatever they hold."""
         ...
 
     def close(self) -> None:
@@ -78,7 +83,9 @@ class Dataset:
 
     def record(self, number: int) -> Record:
         """Decode row `number`; DataError for one that does not exist or cannot be read."""
-        return self._parse(*self.row(number))
+        row, where = self.row(number)
+        with blaming(lambda error: _unreadable(error, where)):
+            return self._parse(row, where)
 
     def row(self, number: int) -> tuple[Mapping[str, Any], str]:
         """Return row `number` as it stands in its file, and where that is."""
@@ -98,6 +105,16 @@ class Dataset:
 
     def _names(self) -> str:
         return ", ".join(str(path) for path in self.paths)
+
+
+def _unreadable(error: BaseException, where: str) -> TinkermqError:
+    """Return what is raised of a row whose form was not foreseen."""
+    if isinstance(error, TinkermqError):
+        return error
+    return DataError(
+        f"{where} cannot be read: {words_of(error)}",
+        hint="see how its columns look beside those of other rows",
+    )
 
 
 def is_dataset_name(path: Path) -> bool:
@@ -124,7 +141,7 @@ def _open_file(
     opened.callback(file.close)
     if not len(file):
         raise DataError(f"{path} has no rows", hint="write at least one row into it")
-    check(file.row(0), f"row 0 of {path}")
+    check(file.columns(), f"row 0 of {path}")
     return file
 
 
@@ -168,9 +185,20 @@ class _JsonLines(_MappedRows):
                 self._ends.append(end)
 
     def row(self, number: int) -> Mapping[str, Any]:
+        raw = self._bytes(number)
+        found = self._decode(number, raw)
+        if b"\\ud" in raw or b"\\uD" in raw:  # the only way in which half a character gets here
+            for column, value in found.items():
+                self._check_text(number, column, value)
+        return found
+
+    def columns(self) -> list[str]:
+        return list(self._decode(0, self._bytes(0)))
+
+    def _decode(self, number: int, raw: bytes) -> Mapping[str, Any]:
         try:
-            value = read_json(self._bytes(number))
-        except ValueError as error:
+            value = json.loads(raw.decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
             raise DataError(f"row {number} of {self._path} is not valid JSON: {error}") from error
         if not isinstance(value, dict):
             raise DataError(
@@ -178,6 +206,17 @@ class _JsonLines(_MappedRows):
                 hint="write one object on each line",
             )
         return cast("dict[str, Any]", value)
+
+    def _check_text(self, number: int, column: str, value: Any) -> None:
+        try:
+            json.dumps([column, value], ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"row {number} of {self._path} has half a character (a lone surrogate, "
+                f"{str(error.object)[error.start]!a}) in the column {column!a}",
+                hint="an emoji is one character, or two escapes (\\ud83d\\ude00): a text was cut "
+                "between the two; mend the text, or leave the row out",
+            ) from error
 
 
 class _Parquet(_MappedRows):
@@ -192,6 +231,9 @@ class _Parquet(_MappedRows):
 
     def row(self, number: int) -> Mapping[str, Any]:
         return _unpackb(self._bytes(number), raw=False, strict_map_key=False)
+
+    def columns(self) -> list[str]:
+        return list(self.row(0))
 
 
 _READERS = {".parquet": _Parquet, ".jsonl": _JsonLines, ".ndjson": _JsonLines}

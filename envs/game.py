@@ -5,22 +5,23 @@ here after changing its import. What a game returns is checked once, here, and a
 GameError with the game's name in it.
 """
 
+import contextlib
+import inspect
 import math
 import random
-import traceback
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, Self, cast
 
-from ..schemas.wire.codec import pack, unpack
-from ..schemas.wire.errors import GameError, MessageError, TinkermqError
+from ..schemas.wire.errors import GameError, MessageError, TinkermqError, root_cause
+from ..schemas.wire.foreign import clean_text, lines_of, plain_text, plain_value, shown, words_of
+from ..schemas.wire.reply import MAX_CHARS
 
 ChatMessage = dict[str, Any]
 """One chat message: `role` and `content`."""
-
-_NUM_FRAMES = 6
 
 
 @dataclass
@@ -131,10 +132,14 @@ def join_texts(*texts: str) -> str:
 
 
 def check_text(game: AbstractGame, method: str, value: Any) -> str:
-    """Return what `method` of `game` returned if it is a text, else raise GameError."""
+    """Return what `method` of `game` returned if it is a text that can travel.
+
+    Raises GameError for anything else.
+    """
     if not isinstance(value, str):
         _refuse(game, method, value, "a str")
-    return value
+    with _travelling(game, method):
+        return plain_text(value, method)
 
 
 def check_map(game: AbstractGame, method: str, value: Any) -> dict[str, Any]:
@@ -148,43 +153,65 @@ def check_result(game: AbstractGame, value: Any) -> StepResult:
     """Return the StepResult of a step with its types made exact, else raise GameError."""
     if not isinstance(value, StepResult):
         _refuse(game, "step", value, "a StepResult(observation, reward, done, info)")
-    observation, reward, done, info = value.observation, value.reward, value.done, value.info
-    if type(observation) is not str:
-        observation = check_text(game, "step's observation", observation)
+    told: Any = value  # its fields hold whatever the game has put there
+    observation, reward, done, info = told.observation, told.reward, told.done, told.info
+    observation = check_text(game, "step's observation", observation)
     if type(reward) is not float:
-        reward = _number(game, reward)
+        reward = _number(game, "step's reward", reward)
     if not math.isfinite(reward):
         _refuse(game, "step's reward", reward, "a finite number")
     if type(done) is not bool:
         done = _truth(game, done)
-    if value.role not in ("user", "tool"):
-        _refuse(game, "step's role", value.role, "user or tool")
-    info = _travelling(game, info) if info else {}
-    rewards = _rewards(game, value.rewards) if value.rewards else {}
-    return StepResult(observation, reward, done, info, value.role, rewards)
+    if not isinstance(told.role, str) or told.role not in ("user", "tool"):
+        _refuse(game, "step's role", told.role, "user or tool")
+    info = {} if info is None else check_plain_map(game, "step's info", info)
+    rewards = {} if told.rewards is None else _rewards(game, told.rewards)
+    role: Any = told.role
+    return StepResult(observation, reward, done, info, role, rewards)
+
+
+def check_plain_map(game: AbstractGame, method: str, value: Any) -> dict[str, Any]:
+    """Return what `method` returned if it is a dict that can travel, as it arrives.
+
+    Raises GameError that names the item which cannot.
+    """
+    told = check_map(game, method, value)
+    with _travelling(game, method):
+        return plain_value(told, method) if told else {}
 
 
 def check_role(game: AbstractGame) -> str:
     """Return the role whose turn it is, else raise GameError."""
-    if game.role not in game.roles:
-        _refuse(game, "role", game.role, f"one of {', '.join(game.roles)}")
-    return game.role
+    role: Any = game.role
+    if not isinstance(role, str) or role not in game.roles:
+        _refuse(game, "role", role, f"one of {', '.join(game.roles)}")
+    return role
+
+
+def check_roles(game: AbstractGame) -> list[str]:
+    """Return the names of the game's players, else raise GameError."""
+    roles: Any = game.roles
+    if not isinstance(roles, tuple | list):
+        _refuse(game, "roles", roles, "a tuple of texts")
+    return [check_text(game, "roles", role) for role in cast("list[Any]", roles)]
 
 
 def _rewards(game: AbstractGame, value: Any) -> dict[str, float]:
-    rewards = {
-        role: _number(game, reward) for role, reward in check_map(game, "step", value).items()
-    }
-    unknown = sorted(set(rewards) - set(game.roles))
+    told = check_map(game, "step's rewards", value)
+    rewards = {role: _number(game, "step's rewards", reward) for role, reward in told.items()}
+    unknown = set(rewards) - set(game.roles)
     if unknown or not all(math.isfinite(reward) for reward in rewards.values()):
         _refuse(game, "step's rewards", value, f"finite numbers by role ({', '.join(game.roles)})")
     return rewards
 
 
-def _number(game: AbstractGame, value: Any) -> float:
+def _number(game: AbstractGame, what: str, value: Any) -> float:
     if not isinstance(value, Real):  # NumPy's numbers are registered as such
-        _refuse(game, "step's reward", value, "a number")
-    return float(cast("float", value))
+        _refuse(game, what, value, "a number")
+    try:
+        return float(cast("float", value))
+    except OverflowError:
+        _refuse(game, what, value, "a number that a float can hold")
 
 
 def _truth(game: AbstractGame, value: Any) -> bool:
@@ -194,23 +221,23 @@ def _truth(game: AbstractGame, value: Any) -> bool:
     return bool(cast("bool", value))
 
 
-def _travelling(game: AbstractGame, info: Any) -> dict[str, Any]:
-    """Send `info` through the codec once, so that what cannot travel is blamed on the game."""
+@contextlib.contextmanager
+def _travelling(game: AbstractGame, what: str) -> Iterator[None]:
+    """Blame the game for what it has returned and cannot travel."""
     try:
-        return check_map(game, "step's info", unpack(pack(info)))
+        yield
     except MessageError as error:
         raise GameError(
-            f"{type(game).__name__}.step's info cannot travel: {error.message}",
-            hint="put plain maps with text keys, lists, strings, numbers and arrays in info",
+            f"{type(game).__name__}.{what} cannot travel: {error.message}", hint=error.hint
         ) from error
 
 
 def _refuse(game: AbstractGame, what: str, value: Any, wanted: str) -> NoReturn:
-    shown = repr(value)
-    if len(shown) > 80:
-        shown = f"{shown[:77]}..."
+    if inspect.iscoroutine(value):  # nobody will await it
+        value.close()
     raise GameError(
-        f"{type(game).__name__}.{what} is {shown} ({type(value).__name__}), it must be {wanted}",
+        f"{type(game).__name__}.{what} is {shown(value)} ({type(value).__name__}), it must be "
+        f"{wanted}",
         hint="correct what the game returns; `tinkermq env check` finds this without a model",
     )
 
@@ -224,7 +251,8 @@ def check_tools(game: AbstractGame) -> list[dict[str, Any]]:
                 continue
             case _:
                 _refuse(game, "get_tools", tool, '{"type": "function", "function": {…}}')
-    return cast("list[dict[str, Any]]", tools)
+    with _travelling(game, "get_tools"):
+        return cast("list[dict[str, Any]]", plain_value(tools, "get_tools"))
 
 
 def game_failure(name: str, method: str, error: BaseException) -> TinkermqError:
@@ -232,17 +260,18 @@ def game_failure(name: str, method: str, error: BaseException) -> TinkermqError:
 
     An error of ours says by itself what to do, and stays what it is.
     """
-    if isinstance(error, TinkermqError):
-        return error
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename not in _OUR_FILES]
-    lines = "".join(traceback.format_list(own[-_NUM_FRAMES:])) + "".join(
-        traceback.format_exception_only(type(error), error)
-    )
+    ours = root_cause(error)
+    if isinstance(ours, TinkermqError):
+        ours.message, ours.hint = _cleaned(ours.message), _cleaned(ours.hint)
+        return ours
     return GameError(
-        f"{name} raised in {method}: {type(error).__name__}: {error}\n{lines.rstrip()}",
+        f"{name} raised in {method}: {words_of(error)}\n{lines_of(error, _OUR_FILES)}",
         hint="the traceback is the game's own; `tinkermq env check` plays it without a model",
     )
+
+
+def _cleaned(text: object) -> str:
+    return clean_text(text, MAX_CHARS)
 
 
 _OUR_FILES = frozenset(

@@ -77,17 +77,21 @@ def _describe(
 
 def address(game: AbstractGame, observation: str) -> list[ChatMessage]:
     """Return the first prompt of the role whose turn it is, when the game has begun already."""
-    opening = check_text(game, "get_initial_user_message", game.get_initial_user_message())
-    return [*_system(game), {"role": "user", "content": join_texts(opening, observation)}]
+    return [*_system(game), {"role": "user", "content": join_texts(_initial(game), observation)}]
 
 
 def _generated(game: AbstractGame, state: dict[str, Any], opening: str) -> list[ChatMessage]:
     if _describes_itself(type(game)):
         user = game.get_user_message_with_state(**state)
     else:
-        user = join_texts(game.get_initial_user_message(), opening)
+        user = join_texts(_initial(game), opening)
     user = check_text(game, "get_user_message_with_state", user)
     return [{"role": "user", "content": user}] if user else []
+
+
+def _initial(game: AbstractGame) -> str:
+    said: Any = game.get_initial_user_message()
+    return "" if said is None else check_text(game, "get_initial_user_message", said)
 
 
 def _system(game: AbstractGame) -> list[ChatMessage]:

@@ -8,7 +8,8 @@ from typing import Any, cast
 import numpy as np
 
 from ..schemas.wire.codec import read_json
-from ..schemas.wire.errors import DataError
+from ..schemas.wire.errors import DataError, MessageError
+from ..schemas.wire.foreign import plain_value
 from ..schemas.wire.images import encoded_image
 from .game import ChatMessage
 
@@ -41,12 +42,13 @@ class Record:
     def messages(self) -> list[ChatMessage]:
         """Return a fresh copy of the prompt, each `<image>` tag replaced by its image.
 
-        DataError, naming the row, unless there is one image for each tag.
+        Raises DataError that names the row: for other than one image for each tag, and for what of
+        its prompt cannot travel.
         """
         try:
-            return place_images(self.prompt, self.images)
-        except DataError as error:
-            raise DataError(f"{self.where}: {error.message}", hint=error.hint) from error
+            return plain_value(place_images(self.prompt, self.images), "prompt")
+        except (DataError, MessageError) as error:
+            raise DataError(f"{self.where or 'a row'}: {error.message}", hint=error.hint) from error
 
 
 def check_columns(columns: Iterable[str], where: str) -> None:

@@ -5,8 +5,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
-import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from ..schemas.wire.errors import GameError, TinkermqError
+from ..schemas.wire.foreign import blaming, place_of, words_of
 from .extra import Extra
 from .game import AbstractGame
 
@@ -117,8 +118,9 @@ def _import_class(target: str) -> type[AbstractGame]:
     module_name, _, class_name = target.partition(":")
     module = _import_module(module_name, target)
     found: Any = module
-    for part in class_name.split("."):
-        found = getattr(found, part, None)
+    with _blaming_import(target):
+        for part in class_name.split("."):
+            found = getattr(found, part, None)
     if found is None:
         classes = [name for name, value in vars(module).items() if _is_game(value)]
         raise GameError(
@@ -136,14 +138,22 @@ def _import_class(target: str) -> type[AbstractGame]:
 
 def _import_module(name: str, target: str) -> ModuleType:
     _look_here()
-    try:
+    with _blaming_import(target):
         return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
-        last = traceback.format_exception_only(error)[-1].strip()
-        raise GameError(
-            f"game {target!r} cannot be imported: {last}",
-            hint=f"check that `python -c 'import {name}'` works where the environment host runs",
-        ) from error
+
+
+def _blaming_import(target: str) -> AbstractContextManager[None]:
+    """Blame a game's module for whatever it raises as it is imported."""
+
+    def blame(error: BaseException) -> GameError:
+        module, place = target.partition(":")[0], place_of(error, (__file__,))
+        return GameError(
+            f"game {target!r} cannot be imported: {words_of(error)}",
+            hint=f"{f'raised at {place}; ' if place else ''}check that "
+            f"`python -c 'import {module}'` works where the environment host runs",
+        )
+
+    return blaming(blame)
 
 
 def _look_here() -> None:

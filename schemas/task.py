@@ -2,10 +2,12 @@
 
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from .wire.errors import Boundary
+from .wire.foreign import clean_text
 from .wire.message import Message, with_last
+from .wire.reply import MAX_CHARS
 
 
 class Task(Message):
@@ -63,6 +65,12 @@ class Blame(Message):
     """What happened, with which value; a game's traceback where there is one."""
     hint: str = ""
     """What to do next."""
+
+    @field_validator("message", "hint", mode="before")
+    @classmethod
+    def _travels(cls, value: Any) -> str:
+        """Take any text, as errors quote what games, data and models say."""
+        return clean_text(value, MAX_CHARS)
 
 
 class DeadLetter(Message):

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from pathlib import Path
 import structlog
 
 from ...broker.programs.process import die_with
+from ...envs.sandbox.served import listen_at
 from .command import ENVIRONMENT
 
 _PAUSE_S = 1.0
@@ -23,14 +23,19 @@ class SandboxSocket:
     """Listens for one game; what runs its programs starts with the first, and again if it ends."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """Listen from now on; `environment` is that of the process that will run the programs."""
+        """Listen from now on; `environment` is that of the process that will run the programs.
+
+        Raises OSError where no socket can be made, with what is to be done.
+        """
         self._environment = environment
         self._folder = Path(tempfile.mkdtemp(prefix="tinkermq-"))
         self.path = self._folder / "socket"
-        self._listening = socket.socket(socket.AF_UNIX)
-        self._listening.bind(str(self.path))
-        self.path.chmod(0o666)  # the game is somebody else, and the only one to whom it is shown
-        self._listening.listen()
+        try:
+            self._listening = listen_at(self.path)
+            self.path.chmod(0o666)  # the game is somebody else, and alone is shown it
+        except OSError:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
         self._task = asyncio.create_task(self._serve())
         self._task.add_done_callback(lambda _: self._listening.close())
 

@@ -26,6 +26,7 @@ from ...schemas.wire.errors import (
     NobodyAnswersError,
     TinkermqError,
 )
+from ...schemas.wire.foreign import ends_this_task
 from ...schemas.wire.message import Message
 from ...schemas.wire.reply import ErrorReply, Part
 from ..outages.flushing import flush
@@ -204,17 +205,17 @@ class PartsService:
             last = await handler(query, sender.send)
             keeper.cancel()
             await sender.send(last.model_copy(update={"last": True}))
-        except asyncio.CancelledError:
-            keeper.cancel()
-            await sender.fail(
-                BrokerError("the request was cancelled, or its server ended", hint=_AGAIN)
-            )
-            raise
         except TinkermqError as error:
             keeper.cancel()
             await sender.fail(error)
-        except Exception as error:  # noqa: BLE001  the service's boundary: record, tell no insides
+        except BaseException as error:  # the service's boundary: record, tell no insides
             keeper.cancel()
+            if ends_this_task(error):
+                if isinstance(error, asyncio.CancelledError):
+                    await sender.fail(
+                        BrokerError("the request was cancelled, or its server ended", hint=_AGAIN)
+                    )
+                raise
             _log.exception("request_failed", request=name[1])
             await sender.fail(
                 InternalError(

@@ -25,6 +25,7 @@ from nats.micro.service import ServiceConfig
 
 from ...schemas.wire.codec import too_large
 from ...schemas.wire.errors import BusyError, DeadlineError, NobodyAnswersError, TinkermqError
+from ...schemas.wire.foreign import ends_this_task
 from ...schemas.wire.message import Message
 from ...schemas.wire.subjects import caller_of_rpc, user_of_rpc
 from ...schemas.wire.trace import TRACEPARENT
@@ -279,7 +280,9 @@ class _Endpoint:
             return payload, None
         except TinkermqError as error:
             return error_reply(error.code, error.message, error.hint)
-        except Exception as error:  # noqa: BLE001  the service's boundary: record, tell no insides
+        except BaseException as error:  # the service's boundary: record, tell no insides
+            if ends_this_task(error):
+                raise
             _log.exception("request_failed", subject=request.subject)
             return error_reply(
                 "internal",

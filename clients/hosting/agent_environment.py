@@ -18,6 +18,7 @@ Calls of the model go through a proxy in this process, and one outgoing connecti
 import asyncio
 import contextlib
 import inspect
+import math
 import queue
 import threading
 import traceback
@@ -31,6 +32,7 @@ from ...schemas.config.agent import IMPLIED_OF_ENV, AgentConfig
 from ...schemas.config.job import JobConfig
 from ...schemas.job import FINAL_STATES
 from ...schemas.wire.errors import BrokerError, ConfigError, DeadlineError
+from ...schemas.wire.foreign import clean_text, ends_this_task, lines_of, plain_value, shown
 from ...schemas.wire.maps import merged
 from ..address import JobAddress
 from ..compat.arguments import as_tree
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from ...envs.serving.host import EnvironmentHost
 
 _LOOK_S = 2.0
+_TOLD_CHARS = 8000
 Reward = float | dict[str, Any] | None
 Program = Callable[[dict[str, Any], "AgentEpisode"], "Awaitable[Reward] | Reward"]
 """`run(task, model) -> reward`, async or not: a number, an object with `reward` and perhaps
@@ -85,7 +88,7 @@ class AgentEpisode(SdkClients):
         that begins with a call."""
         if call is not None and branch is not None:
             raise ValueError("a reward is that of a call or of a branch: give two")
-        self._soon(partial(self._reward, float(reward), call, branch))
+        self._soon(partial(self._reward, _number(reward), call, branch))
 
     def end(
         self,
@@ -95,8 +98,14 @@ class AgentEpisode(SdkClients):
         info: dict[str, Any] | None = None,
         failed: bool = False,
     ) -> None:
-        """End the episode, with its reward if that was not given; harmless when it is over."""
-        self._soon(partial(self._end, reward, success, info, failed=failed))
+        """End the episode, with its reward if that was not given; harmless when it is over.
+
+        Raises ValueError for a reward that is no finite number, and for `info` that cannot travel.
+        """
+        worth = None if reward is None else _number(reward)
+        told = plain_value(dict(info or {}), "info")
+        said = None if success is None else bool(success)
+        self._soon(partial(self._end, worth, said, told, failed=failed))
 
     def fail(self, error: str) -> None:
         """End the episode because its program did with an error: it is tried again."""
@@ -118,7 +127,7 @@ class AgentEpisode(SdkClients):
         self,
         reward: float | None,
         success: bool | None,
-        info: dict[str, Any] | None,
+        info: dict[str, Any],
         *,
         failed: bool,
     ) -> None:
@@ -126,10 +135,10 @@ class AgentEpisode(SdkClients):
         if episode.said_end.is_set() or episode.over:
             return
         if reward is not None:
-            episode.reward = float(reward)
+            episode.reward = reward
         if success is not None:
             episode.info["success"] = success
-        episode.info.update(info or {})
+        episode.info.update(info)
         episode.status = "failed" if failed else "done"
         episode.said_end.set()
         episode.changed.set()
@@ -205,14 +214,52 @@ class AgentEnvironment(_GivesEpisodes):
 
     async def _run(self, episode: AgentEpisode) -> None:
         try:
-            if inspect.iscoroutinefunction(self._program):
-                worth = await self._program(episode.task, episode)
+            told, failure = await self._called(episode)
+            if failure:
+                episode.fail(failure)
+            elif isinstance(told, dict):
+                episode.end(**cast("dict[str, Any]", told))
             else:
-                worth = await asyncio.to_thread(self._program, episode.task, episode)
-            told = cast("Reward", worth)
-            episode.end(**told) if isinstance(told, dict) else episode.end(told)
-        except Exception:  # noqa: BLE001  the boundary to a user's function: it may do anything
-            episode.fail(traceback.format_exc(limit=-8))
+                episode.end(told)
+        except BaseException as error:  # the boundary to a user's function: it may do anything
+            if ends_this_task(error):
+                raise
+            episode.fail(_traceback(error))
+
+    async def _called(self, episode: AgentEpisode) -> tuple[Any, str]:
+        """Return what the function returns, or else the traceback of what it has raised."""
+        if inspect.iscoroutinefunction(self._program):
+            return await self._program(episode.task, episode), ""
+
+        def call() -> tuple[Any, str]:
+            try:
+                return self._program(episode.task, episode), ""
+            except BaseException as error:  # noqa: BLE001 - asyncio hands on no StopIteration
+                return None, _traceback(error)
+
+        told, failure = await asyncio.to_thread(call)
+        return (await told if inspect.isawaitable(told) else told), failure
+
+
+def _number(reward: Any) -> float:
+    """Return a reward as a number; ValueError for what is none, or not finite."""
+    if isinstance(reward, str | bytes):
+        raise ValueError(f"a reward is a number, not {shown(reward)}")
+    try:
+        number = float(reward)
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"a reward is a number, not {shown(reward)}") from error
+    if not math.isfinite(number):
+        raise ValueError(f"a reward is finite, not {number}")
+    return number
+
+
+def _traceback(error: BaseException) -> str:
+    try:
+        told = "".join(traceback.format_exception(error, limit=-8))
+    except BaseException:  # noqa: BLE001 - what was raised fails as it is looked at
+        return lines_of(error)
+    return clean_text(told, _TOLD_CHARS, keep_end=True)
 
 
 class AgentEpisodes(_GivesEpisodes):

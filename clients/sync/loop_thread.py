@@ -1,6 +1,7 @@
 """A private event loop in a thread, for the clients that are not async: see `sync_twin`."""
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -17,6 +18,7 @@ class LoopThread:
     def __init__(self, name: str = "tinkermq") -> None:
         """Start the thread."""
         self._loop = asyncio.new_event_loop()
+        self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -55,12 +57,17 @@ class LoopThread:
 
     def close(self) -> None:
         """Stop the loop and end the thread."""
+        self._closing = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+        while not self._closing:
+            # a task of a user's function may stop the loop, or end it by SystemExit; who awaits
+            # that task gets it as well
+            with contextlib.suppress(BaseException):
+                self._loop.run_forever()
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
 

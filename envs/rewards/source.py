@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
-from ...schemas.wire.codec import pack, unpack
 from ...schemas.wire.errors import ConfigError, MessageError, RewardError
+from ...schemas.wire.foreign import plain_value, shown
 from ..game import ChatMessage
 
 _VALUE_KEYS = ("score", "reward")
@@ -80,27 +80,27 @@ def read_score(answer: Any, whose: str) -> Score:
     """
     value, info = answer, cast("dict[str, Any]", {})
     if isinstance(answer, Mapping):
-        info = {str(key): item for key, item in cast("Mapping[Any, Any]", answer).items()}
+        info = dict(cast("Mapping[Any, Any]", answer))
         value = next((info.pop(key) for key in _VALUE_KEYS if key in info), None)
     number = _number(value)
     if not math.isfinite(number):
-        shown = repr(cast("object", answer))
+        told = shown(cast("object", answer))
         raise RewardError(
-            f"{whose} answered {shown[:77]}{'...' * (len(shown) > 77)}, which is no finite reward",
+            f"{whose} answered {told}, which is no finite reward",
             hint="answer a number, or a map whose `score` or `reward` is one",
         )
     try:
-        return Score(number, unpack(pack(info)) if info else {})
+        return Score(number, plain_value(info, "info") if info else {})
     except MessageError as error:
         raise RewardError(
             f"what {whose} answered beside the reward cannot travel: {error.message}",
-            hint="put plain texts, numbers, lists and maps beside the reward",
+            hint=error.hint,
         ) from error
 
 
 def _number(value: Any) -> float:
     """Return a number of any kind, NumPy's and torch's too, as a float; NaN for what is none."""
     try:
-        return math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError):
+        return math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
         return math.nan

@@ -4,9 +4,8 @@ This is the named boundary at which a game may do anything: whatever it raises b
 GameError that carries the end of the game's own traceback.
 """
 
-import contextlib
 import inspect
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,12 +13,14 @@ import structlog
 
 from ...schemas.env import Split
 from ...schemas.wire.errors import GameError, NotFoundError, TinkermqError
+from ...schemas.wire.foreign import blaming, blaming_awaited, shown
 from ..game import (
     AbstractGame,
     ChatMessage,
     StepResult,
     check_result,
     check_role,
+    check_roles,
     check_text,
     check_tools,
     game_failure,
@@ -85,63 +86,62 @@ class Episodes:
         game = self._make()
         if draws := global_draws(self._class):
             _log.warning("game_draws_from_random", game=self._name, where=draws, hint=DRAWS_HINT)
-        try:
+        with self._blaming("get_interaction_name"):
             name = check_text(game, "get_interaction_name", game.get_interaction_name())
-            return GameFacts(name, check_tools(game), list(game.roles))
-        except (Exception, SystemExit) as error:
-            raise game_failure(self._name, "get_interaction_name", error) from error
+        with self._blaming("get_tools"):
+            return GameFacts(name, check_tools(game), check_roles(game))
 
     def reset(self, opening: Opening) -> list[ChatMessage]:
         """Make a game, reset it, and return the chat messages of its first prompt."""
         game = self._make()
-        with self._blaming_reset(opening):
+        with blaming(lambda error: self._reset_failure(error, opening)):
             messages = _whose_turn(game, open_game(game, **_start(opening)))
-        return self._begun(opening, game, messages)
+            return self._begun(opening, game, messages)
 
     async def reset_async(self, opening: Opening) -> list[ChatMessage]:
         """Do the same with a game that may wait."""
         game = self._make()
-        with self._blaming_reset(opening):
+        with blaming_awaited(lambda error: self._reset_failure(error, opening)):
             messages = _whose_turn(game, await open_async_game(game, **_start(opening)))
-        return self._begun(opening, game, messages)
+            return self._begun(opening, game, messages)
 
     def step(self, episode: str, action: str) -> StepResult:
         """Play one action; a game that fails or is done is dropped."""
         game = self.running(episode)
-        with self._blaming_step(episode):
+        with blaming(lambda error: self._step_failure(error, episode)):
             result = _played(game, game.step(action))
         return self._after(episode, result)
 
     async def step_async(self, episode: str, action: str) -> StepResult:
         """Do the same with a game that may wait."""
         game = self.running(episode)
-        with self._blaming_step(episode):
+        with blaming_awaited(lambda error: self._step_failure(error, episode)):
             result = _played(game, await settled(game.step(action)))
         return self._after(episode, result)
 
     def gold_action(self, episode: str) -> str:
         """Return what the game says is the right answer to its present state."""
         game: Any = self.running(episode)
-        try:
+        with self._blaming("gold_action"):
             return check_text(game, "gold_action", game.gold_action())
-        except (Exception, SystemExit) as error:
-            raise game_failure(self._name, "gold_action", error) from error
 
     def turn(self, episode: str) -> tuple[str, list[ChatMessage]]:
         """Say whose turn it is in a game with roles, with its first prompt if it has had none."""
         game, turns = self._games.get(episode), self._turns.get(episode)
         if game is None or turns is None:
             raise NotFoundError(f"episode {episode!r} has no running game with roles here")
-        try:
+
+        def blame(error: BaseException) -> TinkermqError:
+            self.drop(episode)
+            return game_failure(self._name, "the prompt of a role", error)
+
+        with blaming(blame):
             role = check_role(game)
             if role in turns.addressed:
                 return role, []
             first = not turns.addressed
             turns.addressed.add(role)
             return role, turns.prompt if first else address(game, turns.observation)
-        except (Exception, SystemExit) as error:
-            self.drop(episode)
-            raise game_failure(self._name, "the prompt of a role", error) from error
 
     def drop(self, episode: str) -> None:
         """Forget an episode, whether it runs or not."""
@@ -174,26 +174,17 @@ class Episodes:
             self._turns[episode].observation = result.observation
         return result
 
-    @contextlib.contextmanager
-    def _blaming_step(self, episode: str) -> Iterator[None]:
-        try:
-            yield
-        except (Exception, SystemExit) as error:
-            self.drop(episode)
-            raise game_failure(self._name, "step", error) from error
-
-    @contextlib.contextmanager
-    def _blaming_reset(self, opening: Opening) -> Iterator[None]:
-        try:
-            yield
-        except (Exception, SystemExit) as error:
-            raise self._reset_failure(error, opening) from error
+    def _blaming(self, method: str) -> AbstractContextManager[None]:
+        """Blame the game for whatever the block raises, which calls this method of it."""
+        return blaming(lambda error: game_failure(self._name, method, error))
 
     def _make(self) -> AbstractGame:
-        try:
+        with self._blaming(f"__init__(**{shown(self._kwargs)})"):
             return self._class(**self._kwargs)
-        except (Exception, SystemExit) as error:
-            raise game_failure(self._name, f"__init__(**{self._kwargs!r})", error) from error
+
+    def _step_failure(self, error: BaseException, episode: str) -> TinkermqError:
+        self.drop(episode)
+        return game_failure(self._name, "step", error)
 
     def _plays_rows(self) -> bool:
         """Whether `reset` has to be told of something that the game does not draw itself."""

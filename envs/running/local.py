@@ -17,7 +17,7 @@ from ...schemas.config.job import EnvConfig
 from ...schemas.env import Split
 from ...schemas.wire.errors import GameError
 from ..data.host_data import HostData
-from ..game import AbstractGame, ChatMessage, StepResult
+from ..game import AbstractGame, ChatMessage, StepResult, game_failure
 from .episodes import Episodes, Opening, is_async
 from .step_timeout import hung
 
@@ -95,6 +95,8 @@ class LocalGame:
     async def _bounded(self, verb: str, waiting: Callable[[], Coroutine[Any, Any, T]]) -> T:
         task = asyncio.create_task(waiting())
         await asyncio.wait({task}, timeout=self._limit_s(verb))
+        if task.cancelled():  # nobody did here: the game has cancelled its own task
+            raise game_failure(self.game_class.__name__, verb, asyncio.CancelledError())
         if task.done():
             return task.result()
         task.cancel()

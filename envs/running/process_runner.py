@@ -2,7 +2,9 @@
 
 `num_workers` processes hold many episodes each and play one call at a time. When a process is
 killed or dies, the episodes that lived in it fail with the reason, the others go on, and the next
-reset starts a new process in its place.
+reset starts a new process in its place, for which it waits. What comes while a process is dying
+waits for its end: a step then fails with the reason, and a reset that had not begun goes to the
+process that takes its place.
 """
 
 import asyncio
@@ -15,9 +17,9 @@ import socket
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
-from ...schemas.wire.codec import unpack
+from ...schemas.wire.codec import MAX_MESSAGE_BYTES, too_large, unpack
 from ...schemas.wire.errors import (
     GameError,
     MessageError,
@@ -32,8 +34,17 @@ from .worker import LENGTH
 
 START_TIMEOUT_S = 60.0
 """A worker process that has not answered by then is killed."""
+MAX_ANSWER_BYTES = 4 * MAX_MESSAGE_BYTES
+"""Of what a process may answer, which has looked itself at what its games return."""
+_RESET_TRIES = 3
+_EXIT_S = 2.0
+"""A process that has closed its socket, and so serves nobody, is killed after this time."""
 SLOW_S = 0.5
 """New episodes avoid a process that has been at one call for longer."""
+
+
+class WorkerGone(GameError):
+    """The process that held an episode, or was to, has ended because of another."""
 
 
 @dataclass
@@ -43,10 +54,20 @@ class _Process:
     child: asyncio.subprocess.Process
     writer: asyncio.StreamWriter
     calls: dict[int, Call] = field(default_factory=dict[int, Call])
+    late: list[Call] = field(default_factory=list[Call])
+    """Calls that came when it was closing: none of them is to blame for its end."""
     episodes: set[str] = field(default_factory=set[str])
     reader: "asyncio.Task[None] | None" = None
+    is_closing: bool = False
+    """Whether it hears nothing any more: it is about to be dead."""
     death: GameError | None = None
     """Why it is dead, for the episodes that only lived in it."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once it is dead."""
+
+    @property
+    def lives(self) -> bool:
+        return self.death is None and not self.is_closing
 
     def head(self) -> Call | None:
         return next(iter(self.calls.values()), None)
@@ -62,7 +83,7 @@ class _Slot:
 
     @property
     def load(self) -> int:
-        living = self.process if self.process and self.process.death is None else None
+        living = self.process if self.process and self.process.lives else None
         return self.num_opening + (len(living.episodes) if living else 0)
 
     def is_slow(self, now: float) -> bool:
@@ -97,7 +118,16 @@ class ProcessRunner:
         return await self._start_process(self._slots[0])
 
     async def reset(self, opening: Opening) -> list[ChatMessage]:
-        """Start an episode in the process that holds the fewest, among those that are not slow."""
+        """Start an episode in the process that holds the fewest, among those that are not slow.
+
+        Where the process ends before it begins, because of another episode, the next one is asked.
+        """
+        for _ in range(_RESET_TRIES - 1):
+            with contextlib.suppress(WorkerGone):
+                return await self._reset(opening)
+        return await self._reset(opening)
+
+    async def _reset(self, opening: Opening) -> list[ChatMessage]:
         now = time.monotonic()
         slot = min(self._slots, key=lambda slot: (slot.is_slow(now), slot.load))
         slot.num_opening += 1
@@ -115,33 +145,40 @@ class ProcessRunner:
 
     async def step(self, episode: str, action: str) -> StepResult:
         """Play one action in the process that holds the episode."""
-        process = self._homes.get(episode)
-        if process is None:
-            raise NotFoundError(f"episode {episode!r} has no running game here")
-        if process.death is not None:
-            self._forget(episode)
-            raise process.death
+        process = await self._home(episode)
         values = await self._send(process, "step", episode, (episode, action))
-        result = StepResult(*values)
+        try:
+            result = _result(*values)
+        except (TypeError, ValueError):
+            self._forget(episode)
+            raise self._broke_protocol("its answer to a step has another form") from None
         if result.done:
             self._forget(episode)
         return result
 
     async def turn(self, episode: str) -> tuple[str, list[ChatMessage]]:
         """Say whose turn it is, and what opens that role's conversation."""
+        process = await self._home(episode)
+        role, prompt = await self._send(process, "turn", episode, (episode,))
+        return role, prompt
+
+    async def _home(self, episode: str) -> _Process:
+        """Return the living process of an episode; raises the reason if it has ended."""
         process = self._homes.get(episode)
         if process is None:
             raise NotFoundError(f"episode {episode!r} has no running game here")
+        if process.is_closing:
+            await process.ended.wait()
         if process.death is not None:
+            self._forget(episode)
             raise process.death
-        role, prompt = await self._send(process, "turn", episode, (episode,))
-        return role, prompt
+        return process
 
     def drop(self, episode: str) -> None:
         """Forget an episode, here and in its process."""
         process = self._homes.get(episode)
         self._forget(episode)
-        if process is not None and process.death is None:
+        if process is not None and process.lives:
             dropped = self._send(process, "drop", episode, (episode,))
             dropped.add_done_callback(_look)  # nobody waits for it
 
@@ -163,14 +200,33 @@ class ProcessRunner:
 
     async def _living(self, slot: _Slot) -> _Process:
         async with slot.lock:
+            if slot.process is not None and slot.process.is_closing:
+                await slot.process.ended.wait()
             if slot.process is None or slot.process.death is not None:
                 await self._start_process(slot)
             assert slot.process is not None
             return slot.process
 
     async def _start_process(self, slot: _Slot) -> GameFacts:
+        try:
+            process = slot.process = await self._spawn()
+        except OSError as error:
+            raise GameError(
+                f"no process could be started for {self._game}: {error}",
+                hint="see the machine's memory, and its limits on processes and open files",
+            ) from error
+        arguments = (self._game, self._kwargs, sys.path, self._worker_memory_mb)
+        try:
+            return GameFacts(*await self._send(process, "start", "", arguments))
+        except BaseException as error:
+            told = error.message if isinstance(error, TinkermqError) else "it was cancelled"
+            self._bury(process, WorkerGone(f"a process of {self._game} did not start: {told}"))
+            raise
+
+    async def _spawn(self) -> _Process:
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, contextlib.ExitStack() as undone:
+            undone.enter_context(ours)
             child = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -181,23 +237,27 @@ class ProcessRunner:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=2,  # what a game prints goes where the host's log goes
             )
+            undone.pop_all()
         incoming, writer = await asyncio.open_connection(sock=ours)
         process = _Process(child, writer)
         process.reader = asyncio.create_task(self._read(process, incoming), name="env_worker")
-        slot.process = process
-        arguments = (self._game, self._kwargs, sys.path, self._worker_memory_mb)
-        return GameFacts(*await self._send(process, "start", "", arguments))
+        return process
 
     def _send(
         self, process: _Process, verb: str, episode: str, arguments: Any
     ) -> "asyncio.Future[Any]":
         number = next(self._numbers)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        body = pickle.dumps((number, verb, arguments))
         limit_s = START_TIMEOUT_S if verb == "start" else self._limits.of(verb)
         call = Call(verb, episode, limit_s, future, started=time.monotonic())
-        process.calls[number] = call
-        body = pickle.dumps((number, verb, arguments))
-        process.writer.write(LENGTH.pack(len(body)) + body)
+        if process.lives:
+            process.calls[number] = call
+            process.writer.write(LENGTH.pack(len(body)) + body)
+        elif process.death is not None:
+            future.set_exception(process.death)
+        else:
+            process.late.append(call)
         return future
 
     async def _read(self, process: _Process, incoming: asyncio.StreamReader) -> None:
@@ -205,17 +265,28 @@ class ProcessRunner:
         try:
             while True:
                 head = await incoming.readexactly(LENGTH.size)
-                self._settle(process, await incoming.readexactly(LENGTH.unpack(head)[0]))
-        except (asyncio.IncompleteReadError, ConnectionError):
+                num_bytes = LENGTH.unpack(head)[0]
+                if num_bytes > MAX_ANSWER_BYTES:
+                    raise too_large(num_bytes, MAX_ANSWER_BYTES)
+                self._settle(process, await incoming.readexactly(num_bytes))
+        except (asyncio.IncompleteReadError, OSError):
             pass  # the process has ended
-        except (MessageError, ValueError) as error:
-            self._end(process, process.head(), GameError(f"{self._game} broke its pipe: {error}"))
+        except (MessageError, ValueError, TypeError) as error:
+            self._end(process, process.head(), self._broke_protocol(str(error)))
+        process.is_closing = True
         process.writer.close()
-        code = await process.child.wait()
-        self._end(process, process.head(), self._crashed(process.head(), code))
+        lingers = False
+        try:
+            code = await asyncio.wait_for(process.child.wait(), _EXIT_S)
+        except TimeoutError:
+            lingers = process.death is None
+            with contextlib.suppress(ProcessLookupError):
+                process.child.kill()
+            code = await process.child.wait()
+        self._end(process, process.head(), self._crashed(process.head(), code, lingers=lingers))
 
     def _settle(self, process: _Process, payload: bytes) -> None:
-        number, outcome, error = unpack(payload)
+        number, outcome, error = unpack(payload, max_bytes=MAX_ANSWER_BYTES)
         call = process.calls.pop(number, None)
         if (following := process.head()) is not None:
             following.started = time.monotonic()
@@ -226,8 +297,15 @@ class ProcessRunner:
         else:
             call.future.set_exception(error_from_reply(*error))
 
-    def _crashed(self, call: Call | None, code: int) -> GameError:
-        how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+    def _broke_protocol(self, why: str) -> GameError:
+        return GameError(
+            f"{self._game} broke its pipe: {why}",
+            hint="code of the game writes to the socket of its process, or replaces parts of ours",
+        )
+
+    def _crashed(self, call: Call | None, code: int, *, lingers: bool) -> GameError:
+        how = f"by signal {_signal_name(-code)}" if code < 0 else f"with exit code {code}"
+        how = f"{how} after it had closed its socket" if lingers else how
         where = f" in {call.verb}" if call else ""
         return GameError(
             f"the process of {self._game} ended {how}{where}",
@@ -240,7 +318,7 @@ class ProcessRunner:
             culprit.future.set_exception(error)
         self._bury(
             process,
-            GameError(
+            WorkerGone(
                 f"the process that held this episode is gone, because of another: {error.message}",
                 hint="the episode can be tried again",
             ),
@@ -252,15 +330,41 @@ class ProcessRunner:
         process.death = reason
         with contextlib.suppress(ProcessLookupError):
             process.child.kill()
-        for call in process.calls.values():
+        for call in (*process.calls.values(), *process.late):
             if not call.future.done():
                 call.future.set_exception(reason)
         process.calls.clear()
+        process.late.clear()
+        process.ended.set()
 
     def _forget(self, episode: str) -> None:
         process = self._homes.pop(episode, None)
         if process is not None:
             process.episodes.discard(episode)
+
+
+def _result(
+    observation: Any, reward: Any, done: Any, info: Any, role: Any, rewards: Any
+) -> StepResult:
+    """Return what a process answers to a step; TypeError for what none of ours says."""
+    if not (
+        isinstance(observation, str)
+        and isinstance(reward, float)
+        and isinstance(done, bool)
+        and isinstance(info, dict)
+        and role in ("user", "tool")
+        and isinstance(rewards, dict)
+    ):
+        raise TypeError("no answer to a step")
+    told, by_role = cast("dict[str, Any]", info), cast("dict[str, float]", rewards)
+    return StepResult(observation, reward, done, told, role, by_role)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return str(number)
 
 
 def _look(future: "asyncio.Future[Any]") -> None:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
-from ...schemas.wire.errors import GameError
-from ..game import AbstractGame, ChatMessage, StepResult
+from ...schemas.wire.errors import GameError, TinkermqError
+from ..game import AbstractGame, ChatMessage, StepResult, game_failure
 from .episodes import Episodes, GameFacts, Opening
 from .step_timeout import Call, TimeLimits
 
@@ -32,14 +32,16 @@ class _Work(Call):
 
     call: Callable[[], Any]
     outcome: Any = None
-    error: BaseException | None = None
+    error: TinkermqError | None = None
 
     def run(self) -> None:
         self.started = time.monotonic()
         try:
             self.outcome = self.call()
-        except BaseException as error:  # noqa: BLE001 - handed on to the one who asked
+        except TinkermqError as error:
             self.error = error
+        except BaseException as error:  # noqa: BLE001 - handed on to the one who asked
+            self.error = game_failure("the game", self.verb, error)
 
     def finish(self) -> None:
         if self.future.done():

@@ -7,6 +7,7 @@ answers are msgpack, since the code that makes them is the game's.
 
 import pickle
 import resource
+import signal
 import socket
 import struct
 import sys
@@ -16,8 +17,9 @@ from typing import Any
 
 from ...broker.programs.process import die_with
 from ...schemas.wire.codec import pack
-from ...schemas.wire.errors import GameError, TinkermqError
-from ..game import StepResult
+from ...schemas.wire.errors import GameError, MessageError, TinkermqError
+from ...schemas.wire.reply import ErrorReply
+from ..game import StepResult, game_failure
 from ..registry import load_game
 from .episodes import Episodes, GameFacts, refuse_async
 
@@ -29,6 +31,7 @@ _STATM_DATA = 5
 def main() -> None:
     """Serve the socket whose number is the first argument until its other end closes."""
     die_with(int(sys.argv[2]))()
+    signal.signal(signal.SIGINT, _pass)
     with socket.socket(fileno=int(sys.argv[1])) as sock, sock.makefile("rb") as incoming:
         episodes: Episodes | None = None
         while head := incoming.read(LENGTH.size):
@@ -43,6 +46,10 @@ def main() -> None:
             if verb == "start" and error is None:
                 episodes, outcome = outcome
             _send(sock, _answer(number, outcome, error))
+
+
+def _pass(*_: Any) -> None:
+    """Do nothing at Ctrl-C: the host, which gets it, too, decides what ends."""
 
 
 def _start(
@@ -73,7 +80,14 @@ def _attempt(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any,
     try:
         return call(*arguments), None
     except TinkermqError as error:
-        return None, [error.code, error.message, error.hint]
+        return None, _told(error)
+    except BaseException as error:  # noqa: BLE001 - one call's failure: the others go on
+        return None, _told(game_failure("the game", call.__name__, error))
+
+
+def _told(error: TinkermqError) -> list[str]:
+    reply = ErrorReply.of(error.code, error.message, error.hint)
+    return [reply.code, reply.message, reply.hint]
 
 
 def _answer(number: int, outcome: Any, error: Any) -> bytes:
@@ -86,7 +100,10 @@ def _answer(number: int, outcome: Any, error: Any) -> bytes:
             outcome.role,
             outcome.rewards,
         ]
-    return pack([number, outcome, error])
+    try:
+        return pack([number, outcome, error])
+    except MessageError as failure:
+        return pack([number, None, _told(failure)])
 
 
 def _send(sock: socket.socket, payload: bytes) -> None:

@@ -7,6 +7,7 @@ after a length of four bytes.
 """
 
 import json
+import os
 import socket
 import weakref
 from pathlib import Path
@@ -17,6 +18,9 @@ from .settings import Outcome, SandboxSettings, too_long
 
 SOCKET = Path("/sandbox.socket")
 """Where a game behind walls finds the socket."""
+SHORT_FOLDER = "set TMPDIR to a short folder of this machine's own disk, as /tmp"
+_MAX_NAME_BYTES = 107
+"""Of the name of a Unix socket."""
 MAX_FRAME_BYTES = 8 << 20
 """A program or an answer, at most, as JSON."""
 
@@ -60,6 +64,32 @@ class ServedSession:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+
+def listen_at(path: Path) -> socket.socket:
+    """Return a Unix socket that listens at `path`, however long its folder's name is.
+
+    The kernel takes names of 107 bytes, so the folder is named by a handle on it where it is
+    longer. Raises OSError that says what is to be done where there can be no socket.
+    """
+    listening = socket.socket(socket.AF_UNIX)
+    try:
+        if len(os.fsencode(path)) <= _MAX_NAME_BYTES:
+            listening.bind(str(path))
+        else:
+            folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                listening.bind(f"/proc/self/fd/{folder}/{path.name}")
+            finally:
+                os.close(folder)
+        listening.listen()
+    except OSError as error:
+        listening.close()
+        raise OSError(
+            f"no socket for the programs of games can be made at {path}: {error.strerror or error}"
+            f"; {SHORT_FOLDER}"
+        ) from error
+    return listening
 
 
 def send_frame(connection: socket.socket, message: dict[str, Any]) -> None:

@@ -1,21 +1,36 @@
 """What a host answers about many episodes at once: what is ready, what went wrong, what lasts.
 
 An answer is bounded: what comes after the first megabyte is told as not ready, and asked after by
-itself. So one episode's long observation cannot make the message of all others too long.
+itself. So one episode's long observation cannot make the message of all others too long. What is
+too long for a message of its own fails its episode.
 """
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
+
+import structlog
 
 from ...schemas.env import FailedStep, Opened, StepReply
-from ...schemas.wire.codec import pack
-from ...schemas.wire.errors import TinkermqError
+from ...schemas.wire.codec import MAX_MESSAGE_BYTES, pack
+from ...schemas.wire.errors import GameError, InternalError, TinkermqError
+from ...schemas.wire.foreign import words_of
 from ...schemas.wire.reply import ErrorReply
 from ..game import ChatMessage, StepResult
 from ..running.step_timeout import TimedOut
 
 MAX_BYTES = 2**20
+_REST_BYTES = 64 << 10
+"""Room in a message for what stands beside an episode's own part."""
+_CONTAINER_BYTES = 8
+"""What a list or map counts besides its bytes: a message may hold so many of them only."""
+
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+def most_of_one(max_payload_bytes: int) -> int:
+    """Return how many bytes the part of one episode may take, where the broker takes so many."""
+    return min(max_payload_bytes, MAX_MESSAGE_BYTES) - _REST_BYTES
 
 
 async def wait_for_some(futures: "Sequence[asyncio.Future[Any]]", seconds: float) -> None:
@@ -28,7 +43,9 @@ async def wait_for_some(futures: "Sequence[asyncio.Future[Any]]", seconds: float
 class ResetAnswer:
     """Collects what became of the starts of episodes."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int = MAX_MESSAGE_BYTES - _REST_BYTES) -> None:
+        """`most_bytes` may be the prompt of one episode."""
+        self._most_bytes = most_bytes
         self.prompts: list[list[ChatMessage]] = []
         """Each different first prompt, once."""
         self.episodes: list[Opened] = []
@@ -41,12 +58,22 @@ class ResetAnswer:
     def _opened(self, opening: "asyncio.Future[list[ChatMessage]]") -> Opened:
         if not opening.done():
             return Opened()
-        if error := opening.exception():
+        if error := _error_of(opening):
             return Opened(error=_told(error))
         messages = opening.result()
         if messages in self.prompts:
             return Opened(prompt=self.prompts.index(messages))
-        self._num_bytes += len(pack(messages))
+        try:
+            num_bytes = len(pack(messages))
+        except TinkermqError as error:
+            return Opened(error=_told(error))
+        if num_bytes > self._most_bytes:
+            return Opened(
+                error=_told(
+                    _too_large("a first prompt that is too long", num_bytes, self._most_bytes)
+                )
+            )
+        self._num_bytes += num_bytes
         if self._num_bytes > MAX_BYTES and self.prompts:
             return Opened()
         self.prompts.append(messages)
@@ -56,7 +83,9 @@ class ResetAnswer:
 class StepAnswer:
     """Collects what became of actions."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int = MAX_MESSAGE_BYTES - _REST_BYTES) -> None:
+        """`most_bytes` may be the answer to one action."""
+        self._most_bytes = most_bytes
         self._observations: list[str | None] = []
         self._rewards: list[float] = []
         self._done: list[bool] = []
@@ -103,24 +132,64 @@ class StepAnswer:
             return None
         if not answer.done():
             return None
-        if error := answer.exception():
+        if error := _error_of(answer):
             self._fail(error)
             return None
         result = answer.result()
         try:
+            text_bytes = len(result.observation.encode())
             info_bytes = len(pack(result.info)) if result.info else 0
-        except TinkermqError as error:  # the game's `info` cannot travel
-            self._fail(error)
+        except (TinkermqError, ValueError) as error:  # a program's, which nobody has looked at
+            self._fail(GameError(f"an episode's answer cannot travel: {words_of(error)}"))
             return None
-        self._num_bytes += len(result.observation) + info_bytes
+        if text_bytes + info_bytes > self._most_bytes:
+            what = (
+                f"its observation takes {text_bytes:,} bytes and its info {info_bytes:,}: an answer"
+            )
+            self._fail(_too_large(what, text_bytes + info_bytes, self._most_bytes))
+            return None
+        self._num_bytes += text_bytes + info_bytes + _CONTAINER_BYTES * _num_containers(result.info)
         return None if self._num_bytes > MAX_BYTES and self._observations else result
 
     def _fail(self, error: BaseException) -> None:
         self._failed.append(FailedStep(index=len(self._observations), error=_told(error)))
 
 
+def _error_of(answer: "asyncio.Future[Any]") -> BaseException | None:
+    """Return what a future that is done failed with."""
+    if answer.cancelled():
+        return InternalError("the episode's call was cancelled", hint="it can be tried again")
+    return answer.exception()
+
+
 def _told(error: BaseException) -> ErrorReply:
-    """Return an error as it travels; what is not ours is the host's own failure, and raised."""
+    """Return an error as it travels; what is not ours is the host's own failure, and logged."""
     if not isinstance(error, TinkermqError):
-        raise error
+        _log.error("episode_failed_in_host", exc_info=error)
+        error = InternalError(
+            f"the environment host failed: {words_of(error)}", hint="its log has the details"
+        )
     return ErrorReply.of(error.code, error.message, error.hint)
+
+
+def _too_large(what: str, num_bytes: int, most_bytes: int) -> GameError:
+    return GameError(
+        f"{what}: {num_bytes:,} bytes, and a message takes {most_bytes:,}",
+        hint="let the game return less: a part of a long text, a file's name in place of its bytes",
+    )
+
+
+def _num_containers(info: dict[str, Any]) -> int:
+    """Return the number of lists and maps in a value."""
+    level: list[Any] = [info]
+    count = 0
+    while level:
+        count += len(level)
+        inner: list[Any] = []
+        for one in level:
+            if isinstance(one, dict):
+                inner += cast("dict[Any, Any]", one).values()
+            else:
+                inner += cast("list[Any]", one)
+        level = [one for one in inner if isinstance(one, dict | list)]
+    return count

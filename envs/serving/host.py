@@ -42,7 +42,7 @@ from ..rewards.rewards import make_rewards
 from ..running.episodes import Opening
 from ..running.runner import PlacedRunner, TimedRunner, make_runner
 from ..running.step_timeout import LOOK_S
-from .answers import ResetAnswer, StepAnswer, wait_for_some
+from .answers import ResetAnswer, StepAnswer, most_of_one, wait_for_some
 from .held import Held
 from .seats import Player, Solo, Table
 
@@ -253,7 +253,7 @@ class EnvironmentHost:
         trace = trace_of(context.traceparent)
         held = [self._hold(episode, request, trace) for episode in request.episodes]
         await wait_for_some([episode.opening for episode in held], request.wait_s)
-        answer = ResetAnswer()
+        answer = ResetAnswer(most_of_one(self._broker.max_payload_bytes))
         for episode in held:
             answer.add(episode.opening)
         return ResetReply(
@@ -337,7 +337,7 @@ class EnvironmentHost:
         )
         answers = [self._play(*action) for action in columns]
         await wait_for_some([a for a in answers if isinstance(a, asyncio.Future)], request.wait_s)
-        collected = StepAnswer()
+        collected = StepAnswer(most_of_one(self._broker.max_payload_bytes))
         for answer in answers:
             collected.add(answer)
         return collected.reply()

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from ...schemas.wire.errors import NotFoundError, StateError, TinkermqError
+from ...schemas.wire.errors import GameError, NotFoundError, StateError, TinkermqError
+from ...schemas.wire.foreign import words_of
 from ..game import ChatMessage, StepResult
 from ..running.episodes import Opening
 from ..running.runner import Runner
@@ -175,6 +176,8 @@ class Table:
                 await self._pass_on()
         except TinkermqError as error:
             self._fail(error)
+        except Exception as error:  # noqa: BLE001 - a game whose roles change breaks the table
+            self._fail(GameError(f"the table of the game's roles broke: {words_of(error)}"))
 
     async def _pass_on(self) -> None:
         """Give the turn to the role whose it is: its first prompt, or the answer it waits for."""

@@ -53,6 +53,7 @@ class Part(Message):
     """Why the answer ends here; only in the last one."""
 
 
-def _clean(text: str) -> str:
+def _clean(told: object) -> str:
+    text = told if isinstance(told, str) else str(type(told))
     cut = text if len(text) <= MAX_CHARS else text[:MAX_CHARS] + " …"
     return cut.encode(errors="replace").decode()

@@ -14,6 +14,7 @@ from tinkermq.schemas.wire.errors import (
     BrokerError,
     BusyError,
     DeadlineError,
+    InternalError,
     MessageError,
     NobodyAnswersError,
     NotFoundError,
@@ -31,7 +32,7 @@ class Counter:
         self.go_on = asyncio.Event()
         self.go_on.set()
         self.cancelled = asyncio.Event()
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     async def count(self, request: PlayRequest, tell: Tell[InferPart]) -> InferPart:
         """Count."""
@@ -119,6 +120,25 @@ async def test_an_error_ends_the_answer_as_the_class_it_was(
     with pytest.raises(Exception, match="the service failed: RuntimeError") as caught:
         await last_part(asking(broker, scope, name="two"))
     assert "secret" not in str(caught.value)
+
+
+class NoException(BaseException):
+    """What `except Exception` does not catch."""
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [KeyboardInterrupt(), SystemExit(2), NoException("x"), asyncio.CancelledError()],
+    ids=lambda raised: type(raised).__name__,
+)
+async def test_whatever_a_handler_raises_ends_its_answer_alone(
+    broker: Broker, scope: JobScope, counter: Counter, raised: BaseException
+) -> None:
+    counter.error = raised
+    with pytest.raises(InternalError, match=f"the service failed: {type(raised).__name__}"):
+        await last_part(asking(broker, scope))
+    counter.error = None
+    assert (await last_part(asking(broker, scope, name="two"))).model == "done"
 
 
 async def test_a_caller_who_goes_away_ends_the_work(

@@ -49,6 +49,21 @@ class Answer(Message):
 QUESTION = Question(episode="e", turn=0, action="left")
 
 
+class NoException(BaseException):
+    """What `except Exception` does not catch."""
+
+
+FOREIGN = {
+    "interrupt": KeyboardInterrupt(),
+    "exit": SystemExit(3),
+    "own": NoException("mine"),
+    "cancelled": asyncio.CancelledError(),
+    "group": BaseExceptionGroup("g", [NoException("x")]),
+    "close": GeneratorExit(),
+}
+"""What a handler, or code of others that it calls, may raise as well."""
+
+
 class Echo:
     """Handlers that a test can steer by the action of a step."""
 
@@ -62,6 +77,8 @@ class Echo:
             raise NotFoundError("there is no episode 'e'", hint="reset it first")
         if request.action == "crash":
             raise RuntimeError("the password is swordfish")
+        if request.action in FOREIGN:
+            raise FOREIGN[request.action]
         if request.action == "huge":
             return Answer(observation="x" * (9 << 20), reward=0, done=False)
         if request.action == "wait":
@@ -114,6 +131,30 @@ async def test_an_unexpected_error_is_reported_without_its_details(
     assert raised.value.code == "internal"
     assert "swordfish" not in str(raised.value)
     assert (await _step(broker)).observation == "left"
+
+
+@pytest.mark.parametrize("action", FOREIGN)
+async def test_whatever_a_handler_raises_is_answered_and_the_service_goes_on(
+    broker: Broker, echo: Echo, action: str
+) -> None:
+    with pytest.raises(TinkermqError, match=type(FOREIGN[action]).__name__) as raised:
+        await _step(broker, action)
+    assert raised.value.code == "internal"
+    assert (await _step(broker)).observation == "left"
+
+
+async def test_a_handler_is_still_cancelled_with_its_service(broker: Broker) -> None:
+    echo = Echo()
+    service = await Service.start(broker, name="cancelled", description="d")
+    await service.endpoint("step", "test.step", Question, echo.step)
+    running = asyncio.create_task(_step(broker, "wait", timeout_s=1))
+    async with asyncio.timeout(PATIENCE_S):
+        while not echo.running:
+            await asyncio.sleep(0.005)
+    async with asyncio.timeout(PATIENCE_S):
+        await service.stop(drain_s=0.01)
+    with pytest.raises(TinkermqError):
+        await running
 
 
 async def test_a_reply_that_is_too_large_becomes_an_error_and_the_service_goes_on(

@@ -237,3 +237,23 @@ def test_a_pipe_that_closes_early_is_no_error() -> None:
     done = subprocess.run(["bash", "-c", shell], capture_output=True, check=False)
     assert b"Traceback" not in done.stderr
     assert b"BrokenPipe" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("place", "ok", "words"),
+    [
+        ("{tmp}", True, "takes files and sockets"),
+        ("{tmp}/{long}/{long}", True, "takes files and sockets"),
+        ("{tmp}/nowhere", False, "TMPDIR={tmp}/nowhere cannot be written"),
+    ],
+)
+def test_doctor_says_whether_the_temporary_folder_serves(
+    tmp_path: Path, place: str, ok: bool, words: str
+) -> None:
+    (tmp_path / ("x" * 100) / ("x" * 100)).mkdir(parents=True)
+    folder = place.format(tmp=tmp_path, long="x" * 100)
+    told = tinkermq("doctor", "--json", env={"TMPDIR": folder})
+    found = next(one for one in json.loads(told.out) if one["name"] == "temporary folder")
+    assert found["ok"] is ok
+    assert words.format(tmp=tmp_path) in found["detail"]
+    assert bool(found["hint"]) is not ok

@@ -44,3 +44,16 @@ def test_a_row_that_is_no_conversation_is_named(
     with pytest.raises(DataError, match=message) as caught:
         ChatData([path]).row(0)
     assert caught.value.hint
+
+
+def test_a_conversation_with_half_a_character_costs_itself(tmp_path: Path) -> None:
+    def row(text: str) -> str:
+        said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": text}]
+        return json.dumps({"messages": said})
+
+    path = tmp_path / "chats.jsonl"
+    path.write_text(f"{row('ok')}\n{row(chr(0xD83D))}\n{row('fine')}\n")
+    data = ChatData([path])
+    assert [data.row(number).messages[1]["content"] for number in (0, 2)] == ["ok", "fine"]
+    with pytest.raises(DataError, match=r"row 1 of .*chats.jsonl .* in the column 'messages'"):
+        data.row(1)

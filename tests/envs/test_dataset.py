@@ -1,5 +1,6 @@
 """Datasets on disk: every row, every column convention, every error."""
 
+import contextlib
 import datetime
 import json
 import sys
@@ -12,7 +13,7 @@ from tinkermq.envs.dataset import Dataset
 from tinkermq.envs.games.addition import AdditionGame
 from tinkermq.envs.games.calculator import CalculatorGame
 from tinkermq.envs.games.math import MathGame
-from tinkermq.envs.record import parse_record
+from tinkermq.envs.record import Record, parse_record
 from tinkermq.envs.write_data import verl_row, write_rows
 from tinkermq.schemas.wire.errors import DataError, StorageError
 
@@ -245,3 +246,60 @@ def test_a_game_that_compares_texts_refuses_a_gold_answer_that_is_no_text(game):
     played = game()
     played.reset(ground_truth=4)
     assert played.get_state()["ground_truth"] == "4"
+
+
+CUT = {
+    "an answer": {"prompt": "a", "answer": "\ud83d"},
+    "a prompt": {"prompt": "cut \udcff here", "answer": "b"},
+    "a message": {"prompt": [{"role": "user", "content": "\ud83d"}], "answer": "b"},
+    "a part": {
+        "prompt": [{"role": "user", "content": [{"type": "text", "text": "\ude00"}]}],
+        "answer": "b",
+    },
+    "a key deep within": {"prompt": "a", "answer": "b", "extra_info": {"x": [{"\udfff": 1}]}},
+    "two halves in the wrong order": {"prompt": "\ude00\ud83d", "answer": "b"},
+}
+
+
+@pytest.mark.parametrize("row", CUT.values(), ids=CUT)
+def test_a_row_with_half_a_character_costs_itself_and_is_named_by_file_row_and_column(
+    tmp_path, row
+):
+    whole = {"prompt": "whole \U0001f600", "answer": "b"}  # written as two escapes
+    path = tmp_path / "cut.jsonl"
+    path.write_text("\n".join(json.dumps(one) for one in (row, whole)))
+    data = Dataset([path])
+    column = next(name for name in row if "\\u" in json.dumps(row[name]))
+    with pytest.raises(DataError, match=r"row 0 of .*cut\.jsonl has half a character") as error:
+        data.record(0)
+    assert f"in the column '{column}'" in error.value.message
+    error.value.message.encode()
+    assert data.record(1).messages() == [{"role": "user", "content": "whole \U0001f600"}]
+
+
+def test_a_row_that_nests_too_deep_costs_itself(tmp_path):
+    path = tmp_path / "deep.jsonl"
+    deep = "[" * 100_000 + "]" * 100_000
+    path.write_text(f'{{"prompt": "a", "answer": "b"}}\n{{"prompt": {deep}, "answer": "b"}}\n')
+    data = Dataset([path])
+    assert data.record(0).ground_truth == "b"
+    with pytest.raises(DataError, match=r"row 1 of .*deep\.jsonl is not valid JSON"):
+        data.record(1)
+
+
+def test_a_prompt_that_cannot_travel_names_its_row_and_the_place():
+    prompt = [{"role": "user", "content": "go", "tool_calls": [{"arguments": {"n": 2**70}}]}]
+    record = Record(prompt, "b", where="row 3 of x.jsonl")
+    with pytest.raises(DataError, match=r"row 3 of x.jsonl: prompt\[0\]\['tool_calls'\]\[0\]"):
+        record.messages()
+
+
+@pytest.mark.parametrize("value", ["a text", 7, [1, 2], [[1, 2, 3]]])
+@pytest.mark.parametrize("column", ["extra_info", "images"])
+def test_a_row_of_another_form_is_told_by_its_file_and_number(tmp_path, column, value):
+    rows = [{"prompt": "a", "answer": "b"}, {"prompt": "a", "answer": "b", column: value}]
+    data = Dataset([write_rows(tmp_path / "odd.jsonl", rows)])
+    assert data.record(0).ground_truth == "b"
+    with contextlib.suppress(DataError):  # which is none where the column can be read so
+        assert data.record(1).where.startswith("row 1 of ")
+        data.record(1).messages()

@@ -1,5 +1,6 @@
 """Rewards from functions, endpoints and judges: what they are told, and how they fail."""
 
+import asyncio
 import contextlib
 import json
 import threading
@@ -8,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from hosting import error_of, hosting
 from pydantic import ValidationError
+from reward_functions import RAISED, TOLD
 from tinkermq.broker.client.parts import PartsService
 from tinkermq.broker.client.rpc import Service, call
 from tinkermq.envs.rewards.function import load_function
@@ -122,6 +124,72 @@ async def test_a_function_that_fails_is_no_reward_of_0(broker, scope, name, word
         error = await error_of(client.step("a", 0), RewardError)
         assert words in error.message
         await client.reset("b")  # the host lives
+
+
+@pytest.mark.parametrize("name", ["foreign", "foreign_async"])
+async def test_whatever_a_function_raises_or_returns_fails_its_own_episode(broker, scope, name):
+    words = {raised: f"reward_functions:{name} raised {raised}" for raised in RAISED} | TOLD
+    if name == "foreign_async":  # Python's own rule for coroutines
+        words["StopIteration"] = "raised RuntimeError: coroutine raised StopIteration"
+        words["cancels itself"] = "raised CancelledError"
+        words["a task exits"] = "raised SystemExit: 4"
+    async with hosting(broker, scope, reward=_function(name, per="turn")) as client:
+        for number, (action, expected) in enumerate(words.items()):
+            await client.reset(f"e{number}")
+            error = await error_of(client.step(f"e{number}", 0, action), RewardError)
+            assert expected in error.message
+        await client.reset("good")
+        assert (await client.step("good", 0)).reward == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "reward"), [("async_object", 3), ("async_part", 2), ("async_in_disguise", 2)]
+)
+async def test_an_async_function_is_awaited_whatever_it_is_written_as(broker, scope, name, reward):
+    async with hosting(broker, scope, reward=_function(name)) as client:
+        assert (await _play(client))[-1].reward == reward
+
+
+async def test_an_async_function_that_hangs_is_cancelled_and_holds_up_nobody(broker, scope):
+    reward = _function("foreign_async", per="turn", timeout_s=0.4)
+    async with hosting(broker, scope, reward=reward) as client:
+        await client.reset("bad")
+        await client.reset("good")
+        hung = asyncio.create_task(client.step("bad", 0, "wait long"))
+        assert (await client.step("good", 0)).reward == 2
+        assert "no reward came within 0.4 s" in (await error_of(hung, RewardError)).message
+
+
+async def test_an_async_function_that_computes_is_given_up_and_the_next_call_goes_on(broker, scope):
+    reward = _function("foreign_async", per="turn", timeout_s=0.2)
+    answers = []
+    async with hosting(broker, scope, reward=reward) as client:
+        for number, action in enumerate(("compute", "go", "go", "go")):
+            await client.reset(f"e{number}")
+            stepped = client.step(f"e{number}", 0, action)
+            (told,) = await asyncio.gather(stepped, return_exceptions=True)
+            answers.append(str(told) if isinstance(told, BaseException) else told.reward)
+    assert "no reward came within 0.2 s" in answers[0]
+    assert answers[-1] == 2
+
+
+@pytest.mark.parametrize("name", ["generates", "generates_async"])
+def test_a_function_that_yields_is_refused_by_name(name):
+    with pytest.raises(ConfigError, match=f"'reward_functions:{name}' yields"):
+        load_function(f"reward_functions:{name}")
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["raise KeyboardInterrupt", "raise SystemExit", "class B(BaseException): ...\nraise B"],
+)
+def test_a_module_that_raises_no_exception_is_told(tmp_path, monkeypatch, source):
+    name = f"rewards_{abs(hash(source))}"
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=f"'{name}:f' cannot be imported: ") as raised:
+        load_function(f"{name}:f")
+    assert f"raised at {name}.py, line" in raised.value.hint
 
 
 @pytest.mark.parametrize(

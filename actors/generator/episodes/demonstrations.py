@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 import numpy as np
+import structlog
 
 from ....broker.rollouts import RolloutLog
 from ....broker.tasks import Lease, TaskQueue
@@ -21,12 +22,14 @@ from ....schemas.config.job import JobConfig
 from ....schemas.rollout import Group, Trajectory
 from ....schemas.task import Blame, Task
 from ....schemas.wire.errors import DataError, MessageError, ModelError, TinkermqError
+from ....schemas.wire.foreign import words_of
 from ...runtime import JobContext, settle_memory
 from .chat import ChatTokenizer, Conversation, open_chat
 from .groups import GroupFailed, append_given_up
 
 _PULL_TIMEOUT_S = 2.0
 _AT_ONCE = 64
+_log = structlog.get_logger()
 
 
 async def run_demonstrations(context: JobContext) -> None:
@@ -98,8 +101,18 @@ def demonstrate(
         trajectories = _trajectories(task, data, chat, config.rollout.max_tokens)
         group = Group(task=task, trajectories=trajectories, source=source, started=now)
         return group.with_shared_images().model_copy(update={"finished": time.time()})
-    except (DataError, ModelError) as error:
+    except DataError as error:
         raise _failed(task, error, source, now) from error
+    except ModelError as error:
+        told = ModelError(f"row {task.sample} of sft.data: {error.message}", hint=error.hint)
+        raise _failed(task, told, source, now) from error
+    except Exception as error:  # a row that nobody has foreseen: it alone is not learnt from
+        _log.exception("row_failed", sample=task.sample)
+        told = DataError(
+            f"row {task.sample} of sft.data cannot be learnt from: {words_of(error)}",
+            hint="leave the row out; the generator's log has the traceback",
+        )
+        raise _failed(task, told, source, now) from error
 
 
 def _failed(task: Task, error: TinkermqError, source: str, started: float) -> GroupFailed:

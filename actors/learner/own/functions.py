@@ -11,7 +11,6 @@ import hashlib
 import importlib
 import inspect
 import sys
-import traceback
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -20,7 +19,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ....schemas.wire.errors import ConfigError, TinkermqError
+from ....schemas.wire.errors import ConfigError, TinkermqError, root_cause
+from ....schemas.wire.foreign import blaming, place_of, words_of
 from ..algorithms.advantage_inputs import AdvantageInputs
 from ..algorithms.losses import LossInputs, TokenLoss
 from ..algorithms.off_policy.corrections import Correction, CorrectionInputs
@@ -28,6 +28,11 @@ from ..algorithms.off_policy.corrections import Correction, CorrectionInputs
 Kind = Literal["advantage", "loss", "correction", "mask", "filter", "curriculum"]
 ENTRY_POINTS = "tinkermq.algorithms"
 """Group under which packages register functions by a short name."""
+_LATER = (
+    inspect.iscoroutinefunction,
+    inspect.isgeneratorfunction,
+    inspect.isasyncgenfunction,
+)
 _CHECK = "see what it does wrong with `tinkermq algorithm check {target}`"
 
 
@@ -82,18 +87,26 @@ class OwnFunction:
         here = str(Path.cwd())
         if here not in sys.path:
             sys.path.append(here)
-        try:
+
+        def blame(error: BaseException) -> ConfigError:
+            place = place_of(error, (__file__,))
+            return ConfigError(
+                f"{self.key} cannot be imported: {words_of(error)}",
+                hint=f"{f'raised at {place}; ' if place else ''}see that `python -c 'import "
+                f"{module_name}'` works where the learner runs",
+            )
+
+        with blaming(blame):
             found = getattr(importlib.import_module(module_name), name, None)
-        except (Exception, SystemExit) as error:
-            last = traceback.format_exception_only(error)[-1].strip()
-            raise ConfigError(
-                f"{self.key} cannot be imported: {last}",
-                hint=f"see that `python -c 'import {module_name}'` works where the learner runs",
-            ) from error
         if not callable(found):
             raise ConfigError(
                 f"{self.key}: module {module_name} has no function {name!r}",
                 hint="name a function of the module, as module:function",
+            )
+        if any(kind(found) for kind in _LATER):
+            raise ConfigError(
+                f"{self.key} is async, or yields: it is asked in the middle of a step",
+                hint="write it with def, and return the answer",
             )
         return found
 
@@ -112,14 +125,16 @@ class OwnFunction:
 
     def called(self, inputs: object) -> Any:
         """Return what it answers; ConfigError with what it raised, and where."""
-        try:
+        with blaming(self.failure):
             return self._call(inputs)
-        except TinkermqError:
-            raise
-        except Exception as error:
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{Path(last.filename).name}, line {last.lineno}"
-            raise self.wrong(f"raised {type(error).__name__}: {error} ({where})") from error
+
+    def failure(self, error: BaseException) -> TinkermqError:
+        """Return what is raised of whatever it, or its answer, has raised."""
+        ours = root_cause(error)
+        if isinstance(ours, TinkermqError):
+            return ours
+        place = place_of(error, (__file__,))
+        return self.wrong(f"raised {words_of(error)} ({place or 'within a library'})")
 
     def _vector(self, value: Any, num: int, what: str) -> Tensor:
         if not isinstance(value, Tensor):

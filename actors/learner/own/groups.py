@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....schemas.rollout import Group, return_of
+from ....schemas.wire.foreign import blaming, shown
 from ..tasks.curriculum import CurriculumInputs
 from .functions import OwnFunction, own_function
 
@@ -64,7 +65,7 @@ class OwnFilter:
             answer = cast("Any", answer).tolist()
         if not isinstance(answer, bool):
             raise self._function.wrong(
-                f"returned {answer!r:.40} in place of True, to train the group, or False"
+                f"returned {shown(answer)} in place of True, to train the group, or False"
             )
         return answer
 
@@ -97,10 +98,8 @@ class OwnCurriculum:
     def weigh(self, inputs: CurriculumInputs) -> NDArray[np.float64]:
         """Return float64[I]; raises ConfigError for what are no weights."""
         answer = self._function.called(inputs)
-        try:
-            weights_I = np.asarray(answer, dtype=np.float64)
-        except (TypeError, ValueError):
-            weights_I = np.array(np.nan)
+        with blaming(self._function.failure):
+            weights_I = _numbers(answer)
         if weights_I.shape != inputs.tries_I.shape:
             raise self._function.wrong(
                 f"returned weights of shape {list(weights_I.shape)} for {len(inputs.tries_I)} tasks"
@@ -108,3 +107,11 @@ class OwnCurriculum:
         if not np.isfinite(weights_I).all() or (weights_I < 0).any():
             raise self._function.wrong("returned weights that are negative, NaN or infinite")
         return weights_I
+
+
+def _numbers(answer: Any) -> NDArray[np.float64]:
+    """Return an answer as numbers; NaN for what are none."""
+    try:
+        return np.asarray(answer, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError):
+        return np.array(np.nan)

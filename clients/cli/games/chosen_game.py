@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ....envs.game import game_failure
 from ....envs.registry import companion, load_game
 from ....schemas.config.job import EnvConfig, JobConfig
 from ....schemas.config.load_config import apply_override, load_config
 from ....schemas.wire.errors import ConfigError, GameError
+from ....schemas.wire.foreign import blaming
 
 
 @dataclass(frozen=True)
@@ -68,5 +70,6 @@ def _with_data(env: EnvConfig, folder: str) -> EnvConfig:
         make_data = companion(load_game(env.game), "make_data")
     except GameError:
         return env  # it generates its states, or whoever plays it says why it cannot be imported
-    train, val = make_data(folder, num_train=64, num_val=16)
+    with blaming(lambda error: game_failure(env.game, "make_data", error)):
+        train, val = make_data(folder, num_train=64, num_val=16)
     return env.model_copy(update={"train_data": [str(train)], "val_data": [str(val)]})

@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError
@@ -22,6 +23,7 @@ from ....broker.outages.flushing import flush
 from ....broker.presence import list_presences
 from ....broker.programs.server import binary_path
 from ....envs.sandbox.bubblewrap import Bubblewrap
+from ....envs.sandbox.served import SHORT_FOLDER, listen_at
 from ....envs.sandbox.settings import SandboxSettings
 from ....schemas.metric import Presence
 from ....schemas.wire.errors import ConfigError, NotFoundError, SandboxError, TinkermqError
@@ -75,7 +77,7 @@ def doctor(
         return _accept(device, only or [], report, as_json=common.json)
     quiet_logs()
     findings = [_python(), _packages(), _server_binary(), _gpu(), _model_cache(), _sandbox()]
-    findings += [_disk(), *_pool(common.nats_url)]
+    findings += [_temporary(), _disk(), *_pool(common.nats_url)]
     show_findings(findings, as_json=common.json)
     return 0 if all(finding.ok for finding in findings) else FAILED
 
@@ -153,6 +155,21 @@ def _sandbox() -> Finding:
         return Finding("sandbox", True, Bubblewrap(SandboxSettings(packages=[])).self_test())
     except SandboxError as error:
         return Finding("sandbox", shutil.which("bwrap") is None, error.message, error.hint)
+
+
+def _temporary() -> Finding:
+    """See that sandboxed games can have a socket in the temporary folder, as a node makes one."""
+    chosen = os.environ.get("TMPDIR", "")
+    try:
+        folder = tempfile.gettempdir()
+        with tempfile.TemporaryDirectory(prefix="tinkermq-") as place:
+            listen_at(Path(place, "socket")).close()
+    except OSError as error:
+        return Finding("temporary folder", False, str(error), SHORT_FOLDER)
+    if chosen and folder != os.path.abspath(chosen):  # noqa: PTH100 - as tempfile does
+        detail = f"TMPDIR={chosen} cannot be written: {folder} is used in its place"
+        return Finding("temporary folder", False, detail, "make the folder, or unset TMPDIR")
+    return Finding("temporary folder", True, f"{folder} takes files and sockets")
 
 
 def _disk() -> Finding:

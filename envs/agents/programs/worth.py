@@ -5,7 +5,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from ....schemas.wire.errors import RewardError
+from ....schemas.wire.errors import MessageError, RewardError
+from ....schemas.wire.foreign import plain_value
 
 _SHOWN_CHARS = 200
 _FORM = 'a number, or {"reward": number, "success": true or false, "info": {…}}'
@@ -41,7 +42,11 @@ def read_worth(text: str, whose: str) -> Worth:
     if not isinstance(info, dict):
         raise _refusal(text, whose, f"has info={info!r}")
     reward = checked_number(told.get("reward"), text, whose)
-    return Worth(reward, success, cast("dict[str, Any]", info))
+    try:
+        plain = plain_value(cast("dict[str, Any]", info), "info")
+    except MessageError as error:
+        raise _refusal(text, whose, f"cannot travel ({error.message})") from error
+    return Worth(reward, success, plain)
 
 
 def checked_number(value: Any, text: str, whose: str) -> float:

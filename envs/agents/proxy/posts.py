@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias, cast
 
 from ....schemas.wire.codec import read_json
 from ....schemas.wire.errors import MessageError
+from ....schemas.wire.foreign import plain_value
 from ..dialects.request import Fields, RequestError
 from ..episode import EpisodeLimit, EpisodeOver, ProgramEpisode
 from .exchange import dumped
@@ -209,7 +210,11 @@ def _take_info(episode: ProgramEpisode, info: Any) -> None:
         return
     if not isinstance(info, Mapping):
         raise RequestError("info must be an object", param="info")
-    together = {**episode.info, **cast("Mapping[str, Any]", info)}
+    try:
+        told = plain_value(dict(cast("Mapping[str, Any]", info)), "info")
+    except MessageError as error:
+        raise RequestError(error.message, param="info", hint=error.hint) from error
+    together = {**episode.info, **told}
     if len(dumped(together)) > _MOST_INFO_BYTES:
         raise EpisodeLimit(f"info is over {_MOST_INFO_BYTES:,} bytes for one episode")
     episode.info = together

@@ -1,6 +1,7 @@
 """Rows of conversations as groups of the rollout log."""
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from tinkermq.envs.data.chat_data import ChatData
 from tinkermq.envs.data.pair_data import PairData
 from tinkermq.envs.write_data import write_rows
 from tinkermq.schemas.config.job import JobConfig
-from tinkermq.schemas.rollout import check_group
-from tinkermq.schemas.task import Task
+from tinkermq.schemas.rollout import Group, check_group
+from tinkermq.schemas.task import Blame, Task
 
 ASKED = {"role": "user", "content": "2+2"}
 ROWS = [
@@ -102,3 +103,28 @@ def test_the_group_of_a_pair_is_both_answers_and_what_stands_before_is_context(
         assert group.trajectories[1].messages == [*before, *rows[1]["rejected"]]
         with pytest.raises(GroupFailed, match=r"rejected of row 2 of .* has \d+ tokens, rollout"):
             demonstrated(pairs, 2, "dpo")
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["\ud83d", "cut \udcff here", {"text": "\ud83d"}, 7, [3], [{"type": "text", "text": "\ude00"}]],
+)
+def test_a_row_that_nobody_has_foreseen_is_given_up_and_its_reason_travels(
+    tmp_path: Path, said: Any
+) -> None:
+    path = tmp_path / "c.jsonl"
+    bad = {"messages": [ASKED, {"role": "assistant", "content": said}]}
+    path.write_text("\n".join(json.dumps(row) for row in (ROWS[0], bad)))
+    with contextlib.closing(ChatData([str(path)])) as data:
+        assert demonstrated(data, 0).trajectories
+        with pytest.raises(GroupFailed) as caught:
+            demonstrated(data, 1)
+    assert caught.value.blame.boundary == "task"
+    assert "row 1" in caught.value.blame.message
+    Group.from_bytes(caught.value.group.to_bytes())
+
+
+def test_a_reason_with_half_a_character_travels() -> None:
+    blame = Blame(boundary="task", code="data", message="cut \ud83d", hint="\udcff" * 9000)
+    assert Blame.from_bytes(blame.to_bytes()) == blame
+    assert blame.message == "cut \\ud83d"

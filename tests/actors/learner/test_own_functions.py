@@ -1,5 +1,6 @@
 """Functions of the user's own: they train what the library's do, and wrong ones are told."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,94 @@ def test_a_wrong_function_ends_the_step_with_its_name_and_what_to_do(
         _trained(folder, **{f"own_{kind}": f"{HERE}:{name}"})
     assert f"algorithm.own_{kind}={HERE}:{name}" in raised.value.message
     assert raised.value.hint
+
+
+class NoException(BaseException):
+    """What `except Exception` does not catch."""
+
+
+class Unsayable(BaseException):
+    """Raises as it is shown."""
+
+    def __str__(self) -> str:
+        raise KeyboardInterrupt
+
+
+FOREIGN = {
+    "KeyboardInterrupt": KeyboardInterrupt(),
+    "SystemExit": SystemExit(1),
+    "NoException": NoException("mine"),
+    "CancelledError": asyncio.CancelledError(),
+    "Unsayable": Unsayable(),
+    "BaseExceptionGroup": BaseExceptionGroup("g", [NoException("x")]),
+    "StopIteration": StopIteration(),
+    "ValueError": ValueError("cut \ud83d"),
+}
+
+
+def raises_no_exception(inputs: Any) -> Any:
+    """Raise what the test has put there."""
+    raise inputs
+
+
+def strange_weights(inputs: Any) -> Any:
+    """Return what raises as it is read."""
+
+    class Strange:
+        def __array__(self, *_: Any, **__: Any) -> Any:
+            raise NoException("no array")
+
+    return Strange()
+
+
+async def waits(inputs: Any) -> torch.Tensor:
+    """Be a coroutine."""
+    return inputs.logprobs_N
+
+
+def yields(inputs: Any) -> Any:
+    """Be a generator."""
+    yield inputs
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_whatever_a_function_raises_is_told_as_its_own(name: str) -> None:
+    function = own_function("filter", f"{HERE}:raises_no_exception")
+    assert function is not None
+    with pytest.raises(ConfigError, match=f"raised {name}") as raised:
+        function.called(FOREIGN[name])
+    assert f"algorithm.own_filter={HERE}:raises_no_exception" in raised.value.message
+    assert "(test_own_functions.py, line" in raised.value.message
+
+
+def test_an_answer_that_raises_as_it_is_read_is_told() -> None:
+    function = own_function("curriculum", f"{HERE}:strange_weights")
+    assert function is not None
+    inputs = CurriculumInputs(np.zeros(2), np.zeros(2))
+    with pytest.raises(ConfigError, match="raised NoException: no array"):
+        OwnCurriculum(function).weigh(inputs)
+
+
+@pytest.mark.parametrize("name", ["waits", "yields"])
+def test_a_function_that_answers_later_is_refused_as_it_is_loaded(name: str) -> None:
+    with pytest.raises(ConfigError, match="is async, or yields") as raised:
+        own_function("loss", f"{HERE}:{name}")
+    assert f"algorithm.own_loss={HERE}:{name}" in raised.value.message
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["raise KeyboardInterrupt", "raise SystemExit", "class B(BaseException): ...\nraise B"],
+)
+def test_a_module_that_raises_no_exception_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    name = f"own_{abs(hash(source))}"
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="cannot be imported: ") as raised:
+        own_function("loss", f"{name}:loss")
+    assert f"raised at {name}.py, line" in raised.value.hint
 
 
 def test_a_module_that_is_not_there_is_told(folder: Path) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
 
@@ -285,6 +286,31 @@ async def test_a_game_behind_walls_has_programs_run_that_are_bounded_and_enclose
     first, second, tries, forked = (json.loads(line)[0] for line in sink.lines)
     assert (first, second, tries) == ("", "42\n", "[]\n")
     assert "BlockingIOError" in forked
+
+
+async def test_a_long_temporary_folder_breaks_no_sandbox_of_a_game(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / "a folder" / ("x" * 120) / ("é" * 60)
+    long.mkdir(parents=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    sink = Sink()
+    actor = process(host(tmp_path), sink, sys.executable, "-c", PROGRAMS, "print(6 * 7)")
+    await asyncio.wait_for(actor.run(), PATIENCE_S)
+    assert actor.status.exit_code == 0, sink.lines
+    assert json.loads(sink.lines[-1])[0] == "42\n"
+    assert list(long.iterdir()) == []
+
+
+async def test_a_temporary_folder_that_is_gone_is_told_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    sink = Sink()
+    actor = process(host(tmp_path, max_restarts=0), sink, "true")
+    await asyncio.wait_for(actor.run(), PATIENCE_S)
+    assert actor.status.state == "failed"
+    assert str(tmp_path / "gone") in actor.status.error
 
 
 async def test_a_game_that_may_not_read_its_data_is_told_what_helps(tmp_path: Path) -> None:

@@ -31,13 +31,13 @@ def bubblewrap() -> Bubblewrap:
 @pytest.fixture
 def sandbox(bubblewrap: Bubblewrap) -> Iterator[Bubblewrap]:
     """The same, with a look at what is left when the test is over."""
-    before, files = set(descendants(os.getpid())), _num_open_files()
+    before, files = set(descendants(os.getpid())), num_open_files()
     yield bubblewrap
     assert set(descendants(os.getpid())) <= before
-    assert _num_open_files() == files
+    assert num_open_files() == files
 
 
-def _num_open_files() -> int:
+def num_open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 

@@ -4,8 +4,10 @@ import contextlib
 import gc
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -13,12 +15,13 @@ from pathlib import Path
 import pytest
 from tinkermq.envs.sandbox.bubblewrap import Bubblewrap
 from tinkermq.envs.sandbox.self_test import check_answer
+from tinkermq.envs.sandbox.served import listen_at
 from tinkermq.envs.sandbox.settings import MAX_CODE_BYTES, Outcome, SandboxSettings
 from tinkermq.envs.sandbox.shared import shared_sandbox
 from tinkermq.envs.sandbox.watch import descendants
 from tinkermq.schemas.wire.errors import ConfigError, SandboxError
 
-from tests.envs.sandbox.conftest import LIMITS
+from tests.envs.sandbox.conftest import LIMITS, num_open_files
 from tests.support.waiting import PATIENCE_S
 
 
@@ -242,3 +245,35 @@ def test_when_the_host_is_killed_its_programs_are_gone():
     while any(True for pid in below for _ in descendants(pid)):
         assert time.monotonic() < deadline, "a program outlives its host"
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("length", [40, 106, 107, 108, 109, 250, 1000, 3000])
+def test_a_socket_can_lie_in_a_folder_with_a_name_of_any_length(length: int) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as made:
+        folder = Path(made)
+        while (left := length - len(f"{folder}/socket")) > 1:
+            folder /= "x" * min(left - 1, 200) if left != 202 else "x" * 100
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "socket"
+        with listen_at(path) as listening, socket.socket(socket.AF_UNIX) as asking:
+            assert path.is_socket()
+            place = os.open(folder, os.O_PATH)
+            asking.connect(f"/proc/self/fd/{place}/socket")
+            os.close(place)
+            listening.accept()[0].close()
+
+
+@pytest.mark.parametrize("name", ["spaces in it " * 12, "é" * 100, "日本" * 40, "line\nbreak" * 12])
+def test_a_socket_can_lie_in_a_folder_with_any_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    listen_at(tmp_path / name / "socket").close()
+    assert (tmp_path / name / "socket").is_socket()
+
+
+@pytest.mark.parametrize("place", ["{tmp}/nowhere/socket", "{tmp}/{long}/socket", "/proc/socket"])
+def test_where_there_can_be_no_socket_the_remedy_is_told(tmp_path: Path, place: str) -> None:
+    path = Path(place.format(tmp=tmp_path, long="x" * 200))
+    before = num_open_files()
+    with pytest.raises(OSError, match=r"no socket .* set TMPDIR to a short folder"):
+        listen_at(path)
+    assert num_open_files() == before

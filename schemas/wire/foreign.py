@@ -1,0 +1,361 @@
+"""Code that others wrote, at the places where it is met: what it raises, and what it returns.
+
+Games, rewards, agents and functions of users, and libraries below them, may raise whatever Python
+can raise, and return whatever it can hold. Here that becomes an error of ours that names the one to
+blame, or a plain value that can travel; whatever else runs in the process goes on.
+
+What ends ourselves is not foreign and goes on as it is: the cancellation of the running task, the
+end of its coroutine, and an interrupt that came as a signal.
+"""
+
+import asyncio
+import contextlib
+import importlib
+import reprlib
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, cast
+
+from .codec import MAX_MESSAGE_BYTES, pack, unpack
+from .errors import MessageError, TinkermqError
+
+Blame = Callable[[BaseException], TinkermqError]
+"""Returns the error that names who is to blame for what was raised; may return it as it is."""
+
+MAX_DEPTH = 64
+"""Lists and maps within each other, in one value."""
+MAX_CONTAINERS = 10_000
+"""Lists and maps of one value: a message holds the values of many episodes."""
+_MAX_TEXT_CHARS = MAX_MESSAGE_BYTES // 4
+_NUM_FRAMES = 6
+_NUM_INNER = 5
+_MOST_CHARS = 2000
+_SHOWN_CHARS = 80
+_INT64 = range(-(2**63), 2**64)
+_IMPORTERS = (__file__, str(importlib.__file__))
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+
+
+# -- what it raises --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def blaming(blame: Blame) -> Iterator[None]:
+    """Turn whatever the block raises into the error that `blame` returns.
+
+    The block calls foreign code and awaits nothing.
+    """
+    with _noticing_interrupts() as noticed:
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and noticed:
+                raise
+            _raise_blamed(blame, error)
+
+
+@contextlib.contextmanager
+def blaming_awaited(blame: Blame) -> Iterator[None]:
+    """Turn whatever the block raises, which awaits foreign code, into the error of `blame`.
+
+    A CancelledError is foreign unless somebody has cancelled the running task.
+    """
+    task = asyncio.current_task()
+    try:
+        yield
+    except BaseException as error:
+        if _ends(task, error):
+            raise
+        _raise_blamed(blame, error)
+
+
+def ends_this_task(error: BaseException) -> bool:
+    """Whether an error is the cancellation of the running task, and no CancelledError of others."""
+    return _ends(_current_task(), error)
+
+
+def _ends(task: "asyncio.Task[Any] | None", error: BaseException) -> bool:
+    if isinstance(error, GeneratorExit):  # a coroutine that is closed is no task's any more
+        return _current_task() is not task
+    is_cancelled = isinstance(error, asyncio.CancelledError)
+    return is_cancelled and task is not None and task.cancelling() > 0
+
+
+def _current_task() -> "asyncio.Task[Any] | None":
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no event loop runs here
+        return None
+
+
+def _raise_blamed(blame: Blame, error: BaseException) -> None:
+    blamed = blame(error)
+    if blamed is error:
+        raise error
+    raise blamed from error
+
+
+@contextlib.contextmanager
+def _noticing_interrupts() -> Iterator[list[bool]]:
+    """Yield a list that is filled when SIGINT interrupts the block: no code of it raised that."""
+    noticed: list[bool] = []
+    before = None
+    if threading.current_thread() is threading.main_thread():
+        before = signal.getsignal(signal.SIGINT)
+    if not callable(before):
+        yield noticed
+        return
+    previous = before
+
+    def note(number: int, frame: FrameType | None) -> None:
+        try:
+            previous(number, frame)
+        except KeyboardInterrupt:
+            noticed.append(True)
+            raise
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield noticed
+    finally:
+        if signal.getsignal(signal.SIGINT) is note:  # the code may have set its own meanwhile
+            signal.signal(signal.SIGINT, previous)
+
+
+def words_of(error: BaseException) -> str:
+    """Return `Type: message` of whatever was raised, of a group also what is in it."""
+    words = f"{type(error).__name__}: {_text_of(error)}".removesuffix(": ")
+    if isinstance(error, BaseExceptionGroup):
+        inner = _leaves(cast("BaseExceptionGroup[BaseException]", error))
+        words += f": {'; '.join(words_of(one) for one in inner)}"
+    return clean_text(words)
+
+
+def lines_of(error: BaseException, skip: Collection[str] = ()) -> str:
+    """Return the end of a traceback and what was raised, without the frames of files in `skip`.
+
+    Of a group it has the tracebacks of what is in it, too.
+    """
+    try:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if frame.filename not in {__file__, *skip}]
+        told = traceback.format_list(own[-_NUM_FRAMES:])
+        told += map(clean_text, traceback.format_exception_only(type(error), error))
+        if not own and error.__cause__ is not None:  # it is Python's own, of a StopIteration
+            told.insert(0, f"{lines_of(error.__cause__, skip)}\n")
+    except BaseException as failure:  # noqa: BLE001 - what was raised fails as it is looked at
+        told = [f"{type(error).__name__} (its traceback cannot be shown: {type(failure).__name__})"]
+    if isinstance(error, BaseExceptionGroup):
+        inner = _leaves(cast("BaseExceptionGroup[BaseException]", error))
+        told += [f"\n{lines_of(one, skip)}\n" for one in inner]
+    return clean_text("".join(told).rstrip(), 3 * _MOST_CHARS, keep_end=True)
+
+
+def place_of(error: BaseException, skip: Collection[str] = ()) -> str:
+    """Return `file.py, line 3` of what was raised as foreign code was imported, or nothing.
+
+    Frames of files in `skip`, and of the import itself, do not count.
+    """
+    try:
+        frames = traceback.extract_tb(error.__traceback__)
+    except BaseException:  # noqa: BLE001 - the code's own loader is asked for its source
+        return ""
+    others = ("<frozen ", *_IMPORTERS, *skip)
+    own = [frame for frame in frames if not frame.filename.startswith(others)]
+    return clean_text(f"{Path(own[-1].filename).name}, line {own[-1].lineno}") if own else ""
+
+
+def clean_text(text: object, most_chars: int = _MOST_CHARS, *, keep_end: bool = False) -> str:
+    """Return a text that can travel and be logged, of whatever was to be one."""
+    told = str.__str__(text) if isinstance(text, str) else shown(text)
+    told = _cut(told, most_chars, keep_end=keep_end)
+    return _cut(told.encode(errors="backslashreplace").decode(), most_chars, keep_end=keep_end)
+
+
+def _cut(text: str, most_chars: int, *, keep_end: bool) -> str:
+    if len(text) <= most_chars:
+        return text
+    return f"… {text[-most_chars:]}" if keep_end else f"{text[:most_chars]} …"
+
+
+def shown(value: object) -> str:
+    """Return the short form of any value for a message, also of one that cannot be shown."""
+    try:
+        text = _short.repr(value)
+    except BaseException:  # noqa: BLE001 - its own code is asked how it looks
+        text = f"<{type(value).__name__}>"
+    text = text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str.__str__(str(error))
+    except BaseException as failure:  # noqa: BLE001 - its own code is asked what it says
+        return f"(its text cannot be had: {type(failure).__name__})"
+
+
+def _leaves(group: "BaseExceptionGroup[BaseException]") -> list[BaseException]:
+    """Return the first errors of a group that are no groups."""
+    found: list[BaseException] = []
+    waiting: list[BaseException] = [group]
+    while waiting and len(found) < _NUM_INNER:
+        one = waiting.pop(0)
+        if isinstance(one, BaseExceptionGroup):
+            waiting[:0] = cast("BaseExceptionGroup[BaseException]", one).exceptions
+        else:
+            found.append(one)
+    return found
+
+
+class _Shown(reprlib.Repr):
+    """Short forms of values: NumPy's own of many numbers takes long, an int may have no text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = _SHOWN_CHARS
+
+    def repr_ndarray(self, array: Any, _: int) -> str:
+        return f"{array.dtype} array of {array.shape}"
+
+    def repr_int(self, x: int, level: int) -> str:
+        digits = x.bit_length() * 3 // 10
+        return repr(x) if digits < _SHOWN_CHARS else f"an integer of some {digits:,} digits"
+
+
+_short = _Shown()
+
+
+# -- what it returns -------------------------------------------------------------------------------
+
+
+def plain_text(value: str, name: str) -> str:
+    """Return a text as it can travel; MessageError naming `name` for one that cannot.
+
+    That is one with half a character (a lone surrogate, as "\\ud83d" in JSON makes), or too long.
+    """
+    text = value if type(value) is str else str.__str__(value)
+    if text.isascii() and len(text) <= _MAX_TEXT_CHARS:
+        return text
+    try:
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise MessageError(
+            f"{name} has half a character ({text[error.start]!a}) at place {error.start:,}: "
+            f"{shown(text[max(0, error.start - 20) : error.start + 20])}",
+            hint="decode bytes with errors='replace'; an emoji is one character or two escapes",
+        ) from error
+    _check_size(num_bytes, name)
+    return text
+
+
+def plain_value(value: Any, name: str) -> Any:
+    """Return a copy of a value as it arrives at the other end of a message.
+
+    Maps with text keys, lists, texts, numbers of 64 bits, bytes, arrays and None travel. Raises
+    MessageError that names the item which cannot, as `info["board"][3]`.
+    """
+    if value is None or type(value) in (bool, float):
+        return value
+    try:
+        packed = pack(value)
+        _check_size(len(packed), name)
+        plain = unpack(packed)
+    except MessageError as error:
+        _find_culprit(value, name, ())
+        raise MessageError(f"{name} cannot travel: {error.message}", hint=error.hint) from error
+    _check_shape(plain, name)
+    return plain
+
+
+def _check_size(num_bytes: int, name: str) -> None:
+    if num_bytes > MAX_MESSAGE_BYTES:
+        raise MessageError(
+            f"{name} takes {num_bytes:,} bytes, and {MAX_MESSAGE_BYTES:,} travel at most",
+            hint="return less: write what is large to a file, and return its name",
+        )
+
+
+def _check_shape(plain: Any, name: str) -> None:
+    """Raise MessageError for a value that nests too deep, or holds what is not plain."""
+    level, depth, count = [plain], 0, 0
+    while level:
+        inner: list[Any] = []
+        for one in level:
+            if isinstance(one, dict):
+                found = cast("dict[Any, Any]", one)
+                if not all(type(key) is str for key in found):
+                    _find_culprit(plain, name, ())
+                inner += found.values()
+            elif isinstance(one, list):
+                inner += cast("list[Any]", one)
+            elif type(one) not in _PLAIN and not _is_array(one):
+                _find_culprit(plain, name, ())
+        level = [one for one in inner if type(one) not in _PLAIN]
+        depth, count = depth + 1, count + len(level)
+        if depth > MAX_DEPTH:
+            raise _too_deep(name)
+        if count > MAX_CONTAINERS:
+            raise MessageError(
+                f"{name} holds more than {MAX_CONTAINERS:,} lists, maps and arrays",
+                hint="return an array in place of many lists",
+            )
+
+
+def _find_culprit(value: Any, name: str, within: tuple[Any, ...]) -> None:
+    """Raise MessageError for the first item that cannot travel."""
+    if len(within) > MAX_DEPTH:
+        raise _too_deep(name)
+    if any(value is one for one in within):
+        raise MessageError(f"{name} holds itself", hint="return a value without such a loop")
+    inside: tuple[Any, ...] = (*within, value)
+    if isinstance(value, dict):
+        for key, item in cast("dict[Any, Any]", value).items():
+            if not isinstance(key, str):
+                raise MessageError(
+                    f"{name} has the key {shown(key)} ({type(key).__name__}): keys are texts",
+                    hint="write str(key)",
+                )
+            plain_text(key, f"a key of {name}")
+            _find_culprit(item, f"{name}[{shown(key)}]", inside)
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(cast("list[Any]", value)):
+            _find_culprit(item, f"{name}[{number}]", inside)
+    elif isinstance(value, str):
+        plain_text(value, name)
+    elif isinstance(value, int):
+        if int(value) not in _INT64:
+            raise MessageError(
+                f"{name} is {shown(value)}, and numbers of 64 bits travel",
+                hint="return it as a text, or as a float",
+            )
+    elif not isinstance(value, float | bytes | bytearray | memoryview | None):
+        _pack_item(value, name)
+
+
+def _pack_item(value: Any, name: str) -> None:
+    try:
+        travels = _is_array(unpack(pack(value)))
+    except MessageError:
+        travels = False
+    if not travels:
+        raise MessageError(
+            f"{name} is {shown(value)} ({type(value).__name__}), which has no plain form",
+            hint="return maps with text keys, lists, texts, numbers, bytes and numeric arrays",
+        )
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "dtype") and hasattr(value, "tobytes")
+
+
+def _too_deep(name: str) -> MessageError:
+    return MessageError(
+        f"{name if len(name) <= _SHOWN_CHARS else name[:_SHOWN_CHARS] + '…'} nests deeper than "
+        f"{MAX_DEPTH} lists and maps",
+        hint="return a flatter value",
+    )
