@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from ...broker.client.parts import Tell
+from ...envs.chat_messages import Origin, read_conversation, read_tools
 from ...schemas.infer import (
     ChatRequest,
     CompletionRequest,
@@ -178,7 +179,10 @@ class Answers:
         self._num_open = 0
 
     async def chat(self, request: ChatRequest, tell: Tell[InferPart]) -> InferPart:
-        """Continue a conversation."""
+        """Continue a conversation; DataError for messages or tools that cannot be read."""
+        messages = read_conversation(request.messages, Origin("messages", is_request=True))
+        tools = read_tools(request.tools, Origin("tools", is_request=True))
+        request = request.model_copy(update={"messages": messages, "tools": tools})
         return await self._answer(request, [await self._prompt(request)], tell)
 
     async def _prompt(self, request: ChatRequest) -> _Prompt:

@@ -29,6 +29,7 @@ from ...models.model_folder import (
     vocabulary_digest,
 )
 from ..engine.engine import IntVector
+from .call_form import CallForm, find_call_form
 from .image_room import check_seen, with_room
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._has_template = bool(cast(Any, tokenizer).chat_template)
         self._template_kwargs = dict(template_kwargs or {})
+        self._call_form: CallForm | None = None
         self._image_reader = image_reader
         self._known: dict[str, IntVector] = {}
         self._proven_tools = set[str]()
@@ -300,7 +302,25 @@ class ChatTokenizer:
         prompt: bool,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """Return what the template makes of messages; ModelError for those that it refuses."""
+        """Return what the template makes of messages; ModelError for those that it refuses.
+
+        Tool calls are given to it in the form that it takes.
+        """
+        if any(message.get("tool_calls") for message in messages):
+            if self._call_form is None:
+                self._call_form = find_call_form(
+                    lambda told, their_tools: self._render(told, prompt=False, tools=their_tools)
+                )
+            messages = self._call_form.fit(messages)
+        return self._render(messages, prompt=prompt, tools=tools)
+
+    def _render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        prompt: bool,
+        tools: Sequence[Mapping[str, Any]],
+    ) -> str:
         if not self._has_template:
             raise ModelError(
                 "the tokenizer has no chat template",
