@@ -126,12 +126,18 @@ def read_tools(value: Any, origin: Origin) -> list[dict[str, Any]]:
 
 def read_object(text: str) -> dict[str, Any] | None:
     """Return the JSON object of a text; None where it is none, or says a key twice, or NaN."""
+    value = read_value(text)
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else None
+
+
+def read_value(text: str) -> Any:
+    """Return the JSON value of a text; None where it is none, or says a key twice, or NaN."""
     try:
         value: Any = read_json(text)
         json.loads(text, object_pairs_hook=_distinct, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return None
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else None
+    return value
 
 
 def plain(value: Any) -> Any:
