@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -25,6 +25,7 @@ from ...schemas.wire.errors import (
     root_cause,
 )
 from ...schemas.wire.images import images_of
+from ..generator.agents.template_facts import call_format, told_text
 from ..generator.engine.engine import (
     Drawn,
     Generation,
@@ -78,12 +79,15 @@ class Choice:
     chat: ChatTokenizer
     text: TextStream
     logprobs: bool = False
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Where calls are in a format of the model's own: the text is told when it is whole."""
     drawn: list[Drawn] = field(default_factory=list[Drawn])
     """All of its tokens, up to a stop text."""
     finish: Literal["stop", "length", "cancelled"] | None = None
     _fresh: list[Drawn] = field(default_factory=list[Drawn])
     _words: list[str] = field(default_factory=list[str])
     _told: bool = False
+    _plain: str = ""
 
     def add(self, drawn: Drawn) -> None:
         """Add the next token; nothing counts behind a stop text."""
@@ -91,11 +95,11 @@ class Choice:
             return
         self.drawn.append(drawn)
         self._fresh.append(drawn)
-        self._words.append(self.text.push(drawn.token_id))
+        self._say(self.text.push(drawn.token_id))
 
     def end(self, generation: Generation) -> None:
         """Take note of the end."""
-        self._words.append(self.text.finish())
+        self._say(self.text.finish(), last=True)
         self.finish = "stop" if self.text.stopped else generation.finish_reason
 
     def set_whole(self, generation: Generation) -> None:
@@ -103,8 +107,16 @@ class Choice:
         columns = (generation.token_ids, generation.logprobs, generation.versions)
         self.drawn = [Drawn(*drawn) for drawn in zip(*(c.tolist() for c in columns), strict=True)]
         self._fresh = list(self.drawn)
-        self._words = [self.chat.decode(generation.token_ids)]
+        self._say(self.chat.decode(generation.token_ids), last=True)
         self.finish = generation.finish_reason
+
+    def _say(self, text: str, *, last: bool = False) -> None:
+        if not self.tools:
+            self._words.append(text)
+            return
+        self._plain += text
+        if last:
+            self._words.append(told_text(self.chat, self._plain, self.tools))
 
     @property
     def num_tokens(self) -> int:
@@ -330,7 +342,9 @@ class Answers:
 
     def _choice(self, request: Request, number: int) -> Choice:
         stream = TextStream(self._chat.decode, request.decoding.stop)
-        choice = Choice(number, self._chat, stream, request.logprobs)
+        tools = request.tools if isinstance(request, ChatRequest) else ()
+        held = tools if tools and call_format(self._chat) is not None else ()
+        choice = Choice(number, self._chat, stream, request.logprobs, held)
         if request.decoding.max_tokens == 0:
             choice.finish = "length"
         return choice

@@ -56,8 +56,15 @@ class CallForm:
                 "the model sees and learns",
                 hint="use a template that shows tool calls, or leave messages with calls out",
             )
-        content = message.get("content")
-        told = {**message, "content": None} if self.null_content and not content else {**message}
+        told = {**message}
+        if self.null_content:
+            if message.get("content"):
+                raise ModelError(
+                    "the model's chat template shows tool calls only in a message without content: "
+                    "those of a message that has both would be missing",
+                    hint="use a template that shows both, or split the message",
+                )
+            told["content"] = None
         if self.arguments_as_text:
             told["tool_calls"] = [_with_text(call) for call in message["tool_calls"]]
         return told

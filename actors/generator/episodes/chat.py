@@ -199,6 +199,12 @@ class ChatTokenizer:
         return cast("str", text)
 
     @property
+    def template(self) -> str:
+        """The source of the chat template; empty without one."""
+        told = cast("Any", self._tokenizer).chat_template
+        return told if isinstance(told, str) else repr(told or "")
+
+    @property
     def parses_responses(self) -> bool:
         """Whether the tokenizer says how answers are parsed into text, reasoning and calls."""
         return getattr(self._tokenizer, "response_template", None) is not None
@@ -221,6 +227,10 @@ class ChatTokenizer:
             return cast("dict[str, Any]", parse(ids, prefix=prompt, tools=[dict(t) for t in tools]))
         except (ValueError, TypeError, KeyError):
             return None  # what a model writes need not be well formed: then it is text
+
+    def decode_all(self, token_ids: Sequence[int] | IntVector) -> str:
+        """Return the text of tokens, special ones included."""
+        return cast("str", self._tokenizer.decode([int(token) for token in token_ids]))  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token by itself, special ones included."""

@@ -374,3 +374,13 @@ def test_a_template_that_leaves_calls_out_is_told_of(template: str) -> None:
         chat.render(
             [asked, {"role": "assistant", "content": "", "tool_calls": [call]}], prompt=False
         )
+
+
+def test_a_template_that_shows_calls_or_content_is_told_of_both() -> None:
+    _, chat = FAMILIES["DeepSeek R1"].made()
+    call = {"type": "function", "function": {"name": "write", "arguments": {"path": "a"}}}
+    turn = {"role": "assistant", "tool_calls": [call]}
+    asked = {"role": "user", "content": "go"}
+    assert "write" in chat.render([asked, {**turn, "content": ""}], prompt=False)
+    with pytest.raises(ModelError, match="only in a message without content"):
+        chat.render([asked, {**turn, "content": "I write"}], prompt=False)
