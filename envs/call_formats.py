@@ -204,6 +204,8 @@ def _schemas(tools: Tools) -> Iterator[tuple[str, Mapping[str, Any]]]:
         function = tool.get("function", tool)
         if isinstance(function, Mapping):
             fields = cast("Mapping[str, Any]", function)
-            parameters = fields.get("parameters")
-            told = parameters.get("properties") if isinstance(parameters, Mapping) else None
-            yield str(fields.get("name")), told if isinstance(told, Mapping) else {}
+            given = fields.get("parameters")
+            parameters = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+            told = parameters.get("properties")
+            schemas = cast("dict[str, Any]", told) if isinstance(told, dict) else {}
+            yield str(fields.get("name")), schemas

@@ -124,6 +124,22 @@ def read_tools(value: Any, origin: Origin) -> list[dict[str, Any]]:
     return [_tool(tool) for tool in found]
 
 
+def with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message whose calls have their arguments as JSON text, as OpenAI has them."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return dict(message)
+    return {**message, "tool_calls": [_with_text(call) for call in calls]}
+
+
+def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
 def read_object(text: str) -> dict[str, Any] | None:
     """Return the JSON object of a text; None where it is none, or says a key twice, or NaN."""
     value = read_value(text)
@@ -161,7 +177,7 @@ def shorten(value: Any) -> str:
 def _unwrapped(value: Any) -> Any:
     """Return what a scalar or an array of NumPy, pandas or pyarrow holds."""
     if isinstance(value, bytearray | memoryview):
-        return bytes(value)
+        return bytes(cast("bytearray", value))
     for name in ("as_py", "tolist"):
         unwrap: Callable[[], Any] | None = getattr(value, name, None)
         if callable(unwrap):
@@ -252,7 +268,7 @@ class _Message:
     def _content(self, role: str, content: Any) -> str | list[dict[str, Any]] | None:
         if content is None or isinstance(content, str):
             return content
-        if isinstance(content, dict) and "type" in content and _kind(content) is not None:
+        if _is_part(content):
             content = [content]
         if role == "tool" and not _are_parts(content):
             return self._json(content)
@@ -281,7 +297,8 @@ class _Message:
             ) from error
 
     def _part(self, part: Any, place: int) -> dict[str, Any]:
-        fields = {"type": "text", "text": part} if isinstance(part, str) else part
+        told: Any = {"type": "text", "text": part} if isinstance(part, str) else part
+        fields = cast("dict[str, Any]", told) if isinstance(told, dict) else {"type": told}
         kind = _kind(fields)
         if kind in _TEXTS:
             text = fields.get("refusal" if kind == "refusal" else "text")
@@ -289,9 +306,9 @@ class _Message:
                 return {"type": "text", "text": text or ""}
         if kind in _IMAGES:
             return self._image(_present(fields), kind, place)
-        shown = fields.get("type") if isinstance(fields, dict) else fields
+        shown = shorten(fields.get("type"))
         raise self._error(
-            f"has content of type {shorten(shown)}, and a model here takes texts and images",
+            f"has content of type {shown}, and a model here takes texts and images",
             path=f".content[{place}].type",
             hint="give text, or images as image_url",
         )
@@ -319,11 +336,12 @@ class _Message:
         given = _from_json(fields.pop("tool_calls", None) or [])
         listed = cast("list[Any]", given if isinstance(given, list) else [given])
         calls = [self._call(call, f".tool_calls[{n}]") for n, call in enumerate(listed)]
-        legacy = _from_json(fields.pop("function_call", None) or {})
-        if legacy != {} and not (isinstance(legacy, dict) and not _present(legacy)):
-            function = self._function(legacy, ".function_call")
-            if all(function != other["function"] for other in calls):
-                calls.append({"type": "function", "function": function})
+        legacy = _from_json(fields.pop("function_call", {}))
+        if isinstance(legacy, dict) and not _present(cast("dict[str, Any]", legacy)):
+            return calls
+        function = self._function(legacy, ".function_call")
+        if all(function != other["function"] for other in calls):
+            calls.append({"type": "function", "function": function})
         return calls
 
     def _call(self, call: Any, path: str) -> dict[str, Any]:
@@ -393,15 +411,15 @@ def _kind(part: Any) -> str | None:
 
 def _are_parts(content: Any) -> bool:
     """Whether a tool's result is a list of parts, and no list of its own."""
-    return isinstance(content, list) and all(
-        isinstance(part, dict)
-        and ((kind := part.get("type")) in _IMAGES or (kind in _TEXTS and _has_text(part)))
-        for part in cast("list[Any]", content)
-    )
+    parts = cast("list[Any]", content) if isinstance(content, list) else []
+    return bool(parts) and all(map(_is_part, parts))
 
 
-def _has_text(part: Mapping[str, Any]) -> bool:
-    return isinstance(part.get("text", part.get("refusal")), str)
+def _is_part(part: Any) -> bool:
+    fields = cast("dict[str, Any]", part) if isinstance(part, dict) else {}
+    kind = fields.get("type")
+    is_text = kind in _TEXTS and isinstance(fields.get("text", fields.get("refusal")), str)
+    return is_text or kind in _IMAGES
 
 
 def _tool(tool: Any) -> dict[str, Any]:

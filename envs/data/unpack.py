@@ -22,7 +22,7 @@ import msgpack  # pyright: ignore[reportMissingTypeStubs] - it has none
 from ...schemas.wire.errors import DataError, StorageError, TinkermqError, error_from_reply
 
 if TYPE_CHECKING:
-    from pyarrow import DataType, RecordBatch
+    from pyarrow import RecordBatch
     from pyarrow.parquet import ParquetFile
 
 MESSAGE_COLUMNS = frozenset({"messages", "prompt", "chosen", "rejected", "tools"})
@@ -91,10 +91,10 @@ def _decoded(batch: "RecordBatch", first: int) -> list[dict[str, Any]]:
     """Return the rows of a batch; DataError names the first that is not UTF-8, and its column."""
     try:
         rows = batch.to_pylist()
-        for field in batch.schema:
-            if field.name in MESSAGE_COLUMNS:
-                for row in rows:
-                    row[field.name] = _without_filled(row[field.name], field.type)
+        for name in MESSAGE_COLUMNS.intersection(batch.schema.names):
+            kind = cast("Any", batch.column(name)).type
+            for row in rows:
+                row[name] = _without_filled(row[name], kind)
         return rows
     except UnicodeDecodeError:
         for number in range(len(batch)):
@@ -110,15 +110,16 @@ def _decoded(batch: "RecordBatch", first: int) -> list[dict[str, Any]]:
         raise
 
 
-def _without_filled(value: Any, kind: "DataType") -> Any:
-    """Return a value without the keys that its type fills in as null, maps of it as such."""
+def _without_filled(value: Any, kind: Any) -> Any:
+    """Return a value without the keys that its arrow type fills in as null; maps are maps."""
     from pyarrow import types
 
     if value is None:
         return None
     if types.is_struct(kind):
-        fields = ((field.name, value[field.name], field.type) for field in kind.fields)
-        return {name: _without_filled(inner, of) for name, inner, of in fields if inner is not None}
+        fields = cast("list[Any]", kind.fields)
+        present = [field for field in fields if value[field.name] is not None]
+        return {field.name: _without_filled(value[field.name], field.type) for field in present}
     if types.is_map(kind):
         return {key: _without_filled(inner, kind.item_type) for key, inner in value}
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):

@@ -18,6 +18,7 @@ from tinkermq.envs.chat_messages import (
     read_conversation,
     read_object,
     read_tools,
+    with_text_arguments,
 )
 from tinkermq.envs.data.chat_data import ChatData
 from tinkermq.envs.data.pair_data import PairData
@@ -131,6 +132,10 @@ def test_a_call_is_an_object_wherever_it_stands_and_however_it_is_spelled(
         ({"role": "ipython", "content": "3", "tool_call_id": "c"}, RESULT | {"content": "3"}),
         ({"role": "tool", "content": {"x": None}}, RESULT | {"content": '{"x": null}'}),
         ({"role": "tool", "content": 22.0}, RESULT | {"content": "22.0"}),
+        ({"role": "tool", "content": []}, RESULT | {"content": "[]"}),
+        ({"role": "tool", "content": {}}, RESULT | {"content": "{}"}),
+        ({"role": "tool", "content": ["a", None]}, RESULT | {"content": '["a", null]'}),
+        ({"role": "tool", "content": {"type": "text"}}, RESULT | {"content": '{"type": "text"}'}),
         ({"role": "tool", "content": [{"x": "é"}]}, RESULT | {"content": '[{"x": "é"}]'}),
         ({"role": "tool", "content": {"text": "a"}}, RESULT | {"content": '{"text": "a"}'}),
         ({"role": "tool", "content": [{"type": "text", "text": "a"}]}, RESULT | {"content": "a"}),
@@ -230,6 +235,12 @@ def test_in_a_request_arguments_are_what_the_model_wrote(
         (spelled(name="f", args={"a": 1}), "messages[1].tool_calls[0].function.arguments"),
         (spelled() | {"tool_calls": "no calls"}, "messages[1].tool_calls[0].function"),
         (spelled() | {"tool_calls": ["f"]}, "messages[1].tool_calls[0].function"),
+        (spelled() | {"tool_calls": [None]}, "messages[1].tool_calls[0].function"),
+        ({"role": "assistant", "function_call": "f"}, "messages[1].function_call"),
+        (
+            {"role": "assistant", "function_call": {"arguments": "{}"}},
+            "messages[1].function_call.name",
+        ),
         ({"role": "assistant", "content": 3}, "messages[1].content"),
         ({"role": "user", "content": {"text": "?"}}, "messages[1].content"),
         ({"role": "user", "content": [{"type": "video"}]}, "messages[1].content[0].type"),
@@ -252,6 +263,17 @@ def test_a_body_that_cannot_be_read_is_the_askers_mistake() -> None:
     with pytest.raises(BodyError, match="a tool call whose name is ''") as caught:
         query_of(parse_body(json.dumps(body).encode(), ChatBody))
     assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("arguments", [ARGUMENTS, TEXT, "no object", {}])
+def test_an_api_of_openais_is_sent_arguments_as_text(arguments: Any) -> None:
+    read = read_conversation(
+        [ASKED, spelled(name="f", arguments=arguments)], Origin(is_request=True)
+    )
+    told = [with_text_arguments(message) for message in read]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    assert told[0] == ASKED
+    assert told[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": text}
 
 
 @pytest.mark.parametrize("said", ["reasoning", "reasoning_content"])
@@ -350,9 +372,10 @@ def test_keys_that_parquet_fills_in_are_left_out_of_prompts_and_pairs(
 
 
 def test_nulls_of_maps_and_of_json_text_in_parquet_are_values(tmp_path: Path) -> None:
-    function = pa.struct({"name": pa.string(), "arguments": pa.map_(pa.string(), pa.string())})
-    call = pa.struct({"id": pa.string(), "function": function})
-    message = pa.struct({"role": pa.string(), "content": pa.string(), "tool_calls": pa.list_(call)})
+    function = pa.struct([("name", pa.string()), ("arguments", pa.map_(pa.string(), pa.string()))])
+    call = pa.struct([("id", pa.string()), ("function", function)])
+    calls = pa.list_(call)
+    message = pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", calls)])
     arguments = [("path", "a"), ("mode", None)]
     turn = {
         "role": "assistant",

@@ -6,12 +6,12 @@ calls at all would let a policy learn, or continue, a history in which its calls
 told of instead.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, TypeAlias
 
+from ....envs.chat_messages import with_text_arguments
 from ....schemas.wire.errors import ModelError
 
 Render: TypeAlias = Callable[[list[dict[str, Any]], list[dict[str, Any]]], str]
@@ -56,7 +56,7 @@ class CallForm:
                 "the model sees and learns",
                 hint="use a template that shows tool calls, or leave messages with calls out",
             )
-        told = {**message}
+        told = with_text_arguments(message) if self.arguments_as_text else dict(message)
         if self.null_content:
             if message.get("content"):
                 raise ModelError(
@@ -65,8 +65,6 @@ class CallForm:
                     hint="use a template that shows both, or split the message",
                 )
             told["content"] = None
-        if self.arguments_as_text:
-            told["tool_calls"] = [_with_text(call) for call in message["tool_calls"]]
         return told
 
 
@@ -92,11 +90,3 @@ def find_call_form(render: Render) -> CallForm:
 
 def _call() -> dict[str, Any]:
     return {**_CALL, "function": {"name": _NAME, "arguments": dict(_ARGUMENTS)}}
-
-
-def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    arguments = function["arguments"]
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": arguments}}
