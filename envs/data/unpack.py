@@ -117,7 +117,7 @@ def _without_filled(value: Any, kind: Any) -> Any:
     if value is None:
         return None
     if types.is_struct(kind):
-        fields = cast("list[Any]", kind.fields)
+        fields = cast("list[Any]", cast("Any", kind).fields)
         present = [field for field in fields if value[field.name] is not None]
         return {field.name: _without_filled(value[field.name], field.type) for field in present}
     if types.is_map(kind):
