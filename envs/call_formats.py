@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 from .chat_messages import read_object, read_value
-from .tool_calls import CLOSE, OPEN, FoundCall, read_call, read_calls
+from .tool_calls import CLOSE, OPEN, FoundCall, overlap, read_call, read_calls
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 Pieces: TypeAlias = list[str | FoundCall]
@@ -53,6 +53,25 @@ def in_hermes_form(text: str, read: CallFormat, tools: Tools) -> str:
     pieces = read(said, tools)
     told = "".join(piece if isinstance(piece, str) else _hermes(piece) for piece in pieces)
     return thought + closed + (told or said)
+
+
+def certain_length(text: str, read: CallFormat) -> int:
+    """Return how many letters of a growing answer stay as they are, whatever follows.
+
+    They end where a call may begin.
+    """
+    thought, closed, said = text.rpartition(_THOUGHT)
+    if not closed and _THINK.startswith(text.lstrip()[: len(_THINK)]):
+        return len(text) if text.strip() else 0
+    before = len(thought) + len(closed)
+    marks, bare = _BEGINS[read]
+    begun = said.lstrip()
+    if not begun or begun[0] in bare:
+        return before
+    places = [said.find(mark) for mark in marks]
+    ends = [len(said) - overlap(said, mark) for mark in marks]
+    at = min([place for place in places if place >= 0] + ends)
+    return before + len(said[:at].rstrip())
 
 
 def llama(text: str, tools: Tools) -> Pieces:
@@ -98,6 +117,14 @@ def deepseek(text: str, tools: Tools) -> Pieces:
     return [*pieces, text[end:]] if pieces else []
 
 
+_BEGINS: dict[CallFormat, tuple[tuple[str, ...], str]] = {
+    qwen_xml: ((OPEN,), ""),
+    glm: ((OPEN,), ""),
+    mistral: ((_MISTRAL_MARK,), "["),
+    llama: ((_PYTHON_TAG,), "{"),
+    deepseek: (("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"), ""),
+}
+"""Marks with which a call begins, and the letters with which an answer begins that is all calls."""
 FORMATS: tuple[CallFormat, ...] = (qwen_xml, glm, mistral, llama, deepseek)
 
 

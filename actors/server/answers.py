@@ -25,7 +25,7 @@ from ...schemas.wire.errors import (
     root_cause,
 )
 from ...schemas.wire.images import images_of
-from ..generator.agents.template_facts import call_format, told_text
+from ..generator.agents.template_facts import call_format, certain_text, told_text
 from ..generator.engine.engine import (
     Drawn,
     Generation,
@@ -80,7 +80,7 @@ class Choice:
     text: TextStream
     logprobs: bool = False
     tools: Sequence[Mapping[str, Any]] = ()
-    """Where calls are in a format of the model's own: the text is told when it is whole."""
+    """Where calls are in a format of the model's own: they are told when the text is whole."""
     drawn: list[Drawn] = field(default_factory=list[Drawn])
     """All of its tokens, up to a stop text."""
     finish: Literal["stop", "length", "cancelled"] | None = None
@@ -88,6 +88,7 @@ class Choice:
     _words: list[str] = field(default_factory=list[str])
     _told: bool = False
     _plain: str = ""
+    _num_said: int = 0
 
     def add(self, drawn: Drawn) -> None:
         """Add the next token; nothing counts behind a stop text."""
@@ -115,8 +116,10 @@ class Choice:
             self._words.append(text)
             return
         self._plain += text
-        if last:
-            self._words.append(told_text(self.chat, self._plain, self.tools))
+        tell = told_text if last else certain_text
+        told = tell(self.chat, self._plain, self.tools)
+        self._words.append(told[self._num_said :])
+        self._num_said = len(told)
 
     @property
     def num_tokens(self) -> int:

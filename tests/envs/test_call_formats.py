@@ -4,10 +4,13 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tinkermq.envs.agents.replies import parse_reply
 from tinkermq.envs.call_formats import (
     FORMATS,
     CallFormat,
+    certain_length,
     deepseek,
     glm,
     in_hermes_form,
@@ -198,6 +201,27 @@ def test_a_call_that_is_only_thought_of_is_no_call(read: CallFormat) -> None:
         if own is read:
             thought = f"<think>\nI could write {text}"
             assert in_hermes_form(thought, read, TOOLS) == thought
+
+
+@settings(max_examples=150, deadline=None, database=None, derandomize=True)
+@given(data=st.data(), cut=st.floats(0, 1))
+@pytest.mark.parametrize("read", FORMATS)
+def test_what_is_told_of_a_growing_answer_stays(read: CallFormat, data: Any, cut: float) -> None:
+    own = [text for of, text, *_ in READ if of is read] + [text for of, text in TEXTS if of is read]
+    bits = [*own, "<think>", "</think>", " \n", "a < b", "{", "[", "x", "<tool_c", "[TOOL"]
+    whole = "".join(data.draw(st.lists(st.sampled_from(bits), max_size=5)))
+    begun = whole[: round(cut * len(whole))]
+    certain = begun[: certain_length(begun, read)]
+    assert in_hermes_form(whole, read, TOOLS).startswith(certain)
+
+
+def test_text_before_a_call_is_told_as_it_comes() -> None:
+    assert certain_length("<think>hm", llama) == len("<think>hm")
+    assert certain_length("The answer", llama) == len("The answer")
+    assert certain_length('{"name"', llama) == 0
+    assert certain_length("So [TOOL_C", mistral) == len("So")
+    assert certain_length("So\n<tool_call>\n<function", qwen_xml) == len("So")
+    assert certain_length("a <b", qwen_xml) == len("a <b")
 
 
 @pytest.mark.parametrize("read", FORMATS)

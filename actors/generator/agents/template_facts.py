@@ -12,7 +12,7 @@ from typing import Any
 
 from ....envs.agents.messages import CanonicalCall, CanonicalMessage, joined
 from ....envs.agents.replies import parse_reply
-from ....envs.call_formats import FORMATS, CallFormat, in_hermes_form
+from ....envs.call_formats import FORMATS, CallFormat, certain_length, in_hermes_form
 from ....schemas.wire.errors import ModelError
 from ..episodes.chat import ChatTokenizer
 from .rendering import HistoryRenderer, Tools
@@ -185,6 +185,12 @@ def told_text(chat: ChatTokenizer, text: str, tools: Tools) -> str:
     """Return the text of an answer with its calls in the one format that replies are read in."""
     read = call_format(chat) if tools else None
     return text if read is None else in_hermes_form(text, read, tools)
+
+
+def certain_text(chat: ChatTokenizer, text: str, tools: Tools) -> str:
+    """Return what `told_text` will tell of a growing answer, whatever follows."""
+    read = call_format(chat) if tools else None
+    return text if read is None else text[: certain_length(text, read)]
 
 
 def read_text(
