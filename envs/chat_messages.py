@@ -16,6 +16,7 @@ to the same.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
@@ -141,16 +142,16 @@ def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_object(text: str) -> dict[str, Any] | None:
-    """Return the JSON object of a text; None where it is none, or says a key twice, or NaN."""
+    """Return the JSON object of a text; None where it is none, as `read_value` does."""
     value = read_value(text)
     return cast("dict[str, Any]", value) if isinstance(value, dict) else None
 
 
 def read_value(text: str) -> Any:
-    """Return the JSON value of a text; None where it is none, or says a key twice, or NaN."""
+    """Return the JSON value of a text; None where it is none, says a key twice, or no number."""
     try:
         value: Any = read_json(text)
-        json.loads(text, object_pairs_hook=_distinct, parse_constant=_refuse)
+        json.loads(text, object_pairs_hook=_distinct, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):
         return None
     return value
@@ -210,7 +211,7 @@ def _from_json(value: Any) -> Any:
 
 def _is_absent(value: Any) -> bool:
     """Whether a value stands for none: null, or the NaN that pandas fills in."""
-    return value is None or (isinstance(value, float) and value != value)
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,6 +227,11 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse(constant: str) -> Any:
     raise ValueError(constant)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _refuse(text)
 
 
 class _Message:

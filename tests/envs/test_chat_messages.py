@@ -194,7 +194,18 @@ def test_parallel_calls_keep_their_order_and_ids(
     assert told == [(f"c{n}", {"n": n}) for n in range(3)]
 
 
-NO_OBJECTS = ['"text"', "[1]", "3", "null", "{", "{} x", '{"a": 1, "a": 2}', '{"a": NaN}', "x=1"]
+NO_OBJECTS = [
+    '{"a": 1e999}',
+    '"text"',
+    "[1]",
+    "3",
+    "null",
+    "{",
+    "{} x",
+    '{"a": 1, "a": 2}',
+    '{"a": NaN}',
+    "x=1",
+]
 
 
 @pytest.mark.parametrize("arguments", [*NO_OBJECTS, [1], 3, True])

@@ -13,6 +13,7 @@ from typing import Any
 from ....envs.agents.messages import CanonicalCall, CanonicalMessage, joined
 from ....envs.agents.replies import parse_reply
 from ....envs.call_formats import FORMATS, CallFormat, certain_length, in_hermes_form
+from ....envs.chat_messages import read_object
 from ....schemas.wire.errors import ModelError
 from ..episodes.chat import ChatTokenizer
 from .rendering import HistoryRenderer, Tools
@@ -229,7 +230,11 @@ def as_read(parsed: dict[str, Any]) -> str:
 def _parsed_calls(parsed: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
     for call in parsed.get("tool_calls") or ():
         function = call.get("function", call)
-        yield function.get("name"), function.get("arguments")
+        arguments: Any = function.get("arguments")
+        yield (
+            function.get("name"),
+            read_object(arguments) if isinstance(arguments, str) else arguments,
+        )
 
 
 def _is_whole(parsed: dict[str, Any], text: str, template: str) -> bool:
