@@ -17,8 +17,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tinkermq.actors.gateway.openai.body import ChatBody, parse_body, query_of
+from tinkermq.actors.generator.agents.template_facts import read_text
 from tinkermq.actors.generator.episodes.chat import ChatTokenizer
 from tinkermq.envs.agents.dialects.chat import read_chat
+from tinkermq.envs.agents.replies import parse_reply
 from tinkermq.envs.data.chat_data import ChatData
 from tinkermq.envs.data.pair_data import PairData
 from tinkermq.envs.dataset import Dataset
@@ -359,6 +361,47 @@ def test_every_origin_shows_a_model_what_transformers_shows_it(name: str, tmp_pa
             shown = [chat.render(told, prompt=p, tools=tools) for p in (False, True)]
             assert shown == wanted, origin
             assert chat.encode(shown[1]) == ids, origin
+
+    agree()
+
+
+WITH_JSON = [name for name in FAMILIES if name not in ("Gemma", "GLM", "ChatGLM")]
+"""Families whose calls have their arguments as JSON, so that all of them come back as they were."""
+
+
+@pytest.mark.parametrize("name", WITH_JSON)
+def test_a_call_that_a_template_writes_is_read_back(name: str) -> None:
+    family = FAMILIES[name]
+    tokenizer, chat = family.made()
+    asked = {"role": "user", "content": "go"}
+
+    @settings(max_examples=15, deadline=None, database=None, derandomize=True)
+    @given(arguments=st.lists(ARGUMENTS | RAW, min_size=1, max_size=2 if family.parallel else 1))
+    def agree(arguments: list[dict[str, Any]]) -> None:
+        calls = [
+            {
+                "type": "function",
+                "id": f"call{number:05}",
+                "function": {"name": "write", "arguments": told},
+            }
+            for number, told in enumerate(arguments)
+        ]
+        turn = {"role": "assistant", "content": "", "tool_calls": calls}
+        documented = family.documented([asked, turn])
+        prompt, whole = (
+            tokenizer.apply_chat_template(
+                documented[:end], tools=TOOLS, tokenize=False, add_generation_prompt=end == 1
+            )
+            for end in (1, 2)
+        )
+        pairs = enumerate(zip(prompt, whole, strict=False))
+        common = next((place for place, (one, other) in pairs if one != other), len(prompt))
+        said = whole[common:]
+        text = read_text(chat, chat.encode(prompt), chat.encode(said), TOOLS)
+        reply = parse_reply(text, "c", calls=True)
+        assert [(call.name, call.value) for call in reply.calls] == [
+            ("write", told) for told in arguments
+        ]
 
     agree()
 
