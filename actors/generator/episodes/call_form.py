@@ -71,15 +71,17 @@ class CallForm:
 def find_call_form(render: Render) -> CallForm:
     """Find the form in which a template shows the name and the arguments of a call.
 
-    Objects go before texts, and an empty content before null. Where the template refuses all forms
-    it is the usual one, and the template says itself what it refuses.
+    Objects go before texts, an empty content before null, and calls of tools that are told of
+    before others. Where the template refuses all forms it is the usual one, and the template says
+    itself what it refuses.
     """
     refused = True
-    for as_text, is_null in product((False, True), (False, True)):
+    for has_tools, as_text, is_null in product((True, False), (False, True), (False, True)):
         form = CallForm(as_text, is_null)
         turn = {"role": "assistant", "content": "", "tool_calls": [_call()]}
+        tools = [dict(_TOOL)] if has_tools else []
         try:
-            shown = render([dict(one) for one in form.fit([_ASKED, turn])], [dict(_TOOL)])
+            shown = render([dict(one) for one in form.fit([_ASKED, turn])], tools)
         except ModelError:
             continue
         refused = False

@@ -419,6 +419,22 @@ def test_a_template_that_leaves_calls_out_is_told_of(template: str) -> None:
         )
 
 
+@pytest.mark.parametrize("shows", ["{{ m.tool_calls[0].function.arguments | tojson }}", ""])
+def test_a_template_that_refuses_tools_may_show_calls_all_the_same(shows: str) -> None:
+    refusing = (
+        "{% if tools %}{{ raise_exception('no tools') }}{% endif %}{% for m in messages %}"
+        "{{ m.role }}: {{ m.content }}{% if m.tool_calls %}SHOWS{% endif %}<|end|>{% endfor %}"
+    )
+    _, chat = Family(refusing.replace("SHOWS", shows), ["<|begin|>", "<|end|>"]).made()
+    call = {"type": "function", "function": {"name": "write", "arguments": {"path": "a"}}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    if shows:
+        assert chat.render([turn], prompt=False).endswith('{"path": "a"}<|end|>')
+    else:
+        with pytest.raises(ModelError, match="leaves tool calls out"):
+            chat.render([turn], prompt=False)
+
+
 def test_a_template_that_shows_calls_or_content_is_told_of_both() -> None:
     _, chat = FAMILIES["DeepSeek R1"].made()
     call = {"type": "function", "function": {"name": "write", "arguments": {"path": "a"}}}
