@@ -11,6 +11,7 @@ from ..schemas.wire.codec import read_json
 from ..schemas.wire.errors import DataError, MessageError
 from ..schemas.wire.foreign import plain_value
 from ..schemas.wire.images import encoded_image
+from .chat_messages import Origin, are_messages, read_conversation, shorten
 from .game import ChatMessage
 
 TRUTH_COLUMNS = ("reward_model", "answer", "ground_truth")
@@ -25,7 +26,7 @@ class Record:
     """A prompt and what is needed to judge its answer."""
 
     prompt: list[ChatMessage]
-    """Chat messages, as they stand in the data; empty where the game words its own prompt."""
+    """Chat messages, as chat templates take them; empty where the game words its own prompt."""
     ground_truth: Any
     """The gold answer."""
     data_source: str = ""
@@ -117,7 +118,7 @@ def read_map(value: Any, column: str, where: str) -> dict[str, Any]:
         if isinstance(found, list):
             return {}
     raise DataError(
-        f"column {column} of {where} is {_shorten(value)}",
+        f"column {column} of {where} is {shorten(value)}",
         hint="write a map there, or one as JSON text",
     )
 
@@ -148,7 +149,7 @@ def _source(row: Mapping[str, Any], where: str) -> str:
         return ""
     if not isinstance(value, str | int | float):
         raise DataError(
-            f"column data_source of {where} is {_shorten(value)}",
+            f"column data_source of {where} is {shorten(value)}",
             hint="name there where the row comes from, as a text",
         )
     return str(value)
@@ -194,29 +195,18 @@ def _truth_if_any(row: Mapping[str, Any]) -> Any:
 
 
 def _parse_prompt(value: Any, where: str) -> list[ChatMessage]:
-    if isinstance(value, str) and value:
+    """Read a prompt: a text that the user says, or chat messages, which may stand as JSON text."""
+    if isinstance(value, str) and value and not are_messages(value):
         return [{"role": "user", "content": value}]
     if value == []:
         return []
-    messages = cast("list[Any]", value) if isinstance(value, list) else []
-    for number, message in enumerate(messages):
-        if not (isinstance(message, dict) and {"role", "content"} <= set(cast("Any", message))):
-            messages = []
-            break
-        content = cast("dict[str, Any]", message)["content"]
-        if not isinstance(content, str | list):
-            raise DataError(
-                f"message {number} of the prompt of {where} has the content {_shorten(content)}",
-                hint="a message's content is a text, or a list of parts; leave out messages that "
-                "say nothing",
-            )
-    if not messages:
+    if not are_messages(value):
         raise DataError(
-            f"the prompt of {where} is {_shorten(value)}",
+            f"the prompt of {where} is {shorten(value)}",
             hint="a prompt is a text, or a list of chat messages with role and content; an empty "
             "list where the game words it",
         )
-    return messages
+    return read_conversation(value, Origin("prompt", where))
 
 
 def answer_text(ground_truth: Any) -> str:
@@ -227,7 +217,7 @@ def answer_text(ground_truth: Any) -> str:
     """
     if is_no_answer(ground_truth) or not isinstance(ground_truth, str | int | float):
         raise DataError(
-            f"the gold answer {_shorten(ground_truth)} is neither a text nor a number",
+            f"the gold answer {shorten(ground_truth)} is neither a text nor a number",
             hint="write it into the data as the policy shall say it",
         )
     return str(ground_truth)
@@ -257,19 +247,14 @@ def _ground_truth(row: Mapping[str, Any], where: str) -> Any:
     for name, value in found.items():
         if is_no_answer(value):
             raise DataError(
-                f"{where} has no gold answer: {name} is {_shorten(value)}",
+                f"{where} has no gold answer: {name} is {shorten(value)}",
                 hint="fill it, or leave the row out of the data",
             )
         return value
     raise DataError(
-        f"{where} has no gold answer: reward_model is {_shorten(reward_model)}",
+        f"{where} has no gold answer: reward_model is {shorten(reward_model)}",
         hint="fill reward_model.ground_truth, or the column answer",
     )
-
-
-def _shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def place_images(messages: Sequence[ChatMessage], images: Sequence[Any]) -> list[ChatMessage]:
@@ -319,7 +304,7 @@ def _next_image(images: Iterator[Any], content: str) -> Any:
     image = next(images, None)
     if image is None:
         raise DataError(
-            f"a prompt has more {IMAGE_TAG} tags than its row has images: {_shorten(content)}",
+            f"a prompt has more {IMAGE_TAG} tags than its row has images: {shorten(content)}",
             hint="give one image per tag in the column images",
         )
     return image

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from hmac import compare_digest
 from typing import Any, cast
 
+from ...envs.chat_messages import Origin, read_conversation
 from ...schemas.wire.errors import DataError, TinkermqError
 from ..learner.packing.micro_batch import TokenSequence
 from .judge import Judge
@@ -101,11 +102,10 @@ def _messages(body: bytes) -> list[dict[str, Any]]:
     except ValueError:
         told = None
     found: Any = cast("dict[str, Any]", told).get("messages") if isinstance(told, dict) else None
-    messages = cast("list[Any]", found) if isinstance(found, list) else []
-    if not messages or not all(isinstance(one, dict) for one in messages):
+    if not found or not isinstance(found, list):
         raise DataError(
             "a request holds no messages",
             hint='post {"messages": [{"role": "user", "content": …}, …]}, as '
             "env.reward.source=endpoint does",
         )
-    return messages
+    return read_conversation(found, Origin(is_request=True))

@@ -2,11 +2,12 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from ...broker.client.parts import Tell
+from ...envs.chat_messages import Origin, read_conversation, read_tools
 from ...schemas.infer import (
     ChatRequest,
     CompletionRequest,
@@ -24,6 +25,7 @@ from ...schemas.wire.errors import (
     root_cause,
 )
 from ...schemas.wire.images import images_of
+from ..generator.agents.template_facts import call_format, certain_text, told_text
 from ..generator.engine.engine import (
     Drawn,
     Generation,
@@ -77,12 +79,16 @@ class Choice:
     chat: ChatTokenizer
     text: TextStream
     logprobs: bool = False
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Where calls are in a format of the model's own: they are told when the text is whole."""
     drawn: list[Drawn] = field(default_factory=list[Drawn])
     """All of its tokens, up to a stop text."""
     finish: Literal["stop", "length", "cancelled"] | None = None
     _fresh: list[Drawn] = field(default_factory=list[Drawn])
     _words: list[str] = field(default_factory=list[str])
     _told: bool = False
+    _plain: str = ""
+    _num_said: int = 0
 
     def add(self, drawn: Drawn) -> None:
         """Add the next token; nothing counts behind a stop text."""
@@ -90,11 +96,11 @@ class Choice:
             return
         self.drawn.append(drawn)
         self._fresh.append(drawn)
-        self._words.append(self.text.push(drawn.token_id))
+        self._say(self.text.push(drawn.token_id))
 
     def end(self, generation: Generation) -> None:
         """Take note of the end."""
-        self._words.append(self.text.finish())
+        self._say(self.text.finish(), last=True)
         self.finish = "stop" if self.text.stopped else generation.finish_reason
 
     def set_whole(self, generation: Generation) -> None:
@@ -102,8 +108,18 @@ class Choice:
         columns = (generation.token_ids, generation.logprobs, generation.versions)
         self.drawn = [Drawn(*drawn) for drawn in zip(*(c.tolist() for c in columns), strict=True)]
         self._fresh = list(self.drawn)
-        self._words = [self.chat.decode(generation.token_ids)]
+        self._say(self.chat.decode(generation.token_ids), last=True)
         self.finish = generation.finish_reason
+
+    def _say(self, text: str, *, last: bool = False) -> None:
+        if not self.tools:
+            self._words.append(text)
+            return
+        self._plain += text
+        tell = told_text if last else certain_text
+        told = tell(self.chat, self._plain, self.tools)
+        self._words.append(told[self._num_said :])
+        self._num_said = len(told)
 
     @property
     def num_tokens(self) -> int:
@@ -191,7 +207,10 @@ class Answers:
         self._num_open = 0
 
     async def chat(self, request: ChatRequest, tell: Tell[InferPart]) -> InferPart:
-        """Continue a conversation."""
+        """Continue a conversation; DataError for messages or tools that cannot be read."""
+        messages = read_conversation(request.messages, Origin("messages", is_request=True))
+        tools = read_tools(request.tools, Origin("tools", is_request=True))
+        request = request.model_copy(update={"messages": messages, "tools": tools})
         return await self._answer(request, [await self._prompt(request)], tell)
 
     async def _prompt(self, request: ChatRequest) -> _Prompt:
@@ -343,7 +362,9 @@ class Answers:
 
     def _choice(self, request: Request, number: int) -> Choice:
         stream = TextStream(self._chat.decode, request.decoding.stop)
-        choice = Choice(number, self._chat, stream, request.logprobs)
+        tools = request.tools if isinstance(request, ChatRequest) else ()
+        held = tools if tools and call_format(self._chat) is not None else ()
+        choice = Choice(number, self._chat, stream, request.logprobs, held)
         if request.decoding.max_tokens == 0:
             choice.finish = "length"
         return choice

@@ -17,9 +17,9 @@ from ...envs.agents.replies import call_name
 from ...envs.agents.which_calls import digest_of
 from ...schemas.infer import ChatRequest
 from ..generator.agents.answer import GrowingChoice
-from ..generator.agents.call_tree import prefixes
+from ..generator.agents.call_tree import ModelCall, prefixes
 from ..generator.agents.exact_calls import ExactCalls, PreparedCall
-from ..generator.agents.template_facts import TemplateFacts, facts_of
+from ..generator.agents.template_facts import TemplateFacts, facts_of, told_text
 from ..generator.engine.engine import Drawn, Generation
 from ..generator.episodes.chat import ChatTokenizer
 from .histories import history_of
@@ -111,7 +111,7 @@ class Conversations:
         conversation = prompt.conversation
         async with conversation.lock:
             key, num_bytes = await asyncio.to_thread(
-                _commit, conversation.exact, growing, drawn, generation
+                self._commit, prompt, growing, drawn, generation
             )
         self._known[key] = conversation
         conversation.keys.append(key)
@@ -138,6 +138,27 @@ class Conversations:
                 del self._known[key]
         conversation.keys.clear()
 
+    def _commit(
+        self,
+        prompt: StatefulPrompt,
+        growing: GrowingChoice,
+        drawn: Sequence[Drawn],
+        generation: Generation,
+    ) -> tuple[bytes, int]:
+        """Add an answer to its tree; return where it may be continued, and its size."""
+        for one in drawn:
+            growing.add(one)
+        growing.end(generation, b"", "")
+        answered = growing.answered
+        assert answered is not None
+        generated, text = answered.generated, answered.text
+        if text is None:
+            text = told_text(
+                self._chat, self._chat.decode(generated.token_ids), prompt.request.tools
+            )
+        call = prompt.conversation.exact.finish(answered.prepared, generated, text)
+        return call.prefix, _size_of(call)
+
     def _read(self, request: ChatRequest) -> tuple[list[CanonicalMessage], list[bytes]] | None:
         """Return a chat's history, and where it may attach."""
         self._facts = self._facts or facts_of(self._chat)
@@ -148,23 +169,15 @@ class Conversations:
         return history, list(prefixes(digest_of(request.tools), shaped))
 
 
-def _commit(
-    exact: ExactCalls, growing: GrowingChoice, drawn: Sequence[Drawn], generation: Generation
-) -> tuple[bytes, int]:
-    """Add an answer to its tree; return where it may be continued, and its size."""
-    for one in drawn:
-        growing.add(one)
-    growing.end(generation, b"", "")
-    answered = growing.answered
-    assert answered is not None
-    call = exact.finish(answered.prepared, answered.generated, answered.text)
+def _size_of(call: ModelCall) -> int:
+    """Return about what a call takes."""
     texts = sum(
         len(part) if isinstance(part, str) else len(part.encoded)
         for message in (*call.given, call.reply)
         for part in (*message.content, *(tool.arguments for tool in message.calls))
     )
     tokens = 4 * len(call.given_ids) + 12 * len(call.generated.token_ids)
-    return call.prefix, _CALL_BYTES + tokens + 2 * texts
+    return _CALL_BYTES + tokens + 2 * texts
 
 
 def _why(prepared: PreparedCall, history: Sequence[CanonicalMessage]) -> Rendered:

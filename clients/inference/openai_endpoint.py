@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import stamina
 
+from ...envs.chat_messages import with_text_arguments
 from ...schemas.wire.errors import AuthError, ConfigError, EngineError, NotFoundError
 from ...schemas.wire.images import with_data_urls
 
@@ -52,7 +53,8 @@ class Endpoint:
 
     def answer(self, messages: "Sequence[ChatMessage]", options: Mapping[str, Any]) -> "ChatAnswer":
         """Return the model's answer to a conversation. Raises as `find` does, EngineError."""
-        body = {"model": self.model, "messages": with_data_urls(messages), **options}
+        told = [with_text_arguments(message) for message in with_data_urls(messages)]
+        body = {"model": self.model, "messages": told, **options}
         reply = _send(f"{self.url}/chat/completions", body)
         try:
             choice = reply["choices"][0]

@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Any, Literal, TypeAlias, cast
 
 from ...schemas.wire.codec import read_json
+from ..chat_messages import read_object
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
@@ -60,11 +61,8 @@ class CanonicalCall:
     @property
     def value(self) -> dict[str, Any] | str:
         """The arguments as a template takes them: an object, or else the text itself."""
-        try:
-            value: Any = read_json(self.arguments)
-        except ValueError:
-            return self.arguments
-        return cast("dict[str, Any]", value) if isinstance(value, dict) else self.arguments
+        value = read_object(self.arguments)
+        return self.arguments if value is None else value
 
     @property
     def key(self) -> str:

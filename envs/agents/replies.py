@@ -8,7 +8,7 @@ what is not well formed is text. White space beside reasoning and calls belongs 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from ..tool_calls import CLOSE, OPEN, read_call
+from ..tool_calls import CallSplitter, overlap
 from .messages import CanonicalCall, CanonicalMessage, joined
 
 THINK, THOUGHT = "<think>", "</think>"
@@ -50,6 +50,7 @@ class ReplyReader:
         self._reasoning: list[str] | None = [] if thinking else None
         self._texts: list[str] = []
         self._calls: list[CanonicalCall] = []
+        self._splitter = CallSplitter()
 
     @property
     def reply(self) -> CanonicalMessage:
@@ -85,12 +86,9 @@ class ReplyReader:
                 self._reasoning = [*(self._reasoning or []), text]
             if closed:
                 self._state, self._space, self._hides_space = "text", "", True
-        while self._state == "text" and self._unread:
-            if not self._reads_calls:
-                pieces += self._say(self._unread)
-                self._unread = ""
-            elif not self._read_text(pieces, last=last):
-                break
+        if self._state == "text":
+            text, self._unread = self._unread, ""
+            self._read_text(text, pieces, last=last)
         return pieces
 
     def _begin(self, *, last: bool) -> None:
@@ -102,30 +100,20 @@ class ReplyReader:
         elif last or (first and not THINK.startswith(first)):
             self._state, self._hides_space = "text", False
 
-    def _read_text(self, pieces: list[Piece], *, last: bool) -> bool:
-        """Read up to the end of the next call; return whether there was one."""
-        told, opened = self._until(OPEN, last=last)
-        if told:
-            pieces += self._say(told)
-        if not opened:
-            return False
-        body, closed, rest = self._unread.partition(CLOSE)
-        if not closed:
-            self._unread = OPEN + self._unread
-            if last:
-                pieces += self._say(self._unread)
-                self._unread = ""
-            return False
-        self._unread = rest
-        read = read_call(body.strip())
-        if read is None:
-            pieces += self._say(OPEN + body + CLOSE)
-            return True
-        call = CanonicalCall(*read, f"{self._name}{len(self._calls):03}")
-        self._calls.append(call)
-        pieces.append(call)
-        self._space, self._hides_space = "", True
-        return True
+    def _read_text(self, text: str, pieces: list[Piece], *, last: bool) -> None:
+        """Read what is said and called."""
+        if not self._reads_calls:
+            pieces += self._say(text) if text else []
+            return
+        for piece in self._splitter.push(text, last=last):
+            if isinstance(piece, str):
+                pieces += self._say(piece)
+                continue
+            for read in piece:
+                call = CanonicalCall(*read, f"{self._name}{len(self._calls):03}")
+                self._calls.append(call)
+                pieces.append(call)
+            self._space, self._hides_space = "", True
 
     def _until(self, mark: str, *, last: bool) -> tuple[str, bool]:
         """Take what stands before a mark, and the mark; hold back what may begin one."""
@@ -133,7 +121,7 @@ class ReplyReader:
         if found:
             self._unread = after
             return before, True
-        held = 0 if last else _overlap(before, mark)
+        held = 0 if last else overlap(before, mark)
         self._unread = before[len(before) - held :]
         return before[: len(before) - held], False
 
@@ -166,11 +154,3 @@ def parse_reply(text: str, name: str, *, calls: bool, thinking: bool = False) ->
     reader.push(text)
     reader.finish()
     return reader.reply
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Return how many characters at the end of a text may be the beginning of a mark."""
-    start = text.find(mark[0], max(0, len(text) - len(mark) + 1))
-    while start >= 0 and not mark.startswith(text[start:]):
-        start = text.find(mark[0], start + 1)
-    return len(text) - start if start >= 0 else 0

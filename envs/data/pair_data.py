@@ -12,10 +12,9 @@ from typing import Any
 
 from ...schemas.config.sft import SftConfig
 from ...schemas.wire.errors import DataError
+from ..chat_messages import Messages, Origin, are_messages, read_conversation, read_tools
 from ..dataset import Dataset
-from .chat_data import ChatData, ChatRow, read_maps, read_messages, with_images
-
-Messages = list[dict[str, Any]]
+from .chat_data import ChatData, ChatRow, with_images
 
 _ANSWERS = ("chosen", "rejected")
 _COLUMNS = "pairs have the columns prompt, chosen and rejected"
@@ -73,7 +72,8 @@ class PairData:
         for column, answer in zip(_ANSWERS, (chosen, rejected), strict=True):
             _check_answer(answer, column, where)
         seen = with_images(prompt, row, where)
-        return PairRow(seen, chosen, rejected, read_maps(row.get("tools")), where)
+        tools = read_tools(row.get("tools"), Origin("tools", where))
+        return PairRow(seen, chosen, rejected, tools, where)
 
     def close(self) -> None:
         """Give the files back."""
@@ -113,14 +113,9 @@ def _check_columns(columns: Iterable[str], where: str) -> None:
 def _messages(row: Mapping[str, Any], column: str, role: str, where: str) -> Messages:
     """Read a column that holds messages, which may stand as JSON, or a text of one role."""
     value = row.get(column)
-    if isinstance(value, str) and not _are_messages(read_maps(value)):
+    if isinstance(value, str) and not are_messages(value):
         return [{"role": role, "content": value}]
-    return read_messages(value, column, where)
-
-
-def _are_messages(found: Messages) -> bool:
-    """Whether what a text holds as JSON are messages: it is no text that somebody says, then."""
-    return bool(found) and all("role" in message for message in found)
+    return read_conversation(value, Origin(column, where))
 
 
 def _is_answer(messages: Messages) -> bool:

@@ -3,6 +3,10 @@
 A compressed row group cannot be entered in its middle, and pyarrow takes more memory than all else
 in an environment host; so a file is unpacked once, by a process that then ends. The result is a
 file of msgpack maps and a file of the places where they end.
+
+A struct of a parquet file has the keys of all rows, null where a row has none: in the columns that
+hold chat messages and tools those keys are left out. A null that somebody wrote there looks the
+same and goes, too; it stays in a column of maps (`map<string, …>`), and in JSON text.
 """
 
 import json
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
     from pyarrow import RecordBatch
     from pyarrow.parquet import ParquetFile
 
+MESSAGE_COLUMNS = frozenset({"messages", "prompt", "chosen", "rejected", "tools"})
+"""Columns that hold chat messages, or tools."""
 BATCH_ROWS = 1024
 """Rows that are in memory at the same time."""
 _packb = cast("Callable[..., bytes]", msgpack.packb)  # pyright: ignore[reportUnknownMemberType]
@@ -93,7 +99,12 @@ def _write(packed: "ParquetFile", rows: Path, ends: Path) -> None:
 def _decoded(batch: "RecordBatch", first: int) -> list[dict[str, Any]]:
     """Return the rows of a batch; DataError names the first that is not UTF-8, and its column."""
     try:
-        return batch.to_pylist()
+        rows = batch.to_pylist()
+        for name in MESSAGE_COLUMNS.intersection(batch.schema.names):
+            kind = cast("Any", batch.column(name)).type
+            for row in rows:
+                row[name] = _without_filled(row[name], kind)
+        return rows
     except UnicodeDecodeError:
         for number in range(len(batch)):
             for column in batch.schema.names:
@@ -106,6 +117,23 @@ def _decoded(batch: "RecordBatch", first: int) -> list[dict[str, Any]]:
                         hint="write the file again with its text decoded as what it is",
                     ) from error
         raise
+
+
+def _without_filled(value: Any, kind: Any) -> Any:
+    """Return a value without the keys that its arrow type fills in as null; maps are maps."""
+    from pyarrow import types
+
+    if value is None:
+        return None
+    if types.is_struct(kind):
+        fields = cast("list[Any]", cast("Any", kind).fields)
+        present = [field for field in fields if value[field.name] is not None]
+        return {field.name: _without_filled(value[field.name], field.type) for field in present}
+    if types.is_map(kind):
+        return {key: _without_filled(inner, kind.item_type) for key, inner in value}
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return [_without_filled(inner, kind.value_type) for inner in value]
+    return value
 
 
 def main(argv: Sequence[str]) -> int:

@@ -4,15 +4,14 @@ A parameter that would be without effect is refused instead of ignored, unless i
 value asks for nothing (`presence_penalty: 0`).
 """
 
-import contextlib
-import reprlib
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any, Literal, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ....envs.agents.dialects.neutral import asks_nothing, is_label
+from ....envs.chat_messages import Origin, read_conversation, read_tools
 from ....schemas.bounds.defaults import MAX_TOP_K
 from ....schemas.infer import (
     MAX_CHOICES,
@@ -24,7 +23,6 @@ from ....schemas.infer import (
 )
 from ....schemas.wire.codec import read_json
 from ....schemas.wire.errors import ConfigError, DataError, MessageError
-from ....schemas.wire.images import encoded_image
 
 B = TypeVar("B", bound="_Body")
 
@@ -126,8 +124,8 @@ class ChatBody(_Body):
             decoding = decoding.model_copy(update={"max_tokens": self.max_completion_tokens})
         return ChatRequest(
             request=uuid.uuid4().hex,
-            messages=[_message(message, n) for n, message in enumerate(self.messages)],
-            tools=self.tools if self.uses_tools else [],
+            messages=_read(read_conversation, self.messages, "messages"),
+            tools=_read(read_tools, self.tools, "tools") if self.uses_tools else [],
             decoding=decoding,
             stream=self.stream,
             logprobs=self.logprobs,
@@ -215,6 +213,16 @@ def _malformed(error: ValidationError) -> BodyError:
     )
 
 
+def _read(
+    read: Callable[[Any, Origin], list[dict[str, Any]]], given: Any, param: str
+) -> list[dict[str, Any]]:
+    """Return messages or tools as chat templates take them; BodyError for what cannot be read."""
+    try:
+        return read(given, Origin(param, is_request=True))
+    except DataError as error:
+        raise BodyError(error.message, param=param, hint=error.hint) from error
+
+
 def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
@@ -223,71 +231,3 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str 
     if not prompt:
         raise BodyError("the parameter 'prompt' is empty", param="prompt")
     return list(cast("list[str | list[int]]", prompt))
-
-
-def _message(message: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Return a message as chat templates take it: text content, arguments as maps."""
-    role = message.get("role")
-    if not isinstance(role, str):
-        raise BodyError(f"message {number} has no role", param="messages")
-    result = {key: value for key, value in message.items() if value is not None}
-    result["role"] = "system" if role == "developer" else role
-    result["content"] = _content(message.get("content"), number)
-    calls = result.get("tool_calls")
-    if calls:
-        result["tool_calls"] = [_with_map(call, number) for call in _listed(calls)]
-    return result
-
-
-def _content(content: Any, number: int) -> str | list[dict[str, Any]]:
-    """Return a text, or parts where there are images."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    given = cast("list[Any]", content) if isinstance(content, list) else [content]
-    parts = [_part(part, number) for part in given]
-    if all(part["type"] == "text" for part in parts):
-        return "".join(part["text"] for part in parts)
-    return parts
-
-
-def _part(part: Any, number: int) -> dict[str, Any]:
-    fields = cast("dict[str, Any]", part) if isinstance(part, dict) else {}
-    if fields.get("type") == "text" and isinstance(fields.get("text"), str):
-        return {"type": "text", "text": fields["text"]}
-    if fields.get("type") != "image_url":
-        raise BodyError(
-            f"message {number} has content of type {reprlib.repr(fields.get('type'))}",
-            param="messages",
-            hint="give text, or images as image_url",
-        )
-    try:
-        return {"type": "image", "image": encoded_image(fields)}
-    except DataError as error:
-        raise BodyError(
-            f"message {number} has an image that cannot be used: {error.message}",
-            param="messages",
-            hint="send its bytes in a data URL: data:image/png;base64,…",
-        ) from error
-
-
-def _listed(value: Any) -> list[Any]:
-    return cast("list[Any]", value) if isinstance(value, list) else [value]
-
-
-def _with_map(call: Any, number: int) -> dict[str, Any]:
-    fields = cast("dict[str, Any]", call) if isinstance(call, dict) else {}
-    given = fields.get("function")
-    if not isinstance(given, dict):
-        raise BodyError(
-            f"message {number} has a tool call without a function",
-            param="messages",
-            hint='a call is {"type": "function", "function": {"name": …, "arguments": …}}',
-        )
-    function = dict(cast("dict[str, Any]", given))
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # the model wrote it so: the template shows the text
-            function["arguments"] = read_json(arguments)
-    return {**fields, "function": function}

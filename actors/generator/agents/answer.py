@@ -15,7 +15,7 @@ from ..episodes.text_stream import TextStream
 from .call_log import LoggedAnswer
 from .exact_calls import PreparedCall
 from .rendering import Tools
-from .template_facts import read_text
+from .template_facts import certain_text, read_text, reads_whole
 
 _GATHER_S = 0.02
 """Tokens that come within this time travel together: fewer messages, and nobody reads faster."""
@@ -36,7 +36,8 @@ class GrowingChoice:
         """`stops` are texts before which it ends; only with them and `by_token` is text made of
         each token, which costs more than the whole at once.
 
-        With `tools` and a tokenizer that says how answers are parsed, it is told when it is whole.
+        With `tools` and a model that writes calls in a format of its own, they are told when the
+        answer is whole; with a tokenizer that says how answers are parsed, all of it is.
         """
         self.prepared = prepared
         self.drawn: list[Drawn] = []
@@ -45,7 +46,7 @@ class GrowingChoice:
         self.answered: LoggedAnswer | None = None
         """The whole, once it has ended."""
         self._chat = chat
-        self._tools = tools if chat.parses_responses else ()
+        self._tools = tools if tools and reads_whole(chat) else ()
         self._plain = ""
         self._by_token = by_token or bool(stops)
         self._stream = TextStream(chat.decode, stops)
@@ -64,6 +65,8 @@ class GrowingChoice:
             self._plain += self._stream.push(drawn.token_id)
             if not self._tools:
                 self.text = self._plain
+            elif not self._chat.parses_responses:
+                self.text = certain_text(self._chat, self._plain, self._tools)
 
     def end(self, generation: Generation, request: bytes, asking: str) -> None:
         """Take note of the end; tokens that reach into a stop text are not kept."""

@@ -4,12 +4,16 @@ What it cannot do costs rows or tools, never exactness; it is told as an event.
 """
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from ....envs.agents.messages import CanonicalCall, CanonicalMessage, joined
 from ....envs.agents.replies import parse_reply
+from ....envs.call_formats import FORMATS, CallFormat, certain_length, in_hermes_form
+from ....envs.chat_messages import read_object
 from ....schemas.wire.errors import ModelError
 from ..episodes.chat import ChatTokenizer
 from .rendering import HistoryRenderer, Tools
@@ -38,6 +42,9 @@ _TOOLS: Tools = (
         },
     },
 )
+_NAME = re.compile(r"[\w.\-/:]+")
+_WORD = re.compile(r"[^\W_]+")
+_ESCAPED = re.compile(r"\\(?:u([0-9a-fA-F]{4})|.)")
 _REMINDER = "<system-reminder>\n{}\n</system-reminder>"
 
 
@@ -131,18 +138,60 @@ def facts_of(chat: ChatTokenizer) -> TemplateFacts:
 
 def _reads_calls(chat: ChatTokenizer, turn: CanonicalMessage) -> bool:
     """Whether a turn with calls, as the template writes it, is read back as it was."""
+    written = _written(chat, turn)
+    if written is None:
+        return False
+    return _has_calls(read_text(chat, *written, _TOOLS), turn)
+
+
+def _written(chat: ChatTokenizer, turn: CanonicalMessage) -> tuple[list[int], list[int]] | None:
+    """Return a prompt, and a turn behind it as the template writes it; None where it refuses."""
     told = [_USER.for_template(), turn.for_template()]
     try:
         prompt = chat.render(told[:1], prompt=True, tools=_TOOLS)
         whole = chat.render(told, prompt=False, tools=_TOOLS)
     except ModelError:
-        return False
+        return None
     pairs = enumerate(zip(prompt, whole, strict=False))
     common = next((place for place, (one, other) in pairs if one != other), len(prompt))
-    ids = chat.encode(whole[common:])
-    reply = parse_reply(read_text(chat, chat.encode(prompt), ids, _TOOLS), "c00000", calls=True)
+    return chat.encode(prompt), chat.encode(whole[common:])
+
+
+def _has_calls(text: str, turn: CanonicalMessage) -> bool:
+    reply = parse_reply(text, "c00000", calls=True)
     wanted = [(call.name, call.key) for call in turn.calls]
     return [(call.name, call.key) for call in reply.calls] == wanted
+
+
+@lru_cache(maxsize=8)
+def call_format(chat: ChatTokenizer) -> CallFormat | None:
+    """Return what reads calls as the model's template writes them.
+
+    None where they are read as they come (Hermes, Qwen), and where no format is known.
+    """
+    turn = replace(_CALLED, content=(), calls=_CALLS[:1])
+    written = _written(chat, turn)
+    if written is None or _has_calls(text := chat.decode(written[1]), turn):
+        return None
+    reads = (read for read in FORMATS if _has_calls(in_hermes_form(text, read, _TOOLS), turn))
+    return next(reads, None)
+
+
+def reads_whole(chat: ChatTokenizer) -> bool:
+    """Whether the calls of an answer are read once it is whole, in a format of the model's own."""
+    return chat.parses_responses or call_format(chat) is not None
+
+
+def told_text(chat: ChatTokenizer, text: str, tools: Tools) -> str:
+    """Return the text of an answer with its calls in the one format that replies are read in."""
+    read = call_format(chat) if tools else None
+    return text if read is None else in_hermes_form(text, read, tools)
+
+
+def certain_text(chat: ChatTokenizer, text: str, tools: Tools) -> str:
+    """Return what `told_text` will tell of a growing answer, whatever follows."""
+    read = call_format(chat) if tools else None
+    return text if read is None else text[: certain_length(text, read)]
 
 
 def read_text(
@@ -150,10 +199,17 @@ def read_text(
 ) -> str:
     """Return what an answer says, in the one format that replies are read in (`ReplyReader`).
 
-    Where the model's tokenizer says how its answers are to be parsed, it is translated.
+    Where the model's tokenizer says how its answers are to be parsed, it is translated; else where
+    its template writes calls in a format that is known.
     """
+    text = chat.decode(generated_ids)
     parsed = chat.parse_response(prompt_ids, generated_ids, tools) if tools else None
-    return (as_read(parsed) if parsed else "") or chat.decode(generated_ids)
+    if not parsed or not _is_whole(parsed, chat.decode_all(generated_ids), chat.template):
+        return told_text(chat, text, tools)
+    lacking = not all(arguments for _, arguments in _parsed_calls(parsed))
+    if lacking and call_format(chat) is not None:  # which looks at each letter of a call
+        return told_text(chat, text, tools)
+    return as_read(parsed) or text
 
 
 def as_read(parsed: dict[str, Any]) -> str:
@@ -165,9 +221,42 @@ def as_read(parsed: dict[str, Any]) -> str:
     if reasoning := parsed.get("reasoning_content") or parsed.get("thinking"):
         text += f"<think>{reasoning}</think>"
     text += str(parsed.get("content") or "")
-    for call in parsed.get("tool_calls") or ():
-        function = call.get("function", call)
-        arguments: Any = function.get("arguments") or {}
-        told: dict[str, Any] = {"name": function.get("name"), "arguments": arguments}
+    for name, arguments in _parsed_calls(parsed):
+        told = {"name": name, "arguments": arguments}
         text += f"<tool_call>{json.dumps(told, ensure_ascii=False)}</tool_call>"
     return text
+
+
+def _parsed_calls(parsed: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    for call in parsed.get("tool_calls") or ():
+        function = call.get("function", call)
+        arguments: Any = function.get("arguments")
+        yield (
+            function.get("name"),
+            read_object(arguments) if isinstance(arguments, str) else arguments,
+        )
+
+
+def _is_whole(parsed: dict[str, Any], text: str, template: str) -> bool:
+    """Whether all that a model wrote beside the template's own words is in the parsed answer.
+
+    A `response_template` finds arguments by patterns, and what they do not match is passed over: a
+    call without arguments, or without some, would be run that the model did not write.
+    """
+    calls = list(_parsed_calls(parsed))
+    if not all(
+        isinstance(name, str) and _NAME.fullmatch(name) and isinstance(arguments, dict)
+        for name, arguments in calls
+    ):
+        return False
+    if not calls:
+        return True
+    written = _ESCAPED.sub(lambda match: chr(int(match[1], 16)) if match[1] else " ", text)
+    known = {*_words(as_read(parsed)), *_words(template)}
+    if all(arguments for _, arguments in calls):  # numbers may be spelled otherwise
+        return all(word in known or word[0].isdigit() for word in _words(written))
+    return all(word in known for word in _words(written))
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.lower())

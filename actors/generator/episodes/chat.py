@@ -28,6 +28,7 @@ from ...models.model_folder import (
     vocabulary_digest,
 )
 from ..engine.engine import IntVector
+from .call_form import CallForm, find_call_form
 from .image_room import check_seen, with_room
 from .token_bytes import TokenBytes
 
@@ -85,6 +86,7 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._has_template = bool(cast(Any, tokenizer).chat_template)
         self._template_kwargs = dict(template_kwargs or {})
+        self._call_form: CallForm | None = None
         self._image_reader = image_reader
         self._known: dict[str, IntVector] = {}
         self._proven_tools = set[str]()
@@ -198,6 +200,12 @@ class ChatTokenizer:
         return cast("str", text)
 
     @property
+    def template(self) -> str:
+        """The source of the chat template; empty without one."""
+        told = cast("Any", self._tokenizer).chat_template
+        return told if isinstance(told, str) else repr(told or "")
+
+    @property
     def parses_responses(self) -> bool:
         """Whether the tokenizer says how answers are parsed into text, reasoning and calls."""
         return getattr(self._tokenizer, "response_template", None) is not None
@@ -220,6 +228,10 @@ class ChatTokenizer:
             return cast("dict[str, Any]", parse(ids, prefix=prompt, tools=[dict(t) for t in tools]))
         except Exception:  # noqa: BLE001 - the template's patterns meet what a model has written
             return None  # what a model writes need not be well formed: then it is text
+
+    def decode_all(self, token_ids: Sequence[int] | IntVector) -> str:
+        """Return the text of tokens, special ones included."""
+        return cast("str", self._tokenizer.decode([int(token) for token in token_ids]))  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token by itself, special ones included."""
@@ -307,7 +319,25 @@ class ChatTokenizer:
         prompt: bool,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """Return what the template makes of messages; ModelError for those that it refuses."""
+        """Return what the template makes of messages; ModelError for those that it refuses.
+
+        Tool calls are given to it in the form that it takes.
+        """
+        if any(message.get("tool_calls") for message in messages):
+            if self._call_form is None:
+                self._call_form = find_call_form(
+                    lambda told, their_tools: self._render(told, prompt=False, tools=their_tools)
+                )
+            messages = self._call_form.fit(messages)
+        return self._render(messages, prompt=prompt, tools=tools)
+
+    def _render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        prompt: bool,
+        tools: Sequence[Mapping[str, Any]],
+    ) -> str:
         if not self._has_template:
             raise ModelError(
                 "the tokenizer has no chat template",

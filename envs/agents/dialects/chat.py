@@ -4,14 +4,14 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..messages import CanonicalCall, CanonicalMessage
+from ...chat_messages import Origin, UnreadableMessageError, read_conversation
+from ..messages import CanonicalCall, CanonicalMessage, Picture, joined
 from ..replies import Piece, ReasoningPiece, TextPiece
 from .answer import Answered, AnswerHead, Usage, event
 from .request import (
     Fields,
     ModelRequest,
     RequestError,
-    content_of,
     sampling_of,
     tools_of,
 )
@@ -32,9 +32,7 @@ DONE = "data: [DONE]\n\n"
 def read_chat(body: Any) -> ModelRequest:
     """Read the body of `POST /v1/chat/completions`; RequestError names what cannot be served."""
     fields = Fields(body)
-    messages = tuple(_message(message) for message in fields.objects("messages"))
-    if not messages:
-        raise RequestError("messages is empty", param="messages")
+    messages = _messages(fields)
     tools, left_out = tools_of(fields, nested=True)
     hidden = fields.any("tool_choice") == "none"
     options = Fields(fields.any("stream_options") or {}, "stream_options")
@@ -59,42 +57,43 @@ def _constraints(fields: Fields) -> Iterator[str]:
         yield "tool_choice"
 
 
-def _message(message: Fields) -> CanonicalMessage:
-    role = message.text("role")
-    if role in ("system", "developer"):
-        return CanonicalMessage("system", content_of(message))
-    if role == "user":
-        return CanonicalMessage("user", content_of(message))
-    if role in ("tool", "function"):
-        name = message.text("tool_call_id") or message.text("name")
-        return CanonicalMessage("tool", content_of(message), call_id=name)
-    if role == "assistant":
-        return _assistant(message)
-    raise RequestError(f"{message.name('role')} is {role!r}", param=message.name("role"))
+def _messages(fields: Fields) -> tuple[CanonicalMessage, ...]:
+    given = fields.items("messages")
+    if not given:
+        raise RequestError("messages is empty", param="messages")
+    try:
+        read = read_conversation(given, Origin(is_request=True))
+    except UnreadableMessageError as error:
+        raise RequestError(error.message, param=error.place, hint=error.hint) from error
+    return tuple(canonical_message(message, f"messages[{n}]") for n, message in enumerate(read))
 
 
-def _assistant(message: Fields) -> CanonicalMessage:
-    calls = [_call(call) for call in message.objects("tool_calls")]
-    if function := message.any("function_call"):
-        calls.append(_function(Fields(function, message.name("function_call")), ""))
-    told = [message.any(key) for key in ("reasoning_content", "reasoning")]
+def canonical_message(message: Mapping[str, Any], place: str) -> CanonicalMessage:
+    """Return a message that the reader of all origins has read; RequestError for its role."""
+    role = message["role"]
+    if role not in ("system", "user", "assistant", "tool"):
+        raise RequestError(f"{place}.role is {role!r}", param=f"{place}.role")
+    content = message["content"]
+    parts = [content] if isinstance(content, str) else [_part(part) for part in content]
+    name = message.get("tool_call_id") or message.get("name") if role == "tool" else ""
+    reasoning = message.get("reasoning_content") if role == "assistant" else None
     return CanonicalMessage(
-        "assistant",
-        content_of(message),
-        tuple(calls),
-        next((text for text in told if isinstance(text, str)), None),
+        role,
+        joined(parts),
+        tuple(_call(call) for call in message.get("tool_calls", ())),
+        reasoning if isinstance(reasoning, str) else None,
+        name if isinstance(name, str) else "",
     )
 
 
-def _call(call: Fields) -> CanonicalCall:
-    if call.text("type", "function") == "custom":
-        custom = Fields(call.any("custom"), call.name("custom"))
-        return custom_call(custom.text("name"), custom.text("input"), call.text("id"))
-    return _function(Fields(call.any("function"), call.name("function")), call.text("id"))
+def _part(part: Mapping[str, Any]) -> str | Picture:
+    return part["text"] if part["type"] == "text" else Picture(part["image"])
 
 
-def _function(function: Fields, name: str) -> CanonicalCall:
-    return CanonicalCall(function.text("name"), function.text("arguments", "{}"), name)
+def _call(call: Mapping[str, Any]) -> CanonicalCall:
+    arguments, name = call["function"]["arguments"], call.get("id")
+    told = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return CanonicalCall(call["function"]["name"], told, name if isinstance(name, str) else "")
 
 
 def custom_call(name: str, text: str, call_id: str) -> CanonicalCall:

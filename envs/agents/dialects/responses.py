@@ -131,7 +131,7 @@ def _message(item: Fields) -> CanonicalMessage:
 
 def _part_of_turn(item: Fields, kind: str) -> CanonicalMessage | None:
     if kind == "function_call":
-        arguments = item.text("arguments", "{}")
+        arguments = item.text("arguments").strip() or "{}"
         call = CanonicalCall(item.text("name"), arguments, item.text("call_id"))
     elif kind == "custom_tool_call":
         call = custom_call(item.text("name"), item.text("input"), item.text("call_id"))

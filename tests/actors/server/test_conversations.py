@@ -145,6 +145,34 @@ async def test_calls_of_tools_and_their_results_are_continued(chat: ChatTokenize
     assert (await client.ask("on", "again", tools=other)).rendered == "unknown"
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("llama3_1", '{"name": "search", "parameters": {"query": "x"}}'),
+        (
+            "glm4moe",
+            "<tool_call>search\n<arg_key>query</arg_key>\n<arg_value>x</arg_value>\n</tool_call>",
+        ),
+    ],
+)
+async def test_calls_in_a_models_own_format_are_served_as_calls_and_continued(
+    template: str, said: str, stream: bool
+) -> None:
+    client = Client(chat_of(template))
+    await client.ask("go on", said, tools=TOOLS, stream=stream)
+    told = client.messages[-1]
+    (call,) = told["tool_calls"]
+    assert (told["content"], call["function"]["name"]) == (None, "search")
+    assert json.loads(call["function"]["arguments"]) == {"query": "x"}
+    client.messages.append({"role": "tool", "tool_call_id": call["id"], "content": "found"})
+    more = await client.go_on("the result", tools=TOOLS, stream=stream)
+    assert (more.rendered, following(client, 1)) == ("", True)
+    plain = Client(chat_of(template))
+    await plain.ask("go on", said, stream=stream)
+    assert plain.messages[-1]["content"] == said  # without tools it is text
+
+
 async def test_every_answer_of_several_can_be_continued_and_a_stop_text_is_no_part_of_it(
     chat: ChatTokenizer,
 ) -> None:

@@ -364,6 +364,19 @@ def test_a_conversation_is_the_same_in_all_dialects() -> None:
     assert read[0].tools == read[1].tools == read[2].tools
 
 
+@pytest.mark.parametrize("arguments", [None, "", " "])
+def test_a_call_without_arguments_is_one_with_an_empty_object(arguments: str | None) -> None:
+    item = {"type": "function_call", "call_id": "c", "name": "now", "arguments": arguments}
+    call = {"id": "c", "function": {"name": "now", "arguments": arguments}}
+    block = {"type": "tool_use", "id": "c", "name": "now", "input": None}
+    for request in (
+        read_response({"input": [item]}),
+        read_chat({"messages": [{"role": "assistant", "tool_calls": [call]}]}),
+        read_messages({"messages": [{"role": "assistant", "content": [block]}]}),
+    ):
+        assert [one.value for one in request.messages[0].calls] == [{}]
+
+
 def test_what_has_no_effect_is_listed_and_hosted_tools_are_left_out() -> None:
     request = read_response(
         {

@@ -2,7 +2,7 @@
 
 import pytest
 from tinkermq.actors.generator.agents.exact_calls import ExactCalls
-from tinkermq.actors.generator.agents.template_facts import facts_of, read_text
+from tinkermq.actors.generator.agents.template_facts import call_format, facts_of, read_text
 from tinkermq.envs.agents.messages import CanonicalCall, CanonicalMessage
 from tinkermq.envs.agents.replies import parse_reply
 
@@ -69,6 +69,72 @@ def test_calls_in_a_models_own_format_are_read_by_its_own_response_template(name
     assert facts_of(chat).reads_calls
 
 
+FABRICATED = {
+    "glm4moe": [
+        '<tool_call>search\n{"query": "x"}</tool_call>',
+        "<tool_call>search\n<arg_key>query</arg_key>\n<arg_value>unclosed",
+        "<tool_call>search\n<arg_key>query</arg_key></tool_call>",
+        "<tool_call>search\n5</tool_call>",
+    ],
+    "lfm2_2_5": [
+        '<|tool_call_start|>[search("positional")]<|tool_call_end|>',
+        "<|tool_call_start|>[search(5)]<|tool_call_end|>",
+    ],
+    "nemotron_3_nano": [
+        '</think><tool_call>\n<function=search>\n{"query": "x"}\n</function>\n</tool_call>',
+        "</think><tool_call>\n<function=search>\n<parameter=query>\nunclosed",
+    ],
+    "qwen3_5_think": [
+        'hm</think>\n\n<tool_call>\n<function=search>\n{"query": "x"}\n</function>\n</tool_call>',
+        "hm</think>\n\n<tool_call>\n<function=search>\n<parameter=query>\nunclosed",
+        "hm</think>\n\n<tool_call>\n<function=search>\n<query>x</query>\n</function>\n</tool_call>",
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [(name, said) for name, texts in FABRICATED.items() for said in texts]
+)
+def test_a_call_is_not_given_arguments_that_the_model_did_not_write(name: str, said: str) -> None:
+    chat = chat_of(name, response_template(name))
+    prompt = chat.encode(chat.render([ASKED.for_template()], prompt=True, tools=[TOOL]))
+    told = read_text(chat, prompt, chat.encode(said), [TOOL])
+    reply = parse_reply(told, "c00000", calls=True, thinking="</think>" in said)
+    assert not reply.calls
+
+
+@pytest.mark.parametrize(
+    ("name", "format_name"),
+    [
+        ("qwen2_5", None),
+        ("qwen3", None),
+        ("llama3_1", "llama"),
+        ("qwen3_5_think", "qwen_xml"),
+        ("glm4moe", "glm"),
+        ("nemotron_3_nano", "qwen_xml"),
+        ("phi3", None),
+    ],
+)
+def test_the_template_says_in_which_format_its_model_writes_calls(
+    name: str, format_name: str | None
+) -> None:
+    chat = chat_of(name)
+    read = call_format(chat)
+    assert (read.__name__ if read else None) == format_name
+    assert facts_of(chat).reads_calls == (name != "phi3")
+
+
+def test_a_call_in_another_models_format_is_text() -> None:
+    said = '{"name": "search", "parameters": {"query": "x"}}'
+    for name in ("qwen2_5", "glm4moe", "qwen3_5_think"):
+        chat = chat_of(name)
+        assert read_text(chat, [], chat.encode(said), [TOOL]) == said
+    chat = chat_of("llama3_1")
+    assert read_text(chat, [], chat.encode(said), []) == said
+    reply = parse_reply(read_text(chat, [], chat.encode(said), [TOOL]), "c", calls=True)
+    assert [(call.name, call.value) for call in reply.calls] == [("search", {"query": "x"})]
+
+
 @pytest.mark.parametrize("name", PARSED)
 def test_an_answer_that_is_not_well_formed_is_text(name: str) -> None:
     chat = chat_of(name, response_template(name))
@@ -80,3 +146,16 @@ def test_every_template_of_these_tests_says_what_it_can_do() -> None:
     for name in TEMPLATES:
         facts = facts_of(chat_of(name))
         assert facts.continues_users or any("row of its own" in told for told in facts.told())
+
+
+def test_in_a_format_without_an_object_a_call_without_arguments_is_one() -> None:
+    for name, said in {
+        "glm4moe": "<tool_call>search\n</tool_call>",
+        "qwen3_5_think": "hm</think>\n\n<tool_call>\n<function=search>\n</function>\n</tool_call>",
+    }.items():
+        for answers in (None, response_template(name)):
+            chat = chat_of(name, answers)
+            prompt = chat.encode(chat.render([ASKED.for_template()], prompt=True, tools=[TOOL]))
+            told = read_text(chat, prompt, chat.encode(said), [TOOL])
+            reply = parse_reply(told, "c", calls=True, thinking="</think>" in said)
+            assert [(call.name, call.value) for call in reply.calls] == [("search", {})]

@@ -415,7 +415,7 @@ PROGRAMS: list[tuple[Callable[[ExactCalls], None], int, set[int]]] = [
 ]
 
 
-@pytest.mark.parametrize(("program", "root", "main"), PROGRAMS, ids=lambda one: str(one)[:30])
+@pytest.mark.parametrize(("program", "root", "main"), PROGRAMS)
 def test_each_answer_is_trained_once_and_the_main_conversation_comes_first(
     exact: ExactCalls, program: Callable[[ExactCalls], None], root: int, main: set[int]
 ) -> None:
