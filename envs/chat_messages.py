@@ -61,6 +61,8 @@ class Origin:
     is_request: bool = False
     """Whether it is a history that a program sends: there a message may say nothing, the arguments
     of a call may be any text, as the model wrote them, and images are there as bytes."""
+    keeps_text: bool = False
+    """Whether arguments that stand as the JSON text of an object stay as they are spelled."""
 
     @property
     def of_messages(self) -> str:
@@ -390,7 +392,7 @@ class _Message:
         if isinstance(arguments, str):
             found = read_object(arguments)
             if found is not None:
-                return found
+                return arguments if self._origin.keeps_text else found
             if self._origin.is_request:
                 return arguments  # the model wrote it so: the template shows the text
         raise self._origin.error(

@@ -62,7 +62,7 @@ def _messages(fields: Fields) -> tuple[CanonicalMessage, ...]:
     if not given:
         raise RequestError("messages is empty", param="messages")
     try:
-        read = read_conversation(given, Origin(is_request=True))
+        read = read_conversation(given, Origin(is_request=True, keeps_text=True))
     except UnreadableMessageError as error:
         raise RequestError(error.message, param=error.place, hint=error.hint) from error
     return tuple(canonical_message(message, f"messages[{n}]") for n, message in enumerate(read))
