@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -84,6 +85,10 @@ class Choice:
     _words: list[str] = field(default_factory=list[str])
     _told: bool = False
 
+    def begin(self, opened: str) -> None:
+        """Begin with the mark by which the prompt has opened the reasoning of the answer."""
+        self._words.append(opened)
+
     def add(self, drawn: Drawn) -> None:
         """Add the next token; nothing counts behind a stop text."""
         if self.text.stopped:
@@ -102,7 +107,7 @@ class Choice:
         columns = (generation.token_ids, generation.logprobs, generation.versions)
         self.drawn = [Drawn(*drawn) for drawn in zip(*(c.tolist() for c in columns), strict=True)]
         self._fresh = list(self.drawn)
-        self._words = [self.chat.decode(generation.token_ids)]
+        self._words.append(self.chat.decode(generation.token_ids))
         self.finish = generation.finish_reason
 
     @property
@@ -135,6 +140,8 @@ class _Prompt:
     images: Sequence[bytes] = ()
     stateful: StatefulPrompt | None = None
     """Where it is continued by its tokens."""
+    opened: str = ""
+    """The mark by which a chat's prompt opens the reasoning; the answer's text begins with it."""
 
 
 class _Head:
@@ -185,14 +192,15 @@ class Answers:
         stateful = await self.conversations.prepare(request) if request.stateful else None
         if stateful is None:
             return await asyncio.to_thread(self._read, request)
-        prepared = stateful.prepared
-        return _Prompt(prepared.prompt_ids.tolist(), prepared.images, stateful)
+        ids = stateful.prepared.prompt_ids.tolist()
+        return _Prompt(ids, stateful.prepared.images, stateful, self._chat.opened(ids))
 
     def _read(self, request: ChatRequest) -> _Prompt:
         """Return the tokens and the images of a conversation; it may hold whatever msgpack can."""
         try:
             images = images_of(request.messages)
-            return _Prompt(self._chat.prompt(request.messages, request.tools), images)
+            ids = self._chat.at(time.time()).prompt(request.messages, request.tools)
+            return _Prompt(ids, images, opened=self._chat.opened(ids))
         except TinkermqError:
             raise
         except (TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
@@ -221,6 +229,8 @@ class Answers:
         samplings = [self._sampling(request.decoding, len(prompt.ids)) for prompt in prompts]
         with self._room(len(prompts) * copies):
             choices = [self._choice(request, n) for n in range(len(prompts) * copies)]
+            for choice in choices:
+                choice.begin(prompts[choice.number // copies].opened)
             head = _Head(request, prompts)
             try:
                 async with asyncio.timeout(request.deadline_s), asyncio.TaskGroup() as group:

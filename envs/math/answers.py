@@ -6,6 +6,8 @@ stands in a program, or was considered on the way, does not count. Pure.
 
 import re
 
+from ..reasoning import behind_reasoning
+
 MAX_ANSWER_CHARS = 1000
 """A longer answer is wrong without being read."""
 INSTRUCTION = r"Let's think step by step and output the final answer within \boxed{}."
@@ -27,6 +29,7 @@ _PLAIN_NUMBER = re.compile(
 
 def said_in_the_end(text: str) -> str:
     """Return what follows the reasoning; reasoning that was cut off ends in nothing."""
+    text = behind_reasoning(text)
     _, closed, said = text.rpartition("</think>")
     return "" if not closed and "<think>" in text else said
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ....envs.agents.messages import CanonicalCall, CanonicalMessage, joined
-from ....envs.agents.replies import parse_reply
+from ....envs.agents.replies import THINK, THOUGHT, parse_reply
 from ....schemas.wire.errors import ModelError
 from ..episodes.chat import ChatTokenizer
 from .rendering import HistoryRenderer, Tools
@@ -139,8 +139,9 @@ def _reads_calls(chat: ChatTokenizer, turn: CanonicalMessage) -> bool:
         return False
     pairs = enumerate(zip(prompt, whole, strict=False))
     common = next((place for place, (one, other) in pairs if one != other), len(prompt))
-    ids = chat.encode(whole[common:])
-    reply = parse_reply(read_text(chat, chat.encode(prompt), ids, _TOOLS), "c00000", calls=True)
+    ids = chat.encode_seen(whole[common:], behind=whole[:common])
+    prompt_ids = chat.encode_seen(prompt)
+    reply = parse_reply(read_text(chat, prompt_ids, ids, _TOOLS), "c00000", calls=True)
     wanted = [(call.name, call.key) for call in turn.calls]
     return [(call.name, call.key) for call in reply.calls] == wanted
 
@@ -153,17 +154,21 @@ def read_text(
     Where the model's tokenizer says how its answers are to be parsed, it is translated.
     """
     parsed = chat.parse_response(prompt_ids, generated_ids, tools) if tools else None
-    return (as_read(parsed) if parsed else "") or chat.decode(generated_ids)
+    if not parsed:
+        return chat.decode(generated_ids)
+    return as_read(parsed, thinking=bool(chat.opened(prompt_ids))) or chat.decode(generated_ids)
 
 
-def as_read(parsed: dict[str, Any]) -> str:
+def as_read(parsed: dict[str, Any], *, thinking: bool = False) -> str:
     """Return a parsed answer in the one format that replies are read in (`ReplyReader`).
 
-    `parsed` is what `parse_response` of transformers makes of an answer.
+    `parsed` is what `parse_response` of transformers makes of an answer; with `thinking`, its
+    prompt has opened the reasoning.
     """
-    text = ""
-    if reasoning := parsed.get("reasoning_content") or parsed.get("thinking"):
-        text += f"<think>{reasoning}</think>"
+    reasoning = parsed.get("reasoning_content") or parsed.get("thinking") or ""
+    text = f"{reasoning}{THOUGHT}" if thinking else ""
+    if reasoning and not thinking:
+        text = f"{THINK}{reasoning}{THOUGHT}"
     text += str(parsed.get("content") or "")
     for call in parsed.get("tool_calls") or ():
         function = call.get("function", call)
