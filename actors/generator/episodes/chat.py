@@ -135,7 +135,7 @@ class ChatTokenizer:
         self._depends_on_place = self._is_other_behind_text()
         chats = must_chat or self._has_template
         head = self.render(_STAND_IN, prompt=False) if chats else ""
-        self._before = head[: head.rindex(_REPLY) + len(_REPLY)] if _REPLY in head else ""
+        self._before = _until_reply(head)
         closing = self.encode_behind(self._before, head[len(self._before) :])
         ends = [token for token in closing if token in self._marks][:1]
         self.ends_turns = bool(ends)
@@ -168,6 +168,8 @@ class ChatTokenizer:
             return self
         other = copy.copy(self)
         other._time = seconds
+        head = other._rendered(_STAND_IN, prompt=False) or ""
+        other._before = _until_reply(head)
         return other
 
     def prompt(
@@ -440,7 +442,7 @@ class ChatTokenizer:
         for role in ("tool", "user"):
             observation = {"role": role, "content": "an observation"}
             whole = self.render(told, prompt=False, tools=tools)
-            now = whole[: whole.rfind(_REPLY) + len(_REPLY)]
+            now = _until_reply(whole)
             told.append(observation)
             later = self.render(told, prompt=True, tools=tools)
             self._must_extend(now, later, f"a message of the {role}")
@@ -622,6 +624,11 @@ def open_chat(model: ModelConfig, *, must_chat: bool = True) -> ChatTokenizer:
         reader = load_image_reader(model.path, trust_remote_code=trust)
     stops, kwargs = load_stop_token_ids(model.path), model.template_kwargs
     return ChatTokenizer(tokenizer, kwargs, stops, reader, must_chat=must_chat)
+
+
+def _until_reply(rendered: str) -> str:
+    """Return a rendering up to the end of the stand-in reply; nothing where it is not in it."""
+    return rendered[: rendered.rindex(_REPLY) + len(_REPLY)] if _REPLY in rendered else ""
 
 
 def _marks_of(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:

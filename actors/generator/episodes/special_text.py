@@ -90,12 +90,13 @@ class SpecialText:
         if plain is text or self.find(plain) == self.find(text):
             return self._tokenizer.encode(plain, add_special_tokens=False)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
         ids = self._as_text(text)
-        wanted = [self._ids[name] for name in self.find(text)]
-        known = set(self._ids.values())
+        known = {*self._ids.values()} - {self._tokenizer.unk_token_id}  # any text may be unknown
+        wanted = [token for token in map(self._ids.__getitem__, self.find(text)) if token in known]
         if [token for token in ids if token in known] != wanted:
-            held = [name for name in self.find(plain) if name not in self.find(text)][:3]
+            coded = {match[0] for match in self._coded.finditer(text)}
+            held = sorted(self._names[code] for code in coded if code in self._names)[:3]
             raise ModelError(
-                f"the tokenizer cannot write {held} of a message as text: it makes special tokens",
+                f"the tokenizer makes special tokens of {', '.join(held)} in the text of a message",
                 hint="leave them out of the messages, or use a tokenizer with a tokenizer.json",
             )
         return ids
