@@ -136,9 +136,10 @@ class ChatTokenizer:
         chats = must_chat or self._has_template
         head = self.render(_STAND_IN, prompt=False) if chats else ""
         self._before = _until_reply(head)
-        closing = self.encode_behind(self._before, head[len(self._before) :])
+        behind = head[len(self._before) :] if self._before else ""
+        closing = self.encode_behind(self._before, behind)
         ends = [token for token in closing if token in self._marks][:1]
-        self.ends_turns = bool(ends)
+        self.ends_turns = bool(ends) or not self._before
         """Whether the template ends a turn; otherwise the mark of the next role does."""
         marks = self._role_marks() if self._before and not ends else []
         eos = cast("int | None", tokenizer.eos_token_id)
@@ -271,8 +272,8 @@ class ChatTokenizer:
             same = zip(whole, turn.following, strict=False)
             num_same = next((at for at, (one, two) in enumerate(same) if one != two), len(whole))
             cut = max(num_same, len(turn.prompt))
-            has_end = self._texts.find(whole[cut:]) and self._end_of(whole[len(turn.prompt) : cut])
-            whole = whole[:cut] if has_end else whole
+            more = self._texts.find(whole) != self._texts.find(whole[:cut])
+            whole = whole[:cut] if more and self._end_of(whole[len(turn.prompt) : cut]) else whole
         end = self._end_of(whole[len(turn.prompt) :])
         if end:
             known = whole[: len(turn.prompt) + end]
@@ -374,7 +375,7 @@ class ChatTokenizer:
         """
         messages: list[ChatMessage] = [{"role": "user", "content": "a question"}]
         start, prompt = self.render(messages, prompt=False), self.render(messages, prompt=True)
-        self._must_extend(start, prompt, "the generation prompt")
+        self._must_extend(self._without_end(start), prompt, "the generation prompt")
         if not multi_turn:
             return
         if not self._before:
@@ -397,6 +398,16 @@ class ChatTokenizer:
             said = self.encode_behind(prompt, now[len(prompt) :])
             joined += [*said, *self.next_turn(said, [observation]).tolist()]
             self._must_join(joined, later, f"turn {number}")
+
+    def _without_end(self, rendered: str) -> str:
+        """Return a rendering without the marks at its end: Phi 3's ends a text that is not gone on.
+
+        A mark before them stays what it is, so that the rest can be compared.
+        """
+        marks = self._texts.find(rendered)
+        while marks and rendered.rstrip().endswith(marks[-1]):
+            rendered = rendered.rstrip().removesuffix(marks.pop())
+        return rendered
 
     def _lead(self, prompt: str, later: str, reply: str) -> str:
         """Return the white space that a template writes before a reply, and a policy says itself.
