@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
 
@@ -251,34 +252,35 @@ class ChatTokenizer:
     ) -> "Iterator[_Turn]":
         """Yield the turns of the assistant as the template writes them."""
         places = [place for place, one in enumerate(messages) if one.get("role") == "assistant"]
-        prompts = [self.render(messages[:place], prompt=True, tools=tools) for place in places]
+        shown = self._texts.hide(messages)
+        render = partial(self._render_hidden, tools=self._texts.hide_tools(tools))
+        prompts = [render(shown[:place], prompt=True) for place in places]
         later: list[str | None] = [*prompts[1:], None][: len(places)]
         if places and not self.ends_turns and places[-1] + 1 < len(messages):
-            later[-1] = self._rendered(messages, prompt=False, tools=tools)
+            later[-1] = render(shown, prompt=False)
         for place, prompt, following in zip(places, prompts, later, strict=True):
             if any(image_parts([messages[place]])):
                 raise DataError(
                     f"message {place} of a conversation is the assistant's, and holds an image",
                     hint="a model says text: let the images stand in what it is told",
                 )
-            whole = self.render(messages[: place + 1], prompt=False, tools=tools)
+            whole = render(shown[: place + 1], prompt=False)
             self._must_extend(prompt, whole, f"message {place}")
             yield _Turn(place, prompt, whole, following)
 
     def _said(self, turn: "_Turn") -> tuple[list[int], str]:
         """Return a turn's tokens with what ends it, and the text up to there."""
-        whole = turn.whole
-        if turn.following is not None:  # what stands at the end of a conversation alone is no end
-            same = zip(whole, turn.following, strict=False)
-            num_same = next((at for at, (one, two) in enumerate(same) if one != two), len(whole))
-            cut = max(num_same, len(turn.prompt))
-            more = self._texts.find(whole) != self._texts.find(whole[:cut])
-            whole = whole[:cut] if more and self._end_of(whole[len(turn.prompt) : cut]) else whole
-        end = self._end_of(whole[len(turn.prompt) :])
+        whole, begin = turn.whole, len(turn.prompt)
+        if turn.following is not None and not turn.following.startswith(whole):
+            cut = max(_num_shared(whole, turn.following), begin)
+            more = self._texts.find(whole[begin:]) != self._texts.find(whole[begin:cut])
+            if more and self._end_of(whole[begin:cut]):  # what ends a conversation alone is no end
+                whole = whole[:cut]
+        end = self._end_of(whole[begin:])
         if end:
-            known = whole[: len(turn.prompt) + end]
-            return self.encode_behind(turn.prompt, known[len(turn.prompt) :]), known
-        said = self.encode_behind(turn.prompt, whole[len(turn.prompt) :])
+            known = whole[: begin + end]
+            return self.encode_behind(turn.prompt, known[begin:]), known
+        said = self.encode_behind(turn.prompt, whole[begin:])
         if turn.following is None:
             return [*said, self.stop_token_ids[0]], whole
         following = turn.following[len(whole) :]
@@ -504,16 +506,10 @@ class ChatTokenizer:
                 found += self._texts.find(whole[len(self._before) :])
         return list(dict.fromkeys(name for name in found if not opened_by(name)))
 
-    def _rendered(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        prompt: bool,
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> str | None:
+    def _rendered(self, messages: Sequence[ChatMessage], *, prompt: bool) -> str | None:
         """Return what the template makes of messages, or None where it refuses them."""
         try:
-            return self.render(messages, prompt=prompt, tools=tools)
+            return self.render(messages, prompt=prompt)
         except ModelError:
             return None
 
@@ -528,6 +524,16 @@ class ChatTokenizer:
 
         What looks like a special token in a message is hidden (`SpecialText`) until it is encoded.
         """
+        hidden, hidden_tools = self._texts.hide(messages), self._texts.hide_tools(tools)
+        return self._render_hidden(hidden, prompt=prompt, tools=hidden_tools)
+
+    def _render_hidden(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        prompt: bool,
+        tools: Sequence[Mapping[str, Any]],
+    ) -> str:
         if not self._has_template:
             raise ModelError(
                 "the tokenizer has no chat template",
@@ -537,8 +543,8 @@ class ChatTokenizer:
             return cast(
                 "str",
                 self._tokenizer.apply_chat_template(  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
-                    self._texts.hide(messages),
-                    tools=self._texts.hide_tools(tools) or None,
+                    [dict(message) for message in messages],
+                    tools=[dict(tool) for tool in tools] or None,
                     tokenize=False,
                     add_generation_prompt=prompt,
                     **self._template_kwargs,
@@ -637,6 +643,12 @@ def open_chat(model: ModelConfig, *, must_chat: bool = True) -> ChatTokenizer:
     return ChatTokenizer(tokenizer, kwargs, stops, reader, must_chat=must_chat)
 
 
+def _num_shared(one: str, other: str) -> int:
+    """Return how many characters two texts have in common at the beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
 def _until_reply(rendered: str) -> str:
     """Return a rendering up to the end of the stand-in reply; nothing where it is not in it."""
     return rendered[: rendered.rindex(_REPLY) + len(_REPLY)] if _REPLY in rendered else ""
@@ -651,10 +663,7 @@ def _marks_of(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
 
 
 def _rewrites(what: str, expected: str, rendered: str) -> ModelError:
-    same = next(
-        (i for i, (a, b) in enumerate(zip(expected, rendered, strict=False)) if a != b),
-        min(len(expected), len(rendered)),
-    )
+    same = _num_shared(expected, rendered)
     start = max(0, same - 20)
     return ModelError(
         f"the chat template rewrites the history: with {what} it was\n"

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _FIRST_PRIVATE = 0xF0000
 """Of the characters for private use, of which the codes are made."""
+_NEAR_CHARS = 4096
+"""Where the last mark of a text is looked for first."""
 _IMAGES = ("image", "image_url")
 Rename: TypeAlias = Callable[["re.Match[str]"], str]
 
@@ -186,7 +188,12 @@ class _Guarded:
         return self._pattern.findall(text)
 
     def last(self, text: str) -> int:
-        return max((match.start() for match in self._pattern.finditer(text)), default=0)
+        near = max(0, len(text) - _NEAR_CHARS)
+        for start in (near, 0) if near else (0,):
+            found = [match.start() for match in self._pattern.finditer(text, start)]
+            if found and (not start or found[-1] - start > self._most):  # no half of a longer one
+                return found[-1]
+        return 0
 
     def starts(self, text: str) -> bool:
         return self._pattern.match(text) is not None
