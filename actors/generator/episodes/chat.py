@@ -539,6 +539,9 @@ class ChatTokenizer:
                 "the tokenizer has no chat template",
                 hint="write one to chat_template.jinja in the model's folder",
             )
+        names = dict(self._template_kwargs)
+        if self._asks_time:
+            names["strftime_now"] = self._time_text
         try:
             return cast(
                 "str",
@@ -547,8 +550,7 @@ class ChatTokenizer:
                     tools=[dict(tool) for tool in tools] or None,
                     tokenize=False,
                     add_generation_prompt=prompt,
-                    **self._template_kwargs,
-                    **({"strftime_now": self._time_text} if self._asks_time else {}),
+                    **names,
                 ),
             )
         except (TemplateError, TypeError, KeyError, AttributeError, RecursionError) as error:

@@ -92,7 +92,8 @@ class SpecialText:
         if plain is text or self.find(plain) == self.find(text):
             return self._tokenizer.encode(plain, add_special_tokens=False)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
         ids = self._as_text(text)
-        known = {*self._ids.values()} - {self._tokenizer.unk_token_id}  # any text may be unknown
+        unknown = cast("int | None", self._tokenizer.unk_token_id)  # which any text may be
+        known = {token for token in self._ids.values() if token != unknown}
         wanted = [token for token in map(self._ids.__getitem__, self.find(text)) if token in known]
         if [token for token in ids if token in known] != wanted:
             coded = {match[0] for match in self._coded.finditer(text)}
@@ -132,7 +133,9 @@ class SpecialText:
         with self._renaming:
             tokenizer, ids = self._renamed = self._renamed or self._rename()
         renamed = self._all.sub(lambda match: self._new_names[match[0]], text)
-        made = tokenizer.encode(self.plain(renamed), add_special_tokens=False).ids
+        made = cast(
+            "list[int]", tokenizer.encode(self.plain(renamed), add_special_tokens=False).ids
+        )
         return [ids.get(token, token) for token in made]
 
     def _rename(self) -> tuple[Any, dict[int, int]]:
@@ -148,7 +151,7 @@ class SpecialText:
         for token in added:
             token["content"] = self._new_names.get(token["content"], token["content"])
         _rename_in(state["model"], self._new_names)
-        copy = Tokenizer.from_str(json.dumps(state))
+        copy: Any = Tokenizer.from_str(json.dumps(state))
         pairs = ((copy.token_to_id(self._new_names.get(name, name)), name) for name in old)
         return copy, {new: int(backend.token_to_id(name)) for new, name in pairs}
 
@@ -224,7 +227,8 @@ def _rename_in(model: dict[str, Any], names: Mapping[str, str]) -> None:
         entries = cast("dict[str, int]", vocabulary).items()
         model["vocab"] = {names.get(name, name): number for name, number in entries}
     elif isinstance(vocabulary, list):  # a Unigram's, with scores
-        model["vocab"] = [[names.get(name, name), score] for name, score in vocabulary]
+        pieces = cast("list[tuple[str, float]]", vocabulary)
+        model["vocab"] = [[names.get(name, name), score] for name, score in pieces]
     if isinstance(unknown := model.get("unk_token"), str):
         model["unk_token"] = names.get(unknown, unknown)
     if merges := cast("list[Any]", model.get("merges") or []):

@@ -84,6 +84,11 @@ def whole_of(chat: ChatTokenizer, messages: list[dict[str, Any]], *, prompt: boo
     return list(made)
 
 
+def ids_of(chat: ChatTokenizer, *names: str) -> list[int]:
+    made: Any = chat._tokenizer.convert_tokens_to_ids(list(names))
+    return list(made)
+
+
 def learnt(spoken: Conversation) -> list[list[int]]:
     """Return the tokens of each turn that is learnt."""
     starts = np.flatnonzero(np.diff(spoken.mask, prepend=0) == 1)
@@ -166,9 +171,7 @@ def glm() -> ChatTokenizer:
 def test_where_nothing_ends_a_turn_the_next_role_does() -> None:
     chat = glm()
     chat.check_template()
-    user, observation, eos = chat._tokenizer.convert_tokens_to_ids(
-        ["<|user|>", "<|observation|>", "<|endoftext|>"]
-    )
+    user, observation, eos = ids_of(chat, "<|user|>", "<|observation|>", "<|endoftext|>")
     assert {user, observation, eos} <= set(chat.stop_token_ids)
     assert chat.stop_token_ids[0] == eos
     assert not chat.ends_turns
@@ -237,7 +240,7 @@ def test_a_turn_ends_with_the_mark_that_the_template_writes_for_its_kind() -> No
     messages = [MESSAGES[0], called, {"role": "tool", "content": "1"}, MESSAGES[1]]
     spoken = chat.conversation(messages)
     assert spoken.token_ids.tolist() == whole_of(chat, messages, prompt=False)
-    eom, end = tokenizer.convert_tokens_to_ids(["<|eom_id|>", "<|im_end|>"])
+    eom, end = ids_of(chat, "<|eom_id|>", "<|im_end|>")
     assert [turn[-1] for turn in learnt(spoken)] == [eom, end]
     assert all(end not in turn[:-1] for turn in learnt(spoken))
 
