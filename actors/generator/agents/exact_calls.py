@@ -112,7 +112,8 @@ class ExactCalls:
             attachment = self.tree.detached(history, context, attachment.parent)
         if given is None:
             given = self._renderer.whole(history, tools)
-        thinking = bool(self._chat.opened(given)) and not prefill.lstrip().startswith(THINK)
+        opened = self._chat.opened(given).startswith(THINK)
+        thinking = opened and not prefill.lstrip().startswith(THINK)
         if prefill:
             given = np.concatenate([given, np.array(self._chat.encode_said(prefill), np.int32)])
         name = self._next_name()

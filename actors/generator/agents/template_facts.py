@@ -156,7 +156,8 @@ def read_text(
     parsed = chat.parse_response(prompt_ids, generated_ids, tools) if tools else None
     if not parsed:
         return chat.decode(generated_ids)
-    return as_read(parsed, thinking=bool(chat.opened(prompt_ids))) or chat.decode(generated_ids)
+    thinking = chat.opened(prompt_ids).startswith(THINK)
+    return as_read(parsed, thinking=thinking) or chat.decode(generated_ids)
 
 
 def as_read(parsed: dict[str, Any], *, thinking: bool = False) -> str:
