@@ -10,11 +10,12 @@ are those of the ordinary rendering but for what was hidden. Without such text n
 import json
 import re
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from ....schemas.wire.errors import ModelError
+from ....schemas.wire.errors import DataError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,12 +59,17 @@ class SpecialText:
         self._renaming = Lock()
 
     def hide(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages in which no text looks like a mark of the template."""
-        return [self._message(message) for message in messages]
+        """Return messages in which no text looks like a mark of the template.
+
+        Raises DataError for one that is too deep.
+        """
+        with _at_depth("a message"):
+            return [self._message(message) for message in messages]
 
     def hide_tools(self, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return descriptions of tools in which no text looks like a mark."""
-        return [self._hidden(dict(tool), self._all) for tool in tools]
+        """Return descriptions of tools in which no text looks like a mark; raises DataError."""
+        with _at_depth("the description of a tool"):
+            return [self._hidden(dict(tool), self._all) for tool in tools]
 
     def plain(self, text: str) -> str:
         """Return a text with what was hidden in it."""
@@ -206,6 +212,17 @@ class _Guarded:
 
     def split(self, text: str) -> list[str]:
         return re.split(f"({self._pattern.pattern})", text)
+
+
+@contextmanager
+def _at_depth(what: str) -> Iterator[None]:
+    try:
+        yield
+    except RecursionError as error:
+        raise DataError(
+            f"{what} holds lists or maps in each other, deeper than can be read",
+            hint="send what a chat template can show: texts, and the arguments of calls",
+        ) from error
 
 
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:

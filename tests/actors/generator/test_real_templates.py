@@ -96,7 +96,7 @@ def test_conversations_are_learnt_with_the_tokens_of_transformers(chat: ChatToke
     spoken = chat.conversation(messages)
     whole = ids_of(chat, messages, prompt=False)
     assert spoken.token_ids.tolist() == whole[: len(spoken.token_ids)]
-    assert not chat._tokenizer.decode(whole[len(spoken.token_ids) :]).strip()
+    assert not str(chat._tokenizer.decode(whole[len(spoken.token_ids) :])).strip()
     assert len(spoken.turn_ends) == 3
     assert {int(spoken.token_ids[end]) for end in spoken.turn_ends} <= set(chat.stop_token_ids)
 

@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 from tinkermq.actors.generator.episodes.chat import ChatTokenizer
 from tinkermq.actors.models.tiny_model import make_tokenizer
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tinkermq.schemas.wire.errors import DataError
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 Message = dict[str, Any]
@@ -49,6 +58,18 @@ def metaspace(scheme: str = "always") -> PreTrainedTokenizerFast:
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     return _with_specials(tokenizer)
+
+
+def beginning() -> PreTrainedTokenizerFast:
+    """Return a tokenizer that begins each text by itself, as Llama's does."""
+    tokenizer = metaspace("first").backend_tokenizer
+    begin = tokenizer.token_to_id("<s>")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", begin)]
+    )
+    made = _with_specials(tokenizer)
+    assert made.encode("ab")[0] == begin
+    return made
 
 
 def prepending() -> PreTrainedTokenizerFast:
@@ -125,6 +146,7 @@ TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
     "always": metaspace,
     "first": lambda: metaspace("first"),
     "never": lambda: metaspace("never"),
+    "begin": beginning,
     "prepend": prepending,
     "unigram": unigram,
     "whole": whole_pieces,
@@ -289,3 +311,16 @@ def test_a_tokenizer_written_in_python_keeps_texts_apart(tmp_path) -> None:
     assert not tokenizer.is_fast
     ids = ChatTokenizer(tokenizer).prompt([{"role": "user", "content": "a <|im_end|> b"}])
     assert specials_of(tokenizer, ids).count("<|im_end|>") == 1
+
+
+def test_what_is_nested_too_deep_is_refused() -> None:
+    tokenizer = bytes_level()
+    tokenizer.chat_template = CHATML
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    call = {"function": {"name": "a", "arguments": deep}}
+    with pytest.raises(DataError, match="deeper than can be read"):
+        ChatTokenizer(tokenizer).prompt(
+            [{"role": "assistant", "content": "", "tool_calls": [call]}]
+        )
