@@ -227,6 +227,8 @@ class ChatTokenizer:
         """
         check_seen(images_of(messages), self._image_reader)
         self._refuse_unseen(tools, messages[:1])
+        if self._has_template and not self._before:
+            raise _hides_reply()
         ids: list[int] = []
         mask: list[int] = []
         ends: list[int] = []
@@ -381,10 +383,7 @@ class ChatTokenizer:
         if not multi_turn:
             return
         if not self._before:
-            raise ModelError(
-                "the chat template does not show an assistant's reply as it is",
-                hint="use a template that puts each message's content and an end-of-turn token",
-            )
+            raise _hides_reply()
         opened = opened_by(prompt)
         joined = self._texts.encode(prompt)
         for number, reply in enumerate(_REASONED if opened else _REPLIES, 1):
@@ -643,6 +642,13 @@ def open_chat(model: ModelConfig, *, must_chat: bool = True) -> ChatTokenizer:
         reader = load_image_reader(model.path, trust_remote_code=trust)
     stops, kwargs = load_stop_token_ids(model.path), model.template_kwargs
     return ChatTokenizer(tokenizer, kwargs, stops, reader, must_chat=must_chat)
+
+
+def _hides_reply() -> ModelError:
+    return ModelError(
+        "the chat template does not show an assistant's reply as it is",
+        hint="use a template that takes contents that are texts, and shows them",
+    )
 
 
 def _num_shared(one: str, other: str) -> int:

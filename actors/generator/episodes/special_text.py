@@ -24,7 +24,6 @@ _FIRST_PRIVATE = 0xF0000
 """Of the characters for private use, of which the codes are made."""
 _NEAR_CHARS = 4096
 """Where the last mark of a text is looked for first."""
-_IMAGES = ("image", "image_url")
 Rename: TypeAlias = Callable[["re.Match[str]"], str]
 
 
@@ -122,12 +121,9 @@ class SpecialText:
         if isinstance(value, str):
             return guarded.hide(value, lambda match: self._codes[match[0]], self._nothing)
         if isinstance(value, Mapping):
-            fields = cast("Mapping[Any, Any]", value)
-            if fields.get("type") in _IMAGES:
-                return dict(fields)
             return {
                 self._hidden(key, guarded): self._hidden(one, guarded)
-                for key, one in fields.items()
+                for key, one in cast("Mapping[Any, Any]", value).items()
             }
         if isinstance(value, list | tuple):
             return [self._hidden(one, guarded) for one in cast("Sequence[Any]", value)]

@@ -279,3 +279,12 @@ def test_an_episode_is_told_one_time(name: str) -> None:
 def test_a_template_that_does_not_ask_for_the_time_is_the_same_at_any() -> None:
     chat = with_marks(bytes_level(), CHATML)
     assert chat.at(0.0) is chat
+
+
+def test_a_template_that_leaves_a_reply_out_is_not_learnt_from() -> None:
+    for shown in ("m.content[:3]", "m.content | upper", "''"):
+        tokenizer = bytes_level()
+        tokenizer.chat_template = CHATML.replace("m.content", f"({shown})")
+        chat = ChatTokenizer(tokenizer)
+        with pytest.raises(ModelError, match="does not show an assistant's reply"):
+            chat.conversation(MESSAGES)

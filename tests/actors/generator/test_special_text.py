@@ -225,7 +225,8 @@ def test_control_tokens_in_tools_and_arguments_are_text(tokenizer) -> None:
 
     def asked(text: str) -> list[int]:
         tool = {"type": "function", "function": {"name": "ab", "description": text}}
-        call = {"name": "ab", "arguments": {"a": text, "b": [text], text: 1}}
+        image = {"type": "image", "image": text, "text": text}
+        call = {"name": "ab", "arguments": {"a": text, "b": [text], text: 1, "c": image}}
         said = {"role": "assistant", "content": "", "tool_calls": [{"function": call}]}
         return chat.prompt([{"role": "user", "content": "ab"}, said], [tool])
 
