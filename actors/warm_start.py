@@ -123,18 +123,9 @@ def _conversations(game: str, seed: int) -> Iterator[list[ChatMessage]]:
 
 def _tokens(chat: ChatTokenizer, messages: list[ChatMessage]) -> TokenSequence:
     """Tokenise a conversation as the agent loop would; mark what the assistant says."""
-    first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
-    ids: list[int] = chat.first_prompt(messages[:first]).tolist()
-    mask = [0] * len(ids)
-    for index in range(first, len(messages), 2):
-        said = [*chat.encode(messages[index]["content"]), chat.stop_token_ids[0]]
-        ids += said
-        mask += [1] * len(said)
-        if index + 1 < len(messages):
-            between: list[int] = chat.next_turn(said, [messages[index + 1]]).tolist()
-            ids += between
-            mask += [0] * len(between)
-    return TokenSequence(np.array(ids), np.array(mask), images_of(messages[:first]))
+    spoken = chat.conversation(messages)
+    ids, mask = spoken.token_ids.astype(np.int64), spoken.mask.astype(np.int64)
+    return TokenSequence(ids, mask, images_of(messages))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal, NoReturn, Self, cast
 from ..schemas.wire.errors import GameError, MessageError, TinkermqError, root_cause
 from ..schemas.wire.foreign import clean_text, lines_of, plain_text, plain_value, shown, words_of
 from ..schemas.wire.reply import MAX_CHARS
+from .reasoning import behind_reasoning
 
 ChatMessage = dict[str, Any]
 """One chat message: `role` and `content`."""
@@ -122,8 +123,11 @@ class AbstractGame(ABC):
         return type(self).__name__.lower().replace("game", "") or "game"
 
     def parse_action(self, raw: str) -> str:
-        """Return the action in a generated text; games call it themselves in `step`."""
-        return raw.strip()
+        """Return the action in a generated text; games call it themselves in `step`.
+
+        By default that is what the policy says behind its reasoning.
+        """
+        return behind_reasoning(raw).strip()
 
 
 def join_texts(*texts: str) -> str:

@@ -48,7 +48,7 @@ async def run_evaluator(context: JobContext) -> None:
     await asyncio.to_thread(check_weights, context.record, config)
     if is_job_of_its_own:
         config = config_of_checkpoint(context.record, config)
-    chat = make_chat(config)
+    chat = make_chat(config).at(context.record.created)
     environments = Environments(context.broker, context.scope, config.env, context.missing)
     sampling = EpisodeSampling(config.evaluation.temperature, config.evaluation.top_p)
     players = await Players.start(config, chat, environments, sampling)

@@ -48,7 +48,7 @@ async def run_generator(context: JobContext) -> None:
     """Run a generator until it is told to stop."""
     config = context.config
     await asyncio.to_thread(check_weights, context.record, config)
-    chat = make_chat(config)
+    chat = make_chat(config).at(context.record.created)
     store = open_weights(context)
     environments = Environments(context.broker, context.scope, config.env, context.missing)
     sampling = EpisodeSampling.of(config.rollout)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -90,6 +91,10 @@ class Choice:
     _plain: str = ""
     _num_said: int = 0
 
+    def begin(self, opened: str) -> None:
+        """Begin with the mark by which the prompt has opened the reasoning of the answer."""
+        self._words.append(opened)
+
     def add(self, drawn: Drawn) -> None:
         """Add the next token; nothing counts behind a stop text."""
         if self.text.stopped:
@@ -164,6 +169,8 @@ class _Prompt:
     images: Sequence[bytes] = ()
     stateful: StatefulPrompt | None = None
     """Where it is continued by its tokens."""
+    opened: str = ""
+    """The mark by which a chat's prompt opens the reasoning; the answer's text begins with it."""
 
 
 class _Head:
@@ -217,14 +224,15 @@ class Answers:
         stateful = await self.conversations.prepare(request) if request.stateful else None
         if stateful is None:
             return await asyncio.to_thread(self._read, request)
-        prepared = stateful.prepared
-        return _Prompt(prepared.prompt_ids.tolist(), prepared.images, stateful)
+        ids = stateful.prepared.prompt_ids.tolist()
+        return _Prompt(ids, stateful.prepared.images, stateful, self._chat.opened(ids))
 
     def _read(self, request: ChatRequest) -> _Prompt:
         """Return the tokens and the images of a conversation; it may hold whatever msgpack can."""
         try:
             images = images_of(request.messages)
-            return _Prompt(self._chat.prompt(request.messages, request.tools), images)
+            ids = self._chat.at(time.time()).prompt(request.messages, request.tools)
+            return _Prompt(ids, images, opened=self._chat.opened(ids))
         except TinkermqError:
             raise
         except (TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
@@ -257,6 +265,8 @@ class Answers:
         samplings = [self._sampling(request.decoding, len(prompt.ids)) for prompt in prompts]
         with self._room(len(prompts) * copies):
             choices = [self._choice(request, n) for n in range(len(prompts) * copies)]
+            for choice in choices:
+                choice.begin(prompts[choice.number // copies].opened)
             head = _Head(request, prompts)
             try:
                 async with asyncio.timeout(request.deadline_s), asyncio.TaskGroup() as group:

@@ -95,7 +95,8 @@ class Conversations:
         history, ends = read
         known = next((self._known[end] for end in reversed(ends) if end in self._known), None)
         if known is None:
-            known = _Conversation(ExactCalls(self._chat, facts=self._facts), time.monotonic())
+            chat = self._chat.at(time.time())  # one time for all of a conversation
+            known = _Conversation(ExactCalls(chat, facts=self._facts), time.monotonic())
         async with known.lock:
             prepared = await asyncio.to_thread(known.exact.prepare, history, request.tools)
         return StatefulPrompt(prepared, _why(prepared, history), known, request)

@@ -1,6 +1,7 @@
 """Whole episodes, played with the generator's own agent loop: token ids in and out."""
 
 import asyncio
+import time
 from collections import OrderedDict
 
 from ...envs.serving.remote import Environments, Start
@@ -56,7 +57,8 @@ class EpisodePlayer:
         sampling = EpisodeSampling(request.temperature, request.top_p, request.top_k)
         loop = AgentLoop(self._engine, self._chat, self._hosts(request.session), rollout, sampling)
         start = Start(request.split, request.sample, request.seed, request.kwargs)
-        plan = EpisodePlan(request.request, start, greedy=request.temperature == 0)
+        greedy = request.temperature == 0
+        plan = EpisodePlan(request.request, start, greedy=greedy, time=time.time())
         try:
             trajectory = await until_played(loop.run, plan, rollout.max_tries, loop.check_engine)
         except EpisodeFailed as failure:

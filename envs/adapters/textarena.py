@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, cast
 from ...schemas.wire.errors import GameError
 from ..extra import extra
 from ..game import AbstractGame, StepResult
+from ..reasoning import behind_reasoning
 from ..running.global_random import GlobalRandom
 
 Opponent = Callable[[str, random.Random], str]
@@ -76,7 +77,7 @@ class TextArenaGame(AbstractGame):
     def step(self, action: str) -> StepResult:
         """Play the policy's move and the opponent's answers to it."""
         with self._dice.lent():
-            done = bool(self._env.step(action)[0]) or self._play_others()
+            done = bool(self._env.step(behind_reasoning(action))[0]) or self._play_others()
             if not done:
                 return StepResult(self._show(self._seat), 0.0, done=False, info={"type": self._id})
             rewards, infos = cast(

@@ -19,6 +19,7 @@ from typing import Any
 
 from ..game import AbstractGame, ChatMessage, StepResult
 from ..prompt import open_game
+from ..reasoning import behind_reasoning
 from .boards.board import SYMBOLS, Board, O, X
 from .boards.players import Player, make_player, random_player
 
@@ -177,7 +178,7 @@ class GomokuGame(AbstractGame):
 
     def _cell(self, action: str) -> tuple[int | None, str]:
         """Return the free cell that an action names, or what is wrong with it."""
-        match = _MOVE.search(_THINKING.sub("", action))
+        match = _MOVE.search(_THINKING.sub("", behind_reasoning(action)))
         if match is None:
             return None, "Invalid format: answer with <move>row,col</move>."
         row, column = int(match[1]), int(match[2])

@@ -7,6 +7,7 @@ stands in a program, or was considered on the way, does not count. Pure.
 import re
 from fractions import Fraction
 
+from ..reasoning import behind_reasoning
 from .quantity import clean, is_balanced, read_quantity, same_unit, without_units
 
 MAX_ANSWER_CHARS = 1000
@@ -50,6 +51,7 @@ _FAR = Fraction(2, 10**6)
 
 def said_in_the_end(text: str) -> str:
     """Return what follows the reasoning; reasoning that was cut off ends in nothing."""
+    text = behind_reasoning(text)
     _, closed, said = text.rpartition("</think>")
     return "" if not closed and "<think>" in text else said
 

@@ -24,6 +24,7 @@ from ...schemas.wire.errors import (
 )
 from ...schemas.wire.images import plain_text
 from ...schemas.wire.subjects import JobScope
+from ..reasoning import behind_reasoning
 from .endpoint import HttpSource, RefusedError, again
 from .source import Case, Score, SourceUnusableError
 
@@ -114,7 +115,7 @@ class JudgeSource(HttpSource):
         first = next((item for item in case.messages if item["role"] == "user"), None)
         return self._template.safe_substitute(
             question="" if first is None else plain_text(first["content"]),
-            answer=case.solution_str,
+            answer=behind_reasoning(case.solution_str),
             ground_truth=case.ground_truth,
             conversation="\n".join(said),
             scale=scale,

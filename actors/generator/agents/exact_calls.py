@@ -14,9 +14,6 @@ from .call_tree import Attachment, CallTree, ModelCall, digest_behind
 from .rendering import HistoryRenderer, Tools
 from .template_facts import TemplateFacts, facts_of
 
-_TAIL = 8
-"""Tokens at the end of a prompt that may open the reasoning."""
-
 
 @dataclass(frozen=True, slots=True)
 class PreparedCall:
@@ -114,9 +111,12 @@ class ExactCalls:
             attachment = self.tree.detached(history, context, attachment.parent)
         if given is None:
             given = self._renderer.whole(history, tools)
+        opened = self._chat.opened(given).startswith(THINK)
+        thinking = opened and not prefill.lstrip().startswith(THINK)
         if prefill:
-            given = np.concatenate([given, np.array(self._chat.encode(prefill), np.int32)])
-        return self._prepared(attachment, given, tools, prefill)
+            given = np.concatenate([given, np.array(self._chat.encode_said(prefill), np.int32)])
+        name = self._next_name()
+        return PreparedCall(attachment, given, name, bool(tools), thinking, prefill)
 
     def shaped(self, messages: Sequence[CanonicalMessage]) -> list[CanonicalMessage]:
         """Return messages as they are compared and shown: canonical, and as the template can."""
@@ -162,14 +162,6 @@ class ExactCalls:
         return self.tree.commit(
             prepared.attachment, given, generated, reader.reply, name=prepared.name
         )
-
-    def _prepared(
-        self, attachment: Attachment, given: IntVector, tools: Tools, prefill: str
-    ) -> PreparedCall:
-        tail = "".join(map(self._chat.token_text, given[-_TAIL:]))
-        thinking = not prefill and tail.rstrip().endswith(THINK)
-        name = self._next_name()
-        return PreparedCall(attachment, given, name, bool(tools), thinking, prefill)
 
     def _next_name(self) -> str:
         name = f"c{self._num_asked:05}"  # with a call's three digits as long as Mistral's ids

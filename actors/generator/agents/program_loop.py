@@ -105,7 +105,7 @@ class ProgramLoop:
         calls = CallAnswers(
             plan.episode,
             engine,
-            self._chat,
+            self._chat if plan.time is None else self._chat.at(plan.time),
             config,
             self._sampling_of(plan),
             log,

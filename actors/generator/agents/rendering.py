@@ -115,7 +115,7 @@ class HistoryRenderer:
             return None
         if not 0 < alone.count(mark) == whole.count(mark):
             return None
-        pairs = zip(self._chat.encode(alone.rpartition(mark)[2]), ids, strict=False)
+        pairs = zip(self._chat.encode_seen(alone.rpartition(mark)[2]), ids, strict=False)
         at = 0
         for lone, token in pairs:
             if lone != token or token in self._chat.stop_token_ids:

@@ -7,11 +7,10 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 from ....envs.agents.messages import CanonicalCall, CanonicalMessage, joined
-from ....envs.agents.replies import parse_reply
+from ....envs.agents.replies import THINK, THOUGHT, parse_reply
 from ....envs.call_formats import FORMATS, CallFormat, certain_length, in_hermes_form
 from ....envs.chat_messages import read_object
 from ....schemas.wire.errors import ModelError
@@ -154,7 +153,7 @@ def _written(chat: ChatTokenizer, turn: CanonicalMessage) -> tuple[list[int], li
         return None
     pairs = enumerate(zip(prompt, whole, strict=False))
     common = next((place for place, (one, other) in pairs if one != other), len(prompt))
-    return chat.encode(prompt), chat.encode(whole[common:])
+    return chat.encode_seen(prompt), chat.encode_seen(whole[common:], behind=whole[:common])
 
 
 def _has_calls(text: str, turn: CanonicalMessage) -> bool:
@@ -163,12 +162,17 @@ def _has_calls(text: str, turn: CanonicalMessage) -> bool:
     return [(call.name, call.key) for call in reply.calls] == wanted
 
 
-@lru_cache(maxsize=8)
 def call_format(chat: ChatTokenizer) -> CallFormat | None:
     """Return what reads calls as the model's template writes them.
 
     None where they are read as they come (Hermes, Qwen), and where no format is known.
     """
+    if "call_format" not in chat.found:
+        chat.found["call_format"] = _find_call_format(chat)
+    return chat.found["call_format"]
+
+
+def _find_call_format(chat: ChatTokenizer) -> CallFormat | None:
     turn = replace(_CALLED, content=(), calls=_CALLS[:1])
     written = _written(chat, turn)
     if written is None or _has_calls(text := chat.decode(written[1]), turn):
@@ -209,17 +213,20 @@ def read_text(
     lacking = not all(arguments for _, arguments in _parsed_calls(parsed))
     if lacking and call_format(chat) is not None:  # which looks at each letter of a call
         return told_text(chat, text, tools)
-    return as_read(parsed) or text
+    thinking = chat.opened(prompt_ids).startswith(THINK)
+    return as_read(parsed, thinking=thinking) or text
 
 
-def as_read(parsed: dict[str, Any]) -> str:
+def as_read(parsed: dict[str, Any], *, thinking: bool = False) -> str:
     """Return a parsed answer in the one format that replies are read in (`ReplyReader`).
 
-    `parsed` is what `parse_response` of transformers makes of an answer.
+    `parsed` is what `parse_response` of transformers makes of an answer; with `thinking`, its
+    prompt has opened the reasoning.
     """
-    text = ""
-    if reasoning := parsed.get("reasoning_content") or parsed.get("thinking"):
-        text += f"<think>{reasoning}</think>"
+    reasoning = parsed.get("reasoning_content") or parsed.get("thinking") or ""
+    text = f"{reasoning}{THOUGHT}" if thinking else ""
+    if reasoning and not thinking:
+        text = f"{THINK}{reasoning}{THOUGHT}"
     text += str(parsed.get("content") or "")
     for name, arguments in _parsed_calls(parsed):
         told = {"name": name, "arguments": arguments}

@@ -40,10 +40,11 @@ from .recorder import EpisodeRecorder, GameAt
 from .transcript import Transcript
 
 PromptForTeacher: TypeAlias = Callable[
-    [Sequence[ChatMessage], Sequence[Mapping[str, Any]], int, Mapping[str, Any]], IntVector
+    [Sequence[ChatMessage], Sequence[Mapping[str, Any]], int, Mapping[str, Any], float | None],
+    IntVector,
 ]
-"""Returns the first prompt with what only a teacher reads, of messages, tools, the prompt's length
-and what the game has told."""
+"""Returns the first prompt with what only a teacher reads, of messages, tools, the prompt's length,
+what the game has told, and the episode's time (`EpisodePlan.time`)."""
 
 
 class EpisodeFailed(TinkermqError):
@@ -80,6 +81,9 @@ class EpisodePlan:
     draws: str | None = None
     """Names the random numbers that the policy draws: the same in every run with the same seed.
     None: fresh ones."""
+    time: float | None = None
+    """What the chat template is told if it asks for the time, in seconds since the epoch: the same
+    whoever plays the episode. None: the job's own time."""
 
     def seed(self, turn: int) -> int | None:
         """Return the seed of a turn's sampling, below 2^63; None: any."""
@@ -178,12 +182,16 @@ class AgentLoop:
         self, plan: EpisodePlan, transcript: Transcript, recorder: EpisodeRecorder
     ) -> GameAt:
         """PENDING: start the game, or find the one that another generator has begun."""
+        chat = self._chat_of(plan)
         with self._in_environment(transcript):
-            game = await recorder.rejoin(self._chat, plan.episode, plan.start, transcript)
+            game = await recorder.rejoin(chat, plan.episode, plan.start, transcript)
             if game is None:
                 started = await self._environments.reset(plan.episode, plan.start)
                 game = GameAt(started, plan.episode)
         return game
+
+    def _chat_of(self, plan: EpisodePlan) -> ChatTokenizer:
+        return self._chat if plan.time is None else self._chat.at(plan.time)
 
     def _open(self, plan: EpisodePlan, game: GameAt, transcript: Transcript) -> None:
         """Give the transcript its first prompt, unless the episode is gone on with."""
@@ -192,7 +200,7 @@ class AgentLoop:
             _refuse_table(plan)
         if transcript.token_ids:
             return
-        prompt = self._chat.first_prompt(started.messages, started.tools).tolist()
+        prompt = self._chat_of(plan).first_prompt(started.messages, started.tools).tolist()
         self._check_prompt(prompt)
         transcript.begin(prompt, started.messages, started.data_source)
 
@@ -233,7 +241,7 @@ class AgentLoop:
                 await recorder.settle()  # tells why, if somebody has taken the episode over
                 raise EngineError(f"the engine ended request {request} without a turn")
         transcript.end_turn(begun, rest)
-        transcript.say(self._chat.decode(transcript.turn_ids(turn)))
+        transcript.say(self._chat.answer(*transcript.turn(turn)))
 
     async def _ask_engine(
         self,
@@ -275,7 +283,7 @@ class AgentLoop:
                 game.host, game.episode, turn, text, seated=seated
             )
         transcript.add_reply(reply)
-        finish = self._finish(transcript, reply)
+        finish = self._finish(plan, transcript, reply)
         if finish in ("turns", "length") and self._environments.rewards_ends:
             await self._reward_end(game, transcript)
         return finish
@@ -296,7 +304,9 @@ class AgentLoop:
             yield
         transcript.environment_s += time.perf_counter() - started
 
-    def _finish(self, transcript: Transcript, reply: StepResult) -> Finish | None:
+    def _finish(
+        self, plan: EpisodePlan, transcript: Transcript, reply: StepResult
+    ) -> Finish | None:
         """Say why the episode is over; None: the observation is appended, and a turn follows."""
         if isinstance(reply, TimedOut):
             return "timeout"
@@ -304,13 +314,13 @@ class AgentLoop:
             return "done"
         if len(transcript.turn_ends) >= self._config.max_turns:
             return "turns"
-        return None if self._observe(transcript, reply) else "length"
+        return None if self._observe(plan, transcript, reply) else "length"
 
-    def _observe(self, transcript: Transcript, reply: StepResult) -> bool:
+    def _observe(self, plan: EpisodePlan, transcript: Transcript, reply: StepResult) -> bool:
         """Append the observation; False when it leaves no room for another turn."""
         last_turn = transcript.token_ids[-1:]
         message = {"role": reply.role, "content": reply.observation}
-        ids = self._chat.next_turn(last_turn, [message]).tolist()
+        ids = self._chat_of(plan).next_turn(last_turn, [message]).tolist()
         if transcript.num_response + len(ids) >= self._config.max_response_tokens:
             return False
         transcript.add_observation(ids, message)
@@ -339,7 +349,9 @@ class AgentLoop:
         if self._prompt_for_teacher is None or plan.start.split != "train" or plan.greedy:
             return None
         started, num = game.started, transcript.num_prompt
-        prompt = self._prompt_for_teacher(started.messages, started.tools, num, transcript.info)
+        prompt = self._prompt_for_teacher(
+            started.messages, started.tools, num, transcript.info, plan.time
+        )
         return Teaching(prompt=prompt)
 
     def _check_prompt(self, prompt: list[int]) -> None:

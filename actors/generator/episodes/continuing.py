@@ -101,7 +101,7 @@ async def _check(
         raise _diverged(recorded, "another first prompt")
     num_turns = len(made.turn_ends)
     for turn in range(max(0, num_turns - 1) if last_only else 0, num_turns):
-        text = chat.decode(made.turn_ids(turn))
+        text = chat.answer(*made.turn(turn))
         reply = await environments.step(started.host, episode, turn, text)
         if turn < len(made.rewards) and not _same(reply, made, turn):
             raise _diverged(recorded, f"another answer to turn {turn}")
@@ -130,5 +130,5 @@ def retell(made: Transcript, chat: ChatTokenizer, started: Started) -> None:
     made.messages, made.images = told.messages, told.images
     made.data_source = told.data_source
     for turn in range(len(made.turn_ends)):
-        made.say(chat.decode(made.turn_ids(turn)))
+        made.say(chat.answer(*made.turn(turn)))
         made.messages += observations[turn : turn + 1]

@@ -35,7 +35,7 @@ _log = structlog.get_logger()
 async def run_demonstrations(context: JobContext) -> None:
     """Append the rows that the learner asks for, until told to stop."""
     config = context.config
-    chat = await asyncio.to_thread(open_chat, config.model)
+    chat = (await asyncio.to_thread(open_chat, config.model)).at(context.record.created)
     data = await asyncio.to_thread(open_rows, config.sft)
     await context.serve_control()
     demonstrations = Demonstrations(context, data, chat)

@@ -172,6 +172,7 @@ class GroupRunner:
                 greedy=task.greedy_baseline and number == task.group_size,
                 number=number,
                 draws=f"{task.seed} {task.task} {number}" if repeats else None,
+                time=task.issued or None,
             )
             for number in range(self._num_episodes(task))
         ]

@@ -96,12 +96,12 @@ class Transcript:
         """Note the text of the turn that has just ended."""
         self.messages.append({"role": "assistant", "content": text})
 
-    def turn_ids(self, turn: int) -> list[int]:
-        """Return the tokens of a turn that has ended."""
+    def turn(self, turn: int) -> tuple[list[int], list[int]]:
+        """Return the tokens before a turn that has ended, and its own."""
         end = first = self.turn_ends[turn]
         while self.mask[first - 1]:
             first -= 1
-        return self.token_ids[first : end + 1]
+        return self.token_ids[:first], self.token_ids[first : end + 1]
 
     def add_reply(self, reply: StepResult) -> None:
         """Note the game's answer to the last turn."""

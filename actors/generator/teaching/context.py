@@ -31,11 +31,12 @@ class TeacherContext:
         tools: Sequence[Mapping[str, Any]],
         num_prompt: int,
         info: Mapping[str, Any],
+        seconds: float | None = None,
     ) -> IntVector:
         """Return int32[P]: the first prompt with the text that the game has told at the end.
 
-        `num_prompt` is the length of the policy's. Raises DataError where the game has told none,
-        or one that is too long.
+        `num_prompt` is the length of the policy's, `seconds` its time. Raises DataError where the
+        game has told none, or one that is too long.
         """
         text = info.get(self._key)
         if not isinstance(text, str) or not text:
@@ -44,7 +45,8 @@ class TeacherContext:
                 "name in `info` at the episode's end",
                 hint=f"it must be a text; there are {', '.join(sorted(map(str, info)))[:200]}",
             )
-        prompt = self._chat.first_prompt(with_text(messages, text), tools)
+        chat = self._chat if seconds is None else self._chat.at(seconds)
+        prompt = chat.first_prompt(with_text(messages, text), tools)
         more = len(prompt) - num_prompt
         if more > self._max_tokens:
             raise DataError(

@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, cast
 
+from ...reasoning import behind_reasoning
+
 ACTIONS = """\
 {"action_type": "click", "index": 3} (also double_tap, long_press)
 {"action_type": "input_text", "text": "what to type", "index": 3}
@@ -60,7 +62,7 @@ def parse_answer(text: str) -> dict[str, Any] | None:
     The action stands after the last `Action:`, or else is the last `{…}` of the text; JSON or a
     Python literal.
     """
-    after = text.rpartition("Action:")[2]
+    after = behind_reasoning(text).rpartition("Action:")[2]
     for part in (after.strip(), *reversed(re.findall(r"\{[^{}]*\}", after))):
         for read in (json.loads, ast.literal_eval):
             try:

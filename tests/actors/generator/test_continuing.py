@@ -7,6 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tinkermq.actors.generator.episodes.chat import ChatTokenizer
+from tinkermq.actors.models.model_folder import load_tokenizer
+from tinkermq.actors.models.tiny_model import CHAT_TEMPLATE, save_tiny_model
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.segments import Fenced
 from tinkermq.schemas.rollout import Group
@@ -19,15 +22,15 @@ from tests.support.models import until
 TASK = Task(task=5, seed=3, group_size=3)
 
 
-async def die_amid(play: Playing, num: int) -> int:
+async def die_amid(play: Playing, num: int, task: Task = TASK) -> int:
     """Play the task until so many tokens are written down, then leave; return how many are."""
-    first = asyncio.create_task(play.run(TASK))
-    await play.until_stored(TASK, num)
+    first = asyncio.create_task(play.run(task))
+    await play.until_stored(task, num)
     first.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await first
     await until(lambda: play.engine.stats().running == 0)
-    return await play.num_stored(TASK)
+    return await play.num_stored(task)
 
 
 def assert_same_episodes(found: Group, wanted: Group) -> None:
@@ -144,3 +147,22 @@ def _changed(folder: Path) -> dict:
     from tests.support.models import changed
 
     return changed(load_causal_lm(str(folder), dtype=torch.float32), 1)
+
+
+async def test_an_episode_that_is_told_the_time_is_told_the_same_elsewhere(
+    broker: Broker, recorded: JobScope, tmp_path: Path
+) -> None:
+    clock = "{{ '<|system|>' + strftime_now('%M:%S.%f') + '<|end|>' }}"
+    folder = save_tiny_model(tmp_path / "model", heads=2, template=clock + CHAT_TEMPLATE)
+    task = TASK.model_copy(update={"issued": 1234567.25})
+    async with playing(broker, recorded, folder, "EchoGame") as play:
+        whole = await play.run(task)
+        await play.recorder(task, 1).end()
+        num_there = await die_amid(play, 60, task)
+        elsewhere = ChatTokenizer(load_tokenizer(str(folder)))
+        play.runner._players.main._chat = elsewhere
+        group = await play.run(task, delivery=2)
+    assert_same_episodes(group, whole)
+    assert group.tokens_continued == num_there >= 60
+    prompt = group.trajectories[0].token_ids[: group.trajectories[0].mask.argmax()]
+    assert elsewhere.decode(prompt).startswith("<|system|>56:07.250000")

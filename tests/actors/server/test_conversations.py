@@ -237,3 +237,29 @@ def test_reasoning_is_read_from_the_text_of_a_turn_wherever_it_was_opened() -> N
         (turn,) = history_of([{"role": "assistant", "content": text}]) or []
         assert (turn.reasoning, turn.text) == ("hm", "so")
     assert history_of([{"role": "user", "content": 5}]) is None
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_a_chat_is_told_the_reasoning_that_its_prompt_opened(
+    stream: bool, stateful: bool
+) -> None:
+    client = Client(chat_of("qwen3_5_think"))
+    await client.ask("hello", "hm\n</think>\n\nso", stream=stream, stateful=stateful)
+    assert client.messages[-1]["content"] == "<think>\nhm\n</think>\n\nso"
+    cut = Client(chat_of("qwen3_5_think"))
+    await cut.ask("hello", "maybe 5, or", stream=stream, stateful=stateful, n=2)
+    assert cut.messages[-1]["content"] == "<think>\nmaybe 5, or"
+
+
+async def test_a_special_mark_of_a_call_reaches_the_parser() -> None:
+    chat = chat_of("qwen2_5")
+    chat._tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<tool_call>", "</tool_call>"]}
+    )
+    client = Client(ChatTokenizer(chat._tokenizer))
+    text = '<tool_call>{"name": "search", "arguments": {"q": "a"}}</tool_call>'
+    assert chat._tokenizer.decode(chat.encode(text), skip_special_tokens=True) != text
+    await client.ask("hello", text, tools=list(TOOLS), stateful=False)
+    (call,) = client.messages[-1]["tool_calls"]
+    assert call["function"]["name"] == "search"

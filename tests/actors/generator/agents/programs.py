@@ -52,7 +52,7 @@ _RESPONSES = {
     "gptoss": "gptoss",
     "glm4moe": "glm4moe",
 }
-_SPECIAL = re.compile(r"<\|\w+\|?>|<\w+\|>|<\w+_of_turn>|\[/?[A-Z_]+\]|</s>")
+_SPECIAL = re.compile(r"<\|\w+\|?>|<\w+\|>|<\w+_of_turn>|\[/?[A-Z_]+\]|</s>|<｜[^｜<>]+｜>")
 _PLAIN = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 
@@ -81,7 +81,7 @@ def chat_of(name: str, answers: dict[str, Any] | None = None) -> ChatTokenizer:
     bpe.train_from_iterator(
         words, trainers.BpeTrainer(vocab_size=340, initial_alphabet=alphabet, show_progress=False)
     )
-    stops = TEMPLATES[name]
+    stops = TEMPLATES.get(name, ["<|im_end|>"])
     special = sorted({*_SPECIAL.findall(template), *stops} - set(_PLAIN))
     bpe.add_special_tokens(special)
     bpe.add_tokens([AddedToken(token, special=False) for token in _PLAIN])

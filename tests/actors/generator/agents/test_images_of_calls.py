@@ -97,16 +97,18 @@ async def test_images_that_cannot_be_shown_cost_their_call_alone(looking: Asking
     for content, words in (
         ((b"no image",), "cannot be opened"),
         ((SMALL[:60],), "damaged|cannot be opened"),
-        ((f"what is {IMAGE}?",), "0 images has 1 times <.image.>"),
         ((SMALL, SMALL), "side by side"),
     ):
         with pytest.raises(DataError, match=words):
             await calls.answer(shown(content), looking.tell)
+    named = await calls.answer(shown((f"what is {IMAGE}?",)), looking.tell)
+    assert named.parent is None
+    assert IMAGE_ID not in calls.tree.calls[0].given_ids  # what a text says is no image
     first = await calls.answer(shown((SMALL,)), looking.tell)
     with pytest.raises(DataError, match="cannot be opened"):
         await calls.answer(shown((SMALL,), (text_of(first),), (b"no image",)), looking.tell)
     on = await calls.answer(shown((SMALL,), (text_of(first),), ("on",)), looking.tell)
-    assert on.parent == 0
+    assert on.parent == 1
 
 
 async def test_a_model_of_text_refuses_images_also_behind_an_answer(asking: Asking) -> None:
