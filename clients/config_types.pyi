@@ -35,7 +35,7 @@ class RewardConfigDict(TypedDict, total=False):
     game_weight: float
     """Factor of the game's own rewards, which are added."""
     function: str | None
-    """`package.module:function`, called as verl calls its own: `data_source`, `solution_str`, `ground_truth`, `extra_info`, and `messages` and `info` where it takes them."""
+    """`package.module:function`, called as verl calls its own: `data_source`, `solution_str`, `ground_truth`, `extra_info`, and `messages` and `info` where it takes them. It may be `async def`: all its calls then wait in one event loop."""
     url: str | None
     """Where the same is posted as JSON; of a judge, the base URL of an OpenAI-compatible API."""
     key_variable: str | None

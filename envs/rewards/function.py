@@ -28,7 +28,7 @@ class FunctionSource:
     """Calls a Python function off the host's event loop."""
 
     def __init__(self, config: RewardConfig, function: Callable[..., Any] | None) -> None:
-        self._target = config.function or ""
+        self._target = config.function or getattr(function, "__qualname__", "the function")
         self._function = function
         self._num_running = 0
         self._limit = config.max_requests

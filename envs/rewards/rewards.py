@@ -12,7 +12,8 @@ from typing import Any
 
 from ...broker.client.connection import Broker
 from ...schemas.config.reward import RewardConfig
-from ...schemas.wire.errors import NotFoundError, RewardError
+from ...schemas.wire.errors import NotFoundError, RewardError, TinkermqError
+from ...schemas.wire.foreign import blaming_awaited, lines_of, words_of
 from ..game import ChatMessage, StepResult
 from ..record import Record
 from ..running.step_timeout import TimedOut
@@ -96,7 +97,8 @@ class Rewards:
         async with self._free:
             try:
                 async with asyncio.timeout(limit_s):
-                    return await self._source.score(case)
+                    with blaming_awaited(self._failure):
+                        return await self._source.score(case)
             except SourceUnusableError as error:
                 self.unusable = error
                 self.given_up.set()
@@ -107,6 +109,15 @@ class Rewards:
                     f"{self._config.source})",
                     hint="raise env.reward.timeout_s if it may take longer",
                 ) from error
+
+    def _failure(self, error: BaseException) -> TinkermqError:
+        if isinstance(error, TinkermqError):
+            return error
+        return RewardError(
+            f"the reward (env.reward.source={self._config.source}) failed: {words_of(error)}\n"
+            f"{lines_of(error, (__file__,))}",
+            hint="see what it is asked: the conversation, the row's gold answer and its extra_info",
+        )
 
 
 def make_rewards(

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from ...schemas.config.job import EnvConfig
 from ...schemas.env import Split
 from ...schemas.wire.errors import GameError
+from ...schemas.wire.foreign import blaming
 from ..data.host_data import HostData
 from ..game import AbstractGame, ChatMessage, StepResult, game_failure
 from .episodes import Episodes, Opening, is_async
@@ -124,7 +125,8 @@ class LocalEpisode:
         begun: Any = self._episodes.running(self._name)
         self.roles: tuple[str, ...] = begun.roles
         """The players of a game for several."""
-        self.max_return = float(getattr(begun, "max_return", FULL_MARKS))
+        with blaming(lambda error: game_failure(type(begun).__name__, "max_return", error)):
+            self.max_return = float(getattr(begun, "max_return", FULL_MARKS))
         """The best return that there is."""
         self.results: list[StepResult] = []
         """The game's answers so far."""

@@ -277,7 +277,8 @@ class ProcessRunner:
         process.writer.close()
         lingers = False
         try:
-            code = await asyncio.wait_for(process.child.wait(), _EXIT_S)
+            async with asyncio.timeout(_EXIT_S):
+                code = await process.child.wait()
         except TimeoutError:
             lingers = process.death is None
             with contextlib.suppress(ProcessLookupError):

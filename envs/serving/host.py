@@ -381,9 +381,7 @@ class EnvironmentHost:
 
     def _settle(self, held: Held, answer: "asyncio.Future[StepResult]") -> None:
         """Take notice of the game's answer; an episode whose game failed has ended."""
-        if answer.cancelled():
-            return
-        if answer.exception() is not None:
+        if answer.cancelled() or answer.exception() is not None:
             self.counts.failures += not held.ended
             held.ended = True
         else:

@@ -27,7 +27,8 @@ class RewardConfig(Section):
     """Factor of the game's own rewards, which are added."""
     function: str | None = Field(default=None, json_schema_extra=when("source", "function"))
     """`package.module:function`, called as verl calls its own: `data_source`, `solution_str`,
-    `ground_truth`, `extra_info`, and `messages` and `info` where it takes them."""
+    `ground_truth`, `extra_info`, and `messages` and `info` where it takes them. It may be
+    `async def`: all its calls then wait in one event loop."""
     url: str | None = Field(
         default=None, pattern=r"^https?://", json_schema_extra=when("source", *_REMOTE)
     )

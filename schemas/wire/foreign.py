@@ -10,12 +10,14 @@ end of its coroutine, and an interrupt that came as a signal.
 
 import asyncio
 import contextlib
+import functools
 import importlib
 import reprlib
 import signal
 import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -43,19 +45,59 @@ _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 # -- what it raises --------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def blaming(blame: Blame) -> Iterator[None]:
+def blaming(blame: Blame) -> AbstractContextManager[None]:
     """Turn whatever the block raises into the error that `blame` returns.
 
     The block calls foreign code and awaits nothing.
     """
-    with _noticing_interrupts() as noticed:
+    if threading.current_thread() is threading.main_thread():
+        return _BlamingInMainThread(blame)
+    return _Blaming(blame)
+
+
+class _Blaming:
+    """A context without a generator: it stands around every step of a game."""
+
+    __slots__ = ("_blame",)
+
+    def __init__(self, blame: Blame) -> None:
+        self._blame = blame
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None:
+            _raise_blamed(self._blame, error)
+
+
+class _BlamingInMainThread:
+    """The same where SIGINT may interrupt the block: no code of it has raised that."""
+
+    def __init__(self, blame: Blame) -> None:
+        self._blame = blame
+        self._before: Any = None
+        self._noticed = False
+
+    def __enter__(self) -> None:
+        before = signal.getsignal(signal.SIGINT)
+        if before is signal.default_int_handler or isinstance(before, functools.partial):
+            self._before = before  # Python's own, or asyncio's: the ones that raise
+            signal.signal(signal.SIGINT, self._note)
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if self._before is not None and signal.getsignal(signal.SIGINT) == self._note:
+            signal.signal(signal.SIGINT, self._before)  # unless the code has set its own
+        if error is None or (self._noticed and isinstance(error, KeyboardInterrupt)):
+            return
+        _raise_blamed(self._blame, error)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
         try:
-            yield
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt) and noticed:
-                raise
-            _raise_blamed(blame, error)
+            self._before(number, frame)
+        except KeyboardInterrupt:
+            self._noticed = True
+            raise
 
 
 @contextlib.contextmanager
@@ -97,33 +139,6 @@ def _raise_blamed(blame: Blame, error: BaseException) -> None:
     if blamed is error:
         raise error
     raise blamed from error
-
-
-@contextlib.contextmanager
-def _noticing_interrupts() -> Iterator[list[bool]]:
-    """Yield a list that is filled when SIGINT interrupts the block: no code of it raised that."""
-    noticed: list[bool] = []
-    before = None
-    if threading.current_thread() is threading.main_thread():
-        before = signal.getsignal(signal.SIGINT)
-    if not callable(before):
-        yield noticed
-        return
-    previous = before
-
-    def note(number: int, frame: FrameType | None) -> None:
-        try:
-            previous(number, frame)
-        except KeyboardInterrupt:
-            noticed.append(True)
-            raise
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield noticed
-    finally:
-        if signal.getsignal(signal.SIGINT) is note:  # the code may have set its own meanwhile
-            signal.signal(signal.SIGINT, previous)
 
 
 def words_of(error: BaseException) -> str:
