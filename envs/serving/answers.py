@@ -1,21 +1,26 @@
 """What a host answers about many episodes at once: what is ready, what went wrong, what lasts.
 
 An answer is bounded: what comes after the first megabyte is told as not ready, and asked after by
-itself. So one episode's long observation cannot make the message of all others too long.
+itself. So one episode's long observation cannot make the message of all others too long. What no
+message holds is an error of its own episode, but for `info`, which is cut and says so.
 """
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from ...schemas.env import FailedStep, Opened, StepReply
-from ...schemas.wire.codec import pack
-from ...schemas.wire.errors import TinkermqError
+from ...schemas.wire.codec import MAX_MESSAGE_BYTES, pack
+from ...schemas.wire.errors import GameError, TinkermqError
+from ...schemas.wire.fitting import cut_info, packed_bytes
 from ...schemas.wire.reply import ErrorReply
 from ..game import ChatMessage, StepResult
 from ..running.step_timeout import TimedOut
 
 MAX_BYTES = 2**20
+MAX_ITEM_BYTES = MAX_MESSAGE_BYTES // 2
+"""Of one episode in one answer."""
 
 
 async def wait_for_some(futures: "Sequence[asyncio.Future[Any]]", seconds: float) -> None:
@@ -28,7 +33,9 @@ async def wait_for_some(futures: "Sequence[asyncio.Future[Any]]", seconds: float
 class ResetAnswer:
     """Collects what became of the starts of episodes."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MAX_ITEM_BYTES) -> None:
+        """`most` bytes of one episode are told."""
+        self._most = most
         self.prompts: list[list[ChatMessage]] = []
         """Each different first prompt, once."""
         self.episodes: list[Opened] = []
@@ -46,7 +53,10 @@ class ResetAnswer:
         messages = opening.result()
         if messages in self.prompts:
             return Opened(prompt=self.prompts.index(messages))
-        self._num_bytes += len(pack(messages))
+        num_bytes = len(pack(messages))
+        if num_bytes > self._most:
+            return Opened(error=_told(_too_large("the first prompt", num_bytes, self._most)))
+        self._num_bytes += num_bytes
         if self._num_bytes > MAX_BYTES and self.prompts:
             return Opened()
         self.prompts.append(messages)
@@ -56,7 +66,9 @@ class ResetAnswer:
 class StepAnswer:
     """Collects what became of actions."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MAX_ITEM_BYTES) -> None:
+        """`most` bytes of one action's answer are told."""
+        self._most = most
         self._observations: list[str | None] = []
         self._rewards: list[float] = []
         self._done: list[bool] = []
@@ -108,15 +120,38 @@ class StepAnswer:
             return None
         result = answer.result()
         try:
-            info_bytes = len(pack(result.info)) if result.info else 0
-        except TinkermqError as error:  # the game's `info` cannot travel
+            result, num_bytes = self._fitting(result)
+        except TinkermqError as error:  # the game's answer cannot travel
             self._fail(error)
             return None
-        self._num_bytes += len(result.observation) + info_bytes
+        self._num_bytes += num_bytes
         return None if self._num_bytes > MAX_BYTES and self._observations else result
+
+    def _fitting(self, result: StepResult) -> tuple[StepResult, int]:
+        """Return an answer that one message holds, its `info` cut where need be, and its bytes.
+
+        Raises GameError for an observation that is too long.
+        """
+        text_bytes = len(result.observation.encode(errors="replace"))
+        if text_bytes > self._most // 2:
+            raise _too_large("an observation", text_bytes, self._most // 2)
+        info_bytes = len(pack(result.info)) if result.info else 0
+        if info_bytes > self._most - text_bytes:
+            result = replace(result, info=cut_info(result.info, self._most - text_bytes))
+            info_bytes = packed_bytes(result.info)
+            if info_bytes > self._most - text_bytes:
+                raise _too_large("`info`", info_bytes, self._most - text_bytes)
+        return result, text_bytes + info_bytes
 
     def _fail(self, error: BaseException) -> None:
         self._failed.append(FailedStep(index=len(self._observations), error=_told(error)))
+
+
+def _too_large(what: str, num_bytes: int, most: int) -> GameError:
+    return GameError(
+        f"{what} of the game has {num_bytes:,} bytes, one message of it takes at most {most:,}",
+        hint="let the game say less at a time, or keep the rest in a file",
+    )
 
 
 def _told(error: BaseException) -> ErrorReply:
