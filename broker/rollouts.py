@@ -62,7 +62,7 @@ class RolloutLog:
     @property
     def max_bytes(self) -> int:
         """Bytes of the largest group that the log takes."""
-        return most_bytes(self._broker.max_payload_bytes)
+        return most_bytes(self._broker.max_payload_bytes, Group.max_bytes)
 
     def check_fits(self, group: Group, payload: bytes) -> None:
         """Raise MessageError for a group that is too large, with the names of what is large."""

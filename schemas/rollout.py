@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -156,6 +156,9 @@ class Group(Message):
     A task that was given up has `error` set and no trajectories, so that the log holds the fate
     of every number.
     """
+
+    max_bytes: ClassVar[int] = 64 << 20
+    """As much as a server can be set to take (`max_payload`)."""
 
     task: Task
     """The task as it was issued."""

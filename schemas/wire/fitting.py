@@ -20,9 +20,9 @@ _MOST_ITEMS = 10_000
 """Of an `info` that is cut so many keys are left; lists and maps with more are cut whole."""
 
 
-def most_bytes(max_payload_bytes: int) -> int:
-    """Return the largest message that a server takes and our readers read."""
-    return min(max_payload_bytes, MAX_MESSAGE_BYTES)
+def most_bytes(max_payload_bytes: int, read_bytes: int = MAX_MESSAGE_BYTES) -> int:
+    """Return the largest message that a server takes, and of which its readers read so much."""
+    return min(max_payload_bytes, read_bytes)
 
 
 def packed_bytes(value: Any) -> int:
