@@ -69,8 +69,9 @@ class RolloutLog:
         if len(payload) <= self.max_bytes:
             return
         raise MessageError(
-            f"the group of task {group.task.task} has {len(payload):,} bytes, a message takes at "
-            f"most {self.max_bytes:,}; the largest are {', '.join(largest_parts(group))}",
+            f"the group of task {group.task.task} has {len(payload):,} bytes, the server takes at "
+            f"most {self.max_bytes:,} in one message; the largest are "
+            f"{', '.join(largest_parts(group))}",
             hint="make those smaller: shorter or fewer episodes (rollout.group_size), less in "
             "`info`, smaller images",
         )
