@@ -11,8 +11,9 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..schemas.rollout import Group
+from ..schemas.rollout import Group, largest_parts
 from ..schemas.wire.errors import MessageError
+from ..schemas.wire.fitting import most_bytes
 from ..schemas.wire.subjects import JobScope, number_of
 from ..schemas.wire.trace import TRACEPARENT
 from .client.connection import Broker
@@ -58,6 +59,23 @@ class RolloutLog:
         self._scope = scope
         self._stream = self.stream = scope.stream_rollout
 
+    @property
+    def max_bytes(self) -> int:
+        """Bytes of the largest group that the log takes."""
+        return most_bytes(self._broker.max_payload_bytes, Group.max_bytes)
+
+    def check_fits(self, group: Group, payload: bytes) -> None:
+        """Raise MessageError for a group that is too large, with the names of what is large."""
+        if len(payload) <= self.max_bytes:
+            return
+        raise MessageError(
+            f"the group of task {group.task.task} has {len(payload):,} bytes, the server takes at "
+            f"most {self.max_bytes:,} in one message; the largest are "
+            f"{', '.join(largest_parts(group))}",
+            hint="make those smaller: shorter or fewer episodes (rollout.group_size), less in "
+            "`info`, smaller images",
+        )
+
     async def append(
         self, group: Group, *, traceparent: str = "", deadline_s: float = APPEND_DEADLINE_S
     ) -> bool:
@@ -67,8 +85,10 @@ class RolloutLog:
         that is. Raises MessageError for a group that is larger than the server takes, BrokerError
         when the log stays full, DeadlineError, NotFoundError when the job is gone.
         """
+        payload = group.to_bytes()
+        self.check_fits(group, payload)
         return await self.append_payload(
-            group.task.task, group.to_bytes(), traceparent=traceparent, deadline_s=deadline_s
+            group.task.task, payload, traceparent=traceparent, deadline_s=deadline_s
         )
 
     async def append_payload(

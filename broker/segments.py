@@ -17,6 +17,7 @@ import structlog
 
 from ..schemas.segment import Segment
 from ..schemas.wire.errors import MessageError, TinkermqError
+from ..schemas.wire.fitting import most_bytes
 from ..schemas.wire.subjects import JobScope
 from .client.connection import Broker
 from .client.faults import Refused
@@ -88,12 +89,17 @@ class SegmentWriter:
         return []
 
     async def append(self, segment: Segment) -> bool:
-        """Append a segment; False when there is no room for it.
+        """Append a segment; False when there is no room for it, or it is larger than a message.
 
         Raises Fenced when somebody else has appended or the task is over, DeadlineError while the
         broker is away.
         """
         payload = segment.to_bytes()
+        if len(payload) > (most := most_bytes(self._broker.max_payload_bytes)):
+            _log.warning(
+                "segment_too_large", subject=self._subject, num_bytes=len(payload), most=most
+            )
+            return False
         while True:
             try:
                 self._last_seq = await self._broker.append(

@@ -19,6 +19,10 @@ _RESAMPLES = 2000
 _DRAWS_AT_ONCE = 1 << 18
 _OUTCOME = re.compile("[a-z_]{1,32}")
 _TYPE_KEYS = ("type", "task_type")
+_MAX_NAME = 200
+"""Characters of a type, or of a name in `info` that becomes a metric."""
+_MAX_NAMES = 1000
+"""Names in `info` that become metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +81,8 @@ def kind_of(info: Mapping[str, Any], data_source: str) -> str:
     """Return the type of a task: what the game says in `info["type"]`, else the data source."""
     for key in _TYPE_KEYS:
         if isinstance(info.get(key), str):
-            return info[key]
-    return data_source
+            return info[key][:_MAX_NAME]
+    return data_source[:_MAX_NAME]
 
 
 def outcome_shares(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -89,11 +93,16 @@ def outcome_shares(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def mean_info(infos: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Average what games put into `info` as numbers, each over the episodes that have it."""
+    """Average what games put into `info` as numbers, each over the episodes that have it.
+
+    Names are bounded, and so is their number: they become metrics.
+    """
     by_key: dict[str, list[float]] = {}
     for info in infos:
         for key, value in info.items():
-            if isinstance(value, bool | int | float):
+            if not isinstance(value, bool | int | float) or len(key) > _MAX_NAME:
+                continue
+            if key in by_key or len(by_key) < _MAX_NAMES:
                 by_key.setdefault(key, []).append(float(value))
     return {key: float(np.mean(values)) for key, values in by_key.items()}
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,11 +13,14 @@ from .agent import CallPlaces
 from .task import Blame, Task
 from .teaching import Teaching
 from .wire.array import ExpertArray, FloatVector, IntVector, MaskVector
+from .wire.codec import pack
 from .wire.errors import DataError, MessageError
+from .wire.fitting import cut_info, packed_bytes
 from .wire.images import images_of, number_images
 from .wire.message import Message, with_last
 from .wire.shared_rows import with_shared, without_shared
 
+_MOST_KEYS = 1000
 Finish = Literal["done", "turns", "length", "timeout"]
 """What ends an episode."""
 
@@ -154,6 +157,9 @@ class Group(Message):
     of every number.
     """
 
+    max_bytes: ClassVar[int] = 64 << 20
+    """As much as a server can be set to take (`max_payload`)."""
+
     task: Task
     """The task as it was issued."""
     trajectories: list[Trajectory] = Field(default_factory=list[Trajectory], max_length=1 << 16)
@@ -289,6 +295,67 @@ def num_too_old(trajectories: Iterable[Trajectory], oldest: int) -> int:
         int(((item.mask == 1) & (item.versions < oldest)).sum()) if oldest else 0
         for item in trajectories
     )
+
+
+def with_cut_infos(group: Group, num_bytes: int, most: int) -> Group:
+    """Return a group that has `num_bytes` with so much less `info` that it has about `most`.
+
+    What is cut of an `info` says so in it; see `cut_info`. Where that is not enough, the rest is
+    left as it was.
+    """
+    sizes = [packed_bytes(item.info) for item in group.trajectories]
+    left = sum(sizes) - (num_bytes - most)
+    if left <= 0:
+        return group
+    level = _level(sizes, left)
+    return group.model_copy(
+        update={
+            "trajectories": [
+                item.model_copy(update={"info": cut_info(item.info, level)})
+                if size > level
+                else item
+                for item, size in zip(group.trajectories, sizes, strict=True)
+            ]
+        }
+    )
+
+
+def _level(sizes: Sequence[int], most: int) -> int:
+    """Return the level to which the larger ones are cut so that the sum is `most`."""
+    left = most
+    for place, size in enumerate(sorted(sizes)):
+        share = left // (len(sizes) - place)
+        if size > share:
+            return share
+        left -= size
+    return max(sizes, default=0)
+
+
+def largest_parts(group: Group, count: int = 3) -> list[str]:
+    """Name the largest parts of a group: field, episode and bytes."""
+    found: list[tuple[int, str]] = [(sum(map(len, group.images)), "images")]
+    if group.task.reset_kwargs:
+        found.append((packed_bytes(group.task.reset_kwargs), "task.reset_kwargs"))
+    for place, item in enumerate(group.trajectories):
+        number = item.episode if item.episode >= 0 else place
+        for name, value in vars(item).items():
+            size = len(pack(value, plain=_fields_of))
+            found.append((size, f"{_named(name, value, size)} of episode {number}"))
+    largest = sorted(found, key=lambda one: -one[0])[:count]
+    return [f"{name} ({size:,} bytes)" for size, name in largest if size]
+
+
+def _named(name: str, value: Any, size: int) -> str:
+    """Return a field's name, with the key where one holds most of it."""
+    if name == "info" and len(value) <= _MOST_KEYS:
+        for key, part in value.items():
+            if packed_bytes(part) > size // 2:
+                return f"info[{key!r:.60}]"
+    return name
+
+
+def _fields_of(value: Any) -> Any:
+    return vars(value) if isinstance(value, Message) else value
 
 
 def _episode(item: Trajectory) -> tuple[str, int, bool]:

@@ -31,7 +31,7 @@ from .engine.following import WeightFollower
 from .engine.heartbeat import tell_engine
 from .episodes.agent_loop import EpisodeSampling
 from .episodes.chat import make_chat
-from .episodes.groups import GroupFailed, GroupRunner, append_given_up
+from .episodes.groups import FittingLog, GroupFailed, GroupRunner, append_given_up
 from .episodes.players import Players
 from .episodes.recorder import TaskRecorder
 from .episodes.recording import TaskSegments
@@ -127,6 +127,7 @@ class Generator:
             context.broker, context.scope, ack_wait_s=config.generator.ack_wait_s
         )
         self._log = RolloutLog(context.broker, context.scope)
+        self._fitting = FittingLog(context, self._log)
         rollout, baseline = config.rollout, int(config.algorithm.advantage == "remax")
         self._max_groups = max(
             1,
@@ -230,7 +231,7 @@ class Generator:
             times = {"weights_s": weights_s, "time_use": self._take_time_use()}
             group = await self._teachers.teach(group)
             timed = group.with_shared_images().model_copy(update=times)
-            won = await self._log.append(timed, traceparent=lease.traceparent)
+            won = await self._fitting.append(timed, lease.traceparent)
             if won and group.tokens_continued:
                 await self._tell_continued(group)
         except GroupFailed as failure:

@@ -34,6 +34,7 @@ from ...schemas.wire.errors import (
     NotFoundError,
     StateError,
 )
+from ...schemas.wire.fitting import most_bytes
 from ...schemas.wire.message import Message, summarize
 from ..address import parse_server_url
 from ..pool_client import PoolClient
@@ -46,6 +47,8 @@ RESERVATION_S = 60.0
 _RETRY_S = 0.5
 _TASKS_AT_ONCE = 1_000
 _UNKNOWN = 2**31 - 1
+_ROOM_BYTES = 1 << 14
+"""Of a message, for what the learner adds to a task."""
 
 
 class AsyncTrajectoryPublisher(PoolClient):
@@ -70,12 +73,14 @@ class AsyncTrajectoryPublisher(PoolClient):
         """Append the trajectories of one prompt; see `TrajectoryPublisher.publish_group`."""
         # What can be checked is checked before a number is taken: an unused one blocks the job
         # until its reservation runs out.
-        self._group(trajectories, _UNKNOWN, sample, self._limits)
+        unnumbered = self._group(trajectories, _UNKNOWN, sample, self._limits)
+        broker = (await self._connected()).broker
+        log = RolloutLog(broker, self._address.scope)
+        log.check_fits(unnumbered, unnumbered.to_bytes())
         self._limits = await self._reserve(time.monotonic() + timeout_s)
         number = self._limits.tasks[0]
         group = self._group(trajectories, number, sample, self._limits)
-        broker = (await self._connected()).broker
-        if not await RolloutLog(broker, self._address.scope).append(group):
+        if not await log.append(group):
             raise StateError(
                 f"the reservation of task {number} ran out before the group was appended",
                 hint="publish the group again",
@@ -87,10 +92,12 @@ class AsyncTrajectoryPublisher(PoolClient):
     ) -> int:
         """Issue tasks of one's own; see `TrajectoryPublisher.publish_tasks`."""
         specs = [_spec(task) for task in tasks]
+        most = most_bytes((await self._connected()).broker.max_payload_bytes)
+        ends = _batches([len(spec.to_bytes()) for spec in specs], most - _ROOM_BYTES)
         deadline = time.monotonic() + timeout_s
         taken = 0
         while taken < len(specs):
-            taken += await self._issue(specs[taken : taken + _TASKS_AT_ONCE], deadline)
+            taken += await self._issue(specs[taken : ends[taken]], deadline)
             if taken < len(specs):
                 await self._pause(deadline, f"{len(specs) - taken} of {len(specs)} tasks wait")
         return taken
@@ -237,6 +244,29 @@ class TrajectoryPublisher(SyncTwin[AsyncTrajectoryPublisher]):
         Raises MessageError for a malformed task, DeadlineError.
         """
         return self._run(self.aio.publish_tasks(tasks, timeout_s=timeout_s))
+
+
+def _batches(sizes: Sequence[int], most: int) -> list[int]:
+    """Return where a message ends that begins with each of the tasks.
+
+    Raises MessageError for a task that no message holds.
+    """
+    for place, size in enumerate(sizes):
+        if size > most:
+            raise MessageError(
+                f"task {place} of {len(sizes)} has {size:,} bytes in reset_kwargs, a message "
+                f"takes at most {most:,}",
+                hint="nothing was issued; name a file or a row in place of what it holds",
+            )
+    ends: list[int] = []
+    end, held = 0, 0
+    for start, size in enumerate(sizes):
+        while end < len(sizes) and end - start < _TASKS_AT_ONCE and held + sizes[end] <= most:
+            held += sizes[end]
+            end += 1
+        ends.append(end)
+        held -= size
+    return ends
 
 
 def _spec(task: TaskSpec | Mapping[str, Any]) -> TaskSpec:

@@ -1,12 +1,13 @@
 """What a host answers about many episodes at once: what is ready, what went wrong, what lasts.
 
 An answer is bounded: what comes after the first megabyte is told as not ready, and asked after by
-itself. So one episode's long observation cannot make the message of all others too long. What is
-too long for a message of its own fails its episode.
+itself. So one episode's long observation cannot make the message of all others too long. What no
+message holds is an error of its own episode, but for `info`, which is cut and says so.
 """
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import structlog
@@ -14,23 +15,19 @@ import structlog
 from ...schemas.env import FailedStep, Opened, StepReply
 from ...schemas.wire.codec import MAX_MESSAGE_BYTES, pack
 from ...schemas.wire.errors import GameError, InternalError, TinkermqError
+from ...schemas.wire.fitting import cut_info, packed_bytes
 from ...schemas.wire.foreign import words_of
 from ...schemas.wire.reply import ErrorReply
 from ..game import ChatMessage, StepResult
 from ..running.step_timeout import TimedOut
 
 MAX_BYTES = 2**20
-_REST_BYTES = 64 << 10
-"""Room in a message for what stands beside an episode's own part."""
+MAX_ITEM_BYTES = MAX_MESSAGE_BYTES // 2
+"""Of one episode in one answer."""
 _CONTAINER_BYTES = 8
 """What a list or map counts besides its bytes: a message may hold so many of them only."""
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
-
-
-def most_of_one(max_payload_bytes: int) -> int:
-    """Return how many bytes the part of one episode may take, where the broker takes so many."""
-    return min(max_payload_bytes, MAX_MESSAGE_BYTES) - _REST_BYTES
 
 
 async def wait_for_some(futures: "Sequence[asyncio.Future[Any]]", seconds: float) -> None:
@@ -43,9 +40,9 @@ async def wait_for_some(futures: "Sequence[asyncio.Future[Any]]", seconds: float
 class ResetAnswer:
     """Collects what became of the starts of episodes."""
 
-    def __init__(self, most_bytes: int = MAX_MESSAGE_BYTES - _REST_BYTES) -> None:
-        """`most_bytes` may be the prompt of one episode."""
-        self._most_bytes = most_bytes
+    def __init__(self, most: int = MAX_ITEM_BYTES) -> None:
+        """`most` bytes of one episode are told."""
+        self._most = most
         self.prompts: list[list[ChatMessage]] = []
         """Each different first prompt, once."""
         self.episodes: list[Opened] = []
@@ -67,12 +64,8 @@ class ResetAnswer:
             num_bytes = len(pack(messages))
         except TinkermqError as error:
             return Opened(error=_told(error))
-        if num_bytes > self._most_bytes:
-            return Opened(
-                error=_told(
-                    _too_large("a first prompt that is too long", num_bytes, self._most_bytes)
-                )
-            )
+        if num_bytes > self._most:
+            return Opened(error=_told(_too_large("the first prompt", num_bytes, self._most)))
         self._num_bytes += num_bytes
         if self._num_bytes > MAX_BYTES and self.prompts:
             return Opened()
@@ -83,9 +76,9 @@ class ResetAnswer:
 class StepAnswer:
     """Collects what became of actions."""
 
-    def __init__(self, most_bytes: int = MAX_MESSAGE_BYTES - _REST_BYTES) -> None:
-        """`most_bytes` may be the answer to one action."""
-        self._most_bytes = most_bytes
+    def __init__(self, most: int = MAX_ITEM_BYTES) -> None:
+        """`most` bytes of one action's answer are told."""
+        self._most = most
         self._observations: list[str | None] = []
         self._rewards: list[float] = []
         self._done: list[bool] = []
@@ -137,19 +130,31 @@ class StepAnswer:
             return None
         result = answer.result()
         try:
-            text_bytes = len(result.observation.encode())
-            info_bytes = len(pack(result.info)) if result.info else 0
+            result, num_bytes = self._fitting(result)
+        except GameError as error:
+            self._fail(error)
+            return None
         except (TinkermqError, ValueError) as error:  # a program's, which nobody has looked at
             self._fail(GameError(f"an episode's answer cannot travel: {words_of(error)}"))
             return None
-        if text_bytes + info_bytes > self._most_bytes:
-            what = (
-                f"its observation takes {text_bytes:,} bytes and its info {info_bytes:,}: an answer"
-            )
-            self._fail(_too_large(what, text_bytes + info_bytes, self._most_bytes))
-            return None
-        self._num_bytes += text_bytes + info_bytes + _CONTAINER_BYTES * _num_containers(result.info)
+        self._num_bytes += num_bytes + _CONTAINER_BYTES * _num_containers(result.info)
         return None if self._num_bytes > MAX_BYTES and self._observations else result
+
+    def _fitting(self, result: StepResult) -> tuple[StepResult, int]:
+        """Return an answer that one message holds, its `info` cut where need be, and its bytes.
+
+        Raises GameError for an observation that is too long.
+        """
+        text_bytes = len(result.observation.encode())
+        if text_bytes > self._most // 2:
+            raise _too_large("an observation", text_bytes, self._most // 2)
+        info_bytes = len(pack(result.info)) if result.info else 0
+        if info_bytes > self._most - text_bytes:
+            result = replace(result, info=cut_info(result.info, self._most - text_bytes))
+            info_bytes = packed_bytes(result.info)
+            if info_bytes > self._most - text_bytes:
+                raise _too_large("`info`", info_bytes, self._most - text_bytes)
+        return result, text_bytes + info_bytes
 
     def _fail(self, error: BaseException) -> None:
         self._failed.append(FailedStep(index=len(self._observations), error=_told(error)))
@@ -162,6 +167,13 @@ def _error_of(answer: "asyncio.Future[Any]") -> BaseException | None:
     return answer.exception()
 
 
+def _too_large(what: str, num_bytes: int, most: int) -> GameError:
+    return GameError(
+        f"{what} of the game has {num_bytes:,} bytes, one message of it takes at most {most:,}",
+        hint="let the game return less: a part of a long text, a file's name in place of its bytes",
+    )
+
+
 def _told(error: BaseException) -> ErrorReply:
     """Return an error as it travels; what is not ours is the host's own failure, and logged."""
     if not isinstance(error, TinkermqError):
@@ -170,13 +182,6 @@ def _told(error: BaseException) -> ErrorReply:
             f"the environment host failed: {words_of(error)}", hint="its log has the details"
         )
     return ErrorReply.of(error.code, error.message, error.hint)
-
-
-def _too_large(what: str, num_bytes: int, most_bytes: int) -> GameError:
-    return GameError(
-        f"{what}: {num_bytes:,} bytes, and a message takes {most_bytes:,}",
-        hint="let the game return less: a part of a long text, a file's name in place of its bytes",
-    )
 
 
 def _num_containers(info: dict[str, Any]) -> int:

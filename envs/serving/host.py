@@ -32,6 +32,7 @@ from ...schemas.env import (
     StepRequest,
 )
 from ...schemas.wire.errors import NotFoundError, StateError, TinkermqError
+from ...schemas.wire.fitting import most_bytes
 from ...schemas.wire.message import Empty
 from ...schemas.wire.subjects import JobScope
 from ...schemas.wire.trace import trace_of
@@ -42,7 +43,7 @@ from ..rewards.rewards import make_rewards
 from ..running.episodes import Opening
 from ..running.runner import PlacedRunner, TimedRunner, make_runner
 from ..running.step_timeout import LOOK_S
-from .answers import ResetAnswer, StepAnswer, most_of_one, wait_for_some
+from .answers import ResetAnswer, StepAnswer, wait_for_some
 from .held import Held
 from .seats import Player, Solo, Table
 
@@ -248,12 +249,17 @@ class EnvironmentHost:
             roles=self._roles,
         )
 
+    @property
+    def _most_bytes(self) -> int:
+        """Bytes of one episode in an answer: with the megabyte of the others it fits a message."""
+        return most_bytes(self._broker.max_payload_bytes) * 3 // 4
+
     async def _reset(self, request: ResetRequest, context: RequestContext) -> ResetReply:
         """Start what is not held yet; tell what is ready, and what went wrong."""
         trace = trace_of(context.traceparent)
         held = [self._hold(episode, request, trace) for episode in request.episodes]
         await wait_for_some([episode.opening for episode in held], request.wait_s)
-        answer = ResetAnswer(most_of_one(self._broker.max_payload_bytes))
+        answer = ResetAnswer(self._most_bytes)
         for episode in held:
             answer.add(episode.opening)
         return ResetReply(
@@ -337,7 +343,7 @@ class EnvironmentHost:
         )
         answers = [self._play(*action) for action in columns]
         await wait_for_some([a for a in answers if isinstance(a, asyncio.Future)], request.wait_s)
-        collected = StepAnswer(most_of_one(self._broker.max_payload_bytes))
+        collected = StepAnswer(self._most_bytes)
         for answer in answers:
             collected.add(answer)
         return collected.reply()

@@ -183,3 +183,30 @@ async def test_the_sync_publisher_gives_futures(
         future = publisher.publish_group_future([episode(), episode()])
         # The test's own loop must run: it answers for the learner.
         assert await asyncio.wrap_future(future) == 0
+
+
+async def test_a_group_over_the_limit_is_refused_before_a_number_is_taken(
+    learner: Reservations, publisher: AsyncTrajectoryPublisher
+) -> None:
+    long = episode(messages=[{"role": "user", "content": "x" * 9_000_000}])
+    with pytest.raises(MessageError, match=r"the largest are messages of episode 1 \(9,000,0"):
+        await publisher.publish_group([episode(), long])
+    assert learner.given == 0
+
+
+async def test_tasks_go_in_as_many_messages_as_their_arguments_need(
+    learner: Reservations, publisher: AsyncTrajectoryPublisher
+) -> None:
+    sizes = [3_000_000, 3_000_000, 3_000_000, 10, 8_000_000, 10]
+    tasks = [{"seed": n, "reset_kwargs": {"board": "x" * n}} for n in sizes]
+    assert await publisher.publish_tasks(tasks) == 6
+    assert [task.seed for task in learner.tasks] == sizes  # pyright: ignore[reportAttributeAccessIssue]
+
+
+async def test_a_task_over_the_limit_is_refused_before_any_is_issued(
+    learner: Reservations, publisher: AsyncTrajectoryPublisher
+) -> None:
+    large = {"seed": 1, "reset_kwargs": {"board": "x" * 9_000_000}}
+    with pytest.raises(MessageError, match="task 1 of 2 has 9,000,"):
+        await publisher.publish_tasks([{"seed": 0}, large])
+    assert learner.tasks == []

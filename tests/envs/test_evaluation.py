@@ -12,6 +12,7 @@ from tinkermq.envs.evaluation import (
     compare,
     is_success,
     kind_of,
+    mean_info,
     mean_with_interval,
     pass_at_k,
     summarize,
@@ -116,3 +117,10 @@ def test_a_comparison_says_the_same_each_time() -> None:
 def test_the_seed_of_a_task_depends_on_the_jobs_seed_and_the_task_alone() -> None:
     assert task_seed(0, 1) == task_seed(0, 1)
     assert len({task_seed(seed, task) for seed in range(3) for task in range(3)}) == 9
+
+
+def test_names_that_become_metrics_are_bounded() -> None:
+    told = mean_info([{f"key {number}": 1.0 for number in range(5000)}, {"x" * 10_000: 1.0}])
+    assert len(told) == 1000
+    assert kind_of({"type": "y" * 10_000}, "") == "y" * 200
+    assert kind_of({}, "z" * 10_000) == "z" * 200

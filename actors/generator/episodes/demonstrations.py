@@ -21,11 +21,11 @@ from ....envs.data.pair_data import PairData, PairRow, open_rows
 from ....schemas.config.job import JobConfig
 from ....schemas.rollout import Group, Trajectory
 from ....schemas.task import Blame, Task
-from ....schemas.wire.errors import DataError, MessageError, ModelError, TinkermqError
+from ....schemas.wire.errors import DataError, ModelError, TinkermqError
 from ....schemas.wire.foreign import words_of
 from ...runtime import JobContext, settle_memory
 from .chat import ChatTokenizer, Conversation, open_chat
-from .groups import GroupFailed, append_given_up
+from .groups import FittingLog, GroupFailed, append_given_up
 
 _PULL_TIMEOUT_S = 2.0
 _AT_ONCE = 64
@@ -56,6 +56,7 @@ class Demonstrations:
             context.broker, context.scope, ack_wait_s=context.config.generator.ack_wait_s
         )
         self._log = RolloutLog(context.broker, context.scope)
+        self._fitting = FittingLog(context, self._log)
 
     async def run(self) -> None:
         """Pull and append until `stopping` is set."""
@@ -75,18 +76,11 @@ class Demonstrations:
         context, task = self._context, lease.task
         try:
             group = demonstrate(task, self._data, self._chat, context.config, context.name)
-            await self._append_whole(group)
+            await self._fitting.append(group)
         except GroupFailed as failure:
             await append_given_up(context, self._log, failure)
         context.progressed()
         await lease.done()
-
-    async def _append_whole(self, group: Group) -> None:
-        """Append a group; raises GroupFailed for one that no message holds, by its images."""
-        try:
-            await self._log.append(group)
-        except MessageError as error:
-            raise _failed(group.task, error, group.source, group.started) from error
 
 
 def demonstrate(

@@ -17,9 +17,10 @@ from ....broker.rollouts import RolloutLog
 from ....broker.segments import Fenced
 from ....envs.serving.remote import Environments, Start
 from ....schemas.config.job import JobConfig
-from ....schemas.rollout import Group, Trajectory
+from ....schemas.rollout import Group, Trajectory, with_cut_infos
 from ....schemas.task import Blame, DeadLetter, Task
-from ....schemas.wire.errors import TinkermqError, root_cause
+from ....schemas.wire.errors import MessageError, TinkermqError, root_cause
+from ....schemas.wire.fitting import CUT, packed_bytes
 from ...runtime import JobContext
 from ...self_play import learning_roles
 from .agent_loop import EpisodeFailed, EpisodePlan
@@ -35,6 +36,9 @@ _NO_TURN = Blame(
     message="no role that learns had a turn in any episode of the task",
     hint="let the game go on until every role has had a turn",
 )
+_TOLD_EVERY_S = 30.0
+_MARKS_BYTES = 1 << 17
+"""Room for what marks the cuts, and for what is told of a task that failed."""
 _log = structlog.get_logger()
 
 
@@ -244,12 +248,72 @@ def _tokens_wasted(episodes: Sequence[_Episode]) -> int:
     return sum(failure.tokens_wasted for one in episodes for failure in one.failures)
 
 
+class FittingLog:
+    """The rollout log of a generator: a group that no message holds costs itself only."""
+
+    def __init__(self, context: JobContext, log: RolloutLog) -> None:
+        self._context, self._log = context, log
+        self._next_told = 0.0
+
+    async def append(self, group: Group, traceparent: str = "") -> bool:
+        """Append a group; of one that is too large what only people read is cut, and says so.
+
+        Returns False if the log has a group for the task already. Raises GroupFailed for one that
+        is too large nevertheless.
+        """
+        payload = group.to_bytes()
+        if len(payload) > self._log.max_bytes:
+            payload = await self._shortened(group, len(payload))
+        number = group.task.task
+        return await self._log.append_payload(number, payload, traceparent=traceparent)
+
+    async def _shortened(self, group: Group, num_bytes: int) -> bytes:
+        # what marks the cuts takes some bytes, too
+        fitting = with_cut_infos(group, num_bytes, self._log.max_bytes - _MARKS_BYTES)
+        payload = fitting.to_bytes()
+        try:
+            self._log.check_fits(fitting, payload)
+        except MessageError as error:
+            raise _too_large(group, error) from error
+        number, now = group.task.task, time.monotonic()
+        _log.warning("group_cut", task=number, num_bytes=num_bytes, left=len(payload))
+        if now >= self._next_told:
+            self._next_told = now + _TOLD_EVERY_S
+            text = f"the group of task {number} had {num_bytes:,} bytes: `info` of its episodes "
+            text += f"was cut, which its key {CUT} tells; put less into it"
+            await self._context.event("group_cut", text, task=number)
+        return payload
+
+
+def _too_large(group: Group, error: MessageError) -> GroupFailed:
+    """Return what is told of a group that no message holds: its episodes are gone."""
+    blame = Blame(boundary="task", code=error.code, message=error.message, hint=error.hint)
+    wasted = group.tokens_wasted + sum(item.num_generated for item in group.trajectories)
+    given_up = Group(
+        task=group.task,
+        error=blame,
+        source=group.source,
+        started=group.started,
+        finished=group.finished or time.time(),
+        tokens_wasted=wasted,
+    )
+    return GroupFailed(given_up, blame, 1)
+
+
+def _fitting_task(task: Task, most: int) -> Task:
+    """Return a task that leaves room for what is told of it."""
+    size = packed_bytes(task.reset_kwargs)
+    if size <= most - _MARKS_BYTES:
+        return task
+    return task.model_copy(update={"reset_kwargs": {CUT: {"bytes": size}}})
+
+
 async def append_given_up(context: JobContext, log: RolloutLog, failure: GroupFailed) -> bool:
     """Record a task that was given up: a dead letter, an event, and its group in the log.
 
     Returns False if the log has a group for the task already.
     """
-    task, blame = failure.group.task, failure.blame
+    task, blame = _fitting_task(failure.group.task, log.max_bytes), failure.blame
     letter = DeadLetter(
         task=task,
         blame=blame,
@@ -264,7 +328,7 @@ async def append_given_up(context: JobContext, log: RolloutLog, failure: GroupFa
         task=task.task,
         boundary=blame.boundary,
     )
-    return await log.append(failure.group)
+    return await log.append(failure.group.model_copy(update={"task": task}))
 
 
 def _misfit(config: JobConfig, roles: Sequence[str]) -> Blame | None:

@@ -116,6 +116,7 @@ def test_too_many_in_a_row_end_the_job_with_the_reason_and_a_remedy(
     assert untrainable.error() is None
     untrainable.look(dropped(1, 2, 3, 4, 5, reason=reason), [])
     raised = untrainable.error()
+    assert raised is not None
     assert type(raised) is error
     assert f"the last 5 groups could not be trained (5 {reason}): " in raised.message
     assert why in raised.message

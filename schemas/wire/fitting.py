@@ -1,0 +1,79 @@
+"""What does not fit into one message: cut where only people read it, and named where not.
+
+A game's `info` is for people, but for its numbers, which become metrics. So texts in it are cut
+first, then whole values, until the rest fits; the numbers stay.
+"""
+
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any, cast
+
+from .codec import MAX_MESSAGE_BYTES, pack
+
+CUT = "info_cut"
+"""Key of an `info` that was cut; its value says what it had: `{"bytes": 2000000, "keys": 3}`."""
+_TEXTS = (1 << 16, 1 << 12, 1 << 9)
+"""Characters that are left of texts: as many as fit."""
+_SHORT_BYTES = 1 << 9
+"""Values that are never cut."""
+_MOST_ITEMS = 10_000
+"""Of an `info` that is cut so many keys are left; lists and maps with more are cut whole."""
+
+
+def most_bytes(max_payload_bytes: int, read_bytes: int = MAX_MESSAGE_BYTES) -> int:
+    """Return the largest message that a server takes, and of which its readers read so much."""
+    return min(max_payload_bytes, read_bytes)
+
+
+def packed_bytes(value: Any) -> int:
+    """Return the bytes of a value as it travels. Raises MessageError for what cannot."""
+    return len(pack(value))
+
+
+def cut_info(info: Mapping[str, Any], most: int) -> dict[str, Any]:
+    """Return an `info` of about `most` bytes at most, with a mark where one was cut.
+
+    Texts are cut first, then the largest values are replaced. Numbers stay, so that many of them
+    may be more than `most`. Raises MessageError for what cannot travel.
+    """
+    size = packed_bytes(info)
+    if size <= most:
+        return dict(info)
+    mark = {CUT: {"bytes": size, "keys": len(info)}}
+    info = dict(islice(info.items(), _MOST_ITEMS))
+    cut = dict(info)
+    for characters in _TEXTS:
+        cut = {**{key: _with_short_texts(value, characters) for key, value in info.items()}, **mark}
+        if packed_bytes(cut) <= most:
+            return cut
+    sizes = {key: packed_bytes(value) for key, value in cut.items() if key != CUT}
+    left = packed_bytes(cut)
+    for key in sorted(sizes, key=lambda key: -sizes[key]):
+        if left <= most or sizes[key] <= _SHORT_BYTES:
+            break
+        told = _mark(f"{packed_bytes(info[key]):,} bytes")
+        cut[key] = told
+        left += packed_bytes(told) - sizes[key]
+    return cut
+
+
+def _with_short_texts(value: Any, characters: int) -> Any:
+    """Return a value with its texts and bytes, however deep, cut to so many characters."""
+    if isinstance(value, str):
+        if len(value) <= characters:
+            return value
+        return value[:characters] + _mark(f"{len(value):,} characters")
+    if isinstance(value, bytes | bytearray):
+        return value if len(value) <= characters else _mark(f"{len(value):,} bytes")
+    if isinstance(value, Mapping | list | tuple) and len(cast("Any", value)) > _MOST_ITEMS:
+        return _mark(f"{len(cast('Any', value)):,} items")
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        return {key: _with_short_texts(item, characters) for key, item in items}
+    if isinstance(value, list | tuple):
+        return [_with_short_texts(item, characters) for item in cast("list[Any]", value)]
+    return value
+
+
+def _mark(size: str) -> str:
+    return f"[cut: it had {size}, more than fits into a message]"
