@@ -5,8 +5,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import numpy as np
-
 from ..schemas.wire.codec import read_json
 from ..schemas.wire.errors import DataError
 from ..schemas.wire.images import encoded_image
@@ -17,6 +15,10 @@ TRUTH_COLUMNS = ("reward_model", "answer", "ground_truth")
 IMAGE_TAG = "<image>"
 _NOTHING = frozenset({"", "none", "null", "nan", "<na>"})
 """What programs write for a value that is not there."""
+
+
+class RowError(DataError):
+    """A row that cannot be used; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Record:
         try:
             return place_images(self.prompt, self.images)
         except DataError as error:
-            raise DataError(f"{self.where}: {error.message}", hint=error.hint) from error
+            raise RowError(f"{self.where}: {error.message}", hint=error.hint) from error
 
 
 def check_columns(columns: Iterable[str], where: str) -> None:
@@ -173,8 +175,8 @@ def _plain_values(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray | np.generic):
-        return _plain(cast("Any", value).tolist())
+    if callable(to_list := getattr(value, "tolist", None)):  # NumPy's, which is not needed here
+        return _plain(to_list())
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, list | tuple):
