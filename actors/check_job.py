@@ -7,7 +7,6 @@ shapes and no memory. What passes here does not fail in the run for what can be 
 import contextlib
 import json
 import struct
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,8 +22,8 @@ from .models.model_folder import (
     load_causal_lm,
     load_model_config,
     load_policy,
-    load_tokenizer,
 )
+from .models.writing import check_saving
 
 ROWS_S = 60.0
 """Time for the rows of a job's conversations; of more the first are looked at."""
@@ -50,7 +49,7 @@ def _questions(config: JobConfig) -> Iterator[Question]:
     yield "the weights are those of the configuration", lambda: _weights(config.model)
     if config.lora.rank or is_adapter(config.model.path):
         yield "the adapter fits the model", lambda: _adapter(config)
-    yield "a checkpoint can be written", lambda: check_saving(config.model)
+    yield "a checkpoint can be written", lambda: _saving(config)
 
 
 def _chat(config: JobConfig) -> str:
@@ -96,7 +95,8 @@ def _weights(model: ModelConfig) -> str:
     trust = model.trust_remote_code
     if is_reward_model(load_model_config(path, trust_remote_code=trust)):
         return "those of a reward model: not looked at"
-    wanted = {name: tuple(one.shape) for name, one in _meta_model(model, path).items()}
+    tensors: dict[str, Any] = _meta_model(model, path).state_dict()
+    wanted = {name: tuple(one.shape) for name, one in tensors.items()}
     stored = stored_shapes(Path(path))
     for name, shape in stored.items():
         if name in wanted and wanted[name] != shape:
@@ -109,17 +109,13 @@ def _weights(model: ModelConfig) -> str:
     return f"{len(stored)} tensors" if stored else "no *.safetensors: not looked at"
 
 
-def _meta_model(model: ModelConfig, path: str) -> dict[str, Any]:
+def _meta_model(model: ModelConfig, path: str) -> Any:
     import torch
 
     with torch.device("meta"):
-        built: Any = load_causal_lm(
-            path,
-            dtype=torch.float32,
-            trust_remote_code=model.trust_remote_code,
-            hollow=True,
+        return load_causal_lm(
+            path, dtype=torch.float32, trust_remote_code=model.trust_remote_code, hollow=True
         )
-    return built.state_dict()
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -175,35 +171,14 @@ def _adapter(config: JobConfig) -> str:
     return f"{trained:,} numbers are trained"
 
 
-def check_saving(model: ModelConfig) -> str:
-    """Write what a checkpoint holds beside its weights to a folder that is removed.
-
-    Raises ModelError for what transformers reads and does not write again.
-    """
-    from transformers import GenerationConfig
-
+def _saving(config: JobConfig) -> str:
+    """Write all of a checkpoint but its weights as a learner does, and read it again."""
+    model = config.model
     path = model.path
     while is_adapter(path):
         path = base_of(path)
-    config: Any = load_model_config(path, trust_remote_code=model.trust_remote_code)
-    tokenizer: Any = load_tokenizer(
-        model.tokenizer or path, trust_remote_code=model.trust_remote_code
-    )
-    parts: list[tuple[str, Callable[[str], Any]]] = [
-        ("config.json", config.save_pretrained),
-        ("the tokenizer", tokenizer.save_pretrained),
-    ]
-    with contextlib.suppress(OSError):  # the file is optional
-        generation: Any = GenerationConfig.from_pretrained(path)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
-        parts.append(("generation_config.json", generation.save_pretrained))
-    with tempfile.TemporaryDirectory(prefix="tinkermq-saving-") as folder:
-        for name, save in parts:
-            try:
-                save(folder)
-            except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-                raise ModelError(
-                    f"{name} of model {path} cannot be saved again, and no checkpoint could: "
-                    f"{error}",
-                    hint=f"mend {name} in the model's folder: `save_pretrained` must take it",
-                ) from error
-    return "config, tokenizer and generation config"
+    trust = model.trust_remote_code
+    if is_reward_model(load_model_config(path, trust_remote_code=trust)):
+        return "that of a reward model is tried as the run starts"
+    check_saving(path, model.tokenizer or model.path, trust_remote_code=trust)
+    return "all but the weights was written and read again"

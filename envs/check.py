@@ -21,8 +21,6 @@ from ..schemas.wire.images import plain_text
 from .data.host_data import HostData
 from .game import AbstractGame, ChatMessage, StepResult
 from .registry import load_game
-from .rewards.function import FunctionSource
-from .rewards.rewards import Rewards
 from .running.local import LocalEpisode, LocalGame, TooSlow
 
 NUM_EPISODES = 8
@@ -184,6 +182,9 @@ class _Checker:
             return thread.submit(lambda: asyncio.run(self._rewarded(played))).result()
 
     async def _rewarded(self, played: Sequence[PlayedEpisode]) -> str:
+        from .rewards.function import FunctionSource
+        from .rewards.rewards import Rewards  # needs NumPy, which few checks do
+
         config = self.game.config.reward
         returns: list[float] = []
         async with Rewards(config, FunctionSource(config, None)) as rewards:

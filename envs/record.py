@@ -5,8 +5,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import numpy as np
-
 from ..schemas.wire.codec import read_json
 from ..schemas.wire.errors import DataError, MessageError
 from ..schemas.wire.foreign import plain_value
@@ -19,6 +17,10 @@ TRUTH_COLUMNS = ("reward_model", "answer", "ground_truth")
 IMAGE_TAG = "<image>"
 _NOTHING = frozenset({"", "none", "null", "nan", "<na>"})
 """What programs write for a value that is not there."""
+
+
+class RowError(DataError):
+    """A row that cannot be used; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Record:
         try:
             return plain_value(place_images(self.prompt, self.images), "prompt")
         except (DataError, MessageError) as error:
-            raise DataError(f"{self.where or 'a row'}: {error.message}", hint=error.hint) from error
+            raise RowError(f"{self.where or 'a row'}: {error.message}", hint=error.hint) from error
 
 
 def check_columns(columns: Iterable[str], where: str) -> None:
@@ -176,8 +178,8 @@ def _plain_values(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray | np.generic):
-        return _plain(cast("Any", value).tolist())
+    if callable(to_list := getattr(value, "tolist", None)):  # NumPy's, which is not needed here
+        return _plain(to_list())
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, list | tuple):

@@ -67,10 +67,8 @@ def with_images(
 
     DataError names the row.
     """
+    images = read_images(row.get("images"), where)
     try:
-        return replace_images(
-            place_images(messages, read_images(row.get("images"), where)), encoded_image
-        )
+        return replace_images(place_images(messages, images), encoded_image)
     except DataError as error:
-        told = error.message if where in error.message else f"{where}: {error.message}"
-        raise DataError(told, hint=error.hint) from error
+        raise DataError(f"{where}: {error.message}", hint=error.hint) from error

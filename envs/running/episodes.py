@@ -26,7 +26,7 @@ from ..game import (
     game_failure,
 )
 from ..prompt import address, open_async_game, open_game, settled
-from ..record import Record
+from ..record import Record, RowError
 from .draws import DRAWS_HINT, global_draws
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -201,7 +201,7 @@ class Episodes:
                 "the episode has no row of a dataset: set env.train_data for a dataset game"
             )
         where = opening.record.where if opening.record is not None else ""
-        if where and where not in failure.message:
+        if where and not isinstance(error, RowError):
             failure.message = f"{where}: {failure.message}"
         return failure
 

@@ -1,9 +1,9 @@
 """The part of a job's configuration that says where rewards come from."""
 
 import string
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ..wire.errors import ConfigError
 from .section import Section, when
@@ -65,6 +65,14 @@ class RewardConfig(Section):
         default=64, ge=1, le=4096, json_schema_extra=when("source", "function", *_REMOTE)
     )
     """Rewards that one host works out at the same time."""
+
+    @model_validator(mode="after")
+    def _requests_of_judges_alone(self) -> Self:
+        if self.judge_request and self.source != "judge":
+            raise ValueError(
+                f"judge_request has no effect while source is {self.source!r}: remove it"
+            )
+        return self
 
 
 def check_judge_prompt(reward: RewardConfig) -> None:

@@ -351,11 +351,6 @@ RULES = (
     ),
     _needs("function", "function"),
     _needs("endpoint", "url"),
-    Rule(
-        "env.reward.judge_request",
-        lambda job: job.env.reward.source == "endpoint" and job.env.reward.judge_request,
-        "has no effect while env.reward.source is endpoint: remove it",
-    ),
     _needs("judge", "judge"),
     *AGENT_RULES,
 )

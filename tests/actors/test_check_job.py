@@ -126,28 +126,17 @@ def test_weights_that_are_cut_are_told(model: Path, size: int) -> None:
     assert "is damaged or cut" in faults(model)[WEIGHTS]
 
 
-@pytest.mark.parametrize(
-    "told",
-    [
-        {"temperature": 0.9, "top_p": 0.6},
-        {"temperature": 0.5},
-        {"top_p": 0.5, "do_sample": False},
-        {"top_k": 5, "do_sample": False},
-        {"num_beams": 1, "length_penalty": 2.0, "early_stopping": True},
-    ],
-)
-def test_what_could_not_be_saved_again_is_told(model: Path, told: dict[str, Any]) -> None:
-    from transformers import GenerationConfig
+@pytest.mark.parametrize("told", [{"temperature": 0.9, "top_p": 0.6}, {"top_k": 5}, {}])
+def test_settings_of_generation_that_the_run_saves_are_no_fault(
+    model: Path, told: dict[str, Any]
+) -> None:
+    (model / "generation_config.json").write_text(json.dumps(told))
+    assert faults(model) == {}
 
-    file = model / "generation_config.json"
-    file.write_text(json.dumps(told))
-    try:
-        GenerationConfig.from_pretrained(str(model)).save_pretrained(str(model / "again"))  # pyright: ignore[reportUnknownMemberType]
-        refused = False
-    except ValueError:
-        refused = True
-    assert (SAVING in faults(model)) == refused
-    assert refused or told != {"temperature": 0.9, "top_p": 0.6}
+
+def test_what_could_not_be_read_again_is_told(model: Path) -> None:
+    (model / "generation_config.json").write_text("{")
+    assert "generation_config.json" in faults(model)[SAVING]
 
 
 def test_a_template_that_fails_is_told(model: Path) -> None:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from hosting import error_of, hosting
+from pydantic import ValidationError
 from test_rewards import http_server
 from tinkermq.envs.rewards.endpoint import refused_field
 from tinkermq.envs.rewards.judge import read_judgement
@@ -220,3 +221,15 @@ def test_a_prompt_that_does_not_demand_the_form_is_refused_at_submission():
             check_judge_prompt(RewardConfig(source="judge", judge="x", judge_prompt=prompt))
     for prompt in ("Grade $answer. $form", "… ${form}", "End with a line `Score: N`.", None):
         check_judge_prompt(RewardConfig(source="judge", judge="x", judge_prompt=prompt))
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        {"source": "endpoint", "url": "http://x", "judge_request": {"top_p": 1}},
+        {"source": "judge", "judge": "x", "judge_request": {"top_p": 1}},
+    ],
+)
+def test_fields_of_requests_that_nobody_makes_are_refused(reward):
+    with pytest.raises(ValidationError, match="judge_request has no effect"):
+        RewardConfig.model_validate(reward)

@@ -54,7 +54,8 @@ ALPACA = (
 TWO_ENDS = (
     "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\\n' + m.content }}"
     "{% for call in m.tool_calls or [] %}{{ call.function.name }}"
-    "{{ call.function.arguments | tojson }}{% endfor %}{{ '<|eom_id|>' if m.tool_calls else '<|im_end|>' }}{%- endfor -%}"
+    "{{ call.function.arguments | tojson }}{% endfor %}"
+    "{{ '<|eom_id|>' if m.tool_calls else '<|im_end|>' }}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
 )
 APPENDING = {"chatml": CHATML, "llama2": LLAMA2, "gemma": GEMMA, "vicuna": VICUNA}
