@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
+from .output_format import OutputFormat
 from .wire.array import FloatVector, IntVector
 from .wire.message import Message
 from .wire.reply import Part
@@ -97,6 +98,8 @@ class CallRequest(Message):
     """Tokens of an answer at most; the job's own limits bind as well."""
     stop: list[str] = Field(default_factory=list[str], max_length=MAX_STOPS)
     """Texts at which an answer ends; they are not part of it."""
+    format: OutputFormat | None = None
+    """The form that an answer must have; None: any."""
     stream: bool = False
     """Tell tokens as they are generated, instead of all at the end."""
     is_prefill: bool = False

@@ -90,7 +90,7 @@ class OutputFormat(Message):
 def check_schema(schema: Any, place: str) -> None:
     """Raise SchemaError, which names the place, for what is no schema or not supported."""
     _check_size(schema, place)
-    if isinstance(schema, dict) or isinstance(schema, bool):
+    if isinstance(schema, (dict, bool)):
         _check(schema, place, cast("Any", schema))
         return
     raise SchemaError(f"{place} is no schema: {_shown(schema)}", place=place, hint="give an object")
@@ -216,9 +216,7 @@ def _is_pattern(value: Any) -> bool:
 
 
 def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(one, str) for one in cast("list[Any]", value)
-    )
+    return isinstance(value, list) and all(isinstance(one, str) for one in cast("list[Any]", value))
 
 
 _Rule = tuple[str, Callable[[Any], bool]]

@@ -31,8 +31,11 @@ from ..generator.engine.engine import (
     OnToken,
     PromptScores,
     Sampling,
+    tops_of,
 )
+from ..generator.engine.token_grammar import TokenGrammar
 from ..generator.episodes.chat import ChatTokenizer
+from ..generator.episodes.output_grammar import OutputGrammars, opens_reasoning
 from ..generator.episodes.text_stream import TextStream
 from .conversations import Conversations, StatefulPrompt
 from .prompt_scores import score_prompts
@@ -100,7 +103,8 @@ class Choice:
     def set_whole(self, generation: Generation) -> None:
         """Take an answer that was not told token by token."""
         columns = (generation.token_ids, generation.logprobs, generation.versions)
-        self.drawn = [Drawn(*drawn) for drawn in zip(*(c.tolist() for c in columns), strict=True)]
+        told = zip(*(c.tolist() for c in columns), tops_of(generation), strict=True)
+        self.drawn = [Drawn(*drawn) for drawn in told]
         self._fresh = list(self.drawn)
         self._words = [self.chat.decode(generation.token_ids)]
         self.finish = generation.finish_reason
@@ -123,6 +127,8 @@ class Choice:
             token_ids=[drawn.token_id for drawn in fresh],
             tokens=[self.chat.token_text(d.token_id) for d in fresh] if self.logprobs else [],
             logprobs=[drawn.logprob for drawn in fresh] if self.logprobs else [],
+            top_tokens=[[self.chat.token_text(t) for t, _ in d.top] for d in fresh if d.top],
+            top_logprobs=[[logprob for _, logprob in d.top] for d in fresh if d.top],
             finish=self.finish,
         )
 
@@ -135,6 +141,8 @@ class _Prompt:
     images: Sequence[bytes] = ()
     stateful: StatefulPrompt | None = None
     """Where it is continued by its tokens."""
+    is_thinking: bool = False
+    """Whether it has opened the reasoning of the answer."""
 
 
 class _Head:
@@ -146,6 +154,7 @@ class _Head:
             stateful = prompts[0].stateful
             self._fields["reused_tokens"] = stateful.num_reused if stateful else 0
             self._fields["rendered"] = stateful.rendered if stateful else "fields"
+        self._fields["is_thinking"] = any(one.is_thinking for one in prompts)
         self._ids = [one.ids for one in prompts] if request.token_ids else []
 
     def told(self) -> dict[str, Any]:
@@ -172,6 +181,7 @@ class Answers:
         """What can be continued by its tokens."""
         self._engine = engine
         self._chat = chat
+        self._grammars = OutputGrammars(chat)
         self._model_name = model_name
         self._max_context = max_context
         self._max_open = max_open
@@ -186,13 +196,15 @@ class Answers:
         if stateful is None:
             return await asyncio.to_thread(self._read, request)
         prepared = stateful.prepared
-        return _Prompt(prepared.prompt_ids.tolist(), prepared.images, stateful)
+        ids = prepared.prompt_ids.tolist()
+        return _Prompt(ids, prepared.images, stateful, prepared.thinking)
 
     def _read(self, request: ChatRequest) -> _Prompt:
         """Return the tokens and the images of a conversation; it may hold whatever msgpack can."""
         try:
             images = images_of(request.messages)
-            return _Prompt(self._chat.prompt(request.messages, request.tools), images)
+            ids = self._chat.prompt(request.messages, request.tools)
+            return _Prompt(ids, images, is_thinking=opens_reasoning(self._chat, ids))
         except TinkermqError:
             raise
         except (TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
@@ -218,7 +230,10 @@ class Answers:
         tell: Tell[InferPart],
     ) -> InferPart:
         copies, draws = request.decoding.num_choices, _draws(request)
-        samplings = [self._sampling(request.decoding, len(prompt.ids)) for prompt in prompts]
+        grammar = await self._grammar(request, prompts)
+        samplings = [
+            self._sampling(request.decoding, len(prompt.ids), grammar) for prompt in prompts
+        ]
         with self._room(len(prompts) * copies):
             choices = [self._choice(request, n) for n in range(len(prompts) * copies)]
             head = _Head(request, prompts)
@@ -248,6 +263,15 @@ class Answers:
             **head.told(),
             completion_tokens=sum(choice.num_tokens for choice in choices),
         )
+
+    async def _grammar(self, request: Request, prompts: Sequence[_Prompt]) -> TokenGrammar | None:
+        """Return what holds the answers to their form; None: they have none."""
+        wanted = request.decoding.format
+        if wanted is None:
+            return None
+        tools = request.tools if isinstance(request, ChatRequest) else ()
+        thinking = any(prompt.is_thinking for prompt in prompts)
+        return await self._grammars.of(wanted, tools, thinking=thinking)
 
     async def _score(
         self,
@@ -331,7 +355,9 @@ class Answers:
             choice.finish = "length"
         return choice
 
-    def _sampling(self, decoding: Decoding, prompt_tokens: int) -> Sampling:
+    def _sampling(
+        self, decoding: Decoding, prompt_tokens: int, grammar: TokenGrammar | None
+    ) -> Sampling:
         """Return how to sample after a prompt; ConfigError when there is no room."""
         room = self._max_context - prompt_tokens
         wanted = room if decoding.max_tokens is None else decoding.max_tokens
@@ -349,6 +375,11 @@ class Answers:
             top_k=decoding.top_k,
             stop_token_ids=self._chat.stop_token_ids,
             seed=decoding.seed,
+            grammar=grammar,
+            presence_penalty=decoding.presence_penalty,
+            frequency_penalty=decoding.frequency_penalty,
+            repetition_penalty=decoding.repetition_penalty,
+            num_top=decoding.top_logprobs,
         )
 
     @contextlib.contextmanager

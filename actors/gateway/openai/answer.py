@@ -31,6 +31,7 @@ class Answer:
         """Of each prompt."""
         self._choices = [_Choice(number, tools, name) for number in range(num_choices)]
         self._wants_logprobs = body.logprobs is not None and body.logprobs is not False
+        self._num_top = body.top_logprobs if isinstance(body, ChatBody) else body.logprobs or 0
         self._wants_ids = body.return_token_ids
         self._prompt_ids: list[list[int]] = []
         self._scores: dict[int, list[PromptScore]] = {}
@@ -173,8 +174,10 @@ class Answer:
         pairs = [
             pair for delta in deltas for pair in zip(delta.tokens, delta.logprobs, strict=True)
         ]
+        tops = [top for delta in deltas for top in _tops(delta)]
         if self._chat:
-            return {"content": [_token(*pair) for pair in pairs], "refusal": None}
+            told = [_token(*pair, top) for pair, top in zip(pairs, tops, strict=True)]
+            return {"content": told, "refusal": None}
         offsets: list[int] = []
         for token, _ in pairs:
             offsets.append(choice.offset)
@@ -182,7 +185,7 @@ class Answer:
         return {
             "tokens": [token for token, _ in pairs],
             "token_logprobs": [logprob for _, logprob in pairs],
-            "top_logprobs": None,
+            "top_logprobs": [dict(top) for top in tops] if self._num_top else None,
             "text_offset": offsets,
         }
 
@@ -226,13 +229,21 @@ def _reason(finish: str | None, calls: bool) -> str:
     return "length" if finish == "length" else "stop"
 
 
-def _token(token: str, logprob: float) -> dict[str, Any]:
-    return {
-        "token": token,
-        "logprob": logprob,
-        "bytes": list(token.encode()),
-        "top_logprobs": [],
-    }
+def _token(
+    token: str, logprob: float, top: Sequence[tuple[str, float]] | None = ()
+) -> dict[str, Any]:
+    told = {"token": token, "logprob": max(logprob, _LEAST), "bytes": list(token.encode())}
+    if top is None:  # itself one of those
+        return told
+    return {**told, "top_logprobs": [_token(*one, None) for one in top]}
+
+
+def _tops(delta: Delta) -> list[list[tuple[str, float]]]:
+    """Return the likeliest tokens in the place of each, best first."""
+    if not delta.top_tokens:
+        return [[] for _ in delta.tokens]
+    pairs = zip(delta.top_tokens, delta.top_logprobs, strict=True)
+    return [[(text, max(value, _LEAST)) for text, value in zip(*one, strict=True)] for one in pairs]
 
 
 def _rows(piece: PromptScore, prompts: Sequence[Sequence[int]]) -> Iterator[dict[str, Any] | None]:

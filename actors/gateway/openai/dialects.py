@@ -44,18 +44,28 @@ _WHY = {
     "store": "answers are not kept: give false, and send the whole conversation as input",
     "background": "answers are not kept: ask for a stream, and read it",
     "include": "an answer holds what there is: leave it out",
-    "output_config": "how much a model thinks is set by its chat template: leave it out",
-    "parallel_tool_calls": "how many tools are called is the model's choice: leave it out",
-    "tool_choice.disable_parallel_tool_use": "how many tools are called is the model's choice",
-    "tool_choice": "which tool is called is the model's choice: give auto or none",
-    "text": "generation is not constrained to a format: say it in the prompt",
+    "output_config": "how much a model thinks is set by its chat template: leave effort out",
+    "parallel_tool_calls": "how many tools are called is the model's choice, unless tool_choice "
+    "demands one: leave it out",
+    "tool_choice.disable_parallel_tool_use": "how many tools are called is the model's choice, "
+    "unless tool_choice demands one",
+    "tool_choice": "tools are called by auto, none, required, or the name of a function",
+    "text.verbosity": "how long an answer is, is the model's choice: say it in the prompt",
     "reasoning": "how much a model thinks is set by its chat template: leave it out",
     "thinking": "how much a model thinks is set by its chat template: leave it out",
     "truncation": "a conversation that is too long is refused: shorten it",
 }
 _EXTRAS = {"return_token_ids": "token_ids", "stateful": "stateful"}
 """What may stand in a body besides, and what it is called in a server's request."""
-_SAMPLED = ("temperature", "top_p", "top_k", "seed")
+_SAMPLED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
 
 
 class WordedAnswer(Protocol):
@@ -176,7 +186,9 @@ def _query(asked: ModelRequest) -> ChatRequest:
             request=uuid.uuid4().hex,
             messages=[told.for_template() for told in canonical_history(asked.messages, ())],
             tools=[dict(tool) for tool in asked.tools],
-            decoding=Decoding(max_tokens=asked.max_tokens, stop=list(asked.stop), **sampled),
+            decoding=Decoding(
+                max_tokens=asked.max_tokens, stop=list(asked.stop), format=asked.format, **sampled
+            ),
             stream=asked.stream,
         )
     except ValidationError as error:
@@ -196,7 +208,8 @@ class _Reading:
         self.usage = Usage(0, 0)
         self.answered: Answered = "stop"
         self.headers: dict[str, str] = {}
-        self._reader = ReplyReader(call_name(query.request), calls=bool(query.tools))
+        self._name, self._has_tools = call_name(query.request), bool(query.tools)
+        self._made: ReplyReader | None = None
         self._tokens: dict[str, list[int]] | None = None
         if query.token_ids:
             self._tokens = {"prompt_token_ids": [], "token_ids": []}
@@ -215,13 +228,13 @@ class _Reading:
             if self._tokens is not None:
                 self._tokens["token_ids"] += delta.token_ids
             self.answered = delta.finish or self.answered
-            yield from self._said(self._reader.push(delta.text))
+            yield from self._said(self._reader(part).push(delta.text))
         if part.last:
             self.usage = Usage(part.prompt_tokens, part.completion_tokens, part.reused_tokens)
 
     def end(self) -> Iterator[str]:
         """Yield the last events."""
-        yield from self._said(self._reader.finish())
+        yield from self._said(self._reader(None).finish())
         yield from self.answer.finish(self.answered, self.usage, self.extra)
 
     @property
@@ -232,6 +245,13 @@ class _Reading:
         prompt, said = self._tokens["prompt_token_ids"], self._tokens["token_ids"]
         told = {"reused": self.usage.reused, "prompt_token_ids": prompt}
         return {"tinkermq": {**told, "answers": [{"token_ids": said}]}}
+
+    def _reader(self, part: InferPart | None) -> ReplyReader:
+        """Return what reads the answer; the first part says whether it begins with reasoning."""
+        if self._made is None:
+            thinking = part is not None and part.is_thinking
+            self._made = ReplyReader(self._name, calls=self._has_tools, thinking=thinking)
+        return self._made
 
     def _said(self, pieces: list[Piece]) -> Iterator[str]:
         for piece in pieces:

@@ -96,6 +96,15 @@ def nothing() -> Generation:
     )
 
 
+def tops_of(generation: Generation) -> list[tuple[tuple[int, float], ...]]:
+    """Return the likeliest tokens in the place of each, as `Drawn` has them."""
+    ids, logprobs = generation.top_ids, generation.top_logprobs
+    if ids is None or logprobs is None:
+        return [()] * len(generation.token_ids)
+    pairs = zip(ids.tolist(), logprobs.tolist(), strict=True)
+    return [tuple(zip(*pair, strict=True)) for pair in pairs]
+
+
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """One token, as soon as it was drawn."""

@@ -19,14 +19,14 @@ def check_sampling(sampling: Sampling) -> None:
         and abs(sampling.frequency_penalty) <= MAX_PENALTY
         and 0 < sampling.repetition_penalty <= MAX_REPETITION
         and 0 <= sampling.num_top <= MAX_TOP_LOGPROBS
-        and 0 <= sampling.num_drawn
+        and sampling.num_drawn >= 0
     ):
         return
     raise ConfigError(
         f"{sampling} cannot be sampled",
         hint="max_new_tokens is at least 1, temperature and top_k are 0 or more, top_p is over 0 "
-        f"and at most 1, penalties are at most {MAX_PENALTY:g} either side of 0, that of repetition "
-        f"is over 0 and at most {MAX_REPETITION:g}",
+        f"and at most 1, penalties are at most {MAX_PENALTY:g} either side of 0, that of "
+        f"repetition is over 0 and at most {MAX_REPETITION:g}",
     )
 
 

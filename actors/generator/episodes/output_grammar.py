@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ....envs.agents.replies import THOUGHT
+from ....envs.agents.replies import THINK, THOUGHT
 from ....envs.tool_calls import CLOSE, OPEN, find_tool_calls
 from ....schemas.output_format import OutputFormat, closed
 from ....schemas.wire.errors import ConfigError, ModelError
@@ -37,6 +37,8 @@ _TOOL: Mapping[str, Any] = {
         },
     },
 }
+_TAIL = 8
+"""Tokens at the end of a prompt that may open the reasoning."""
 _MOST_TRIED = 200
 """Parts of a schema that are compiled by themselves to find out which one is not supported."""
 
@@ -144,13 +146,19 @@ class OutputGrammars:
         """
         parts: list[str] = []
         while text:
-            at, mark = min(((text.find(one) % (len(text) + 1), one) for one in (OPEN, CLOSE)))
+            at, mark = min((text.find(one) % (len(text) + 1), one) for one in (OPEN, CLOSE))
             parts.append(_text(text[:at]))
             if at < len(text):
                 token = self._chat.special_token(mark)
                 parts.append(_text(mark) if token is None else f"<[{token}]>")
             text = text[at + len(mark) :]
         return " ".join(part for part in parts if part)
+
+
+def opens_reasoning(chat: ChatTokenizer, prompt_ids: Sequence[int]) -> bool:
+    """Whether a prompt ends within the reasoning of the answer."""
+    tail = "".join(map(chat.token_text, prompt_ids[-_TAIL:]))
+    return tail.rstrip().endswith(THINK)
 
 
 def call_form(chat: ChatTokenizer) -> CallForm:
@@ -165,8 +173,7 @@ def call_form(chat: ChatTokenizer) -> CallForm:
     name_at, at = written.find(_NAME), written.rfind(arguments) if arguments else -1
     if not found or not 0 <= name_at < at:
         raise ConfigError(
-            "this model's chat template writes tool calls in a form that answers cannot be held "
-            "to",
+            "this model's chat template writes tool calls in a form that answers cannot be held to",
             hint='only <tool_call>{"name": …, "arguments": …}</tool_call> can be: let tool_choice '
             "be auto, or use a template that writes calls so",
         )

@@ -7,6 +7,7 @@ from typing import Any
 from ..messages import CanonicalCall, CanonicalMessage
 from ..replies import Piece, ReasoningPiece, TextPiece
 from .answer import Answered, AnswerHead, Usage, event
+from .formats import output_format, read_format, read_tool_choice
 from .request import (
     Fields,
     ModelRequest,
@@ -36,13 +37,16 @@ def read_chat(body: Any) -> ModelRequest:
     if not messages:
         raise RequestError("messages is empty", param="messages")
     tools, left_out = tools_of(fields, nested=True)
-    hidden = fields.any("tool_choice") == "none"
+    single = "parallel_tool_calls" if fields.any("parallel_tool_calls") is False else ""
+    choice = read_tool_choice(fields.any("tool_choice"), tools, single=single)
+    schema = read_format(fields.any("response_format"), "response_format")
     options = Fields(fields.any("stream_options") or {}, "stream_options")
     include_usage = options.flag("include_usage")
     limit = fields.count("max_completion_tokens") or fields.count("max_tokens")
     return ModelRequest(
         messages=messages,
-        tools=() if hidden else tools,
+        tools=() if choice.hides_tools else tools,
+        format=output_format(schema, choice, tools),
         num_choices=fields.count("n") or 1,
         max_tokens=limit,
         stop=fields.texts("stop"),
@@ -50,13 +54,8 @@ def read_chat(body: Any) -> ModelRequest:
         include_usage=include_usage,
         model=fields.text("model"),
         overruled=sampling_of(fields, _SAMPLING),
-        without_effect=(*left_out, *fields.unread(), *options.unread(), *_constraints(fields)),
+        without_effect=(*left_out, *fields.unread(), *options.unread(), *choice.without_effect),
     )
-
-
-def _constraints(fields: Fields) -> Iterator[str]:
-    if fields.any("tool_choice") not in (None, "auto", "none"):
-        yield "tool_choice"
 
 
 def _message(message: Fields) -> CanonicalMessage:

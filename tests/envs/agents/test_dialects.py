@@ -381,6 +381,6 @@ def test_what_has_no_effect_is_listed_and_hosted_tools_are_left_out() -> None:
         "tools: web_search",
         "store",
         "prompt_cache_key",
-        "tool_choice",
     )
+    assert request.format == OutputFormat(functions=["shell"])
     assert request.overruled == {"temperature": 0}

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....models.vision import SeenImages
-from ..engine import ExpertRecord, FinishReason, Generation, IntVector, Sampling
 from ..constraints import RowConstraint
+from ..engine import ExpertRecord, FinishReason, Generation, IntVector, Sampling
 from ..sampling import Draw, RowParameters
 from .row_adapters import EngineAdapter
 
@@ -131,7 +131,8 @@ class RowTable:
 
     def _note_top(self, rows_B: IndexVector, position_B: IndexVector, drawn: Draw) -> None:
         """Write the likeliest tokens; there is room for them once somebody asks."""
-        assert drawn.top_ids_BK is not None and drawn.top_logprobs_BK is not None
+        assert drawn.top_ids_BK is not None
+        assert drawn.top_logprobs_BK is not None
         num = drawn.top_ids_BK.shape[1]
         if num > self._top_RTK.shape[2]:
             wider = np.empty((*self._top_RTK.shape[:2], num), _TOP)

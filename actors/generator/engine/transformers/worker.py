@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from .....schemas.wire.errors import EngineError, TinkermqError
 from ....models.vision import SeenImages
+from ..constraints import Constraining
 from ..engine import (
     Drawn,
     EngineStats,
@@ -26,7 +27,6 @@ from ..engine import (
     PromptScores,
     nothing,
 )
-from ..constraints import Constraining
 from ..meter import Meter
 from ..refusals import left_grammar, not_finite
 from ..sampling import Draw, draw

@@ -82,7 +82,9 @@ class ConstrainedLogits(LogitsProcessor):
         del device, is_pin_memory
         model = vllm_config.model_config
         self._load = partial(
-            load_tokenizer, model.tokenizer or model.model, trust_remote_code=model.trust_remote_code
+            load_tokenizer,
+            model.tokenizer or model.model,
+            trust_remote_code=model.trust_remote_code,
         )
         self._compiler: GrammarCompiler | None = None
         self._rows: dict[int, _Row] = {}

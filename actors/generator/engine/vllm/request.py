@@ -122,7 +122,9 @@ def generation_of(request: VllmRequest, parts: list[RequestOutput]) -> Generatio
         np.array(versions, np.int32),
         finish,
         top_ids=_top([[token for token, _ in top] for _, _, top in drawn], request, np.int32),
-        top_logprobs=_top([[value for _, value in top] for _, _, top in drawn], request, np.float32),
+        top_logprobs=_top(
+            [[value for _, value in top] for _, _, top in drawn], request, np.float32
+        ),
     )
 
 

@@ -140,9 +140,7 @@ class VllmEngine:
             raise not_finite(int(result.versions[broken][0]))
         return result
 
-    async def _with_figures(
-        self, result: Generation, sampling: Sampling, key: str
-    ) -> Generation:
+    async def _with_figures(self, result: Generation, sampling: Sampling, key: str) -> Generation:
         """Add what a grammar took out of the choice; ConfigError where it could not be followed."""
         told = self._model.ask_workers("take_figures", key, len(result.token_ids))
         masked, error = (await self._unless_ended(told))[0]
