@@ -179,7 +179,7 @@ async def test_results_of_tools_and_images_reach_the_server(
 REFUSED_RESPONSES: list[tuple[dict[str, Any], str]] = [
     ({"store": True}, "answers are not kept"),
     ({"previous_response_id": "resp_1"}, "send the whole conversation as input"),
-    ({"tool_choice": "required"}, "tool_choice demands a call .* there are no tools"),
+    ({"tool_choice": "required", "tools": []}, "tool_choice demands a call .* there are no tools"),
     ({"tool_choice": {"type": "file_search"}}, "'tool_choice' is not supported here"),
     ({"text": {"verbosity": "low"}}, "'text.verbosity' is not supported here"),
     (
@@ -205,8 +205,11 @@ async def test_what_a_response_cannot_do_is_refused_by_name(
 
 REFUSED_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "set by its chat template"),
-    ({"tool_choice": {"type": "any"}}, "tool_choice demands a call .* there are no tools"),
-    ({"tool_choice": {"type": "tool", "name": "x"}}, "tool_choice demands a call"),
+    (
+        {"tool_choice": {"type": "any"}, "tools": []},
+        "tool_choice demands a call .* there are no tools",
+    ),
+    ({"tool_choice": {"type": "tool", "name": "x"}}, "'x', which is not among the tools"),
     (
         {
             "tools": [{"name": "x", "input_schema": {"type": "object"}}],
@@ -286,9 +289,9 @@ async def test_the_form_of_an_answer_reaches_the_server(
     responses: AsyncOpenAI, messages: AsyncAnthropic, canned: Canned
 ) -> None:
     for fields, _ in FORMS_OF_RESPONSES:
-        await respond(responses, extra_body=fields)
+        await respond(responses, extra_body={"tools": [], **fields})
     for fields, _ in FORMS_OF_MESSAGES:
-        await message(messages, extra_body=fields)
+        await message(messages, extra_body={"tools": [], **fields})
     wanted = [OutputFormat(**told) for _, told in (*FORMS_OF_RESPONSES, *FORMS_OF_MESSAGES)]
     assert [asked.decoding.format for asked in canned.asked] == wanted
     await respond(responses, extra_body={"presence_penalty": 0.5, "frequency_penalty": 1.0})

@@ -140,7 +140,7 @@ class WorkerExtension:
         runner._get_prompt_logprobs_dict = scored
 
     def record_logprobs_before_filters(self) -> None:
-        """Record log-probs after the temperature and before grammars, penalties, top-k and top-p."""
+        """Record log-probs after the temperature and before all that shapes the choice."""
         sampler: Any = self.model_runner.sampler
         if sampler.__class__ is not Sampler:
             raise TypeError(f"vLLM samples by {sampler}, whose log-probs are not known")
