@@ -50,6 +50,7 @@ def call_request(
         tools=[dict(tool) for tool in asked.tools],
         num_choices=asked.num_choices,
         max_tokens=asked.max_tokens,
+        format=asked.format,
         stop=list(asked.stop),
         stream=asked.stream,
         is_prefill=asked.is_prefill,

@@ -9,7 +9,7 @@ import numpy as np
 
 from ....broker.client.parts import Tell
 from ....schemas.agent import CallDelta, CallPart, CallRequest
-from ..engine.engine import Drawn, Generation
+from ..engine.engine import Drawn, FloatVector, Generation
 from ..episodes.chat import ChatTokenizer
 from ..episodes.text_stream import TextStream
 from .call_log import LoggedAnswer
@@ -68,9 +68,10 @@ class GrowingChoice:
     def end(self, generation: Generation, request: bytes, asking: str) -> None:
         """Take note of the end; tokens that reach into a stop text are not kept."""
         told = None
+        masked = _masked(generation, len(self.drawn))
         if self.stopped:
             told = self.text = self._plain
-            generation = _generation(self.drawn[: self._whole_tokens(told)], "stop")
+            generation = _generation(self.drawn[: self._whole_tokens(told)], "stop", masked)
         else:
             if self._tools:
                 ids = [drawn.token_id for drawn in self.drawn]
@@ -82,7 +83,7 @@ class GrowingChoice:
                 self.text = self._chat.decode([drawn.token_id for drawn in self.drawn])
             ended = generation.finish_reason
             is_stop = ended == "cancelled" or ended == "stop"  # cancelled: it had ended before
-            generation = _generation(self.drawn, "stop" if is_stop else "length")
+            generation = _generation(self.drawn, "stop" if is_stop else "length", masked)
         self.answered = LoggedAnswer(self.prepared, generation, told, request, asking)
 
     @classmethod
@@ -111,12 +112,26 @@ class GrowingChoice:
         return self._chat.decode([drawn.token_id for drawn in self.drawn[:num]])
 
 
-def _generation(drawn: Sequence[Drawn], finish: Literal["stop", "length"]) -> Generation:
+def _masked(generation: Generation, num: int) -> FloatVector | None:
+    """Return float32[num]: what a grammar took out of the choice, 0 where it is not known.
+
+    That is where another generator drew the token, before those of `generation`.
+    """
+    if generation.masked is None:
+        return None
+    known = generation.masked[:num]
+    return np.concatenate([np.zeros(num - len(known), np.float32), known])
+
+
+def _generation(
+    drawn: Sequence[Drawn], finish: Literal["stop", "length"], masked: FloatVector | None
+) -> Generation:
     return Generation(
         np.array([one.token_id for one in drawn], np.int32),
         np.array([one.logprob for one in drawn], np.float32),
         np.array([one.version for one in drawn], np.int32),
         finish,
+        masked=None if masked is None else masked[: len(drawn)],
     )
 
 

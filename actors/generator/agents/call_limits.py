@@ -9,6 +9,7 @@ from ....envs.agents.episode import ContextTooLong, EpisodeLimit
 from ....envs.agents.messages import Picture
 from ....schemas.agent import CallRequest
 from ....schemas.config.job import JobConfig
+from ....schemas.output_format import MAX_PENALTY, MAX_REPETITION
 from ..engine.engine import Sampling
 from ..episodes.agent_loop import EpisodeSampling
 
@@ -16,6 +17,7 @@ LimitHit: TypeAlias = Literal["", "turns", "length"]
 """The calls of an episode were used up, or its tokens or those of the model's context."""
 _IMAGES_SHARE = 0.75
 """Of the message in which a group travels: the rest is for tokens and texts."""
+_LEAST_REPETITION = 0.1
 _NO_MORE = "end the program with what there is"
 
 
@@ -120,7 +122,22 @@ class CallDrawing:
             top_k=drawing.top_k,
             stop_token_ids=self._stop_token_ids,
             seed=int.from_bytes(told, "little"),
+            **(_penalties(request) if self._obeys_program else {}),
         )
+
+
+def _penalties(request: CallRequest) -> dict[str, float]:
+    """Return the penalties that a program asks for, within what can be sampled with."""
+    bounds = {
+        "presence_penalty": (-MAX_PENALTY, MAX_PENALTY),
+        "frequency_penalty": (-MAX_PENALTY, MAX_PENALTY),
+        "repetition_penalty": (_LEAST_REPETITION, MAX_REPETITION),
+    }
+    return {
+        name: min(max(least, float(value)), most)
+        for name, (least, most) in bounds.items()
+        if isinstance(value := request.sampled.get(name), int | float)
+    }
 
 
 def _asked(request: CallRequest, drawing: EpisodeSampling) -> EpisodeSampling:

@@ -17,7 +17,7 @@ from ....schemas.wire.errors import ConfigError, ModelError
 from ..engine.token_grammar import GrammarCompiler, TokenGrammar, check_grammar
 from .chat import ChatTokenizer
 
-_SPACE = r"( |\r?\n[ \t]{0,24})?"
+_SPACE = r"( |\n {0,24})?"
 """One space, or a line's end and an indentation."""
 _NO_PARAMETERS: Mapping[str, Any] = {
     "type": "object",

@@ -132,7 +132,7 @@ async def test_an_answer_that_was_begun_elsewhere_goes_on_within_its_form(
 async def test_newer_weights_between_two_steps_leave_the_form(
     engine: Engine, chat: ChatTokenizer, model: PreTrainedModel
 ) -> None:
-    schema = {"type": "array", "items": {"enum": [True, False]}, "minItems": 12, "maxItems": 12}
+    schema = {"type": "array", "items": {"enum": [True, False]}, "minItems": 8, "maxItems": 8}
     grammar = await grammar_of(chat, schema)
     seen = asyncio.Event()
     asked = asyncio.create_task(
@@ -147,7 +147,7 @@ async def test_newer_weights_between_two_steps_leave_the_form(
     weights = changed(model, 3)
     await engine.load_weights(1, weights, "recompute")
     generation = await asked
-    assert len(json.loads(chat.decode(generation.token_ids))) == 12
+    assert len(json.loads(chat.decode(generation.token_ids))) == 8
     newer = generation.versions == 1
     if newer.any():
         behind = plain_logprobs(loaded(model, weights), PROMPT, generation.token_ids)
