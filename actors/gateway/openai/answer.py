@@ -6,7 +6,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ....envs.agents.replies import call_name
+from ....envs.agents.replies import (
+    Piece,
+    ReasoningPiece,
+    ReplyReader,
+    TextPiece,
+    call_name,
+)
 from ....envs.tool_calls import ToolText
 from ....schemas.infer import Delta, InferPart, PromptScore
 from .asking import headers_of
@@ -33,6 +39,7 @@ class Answer:
         self._wants_logprobs = body.logprobs is not None and body.logprobs is not False
         self._num_top = body.top_logprobs if isinstance(body, ChatBody) else body.logprobs or 0
         self._wants_ids = body.return_token_ids
+        self._has_form = isinstance(body, ChatBody) and body.format is not None
         self._prompt_ids: list[list[int]] = []
         self._scores: dict[int, list[PromptScore]] = {}
         self._vocabulary = ""
@@ -51,6 +58,9 @@ class Answer:
             if part.rendered is not None:
                 self._usage["prompt_tokens_details"] = {"cached_tokens": part.reused_tokens}
         self._vocabulary = part.vocabulary or self._vocabulary
+        if part.is_thinking and self._has_form:
+            for choice in self._choices:
+                choice.begin_with_reasoning()
         for score in part.scores:
             self._scores.setdefault(score.prompt, []).append(score)
         for delta in part.deltas:
@@ -97,10 +107,14 @@ class Answer:
         text, deltas = choice.news()
         logprobs = self._logprobs(deltas, choice) if self._wants_logprobs and deltas else None
         ids = self._ids(deltas, choice)
+        if reasoning := choice.new_reasoning():
+            yield self._event(choice, {"reasoning_content": reasoning}, None, None)
         if text or logprobs is not None or ids.get("token_ids"):
             yield self._event(choice, {"content": text}, logprobs, None, ids=ids)
         if choice.finish is not None and not choice.told_end:
             choice.told_end = True
+            if last := choice.end_text():
+                yield self._event(choice, {"content": last}, None, None)
             rest, calls = choice.tools.finish()
             if rest:
                 yield self._event(choice, {"content": rest}, None, None)
@@ -129,9 +143,12 @@ class Answer:
 
     def _whole_chat(self, choice: "_Choice") -> dict[str, Any]:
         before, deltas = choice.news()
+        before += choice.end_text()
         rest, calls = choice.tools.finish()
         text = (before + rest).rstrip() if calls else before + rest
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if reasoning := choice.new_reasoning():
+            message["reasoning_content"] = reasoning
         if calls:
             message |= {"content": text or None, "tool_calls": calls}
         return {
@@ -205,9 +222,33 @@ class _Choice:
         self.offset = 0
         self._text = ""
         self._deltas: list[Delta] = []
+        self._reader: ReplyReader | None = None
+        self._reasoning = ""
+
+    def begin_with_reasoning(self) -> None:
+        """Take what comes first for reasoning, up to its mark: the prompt has opened it."""
+        if self._reader is None:
+            self._reader = ReplyReader("", calls=False, thinking=True)
+
+    def _said(self, pieces: list[Piece]) -> str:
+        """Return the text among pieces, and keep the reasoning."""
+        self._reasoning += "".join(one.text for one in pieces if isinstance(one, ReasoningPiece))
+        return "".join(one.text for one in pieces if isinstance(one, TextPiece))
+
+    def new_reasoning(self) -> str:
+        """Return what of the reasoning has not been told."""
+        told, self._reasoning = self._reasoning, ""
+        return told
+
+    def end_text(self) -> str:
+        """Return what was held back between reasoning and text, now that nothing follows."""
+        return "" if self._reader is None else self.tools.push(self._said(self._reader.finish()))
 
     def take(self, delta: Delta) -> None:
-        self._text += self.tools.push(delta.text)
+        text = delta.text
+        if self._reader is not None:
+            text = self._said(self._reader.push(text))
+        self._text += self.tools.push(text)
         if delta.tokens:
             self._deltas.append(delta)
         self.finish = delta.finish or self.finish

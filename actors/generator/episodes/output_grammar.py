@@ -110,7 +110,7 @@ class OutputGrammars:
         mark = self._chat.special_token(THOUGHT)
         if mark is None:
             end = THOUGHT.replace("/", "\\/")
-            return ["thought: THOUGHT SPACE", f"THOUGHT[lazy]: /(.|\\n)*{end}/", _space_rule()]
+            return ["thought: reasoned SPACE", f"reasoned[lazy]: /(.|\\n)*{end}/", _space_rule()]
         return [f"thought: THOUGHT <[{mark}]> SPACE", "THOUGHT: /(.|\\n)*/", _space_rule()]
 
     def _calls(self, wanted: OutputFormat, tools: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -23,8 +23,8 @@ from tests.support.models import plain_logprobs
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 HERMES = (
     "{%- for message in messages -%}{{ '<|' + message['role'] + '|>' + (message['content'] or '')"
-    " }}{%- for call in message.tool_calls or [] -%}{{- '<tool_call>\\n{\"name\": \"' +"
-    " call.function.name + '\", \"arguments\": ' + (call.function.arguments | tojson) +"
+    ' }}{%- for call in message.tool_calls or [] -%}{{- \'<tool_call>\\n{"name": "\' +'
+    ' call.function.name + \'", "arguments": \' + (call.function.arguments | tojson) +'
     " '}\\n</tool_call>' }}{%- endfor -%}{{ '<|end|>' }}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
 )
@@ -104,9 +104,7 @@ async def test_where_tools_may_be_called_an_answer_is_json_or_a_call(asking: Ask
     hermes(asking)
     calls = asking.calls(max_turn=95)
     form = OutputFormat(json_schema=SCHEMA, functions=["go", "do"], is_single=True)
-    last = await calls.answer(
-        request("hi", tools=TOOLS, format=form, num_choices=6), asking.tell
-    )
+    last = await calls.answer(request("hi", tools=TOOLS, format=form, num_choices=6), asking.tell)
     for number in last.calls:
         reply = calls.tree.calls[number].reply
         jsonschema.validate(reply.calls[0].value if reply.calls else json.loads(reply.text), SCHEMA)
@@ -114,9 +112,11 @@ async def test_where_tools_may_be_called_an_answer_is_json_or_a_call(asking: Ask
 
 async def test_a_conversation_goes_on_behind_an_answer_with_a_form(asking: Asking) -> None:
     calls = asking.calls(max_turn=40)
-    first = await said(calls, asking, request("hi", format=FORM))
-    second = await said(calls, asking, request("hi", first, "on", format=FORM))
-    jsonschema.validate(json.loads(second), SCHEMA)
+    form = OutputFormat(json_schema={"enum": ["ab", "cd", "ef"]})
+    first = await said(calls, asking, request("hi", format=form))
+    second = await said(calls, asking, request("hi", first, "on", format=form))
+    assert json.loads(first) in ("ab", "cd", "ef")
+    assert json.loads(second) in ("ab", "cd", "ef")
     assert calls.tree.calls[1].parent is calls.tree.calls[0]
 
 
