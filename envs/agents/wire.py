@@ -51,6 +51,7 @@ def call_request(
         num_choices=asked.num_choices,
         max_tokens=asked.max_tokens,
         format=asked.format,
+        top_logprobs=asked.top_logprobs,
         stop=list(asked.stop),
         stream=asked.stream,
         is_prefill=asked.is_prefill,

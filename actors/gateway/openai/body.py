@@ -43,7 +43,7 @@ B = TypeVar("B", bound="_Body")
 
 _WHY = {
     "functions": "give tools instead",
-    "tool_choice": "give auto, none, required, or the name of a function",
+    "tool_choice": "give auto or none, and with tools required or the name of a function",
     "parallel_tool_calls": "how many tools are called is the model's choice, unless tool_choice "
     "demands one: leave it out",
     "reasoning_effort": "how much a model thinks is set by its chat template: leave it out",

@@ -49,7 +49,7 @@ _WHY = {
     "demands one: leave it out",
     "tool_choice.disable_parallel_tool_use": "how many tools are called is the model's choice, "
     "unless tool_choice demands one",
-    "tool_choice": "tools are called by auto, none, required, or the name of a function",
+    "tool_choice": "give auto or none, and with tools required or the name of a function",
     "text.verbosity": "how long an answer is, is the model's choice: say it in the prompt",
     "reasoning": "how much a model thinks is set by its chat template: leave it out",
     "thinking": "how much a model thinks is set by its chat template: leave it out",

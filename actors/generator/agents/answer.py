@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -32,6 +32,7 @@ class GrowingChoice:
         tools: Tools = (),
         *,
         by_token: bool = True,
+        tells_tokens: bool = False,
     ) -> None:
         """`stops` are texts before which it ends; only with them and `by_token` is text made of
         each token, which costs more than the whole at once.
@@ -39,6 +40,8 @@ class GrowingChoice:
         With `tools` and a tokenizer that says how answers are parsed, it is told when it is whole.
         """
         self.prepared = prepared
+        self.tells_tokens = tells_tokens
+        """Whether the text of each token is told by itself."""
         self.drawn: list[Drawn] = []
         self.text = ""
         """What can be told."""
@@ -64,6 +67,16 @@ class GrowingChoice:
             self._plain += self._stream.push(drawn.token_id)
             if not self._tools:
                 self.text = self._plain
+
+    def told_tokens(self, drawn: Sequence[Drawn]) -> dict[str, Any]:
+        """Return the texts of tokens and of the likeliest in their places, where asked for."""
+        if not self.tells_tokens:
+            return {}
+        return {
+            "tokens": [self._chat.token_text(one.token_id) for one in drawn],
+            "top_tokens": [[self._chat.token_text(token) for token, _ in one.top] for one in drawn],
+            "top_logprobs": [[logprob for _, logprob in one.top] for one in drawn],
+        }
 
     def end(self, generation: Generation, request: bytes, asking: str) -> None:
         """Take note of the end; tokens that reach into a stop text are not kept."""
@@ -260,4 +273,5 @@ class _PartWriter:
             logprobs=[drawn.logprob for drawn in fresh],
             versions=[drawn.version for drawn in fresh],
             finish=finish,
+            **choice.told_tokens(fresh),
         )

@@ -268,7 +268,14 @@ class CallAnswers:
         more = range(len(known), request.num_choices)
         asked = [self._exact.another(prepared) if number else prepared for number in more]
         choices += [
-            GrowingChoice(one, self._chat, request.stop, request.tools, by_token=request.stream)
+            GrowingChoice(
+                one,
+                self._chat,
+                request.stop,
+                request.tools,
+                by_token=request.stream,
+                tells_tokens=request.top_logprobs is not None,
+            )
             for one in under_known_names(asked, request.begun, more)
         ]
         opening = self._opening(request, [one.prepared for one in choices])
@@ -283,10 +290,14 @@ class CallAnswers:
             at_once = range(drawn, drawn + len(more))
             samplings = [
                 replace(
-                    self._drawing.sampling(request, room, prompt, one), grammar=prepared.grammar
+                    self._drawing.sampling(request, room, prompt, one),
+                    grammar=prepared.grammar,
+                    num_top=request.top_logprobs or 0,
                 )
                 for one in at_once
             ]
+        for choice in choices[: len(known)]:
+            choice.tells_tokens = request.top_logprobs is not None
         for begun in request.begun.deltas if request.begun is not None else ():
             if begun.choice in more:
                 for token in zip(begun.token_ids, begun.logprobs, begun.versions, strict=True):

@@ -1,12 +1,12 @@
 """OpenAI's Chat Completions."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..messages import CanonicalCall, CanonicalMessage
 from ..replies import Piece, ReasoningPiece, TextPiece
-from .answer import Answered, AnswerHead, Usage, event
+from .answer import Answered, AnswerHead, TokenLogprob, Usage, event
 from .formats import output_format, read_format, read_tool_choice
 from .request import (
     Fields,
@@ -47,6 +47,7 @@ def read_chat(body: Any) -> ModelRequest:
         messages=messages,
         tools=() if choice.hides_tools else tools,
         format=output_format(schema, choice, tools),
+        top_logprobs=_top_logprobs(fields),
         num_choices=fields.count("n") or 1,
         max_tokens=limit,
         stop=fields.texts("stop"),
@@ -56,6 +57,11 @@ def read_chat(body: Any) -> ModelRequest:
         overruled=sampling_of(fields, _SAMPLING),
         without_effect=(*left_out, *fields.unread(), *options.unread(), *choice.without_effect),
     )
+
+
+def _top_logprobs(fields: Fields) -> int | None:
+    num = fields.count("top_logprobs", least=0)
+    return (num or 0) if fields.flag("logprobs") else None
 
 
 def _message(message: Fields) -> CanonicalMessage:
@@ -129,6 +135,14 @@ class ChatCompletionAnswer:
         """Take more of a choice, of an answer that is told as one object."""
         self._choices[choice].add(piece)
 
+    def note_logprobs(self, told: Sequence[TokenLogprob], choice: int = 0) -> Iterator[str]:
+        """Take the log-probs of new tokens of a choice; yield them as a chunk."""
+        of = self._choices[choice]
+        fresh = [one.told() for one in told]
+        of.logprobs = [*(of.logprobs or []), *fresh]
+        if fresh:
+            yield self._chunk(of, {}, logprobs={"content": fresh, "refusal": None})
+
     def close(self, answered: Answered, choice: int = 0) -> None:
         """End a choice of such an answer."""
         self._choices[choice].close(answered)
@@ -147,8 +161,15 @@ class ChatCompletionAnswer:
         choices = [choice.told() for choice in self._choices]
         return {**self._top("chat.completion"), "choices": choices, "usage": told(usage)}
 
-    def _chunk(self, of: "_Choice", delta: dict[str, Any], finish: str | None = None) -> str:
-        choice = {"index": of.number, "delta": delta, "logprobs": None, "finish_reason": finish}
+    def _chunk(
+        self,
+        of: "_Choice",
+        delta: dict[str, Any],
+        finish: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> str:
+        told = {"index": of.number, "delta": delta, "logprobs": logprobs}
+        choice = {**told, "finish_reason": finish}
         usage = {"usage": None} if self._include_usage else {}
         return event({**self._top("chat.completion.chunk"), "choices": [choice], **usage})
 
@@ -165,6 +186,7 @@ class _Choice:
         self.text = ""
         self.reasoning: str | None = None
         self.calls: list[CanonicalCall] = []
+        self.logprobs: list[dict[str, Any]] | None = None
         self.finish = "stop"
 
     def add(self, piece: Piece) -> dict[str, Any]:
@@ -192,7 +214,7 @@ class _Choice:
         return {
             "index": self.number,
             "message": message,
-            "logprobs": None,
+            "logprobs": self.logprobs and {"content": self.logprobs, "refusal": None},
             "finish_reason": self.finish,
         }
 

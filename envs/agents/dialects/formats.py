@@ -38,37 +38,33 @@ def read_tool_choice(
     """
     is_single = bool(single)
     names = tuple(str(function_of(tool).get("name")) for tool in tools)
+    if isinstance(value, dict) and cast("dict[str, Any]", value).get("type") in _NO_CHOICE:
+        value = cast("dict[str, Any]", value)["type"]
     if value in _NO_CHOICE:
         is_told = is_single and bool(tools) and value != "none"
         return ToolChoice((), is_single, value == "none", (single,) if is_told else ())
-    if value in ("required", "any"):
-        return ToolChoice(_among(names, names, "required"), is_single)
-    if not isinstance(value, dict):
+    if value in ("required", "any") and names:
+        return ToolChoice(names, is_single)
+    if not isinstance(value, dict) or not names:
         return ToolChoice(without_effect=("tool_choice",))
     fields = Fields(value, "tool_choice")
     kind = fields.text("type")
     inner = fields.any(kind)
     told = Fields(inner, fields.name(kind)) if isinstance(inner, dict) else fields
     if kind in _NAMED:
-        return ToolChoice(_among((told.text("name"),), names, "a tool"), is_single=True)
-    if kind == "allowed_tools" and told.text("mode") == "required":
+        return ToolChoice(_among((told.text("name"),), names), is_single=True)
+    if kind == "allowed_tools" and told.text("mode") == "required" and told.items("tools"):
         allowed = [
             Fields(tool.any("function"), tool.name("function")) if tool.any("function") else tool
             for tool in told.objects("tools")
         ]
-        return ToolChoice(_among([one.text("name") for one in allowed], names, "tools"), is_single)
-    if kind in ("auto", "none", "any", "required") and not isinstance(inner, dict):
+        return ToolChoice(_among([one.text("name") for one in allowed], names), is_single)
+    if kind in ("any", "required"):
         return read_tool_choice(kind, tools, single=single)
     return ToolChoice(without_effect=("tool_choice",))
 
 
-def _among(asked: Sequence[str], names: Sequence[str], what: str) -> tuple[str, ...]:
-    if not names or not asked:
-        raise RequestError(
-            f"tool_choice demands a call ({what}), and there are no tools",
-            param="tool_choice",
-            hint="give tools, or leave tool_choice out",
-        )
+def _among(asked: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
     for name in asked:
         if name not in names:
             raise RequestError(

@@ -43,6 +43,8 @@ class ModelRequest:
     max_tokens: int | None = None
     format: OutputFormat | None = None
     """The form that an answer must have; None: any."""
+    top_logprobs: int | None = None
+    """Tell each token's text and log-prob, and so many of the likeliest; None: neither."""
     stop: tuple[str, ...] = ()
     stream: bool = False
     include_usage: bool = False

@@ -179,7 +179,7 @@ async def test_results_of_tools_and_images_reach_the_server(
 REFUSED_RESPONSES: list[tuple[dict[str, Any], str]] = [
     ({"store": True}, "answers are not kept"),
     ({"previous_response_id": "resp_1"}, "send the whole conversation as input"),
-    ({"tool_choice": "required", "tools": []}, "tool_choice demands a call .* there are no tools"),
+    ({"tool_choice": "required", "tools": []}, "and with tools required"),
     ({"tool_choice": {"type": "file_search"}}, "'tool_choice' is not supported here"),
     ({"text": {"verbosity": "low"}}, "'text.verbosity' is not supported here"),
     (
@@ -207,7 +207,7 @@ REFUSED_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "set by its chat template"),
     (
         {"tool_choice": {"type": "any"}, "tools": []},
-        "tool_choice demands a call .* there are no tools",
+        "and with tools required",
     ),
     ({"tool_choice": {"type": "tool", "name": "x"}}, "'x', which is not among the tools"),
     (

@@ -42,8 +42,8 @@ def test_a_chat_becomes_a_servers_request() -> None:
         ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
         ({"response_format": {"type": "grammar"}}, "response_format.type", "give json_schema"),
         ({"response_format": "json"}, "response_format", "valid dictionary"),
-        ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
-        ({"tool_choice": "maybe", "tools": TOOLS}, "tool_choice", "give auto, none, required"),
+        ({"tool_choice": "required"}, "tool_choice", "and with tools required"),
+        ({"tool_choice": "maybe", "tools": TOOLS}, "tool_choice", "give auto or none"),
         (
             {"tool_choice": {"type": "function", "function": {"name": "mul"}}, "tools": TOOLS},
             "tool_choice",

@@ -141,9 +141,14 @@ def drawn_of(
     """Yield each token, its log-prob, and the likeliest in its place with theirs, best first."""
     for each in completions:
         told = each.logprobs
-        starts = [] if told is None else told.start_indices
-        for token, start in zip(each.token_ids, starts, strict=True):
+        spans = [] if told is None else zip(told.start_indices, told.end_indices, strict=True)
+        for token, (start, end) in zip(each.token_ids, spans, strict=True):
             assert told is not None
             ids, values = told.token_ids, told.logprobs
-            top = tuple((ids[at], values[at]) for at in range(start + 1, start + 1 + num_top))
+            ranked = range(start + 1, end)
+            if num_top and end - start <= num_top:
+                # Where vLLM has put the outputs of several steps together, the token that was
+                # drawn stands first, and not once more among the likeliest.
+                ranked = sorted(range(start, end), key=lambda at: -values[at])
+            top = tuple((ids[at], values[at]) for at in ranked[:num_top])
             yield token, values[start], top

@@ -220,3 +220,21 @@ async def test_forms_of_many_programs_are_compiled_once(asking: Asking) -> None:
     )
     for text in texts:
         jsonschema.validate(json.loads(text), SCHEMA)
+
+
+async def test_the_likeliest_tokens_are_told_with_the_texts_of_tokens(asking: Asking) -> None:
+    calls = asking.calls()
+    last = await calls.answer(request("hi", top_logprobs=3), asking.tell)
+    (delta,) = last.deltas
+    assert len(delta.tokens) == len(delta.top_tokens) == len(delta.token_ids)
+    for token, own, texts, logprobs in zip(
+        delta.tokens, delta.logprobs, delta.top_tokens, delta.top_logprobs, strict=True
+    ):
+        assert len(texts) == 3
+        assert logprobs == sorted(logprobs, reverse=True)
+        if texts.count(token) == 1 and "\ufffd" not in token:
+            assert logprobs[texts.index(token)] == pytest.approx(own, abs=1e-4)
+    again = await calls.answer(request("hi", top_logprobs=3, is_retry=True), asking.tell)
+    assert again.deltas[0].tokens == delta.tokens
+    plain = await calls.answer(request("hi there"), asking.tell)
+    assert not plain.deltas[0].tokens
