@@ -38,7 +38,7 @@ def read_tool_choice(
     """
     is_single = bool(single)
     names = tuple(str(function_of(tool).get("name")) for tool in tools)
-    if isinstance(value, dict) and cast("dict[str, Any]", value).get("type") in _NO_CHOICE:
+    if isinstance(value, dict) and cast("dict[str, Any]", value).get("type") in ("auto", "none"):
         value = cast("dict[str, Any]", value)["type"]
     if value in _NO_CHOICE:
         is_told = is_single and bool(tools) and value != "none"

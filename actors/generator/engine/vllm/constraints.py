@@ -57,10 +57,9 @@ class _Row:
     num_taken: int = 0
 
     def catch_up(self) -> None:
-        """Take the tokens that have come; one that is not known yet (-1) is not there."""
+        """Take the tokens that have come."""
         for token in self.output[self.num_taken :]:
-            if token < 0:
-                break
+            assert token >= 0, "vLLM has not told a token before the next one is drawn"
             self.constraint.take(token)
             self.num_taken += 1
 
@@ -92,6 +91,16 @@ class ConstrainedLogits(LogitsProcessor):
         self._figures: OrderedDict[str, _Figures] = OrderedDict()
         self._raw_BV: torch.Tensor | None = None
         self._shaped_BV: torch.Tensor | None = None
+        self._batch: Any = None
+
+    def follow(self, batch: Any) -> None:
+        """Have vLLM's batch tell tokens only while somebody needs them.
+
+        vLLM would wait for the tokens of each step before it prepares the next one, for all
+        requests alike.
+        """
+        self._batch = batch
+        batch.logitsprocs_need_output_token_ids = bool(self._rows)
 
     def is_argmax_invariant(self) -> bool:
         """Return False: greedy requests are constrained, too."""
@@ -113,6 +122,8 @@ class ConstrainedLogits(LogitsProcessor):
                 self._rows[target] = first
             if second is not None and direction == MoveDirectionality.SWAP:
                 self._rows[source] = second
+        if self._batch is not None:  # which makes its metadata anew right after this
+            self.follow(self._batch)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits that tokens are drawn from; the model's own are kept for `recorded`."""

@@ -147,6 +147,7 @@ class WorkerExtension:
         sampler.logprobs_mode = "processed_logprobs"
         sampler.topk_topp_sampler = Recording(sampler.topk_topp_sampler)
         constrained, plain = self._constrained(), sampler.sample
+        constrained.follow(self.model_runner.input_batch)
 
         def sample(logits: torch.Tensor, sampling_metadata: Any, *more: Any) -> Any:
             sampled, processed = plain(logits, sampling_metadata, *more)
