@@ -224,7 +224,7 @@ _COUNT: _Rule = ("a whole number of 0 or more", _is_count)
 _NUMBER: _Rule = ("a number", _is_number)
 _PLAIN: Mapping[str, _Rule] = {
     "type": (f"one of {', '.join(_TYPES)}, or a list of them", _is_type),
-    "enum": ("a list of values", lambda value: isinstance(value, list) and bool(value)),
+    "enum": ("a list of values", lambda value: isinstance(value, list) and value != []),
     "required": ("a list of names", _are_texts),
     "pattern": ("a regular expression", _is_pattern),
     "format": (f"one of {', '.join(_FORMATS)}", lambda value: value in _FORMATS),

@@ -117,7 +117,7 @@ class CallAnswers:
         prepared = await self._prepare(request)
         if request.count_only:
             return self._opening(request, [prepared])
-        limits = [request.num_choices, request.max_tokens, request.stop]
+        limits: list[object] = [request.num_choices, request.max_tokens, request.stop]
         if request.format is not None:
             limits.append(request.format)
             prepared = replace(prepared, grammar=await self._grammar(request, prepared))

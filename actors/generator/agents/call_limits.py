@@ -115,29 +115,32 @@ class CallDrawing:
         """Return how a sample is drawn: the same for the same prompt (its digest) and number."""
         drawing = _asked(request, self._sampling) if self._obeys_program else self._sampling
         told = blake2b(f"{self._seed} {number}".encode() + prompt, digest_size=7).digest()
-        return Sampling(
+        sampling = Sampling(
             max_new_tokens=room,
             temperature=drawing.temperature,
             top_p=drawing.top_p,
             top_k=drawing.top_k,
             stop_token_ids=self._stop_token_ids,
             seed=int.from_bytes(told, "little"),
-            **(_penalties(request) if self._obeys_program else {}),
+        )
+        if not self._obeys_program:
+            return sampling
+        return replace(
+            sampling,
+            presence_penalty=_penalty(request, "presence_penalty", -MAX_PENALTY, MAX_PENALTY, 0.0),
+            frequency_penalty=_penalty(
+                request, "frequency_penalty", -MAX_PENALTY, MAX_PENALTY, 0.0
+            ),
+            repetition_penalty=_penalty(
+                request, "repetition_penalty", _LEAST_REPETITION, MAX_REPETITION, 1.0
+            ),
         )
 
 
-def _penalties(request: CallRequest) -> dict[str, float]:
-    """Return the penalties that a program asks for, within what can be sampled with."""
-    bounds = {
-        "presence_penalty": (-MAX_PENALTY, MAX_PENALTY),
-        "frequency_penalty": (-MAX_PENALTY, MAX_PENALTY),
-        "repetition_penalty": (_LEAST_REPETITION, MAX_REPETITION),
-    }
-    return {
-        name: min(max(least, float(value)), most)
-        for name, (least, most) in bounds.items()
-        if isinstance(value := request.sampled.get(name), int | float)
-    }
+def _penalty(request: CallRequest, name: str, least: float, most: float, default: float) -> float:
+    """Return a penalty that a program asks for, within what can be sampled with."""
+    said = request.sampled.get(name)
+    return min(max(least, float(said)), most) if isinstance(said, int | float) else default
 
 
 def _asked(request: CallRequest, drawing: EpisodeSampling) -> EpisodeSampling:

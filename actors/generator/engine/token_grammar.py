@@ -12,6 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy as copied
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import llguidance
@@ -211,7 +212,7 @@ def read_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> llguidance.LLTokeniz
             hint="save it as tokenizer.json (`save_pretrained` of a fast tokenizer)",
         )
     eos = cast("int | None", tokenizer.eos_token_id)
-    copy = type(backend).from_str(backend.to_str())
+    copy: Any = copied(backend)
     copy.no_padding()
     copy.no_truncation()
     try:

@@ -8,7 +8,7 @@ JSON is bounded, so that no model can go on with it for ever.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from ....envs.agents.replies import THINK, THOUGHT
 from ....envs.tool_calls import CLOSE, OPEN, find_tool_calls
@@ -218,20 +218,22 @@ def _call_told() -> dict[str, Any]:
 
 def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     inner = tool.get("function")
-    return inner if isinstance(inner, dict) else tool
+    return cast("dict[str, Any]", inner) if isinstance(inner, dict) else tool
 
 
 def _arguments(schema: Any) -> Any:
     """Return the schema of arguments, which are an object whatever their schema leaves open."""
-    if isinstance(schema, dict) and "type" not in schema and "$ref" not in schema:
-        return {**schema, "type": "object"}
-    return schema
+    if not isinstance(schema, dict):
+        return schema
+    fields = cast("dict[str, Any]", schema)
+    return fields if "type" in fields or "$ref" in fields else {**fields, "type": "object"}
 
 
 def _json(schema: Any) -> str:
-    told = closed(schema)
+    told: dict[str, Any] | bool = closed(schema)
     if isinstance(told, bool):
-        told = {} if told else {"enum": []}
+        nothing: list[Any] = []
+        told = {} if told else {"enum": nothing}
     options = {"whitespace_flexible": True, "whitespace_pattern": _SPACE}
     return f"%json {json.dumps({**told, 'x-guidance': options}, ensure_ascii=False)}"
 
@@ -270,20 +272,24 @@ def _unsupported(wanted: OutputFormat, tools: Sequence[Mapping[str, Any]]) -> st
 def _is_wrong(part: Any, root: Any) -> bool:
     if not isinstance(part, dict) or not isinstance(root, dict):
         return False
-    shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
-    return bool(check_grammar(f"start: {_json({**shared, **part})}\n"))
+    known = cast("dict[str, Any]", root)
+    shared = {name: known[name] for name in ("$defs", "definitions") if name in known}
+    own = cast("dict[str, Any]", part)
+    return bool(check_grammar(f"start: {_json({**shared, **own})}\n"))
 
 
 def _parts(schema: Any, place: str) -> list[tuple[str, Any]]:
     """Return the schemas right within one, with their places."""
     found: list[tuple[str, Any]] = []
-    for key, value in schema.items() if isinstance(schema, dict) else ():
+    for key, value in cast("dict[str, Any]", schema).items() if isinstance(schema, dict) else ():
         at = f"{place}.{key}"
         if key in ("properties", "patternProperties", "$defs", "definitions"):
             if isinstance(value, dict):
-                found += [(f"{at}.{name}", inner) for name, inner in value.items()]
+                parts = cast("dict[str, Any]", value)
+                found += [(f"{at}.{name}", inner) for name, inner in parts.items()]
         elif key in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
-            found += [(f"{at}[{number}]", inner) for number, inner in enumerate(value)]
+            listed = cast("list[Any]", value)
+            found += [(f"{at}[{number}]", inner) for number, inner in enumerate(listed)]
         elif key in ("items", "additionalProperties"):
             found.append((at, value))
     return found

@@ -130,7 +130,7 @@ async def test_demanded_calls_are_made(client: AsyncOpenAI, choice: str, stream:
     if stream:
         chunks = await client.chat.completions.create(**asked, stream=True)
         deltas = [chunk.choices[0] async for chunk in chunks]
-        calls = [call for delta in deltas for call in delta.delta.tool_calls or []]
+        calls: Any = [call for delta in deltas for call in delta.delta.tool_calls or []]
         assert not any(delta.delta.content for delta in deltas)
         reason = deltas[-1].finish_reason
     else:
@@ -304,7 +304,11 @@ async def test_schemas_are_bounded(client: AsyncOpenAI) -> None:
     for _ in range(70):
         deep = {"type": "array", "items": deep}
     large = {"enum": ["x" * 1000 + str(n) for n in range(200)]}
-    for schema, told in ((deep, "nested more than"), (large, "characters, and may have")):
+    schemas: list[tuple[Any, str]] = [
+        (deep, "nested more than"),
+        (large, "characters, and may have"),
+    ]
+    for schema, told in schemas:
         with pytest.raises(openai.BadRequestError, match=told):
             await client.chat.completions.create(
                 model=MODEL,

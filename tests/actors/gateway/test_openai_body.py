@@ -134,7 +134,11 @@ def test_the_form_of_an_answer_reaches_the_server(fields: Any, wanted: dict[str,
 
 
 def test_penalties_and_likeliest_tokens_reach_the_server() -> None:
-    told = {"presence_penalty": 0.5, "frequency_penalty": -1.0, "repetition_penalty": 1.2}
+    told: dict[str, Any] = {
+        "presence_penalty": 0.5,
+        "frequency_penalty": -1.0,
+        "repetition_penalty": 1.2,
+    }
     decoding = query_of(chat(**told, logprobs=True, top_logprobs=5)).decoding
     assert decoding == Decoding(**told, top_logprobs=5)
     text = {"model": "m", "prompt": "hi", "logprobs": 3, "response_format": {"type": "json_object"}}

@@ -295,16 +295,16 @@ class EngineWorker:
     def _draw(self, rows: IndexVector, logits_BV: torch.Tensor) -> None:
         shaped_BV, num_top = None, 0
         if self._num_constrained or self._num_topped:
-            requests = [self._rows.requests[row] for row in rows.tolist()]
+            requests = [self._rows.requests[int(row)] for row in rows]
             shaped_BV = self._constraining.shaped(logits_BV, [one.constraint for one in requests])
             num_top = max(one.sampling.num_top for one in requests)
         drawn = draw(logits_BV, self._rows.parameters(rows), shaped_BV, num_top)
         self._rows.append(rows, drawn, self._versions(rows))
         self._meter.generated += len(rows)
         if self._num_constrained:
-            for row, token in zip(rows.tolist(), drawn.tokens_B.tolist(), strict=True):
-                if (constraint := self._rows.requests[row].constraint) is not None:
-                    constraint.take(token)
+            for row, token in zip(rows, drawn.tokens_B, strict=True):
+                if (constraint := self._rows.requests[int(row)].constraint) is not None:
+                    constraint.take(int(token))
         if self._num_streams:
             self._stream(rows, drawn)
 

@@ -153,9 +153,9 @@ class ConstrainedLogits(LogitsProcessor):
             scale_B = torch.where(temperature_B < 1e-5, 1.0, temperature_B)
             logits_BV = logits_BV / scale_B[:, None]
         logprobs_BV = logits_BV.log_softmax(-1)
-        at = [index for index, row in self._rows.items() if index < len(logprobs_BV)]
-        shares = masked_shares(logprobs_BV[at].exp(), self._shaped_BV[at]).tolist()
-        for index, share in zip(at, shares, strict=True):
+        at = [index for index in self._rows if index < len(logprobs_BV)]
+        shares_B = masked_shares(logprobs_BV[at].exp(), self._shaped_BV[at])
+        for index, share in zip(at, shares_B.cpu().numpy().tolist(), strict=True):
             row = self._rows[index]
             # The same place again where vLLM draws behind a part of a prompt: the last one counts.
             self._of(row.key).masked[row.num_taken] = share
@@ -169,7 +169,7 @@ class ConstrainedLogits(LogitsProcessor):
         return masked.tobytes(), figures.error
 
     def _row(self, params: SamplingParams, prompt: list[int], output: list[int]) -> _Row | None:
-        told = (params.extra_args or {}).get(_KEY)
+        told: Any = (params.extra_args or {}).get(_KEY)
         if told is None:
             return None
         grammar = None

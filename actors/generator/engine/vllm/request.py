@@ -141,9 +141,10 @@ def drawn_of(
     """Yield each token, its log-prob, and the likeliest in its place with theirs, best first."""
     for each in completions:
         told = each.logprobs
-        spans = [] if told is None else zip(told.start_indices, told.end_indices, strict=True)
+        if told is None:
+            continue
+        spans = zip(told.start_indices, told.end_indices, strict=True)
         for token, (start, end) in zip(each.token_ids, spans, strict=True):
-            assert told is not None
             ids, values = told.token_ids, told.logprobs
             ranked = range(start + 1, end)
             if num_top and end - start <= num_top:
