@@ -263,7 +263,7 @@ def _unsupported(wanted: OutputFormat, tools: Sequence[Mapping[str, Any]]) -> st
             tried += 1
             at, part = inner.pop(0)
             if _is_wrong(part, schema):
-                told, inner = at, list(_parts(part, at))
+                told, inner = at, [] if at.endswith(".pattern") else _parts(part, at)
         if told != place or _is_wrong(schema, schema):
             return told
     return ""
@@ -292,4 +292,6 @@ def _parts(schema: Any, place: str) -> list[tuple[str, Any]]:
             found += [(f"{at}[{number}]", inner) for number, inner in enumerate(listed)]
         elif key in ("items", "additionalProperties"):
             found.append((at, value))
+        elif key == "pattern":
+            found.append((at, {"type": "string", "pattern": value}))
     return found

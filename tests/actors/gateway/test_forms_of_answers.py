@@ -25,8 +25,7 @@ from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.actors.gateway.canned import canned_server
 from tests.actors.gateway.http import serving
-from tests.actors.generator.agents.test_forms_of_answers import HERMES
-from tests.support.models import make_tiny_model
+from tests.support.models import HERMES, make_tiny_model
 
 MODEL = "my-run@4"
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -108,6 +107,20 @@ async def test_the_official_client_parses_chats_and_responses(client: AsyncOpenA
         assert choice.finish_reason == "stop"
     response = await client.responses.parse(model=MODEL, input="hello", text_format=Pet)
     assert isinstance(response.output_parsed, Pet)
+
+
+async def test_anthropics_client_parses_messages(url: str) -> None:
+    async with AsyncAnthropic(
+        base_url=url.removesuffix("/v1"), api_key="any", max_retries=0
+    ) as client:
+        made = await client.messages.parse(
+            model=MODEL, max_tokens=300, messages=HELLO, output_format=Pet
+        )
+        assert isinstance(made.parsed_output, Pet)
+        async with client.messages.stream(
+            model=MODEL, max_tokens=300, messages=HELLO, output_format=Pet
+        ) as stream:
+            assert isinstance((await stream.get_final_message()).parsed_output, Pet)
 
 
 async def test_a_stream_of_a_form_adds_up_to_it(client: AsyncOpenAI) -> None:
@@ -265,13 +278,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"anyOf": [{"type": "string"}, {"minLength": -1}]}, "anyOf[1].minLength"),
     ({"$defs": {"x": {"not": {}}}, "$ref": "#/$defs/x"}, "$defs.x.not"),
     ({"type": "array", "uniqueItems": True}, "schema.uniqueItems"),
-    ({"type": "string", "pattern": "(a"}, "schema.pattern"),
+    ({"type": "string", "pattern": "(a"}, "(at schema.pattern)"),
     ({"type": "string", "format": "phone"}, "schema.format"),
     ({"type": "object", "required": "a"}, "schema.required"),
     ({"enum": []}, "schema.enum"),
     ({"type": "integer", "minimum": "1"}, "schema.minimum"),
     ({"$ref": "https://example.com/x.json"}, "schema.$ref"),
     ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+    ({"items": {"minLength": 1, "pattern": "a{2"}}, "(at schema.items.pattern)"),
     (
         {
             "type": "object",

@@ -2,23 +2,30 @@
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import numpy as np
 import pytest
+from tinkermq.actors.generator.engine import token_grammar
 from tinkermq.actors.generator.engine.constraints import RowConstraint
 from tinkermq.actors.generator.engine.engine import Engine, Generation, Sampling
-from tinkermq.actors.generator.engine.token_grammar import GrammarCompiler, TokenGrammar
+from tinkermq.actors.generator.engine.token_grammar import (
+    GrammarCompiler,
+    TokenGrammar,
+    read_tokenizer,
+)
 from tinkermq.actors.generator.episodes.chat import ChatTokenizer
 from tinkermq.actors.generator.episodes.output_grammar import OutputGrammars
 from tinkermq.actors.models.model_folder import load_tokenizer
+from tinkermq.actors.models.tiny_model import make_tokenizer
 from tinkermq.schemas.output_format import OutputFormat
-from tinkermq.schemas.wire.errors import ConfigError
+from tinkermq.schemas.wire.errors import ConfigError, DeadlineError
 from transformers import PreTrainedModel
 
-from tests.support.models import changed, loaded, plain_logprobs
+from tests.support.models import HERMES, changed, loaded, plain_logprobs
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 PROMPT = np.array([3, 77, 78, 79, 1, 4], np.int32)
@@ -272,8 +279,6 @@ async def test_tokens_that_do_not_fit_the_form_end_the_request_and_no_other(
 async def test_grammars_are_kept_and_forgotten_within_bounds(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tinkermq.actors.generator.engine import token_grammar
-
     monkeypatch.setattr(token_grammar, "MAX_GRAMMARS", 2)
     compiler = GrammarCompiler(load_tokenizer(str(folder)))
     texts = [f'start: "{letter}" <[1]>' for letter in "abc"]
@@ -297,3 +302,56 @@ async def test_a_state_is_that_of_its_tokens_alone(folder: Path) -> None:
     assert not one.error
     one.take(72)
     assert one.error == other.error
+
+
+async def test_a_grammar_that_is_not_compiled_in_time_is_told_and_there_later(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = GrammarCompiler(load_tokenizer(str(folder)))
+    text, busy = 'start: "late" <[1]>', threading.Event()
+    before = asyncio.create_task(compiler.aside(lambda: busy.wait(60)))
+    await asyncio.sleep(0)
+    with monkeypatch.context() as patched:
+        patched.setattr(token_grammar, "COMPILE_S", 0.01)
+        with pytest.raises(DeadlineError, match="not compiled within"):
+            await compiler.compile(text)
+    busy.set()
+    assert await before
+    assert (await compiler.compile(text)).text == text
+
+
+@pytest.mark.parametrize("is_special", [False, True], ids=["text", "token"])
+async def test_a_form_follows_reasoning_that_the_prompt_has_opened(is_special: bool) -> None:
+    chat = ChatTokenizer(make_tokenizer(more=["<think>", "</think>"] if is_special else []))
+    grammar = await OutputGrammars(chat).of(
+        OutputFormat(json_schema={"enum": ["yes", "no"]}), [], thinking=True
+    )
+    stop = chat.stop_token_ids[0]
+    for text, fits in (
+        ('I think.\n{"so": 1}\n</think>\n\n"yes"', True),
+        ('</think>"no"', True),
+        ('hm</think> "maybe"', False),
+        ('"yes"', False),
+    ):
+        state = grammar.begin([*chat.encode(text), stop])
+        assert (not state.error) is fits, (text, state.error)
+
+
+async def test_marks_of_calls_are_the_tokens_that_the_template_writes() -> None:
+    tokenizer = make_tokenizer(more=["<tool_call>", "</tool_call>"])
+    tokenizer.chat_template = HERMES
+    chat = ChatTokenizer(tokenizer)
+    tool = {"type": "function", "function": {"name": "go"}}
+    grammar = await OutputGrammars(chat).of(OutputFormat(functions=["go"]), [tool])
+    opened = chat.special_token("<tool_call>")
+    said = '<tool_call>\n{"name": "go", "arguments": {}}\n</tool_call>'
+    ids = chat.encode(said)
+    assert opened in ids
+    assert not grammar.begin([*ids, *ids, chat.stop_token_ids[0]]).error
+    spelt = make_tokenizer().encode(said, add_special_tokens=False)
+    assert grammar.begin(spelt).error, "letter by letter it would be another prompt later"
+
+
+async def test_a_tokenizer_without_known_tokens_is_refused() -> None:
+    with pytest.raises(ConfigError, match="tokenizers library"):
+        read_tokenizer(object())  # type: ignore[arg-type]

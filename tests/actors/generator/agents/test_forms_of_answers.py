@@ -18,16 +18,9 @@ from tinkermq.schemas.wire.subjects import JobScope
 from transformers import PreTrainedModel
 
 from tests.actors.generator.agents.asking import Asking, held, opened, request, text_of
-from tests.support.models import plain_logprobs
+from tests.support.models import HERMES, plain_logprobs
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
-HERMES = (
-    "{%- for message in messages -%}{{ '<|' + message['role'] + '|>' + (message['content'] or '')"
-    ' }}{%- for call in message.tool_calls or [] -%}{{- \'<tool_call>\\n{"name": "\' +'
-    ' call.function.name + \'", "arguments": \' + (call.function.arguments | tojson) +'
-    " '}\\n</tool_call>' }}{%- endfor -%}{{ '<|end|>' }}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
-)
 SCHEMA = {
     "type": "object",
     "properties": {"n": {"enum": [1, 2, 3]}, "b": {"type": "boolean"}},
