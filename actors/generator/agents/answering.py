@@ -24,7 +24,7 @@ from ..engine.engine import Drawn, Engine, Sampling, nothing
 from ..engine.token_grammar import TokenGrammar
 from ..episodes.agent_loop import EpisodeSampling
 from ..episodes.chat import ChatTokenizer
-from ..episodes.output_grammar import OutputGrammars
+from ..episodes.output_grammar import OtherCallForm, OutputGrammars
 from .answer import GrowingAnswer, GrowingChoice, under_known_names
 from .call_limits import CallDrawing, CallLimits, LimitHit
 from .call_log import CallLog, LoggedAnswer, PastAnswers, restored
@@ -196,8 +196,12 @@ class CallAnswers:
             self._limits.show(pictures_of(prepared.attachment.given))
         return prepared
 
-    async def _grammar(self, request: CallRequest, prepared: PreparedCall) -> TokenGrammar:
-        """Return what holds an answer to its form; raises ConfigError for one that cannot be."""
+    async def _grammar(self, request: CallRequest, prepared: PreparedCall) -> TokenGrammar | None:
+        """Return what holds an answer to its form; raises ConfigError for one that cannot be.
+
+        None where the template writes calls in another form: as all that has no effect, that is
+        told and no error, for some programs demand a call each time and live without.
+        """
         assert request.format is not None
         if prepared.prefill:
             raise ConfigError(
@@ -205,7 +209,12 @@ class CallAnswers:
                 hint="leave the assistant's message at the end out, or the form",
             )
         thinking = prepared.thinking
-        return await self._grammars.of(request.format, request.tools, thinking=thinking)
+        try:
+            return await self._grammars.of(request.format, request.tools, thinking=thinking)
+        except OtherCallForm:
+            demands_json = request.format.json_schema is not None
+            self.without_effect.add("response_format" if demands_json else "tool_choice")
+            return None
 
     def _earlier(
         self, request: CallRequest, prepared: PreparedCall, digest: bytes

@@ -43,6 +43,10 @@ _MOST_TRIED = 200
 """Parts of a schema that are compiled by themselves to find out which one is not supported."""
 
 
+class OtherCallForm(ConfigError):
+    """The model's chat template writes calls in a form that answers cannot be held to."""
+
+
 @dataclass(frozen=True, slots=True)
 class CallForm:
     """How a chat template writes a call: these texts, with the name and the arguments between."""
@@ -162,7 +166,7 @@ def opens_reasoning(chat: ChatTokenizer, prompt_ids: Sequence[int]) -> bool:
 
 
 def call_form(chat: ChatTokenizer) -> CallForm:
-    """Find out how a template writes calls; ConfigError for another form than Hermes'."""
+    """Find out how a template writes calls; OtherCallForm for another form than Hermes'."""
     one = _rendered_calls(chat, 1)
     arguments = next(
         (told for told in (json.dumps(_ARGUMENTS), '{"stand":"in"}') if told in one), ""
@@ -172,7 +176,7 @@ def call_form(chat: ChatTokenizer) -> CallForm:
     _, found = find_tool_calls(written)
     name_at, at = written.find(_NAME), written.rfind(arguments) if arguments else -1
     if not found or not 0 <= name_at < at:
-        raise ConfigError(
+        raise OtherCallForm(
             "this model's chat template writes tool calls in a form that answers cannot be held to",
             hint='only <tool_call>{"name": …, "arguments": …}</tool_call> can be: let tool_choice '
             "be auto, or use a template that writes calls so",
@@ -202,7 +206,7 @@ def _rendered_calls(chat: ChatTokenizer, num: int) -> str:
         prompt = chat.render(told[:1], prompt=True, tools=[_TOOL])
         whole = chat.render(told, prompt=False, tools=[_TOOL])
     except ModelError as error:
-        raise ConfigError(
+        raise OtherCallForm(
             f"this model's chat template takes no tool calls: {error.message}",
             hint="let tool_choice be auto or none, or use a template with tools",
         ) from error

@@ -44,7 +44,7 @@ def read_tool_choice(
         is_told = is_single and bool(tools) and value != "none"
         return ToolChoice((), is_single, value == "none", (single,) if is_told else ())
     if value in ("required", "any") and names:
-        return ToolChoice(names, is_single)
+        return ToolChoice(tuple(dict.fromkeys(names)), is_single)
     if not isinstance(value, dict) or not names:
         return ToolChoice(without_effect=("tool_choice",))
     fields = Fields(value, "tool_choice")

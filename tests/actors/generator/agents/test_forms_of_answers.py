@@ -163,7 +163,6 @@ async def test_the_log_keeps_what_a_form_took_out(
     ("fields", "said"),
     [
         ({"format": FORM, "is_prefill": True}, "begins the answer itself"),
-        ({"format": OutputFormat(functions=["go"])}, "writes tool calls in a form"),
         ({"format": OutputFormat()}, "asks for nothing"),
         (
             {"format": OutputFormat(json_schema={"type": "string", "pattern": "(?=a)b"})},
@@ -190,6 +189,17 @@ async def test_a_form_that_cannot_be_had_is_refused(
     with pytest.raises(ConfigError, match=said):
         await calls.answer(request(*texts, tools=TOOLS, **fields), asking.tell)
     assert not calls.tree.calls
+
+
+@pytest.mark.parametrize("schema", [None, SCHEMA])
+async def test_where_the_template_writes_other_calls_a_demanded_call_is_told_to_be_without_effect(
+    asking: Asking, schema: dict[str, Any] | None
+) -> None:
+    calls = asking.calls()
+    form = OutputFormat(json_schema=schema, functions=["go"])
+    await calls.answer(request("hi", tools=TOOLS, format=form), asking.tell)
+    assert calls.tree.calls[0].generated.masked is None
+    assert calls.without_effect == {"tool_choice" if schema is None else "response_format"}
 
 
 async def test_penalties_are_obeyed_where_the_job_says_so(asking: Asking) -> None:
