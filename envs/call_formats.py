@@ -20,7 +20,7 @@ Pieces: TypeAlias = list[str | FoundCall]
 CallFormat: TypeAlias = Callable[[str, Tools], Pieces]
 
 _THINK, _THOUGHT = "<think>", "</think>"
-_END = re.compile(r"\s*(<\|[^<>|]*\|>|</s>)?\s*$")
+_END = re.compile(r"\s*(<\|[^<>|]*\|>|</s>)?\s*\Z")
 """What may stand behind the last call: the mark that ends a turn."""
 _XML = re.compile(r"<tool_call>\s*<function=([^<>\s]+)>(.*?)</function>\s*</tool_call>", re.DOTALL)
 _PARAMETER = re.compile(

@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
+from .output_format import MAX_TOP_LOGPROBS, OutputFormat
 from .wire.array import FloatVector, IntVector
 from .wire.message import Message
 from .wire.reply import Part
@@ -44,6 +45,13 @@ class CallDelta(Message):
     """Behaviour log-prob of each new token."""
     versions: list[int] = Field(default_factory=list[int])
     """Policy version that drew each of them."""
+    tokens: list[str] = Field(default_factory=list[str])
+    """Text of each of them by itself, where asked for."""
+    top_tokens: list[list[str]] = Field(default_factory=list[list[str]])
+    """Texts of the likeliest tokens in the place of each, best first, where asked for; none of a
+    token that was drawn for an earlier request."""
+    top_logprobs: list[list[float]] = Field(default_factory=list[list[float]])
+    """Their log-probs."""
     finish: Literal["stop", "length", "cancelled"] | None = None
     """Why the choice has ended; None while it goes on."""
 
@@ -97,6 +105,10 @@ class CallRequest(Message):
     """Tokens of an answer at most; the job's own limits bind as well."""
     stop: list[str] = Field(default_factory=list[str], max_length=MAX_STOPS)
     """Texts at which an answer ends; they are not part of it."""
+    format: OutputFormat | None = None
+    """The form that an answer must have; None: any."""
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    """Tell the text of each token, and so many of the likeliest in its place; None: neither."""
     stream: bool = False
     """Tell tokens as they are generated, instead of all at the end."""
     is_prefill: bool = False

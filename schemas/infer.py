@@ -6,6 +6,7 @@ from pydantic import Field
 
 from .bounds.defaults import MAX_TOP_K
 from .env import Split
+from .output_format import MAX_PENALTY, MAX_REPETITION, MAX_TOP_LOGPROBS, OutputFormat
 from .rollout import Trajectory
 from .task import Blame
 from .wire.array import FloatMatrix, FloatVector, IntMatrix
@@ -38,6 +39,16 @@ class Decoding(Message):
     """The same seed draws the same tokens; None: fresh ones."""
     num_choices: int = Field(default=1, ge=1, le=MAX_CHOICES)
     """Answers to each prompt."""
+    presence_penalty: float = Field(default=0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    """Taken from the logit of each token that the answer has already."""
+    frequency_penalty: float = Field(default=0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    """Taken from the logit of each token as often as the answer has it."""
+    repetition_penalty: float = Field(default=1.0, gt=0, le=MAX_REPETITION)
+    """Divides positive logits of tokens of the prompt and the answer, multiplies negative ones."""
+    format: OutputFormat | None = None
+    """The form that the answer must have; None: any."""
+    top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
+    """With `logprobs`: tell so many of the likeliest tokens in the place of each."""
 
 
 class ChatRequest(Message):
@@ -107,7 +118,14 @@ class Delta(Message):
     token_bytes: list[bytes] = Field(default_factory=list[bytes])
     """Bytes of each of them, which may be a part of a character; none for a special token."""
     logprobs: list[float] = Field(default_factory=list[float])
-    """Log-prob of each new token before top-p and top-k, where it was asked for."""
+    """Log-prob of each new token before penalties, a format, top-p and top-k, where it was asked
+    for."""
+    top_tokens: list[list[str]] = Field(default_factory=list[list[str]])
+    """Texts of the likeliest tokens in the place of each, best first, where asked for."""
+    top_logprobs: list[list[float]] = Field(default_factory=list[list[float]])
+    """Their log-probs."""
+    top_bytes: list[list[bytes]] = Field(default_factory=list[list[bytes]])
+    """Their bytes."""
     finish: Literal["stop", "length", "cancelled"] | None = None
     """Why the choice has ended, or None while it goes on."""
     stop: str = ""
@@ -146,6 +164,8 @@ class InferPart(Part):
     """Log-probs of the prompts' tokens, where they were asked for; in parts before the last."""
     vocabulary: str = ""
     """Digest of all tokens that the model knows, with `scores`: equal for equal tokenizers."""
+    is_thinking: bool = False
+    """Whether the prompt has opened the reasoning of the answer; with `prompt_tokens`."""
     reused_tokens: int = 0
     """Of the prompt: those of earlier calls, as they were; with `prompt_tokens`."""
     rendered: Literal["", "first", "unknown", "edited", "template", "fields"] | None = None

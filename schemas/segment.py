@@ -40,6 +40,9 @@ class LoggedCall(Message):
     """Calls that had ended when it was asked for."""
     branch: str = Field(default="", max_length=32)
     """Why it is not the only continuation of its parent."""
+    masked: float = Field(default=0.0, ge=0)
+    """Sum over its tokens: which share of the probability the format of the answer took out of the
+    choice of each."""
     request: bytes
     """Digest of what was asked for, prompt and limits: the same again may be answered by it."""
     asked: str = Field(default="", max_length=64)

@@ -70,6 +70,7 @@ def group_numbers(
         ),
         **_role_numbers(episodes),
         **_agent_numbers(played),
+        **_masked_share(played, float(generated.sum())),
     }
 
 
@@ -106,6 +107,18 @@ def _agent_numbers(played: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
         **{f"agent/row_share/{kind}": count / len(rows) for kind, count in sorted(kinds.items())},
         "agent/shared_token_share": 1 - count_distinct(ids) / sum(map(len, ids)),
     }
+
+
+def _masked_share(played: Sequence[Sequence[Trajectory]], num_generated: float) -> dict[str, float]:
+    """Say how much the forms that programs demanded took out of the choice of a mean token.
+
+    Nothing where none was demanded.
+    """
+    told = [_told(episode[0].info.get("agent")) for episode in played]
+    if not any("masked_tokens" in numbers for numbers in told):
+        return {}
+    masked = sum(numbers.get("masked_tokens", 0.0) for numbers in told)
+    return {"rollout/masked_share": masked / max(1.0, num_generated)}
 
 
 def _told(numbers: Any) -> dict[str, float]:

@@ -34,8 +34,11 @@ from ..generator.engine.engine import (
     OnToken,
     PromptScores,
     Sampling,
+    tops_of,
 )
+from ..generator.engine.token_grammar import TokenGrammar
 from ..generator.episodes.chat import ChatTokenizer
+from ..generator.episodes.output_grammar import OutputGrammars, opens_reasoning
 from ..generator.episodes.text_stream import TextStream
 from .conversations import Conversations, StatefulPrompt
 from .prompt_scores import score_prompts
@@ -111,7 +114,8 @@ class Choice:
     def set_whole(self, generation: Generation) -> None:
         """Take an answer that was not told token by token."""
         columns = (generation.token_ids, generation.logprobs, generation.versions)
-        self.drawn = [Drawn(*drawn) for drawn in zip(*(c.tolist() for c in columns), strict=True)]
+        told = zip(*(c.tolist() for c in columns), tops_of(generation), strict=True)
+        self.drawn = [Drawn(*drawn) for drawn in told]
         self._fresh = list(self.drawn)
         self._say(self.chat.decode(generation.token_ids), last=True)
         self.finish = generation.finish_reason
@@ -146,6 +150,9 @@ class Choice:
             tokens=[token for token, _ in named],
             token_bytes=[encoded for _, encoded in named],
             logprobs=[drawn.logprob for drawn in fresh] if self.logprobs else [],
+            top_tokens=[[self.chat.token_text(t) for t, _ in d.top] for d in fresh if d.top],
+            top_bytes=[[self.chat.token_bytes(t) for t, _ in d.top] for d in fresh if d.top],
+            top_logprobs=[[logprob for _, logprob in d.top] for d in fresh if d.top],
             finish=self.finish,
             stop=self.text.stop if ended else "",
         )
@@ -171,6 +178,8 @@ class _Prompt:
     """Where it is continued by its tokens."""
     opened: str = ""
     """The mark by which a chat's prompt opens the reasoning; the answer's text begins with it."""
+    is_thinking: bool = False
+    """Whether it has opened the reasoning of the answer."""
 
 
 class _Head:
@@ -182,6 +191,7 @@ class _Head:
             stateful = prompts[0].stateful
             self._fields["reused_tokens"] = stateful.num_reused if stateful else 0
             self._fields["rendered"] = stateful.rendered if stateful else "fields"
+        self._fields["is_thinking"] = any(one.is_thinking for one in prompts)
         self._ids = [one.ids for one in prompts] if request.token_ids else []
 
     def told(self) -> dict[str, Any]:
@@ -208,6 +218,7 @@ class Answers:
         """What can be continued by its tokens."""
         self._engine = engine
         self._chat = chat
+        self._grammars = OutputGrammars(chat)
         self._model_name = model_name
         self._max_context = max_context
         self._max_open = max_open
@@ -224,15 +235,18 @@ class Answers:
         stateful = await self.conversations.prepare(request) if request.stateful else None
         if stateful is None:
             return await asyncio.to_thread(self._read, request)
-        ids = stateful.prepared.prompt_ids.tolist()
-        return _Prompt(ids, stateful.prepared.images, stateful, self._chat.opened(ids))
+        prepared = stateful.prepared
+        ids = prepared.prompt_ids.tolist()
+        opened = self._chat.opened(ids)
+        return _Prompt(ids, prepared.images, stateful, opened, prepared.thinking)
 
     def _read(self, request: ChatRequest) -> _Prompt:
         """Return the tokens and the images of a conversation; it may hold whatever msgpack can."""
         try:
             images = images_of(request.messages)
             ids = self._chat.at(time.time()).prompt(request.messages, request.tools)
-            return _Prompt(ids, images, opened=self._chat.opened(ids))
+            thinking = opens_reasoning(self._chat, ids)
+            return _Prompt(ids, images, opened=self._chat.opened(ids), is_thinking=thinking)
         except TinkermqError:
             raise
         except (TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
@@ -262,7 +276,10 @@ class Answers:
         tell: Tell[InferPart],
     ) -> InferPart:
         copies, draws = request.decoding.num_choices, _draws(request)
-        samplings = [self._sampling(request.decoding, len(prompt.ids)) for prompt in prompts]
+        grammar = await self._grammar(request, prompts)
+        samplings = [
+            self._sampling(request.decoding, len(prompt.ids), grammar) for prompt in prompts
+        ]
         with self._room(len(prompts) * copies):
             choices = [self._choice(request, n) for n in range(len(prompts) * copies)]
             for choice in choices:
@@ -294,6 +311,15 @@ class Answers:
             **head.told(),
             completion_tokens=sum(choice.num_tokens for choice in choices),
         )
+
+    async def _grammar(self, request: Request, prompts: Sequence[_Prompt]) -> TokenGrammar | None:
+        """Return what holds the answers to their form; None: they have none."""
+        wanted = request.decoding.format
+        if wanted is None:
+            return None
+        tools = request.tools if isinstance(request, ChatRequest) else ()
+        thinking = any(prompt.is_thinking for prompt in prompts)
+        return await self._grammars.of(wanted, tools, thinking=thinking)
 
     async def _score(
         self,
@@ -379,7 +405,9 @@ class Answers:
             choice.finish = "length"
         return choice
 
-    def _sampling(self, decoding: Decoding, prompt_tokens: int) -> Sampling:
+    def _sampling(
+        self, decoding: Decoding, prompt_tokens: int, grammar: TokenGrammar | None
+    ) -> Sampling:
         """Return how to sample after a prompt; ConfigError when there is no room."""
         room = self._max_context - prompt_tokens
         wanted = room if decoding.max_tokens is None else decoding.max_tokens
@@ -397,6 +425,11 @@ class Answers:
             top_k=decoding.top_k,
             stop_token_ids=self._chat.stop_token_ids,
             seed=decoding.seed,
+            grammar=grammar,
+            presence_penalty=decoding.presence_penalty,
+            frequency_penalty=decoding.frequency_penalty,
+            repetition_penalty=decoding.repetition_penalty,
+            num_top=decoding.top_logprobs,
         )
 
     @contextlib.contextmanager

@@ -50,6 +50,8 @@ def call_request(
         tools=[dict(tool) for tool in asked.tools],
         num_choices=asked.num_choices,
         max_tokens=asked.max_tokens,
+        format=asked.format,
+        top_logprobs=asked.top_logprobs,
         stop=list(asked.stop),
         stream=asked.stream,
         is_prefill=asked.is_prefill,

@@ -15,6 +15,15 @@ from tinkermq.schemas.config.lora import LoraConfig
 from torch import nn
 from transformers import PreTrainedModel
 
+HERMES = (
+    "{%- for message in messages -%}{{ '<|' + message['role'] + '|>' + (message['content'] or '')"
+    ' }}{%- for call in message.tool_calls or [] -%}{{- \'<tool_call>\\n{"name": "\' +'
+    ' call.function.name + \'", "arguments": \' + (call.function.arguments | tojson) +'
+    " '}\\n</tool_call>' }}{%- endfor -%}{{ '<|end|>' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
+)
+"""A chat template of the tiny models that writes calls as Hermes models do."""
+
 
 def make_tiny_model(
     folder: str | Path,

@@ -49,6 +49,18 @@ class Script:
     delivered: list[CallDelivered] = field(default_factory=list[CallDelivered])
 
 
+def _token_texts(request: CallRequest, text: str) -> dict[str, Any]:
+    """Return a token's text, and those of likelier ones, where they are asked for."""
+    num = request.top_logprobs
+    if num is None:
+        return {}
+    tops = {
+        "top_tokens": [[f"t{n}" for n in range(num)]],
+        "top_logprobs": [[-0.1 * n for n in range(num)]],
+    }
+    return {"tokens": [text], **tops}
+
+
 class ScriptedGenerator:
     """Answers the calls of episodes, a few characters a token."""
 
@@ -116,6 +128,7 @@ class ScriptedGenerator:
                 token_ids=[1000 * choice + place],
                 logprobs=[-0.5],
                 versions=[self._delivery],
+                **_token_texts(request, text),
             )
             for place in range(max(map(len, tokens)))
             for choice, said in enumerate(tokens)

@@ -6,6 +6,8 @@ class WeightVersionSpan:
 class FlatLogprobs:
     logprobs: list[float]
     token_ids: list[int]
+    start_indices: list[int]
+    end_indices: list[int]
 
 class CompletionOutput:
     token_ids: list[int]

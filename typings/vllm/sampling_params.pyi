@@ -1,4 +1,5 @@
 from enum import Enum
+from typing import Any
 
 class RequestOutputKind(Enum):
     CUMULATIVE = 0
@@ -6,6 +7,7 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 class SamplingParams:
+    extra_args: dict[str, Any] | None
     def __init__(
         self,
         *,
@@ -21,4 +23,5 @@ class SamplingParams:
         detokenize: bool = True,
         ignore_eos: bool = False,
         output_kind: RequestOutputKind = ...,
+        extra_args: dict[str, Any] | None = None,
     ) -> None: ...

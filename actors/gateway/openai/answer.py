@@ -7,7 +7,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ....envs.agents.replies import call_name
+from ....envs.agents.replies import (
+    Piece,
+    ReasoningPiece,
+    ReplyReader,
+    TextPiece,
+    call_name,
+)
 from ....envs.tool_calls import ToolText
 from ....schemas.infer import Delta, InferPart, PromptScore
 from .asking import headers_of
@@ -32,7 +38,9 @@ class Answer:
         """Of each prompt."""
         self._choices = [_Choice(number, tools, name) for number in range(num_choices)]
         self._wants_logprobs = body.logprobs is not None and body.logprobs is not False
+        self._num_top = body.top_logprobs if isinstance(body, ChatBody) else body.logprobs or 0
         self._wants_ids = body.return_token_ids
+        self._has_form = isinstance(body, ChatBody) and body.format is not None
         self._prompt_ids: list[list[int]] = []
         self._scores: dict[int, list[PromptScore]] = {}
         self._vocabulary = ""
@@ -51,6 +59,9 @@ class Answer:
             if part.rendered is not None:
                 self._usage["prompt_tokens_details"] = {"cached_tokens": part.reused_tokens}
         self._vocabulary = part.vocabulary or self._vocabulary
+        if part.is_thinking and self._has_form:
+            for choice in self._choices:
+                choice.begin_with_reasoning()
         for score in part.scores:
             self._scores.setdefault(score.prompt, []).append(score)
         for delta in part.deltas:
@@ -97,10 +108,14 @@ class Answer:
         text, deltas = choice.news()
         logprobs = self._logprobs(deltas, choice) if self._wants_logprobs and deltas else None
         ids = self._ids(deltas, choice)
+        if reasoning := choice.new_reasoning():
+            yield self._event(choice, {"reasoning_content": reasoning}, None, None)
         if text or logprobs is not None or ids.get("token_ids"):
             yield self._event(choice, {"content": text}, logprobs, None, ids=ids)
         if choice.finish is not None and not choice.told_end:
             choice.told_end = True
+            if last := choice.end_text():
+                yield self._event(choice, {"content": last}, None, None)
             rest, calls = choice.tools.finish()
             if rest:
                 yield self._event(choice, {"content": rest}, None, None)
@@ -131,9 +146,12 @@ class Answer:
 
     def _whole_chat(self, choice: "_Choice") -> dict[str, Any]:
         before, deltas = choice.news()
+        before += choice.end_text()
         rest, calls = choice.tools.finish()
         text = (before + rest).rstrip() if calls else before + rest
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if reasoning := choice.new_reasoning():
+            message["reasoning_content"] = reasoning
         if calls:
             message |= {"content": text or None, "tool_calls": calls}
         return {
@@ -179,8 +197,10 @@ class Answer:
             pair for delta in deltas for pair in zip(delta.tokens, delta.logprobs, strict=True)
         ]
         encoded = [one for delta in deltas for one in delta.token_bytes]
+        tops = [top for delta in deltas for top in _tops(delta)]
         if self._chat:
-            told = [_token(*pair, one) for pair, one in zip(pairs, encoded, strict=True)]
+            columns = zip(pairs, encoded, tops, strict=True)
+            told = [_token(*pair, one, top) for pair, one, top in columns]
             return {"content": told, "refusal": None}
         offsets: list[int] = []
         for one in encoded:
@@ -189,7 +209,9 @@ class Answer:
         return {
             "tokens": [token for token, _ in pairs],
             "token_logprobs": [logprob for _, logprob in pairs],
-            "top_logprobs": None,
+            "top_logprobs": [{text: value for text, value, _ in top} for top in tops]
+            if self._num_top
+            else None,
             "text_offset": offsets,
         }
 
@@ -213,9 +235,33 @@ class _Choice:
         """Of the bytes of tokens: a character begins where its first byte stands."""
         self._text = ""
         self._deltas: list[Delta] = []
+        self._reader: ReplyReader | None = None
+        self._reasoning = ""
+
+    def begin_with_reasoning(self) -> None:
+        """Take what comes first for reasoning, up to its mark: the prompt has opened it."""
+        if self._reader is None:
+            self._reader = ReplyReader("", calls=False)
+
+    def _said(self, pieces: list[Piece]) -> str:
+        """Return the text among pieces, and keep the reasoning."""
+        self._reasoning += "".join(one.text for one in pieces if isinstance(one, ReasoningPiece))
+        return "".join(one.text for one in pieces if isinstance(one, TextPiece))
+
+    def new_reasoning(self) -> str:
+        """Return what of the reasoning has not been told."""
+        told, self._reasoning = self._reasoning, ""
+        return told
+
+    def end_text(self) -> str:
+        """Return what was held back between reasoning and text, now that nothing follows."""
+        return "" if self._reader is None else self.tools.push(self._said(self._reader.finish()))
 
     def take(self, delta: Delta) -> None:
-        self._text += self.tools.push(delta.text)
+        text = delta.text
+        if self._reader is not None:
+            text = self._said(self._reader.push(text))
+        self._text += self.tools.push(text)
         if delta.token_ids:
             self._deltas.append(delta)
         self.finish = delta.finish or self.finish
@@ -238,13 +284,26 @@ def _reason(finish: str | None, calls: bool) -> str:
     return "length" if finish == "length" else "stop"
 
 
-def _token(token: str, logprob: float, encoded: bytes) -> dict[str, Any]:
-    return {
-        "token": token,
-        "logprob": logprob,
-        "bytes": list(encoded),
-        "top_logprobs": [],
-    }
+def _token(token: str, logprob: float, encoded: bytes, top: "_Tops | None" = ()) -> dict[str, Any]:
+    told = {"token": token, "logprob": max(logprob, _LEAST), "bytes": list(encoded)}
+    if top is None:  # itself one of those
+        return told
+    others = [_token(text, value, those, None) for text, value, those in top]
+    return {**told, "top_logprobs": others}
+
+
+_Tops = Sequence[tuple[str, float, bytes]]
+
+
+def _tops(delta: Delta) -> "list[_Tops]":
+    """Return the likeliest tokens in the place of each, best first: text, log-prob and bytes."""
+    if not delta.top_tokens:
+        return [[] for _ in delta.tokens]
+    columns = zip(delta.top_tokens, delta.top_logprobs, delta.top_bytes, strict=True)
+    return [
+        [(text, max(value, _LEAST), those) for text, value, those in zip(*one, strict=True)]
+        for one in columns
+    ]
 
 
 def _rows(piece: PromptScore, prompts: Sequence[Sequence[int]]) -> Iterator[dict[str, Any] | None]:

@@ -10,7 +10,14 @@ from typing import Any, Literal, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ....envs.agents.dialects.formats import (
+    ToolChoice,
+    output_format,
+    read_format,
+    read_tool_choice,
+)
 from ....envs.agents.dialects.neutral import asks_nothing, is_label
+from ....envs.agents.dialects.request import RequestError
 from ....envs.chat_messages import Origin, read_conversation, read_tools
 from ....schemas.bounds.defaults import MAX_TOP_K
 from ....schemas.infer import (
@@ -21,17 +28,22 @@ from ....schemas.infer import (
     CompletionRequest,
     Decoding,
 )
+from ....schemas.output_format import (
+    MAX_PENALTY,
+    MAX_REPETITION,
+    MAX_TOP_LOGPROBS,
+    OutputFormat,
+)
 from ....schemas.wire.codec import read_json
 from ....schemas.wire.errors import ConfigError, DataError, MessageError
 
 B = TypeVar("B", bound="_Body")
 
 _WHY = {
-    "top_logprobs": "only the log-prob of the sampled token is recorded: leave it out, or give 0",
-    "tool_choice": "which tool is called is the model's choice: give auto or none",
-    "response_format": "generation is not constrained to a format: say it in the prompt",
     "functions": "give tools instead",
-    "parallel_tool_calls": "how many tools are called is the model's choice: leave it out",
+    "tool_choice": "give auto or none, and with tools required or the name of a function",
+    "parallel_tool_calls": "how many tools are called is the model's choice, unless tool_choice "
+    "demands one: leave it out",
     "reasoning_effort": "how much a model thinks is set by its chat template: leave it out",
     "store": "answers are not kept: give false",
     "verbosity": "how long an answer is, is the model's choice: say it in the prompt",
@@ -73,6 +85,10 @@ class _Body(BaseModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    presence_penalty: float = Field(default=0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    frequency_penalty: float = Field(default=0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    repetition_penalty: float = Field(default=1.0, gt=0, le=MAX_REPETITION)
+    response_format: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -98,7 +114,17 @@ class _Body(BaseModel):
             stop=[text for text in stop if text],
             seed=None if self.seed is None else self.seed % (1 << 63),
             num_choices=self.n,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            format=self.format,
         )
+
+    @property
+    def format(self) -> OutputFormat | None:
+        """The form that an answer must have; RequestError for one that none can be held to."""
+        schema = read_format(self.response_format, "response_format")
+        return output_format(schema, ToolChoice(), ())
 
 
 class ChatBody(_Body):
@@ -107,19 +133,43 @@ class ChatBody(_Body):
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     tools: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
     logprobs: bool = False
-    top_logprobs: Literal[0] | None = None
+    top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
     stateful: bool = False
+
+    @model_validator(mode="after")
+    def _tells_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs has no effect without logprobs")
+        return self
 
     @property
     def uses_tools(self) -> bool:
         """Whether the model is shown tools."""
-        return bool(self.tools) and self.tool_choice != "none"
+        return bool(self.tools) and not self.choice.hides_tools
+
+    @property
+    def choice(self) -> ToolChoice:
+        """What `tool_choice` says; RequestError for what cannot be had."""
+        single = "" if self.parallel_tool_calls else "parallel_tool_calls"
+        choice = read_tool_choice(self.tool_choice, self.tools, single=single)
+        for param in choice.without_effect:
+            raise RequestError(
+                f"the parameter {param!r} cannot be used so", param=param, hint=_WHY[param]
+            )
+        return choice
+
+    @property
+    def format(self) -> OutputFormat | None:
+        """The form that an answer must have, by `response_format` and `tool_choice`."""
+        schema = read_format(self.response_format, "response_format")
+        return output_format(schema, self.choice, self.tools)
 
     def request(self) -> ChatRequest:
         """Return the request that a server takes."""
-        decoding = self.decoding()
+        decoding = self.decoding().model_copy(update={"top_logprobs": self.top_logprobs})
         if self.max_completion_tokens is not None:
             decoding = decoding.model_copy(update={"max_tokens": self.max_completion_tokens})
         return ChatRequest(
@@ -139,7 +189,7 @@ class CompletionBody(_Body):
 
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: int | None = Field(default=None, ge=0)
-    logprobs: Literal[0] | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_K)
     add_special_tokens: bool = True
 
@@ -156,7 +206,7 @@ class CompletionBody(_Body):
         return CompletionRequest(
             request=uuid.uuid4().hex,
             prompts=_prompts(self.prompt),
-            decoding=self.decoding(),
+            decoding=self.decoding().model_copy(update={"top_logprobs": self.logprobs or 0}),
             stream=self.stream,
             logprobs=self.logprobs is not None,
             token_ids=self.return_token_ids or self.prompt_logprobs is not None,
@@ -198,6 +248,8 @@ def query_of(body: ChatBody | CompletionBody) -> ChatRequest | CompletionRequest
         return body.request()
     except ValidationError as error:
         raise _malformed(error) from error
+    except RequestError as error:
+        raise BodyError(error.message, param=error.param or None, hint=error.hint) from error
 
 
 def _malformed(error: ValidationError) -> BodyError:

@@ -44,18 +44,28 @@ _WHY = {
     "store": "answers are not kept: give false, and send the whole conversation as input",
     "background": "answers are not kept: ask for a stream, and read it",
     "include": "an answer holds what there is: leave it out",
-    "output_config": "how much a model thinks is set by its chat template: leave it out",
-    "parallel_tool_calls": "how many tools are called is the model's choice: leave it out",
-    "tool_choice.disable_parallel_tool_use": "how many tools are called is the model's choice",
-    "tool_choice": "which tool is called is the model's choice: give auto or none",
-    "text": "generation is not constrained to a format: say it in the prompt",
+    "output_config": "how much a model thinks is set by its chat template: leave effort out",
+    "parallel_tool_calls": "how many tools are called is the model's choice, unless tool_choice "
+    "demands one: leave it out",
+    "tool_choice.disable_parallel_tool_use": "how many tools are called is the model's choice, "
+    "unless tool_choice demands one",
+    "tool_choice": "give auto or none, and with tools required or the name of a function",
+    "text.verbosity": "how long an answer is, is the model's choice: say it in the prompt",
     "reasoning": "how much a model thinks is set by its chat template: leave it out",
     "thinking": "how much a model thinks is set by its chat template: leave it out",
     "truncation": "a conversation that is too long is refused: shorten it",
 }
 _EXTRAS = {"return_token_ids": "token_ids", "stateful": "stateful"}
 """What may stand in a body besides, and what it is called in a server's request."""
-_SAMPLED = ("temperature", "top_p", "top_k", "seed")
+_SAMPLED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
 
 
 class WordedAnswer(Protocol):
@@ -187,7 +197,9 @@ def _query(asked: ModelRequest) -> ChatRequest:
             request=uuid.uuid4().hex,
             messages=[told.for_template() for told in canonical_history(asked.messages, ())],
             tools=[dict(tool) for tool in asked.tools],
-            decoding=Decoding(max_tokens=asked.max_tokens, stop=list(asked.stop), **sampled),
+            decoding=Decoding(
+                max_tokens=asked.max_tokens, stop=list(asked.stop), format=asked.format, **sampled
+            ),
             stream=asked.stream,
         )
     except ValidationError as error:

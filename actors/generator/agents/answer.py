@@ -3,13 +3,13 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from ....broker.client.parts import Tell
 from ....schemas.agent import CallDelta, CallPart, CallRequest
-from ..engine.engine import Drawn, Generation
+from ..engine.engine import Drawn, FloatVector, Generation
 from ..episodes.chat import ChatTokenizer
 from ..episodes.text_stream import TextStream
 from .call_log import LoggedAnswer
@@ -32,6 +32,7 @@ class GrowingChoice:
         tools: Tools = (),
         *,
         by_token: bool = True,
+        tells_tokens: bool = False,
     ) -> None:
         """`stops` are texts before which it ends; only with them and `by_token` is text made of
         each token, which costs more than the whole at once.
@@ -40,6 +41,8 @@ class GrowingChoice:
         answer is whole; with a tokenizer that says how answers are parsed, all of it is.
         """
         self.prepared = prepared
+        self.tells_tokens = tells_tokens
+        """Whether the text of each token is told by itself."""
         self.drawn: list[Drawn] = []
         self.text = ""
         """What can be told."""
@@ -68,12 +71,23 @@ class GrowingChoice:
             elif not self._chat.parses_responses:
                 self.text = certain_text(self._chat, self._plain, self._tools)
 
+    def told_tokens(self, drawn: Sequence[Drawn]) -> dict[str, Any]:
+        """Return the texts of tokens and of the likeliest in their places, where asked for."""
+        if not self.tells_tokens:
+            return {}
+        return {
+            "tokens": [self._chat.token_text(one.token_id) for one in drawn],
+            "top_tokens": [[self._chat.token_text(token) for token, _ in one.top] for one in drawn],
+            "top_logprobs": [[logprob for _, logprob in one.top] for one in drawn],
+        }
+
     def end(self, generation: Generation, request: bytes, asking: str) -> None:
         """Take note of the end; tokens that reach into a stop text are not kept."""
         told = None
+        masked = _masked(generation, len(self.drawn))
         if self.stopped:
             told = self.text = self._plain
-            generation = _generation(self.drawn[: self._whole_tokens(told)], "stop")
+            generation = _generation(self.drawn[: self._whole_tokens(told)], "stop", masked)
         else:
             if self._tools:
                 ids = [drawn.token_id for drawn in self.drawn]
@@ -85,7 +99,7 @@ class GrowingChoice:
                 self.text = self._chat.decode([drawn.token_id for drawn in self.drawn])
             ended = generation.finish_reason
             is_stop = ended == "cancelled" or ended == "stop"  # cancelled: it had ended before
-            generation = _generation(self.drawn, "stop" if is_stop else "length")
+            generation = _generation(self.drawn, "stop" if is_stop else "length", masked)
         self.answered = LoggedAnswer(self.prepared, generation, told, request, asking)
 
     @classmethod
@@ -114,12 +128,26 @@ class GrowingChoice:
         return self._chat.decode([drawn.token_id for drawn in self.drawn[:num]])
 
 
-def _generation(drawn: Sequence[Drawn], finish: Literal["stop", "length"]) -> Generation:
+def _masked(generation: Generation, num: int) -> FloatVector | None:
+    """Return float32[num]: what a grammar took out of the choice, 0 where it is not known.
+
+    That is where another generator drew the token, before those of `generation`.
+    """
+    if generation.masked is None:
+        return None
+    known = generation.masked[:num]
+    return np.concatenate([np.zeros(num - len(known), np.float32), known])
+
+
+def _generation(
+    drawn: Sequence[Drawn], finish: Literal["stop", "length"], masked: FloatVector | None
+) -> Generation:
     return Generation(
         np.array([one.token_id for one in drawn], np.int32),
         np.array([one.logprob for one in drawn], np.float32),
         np.array([one.version for one in drawn], np.int32),
         finish,
+        masked=None if masked is None else masked[: len(drawn)],
     )
 
 
@@ -248,4 +276,5 @@ class _PartWriter:
             logprobs=[drawn.logprob for drawn in fresh],
             versions=[drawn.version for drawn in fresh],
             finish=finish,
+            **choice.told_tokens(fresh),
         )

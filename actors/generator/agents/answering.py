@@ -19,10 +19,12 @@ from ....envs.agents.messages import pictures_of
 from ....envs.agents.wire import history_of
 from ....schemas.agent import CallDelivered, CallPart, CallRequest
 from ....schemas.config.job import JobConfig
-from ....schemas.wire.errors import BusyError, EngineError, NotFoundError, root_cause
+from ....schemas.wire.errors import BusyError, ConfigError, EngineError, NotFoundError, root_cause
 from ..engine.engine import Drawn, Engine, Sampling, nothing
+from ..engine.token_grammar import TokenGrammar
 from ..episodes.agent_loop import EpisodeSampling
 from ..episodes.chat import ChatTokenizer
+from ..episodes.output_grammar import OtherCallForm, OutputGrammars
 from .answer import GrowingAnswer, GrowingChoice, under_known_names
 from .call_limits import CallDrawing, CallLimits, LimitHit
 from .call_log import CallLog, LoggedAnswer, PastAnswers, restored
@@ -52,6 +54,7 @@ class CallAnswers:
         time_use: TimeUse,
         facts: TemplateFacts | None = None,
         message_bytes: int | None = None,
+        grammars: OutputGrammars | None = None,
     ) -> None:
         """`log` has what was answered before, if another generator began the episode; see
         `CallLimits` for `message_bytes`."""
@@ -65,6 +68,7 @@ class CallAnswers:
         self._episode = episode
         self._engine = engine
         self._chat = chat
+        self._grammars = grammars or OutputGrammars(chat)
         self._limits = CallLimits(config, message_bytes)
         obeys = config.agent.sampling == "request"
         self._drawing = CallDrawing(
@@ -113,7 +117,11 @@ class CallAnswers:
         prepared = await self._prepare(request)
         if request.count_only:
             return self._opening(request, [prepared])
-        digest = prepared.digest(request.num_choices, request.max_tokens, request.stop)
+        limits: list[object] = [request.num_choices, request.max_tokens, request.stop]
+        if request.format is not None:
+            limits.append(request.format)
+            prepared = replace(prepared, grammar=await self._grammar(request, prepared))
+        digest = prepared.digest(*limits)
         answer = self._earlier(request, prepared, digest) or self._begin(request, prepared, digest)
         with self._time_use.doing("generate"):
             on_alone = partial(self._keep_for_a_while, answer)
@@ -188,6 +196,26 @@ class CallAnswers:
             self._limits.show(pictures_of(prepared.attachment.given))
         return prepared
 
+    async def _grammar(self, request: CallRequest, prepared: PreparedCall) -> TokenGrammar | None:
+        """Return what holds an answer to its form; raises ConfigError for one that cannot be.
+
+        None where the template writes calls in another form: as all that has no effect, that is
+        told and no error, for some programs demand a call each time and live without.
+        """
+        assert request.format is not None
+        if prepared.prefill:
+            raise ConfigError(
+                "the program begins the answer itself, and demands a form of it",
+                hint="leave the assistant's message at the end out, or the form",
+            )
+        thinking = prepared.thinking
+        try:
+            return await self._grammars.of(request.format, request.tools, thinking=thinking)
+        except OtherCallForm:
+            demands_json = request.format.json_schema is not None
+            self.without_effect.add("response_format" if demands_json else "tool_choice")
+            return None
+
     def _earlier(
         self, request: CallRequest, prepared: PreparedCall, digest: bytes
     ) -> GrowingAnswer | None:
@@ -249,7 +277,14 @@ class CallAnswers:
         more = range(len(known), request.num_choices)
         asked = [self._exact.another(prepared) if number else prepared for number in more]
         choices += [
-            GrowingChoice(one, self._chat, request.stop, request.tools, by_token=request.stream)
+            GrowingChoice(
+                one,
+                self._chat,
+                request.stop,
+                request.tools,
+                by_token=request.stream,
+                tells_tokens=request.top_logprobs is not None,
+            )
             for one in under_known_names(asked, request.begun, more)
         ]
         opening = self._opening(request, [one.prepared for one in choices])
@@ -262,7 +297,16 @@ class CallAnswers:
             room = self._limits.room(request, prepared.num_prompt, num_calls, num_tokens)
             prompt, drawn = self._count_sample(prepared, len(more))
             at_once = range(drawn, drawn + len(more))
-            samplings = [self._drawing.sampling(request, room, prompt, one) for one in at_once]
+            samplings = [
+                replace(
+                    self._drawing.sampling(request, room, prompt, one),
+                    grammar=prepared.grammar,
+                    num_top=request.top_logprobs or 0,
+                )
+                for one in at_once
+            ]
+        for choice in choices[: len(known)]:
+            choice.tells_tokens = request.top_logprobs is not None
         for begun in request.begun.deltas if request.begun is not None else ():
             if begun.choice in more:
                 for token in zip(begun.token_ids, begun.logprobs, begun.versions, strict=True):

@@ -9,6 +9,7 @@ from ....envs.agents.episode import ContextTooLong, EpisodeLimit
 from ....envs.agents.messages import Picture
 from ....schemas.agent import CallRequest
 from ....schemas.config.job import JobConfig
+from ....schemas.output_format import MAX_PENALTY, MAX_REPETITION
 from ..engine.engine import Sampling
 from ..episodes.agent_loop import EpisodeSampling
 
@@ -16,6 +17,7 @@ LimitHit: TypeAlias = Literal["", "turns", "length"]
 """The calls of an episode were used up, or its tokens or those of the model's context."""
 _IMAGES_SHARE = 0.75
 """Of the message in which a group travels: the rest is for tokens and texts."""
+_LEAST_REPETITION = 0.1
 _NO_MORE = "end the program with what there is"
 
 
@@ -113,7 +115,7 @@ class CallDrawing:
         """Return how a sample is drawn: the same for the same prompt (its digest) and number."""
         drawing = _asked(request, self._sampling) if self._obeys_program else self._sampling
         told = blake2b(f"{self._seed} {number}".encode() + prompt, digest_size=7).digest()
-        return Sampling(
+        sampling = Sampling(
             max_new_tokens=room,
             temperature=drawing.temperature,
             top_p=drawing.top_p,
@@ -121,6 +123,24 @@ class CallDrawing:
             stop_token_ids=self._stop_token_ids,
             seed=int.from_bytes(told, "little"),
         )
+        if not self._obeys_program:
+            return sampling
+        return replace(
+            sampling,
+            presence_penalty=_penalty(request, "presence_penalty", -MAX_PENALTY, MAX_PENALTY, 0.0),
+            frequency_penalty=_penalty(
+                request, "frequency_penalty", -MAX_PENALTY, MAX_PENALTY, 0.0
+            ),
+            repetition_penalty=_penalty(
+                request, "repetition_penalty", _LEAST_REPETITION, MAX_REPETITION, 1.0
+            ),
+        )
+
+
+def _penalty(request: CallRequest, name: str, least: float, most: float, default: float) -> float:
+    """Return a penalty that a program asks for, within what can be sampled with."""
+    said = request.sampled.get(name)
+    return min(max(least, float(said)), most) if isinstance(said, int | float) else default
 
 
 def _asked(request: CallRequest, drawing: EpisodeSampling) -> EpisodeSampling:

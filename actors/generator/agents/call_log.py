@@ -23,7 +23,7 @@ from ....schemas.segment import LoggedCall, Segment
 from ....schemas.task import Task
 from ....schemas.wire.errors import DeadlineError
 from ....schemas.wire.subjects import JobScope
-from ..engine.engine import Generation
+from ..engine.engine import FloatVector, Generation
 from ..episodes.recorder import EpisodeRecorder, TaskRecorder
 from .call_tree import Attachment, Branch, CallTree
 from .exact_calls import ExactCalls, PreparedCall
@@ -138,6 +138,7 @@ def _logged(answered: LoggedAnswer) -> LoggedCall:
         branch=attachment.branch,
         request=answered.request,
         asked=answered.asked,
+        masked=0.0 if answered.generated.masked is None else float(answered.generated.masked.sum()),
     )
 
 
@@ -159,12 +160,21 @@ def answered_call(segment: Segment, tree: CallTree) -> LoggedAnswer:
     return LoggedAnswer(
         PreparedCall(attachment, given, call.name, call.has_tools, call.is_thinking, call.prefill),
         Generation(
-            segment.token_ids[at:], segment.logprobs[at:], segment.versions[at:], call.finish
+            segment.token_ids[at:],
+            segment.logprobs[at:],
+            segment.versions[at:],
+            call.finish,
+            masked=_spread(call.masked, len(segment.token_ids) - at),
         ),
         call.text,
         call.request,
         call.asked,
     )
+
+
+def _spread(masked: float, num: int) -> FloatVector | None:
+    """Return float32[num] of the sum that was written down: only the mean of it is told on."""
+    return np.full(num, masked / num, np.float32) if masked and num else None
 
 
 def restored(found: Sequence[Segment], calls: ExactCalls) -> list[LoggedAnswer]:

@@ -12,7 +12,7 @@ from ....schemas.rollout import Trajectory
 from ..episodes.agent_loop import EpisodePlan
 from .answering import CallAnswers
 from .call_places import EpisodeCredit, PostedRewards
-from .call_tree import ModelCall
+from .call_tree import CallTree, ModelCall
 from .rows import CallRow, TreeRows, rows_of
 
 _MAX_TOLD = 1000
@@ -111,8 +111,20 @@ def _figures(calls: CallAnswers, found: TreeRows) -> dict[str, float]:
         "undelivered": float(sum(not call.delivered for call in tree.calls)),
         "cut_tokens": float(found.num_cut),
         "replayed_tokens": float(calls.num_replayed),
+        **_masked(tree, found),
         **{f"branch_{name}": float(count) for name, count in branches.items()},
     }
+
+
+def _masked(tree: CallTree, found: TreeRows) -> dict[str, float]:
+    """Return how much formats took out of the choice of trained tokens, if some were demanded.
+
+    Each token counts by the share of the probability that was taken from it.
+    """
+    trained = [tree.calls[number].generated for row in found.rows for number in row.calls]
+    if all(one.masked is None for one in trained):
+        return {}
+    return {"masked_tokens": sum(float(x.masked.sum()) for x in trained if x.masked is not None)}
 
 
 def _branch_figures(posted: PostedRewards, credit: EpisodeCredit) -> dict[str, float]:

@@ -9,6 +9,7 @@ from ....envs.agents.messages import CanonicalMessage, canonical_history, pictur
 from ....envs.agents.replies import THINK, ReplyReader
 from ....envs.agents.which_calls import digest_of
 from ..engine.engine import Generation, IntVector
+from ..engine.token_grammar import TokenGrammar
 from ..episodes.chat import ChatTokenizer
 from .call_tree import Attachment, CallTree, ModelCall, digest_behind
 from .rendering import HistoryRenderer, Tools
@@ -29,6 +30,8 @@ class PreparedCall:
     """Whether the prompt has opened the reasoning of the answer."""
     prefill: str = ""
     """What the program wrote of the answer itself."""
+    grammar: TokenGrammar | None = None
+    """What the answer's tokens must be; None: anything."""
 
     @property
     def num_prompt(self) -> int:

@@ -26,6 +26,7 @@ from ....schemas.wire.subjects import JobScope
 from ..engine.engine import Engine
 from ..episodes.agent_loop import EpisodePlan, EpisodeSampling, blaming
 from ..episodes.chat import ChatTokenizer
+from ..episodes.output_grammar import OutputGrammars
 from ..episodes.recorder import EpisodeRecorder
 from ..episodes.transcript import Transcript
 from .answering import CallAnswers
@@ -68,6 +69,7 @@ class ProgramLoop:
         self._time_use = time_use or TimeUse("generate", "environment", rest="other")
         self._tell = tell
         self._facts = facts_of(chat)
+        self._grammars = OutputGrammars(chat)
         self._told_without_effect: set[str] = set()
         self._told_branch_rewards = False
         self._parts: PartsService | None = None
@@ -112,6 +114,7 @@ class ProgramLoop:
             self._time_use,
             self._facts,
             self._broker.max_payload_bytes,
+            self._grammars,
         )
         playing = _Playing(self, plan, calls, log)
         try:

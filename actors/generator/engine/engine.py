@@ -7,13 +7,16 @@ transformers one. Nothing here imports torch.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ....schemas.wire.errors import EngineError
 from ...models.weight_tensors import TensorSource
+
+if TYPE_CHECKING:
+    from .token_grammar import TokenGrammar
 
 FinishReason = Literal["stop", "length", "cancelled"]
 KvOnSwap = Literal["keep", "recompute"]
@@ -42,6 +45,22 @@ class Sampling:
     num_drawn: int = 0
     """Tokens at the end of the prompt that were drawn with this seed before: it goes on behind
     them."""
+    grammar: "TokenGrammar | None" = None
+    """What all tokens that were and are drawn must be; it has its own end, a stop token."""
+    presence_penalty: float = 0.0
+    """Taken from the logit of each token that has been drawn."""
+    frequency_penalty: float = 0.0
+    """Taken from the logit of each token as often as it has been drawn."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens of the prompt or drawn, and multiplies negative ones."""
+    num_top: int = 0
+    """Tell so many of the likeliest tokens in the place of each."""
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether tokens are drawn from other logits than those that are recorded."""
+        penalties = self.presence_penalty or self.frequency_penalty
+        return self.grammar is not None or bool(penalties) or self.repetition_penalty != 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +70,9 @@ class Generation:
     token_ids: IntVector
     """int32[N]: generated tokens, the stop token included."""
     logprobs: FloatVector
-    """float32[N]: log-prob of each token under softmax(logits / temperature), before top-p and
-    top-k, which is what a learner computes at the same temperature. Greedy requests record it at
-    temperature 1."""
+    """float32[N]: log-prob of each token under softmax(logits / temperature), before penalties, a
+    grammar, top-p and top-k, which is what a learner computes at the same temperature. Greedy
+    requests record it at temperature 1."""
     versions: IntVector
     """int32[N]: policy version that produced each token."""
     finish_reason: FinishReason
@@ -61,6 +80,13 @@ class Generation:
     experts: ExpertRecord | None = None
     """Of an engine that records them, the experts of all tokens that it computed for this request:
     those up to the one before the last, of the prompt, too, but for what it had in its cache."""
+    masked: FloatVector | None = None
+    """float32[N]: which share of the probability a grammar took out of the choice of each token;
+    None: there was no grammar."""
+    top_ids: NDArray[np.int32] | None = None
+    """int32[N, K]: the likeliest tokens in the place of each, best first; None: not asked for."""
+    top_logprobs: FloatVector | None = None
+    """float32[N, K]: their log-probs, as in `logprobs`."""
 
 
 def nothing() -> Generation:
@@ -68,6 +94,15 @@ def nothing() -> Generation:
     return Generation(
         np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32), "cancelled"
     )
+
+
+def tops_of(generation: Generation) -> list[tuple[tuple[int, float], ...]]:
+    """Return the likeliest tokens in the place of each, as `Drawn` has them."""
+    ids, logprobs = generation.top_ids, generation.top_logprobs
+    if ids is None or logprobs is None:
+        return [()] * len(generation.token_ids)
+    pairs = zip(ids.tolist(), logprobs.tolist(), strict=True)
+    return [tuple(zip(*pair, strict=True)) for pair in pairs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +114,8 @@ class Drawn:
     """As in `Generation`."""
     version: int
     """Policy version that produced it."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens in its place and their log-probs, best first, where asked for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 import numpy as np
 
 from ....schemas.bounds.defaults import MAX_TOP_K
+from ....schemas.output_format import MAX_PENALTY, MAX_REPETITION, MAX_TOP_LOGPROBS
 from ....schemas.wire.errors import ConfigError, EngineError, NotFoundError
 from .engine import IntVector, Sampling
 
@@ -14,12 +15,18 @@ def check_sampling(sampling: Sampling) -> None:
         and 0 <= sampling.temperature < np.inf
         and 0 < sampling.top_p <= 1
         and sampling.top_k >= 0
+        and abs(sampling.presence_penalty) <= MAX_PENALTY
+        and abs(sampling.frequency_penalty) <= MAX_PENALTY
+        and 0 < sampling.repetition_penalty <= MAX_REPETITION
+        and 0 <= sampling.num_top <= MAX_TOP_LOGPROBS
+        and sampling.num_drawn >= 0
     ):
         return
     raise ConfigError(
         f"{sampling} cannot be sampled",
         hint="max_new_tokens is at least 1, temperature and top_k are 0 or more, top_p is over 0 "
-        "and at most 1",
+        f"and at most 1, penalties are at most {MAX_PENALTY:g} either side of 0, that of "
+        f"repetition is over 0 and at most {MAX_REPETITION:g}",
     )
 
 
@@ -86,6 +93,14 @@ def not_finite(version: int) -> EngineError:
     return EngineError(
         f"the model of version {version} computes logits that are not finite",
         hint="training has diverged: lower learner.lr, or resume from an earlier checkpoint",
+    )
+
+
+def left_grammar(why: str) -> ConfigError:
+    """Return the error of a request whose output format cannot be followed to its end."""
+    return ConfigError(
+        f"the output format cannot be followed further: {why}",
+        hint="give a simpler schema: shorter alternatives, patterns and bounds",
     )
 
 

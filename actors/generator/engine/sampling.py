@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from .constraints import masked_shares
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -60,24 +62,66 @@ def _mix(bits_B: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return bits_B ^ (bits_B >> np.uint64(31))
 
 
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The next token of B rows, and what is known of it."""
+
+    tokens_B: NDArray[np.int64]
+    logprobs_B: NDArray[np.float32]
+    masked_B: NDArray[np.float32] | None = None
+    """Share of the probability that a grammar took out of the choice; None: nothing was shaped."""
+    top_ids_BK: NDArray[np.int32] | None = None
+    """The likeliest tokens, best first, where they are asked for."""
+    top_logprobs_BK: NDArray[np.float32] | None = None
+
+
 def sample(
     logits_BV: torch.Tensor, rows: RowParameters
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Draw one token per row; return int64[B] tokens and float32[B] log-probs.
+    """Draw one token per row from the model's own logits; see `draw`."""
+    drawn = draw(logits_BV, rows)
+    return drawn.tokens_B, drawn.logprobs_B
+
+
+def draw(
+    logits_BV: torch.Tensor,
+    rows: RowParameters,
+    shaped_BV: torch.Tensor | None = None,
+    num_top: int = 0,
+) -> Draw:
+    """Draw one token per row: from `shaped_BV`, where a grammar or penalties have changed it.
 
     The log-prob is that of softmax(logits / temperature) before any filter; a greedy row
     (temperature 0) takes the likeliest token and records its log-prob at temperature 1. Rows whose
     logits are not finite come back with a log-prob of NaN.
     """
-    logits_BV = logits_BV.float()
     greedy_B = rows.temperature_B == 0
     scale_B = np.where(greedy_B, np.float32(1), rows.temperature_B)
-    if (scale_B != 1).any():
-        logits_BV = logits_BV / _column(scale_B, logits_BV)
+    logits_BV = _scaled(logits_BV, scale_B)
     probs_BV = logits_BV.softmax(-1)
-    tokens_B = _draw(logits_BV, probs_BV, rows, greedy_B)
-    logprobs_B = probs_BV.gather(1, tokens_B[:, None])[:, 0].log()
-    return tokens_B.cpu().numpy(), logprobs_B.cpu().numpy()
+    masked_B = None
+    if shaped_BV is None:
+        tokens_B = _draw(logits_BV, probs_BV, rows, greedy_B)
+    else:
+        masked_B = masked_shares(probs_BV, shaped_BV).cpu().numpy()
+        shaped_BV = _scaled(shaped_BV, scale_B)
+        tokens_B = _draw(shaped_BV, shaped_BV.softmax(-1), rows, greedy_B)
+    if shaped_BV is None:
+        logprobs_B = probs_BV.gather(1, tokens_B[:, None])[:, 0].log()
+    else:  # what a grammar demands may be too unlikely for a probability of its own
+        logprobs_B = logits_BV.gather(1, tokens_B[:, None])[:, 0] - logits_BV.logsumexp(-1)
+    top_ids_BK = top_logprobs_BK = None
+    if num_top:
+        best_BK, ids_BK = logits_BV.log_softmax(-1).topk(min(num_top, logits_BV.shape[1]))
+        top_ids_BK, top_logprobs_BK = ids_BK.int().cpu().numpy(), best_BK.cpu().numpy()
+    return Draw(
+        tokens_B.cpu().numpy(), logprobs_B.cpu().numpy(), masked_B, top_ids_BK, top_logprobs_BK
+    )
+
+
+def _scaled(logits_BV: torch.Tensor, scale_B: NDArray[np.float32]) -> torch.Tensor:
+    logits_BV = logits_BV.float()
+    return logits_BV / _column(scale_B, logits_BV) if (scale_B != 1).any() else logits_BV
 
 
 def _draw(

@@ -377,6 +377,16 @@ class ChatTokenizer:
         """Return the text of tokens, special ones included."""
         return cast("str", self._tokenizer.decode([int(token) for token in token_ids]))  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
 
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The tokenizer itself, for who compiles grammars over its tokens."""
+        return self._tokenizer
+
+    def special_token(self, mark: str) -> int | None:
+        """Return the one token that stands for a mark (`<tool_call>`); None: it is plain text."""
+        added = cast("dict[int, Any]", self._tokenizer.added_tokens_decoder)  # pyright: ignore[reportAttributeAccessIssue]
+        return next((token for token, told in added.items() if str(told) == mark), None)
+
     def token_text(self, token_id: int) -> str:
         """Return the text of one token by itself, special ones included."""
         return cast("str", self._tokenizer.decode([int(token_id)]))  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers

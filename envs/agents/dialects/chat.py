@@ -1,13 +1,14 @@
 """OpenAI's Chat Completions."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...chat_messages import Origin, UnreadableMessageError, read_conversation
 from ..messages import CanonicalCall, CanonicalMessage, Picture, joined
 from ..replies import Piece, ReasoningPiece, TextPiece
-from .answer import Answered, AnswerHead, Usage, event
+from .answer import Answered, AnswerHead, TokenLogprob, Usage, event
+from .formats import output_format, read_format, read_tool_choice
 from .request import (
     Fields,
     ModelRequest,
@@ -34,13 +35,17 @@ def read_chat(body: Any) -> ModelRequest:
     fields = Fields(body)
     messages = _messages(fields)
     tools, left_out = tools_of(fields, nested=True)
-    hidden = fields.any("tool_choice") == "none"
+    single = "parallel_tool_calls" if fields.any("parallel_tool_calls") is False else ""
+    choice = read_tool_choice(fields.any("tool_choice"), tools, single=single)
+    schema = read_format(fields.any("response_format"), "response_format")
     options = Fields(fields.any("stream_options") or {}, "stream_options")
     include_usage = options.flag("include_usage")
     limit = fields.count("max_completion_tokens") or fields.count("max_tokens")
     return ModelRequest(
         messages=messages,
-        tools=() if hidden else tools,
+        tools=() if choice.hides_tools else tools,
+        format=output_format(schema, choice, tools),
+        top_logprobs=_top_logprobs(fields),
         num_choices=fields.count("n") or 1,
         max_tokens=limit,
         stop=fields.texts("stop"),
@@ -48,13 +53,13 @@ def read_chat(body: Any) -> ModelRequest:
         include_usage=include_usage,
         model=fields.text("model"),
         overruled=sampling_of(fields, _SAMPLING),
-        without_effect=(*left_out, *fields.unread(), *options.unread(), *_constraints(fields)),
+        without_effect=(*left_out, *fields.unread(), *options.unread(), *choice.without_effect),
     )
 
 
-def _constraints(fields: Fields) -> Iterator[str]:
-    if fields.any("tool_choice") not in (None, "auto", "none"):
-        yield "tool_choice"
+def _top_logprobs(fields: Fields) -> int | None:
+    num = fields.count("top_logprobs", least=0)
+    return (num or 0) if fields.flag("logprobs") else None
 
 
 def _messages(fields: Fields) -> tuple[CanonicalMessage, ...]:
@@ -129,6 +134,14 @@ class ChatCompletionAnswer:
         """Take more of a choice, of an answer that is told as one object."""
         self._choices[choice].add(piece)
 
+    def note_logprobs(self, told: Sequence[TokenLogprob], choice: int = 0) -> Iterator[str]:
+        """Take the log-probs of new tokens of a choice; yield them as a chunk."""
+        of = self._choices[choice]
+        fresh = [one.told() for one in told]
+        of.logprobs = [*(of.logprobs or []), *fresh]
+        if fresh:
+            yield self._chunk(of, {}, logprobs={"content": fresh, "refusal": None})
+
     def close(self, answered: Answered, choice: int = 0) -> None:
         """End a choice of such an answer."""
         self._choices[choice].close(answered)
@@ -147,8 +160,15 @@ class ChatCompletionAnswer:
         choices = [choice.told() for choice in self._choices]
         return {**self._top("chat.completion"), "choices": choices, "usage": told(usage)}
 
-    def _chunk(self, of: "_Choice", delta: dict[str, Any], finish: str | None = None) -> str:
-        choice = {"index": of.number, "delta": delta, "logprobs": None, "finish_reason": finish}
+    def _chunk(
+        self,
+        of: "_Choice",
+        delta: dict[str, Any],
+        finish: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> str:
+        told = {"index": of.number, "delta": delta, "logprobs": logprobs}
+        choice = {**told, "finish_reason": finish}
         usage = {"usage": None} if self._include_usage else {}
         return event({**self._top("chat.completion.chunk"), "choices": [choice], **usage})
 
@@ -165,6 +185,7 @@ class _Choice:
         self.text = ""
         self.reasoning: str | None = None
         self.calls: list[CanonicalCall] = []
+        self.logprobs: list[dict[str, Any]] | None = None
         self.finish = "stop"
 
     def add(self, piece: Piece) -> dict[str, Any]:
@@ -192,7 +213,7 @@ class _Choice:
         return {
             "index": self.number,
             "message": message,
-            "logprobs": None,
+            "logprobs": self.logprobs and {"content": self.logprobs, "refusal": None},
             "finish_reason": self.finish,
         }
 

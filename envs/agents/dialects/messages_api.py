@@ -8,6 +8,7 @@ from ....schemas.wire.errors import TinkermqError
 from ..messages import CanonicalCall, CanonicalMessage, Picture, joined
 from ..replies import Piece, TextPiece
 from .answer import Answered, AnswerHead, Usage, event
+from .formats import output_format, read_format, read_tool_choice
 from .request import (
     Fields,
     ModelRequest,
@@ -35,10 +36,17 @@ def read_messages(body: Any) -> ModelRequest:
         raise RequestError("messages is empty", param="messages")
     tools, left_out = _tools(fields)
     chosen = Fields(fields.any("tool_choice") or {"type": "auto"}, "tool_choice")
-    choice = chosen.text("type")
+    single = chosen.name("disable_parallel_tool_use")
+    single = single if chosen.flag("disable_parallel_tool_use") else ""
+    choice = read_tool_choice(fields.any("tool_choice"), tools, single=single)
+    configured = Fields(fields.any("output_config") or {}, "output_config")
+    schema = read_format(configured.any("format"), "output_config.format")
+    if schema is None:
+        schema = read_format(fields.any("output_format"), "output_format")
     return ModelRequest(
         messages=tuple(messages),
-        tools=() if choice == "none" else tools,
+        tools=() if choice.hides_tools else tools,
+        format=output_format(schema, choice, tools),
         max_tokens=fields.count("max_tokens"),
         stop=fields.texts("stop_sequences"),
         stream=fields.flag("stream"),
@@ -48,7 +56,8 @@ def read_messages(body: Any) -> ModelRequest:
         without_effect=(
             *left_out,
             *fields.unread(),
-            *(["tool_choice"] if choice not in ("auto", "none") else chosen.unread()),
+            *(["output_config"] if configured.unread() else []),
+            *choice.without_effect,
         ),
     )
 

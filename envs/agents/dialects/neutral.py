@@ -42,11 +42,11 @@ _NEUTRAL: Mapping[str, Iterable[Any]] = {
     # Responses
     "background": _OFF,
     "include": (["reasoning.encrypted_content"],),  # reasoning is told whole: it needs no cipher
-    "text": ({"format": ({"type": "text"},), "verbosity": ("medium",)},),
+    "text.verbosity": ("medium",),
     "reasoning": ({"summary": ("auto", "concise", "detailed"), "generate_summary": ("auto",)},),
     "truncation": ("disabled",),
     # Messages
-    "output_config": ({"effort": ("high",)},),
+    "output_config.effort": ("high",),
     "thinking": ({"type": "disabled"},),
     "tool_choice.disable_parallel_tool_use": _OFF,
     "stream_options.include_obfuscation": _OFF,

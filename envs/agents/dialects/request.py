@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, cast
 
+from ....schemas.output_format import OutputFormat
 from ....schemas.wire.errors import DataError, TinkermqError
 from ....schemas.wire.images import encoded_image
 from ..messages import CanonicalMessage, Picture, joined
@@ -40,6 +41,10 @@ class ModelRequest:
     """As chat templates take them."""
     num_choices: int = 1
     max_tokens: int | None = None
+    format: OutputFormat | None = None
+    """The form that an answer must have; None: any."""
+    top_logprobs: int | None = None
+    """Tell each token's text and log-prob, and so many of the likeliest; None: neither."""
     stop: tuple[str, ...] = ()
     stream: bool = False
     include_usage: bool = False

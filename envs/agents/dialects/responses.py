@@ -9,6 +9,7 @@ from ..messages import CanonicalCall, CanonicalMessage, Picture, joined
 from ..replies import Piece, ReasoningPiece, TextPiece
 from .answer import Answered, AnswerHead, Usage, event
 from .chat import custom_call
+from .formats import output_format, read_format, read_tool_choice
 from .request import (
     Fields,
     ModelRequest,
@@ -62,11 +63,15 @@ def read_response(body: Any) -> ModelRequest:
     if not messages:
         raise RequestError("input is empty", param="input")
     tools, tools_left_out = tools_of(fields, nested=False)
-    choice = fields.any("tool_choice")
+    single = "parallel_tool_calls" if fields.any("parallel_tool_calls") is False else ""
+    choice = read_tool_choice(fields.any("tool_choice"), tools, single=single)
+    text = Fields(fields.any("text") or {}, "text")
+    schema = read_format(text.any("format"), "text.format")
     options = Fields(fields.any("stream_options") or {}, "stream_options")
     return ModelRequest(
         messages=tuple(messages),
-        tools=() if choice == "none" else tools,
+        tools=() if choice.hides_tools else tools,
+        format=output_format(schema, choice, tools),
         max_tokens=fields.count("max_output_tokens"),
         stream=fields.flag("stream"),
         previous=fields.text("previous_response_id"),
@@ -79,7 +84,8 @@ def read_response(body: Any) -> ModelRequest:
             *tools_left_out,
             *fields.unread(),
             *options.unread(),
-            *(["tool_choice"] if choice not in (None, "auto", "none") else []),
+            *text.unread(),
+            *choice.without_effect,
         ),
     )
 

@@ -1,9 +1,9 @@
 """What has been told of one answer: all its parts together, whoever they came from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ....schemas.agent import CallDelta, CallPart
-from ..dialects.answer import Answered
+from ..dialects.answer import Answered, TokenLogprob
 
 
 @dataclass(slots=True)
@@ -15,6 +15,8 @@ class GatheredChoice:
     logprobs: list[float]
     versions: list[int]
     finish: Answered | None = None
+    told_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    """Of each token by itself, where asked for."""
 
     def add(self, delta: CallDelta) -> None:
         """Take more of it."""
@@ -23,6 +25,13 @@ class GatheredChoice:
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         self.versions += delta.versions
+        tops = [
+            tuple(zip(*top, strict=True))
+            for top in zip(delta.top_tokens, delta.top_logprobs, strict=True)
+        ]
+        tops += [()] * (len(delta.tokens) - len(tops))
+        for text, logprob, top in zip(delta.tokens, delta.logprobs, tops, strict=False):
+            self.told_logprobs.append(TokenLogprob(text, logprob, top))
         self.finish = delta.finish or self.finish
 
     def told(self, number: int) -> CallDelta:

@@ -9,9 +9,9 @@ from ..dialects.answer import AnswerHead, Usage
 from ..dialects.request import ModelRequest
 from ..dialects.responses import input_items
 from ..replies import ReplyReader
-from .gathered import GatheredAnswer
+from .gathered import GatheredAnswer, GatheredChoice
 from .open_episodes import KeptAnswer
-from .wording import ModelApi, Wording
+from .wording import ChatWording, ModelApi, Wording
 
 _EMPTY_BYTES, _TOKEN_BYTES = 4096, 64
 """What Python needs for an answer, and for each of its tokens."""
@@ -35,6 +35,7 @@ class AnswerReading:
         self._readers: list[ReplyReader] = []
         self._created = int(time.time())
         self._num_texts = [0] * asked.num_choices
+        self._num_logprobs = [0] * asked.num_choices
 
     def news(self, answer: GatheredAnswer) -> Iterator[str]:
         """Yield what the answer has gained, as events: the last ones once it is whole."""
@@ -49,6 +50,7 @@ class AnswerReading:
             if text:
                 for piece in self._readers[number].push(text):
                     yield from self._wording.push(piece, number)
+            yield from self._logprobs(choice, number)
         if answer.is_whole:
             yield from self._rest()
             self._usage = _usage(answer)
@@ -58,10 +60,13 @@ class AnswerReading:
     def whole(self, answer: GatheredAnswer) -> dict[str, Any]:
         """Return an answer that is whole as one object."""
         wording = self._start(answer)
+        self._num_logprobs = [0] * len(answer.choices)
         for number, choice in enumerate(answer.choices):
             reader = self._readers[number]
             for piece in (*reader.push("".join(choice.texts)), *reader.finish()):
                 wording.take(piece, number)
+            for _ in self._logprobs(choice, number):
+                pass
         value = wording.whole(_ends(answer), _usage(answer))
         if self._token_ids:
             value |= self._extra(answer)
@@ -102,6 +107,14 @@ class AnswerReading:
             for name in (head.names or [f"call_{self._request}"] * len(answer.choices))
         ]
         return self._wording
+
+    def _logprobs(self, choice: GatheredChoice, number: int) -> Iterator[str]:
+        """Yield the log-probs of tokens that have come since, where they were asked for."""
+        if self._asked.top_logprobs is None or not isinstance(self._wording, ChatWording):
+            return
+        fresh = choice.told_logprobs[self._num_logprobs[number] :]
+        self._num_logprobs[number] += len(fresh)
+        yield from self._wording.note_logprobs(fresh, number)
 
     def _rest(self) -> Iterator[str]:
         """Yield what was held back of each choice, now that nothing follows."""

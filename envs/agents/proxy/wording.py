@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..dialects.answer import Answered, AnswerHead, Usage, event
+from ..dialects.answer import Answered, AnswerHead, TokenLogprob, Usage, event
 from ..dialects.chat import ChatCompletionAnswer, read_chat
 from ..dialects.messages_api import MessagesAnswer, read_messages
 from ..dialects.request import ModelRequest
@@ -62,6 +62,10 @@ class ChatWording:
     def push(self, piece: Piece, choice: int) -> Iterator[str]:
         """Take more of a choice; yield it as events."""
         return self._answer.push(piece, choice)
+
+    def note_logprobs(self, told: Sequence[TokenLogprob], choice: int) -> Iterator[str]:
+        """Take the log-probs of new tokens; yield them as events."""
+        return self._answer.note_logprobs(told, choice)
 
     def take(self, piece: Piece, choice: int) -> None:
         """Take more of a choice, of an answer that is told as one object."""

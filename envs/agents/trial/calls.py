@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from ....schemas.output_format import OutputFormat
 from ..messages import CanonicalMessage, quotes
 from ..which_calls import digest_of
 
@@ -41,6 +42,8 @@ class TrialCall:
     """All that it was given."""
     tools: Sequence[Mapping[str, Any]] = ()
     """As chat templates take them."""
+    form: OutputFormat | None = None
+    """What the answer must be."""
     is_streamed: bool = False
     num_choices: int = 1
     is_retry: bool = False

@@ -52,7 +52,7 @@ class ScriptedSpeaker:
         if self._too_long is not None and call.num_characters >= self._too_long:
             self.refusals += 1
             raise ContextTooLong.of(call.num_characters, self._too_long - 1)
-        return scripted_answer(call.history, call.tools)
+        return scripted_answer(call.history, call.tools, call.form)
 
 
 class TrialModel:
@@ -116,6 +116,7 @@ class TrialModel:
             number=len(self.calls),
             history=history,
             tools=request.tools,
+            form=request.format,
             is_streamed=request.stream,
             num_choices=request.num_choices,
             is_retry=request.is_retry,

@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from ....schemas.output_format import OutputFormat
 from ...tool_calls import CLOSE, OPEN
 from ..messages import CanonicalMessage
 from ..replies import THINK, THOUGHT
@@ -22,14 +23,24 @@ _TEXT = "  I think  that it is 42.\n\n"
 _LAST = f"{THINK}\nThat will do.\n{THOUGHT}\n\nIt is  42.  \n"
 
 
-def scripted_answer(history: Sequence[CanonicalMessage], tools: Sequence[Mapping[str, Any]]) -> str:
+def scripted_answer(
+    history: Sequence[CanonicalMessage],
+    tools: Sequence[Mapping[str, Any]],
+    form: OutputFormat | None = None,
+) -> str:
     """Return what is answered to a history, in the form in which models write tool calls.
 
     The first answer calls a tool, the one to its result another tool if there is one, and the next
-    ends: by the tool that programs have for it, or by a text.
+    ends: by the tool that programs have for it, or by a text. With a `form` it is JSON, or a call
+    of a tool that was not called before, if there is one.
     """
     named = {name: tool for tool in tools if (name := tool_name(tool))}
     called = [call.name for message in history for call in message.calls]
+    if form is not None and form.functions and (form.json_schema is None or not called):
+        allowed = sorted(form.functions, key=lambda name: (name in called, _ends(name)))
+        return _call(named[allowed[0]])
+    if form is not None:
+        return spaced(example(form.json_schema))
     has_spoken = any(message.role == "assistant" for message in history)
     is_told = bool(history) and history[-1].role == "tool"
     for name in named:

@@ -77,9 +77,9 @@ async def canned(broker: Broker, scope: JobScope) -> AsyncIterator[Canned]:
 
 @contextlib.asynccontextmanager
 async def canned_server(
-    broker: Broker, scope: JobScope, model: str = "my-run@4"
+    broker: Broker, scope: JobScope, model: str = "my-run@4", answering: Any = None
 ) -> AsyncIterator[Canned]:
-    """Serve a model as a job of this scope, from this process."""
+    """Serve a model as a job of this scope, from this process; `answering` answers in its place."""
     record = JobRecord(
         job=scope.job,
         name=f"serves-{scope.job}",
@@ -101,7 +101,8 @@ async def canned_server(
     async with await Service.start(broker, name="canned", description="canned") as service:
         parts = PartsService(broker, service)
         for verb, asked in (("chat", ChatRequest), ("complete", CompletionRequest)):
-            await parts.endpoint(verb, scope.infer(verb), asked, InferPart, server.answer)
+            answer = answering or server.answer
+            await parts.endpoint(verb, scope.infer(verb), asked, InferPart, answer)
         listening = await broker.listen(
             scope.infer("cancel"),
             lambda message: parts.cancel(CancelInference.from_bytes(message.data).request),

@@ -14,6 +14,7 @@ from openai import AsyncOpenAI
 from openai.types.responses import Response
 from tinkermq.broker.client.connection import Broker
 from tinkermq.schemas.infer import ChatRequest
+from tinkermq.schemas.output_format import OutputFormat
 from tinkermq.schemas.wire.errors import BusyError
 
 from tests.actors.gateway.canned import Canned
@@ -180,9 +181,15 @@ async def test_results_of_tools_and_images_reach_the_server(
 REFUSED_RESPONSES: list[tuple[dict[str, Any], str]] = [
     ({"store": True}, "answers are not kept"),
     ({"previous_response_id": "resp_1"}, "send the whole conversation as input"),
-    ({"tool_choice": "required"}, "which tool is called is the model's choice"),
+    ({"tool_choice": "required", "tools": []}, "and with tools required"),
+    ({"tool_choice": {"type": "file_search"}}, "'tool_choice' is not supported here"),
+    ({"text": {"verbosity": "low"}}, "'text.verbosity' is not supported here"),
+    (
+        {"text": {"format": {"type": "json_schema", "schema": {"type": "text"}}}},
+        r"text.format.schema.type must be one of array",
+    ),
     ({"reasoning": {"effort": "high"}}, "set by its chat template"),
-    ({"presence_penalty": 1.0}, "'presence_penalty' is not supported here"),
+    ({"presence_penalty": 3.0}, "the parameter 'presence_penalty' cannot be used"),
     ({"temperature": -1}, "the parameter 'temperature' cannot be used"),
     ({"tools": [{"type": "web_search"}]}, "'tools: web_search' is not supported here"),
     ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "texts and images"),
@@ -296,8 +303,22 @@ async def test_a_call_of_a_tool_that_takes_any_text_is_told_as_one(
 
 REFUSED_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "set by its chat template"),
-    ({"tool_choice": {"type": "any"}}, "which tool is called is the model's choice"),
-    ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "how many tools"),
+    (
+        {"tool_choice": {"type": "any"}, "tools": []},
+        "and with tools required",
+    ),
+    ({"tool_choice": {"type": "tool", "name": "x"}}, "'x', which is not among the tools"),
+    (
+        {
+            "tools": [{"name": "x", "input_schema": {"type": "object"}}],
+            "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+        },
+        "how many tools",
+    ),
+    (
+        {"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
+        r"output_config.format.schema.not: the keyword 'not' is not supported",
+    ),
     ({"output_config": {"effort": "low"}}, "set by its chat template"),
     ({"messages": [{"role": "assistant", "content": "so"}]}, "is not continued here"),
     ({"top_k": "many"}, "the parameter 'top_k' cannot be used"),
@@ -312,6 +333,68 @@ async def test_what_a_message_cannot_do_is_refused_by_name(
         with pytest.raises(anthropic.BadRequestError, match=told):
             await message(messages, extra_body=more)
     assert not canned.asked
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+ADD = {"type": "function", "name": "add", "parameters": SCHEMA}
+FORMS_OF_RESPONSES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"text": {"format": {"type": "json_object"}}}, {"json_schema": {"type": "object"}}),
+    (
+        {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}},
+        {"json_schema": SCHEMA},
+    ),
+    ({"tools": [ADD], "tool_choice": "required"}, {"functions": ["add"]}),
+    (
+        {"tools": [ADD], "tool_choice": {"type": "function", "name": "add"}},
+        {"functions": ["add"], "is_single": True},
+    ),
+    (
+        {
+            "tools": [ADD],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "mode": "required",
+                "tools": [{"type": "function", "name": "add"}],
+            },
+            "parallel_tool_calls": False,
+        },
+        {"functions": ["add"], "is_single": True},
+    ),
+]
+OF_MESSAGES = {"name": "add", "input_schema": SCHEMA}
+FORMS_OF_MESSAGES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (
+        {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "high"}},
+        {"json_schema": SCHEMA},
+    ),
+    ({"output_format": {"type": "json_schema", "schema": SCHEMA}}, {"json_schema": SCHEMA}),
+    ({"tools": [OF_MESSAGES], "tool_choice": {"type": "any"}}, {"functions": ["add"]}),
+    (
+        {
+            "tools": [OF_MESSAGES],
+            "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+        },
+        {"functions": ["add"], "is_single": True},
+    ),
+    (
+        {"tools": [OF_MESSAGES], "tool_choice": {"type": "tool", "name": "add"}},
+        {"functions": ["add"], "is_single": True},
+    ),
+]
+
+
+async def test_the_form_of_an_answer_reaches_the_server(
+    responses: AsyncOpenAI, messages: AsyncAnthropic, canned: Canned
+) -> None:
+    for fields, _ in FORMS_OF_RESPONSES:
+        await respond(responses, extra_body={"tools": [], **fields})
+    for fields, _ in FORMS_OF_MESSAGES:
+        await message(messages, extra_body={"tools": [], **fields})
+    wanted = [OutputFormat(**told) for _, told in (*FORMS_OF_RESPONSES, *FORMS_OF_MESSAGES)]
+    assert [asked.decoding.format for asked in canned.asked] == wanted
+    await respond(responses, extra_body={"presence_penalty": 0.5, "frequency_penalty": 1.0})
+    assert canned.asked[-1].decoding.presence_penalty == 0.5
+    assert canned.asked[-1].decoding.frequency_penalty == 1.0
 
 
 async def test_errors_come_in_the_words_of_each_api(

@@ -4,8 +4,20 @@ import json
 from typing import Any
 
 import pytest
-from tinkermq.actors.gateway.openai.body import BodyError, ChatBody, CompletionBody, parse_body
+from tinkermq.actors.gateway.openai.body import (
+    BodyError,
+    ChatBody,
+    CompletionBody,
+    parse_body,
+    query_of,
+)
+from tinkermq.schemas.infer import Decoding
+from tinkermq.schemas.output_format import OutputFormat
 
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}},
+    {"type": "function", "function": {"name": "sub"}},
+]
 ASKED: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -23,14 +35,28 @@ def test_a_chat_becomes_a_servers_request() -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
-        ({"top_logprobs": 3}, "top_logprobs", "only the log-prob of the sampled token"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not constrained"),
-        ({"tool_choice": "required"}, "tool_choice", "the model's choice"),
+        ({"top_logprobs": 3}, None, "no effect without logprobs"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "less than or equal to 20"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty", "less than or equal to 2"),
+        ({"presence_penalty": "high"}, "presence_penalty", "valid number"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+        ({"response_format": {"type": "grammar"}}, "response_format.type", "give json_schema"),
+        ({"response_format": "json"}, "response_format", "valid dictionary"),
+        ({"tool_choice": "required"}, "tool_choice", "and with tools required"),
+        ({"tool_choice": "maybe", "tools": TOOLS}, "tool_choice", "give auto or none"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "mul"}}, "tools": TOOLS},
+            "tool_choice",
+            "'mul', which is not among the tools",
+        ),
         ({"temprature": 1}, "temprature", "not supported"),
         ({"temprature": 0}, "temprature", "not supported"),
         ({"store": True}, "store", "answers are not kept"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls", "the model's choice"),
+        (
+            {"parallel_tool_calls": False, "tools": TOOLS},
+            "parallel_tool_calls",
+            "the model's choice",
+        ),
         ({"reasoning_effort": "high"}, "reasoning_effort", "set by its chat template"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
         ({"skip_special_tokens": False}, "skip_special_tokens", "not supported"),
@@ -45,9 +71,80 @@ def test_what_cannot_be_served_is_refused_by_name(
     fields: dict[str, Any], param: str | None, said: str
 ) -> None:
     with pytest.raises(BodyError) as caught:
-        chat(**fields)
+        query_of(chat(**fields))
     assert caught.value.param == param
     assert said in str(caught.value)
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+NAMED = {"type": "function", "function": {"name": "add"}}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"response_format": {"type": "json_object"}}, {"json_schema": {"type": "object"}}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            {"json_schema": {"type": "object"}},
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "strict": True, "schema": SCHEMA},
+                }
+            },
+            {"json_schema": SCHEMA},
+        ),
+        ({"tools": TOOLS, "tool_choice": "required"}, {"functions": ["add", "sub"]}),
+        ({"tools": TOOLS, "tool_choice": NAMED}, {"functions": ["add"], "is_single": True}),
+        ({"tools": TOOLS, "tool_choice": ALLOWED}, {"functions": ["add"]}),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
+            {"functions": ["add", "sub"], "is_single": True},
+        ),
+        (
+            {"tools": TOOLS, "response_format": {"type": "json_object"}},
+            {"json_schema": {"type": "object"}, "functions": ["add", "sub"]},
+        ),
+        (
+            {
+                "tools": TOOLS,
+                "tool_choice": "none",
+                "parallel_tool_calls": False,
+                "response_format": {"type": "json_object"},
+            },
+            {"json_schema": {"type": "object"}},
+        ),
+        (
+            {
+                "tools": TOOLS,
+                "tool_choice": "required",
+                "response_format": {"type": "json_object"},
+            },
+            {"functions": ["add", "sub"]},
+        ),
+    ],
+)
+def test_the_form_of_an_answer_reaches_the_server(fields: Any, wanted: dict[str, Any]) -> None:
+    asked = query_of(chat(**fields))
+    assert asked.decoding.format == OutputFormat(**wanted)
+
+
+def test_penalties_and_likeliest_tokens_reach_the_server() -> None:
+    told: dict[str, Any] = {
+        "presence_penalty": 0.5,
+        "frequency_penalty": -1.0,
+        "repetition_penalty": 1.2,
+    }
+    decoding = query_of(chat(**told, logprobs=True, top_logprobs=5)).decoding
+    assert decoding == Decoding(**told, top_logprobs=5)
+    text = {"model": "m", "prompt": "hi", "logprobs": 3, "response_format": {"type": "json_object"}}
+    body = parse_body(json.dumps({**text, **told}).encode(), CompletionBody)
+    wanted = OutputFormat(json_schema={"type": "object"})
+    assert query_of(body).decoding == Decoding(**told, top_logprobs=3, format=wanted)
 
 
 def test_values_that_ask_for_nothing_are_taken() -> None:

@@ -163,6 +163,19 @@ def test_the_numbers_of_agents_episodes_tell_their_trees() -> None:
     assert "agent/calls" in group_numbers([make_group([*rows[:2], odd])], 1, 99, 0.0)
 
 
+def test_the_share_that_forms_of_answers_took_out_is_told_where_some_were_demanded() -> None:
+    def numbers_of(*figures: dict[str, Any]) -> dict[str, float]:
+        rows = [
+            make_trajectory([1, 2], [([7, 8, 9], [])], [1.0], kind="main", episode=place, info=info)
+            for place, info in enumerate({"agent": told} for told in figures)
+        ]
+        return group_numbers([make_group(rows)], 1, 99, 0.0)
+
+    assert "rollout/masked_share" not in numbers_of({"calls": 1}, {"calls": 1})
+    both = numbers_of({"calls": 1, "masked_tokens": 1.5}, {"calls": 1})
+    assert both["rollout/masked_share"] == pytest.approx(1.5 / 6)
+
+
 def test_a_step_tells_how_far_log_probs_differ_by_kind_of_row(folder: Path) -> None:
     config = JobConfig.model_validate({"model": {"path": str(folder)}, "env": {"game": "none"}})
     trainer = Trainer(load_model(config.model, config.learner), config, total_steps=10)

@@ -24,6 +24,7 @@ from tinkermq.envs.agents.dialects.request import ModelRequest, RequestError
 from tinkermq.envs.agents.dialects.responses import ResponseAnswer, read_response
 from tinkermq.envs.agents.messages import CanonicalCall, CanonicalMessage, canonical_history
 from tinkermq.envs.agents.replies import Piece, ReasoningPiece, ReplyReader, TextPiece, parse_reply
+from tinkermq.schemas.output_format import OutputFormat
 
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query":  "é x", "n": 1.0}}\n</tool_call>'
 ANSWERS = {
@@ -394,6 +395,6 @@ def test_what_has_no_effect_is_listed_and_hosted_tools_are_left_out() -> None:
         "tools: web_search",
         "store",
         "prompt_cache_key",
-        "tool_choice",
     )
+    assert request.format == OutputFormat(functions=["shell"])
     assert request.overruled == {"temperature": 0}

@@ -12,6 +12,7 @@ import openai
 import pytest
 from tinkermq.envs.agents.episode import ProgramEpisode
 from tinkermq.envs.agents.proxy.proxy import ModelProxy
+from tinkermq.schemas.output_format import OutputFormat
 
 from tests.support.program_clients import (
     anthropic_client,
@@ -231,6 +232,89 @@ async def test_tokens_are_told_where_they_are_asked_for(
     for stream in streams:
         assert '"tinkermq":' in stream
         assert stream.count('"token_ids":') == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_logprobs_are_told_to_who_asks_for_them(
+    proxy: ModelProxy, episode: ProgramEpisode, script: Script, stream: bool
+) -> None:
+    env = proxy.env_of(episode)
+
+    def ask() -> list[Any]:
+        with openai.OpenAI(base_url=env["OPENAI_BASE_URL"], api_key=env["OPENAI_API_KEY"]) as c:
+            asked = {**chat_body(), "logprobs": True, "top_logprobs": 2, "n": 2}
+            made: Any = c.chat.completions.create(**asked, stream=stream)
+            if not stream:
+                return [choice.logprobs.content for choice in made.choices]
+            told: list[Any] = [[], []]
+            for chunk in made:
+                for choice in chunk.choices:
+                    if choice.logprobs is not None:
+                        told[choice.index] += choice.logprobs.content
+            return told
+
+    first, second = await asyncio.to_thread(ask)
+    assert "".join(one.token for one in first) == "You said: Hello"
+    assert "".join(one.token for one in second) == "You said: Hello (1)"
+    assert all(one.logprob == -0.5 for one in first)
+    assert first[0].bytes == list(first[0].token.encode())
+    assert [top.token for top in first[0].top_logprobs] == ["t0", "t1"]
+    assert script.asked[0].top_logprobs == 2
+
+
+FORMS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    (
+        "/v1/chat/completions",
+        {"response_format": {"type": "json_object"}},
+        {"json_schema": {"type": "object"}},
+    ),
+    (
+        "/v1/responses",
+        {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"enum": ["a"]}}}},
+        {"json_schema": {"enum": ["a"]}},
+    ),
+    (
+        "/v1/messages",
+        {"tools": [{"name": "go", "input_schema": {}}], "tool_choice": {"type": "any"}},
+        {"functions": ["go"]},
+    ),
+    (
+        "/v1/messages",
+        {"output_config": {"format": {"type": "json_schema", "schema": True}}},
+        {"json_schema": True},
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            "tools": [{"type": "function", "function": {"name": "go"}}],
+            "tool_choice": {"type": "function", "function": {"name": "go"}},
+        },
+        {"functions": ["go"], "is_single": True},
+    ),
+]
+
+
+async def test_the_form_that_a_program_demands_reaches_the_generator(
+    proxy: ModelProxy, episode: ProgramEpisode, script: Script
+) -> None:
+    bodies = {
+        "/v1/chat/completions": chat_body(),
+        "/v1/responses": response_body(),
+        "/v1/messages": messages_body(),
+    }
+    async with http_client(proxy, episode) as http:
+        for path, fields, _ in FORMS:
+            answer = await http.post(path, json={**bodies[path], **fields})
+            assert answer.status_code == 200, answer.text
+        bad = {"type": "json_schema", "json_schema": {"schema": {"type": "object", "not": {}}}}
+        refused = await http.post("/v1/chat/completions", json=chat_body(response_format=bad))
+    assert [asked.format for asked in script.asked] == [OutputFormat(**told) for *_, told in FORMS]
+    assert not any(name in asked.without_effect for asked in script.asked for name in FIELDS)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "response_format.json_schema.schema.not"
+
+
+FIELDS = ("response_format", "tool_choice", "text", "output_config")
 
 
 async def test_whatever_a_program_asks_besides_is_taken_and_told(

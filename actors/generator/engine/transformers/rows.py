@@ -14,11 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....models.vision import SeenImages
+from ..constraints import RowConstraint
 from ..engine import ExpertRecord, FinishReason, Generation, IntVector, Sampling
-from ..sampling import RowParameters
+from ..sampling import Draw, RowParameters
 from .row_adapters import EngineAdapter
 
 IndexVector = NDArray[np.int64]
+_TOP = np.dtype([("id", np.int32), ("logprob", np.float32)])
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +40,8 @@ class RowRequest:
     """What it is computed with beside the model."""
     began: int = 0
     """Serial of the adapter's weights that its cache begins with."""
+    constraint: RowConstraint | None = None
+    """What limits its tokens, as far as they have come; made when it gets its row."""
 
     @property
     def serial(self) -> int:
@@ -64,7 +68,9 @@ class RowTable:
         self._logprobs_RT = np.empty((max_rows, max_tokens), np.float32)
         self._versions_RT = np.empty((max_rows, max_tokens), np.int32)
         self._experts_RTLK = np.empty((max_rows, max_tokens, *expert_shape), np.uint8)
+        self._masked_RT = np.empty((max_rows, max_tokens), np.float32)
         self._computed_from_R = np.zeros(max_rows, np.int64)
+        self._top_RTK = np.empty((max_rows, max_tokens, 0), _TOP)
         self.records_experts = 0 not in expert_shape
         self._stops_RK = np.full((max_rows, 1), -1, np.int64)
         self.length_R = np.zeros(max_rows, np.int64)
@@ -84,6 +90,7 @@ class RowTable:
         for row, request in enumerate(requests, first):
             sampling, length = request.sampling, len(request.prompt)
             request.began = request.serial
+            request.constraint = RowConstraint.of(sampling, request.prompt)
             self.tokens_RT[row, :length] = request.prompt
             self.length_R[row] = self._prompt_R[row] = length
             self._drawn_R[row] = sampling.num_drawn
@@ -111,19 +118,29 @@ class RowTable:
             ),
         )
 
-    def append(
-        self,
-        rows_B: IndexVector,
-        tokens_B: NDArray[np.int64],
-        logprobs_B: NDArray[np.float32],
-        version: int | list[int],
-    ) -> None:
+    def append(self, rows_B: IndexVector, drawn: Draw, version: int | list[int]) -> None:
         """Write the next token of these rows."""
         position_B = self.length_R[rows_B]
-        self.tokens_RT[rows_B, position_B] = tokens_B
-        self._logprobs_RT[rows_B, position_B] = logprobs_B
+        self.tokens_RT[rows_B, position_B] = drawn.tokens_B
+        self._logprobs_RT[rows_B, position_B] = drawn.logprobs_B
         self._versions_RT[rows_B, position_B] = version
+        self._masked_RT[rows_B, position_B] = 0.0 if drawn.masked_B is None else drawn.masked_B
+        if drawn.top_ids_BK is not None:
+            self._note_top(rows_B, position_B, drawn)
         self.length_R[rows_B] += 1
+
+    def _note_top(self, rows_B: IndexVector, position_B: IndexVector, drawn: Draw) -> None:
+        """Write the likeliest tokens; there is room for them once somebody asks."""
+        assert drawn.top_ids_BK is not None
+        assert drawn.top_logprobs_BK is not None
+        num = drawn.top_ids_BK.shape[1]
+        if num > self._top_RTK.shape[2]:
+            wider = np.empty((*self._top_RTK.shape[:2], num), _TOP)
+            used = int(self.length_R[: self.num].max(initial=0))
+            wider[: self.num, :used, : self._top_RTK.shape[2]] = self._top_RTK[: self.num, :used]
+            self._top_RTK = wider
+        self._top_RTK["id"][rows_B, position_B, :num] = drawn.top_ids_BK
+        self._top_RTK["logprob"][rows_B, position_B, :num] = drawn.top_logprobs_BK
 
     def note_prompt_experts(self, rows: slice, start: int, experts_NLK: ExpertRecord) -> None:
         """Write the experts of the prompt that rows share, of which `start` tokens were cached."""
@@ -148,12 +165,17 @@ class RowTable:
     def result(self, row: int, reason: FinishReason) -> Generation:
         """Return a copy of what a row has generated."""
         span = slice(int(self._prompt_R[row]), int(self.length_R[row]))
+        sampling = self.requests[row].sampling
+        top = self._top_RTK[row, span, : sampling.num_top]
         return Generation(
             self.tokens_RT[row, span].copy(),
             self._logprobs_RT[row, span].copy(),
             self._versions_RT[row, span].copy(),
             reason,
             self._experts_of(row) if self.records_experts else None,
+            self._masked_RT[row, span].copy() if sampling.grammar is not None else None,
+            top["id"].copy() if sampling.num_top else None,
+            top["logprob"].copy() if sampling.num_top else None,
         )
 
     def _experts_of(self, row: int) -> ExpertRecord:
@@ -166,7 +188,14 @@ class RowTable:
         target = np.flatnonzero(gone[:kept])
         source = kept + np.flatnonzero(~gone[kept:])
         longest = int(self.length_R[source].max(initial=0))
-        for wide in (self.tokens_RT, self._logprobs_RT, self._versions_RT, self._experts_RTLK):
+        for wide in (
+            self.tokens_RT,
+            self._logprobs_RT,
+            self._versions_RT,
+            self._masked_RT,
+            self._top_RTK,
+            self._experts_RTLK,
+        ):
             wide[target, :longest] = wide[source, :longest]
         for narrow in self._columns():
             narrow[target] = narrow[source]

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .....schemas.config.lora import LoraConfig
-from .....schemas.wire.errors import EngineError
+from .....schemas.wire.errors import EngineError, TinkermqError
 from ....models.lora import check_base, policy_tensors, read_lora
 from ....models.vision import SeenImages, digest_of
 from ....models.weight_tensors import TensorSource
@@ -311,7 +311,7 @@ class TransformersEngine:
             future = self._pending.pop(request_id, None)
             if future is None or future.done():
                 continue
-            if isinstance(outcome, EngineError):
+            if isinstance(outcome, TinkermqError):
                 future.set_exception(outcome)
             else:
                 future.set_result(outcome)

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .....schemas.wire.errors import EngineError
+from .....schemas.wire.errors import EngineError, TinkermqError
 from ....models.vision import SeenImages
+from ..constraints import Constraining
 from ..engine import (
     Drawn,
     EngineStats,
@@ -27,8 +28,8 @@ from ..engine import (
     nothing,
 )
 from ..meter import Meter
-from ..refusals import not_finite
-from ..sampling import sample
+from ..refusals import left_grammar, not_finite
+from ..sampling import Draw, draw
 from .decoder import FedTokens, SlotDecoder
 from .double_buffer import DoubleBuffer
 from .prefix_cache import CachedPrefix, PrefixCache
@@ -36,7 +37,7 @@ from .row_adapters import EngineAdapter, LowRankTensors, RowsOfAdapters
 from .rows import IndexVector, RowRequest, RowTable
 from .scoring import PromptScorer, ScoreRequest
 
-Outcome = tuple[str, Generation | PromptScores | EngineError | Drawn]
+Outcome = tuple[str, Generation | PromptScores | TinkermqError | Drawn]
 """A request's id and what became of it, or its next token."""
 
 
@@ -68,6 +69,9 @@ class EngineWorker:
         self._outcomes: list[Outcome] = []
         self._num_streams = 0
         self._num_adapted = 0
+        self._num_constrained = 0
+        self._num_topped = 0
+        self._constraining = Constraining()
         self._closing = False
         self._meter = Meter()
 
@@ -195,6 +199,8 @@ class EngineWorker:
         """Count a request that comes or goes among those with something of their own."""
         self._num_streams += by * request.streams
         self._num_adapted += by * (request.adapter is not None)
+        self._num_constrained += by * request.sampling.is_constrained
+        self._num_topped += by * (request.sampling.num_top > 0)
 
     def _adapters(self) -> RowsOfAdapters:
         """Return the adapters of the running rows; nothing if no row has one."""
@@ -287,11 +293,20 @@ class EngineWorker:
         self._retire()
 
     def _draw(self, rows: IndexVector, logits_BV: torch.Tensor) -> None:
-        tokens, logprobs = sample(logits_BV, self._rows.parameters(rows))
-        self._rows.append(rows, tokens, logprobs, self._versions(rows))
+        shaped_BV, num_top = None, 0
+        if self._num_constrained or self._num_topped:
+            requests = [self._rows.requests[int(row)] for row in rows]
+            shaped_BV = self._constraining.shaped(logits_BV, [one.constraint for one in requests])
+            num_top = max(one.sampling.num_top for one in requests)
+        drawn = draw(logits_BV, self._rows.parameters(rows), shaped_BV, num_top)
+        self._rows.append(rows, drawn, self._versions(rows))
         self._meter.generated += len(rows)
+        if self._num_constrained:
+            for row, token in zip(rows, drawn.tokens_B, strict=True):
+                if (constraint := self._rows.requests[int(row)].constraint) is not None:
+                    constraint.take(int(token))
         if self._num_streams:
-            self._stream(rows, tokens, logprobs)
+            self._stream(rows, drawn)
 
     def _versions(self, rows: IndexVector) -> int | list[int]:
         """Return the version of the weights that these rows are computed with."""
@@ -302,21 +317,25 @@ class EngineWorker:
     def _version_of(self, request: RowRequest) -> int:
         return self.version if request.adapter is None else request.adapter.version
 
-    def _stream(
-        self, rows: IndexVector, tokens: NDArray[np.int64], logprobs: NDArray[np.float32]
-    ) -> None:
+    def _stream(self, rows: IndexVector, drawn: Draw) -> None:
         """Hand out the new tokens of those requests that want each at once."""
         for place in range(len(rows)):
             request = self._rows.requests[int(rows[place])]
             if request.streams:
                 version = self._version_of(request)
-                drawn = Drawn(int(tokens[place]), float(logprobs[place]), version)
-                self._outcomes.append((request.request_id, drawn))
+                token = Drawn(
+                    int(drawn.tokens_B[place]),
+                    float(drawn.logprobs_B[place]),
+                    version,
+                    _top_of(drawn, place, request.sampling.num_top),
+                )
+                self._outcomes.append((request.request_id, token))
 
     def _retire(self) -> None:
         """Take out the rows that ended."""
         stop, full, broken = self._rows.ended()
-        gone = stop | full | broken
+        left = self._left_grammar()
+        gone = stop | full | broken | left
         if not gone.any():
             return
         for row in np.flatnonzero(gone).tolist():
@@ -326,12 +345,24 @@ class EngineWorker:
                 failure = not_finite(self._version_of(request))
                 self._outcomes.append((request.request_id, failure))
                 continue
+            if left[row]:
+                assert request.constraint is not None
+                why = request.constraint.error
+                self._outcomes.append((request.request_id, left_grammar(why)))
+                continue
             reason: FinishReason = "stop" if stop[row] else "length"
             self._outcomes.append((request.request_id, self._rows.result(row, reason)))
             self._keep_prefix(row, request)
         if broken.any():
             self._decoder.cache.scrub(np.flatnonzero(broken).tolist())
         self._remove(gone)
+
+    def _left_grammar(self) -> NDArray[np.bool_]:
+        """Say of each row whether its grammar has failed."""
+        if not self._num_constrained:
+            return np.zeros(self._rows.num, np.bool_)
+        told = [one.constraint is not None and one.constraint.error for one in self._rows.requests]
+        return np.array([bool(error) for error in told], np.bool_)
 
     def _keep_prefix(self, row: int, request: RowRequest) -> None:
         """Keep the row's cache for the next turn, if it stems from one version alone."""
@@ -382,6 +413,13 @@ class EngineWorker:
         if self._outcomes:
             outcomes, self._outcomes = self._outcomes, []
             self._deliver(outcomes)
+
+
+def _top_of(drawn: Draw, place: int, num: int) -> tuple[tuple[int, float], ...]:
+    if not num or drawn.top_ids_BK is None or drawn.top_logprobs_BK is None:
+        return ()
+    ids, logprobs = drawn.top_ids_BK[place, :num], drawn.top_logprobs_BK[place, :num]
+    return tuple(zip(ids.tolist(), logprobs.tolist(), strict=True))
 
 
 def _beside(request: RowRequest) -> tuple[SeenImages | None, EngineAdapter | None]:

@@ -45,6 +45,7 @@ from ..engine import (
 from .images import ShownImages, prompt_with_images
 from .request import (
     VllmRequest,
+    drawn_of,
     generation_of,
     parameters_of,
     scores_of,
@@ -94,6 +95,7 @@ class VllmModel:
         trust_remote_code: bool = False,
         ranks: Sequence[int] = (),
         sees: bool = False,
+        tokenizer: str = "",
     ) -> "VllmModel":
         """Start vLLM's processes with the model in `path`; ModelError for one that cannot run.
 
@@ -102,7 +104,9 @@ class VllmModel:
         """
         settle_environment(config)
         recorder = Recorder()
-        arguments = engine_arguments(path, config, max_context, trust_remote_code, ranks, sees)
+        arguments = engine_arguments(
+            path, config, max_context, trust_remote_code, ranks, sees, tokenizer
+        )
         try:
             llm = await asyncio.to_thread(
                 AsyncLLM.from_engine_args,
@@ -166,9 +170,10 @@ class VllmModel:
         key = f"{adapter}/{request_id}"
         version = self.versions[adapter]
         request = self._requests[key] = VllmRequest(adapter, key, self._limit.ask(), version)
+        request.num_top = sampling.num_top
         tokens = prompt.tolist()
         kind = RequestOutputKind.FINAL_ONLY if on_token is None else RequestOutputKind.DELTA
-        parameters = parameters_of(sampling, seed, kind)
+        parameters = parameters_of(sampling, seed, kind, key)
         try:
             await asyncio.wait({request.place})
             while not request.place.cancelled():
@@ -262,10 +267,9 @@ class VllmModel:
 
     def _stream(self, request: VllmRequest, output: RequestOutput, on_token: OnToken) -> None:
         completion = output.outputs[0]
-        logprobs = completion.logprobs.logprobs if completion.logprobs else []
-        for token, logprob in zip(completion.token_ids, logprobs, strict=True):
-            version = self.versions.get(request.adapter, request.version)
-            on_token(Drawn(token, logprob, version))
+        version = self.versions.get(request.adapter, request.version)
+        for token, logprob, top in drawn_of([completion], request.num_top):
+            on_token(Drawn(token, logprob, version, top))
 
     async def ask_workers(self, method: str, *args: Any) -> list[Any]:
         """Return what a method of `WorkerExtension` returns in each worker."""

@@ -5,15 +5,17 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from vllm import SamplingParams
-from vllm.outputs import RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from .....schemas.wire.errors import EngineError
 from ..engine import FinishReason, Generation, PromptScores, Sampling
+from .constraints import constraint_arguments
 
 _FINISH: Mapping[str | None, FinishReason] = {
     "stop": "stop",
@@ -33,13 +35,17 @@ class VllmRequest:
         """vLLM's name of it."""
         self.place = place
         """Done when it is let in."""
+        self.num_top = 0
+        """Likeliest tokens that are told in the place of each."""
         self.cancelled = False
         self.again = False
         """It was taken back before its first token, to be computed by newer weights alone."""
 
 
-def parameters_of(sampling: Sampling, seed: int | None, kind: RequestOutputKind) -> SamplingParams:
-    """Say how a request is sampled."""
+def parameters_of(
+    sampling: Sampling, seed: int | None, kind: RequestOutputKind, key: str
+) -> SamplingParams:
+    """Say how a request is sampled; `key` is vLLM's name of it."""
     return SamplingParams(
         max_tokens=sampling.max_new_tokens,
         temperature=sampling.temperature,
@@ -47,11 +53,12 @@ def parameters_of(sampling: Sampling, seed: int | None, kind: RequestOutputKind)
         top_k=sampling.top_k,
         stop_token_ids=list(sampling.stop_token_ids),
         seed=seed,
-        logprobs=0,  # of the token that was drawn
+        logprobs=sampling.num_top,  # and of the token that was drawn
         flat_logprobs=True,
         detokenize=False,
         ignore_eos=True,  # only the tokens above end a request
         output_kind=kind,
+        extra_args=constraint_arguments(sampling, key),
     )
 
 
@@ -100,8 +107,8 @@ def generation_of(request: VllmRequest, parts: list[RequestOutput]) -> Generatio
             f"vLLM gave up request {request.key}: {completions[-1].finish_reason}",
             hint="see the generator's log; it may work when asked again",
         )
-    tokens = [token for each in completions for token in each.token_ids]
-    logprobs = [value for each in completions if each.logprobs for value in each.logprobs.logprobs]
+    drawn = list(drawn_of(completions, request.num_top))
+    tokens, logprobs = [one[0] for one in drawn], [one[1] for one in drawn]
     versions: list[int] = []
     for span in completions[-1].weight_versions or []:
         label: dict[str, int] = json.loads(span.version)
@@ -114,4 +121,35 @@ def generation_of(request: VllmRequest, parts: list[RequestOutput]) -> Generatio
         np.array(logprobs, np.float32),
         np.array(versions, np.int32),
         finish,
+        top_ids=_top([[token for token, _ in top] for _, _, top in drawn], request, np.int32),
+        top_logprobs=_top(
+            [[value for _, value in top] for _, _, top in drawn], request, np.float32
+        ),
     )
+
+
+def _top(rows: list[list[Any]], request: VllmRequest, kind: Any) -> Any:
+    """Return [N, K] of the likeliest tokens; None where they were not asked for."""
+    if not request.num_top:
+        return None
+    return np.array(rows, kind).reshape(len(rows), -1)
+
+
+def drawn_of(
+    completions: Sequence[CompletionOutput], num_top: int
+) -> Iterator[tuple[int, float, tuple[tuple[int, float], ...]]]:
+    """Yield each token, its log-prob, and the likeliest in its place with theirs, best first."""
+    for each in completions:
+        told = each.logprobs
+        if told is None:
+            continue
+        spans = zip(told.start_indices, told.end_indices, strict=True)
+        for token, (start, end) in zip(each.token_ids, spans, strict=True):
+            ids, values = told.token_ids, told.logprobs
+            ranked = range(start + 1, end)
+            if num_top and end - start <= num_top:
+                # Where vLLM has put the outputs of several steps together, the token that was
+                # drawn stands first, and not once more among the likeliest.
+                ranked = sorted(range(start, end), key=lambda at: -values[at])
+            top = tuple((ids[at], values[at]) for at in ranked[:num_top])
+            yield token, values[start], top

@@ -18,6 +18,7 @@ from .....schemas.bounds.defaults import MAX_TOP_K
 from .....schemas.config.job import GeneratorConfig
 from ..concurrency import RequestLimit
 from ..meter import Meter
+from .constraints import PROCESSOR
 
 _CPU_CACHE_MB = 1024
 _CPU_BLOCK_TOKENS = 32
@@ -34,15 +35,17 @@ def engine_arguments(
     trust_remote_code: bool,
     ranks: Sequence[int],
     sees: bool,
+    tokenizer: str = "",
 ) -> dict[str, Any]:
     """Return vLLM's arguments for a model, and for adapters of these ranks beside it.
 
-    `sees` tells a model that is shown images.
+    `sees` tells a model that is shown images; `tokenizer` is where grammars find its tokens.
     """
     on_cpu = current_platform.is_cpu()
     cache_mb = config.kv_cache_mb or (_CPU_CACHE_MB if on_cpu else None)
     arguments: dict[str, Any] = {
         "model": path,
+        "tokenizer": tokenizer or path,
         "skip_tokenizer_init": not sees,  # by it, vLLM finds out how large images can get
         "generation_config": "vllm",
         "trust_remote_code": trust_remote_code,
@@ -56,6 +59,7 @@ def engine_arguments(
         "kv_cache_memory_bytes": cache_mb << 20 if cache_mb else None,
         "block_size": _CPU_BLOCK_TOKENS if on_cpu else None,
         "seed": secrets.randbits(31),  # or all generators of a job would draw the same tokens
+        "logits_processors": [PROCESSOR],
         "worker_extension_cls": "tinkermq.actors.generator.engine.vllm.worker.WorkerExtension",
         "use_tqdm_on_load": False,
         "disable_log_stats": True,  # its own; `Recorder` is given beside

@@ -36,6 +36,7 @@ from ..refusals import (
     check_queue,
     check_sampling,
     check_scored,
+    left_grammar,
     no_adapter,
     not_finite,
 )
@@ -129,6 +130,8 @@ class VllmEngine:
             )
         finally:
             self._pending.pop(request_id, None)
+        if sampling.is_constrained:
+            result = await self._with_figures(result, sampling, f"{name}/{request_id}")
         if self._records and result.finish_reason != "cancelled":
             result = await self._with_experts(result, f"{name}/{request_id}", len(prompt))
         broken = ~np.isfinite(result.logprobs)
@@ -136,6 +139,16 @@ class VllmEngine:
             await self._to_the_end(self._model.purge())
             raise not_finite(int(result.versions[broken][0]))
         return result
+
+    async def _with_figures(self, result: Generation, sampling: Sampling, key: str) -> Generation:
+        """Add what a grammar took out of the choice; ConfigError where it could not be followed."""
+        told = self._model.ask_workers("take_figures", key, len(result.token_ids))
+        masked, error = (await self._unless_ended(told))[0]
+        if error:
+            raise left_grammar(error)
+        if sampling.grammar is None:
+            return result
+        return replace(result, masked=np.frombuffer(masked, np.float32))
 
     async def _with_experts(self, result: Generation, key: str, num_prompt: int) -> Generation:
         """Add the experts of all tokens but the last, as they were computed last."""
@@ -375,6 +388,7 @@ async def open_vllm(config: JobConfig, adapters: Sequence[LoraConfig] = ()) -> V
         trust_remote_code=trusted,
         ranks=[lora.max_rank for lora in adapters],
         sees=sees_images(load_model_config(path, trust_remote_code=trusted)),
+        tokenizer=config.model.tokenizer or "",
     )
 
 

@@ -21,6 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 from vllm.v1.sample.sampler import Sampler
 
+from .constraints import ConstrainedLogits
 from .slot_experts import SlotExperts
 
 
@@ -139,12 +140,30 @@ class WorkerExtension:
         runner._get_prompt_logprobs_dict = scored
 
     def record_logprobs_before_filters(self) -> None:
-        """Record log-probs after the temperature and before top-k and top-p."""
+        """Record log-probs after the temperature and before all that shapes the choice."""
         sampler: Any = self.model_runner.sampler
         if sampler.__class__ is not Sampler:
             raise TypeError(f"vLLM samples by {sampler}, whose log-probs are not known")
         sampler.logprobs_mode = "processed_logprobs"
         sampler.topk_topp_sampler = Recording(sampler.topk_topp_sampler)
+        constrained, plain = self._constrained(), sampler.sample
+        constrained.follow(self.model_runner.input_batch)
+
+        def sample(logits: torch.Tensor, sampling_metadata: Any, *more: Any) -> Any:
+            sampled, processed = plain(logits, sampling_metadata, *more)
+            own = constrained.recorded(sampling_metadata.temperature)
+            return sampled, processed if own is None else own
+
+        sampler.sample = sample
+
+    def take_figures(self, key: str, num: int) -> tuple[bytes, str]:
+        """Return what a grammar took out of the choice of each token of a request that has ended,
+        in float32, and why it could not be followed."""
+        return self._constrained().take_figures(key, num)
+
+    def _constrained(self) -> ConstrainedLogits:
+        every = self.model_runner.input_batch.logitsprocs.all
+        return next(one for one in every if isinstance(one, ConstrainedLogits))
 
 
 def _has_experts(layer: Any) -> bool:

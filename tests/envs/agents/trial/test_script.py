@@ -11,6 +11,7 @@ from tinkermq.envs.agents.replies import parse_reply
 from tinkermq.envs.agents.trial.arguments import example, spaced
 from tinkermq.envs.agents.trial.calls import TrialCall, place
 from tinkermq.envs.agents.trial.script import scripted_answer
+from tinkermq.schemas.output_format import OutputFormat
 
 
 def tool(name: str, **parameters: Any) -> dict[str, Any]:
@@ -31,7 +32,7 @@ TOOLS = [tool("search", query={"type": "string"}), tool("final_answer", answer={
 
 def answered(call: TrialCall) -> CanonicalMessage:
     """What the script says to a call; it has it then."""
-    said = scripted_answer(call.history, call.tools)
+    said = scripted_answer(call.history, call.tools, call.form)
     reply = parse_reply(said, f"call_{call.number}_", calls=bool(call.tools))
     call.replies = [reply]
     return reply
@@ -173,3 +174,21 @@ def test_a_summary_of_what_was_said_is_a_compaction() -> None:
     reply = answered(call)
     summary = [SYSTEM, text("user", f"So far: {reply.text.strip()}. Go on.")]
     assert follow(call, summary) == (None, {"compacted"})
+
+
+# -- forms of answers ------------------------------------------------------------------------------
+
+
+def test_the_script_answers_in_the_form_that_is_demanded() -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [3]}}, "required": ["a"]}
+    call = TrialCall(0, [ASKED], TOOLS, OutputFormat(json_schema=schema))
+    assert json.loads(answered(call).text) == {"a": 3}
+    both = TrialCall(0, [ASKED], TOOLS, OutputFormat(json_schema=schema, functions=["search"]))
+    (first,) = answered(both).calls
+    assert first.name == "search"
+    after = [ASKED, both.replies[0], text("tool", "408")]
+    assert json.loads(answered(replace(both, history=after)).text) == {"a": 3}
+    any_tool = TrialCall(0, [ASKED], TOOLS, OutputFormat(functions=["final_answer", "search"]))
+    assert [one.name for one in answered(any_tool).calls] == ["search"]
+    ends = replace(any_tool, history=[ASKED, any_tool.replies[0], text("tool", "408")])
+    assert [one.name for one in answered(ends).calls] == ["final_answer"]

@@ -1,0 +1,276 @@
+"""The form that an answer must have: JSON of a schema, or calls of tools, or either of them.
+
+`check_schema` says at once, with its place, what of a schema is malformed, too large or not
+supported; whether the rest can be decoded is said where it is compiled. Pure.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from pydantic import Field
+
+from .wire.errors import ConfigError
+from .wire.message import Message
+
+MAX_SCHEMA_CHARS = 128 << 10
+"""Of a schema as JSON."""
+MAX_SCHEMA_DEPTH = 64
+"""Objects and lists of a schema within each other."""
+MAX_PENALTY = 2.0
+"""Of presence and frequency penalties, either side of 0, as OpenAI bounds them."""
+MAX_REPETITION = 10.0
+MAX_TOP_LOGPROBS = 20
+"""Likeliest tokens that are told in the place of each generated one, as OpenAI bounds them."""
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+"""The schema of `json_object`."""
+
+_TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
+_SHOWN = 60
+_UNSUPPORTED = (
+    "contains",
+    "contentSchema",
+    "dependencies",
+    "dependentRequired",
+    "dependentSchemas",
+    "else",
+    "if",
+    "maxContains",
+    "minContains",
+    "not",
+    "propertyNames",
+    "then",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+    "uniqueItems",
+    "$dynamicAnchor",
+    "$dynamicRef",
+    "$recursiveRef",
+)
+"""Keywords that limit a value in a way that no grammar of ours can."""
+_FORMATS = (
+    "date",
+    "date-time",
+    "duration",
+    "email",
+    "hostname",
+    "ipv4",
+    "ipv6",
+    "time",
+    "uri",
+    "uuid",
+)
+
+
+class SchemaError(ConfigError):
+    """A schema that no answer can be held to; names the place."""
+
+    def __init__(self, message: str, *, place: str, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.place = place
+        """`response_format.json_schema.schema.properties.a.type`."""
+
+
+class OutputFormat(Message):
+    """What an answer must be: JSON of `json_schema`, calls of `functions`; either, if both stand.
+
+    Tokens that would lead elsewhere are not drawn, the end of the answer included until it is
+    complete; log-probs are those of the model alone.
+    """
+
+    json_schema: dict[str, Any] | bool | None = None
+    """The schema of a JSON answer; None: it is none."""
+    functions: list[str] = Field(default_factory=list[str], max_length=1024)
+    """Names of the tools of which one at least is called."""
+    is_single: bool = False
+    """Only one tool is called."""
+
+
+def check_schema(schema: Any, place: str) -> None:
+    """Raise SchemaError, which names the place, for what is no schema or not supported."""
+    _check_size(schema, place)
+    if isinstance(schema, (dict, bool)):
+        _check(schema, place, cast("Any", schema))
+        return
+    raise SchemaError(f"{place} is no schema: {_shown(schema)}", place=place, hint="give an object")
+
+
+def _check_size(schema: Any, place: str) -> None:
+    """Refuse what is too deep or too large before anything walks it by recursion."""
+    level, depth = [schema], 0
+    while level:
+        if (depth := depth + 1) > MAX_SCHEMA_DEPTH:
+            raise SchemaError(
+                f"{place} is nested more than {MAX_SCHEMA_DEPTH} deep",
+                place=place,
+                hint="make it flatter, or put recurring parts into $defs",
+            )
+        level = [inner for value in level for inner in _within(value)]
+    try:
+        size = len(json.dumps(schema, ensure_ascii=False, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise SchemaError(f"{place} is no JSON: {error}", place=place) from error
+    if size > MAX_SCHEMA_CHARS:
+        raise SchemaError(
+            f"{place} has {size:,} characters, and may have {MAX_SCHEMA_CHARS:,}",
+            place=place,
+            hint="give a smaller schema",
+        )
+
+
+def _within(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from cast("dict[str, Any]", value).values()
+    elif isinstance(value, list):
+        yield from cast("list[Any]", value)
+
+
+def _check(schema: Any, place: str, root: Any) -> None:
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, dict):
+        raise SchemaError(
+            f"{place} is no schema: {_shown(schema)}", place=place, hint="give an object"
+        )
+    for key, value in cast("dict[str, Any]", schema).items():
+        at = f"{place}.{key}"
+        if key in _UNSUPPORTED and not (key == "uniqueItems" and value is False):
+            raise SchemaError(
+                f"{at}: the keyword {key!r} is not supported",
+                place=at,
+                hint="leave it out, and check the answer for it",
+            )
+        if key in _PLAIN:
+            wanted, fits = _PLAIN[key]
+            if not fits(value):
+                raise SchemaError(f"{at} must be {wanted}, and is {_shown(value)}", place=at)
+        elif key == "$ref":
+            _check_reference(value, at, root)
+        elif key in _SCHEMAS:
+            _check(value, at, root)
+        elif key in _SCHEMA_LISTS or (key == "items" and isinstance(value, list)):
+            for number, inner in enumerate(_listed(value, at)):
+                _check(inner, f"{at}[{number}]", root)
+        elif key in _SCHEMA_MAPS:
+            if not isinstance(value, dict):
+                raise SchemaError(f"{at} must be an object, and is {_shown(value)}", place=at)
+            for name, inner in cast("dict[str, Any]", value).items():
+                _check(inner, f"{at}.{name}", root)
+        elif key == "items":
+            _check(value, at, root)
+
+
+def _listed(value: Any, place: str) -> Sequence[Any]:
+    if isinstance(value, list) and value:
+        return cast("list[Any]", value)
+    raise SchemaError(
+        f"{place} must be a list of schemas, and is {_shown(value)}", place=place, hint="give one"
+    )
+
+
+def _check_reference(value: Any, place: str, root: Any) -> None:
+    if not isinstance(value, str) or not value.startswith("#"):
+        raise SchemaError(
+            f"{place} must name a part of this schema, and is {_shown(value)}",
+            place=place,
+            hint="copy what it names into $defs: #/$defs/NAME",
+        )
+    found = root
+    for step in value[1:].strip("/").split("/") if value[1:].strip("/") else ():
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and name.isdecimal() and int(name) < len(cast("Any", found)):
+            found = cast("list[Any]", found)[int(name)]
+        elif isinstance(found, dict) and name in found:
+            found = cast("dict[str, Any]", found)[name]
+        else:
+            raise SchemaError(
+                f"{place}: there is no {_shown(value)} in the schema",
+                place=place,
+                hint="define it in $defs",
+            )
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:_SHOWN]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_type(value: Any) -> bool:
+    names = cast("list[Any]", value) if isinstance(value, list) else [value]
+    return bool(names) and all(isinstance(name, str) and name in _TYPES for name in names)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in cast("list[Any]", value))
+
+
+_Rule = tuple[str, Callable[[Any], bool]]
+_COUNT: _Rule = ("a whole number of 0 or more", _is_count)
+_NUMBER: _Rule = ("a number", _is_number)
+_PLAIN: Mapping[str, _Rule] = {
+    "type": (f"one of {', '.join(_TYPES)}, or a list of them", _is_type),
+    "enum": ("a list of values", lambda value: isinstance(value, list) and value != []),
+    "required": ("a list of names", _are_texts),
+    "pattern": ("a text", lambda value: isinstance(value, str)),
+    "format": (f"one of {', '.join(_FORMATS)}", lambda value: value in _FORMATS),
+    "minLength": _COUNT,
+    "maxLength": _COUNT,
+    "minItems": _COUNT,
+    "maxItems": _COUNT,
+    "minProperties": _COUNT,
+    "maxProperties": _COUNT,
+    "minimum": _NUMBER,
+    "maximum": _NUMBER,
+    "exclusiveMinimum": ("a number", lambda value: _is_number(value) or isinstance(value, bool)),
+    "exclusiveMaximum": ("a number", lambda value: _is_number(value) or isinstance(value, bool)),
+    "multipleOf": ("a number over 0", lambda value: _is_number(value) and value > 0),
+}
+_SCHEMAS = frozenset({"additionalProperties", "additionalItems"})
+_SCHEMA_LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
+_SCHEMA_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+
+
+def closed(schema: Any) -> Any:
+    """Return a schema whose objects hold what they name, where it does not say otherwise.
+
+    What it allows is allowed by the schema itself. Without this, a model may write properties of
+    its own making without end. Schemas that are put together by `allOf` stay as they are: closing
+    one part would shut out another's properties.
+    """
+    return schema if _is_composed(schema) else _closed(schema)
+
+
+def _is_composed(value: Any) -> bool:
+    if isinstance(value, dict):
+        fields = cast("dict[str, Any]", value)
+        parts = fields.get("allOf")
+        if isinstance(parts, list) and (len(cast("Any", parts)) > 1 or "properties" in fields):
+            return True
+    return any(_is_composed(inner) for inner in _within(value))
+
+
+def _closed(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_closed(inner) for inner in cast("list[Any]", value)]
+    if not isinstance(value, dict):
+        return value
+    told = {
+        key: inner
+        if key in ("const", "enum", "default", "examples")
+        else {name: _closed(one) for name, one in cast("dict[str, Any]", inner).items()}
+        if key in _SCHEMA_MAPS and isinstance(inner, dict)
+        else _closed(inner)
+        for key, inner in cast("dict[str, Any]", value).items()
+        if key != "uniqueItems"  # false, or it was refused
+    }
+    is_open = "additionalProperties" in told or "patternProperties" in told
+    if isinstance(told.get("properties"), dict) and not is_open:
+        told["additionalProperties"] = False
+    return told
