@@ -206,12 +206,11 @@ class Answer:
         for one in encoded:
             offsets.append(choice.offset)
             choice.offset += len(choice.decoder.decode(one))
+        likeliest = [{text: value for text, value, _ in top} for top in tops]
         return {
             "tokens": [token for token, _ in pairs],
             "token_logprobs": [logprob for _, logprob in pairs],
-            "top_logprobs": [{text: value for text, value, _ in top} for top in tops]
-            if self._num_top
-            else None,
+            "top_logprobs": likeliest if self._num_top else None,
             "text_offset": offsets,
         }
 
