@@ -49,6 +49,8 @@ class WantedActor(Message):
     own_code: list[str] | None = None
     """What a learner that runs functions of the job's owner reads beside its run's folder: models
     and data; None: it runs none."""
+    own_network: bool = False
+    """Whether such a learner has the node's network; else it reaches the broker alone."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of its computation."""
     secrets: bool = False

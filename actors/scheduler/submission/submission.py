@@ -43,6 +43,7 @@ from .access import (
     check_game,
     refuse_code_of_others,
     refuse_endpoints,
+    refuse_network,
     refuse_own_algorithms,
     refuse_runs_of_others,
     refuse_second_service,
@@ -334,6 +335,7 @@ class Submission:
         if self._has_users:
             refuse_code_of_others(config)
             refuse_own_algorithms(config, record.user)
+            refuse_network(config, record.user)
             refuse_unshown(config, record.user, roots)
             refuse_endpoints(config, record.user)
             refuse_other_stores(config, record.user, operator_stores())
