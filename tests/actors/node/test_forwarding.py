@@ -68,7 +68,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
 
 async def enclosed(run_dir: Path, url: str, *command: str, out: int = 1) -> EnclosedChild:
     """Start a program as a learner that runs functions of its owner."""
-    run_dir.mkdir(exist_ok=True)
+    await asyncio.to_thread(run_dir.mkdir, exist_ok=True)
     fields = {"user": "ada", "job": "j1", "name": "learner", "role": "learner", "own_code": []}
     wanted = WantedActor.model_validate({**fields, "run_dir": str(run_dir)})
     return await Enclosure().start(command, wanted, {URL_VARIABLE: url}, out)
@@ -129,7 +129,7 @@ async def test_it_reaches_its_broker_and_nothing_else_of_the_machine(
 ) -> None:
     abstract = f"tinkermq-test-{os.getpid()}"
     with socket.socket() as other, socket.socket(socket.AF_UNIX) as unix:
-        other.bind(("0.0.0.0", 0))  # noqa: S104 - what the machine serves to its network
+        other.bind(("0.0.0.0", 0))
         other.listen()
         unix.bind(f"\0{abstract}")
         unix.listen()
