@@ -267,6 +267,8 @@ class ModelQuestion(Message):
 
     model: str = Field(min_length=1, max_length=4096)
     """Folder on the node, or `owner/name` of the hub."""
+    alike: bool = False
+    """Whether to say the same of everything at a path that is no model, be it there or not."""
 
 
 class ModelAnswer(Message):
