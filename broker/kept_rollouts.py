@@ -53,7 +53,7 @@ def kept_rollouts(run_dir: str | Path) -> list[KeptAt]:
     found: list[KeptAt] = []
     if not run_dir:
         return found
-    with contextlib.suppress(OSError), Folder(run_dir) as folder:
+    with contextlib.suppress(OSError, StorageError), Folder(run_dir) as folder:
         for entry in folder.entries(FOLDER):
             match = _NAME.fullmatch(entry.name)
             if match is None or entry.is_folder:

@@ -49,6 +49,8 @@ class WantedActor(Message):
     own_code: list[str] | None = None
     """What a learner that runs functions of the job's owner reads beside its run's folder: models
     and data; None: it runs none."""
+    own_network: bool = False
+    """Whether such a learner has the node's network; else it reaches the broker alone."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of its computation."""
     secrets: bool = False
@@ -265,6 +267,8 @@ class ModelQuestion(Message):
 
     model: str = Field(min_length=1, max_length=4096)
     """Folder on the node, or `owner/name` of the hub."""
+    alike: bool = False
+    """Whether to say the same of everything at a path that is no model, be it there or not."""
 
 
 class ModelAnswer(Message):

@@ -39,7 +39,7 @@ from .rest.openapi import description
 from .scheduler import Scheduler
 from .sessions import LogInError, Sessions, Visitor, server_info
 from .tinker import routes as tinker
-from .web import Gateway, Json, error_fields, gateway_of, visitor_of
+from .web import Gateway, Json, error_fields, gateway_of, visitor_of, why_it_failed
 
 _MAX_LIVE_JOBS = 500
 _TOO_MANY = 429
@@ -172,7 +172,8 @@ def _wants_json(request: Request) -> bool:
 
 
 async def _our_error(request: Request, error: TinkermqError) -> Response:
-    return _told(request, error, error.status)
+    told = await why_it_failed(request, error)
+    return _told(request, told, told.status)
 
 
 def _told(request: Request, error: TinkermqError, status: int) -> Response:

@@ -31,6 +31,7 @@ from ...schemas.wire.errors import (
     MessageError,
     TinkermqError,
 )
+from ...schemas.wire.foreign import ends_this_task
 from ...schemas.wire.subjects import DEFAULT_USER
 from .limits import MAX_CONNECTIONS, MAX_RUNNING, Share
 
@@ -108,6 +109,7 @@ class Sessions:
         self._visitors: dict[str, Visitor] = {}
         self._opening: dict[str, asyncio.Task[Visitor]] = {}
         self._free = asyncio.Semaphore(_CONNECTING_AT_ONCE)
+        self._dropping = set[asyncio.Task[None]]()
 
     @property
     def num_sessions(self) -> int:
@@ -176,7 +178,15 @@ class Sessions:
             opening = asyncio.create_task(self._open(key), name="open a user's connection")
             self._opening[key] = opening
             opening.add_done_callback(lambda _: self._opening.pop(key, None))
-        return await asyncio.shield(self._opening[key])
+        opening = self._opening[key]
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError as error:
+            if ends_this_task(error):
+                raise
+            raise BrokerError(
+                "the connection to the broker was lost while it was made", hint="try again"
+            ) from error
 
     async def sweep(self) -> None:
         """Close connections that nobody uses, for ever."""
@@ -206,8 +216,16 @@ class Sessions:
                 broker = await connect(
                     self.url, name="gateway", login=nobody(), deadline_s=_CONNECT_DEADLINE_S
                 )
-        self._visitors[key] = Visitor(user, broker, share=self._share(user))
-        return self._visitors[key]
+        visitor = self._visitors[key] = Visitor(user, broker, share=self._share(user))
+        broker.on_error(lambda error: self._refused(key, visitor, error))
+        return visitor
+
+    def _refused(self, key: str, visitor: Visitor, error: BrokerError) -> None:
+        """Close a connection whose key the broker refuses from now on, and with it its streams."""
+        if isinstance(error, LogInRefusedError) and self._visitors.get(key) is visitor:
+            dropping = asyncio.create_task(self._drop(key), name="drop a refused connection")
+            self._dropping.add(dropping)
+            dropping.add_done_callback(self._dropping.discard)
 
     def _share(self, user: str) -> Share:
         """Return what counts the requests of a user, whose older key may have some running."""

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from ...broker.client.connection import Broker
 from ...schemas.wire.codec import read_json
-from ...schemas.wire.errors import MessageError, TinkermqError
+from ...schemas.wire.errors import BrokerError, MessageError, TinkermqError
 from .data.counters import Counters
 from .data.history import Histories
 from .data.records import Figures
@@ -61,15 +61,33 @@ async def visitor_of(request: Request) -> Visitor:
     A key is a bearer's, or stands in `x-api-key`, where Anthropic's clients write it; it may be
     written as Tinker's SDK has it. Raises LogInError.
     """
-    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-    key = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key")
-    visitor = await gateway_of(request).sessions.visitor(
-        session=request.cookies.get(COOKIE),
-        key=key if key is None else key.removeprefix(OF_TINKER_SDK),
-    )
+    visitor = await _let_in(request)
     take_connection(request, visitor)
     request.scope[HELD].enter_context(visitor.held(_body_bytes(request)))
     return visitor
+
+
+async def _let_in(request: Request) -> Visitor:
+    """Return who asks; raises LogInError, BrokerError."""
+    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+    key = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key")
+    return await gateway_of(request).sessions.visitor(
+        session=request.cookies.get(COOKIE),
+        key=key if key is None else key.removeprefix(OF_TINKER_SDK),
+    )
+
+
+async def why_it_failed(request: Request, error: TinkermqError) -> TinkermqError:
+    """Return what to tell of an error of the broker: that the key was revoked meanwhile, if so."""
+    if not isinstance(error, BrokerError) or not gateway_of(request).sessions.with_keys:
+        return error
+    try:
+        await _let_in(request)
+    except LogInError as refused:
+        return refused
+    except TinkermqError:
+        return error  # the broker is away, which the first error tells
+    return error
 
 
 def take_connection(request: Request, visitor: Visitor) -> None:

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from ...broker.disk.run_folder import Folder
+from ...schemas.wire.errors import StorageError
 
 _NAME = re.compile(r"step_([0-9]{6,})")
 _CHECKPOINTS = "checkpoints"
@@ -29,7 +30,7 @@ def checkpoint_folders(run_dir: str) -> dict[int, Path]:
     try:
         with Folder(run_dir) as folder:
             entries = folder.entries(_CHECKPOINTS)
-    except OSError:
+    except (OSError, StorageError):
         return {}
     named = ((_NAME.fullmatch(one.name), one) for one in entries if one.is_folder)
     return {int(match[1]): Path(run_dir, entry.path) for match, entry in named if match}

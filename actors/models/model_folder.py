@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ...schemas.config.lora import LoraConfig
-from ...schemas.wire.errors import ModelError
+from ...schemas.wire.errors import ModelError, TinkermqError
 from .digests import check_digests
 from .hub_errors import check_hub_model, hub_error
 from .lora import add_adapter, base_of, beside, is_adapter, merge, untie
@@ -49,6 +49,26 @@ def check_model_is_here(path: str) -> None:
         check_hub_model(path)
     elif is_adapter(path):
         check_model_is_here(base_of(path))
+
+
+def check_model_alike(path: str) -> None:
+    """Raise as `check_model_is_here`, but in the same words whatever else than a model is there.
+
+    For paths of somebody who may not know which files this machine has.
+    """
+    try:
+        if _is_hub_name(path) and not Path(path).is_dir():
+            check_hub_model(path)
+        else:
+            check_model_is_here(path)
+    except (TinkermqError, OSError, ValueError, RecursionError) as error:
+        if _is_hub_name(path) and not Path(path).is_dir():
+            raise
+        raise ModelError(
+            f"there is no model at {path}",
+            hint="name the folder of a model, which holds config.json and *.safetensors; what else "
+            "may be there is not told",
+        ) from error
 
 
 def _check_files(path: str, *, hollow: bool = False) -> None:

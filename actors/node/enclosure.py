@@ -17,7 +17,8 @@ A host of agent programs runs no code of a job's owner and stands outside; its p
 
 A learner that runs functions of its job's owner stands behind the same walls, as the user that the
 node is, in a user namespace: it writes its own run's folder, and reads the models and data that its
-job names, the cache of the hub's models, and its GPUs.
+job names, the cache of the hub's models, and its GPUs. It has no network but a way to the broker
+(`forwarding.py`), unless its owner is an admin.
 """
 
 import asyncio
@@ -40,6 +41,7 @@ from ...envs.sandbox.watch import first_child
 from ...schemas.node import WantedActor
 from ...schemas.wire.errors import SandboxError, StorageError
 from ..folders.roots import MODELS_VARIABLE, is_of_another, shown_from
+from .forwarding import URL_VARIABLE, Forwarder
 from .sandboxes import SandboxSocket
 
 FOLDERS_VARIABLE = "TINKERMQ_GAME_FOLDERS"
@@ -67,6 +69,12 @@ _OF_LEARNERS = frozenset(
     | {"HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TINKERMQ_LOG_FORMAT", "MLFLOW_TRACKING_URI"}
 )
 """Further variables for learners; no key of the operator's is among them."""
+_NEEDS_NETWORK = frozenset(
+    {"http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"}
+    | {"MLFLOW_TRACKING_URI"}
+)
+"""Of no use without one, and they may hold passwords."""
+_OF_NETWORK = ("hosts", "resolv.conf")
 _COPIES = ("fork", "adapters", "models")
 """Folders of a run that the scheduler makes, and other actors read."""
 _TRIAL_DEADLINE_S = 20.0
@@ -88,9 +96,15 @@ os.execvp(sys.argv[2], sys.argv[2:])
 class EnclosedChild:
     """A process behind walls; bubblewrap stands before it and goes with it."""
 
-    def __init__(self, process: asyncio.subprocess.Process, sandboxes: SandboxSocket) -> None:
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        sandboxes: SandboxSocket,
+        forwarder: Forwarder | None,
+    ) -> None:
         self._process = process
         self._sandboxes = sandboxes
+        self._forwarder = forwarder
         self.pid = process.pid
 
     async def wait(self) -> int:
@@ -98,6 +112,8 @@ class EnclosedChild:
         try:
             return await self._process.wait()
         finally:
+            if self._forwarder is not None:
+                await self._forwarder.close()
             await self._sandboxes.close()
 
     def terminate(self) -> None:
@@ -111,7 +127,7 @@ class Enclosure:
     """Starts environment hosts behind walls."""
 
     def __init__(self) -> None:
-        self._tried = set[bool]()
+        self._tried = set[tuple[bool, bool]]()
 
     async def start(
         self,
@@ -121,34 +137,46 @@ class Enclosure:
         output: int,
     ) -> EnclosedChild:
         """Start the program of one; OSError where none can be enclosed, with the remedy."""
-        learns = wanted.own_code is not None
+        learns, shares = wanted.own_code is not None, _shares_network(wanted)
         variables = {**_allowed(os.environ, _OF_LEARNERS if learns else ()), **_WHO}
         sandboxes = SandboxSocket(_allowed(os.environ))
         handles = _Handles()
+        forwarder: Forwarder | None = None
         try:
             # disks may be slow
             arguments = await asyncio.to_thread(self._arguments, wanted, handles)
             arguments += ["--bind", str(sandboxes.path), str(SOCKET)]
-            if learns not in self._tried:
+            program, given = list(command if learns else _dropped(command)), {**environment}
+            if not shares:
+                variables = {n: v for n, v in variables.items() if n not in _NEEDS_NETWORK}
+                forwarder = Forwarder(environment.get(URL_VARIABLE, ""))
+                hosts = sandboxes.path.with_name("hosts")
+                hosts.write_text(forwarder.hosts)
+                arguments += ["--unshare-net", "--ro-bind", str(hosts), "/etc/hosts"]
+                program, given = forwarder.command(program), {**given, **forwarder.environment()}
+            if (learns, shares) not in self._tried:
                 trial = [*arguments, "--", *(["true"] if learns else _dropped(["true"]))]
                 await _try(trial, handles.fds)
-                self._tried.add(learns)
+                self._tried.add((learns, shares))
             process = await _start(
-                [*arguments, "--", *(command if learns else _dropped(command))],
-                handles.fds,
-                {**variables, **environment},
+                [*arguments, "--", *program],
+                [*handles.fds, *([forwarder.fd] if forwarder is not None else [])],
+                {**variables, **given},
                 stdout=output,
                 stderr=output,
             )
-        except SandboxError as error:
+            if forwarder is not None:
+                forwarder.serve()
+        except BaseException as error:
+            if forwarder is not None:
+                await forwarder.close()
             await sandboxes.close()
-            raise OSError(f"{error.message}; {error.hint}") from error
-        except BaseException:
-            await sandboxes.close()
+            if isinstance(error, SandboxError):
+                raise OSError(f"{error.message}; {error.hint}") from error
             raise
         finally:
             handles.close()
-        return EnclosedChild(process, sandboxes)
+        return EnclosedChild(process, sandboxes, forwarder)
 
     def _arguments(self, wanted: WantedActor, handles: "_Handles") -> list[str]:
         """Return bubblewrap's command line up to the program that it is to run."""
@@ -176,7 +204,8 @@ class Enclosure:
                 command += ["--symlink", str(path.readlink()), str(path)]
             else:
                 command += ["--ro-bind-try", str(path), str(path)]
-        etc = (Path("/etc", name) for name in _ETC)
+        absent = () if _shares_network(wanted) else _OF_NETWORK
+        etc = (Path("/etc", name) for name in _ETC if name not in absent)
         if unprivileged_user() is not None and not learns:
             _refuse_unreadable([*shown, *data.values()])
         own, shown = {Path.home(), Path.cwd()}, [*etc, *sorted(set(shown))]
@@ -193,6 +222,11 @@ class Enclosure:
         for device in sorted(Path("/dev").glob("nvidia*")) if learns else ():
             command += ["--dev-bind-try", str(device), str(device)]
         return [*command, "--chdir", str(Path.cwd())]
+
+
+def _shares_network(wanted: WantedActor) -> bool:
+    """Whether a program has the network of the node, and not only a way to the broker."""
+    return wanted.own_code is None or wanted.own_network
 
 
 def _rights(*, as_itself: bool) -> list[str]:

@@ -4,7 +4,7 @@ import asyncio
 
 from ...schemas.node import ModelAnswer, ModelQuestion
 from ...schemas.wire.errors import TinkermqError
-from ..models.model_folder import check_model_is_here
+from ..models.model_folder import check_model_alike, check_model_is_here
 
 ANSWER_S = 10.0
 """What takes longer, such as a hub that does not answer, is left for the job to find out."""
@@ -22,7 +22,8 @@ class ModelLookout:
         """Say whether a model can be had, as far as that is known in time."""
         if len(self._running) >= _AT_ONCE:
             return ModelAnswer(known=False)
-        looking = asyncio.ensure_future(asyncio.to_thread(check_model_is_here, question.model))
+        check = check_model_alike if question.alike else check_model_is_here
+        looking = asyncio.ensure_future(asyncio.to_thread(check, question.model))
         self._running.add(looking)
         looking.add_done_callback(self._ended)
         await asyncio.wait({looking}, timeout=ANSWER_S)

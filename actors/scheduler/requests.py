@@ -153,10 +153,12 @@ class SchedulerRequests:
         """Return a page of the user's jobs, or an admin everybody's."""
         everybody = request.widest and self._view.is_admin(context.user)
         user = None if everybody else context.user
-        wanted = [one for one in self._view.records(user) if request.all or not is_final(one)]
-        jobs = self._view.with_archived(wanted, user) if request.archived else wanted
-        page, after = self._view.page(jobs, request.after)
-        found = await self._view.archive.read(page)
+        archive = self._view.archive
+        async with archive.turns.turn(context.caller):
+            wanted = [one for one in self._view.records(user) if request.all or not is_final(one)]
+            jobs = self._view.with_archived(wanted, user) if request.archived else wanted
+            page, after = self._view.page(jobs, request.after)
+        found = await archive.read(page, context.caller)
         return JobList(records=[self._view.told(one) for one in found], after=after)
 
     async def nodes(self, _: Empty, context: RequestContext) -> NodeList:

@@ -27,6 +27,8 @@ from nats.aio.subscription import Subscription
 from nats.micro.request import Request
 from nats.micro.service import Service
 
+from ...schemas.wire.foreign import ends_this_task
+
 _CANCEL_S = 0.05
 _MAX_PENDING, _MAX_PENDING_BYTES = 16_384, 64 << 20
 
@@ -69,7 +71,11 @@ class CarefulClient(Client):
         """Close for good, with the socket below TLS."""
         try:
             await super().close()
-        except ConnectionError:  # the server was first: nothing is left to be sent, close the rest
+        except (ConnectionError, asyncio.CancelledError) as error:
+            if ends_this_task(error):
+                raise
+            # the server was first: nothing is left to be sent, and nats-py has cancelled what its
+            # own flush waited for; close the rest
             self._status = Client.DISCONNECTED
             await super().close()
         self._drop_socket()

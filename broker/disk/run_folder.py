@@ -9,8 +9,8 @@ raises OSError (ENOTDIR or ELOOP), and is never written through.
 
 import contextlib
 import errno
+import itertools
 import os
-import shutil
 import stat
 import uuid
 from collections.abc import Iterator, Sequence
@@ -131,9 +131,14 @@ class Folder:
             return False
 
     def entries(self, name: str = ".") -> list[Entry]:
-        """Return the regular files and folders of one folder, in the order of their names."""
-        with self.folder(name) as inner:
-            found = [_entry(one) for one in os.scandir(inner.fileno())]
+        """Return the regular files and folders of one folder, in the order of their names.
+
+        Those whose names are no text are left out. Raises StorageError for more than `MAX_FILES`.
+        """
+        with self.folder(name) as inner, os.scandir(inner.fileno()) as scanned:
+            found = [_entry(one) for one in itertools.islice(scanned, MAX_FILES + 1)]
+        if len(found) > MAX_FILES:
+            raise self._too_much(name)
         below = "" if name == "." else f"{name}/"
         return sorted(
             (_moved(one, below) for one in found if one is not None), key=lambda one: one.path
@@ -150,25 +155,22 @@ class Folder:
             inside = self.entries(here)
             num_files += len(inside)
             if num_files > MAX_FILES or depth > MAX_DEPTH:
-                raise StorageError(
-                    f"{self.path / name} holds more than {MAX_FILES:,} files, or folders more than "
-                    f"{MAX_DEPTH} deep",
-                    hint="a run folder holds what its learner wrote: remove what else is there",
-                )
+                raise self._too_much(name)
             yield from (one for one in inside if not one.is_folder)
             waiting += [(one.path, depth + 1) for one in reversed(inside) if one.is_folder]
 
     def strange(self, allowed: Sequence[str] = ()) -> Iterator[str]:
         """Yield what is neither a regular file nor a folder, at any depth, but the `allowed` names.
 
-        Raises StorageError as `files`.
+        What has a name that is no text is among it, with its bytes spelled out. Raises StorageError
+        as `files`.
         """
         for here in [".", *self._folders(".")]:
-            with self.folder(here) as inner:
-                for one in os.scandir(inner.fileno()):
+            with self.folder(here) as inner, os.scandir(inner.fileno()) as scanned:
+                for one in scanned:
                     path = one.name if here == "." else f"{here}/{one.name}"
                     if _entry(one) is None and path not in allowed:
-                        yield path
+                        yield os.fsencode(path).decode(errors="backslashreplace")
 
     def _folders(self, name: str, depth: int = 0) -> Iterator[str]:
         if depth > MAX_DEPTH:
@@ -238,10 +240,13 @@ class Folder:
             os.unlink(last, dir_fd=parent)
 
     def remove(self, name: str) -> None:
-        """Remove whatever has this name, a folder with all that is in it; harmless when gone."""
+        """Remove whatever has this name, a folder with all that is in it; harmless when gone.
+
+        How deep it is, how its parts are named, and which rights they have does not matter.
+        """
         with contextlib.suppress(FileNotFoundError), self._parent(name) as (parent, last):
             if stat.S_ISDIR(os.stat(last, dir_fd=parent, follow_symlinks=False).st_mode):
-                shutil.rmtree(last, dir_fd=parent)  # which follows no link either
+                _remove_folder(last, parent)
             else:
                 os.unlink(last, dir_fd=parent)
 
@@ -295,6 +300,13 @@ class Folder:
         if max_bytes is not None and status.st_size > max_bytes:
             raise self._too_large(name, status.st_size, max_bytes)
 
+    def _too_much(self, name: str) -> StorageError:
+        return StorageError(
+            f"{self.path / name} holds more than {MAX_FILES:,} files, or folders more than "
+            f"{MAX_DEPTH} deep",
+            hint="a run folder holds what its learner wrote: remove what else is there",
+        )
+
     def _too_large(self, name: str, num_bytes: int, max_bytes: int) -> StorageError:
         return StorageError(
             f"{self.path / name} has {num_bytes:,} bytes; at most {max_bytes:,} are read",
@@ -310,10 +322,11 @@ def _parts(name: str) -> list[str]:
 
 
 def _entry(found: "os.DirEntry[str]") -> Entry | None:
-    """Return a regular file or a folder; None for what is neither, or gone."""
+    """Return a regular file or a folder; None for what is neither, gone, or has no text as name."""
     try:
+        found.name.encode()
         status = found.stat(follow_symlinks=False)
-    except OSError:
+    except (OSError, UnicodeEncodeError):
         return None
     is_folder = stat.S_ISDIR(status.st_mode)
     if not is_folder and not stat.S_ISREG(status.st_mode):
@@ -323,6 +336,67 @@ def _entry(found: "os.DirEntry[str]") -> Entry | None:
 
 def _moved(entry: Entry, below: str) -> Entry:
     return Entry(below + entry.path, entry.is_folder, entry.num_bytes, entry.changed)
+
+
+def _remove_folder(name: str, parent: int) -> None:
+    """Remove a folder with all that is in it, and follow no link.
+
+    Folders within are moved up into it, one level at a time: neither the stack nor the number of
+    open files grows with the depth, and what is cut off can be done again.
+    """
+    fd = _unlocked(name, parent)
+    try:
+        while folders := _emptied(fd, fd):
+            for one in folders:
+                inner = _unlocked(one, fd)
+                try:
+                    _emptied(inner, fd)
+                finally:
+                    os.close(inner)
+                _remove_empty(one, fd)
+    finally:
+        os.close(fd)
+    os.rmdir(name, dir_fd=parent)
+
+
+def _emptied(fd: int, top: int) -> list[str]:
+    """Remove the files of a folder; return the folders in `top`, move those of others there."""
+    folders: list[str] = []
+    with os.scandir(fd) as scanned:
+        for one in scanned:
+            if not one.is_dir(follow_symlinks=False):
+                os.unlink(one.name, dir_fd=fd)
+            elif fd == top:
+                folders.append(one.name)
+            else:
+                os.close(_unlocked(one.name, fd))
+                os.rename(one.name, uuid.uuid4().hex, src_dir_fd=fd, dst_dir_fd=top)
+    return folders
+
+
+def _remove_empty(name: str, parent: int) -> None:
+    """Remove a folder; one in which something was overlooked is left for the next round."""
+    try:
+        os.rmdir(name, dir_fd=parent)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+
+
+def _unlocked(name: str, parent: int) -> int:
+    """Open a folder whose owner may do everything in it, and make it such a one where need be."""
+    try:
+        fd = os.open(name, _FOLDER, dir_fd=parent)
+    except PermissionError:
+        locked = os.open(name, os.O_PATH | _FOLDER, dir_fd=parent)
+        try:
+            os.chmod(f"/proc/self/fd/{locked}", stat.S_IRWXU)  # noqa: PTH101  no link: a handle
+        finally:
+            os.close(locked)
+        return os.open(name, _FOLDER, dir_fd=parent)
+    if os.fstat(fd).st_mode & stat.S_IRWXU != stat.S_IRWXU:
+        os.fchmod(fd, stat.S_IRWXU)
+    return fd
 
 
 def _link(source: Folder, name: str, here: tuple[int, str], there: tuple[int, str]) -> None:

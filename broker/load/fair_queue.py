@@ -6,8 +6,9 @@ holds is bounded by the number of users.
 """
 
 import asyncio
+import contextlib
 from collections import OrderedDict, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 Work = Callable[[], Coroutine[Any, Any, None]]
@@ -99,3 +100,45 @@ class FairQueue:
             self._start_next()
 
         task.add_done_callback(ended)
+
+
+class Turns:
+    """What one at a time may do; of those that wait, the users take turns.
+
+    For pieces of work that take the loop, or the broker, for long: requests of one user that run
+    beside each other then cost the others one such piece, not one of each.
+    """
+
+    def __init__(self) -> None:
+        """Nobody has the turn."""
+        self._is_taken = False
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+
+    @contextlib.asynccontextmanager
+    async def turn(self, user: str) -> AsyncIterator[None]:
+        """Have the turn for a while."""
+        if self._is_taken:
+            waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(user, deque()).append(waiting)
+            try:
+                await waiting
+            except asyncio.CancelledError:
+                if waiting.done() and not waiting.cancelled():
+                    self._pass_on()  # it was given the turn meanwhile
+                raise
+        self._is_taken = True
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            user, waiting = self._waiting.popitem(last=False)
+            following = waiting.popleft()
+            if waiting:
+                self._waiting[user] = waiting
+            if not following.done():
+                following.set_result(None)
+                return
+        self._is_taken = False

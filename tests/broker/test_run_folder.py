@@ -1,10 +1,16 @@
 """A folder that jobs may write leads services nowhere else, whatever lies in it."""
 
 import os
+import socket
+import tempfile
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tinkermq.actors.models.checkpoint_folders import checkpoint_folders
+from tinkermq.actors.node.output import LogFile
+from tinkermq.broker.disk import run_folder
 from tinkermq.broker.disk.run_folder import Folder
 from tinkermq.schemas.wire.errors import StorageError
 
@@ -143,3 +149,131 @@ def test_a_folder_that_was_moved_is_still_the_one_that_was_opened(run_dir: Path)
     with Folder(run_dir) as folder:
         run_dir.rename(run_dir.with_name("moved"))
         assert folder.read("good/file", 10) == b"one"
+
+
+ODD_NAMES = [
+    *(b"a\nb", b"\r\n", b" ", b"-rf", b"*", b"~", b"$(id)", b"%2e%2e", b"...", b"\\..\\secrets"),
+    *("\u202ename".encode(), "é".encode(), "e\u0301".encode(), b"\x1b[2J", b"a" * 255, b"\x7f"),
+]
+NO_TEXT = [b"\xff", b"\xfe\n", b"\xed\xa0\x80", b"\xc3", b"a\xffb"]
+
+
+def test_odd_names_are_names_and_what_is_no_text_is_left_out_and_told(tmp_path: Path) -> None:
+    checkpoint, other = tmp_path / "run/checkpoint", tmp_path / "other"
+    (checkpoint / os.fsdecode(b"folder\xff") / "inner").mkdir(parents=True)
+    for name in [*ODD_NAMES, *NO_TEXT]:
+        (checkpoint / os.fsdecode(name)).write_bytes(name)
+    other.mkdir()
+    with Folder(tmp_path / "run") as folder, Folder(other) as target:
+        found = {entry.name: folder.read(entry.path, 300) for entry in folder.files()}
+        assert found == {name.decode(): name for name in ODD_NAMES}
+        "".join(found).encode()  # each can be sent as text
+        strange = set(folder.strange())
+        assert len(strange) == len(NO_TEXT) + 1
+        assert {r"checkpoint/\xff", r"checkpoint/a\xffb", r"checkpoint/folder\xff"} <= strange
+        folder.copy("checkpoint", target, "fork")
+        folder.remove("checkpoint")
+        assert not folder.has("checkpoint")
+    assert sorted(os.fsencode(one.name) for one in (other / "fork").iterdir()) == sorted(ODD_NAMES)
+
+
+def nested(folder: Path, depth: int) -> None:
+    """Make a folder in a folder in a folder."""
+    fd = os.open(folder, os.O_RDONLY)
+    for _ in range(depth):
+        os.mkdir("d", dir_fd=fd)
+        os.close(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=fd))
+        inner = os.open("d", os.O_RDONLY, dir_fd=fd)
+        os.close(fd)
+        fd = inner
+    os.close(fd)
+
+
+def test_a_folder_however_deep_is_removed(tmp_path: Path, secrets: Path) -> None:
+    (tmp_path / "run").mkdir()
+    nested(tmp_path / "run", 3000)  # deeper than Python's stack, and longer than a path may be
+    (tmp_path / "run/d/d/link").symlink_to(secrets)
+    with Folder(tmp_path) as folder:
+        folder.remove("run")
+    assert [one.name for one in tmp_path.iterdir()] == ["secrets"]
+    assert (secrets / "key").read_bytes() == SECRET
+
+
+def as_an_ordinary_user(act: Callable[[], None]) -> bool:
+    """Whether something can be done by a process that root's rights do not help."""
+    child = os.fork()
+    if not child:
+        try:
+            if os.getuid() == 0:
+                os.setgroups([])
+                os.setresgid(65534, 65534, 65534)
+                os.setresuid(65534, 65534, 65534)
+            act()
+        except BaseException:  # noqa: BLE001 - nothing of it may go on as the test
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o100, 0o200, 0o400, 0o500, 0o600, 0o300])
+def test_folders_that_their_owner_has_locked_are_removed(mode: int) -> None:
+    def act() -> None:
+        with tempfile.TemporaryDirectory() as made:
+            inner = Path(made, "run", "a", "b")
+            inner.mkdir(parents=True)
+            (inner / "file").write_text("x")
+            (inner / "file").chmod(0)
+            for one in (inner, inner.parent, inner.parent.parent):
+                one.chmod(mode)
+            with Folder(made) as folder:
+                folder.remove("run")
+            assert list(Path(made).iterdir()) == []
+
+    assert as_an_ordinary_user(act)
+
+
+def test_more_files_than_are_walked_are_told_and_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folder, "MAX_FILES", 50)
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    for number in range(60):
+        (tmp_path / "run/checkpoints" / f"{number}").touch()
+    with Folder(tmp_path) as folder:
+        with pytest.raises(StorageError, match="holds more than 50 files"):
+            folder.entries("run/checkpoints")
+        with pytest.raises(StorageError, match="holds more than 50 files"):
+            list(folder.files("run"))
+        assert checkpoint_folders(str(tmp_path / "run")) == {}
+        folder.remove("run")
+        assert not folder.has("run")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "folder", "link"])
+def test_nothing_is_appended_to_what_is_no_file(tmp_path: Path, secrets: Path, kind: str) -> None:
+    place = tmp_path / "run/logs/learner.log"
+    place.parent.mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX) as unix:
+        if kind == "pipe":
+            os.mkfifo(place)
+        elif kind == "socket":
+            with Folder(place.parent) as folder:
+                unix.bind(f"/proc/self/fd/{folder.fileno()}/learner.log")
+        elif kind == "folder":
+            place.mkdir()
+        else:
+            place.symlink_to(secrets / "key")
+        with pytest.raises((OSError, StorageError)):
+            LogFile(tmp_path / "run", "logs/learner.log").append(["a line"])
+    assert (secrets / "key").read_bytes() == SECRET
+
+
+def test_a_huge_sparse_log_is_put_aside(tmp_path: Path) -> None:
+    log = tmp_path / "logs/learner.log"
+    log.parent.mkdir()
+    with log.open("wb") as file:
+        file.truncate(1 << 42)
+    LogFile(tmp_path, "logs/learner.log").append(["one"])
+    LogFile(tmp_path, "logs/learner.log").append(["two"])
+    assert log.read_text().split() == ["two"]

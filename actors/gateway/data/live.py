@@ -58,11 +58,12 @@ class _Updates:
         self._queue: asyncio.Queue[ServerSentEvent | None] = asyncio.Queue(_QUEUE_LENGTH)
 
     async def run(self, of: str, from_seq: int | None) -> AsyncGenerator[ServerSentEvent, None]:
-        """Yield events until the gateway stops or the browser goes."""
+        """Yield events until the gateway stops, the browser goes, or the visitor is shut out."""
         parts: tuple[Coroutine[Any, Any, None], ...] = (
             self._pump(of, from_seq),
             self._watch(),
-            self._end(),
+            self._end(self._gateway.stopping),
+            self._end(self._visitor.broker.closed),
         )
         streams = self._gateway.counters.streams
         streams.inc()
@@ -76,8 +77,8 @@ class _Updates:
                 task.cancel()
             await asyncio.wait(tasks)
 
-    async def _end(self) -> None:
-        await self._gateway.stopping.wait()
+    async def _end(self, ends: asyncio.Event) -> None:
+        await ends.wait()
         await self._queue.put(None)
 
     async def _pump(self, of: str, from_seq: int | None) -> None:

@@ -156,6 +156,7 @@ def wanted_actor(record: JobRecord, actor: ActorPlacement, config: JobConfig) ->
         reads=data if actor.role == "environment" else [],
         programs=_shown_to_programs(config.agent) if actor.role == "environment" else None,
         own_code=_read_by_own_code(config) if actor.role in ("learner", "rank") else None,
+        own_network=not record.output_roots,
         threads=threads.get(actor.role, 1),
         secrets=bool(secrets_of(record, actor)),
         max_restarts=config.limits.max_restarts,
@@ -163,9 +164,13 @@ def wanted_actor(record: JobRecord, actor: ActorPlacement, config: JobConfig) ->
 
 
 def secrets_of(record: JobRecord, actor: ActorPlacement) -> list[SecretName]:
-    """Return what of its owner's secrets an actor of a job needs."""
+    """Return what of its owner's secrets an actor of a job needs.
+
+    A learner with functions of an owner who is no admin has no network, so no use for a key.
+    """
     of_it: list[SecretName] = []
-    if actor.name == main_actor(record.actors).name:
+    is_cut_off = record.has_own_code and bool(record.output_roots)
+    if actor.name == main_actor(record.actors).name and not is_cut_off:
         of_it.append(WANDB_KEY)
     if actor.role == "generator":
         of_it.append(TEACHER_KEY)

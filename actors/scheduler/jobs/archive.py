@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ....broker.client.connection import Broker
 from ....broker.jetstream.kv import Bucket
+from ....broker.load.fair_queue import Turns
 from ....schemas.job import JobRecord
 from ....schemas.wire.message import Message
 from ....schemas.wire.subjects import BUCKET_ARCHIVE, JobScope
@@ -66,6 +67,8 @@ class ArchivedJobs:
         self._of_user: dict[str, dict[str, ArchivedJob]] = {}
         self._names: dict[tuple[str, str], ArchivedJob] = {}
         self._bytes: dict[str, int] = {}
+        self.turns = Turns()
+        """Of the users whose long lists are made."""
 
     async def open(self) -> None:
         """Read which jobs there are."""
@@ -118,14 +121,18 @@ class ArchivedJobs:
             known = self._jobs.get(name)
         return None if known is None else await self._read(known)
 
-    async def read(self, jobs: Iterable[JobRecord | ArchivedJob]) -> list[JobRecord]:
-        """Return the records of jobs, those of archived ones read; what is gone is left out."""
+    async def read(self, jobs: Iterable[JobRecord | ArchivedJob], reader: str) -> list[JobRecord]:
+        """Return the records of jobs, those of archived ones read; what is gone is left out.
+
+        Some are read at once, and then it is another `reader`'s turn.
+        """
         wanted = list(jobs)
         archived = [job for job in wanted if isinstance(job, ArchivedJob)]
         read: dict[str, JobRecord | None] = {}
         for first in range(0, len(archived), _AT_ONCE):
             some = archived[first : first + _AT_ONCE]
-            records = await asyncio.gather(*map(self._read, some))
+            async with self.turns.turn(reader):
+                records = await asyncio.gather(*map(self._read, some))
             read.update(zip((job.job for job in some), records, strict=True))
         found = (job if isinstance(job, JobRecord) else read[job.job] for job in wanted)
         return [record for record in found if record is not None]

@@ -76,6 +76,45 @@ def refuse_own_algorithms(config: JobConfig, user: str) -> None:
         )
 
 
+_REACH_OUT = ("wandb", "mlflow")
+"""Trackers that send what they are told to a server."""
+
+
+def refuse_network(config: JobConfig, user: str) -> None:
+    """Raise ConfigError for what needs a network of a learner that has none.
+
+    A learner with functions of a user reaches the broker alone.
+    """
+    if not config.own_functions:
+        return
+    needs = {
+        f"learner.ranks={config.learner.ranks}": (
+            config.learner.ranks > 1,
+            "set learner.ranks to 1",
+        ),
+        f"weights.transport={config.weights.transport}": (
+            config.weights.transport == "nccl",
+            "set weights.transport to object",
+        ),
+        **{
+            f"logger_backends: {name}": (
+                name in config.logger_backends,
+                f"remove {name}; metrics are in the broker, and jsonl, tensorboard and "
+                "wandb-offline write them into the run's folder",
+            )
+            for name in _REACH_OUT
+        },
+    }
+    for said, (is_needed, remedy) in needs.items():
+        if is_needed:
+            named = ", ".join(config.own_functions)
+            raise ConfigError(
+                f"{said}: a learner with functions of user {user} ({named}) has no network but "
+                "its broker",
+                hint=f"{remedy}, remove the functions, or let an admin submit the job",
+            )
+
+
 def refuse_unshown(config: JobConfig, user: str, roots: Sequence[Path]) -> None:
     """Raise ConfigError for a model or data that functions of a user may not be shown.
 

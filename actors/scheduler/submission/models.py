@@ -1,7 +1,9 @@
 """Asking the nodes whether a job's models can be had, before it is queued."""
 
 import asyncio
+import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from ....broker.client.connection import Broker
@@ -13,6 +15,7 @@ from ....schemas.node import ModelAnswer, ModelQuestion, NodeStatus
 from ....schemas.wire.errors import ModelError, TinkermqError
 from ....schemas.wire.message import Message
 from ....schemas.wire.subjects import node
+from ...folders.roots import shown_from, without_tilde
 
 R = TypeVar("R", bound=Message)
 
@@ -28,8 +31,24 @@ class Told(NamedTuple):
     answer: ModelAnswer
 
 
+class Reader(NamedTuple):
+    """Who may know which files the pool's machines have."""
+
+    user: str
+    roots: Sequence[Path]
+    """Folders below which his jobs may write; none: he may know of all."""
+
+    def may_know(self, model: str) -> bool:
+        """Whether to be told what is at a path."""
+        try:
+            place = Path(os.path.realpath(without_tilde(model)))
+        except ValueError:  # no path: it holds a null byte
+            return True
+        return not self.roots or shown_from(place, self.user, self.roots) is not None
+
+
 async def refuse_missing_models(
-    broker: Broker, nodes: Sequence[NodeStatus], config: JobConfig
+    broker: Broker, nodes: Sequence[NodeStatus], config: JobConfig, reader: Reader
 ) -> None:
     """Raise ModelError for a model that no node can have, in the words of the first one asked.
 
@@ -37,16 +56,22 @@ async def refuse_missing_models(
     or with more than are asked.
     """
     for model in models_of(config):
-        told = await ask_for_model(broker, nodes, model)
+        told = await ask_for_model(broker, nodes, model, reader)
         if told and len(told) == len(nodes) and all(one.answer.missing for one in told):
             first = told[0]
             raise ModelError(f"node {first.node}: {first.answer.missing}", hint=first.answer.hint)
 
 
-async def ask_for_model(broker: Broker, nodes: Sequence[NodeStatus], model: str) -> list[Told]:
-    """Return what the nodes say of a model, those that were asked."""
+async def ask_for_model(
+    broker: Broker, nodes: Sequence[NodeStatus], model: str, reader: Reader
+) -> list[Told]:
+    """Return what the nodes say of a model, those that were asked.
+
+    Of a path that the reader may not read they say the same whatever is there, unless a model.
+    """
     names = [one.node for one in nodes[:MOST_ASKED]]
-    question, unknown = ModelQuestion(model=model), ModelAnswer(known=False)
+    alike = not await asyncio.to_thread(reader.may_know, model)
+    question, unknown = ModelQuestion(model=model, alike=alike), ModelAnswer(known=False)
     asking = (
         ask_node(broker, name, "model", question, unknown, timeout_s=ANSWER_S) for name in names
     )

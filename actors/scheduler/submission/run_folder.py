@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from ....broker.disk.run_folder import Folder
@@ -112,15 +111,9 @@ def keep_checkpoint(record: JobRecord, run_dir: Path, stores: Stores) -> str:
             fork,
             run_dir,
             weights_only=record.weights_only,
-            link=not is_path(record.fork_of or "") and not _has_own_code(record),
+            link=not is_path(record.fork_of or "") and not record.has_own_code,
         )
     )
-
-
-def _has_own_code(record: JobRecord) -> bool:
-    """Whether functions of the job's owner run where its folder is written."""
-    algorithm: dict[str, Any] = record.config.get("algorithm") or {}
-    return any(name.startswith("own_") and value for name, value in algorithm.items())
 
 
 def pin_checkpoint(
@@ -174,7 +167,7 @@ def pin_models(
                 Path(each),
                 run_dir,
                 weights_only=True,
-                link=not _has_own_code(record),
+                link=not record.has_own_code,
                 place=f"{_MODELS}/{quote(name, safe='@')}",
             )
         )
@@ -194,7 +187,7 @@ def pin_adapters(record: JobRecord, run_dir: Path, stores: Stores) -> dict[str, 
                 Path(each),
                 run_dir,
                 weights_only=True,
-                link=not is_path(name) and not _has_own_code(record),
+                link=not is_path(name) and not record.has_own_code,
                 place=f"{_ADAPTERS}/{quote(name, safe='@')}",
             )
         )

@@ -43,12 +43,13 @@ from .access import (
     check_game,
     refuse_code_of_others,
     refuse_endpoints,
+    refuse_network,
     refuse_own_algorithms,
     refuse_runs_of_others,
     refuse_second_service,
     refuse_unshown,
 )
-from .models import refuse_missing_models
+from .models import Reader, refuse_missing_models
 from .naming import check_name, names
 from .origins import Origins, begins_with, own
 from .resuming import already_configured, changed_config
@@ -219,7 +220,8 @@ class Submission:
         config, roots, kind, actors, folders, teachers = await self._planned(record)
         self.refuse_placing(record.user, actors)
         if not record.fork_dir:
-            await refuse_missing_models(self._broker, self._reconciler.nodes(), config)
+            reader = self.reader(record.user, roots)
+            await refuse_missing_models(self._broker, self._reconciler.nodes(), config, reader)
         wanted = {"actors": actors, "stored_bytes": reserved_bytes(config)}
         self.check_growth(before, record.model_copy(update=wanted))
         run_dir = await asyncio.to_thread(make_run_dir, config, self._folder_of(record.user))
@@ -334,6 +336,7 @@ class Submission:
         if self._has_users:
             refuse_code_of_others(config)
             refuse_own_algorithms(config, record.user)
+            refuse_network(config, record.user)
             refuse_unshown(config, record.user, roots)
             refuse_endpoints(config, record.user)
             refuse_other_stores(config, record.user, operator_stores())
@@ -357,6 +360,10 @@ class Submission:
             max_record_bytes=more,
             max_stored_bytes=after.stored_bytes - stored_bytes(before),
         )
+
+    def reader(self, user: str, roots: Sequence[Path]) -> Reader:
+        """Return who asks for models, with the folders below which his jobs may write."""
+        return Reader(user, roots if self._has_users else [])
 
     @property
     def _has_users(self) -> bool:

@@ -6,6 +6,7 @@ models, data and game by the nodes that would read them, the slots by the schedu
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from ....broker.client.connection import Broker
@@ -23,7 +24,7 @@ from ....schemas.wire.errors import DataError, GameError, TinkermqError
 from ..jobs.actors import slots_of
 from ..reconciler import Reconciler
 from .access import check_game
-from .models import ANSWER_S, MOST_ASKED, ask_for_model, ask_node, models_of
+from .models import ANSWER_S, MOST_ASKED, Reader, ask_for_model, ask_node, models_of
 from .submission import Submission
 
 _SCHEDULER = "scheduler"
@@ -66,10 +67,13 @@ class TrialSubmission:
         if record.fork_of:
             text = f"it begins with {record.fork_of}: {record.fork_dir}"
             return [SubmissionFinding(what="model", ok=True, text=text, by=_SCHEDULER)]
-        return [await self._model(nodes, model) for model in models_of(config)]
+        reader = self.submission.reader(record.user, [Path(one) for one in record.output_roots])
+        return [await self._model(nodes, model, reader) for model in models_of(config)]
 
-    async def _model(self, nodes: Sequence[NodeStatus], model: str) -> SubmissionFinding:
-        told = await ask_for_model(self._broker, nodes, model)
+    async def _model(
+        self, nodes: Sequence[NodeStatus], model: str, reader: Reader
+    ) -> SubmissionFinding:
+        told = await ask_for_model(self._broker, nodes, model, reader)
         having = [one.node for one in told if one.answer.known and not one.answer.missing]
         lacking = [one for one in told if one.answer.missing]
         if having:

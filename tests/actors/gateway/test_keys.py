@@ -29,7 +29,7 @@ from tests.support.certificates import self_signed
 from tests.support.gateway import Gateway, run_gateway, start
 from tests.support.hollow_model import hollow_model
 from tests.support.secured import SecuredPool, environment, secured
-from tests.support.waiting import PATIENCE_S, eventually
+from tests.support.waiting import PATIENCE_S, eventually, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -319,6 +319,52 @@ async def test_a_revoked_key_ends_the_session(guarded: Guarded) -> None:
 
     await eventually(shut_out, "the session to end")
     assert (await guarded.gateway.get("/jobs", **guarded.bearer("carol"))).status == 303
+
+
+_PATHS = ("whoami", "nodes", "jobs/{job}/metrics", "jobs/{job}/events")
+
+
+@pytest.mark.parametrize("of", ["feed", "log"])
+async def test_requests_and_streams_under_way_end_with_a_revoked_key(
+    guarded: Guarded, of: str
+) -> None:
+    user = f"ann_{of}"
+    await guarded.pool.user(user)
+    job = f"job-of-{user}"
+    await guarded.pool.job(user, job)
+    own, statuses = guarded.bearer(user), list[tuple[str, int, str]]()
+    has_ended = asyncio.Event()
+
+    async def is_known() -> bool:
+        return (await guarded.gateway.get(f"/api/v1/jobs/{job}", **own)).status == 200
+
+    async def follow() -> None:
+        """Read a stream of events to its end."""
+        stream = await guarded.gateway.get(f"/api/v1/jobs/{job}/stream?of={of}", **own)
+        assert stream.status == 200
+
+    async def go_on_asking(path: str) -> None:
+        while not has_ended.is_set():
+            answer = await guarded.gateway.get(path, **own)
+            statuses.append((path, answer.status, answer.text[:200]))
+
+    await eventually(is_known, "the scheduler to know the job")
+    stream = asyncio.create_task(follow())
+    asking = [
+        asyncio.create_task(go_on_asking(f"/api/v1/{path.format(job=job)}")) for path in _PATHS
+    ]
+    await until(lambda: len({path for path, _, _ in statuses}) == len(_PATHS), "all to answer")
+    assert not stream.done()
+    admin = await guarded.pool.connected(guarded.pool.admin_key)
+    await ask_users(admin, "revoke", NameUser(user=user), UserReply)
+    await asyncio.wait_for(stream, PATIENCE_S)
+    await until(
+        lambda: len({path for path, status, _ in statuses if status == 401}) == len(_PATHS),
+        "all to be shut out",
+    )
+    has_ended.set()
+    await asyncio.gather(*asking)
+    assert not [one for one in statuses if one[1] not in (200, 401)]
 
 
 async def test_a_key_that_has_run_out_is_told_to_be_expired_or_wrong(guarded: Guarded) -> None:

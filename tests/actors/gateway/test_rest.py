@@ -83,6 +83,25 @@ async def test_a_query_key_that_an_operation_does_not_know_is_refused_with_the_c
         assert repr(given) in error["message"]
 
 
+STRANGE_KEYS = [
+    *("~: 2", "null: 2", "1: 2", "1.5: 2", "true: 2", ".nan: 2", "2024-01-01: 2", "? [a]\n: 2"),
+    *("? {a: 1}\n: 2", "env: {~: 2}", "env: {1: 2}", "<<: 2", "=: 2", '"\\ud800": 2', "? ''\n: 2"),
+    *("model: {path: m, ~: 2}", "!!binary aGk=: 2", '"\\0": 2'),
+]
+
+
+@pytest.mark.parametrize("config", [*STRANGE_KEYS, {"\ud800": 2}, {"env": {"\udcff": 2}}, {"": 2}])
+async def test_a_strange_key_of_a_configuration_is_refused_and_never_a_failure(
+    gateway: Gateway, config: str | dict[str, Any]
+) -> None:
+    for more in ({}, {"overrides": ["generator.count=2"]}):
+        answer = await gateway.post("/api/v1/jobs", {"config": config, **more})
+        assert answer.status == 400, answer.text
+    if isinstance(config, str):
+        form = urlencode({"config": config, "do": "check"}).encode()
+        assert (await gateway.form("/submit", form)).status == 400
+
+
 async def test_a_job_is_submitted_found_and_stopped(
     stack: Stack, gateway: Gateway, model: Path
 ) -> None:

@@ -1,11 +1,16 @@
 """Walls around hosted games: what a program behind them sees, and how it is ended."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -22,7 +27,7 @@ from tinkermq.envs.sandbox.watch import first_child
 from tinkermq.schemas.node import WantedActor
 from tinkermq.schemas.wire.errors import SandboxError
 
-from tests.support import hostile
+from tests.support import hostile, hostile_learner
 from tests.support.processes import alive
 from tests.support.waiting import PATIENCE_S, until
 
@@ -239,6 +244,67 @@ async def test_nothing_that_code_in_a_learner_tries_changes_the_machine(tmp_path
     *rights, user = json.loads(sink.lines[-1])
     none = "0" * 16
     assert (rights[:3], rights[4:], user) == ([none] * 3, [none, "1", "2"], os.getuid())
+
+
+@contextlib.contextmanager
+def surroundings(folder: Path) -> Iterator[hostile_learner.Outside]:
+    """What lies and runs around the sandbox of a learner, for it to reach for."""
+    places = ("runs/ada/r/fork/weights", "runs/bob/r/config.json", "home/secrets/key", "m/weights")
+    for name in places:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("secret")
+    run, other, secret, model = (str(folder / name) for name in places)
+    abstract, named = f"tinkermq-test-{os.getpid()}", f"{Path(secret).parent}/s"
+    with contextlib.ExitStack() as stack:
+        listening = [stack.enter_context(socket.socket(one)) for one in (socket.AF_INET, 1, 1)]
+        for one, address in zip(listening, (("0.0.0.0", 0), f"\0{abstract}", named), strict=True):
+            one.bind(address)
+            one.listen(64)
+        echo = stack.enter_context(socket.socket(type=socket.SOCK_DGRAM))
+        echo.bind(("127.0.0.1", 0))
+        answering = threading.Thread(target=lambda: echo.sendto(b"!", echo.recvfrom(1)[1]))
+        answering.daemon = True
+        answering.start()
+        outsider = subprocess.Popen(
+            ["sh", "-c", "sleep 600 # " + hostile_learner.MARKER],
+            env={**os.environ, "SAID": hostile_learner.MARKER},
+            start_new_session=True,
+        )
+        try:
+            yield hostile_learner.Outside(
+                *(str(Path(run).parents[1]), other, secret, model, outsider.pid),
+                *(listening[0].getsockname()[1], echo.getsockname()[1], abstract, named),
+            )
+        finally:
+            os.killpg(outsider.pid, signal.SIGKILL)
+            outsider.wait()
+
+
+async def test_nothing_that_functions_in_a_learner_try_leads_out_of_their_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_API_KEY", "MLFLOW_TRACKING_URI", "https_proxy"):
+        monkeypatch.setenv(name, "https://me:secret@tracker")
+    with surroundings(tmp_path) as outside:
+        words = [sys.executable, "-c", source_of(hostile_learner), json.dumps(outside)]
+        without = await asyncio.to_thread(
+            subprocess.run, [*words, "no sandbox"], capture_output=True, check=True
+        )
+        assert len(json.loads(without.stdout)) > 30, "the tries fail without a sandbox, too"
+        wanted = learner(Path(outside.run), Path(outside.model))
+        sink = Sink()
+        actor = process(wanted, sink, *words)
+        await asyncio.wait_for(actor.run(), PATIENCE_S)
+    assert actor.status.exit_code == 0, sink.lines
+    assert json.loads(sink.lines[-1]) == []
+    assert await asyncio.to_thread(untouched, outside)
+
+
+def untouched(outside: hostile_learner.Outside) -> bool:
+    """Whether what is outside of a run is as it was made."""
+    places = [Path(one) for one in (outside.other, outside.secrets, outside.model)]
+    inside = [one.name for place in places for one in place.parent.iterdir()]
+    return {one.read_text() for one in places} == {"secret"} and len(inside) == len(places) + 1
 
 
 RIGHTS = """

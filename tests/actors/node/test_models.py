@@ -9,8 +9,10 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+from tinkermq.actors.folders.roots import MODELS_VARIABLE
 from tinkermq.actors.models.model_folder import check_model_is_here
 from tinkermq.actors.node.models import ModelLookout
+from tinkermq.actors.scheduler.submission.models import Reader
 from tinkermq.schemas.node import ModelQuestion
 from tinkermq.schemas.wire.errors import ModelError
 
@@ -103,3 +105,77 @@ def test_an_adapter_is_here_if_its_base_is(tmp_path: Path) -> None:
         check_model_is_here(str(tmp_path))
     (tmp_path / "adapter_config.json").write_text(base % hollow_model())
     check_model_is_here(str(tmp_path))
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Path:
+    """A folder with whatever may lie where somebody looks for a model."""
+    for name in ("empty", "half", "adapter", "locked", "broken"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "file").write_text("secret")
+    (tmp_path / "half/config.json").write_text("{}")
+    (tmp_path / "adapter/adapter_config.json").write_text('{"base_model_name_or_path": "/secret"}')
+    (tmp_path / "broken/adapter_config.json").write_text("{")
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "odd\udcff").mkdir()
+    (tmp_path / "locked").chmod(0)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "nothing",
+            "empty",
+            "half",
+            "file",
+            "adapter",
+            "broken",
+            "locked",
+            "locked/inner",
+            "link",
+        ),
+        *("dangling", "loop", "file/inner", "empty/../file", "x" * 300, "y/" * 2200, "a\0b"),
+    ],
+)
+async def test_whoever_may_not_know_is_told_the_same_of_everything_but_models(
+    places: Path, name: str
+) -> None:
+    path = f"{places}/{name}"[:4096]
+    answer = await ModelLookout().answer(ModelQuestion(model=path, alike=True))
+    nowhere = f"{places}/nowhere"
+    other = await ModelLookout().answer(ModelQuestion(model=nowhere, alike=True))
+    assert (answer.known, answer.hint) == (other.known, other.hint) == (True, other.hint)
+    assert answer.missing.replace(path, "PATH") == other.missing.replace(nowhere, "PATH")
+
+
+async def test_whoever_may_not_know_is_still_told_of_models() -> None:
+    answer = await ModelLookout().answer(ModelQuestion(model=hollow_model(), alike=True))
+    assert (answer.known, answer.missing) == (True, "")
+
+
+def test_users_may_know_of_their_runs_and_of_the_operators_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MODELS_VARIABLE, str(tmp_path / "models"))
+    (tmp_path / "runs/ada").mkdir(parents=True)
+    (tmp_path / "runs/ada/link").symlink_to(tmp_path / "secrets")
+    ada = Reader("ada", [tmp_path / "runs"])
+    known = {name: ada.may_know(f"{tmp_path}/{name}") for name in _PLACES}
+    assert known == _PLACES
+    assert Reader("root", []).may_know(f"{tmp_path}/secrets")
+
+
+_PLACES = {
+    "models/m": True,
+    "runs/ada/r/checkpoints/step_000001": True,
+    "runs/ada/link": False,
+    "runs/bob/r": False,
+    "runs": False,
+    "secrets": False,
+    "models/../secrets": False,
+    "": False,
+}

@@ -1,11 +1,15 @@
 """A list of jobs that is longer than one answer."""
 
+import asyncio
 from itertools import chain
 
+from tinkermq.actors.scheduler.jobs.archive import ArchivedJob, ArchivedJobs
 from tinkermq.actors.scheduler.jobs.view import PAGE_ARCHIVED, PAGE_RECORDS, JobsView
 from tinkermq.broker.client.connection import Broker
-from tinkermq.broker.jetstream.kv import Entry
+from tinkermq.broker.jetstream.kv import Bucket, Entry
+from tinkermq.broker.jetstream.streams import create_shared
 from tinkermq.schemas.job import JobRecord
+from tinkermq.schemas.wire.subjects import BUCKET_ARCHIVE
 
 
 def _record(number: int, archived: float | None = None) -> JobRecord:
@@ -52,3 +56,24 @@ async def test_an_answer_waits_for_no_more_archived_jobs_than_are_read_at_once(
         view.enter(Entry(f"ann.{record.job}", record, 1))
     at_hand = PAGE_ARCHIVED + 3
     assert list(map(len, _pages(view, archived=True))) == [at_hand + PAGE_ARCHIVED, 3]
+
+
+async def test_a_flood_of_long_lists_costs_another_user_as_many_reads_as_his_own(
+    broker: Broker,
+) -> None:
+    await create_shared(broker)
+    archive, bucket = ArchivedJobs(broker), Bucket(broker, BUCKET_ARCHIVE, JobRecord)
+    await archive.open()
+    jobs: dict[str, list[ArchivedJob]] = {}
+    for user in ("many", "one"):
+        for number in range(130):
+            record = _record(number, archived=1.0).model_copy(update={"user": user})
+            await bucket.put(record.scope.key, record)
+            archive.enter(record)
+        jobs[user] = list(archive.of(user))
+    lists = [asyncio.create_task(archive.read(jobs["many"], "many")) for _ in range(16)]
+    await asyncio.sleep(0)
+    assert len(await archive.read(jobs["one"], "one")) == 130
+    done = [one for one in lists if one.done()]
+    assert len(done) <= 1, "all the lists of the one came before that of the other"
+    assert {len(one) for one in await asyncio.gather(*lists)} == {130}

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tinkermq.actors.scheduler.jobs.actors import secrets_of
 from tinkermq.actors.scheduler.notifier import Plateau
 from tinkermq.broker.client.rpc import call
 from tinkermq.broker.feed import publish_metric
@@ -16,7 +17,7 @@ from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.users.sealing import Seal, close_seal
 from tinkermq.clients import AsyncSchedulerClient
 from tinkermq.clients.pool import Pool
-from tinkermq.schemas.job import JobRecord
+from tinkermq.schemas.job import ActorPlacement, JobRecord
 from tinkermq.schemas.metric import Metric
 from tinkermq.schemas.secret import (
     NOTIFY_URL,
@@ -270,3 +271,25 @@ def test_validation_counts_before_the_reward() -> None:
     assert not plateau.take({"step": 1, "training_step_reward": 0.1})
     assert not plateau.take({"step": 2, "training_step_reward": 9, "val/mean_score": 0.5})
     assert plateau.take({"step": 7, "training_step_reward": 99, "val/mean_score": 0.5})
+
+
+@pytest.mark.parametrize("section", ["algorithm", "training"])
+def test_a_learner_with_functions_of_a_user_is_given_no_key(section: str) -> None:
+    learner = ActorPlacement(name="learner", role="learner", slots=1)
+    plain = JobRecord(
+        job="j",
+        name="r",
+        user="ada",
+        kind="train",
+        state="QUEUED",
+        config={"algorithm": {}, section: {"own_loss": None}},
+        actors=[learner],
+        secrets=[WANDB_KEY],
+        output_roots=["/runs"],
+        created=0.0,
+    )
+    own = {"config": {section: {"own_loss": "mine:loss"}}}
+    assert secrets_of(plain, learner) == [WANDB_KEY]
+    assert secrets_of(plain.model_copy(update=own), learner) == []
+    of_admin = plain.model_copy(update={**own, "output_roots": []})
+    assert secrets_of(of_admin, learner) == [WANDB_KEY]

@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from tinkermq.broker.load.fair_queue import MAX_BYTES, FairQueue
+import pytest
+from tinkermq.broker.load.fair_queue import MAX_BYTES, FairQueue, Turns
 
 from tests.support.waiting import until
 
@@ -70,3 +71,51 @@ async def test_what_waits_is_dropped_at_the_end_and_what_runs_is_ended() -> None
     await until(lambda: requests.began == ["ada"], "the first to run")
     await queue.settle(0)
     assert requests.began == ["ada"]
+
+
+async def test_users_take_turns_in_what_one_at_a_time_may_do() -> None:
+    turns, had = Turns(), list[str]()
+
+    async def pieces(user: str) -> None:
+        for _ in range(4):
+            async with turns.turn(user):
+                had.append(user)
+                await asyncio.sleep(0)
+
+    many = [asyncio.create_task(pieces("many")) for _ in range(16)]
+    await asyncio.sleep(0)
+    await asyncio.gather(pieces("one"), pieces("another"))
+    ahead = had[: max(n for n, user in enumerate(had) if user != "many")]
+    assert ahead.count("many") <= 9, "two for each piece of another, at most"
+    await asyncio.gather(*many)
+    assert [had.count(user) for user in ("many", "one", "another")] == [64, 4, 4]
+
+
+async def test_a_turn_that_nobody_waits_for_any_more_is_passed_on() -> None:
+    turns = Turns()
+    held = asyncio.Event()
+
+    async def hold(user: str, until: asyncio.Event) -> None:
+        async with turns.turn(user):
+            await until.wait()
+
+    first = asyncio.create_task(hold("first", held))
+    await asyncio.sleep(0)
+    waiting = [asyncio.create_task(hold(f"u{n}", held)) for n in range(4)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()  # while it waits
+    held.set()
+    await asyncio.sleep(0)
+    waiting[1].cancel()  # it may just have been given the turn
+    await asyncio.gather(first, *waiting, return_exceptions=True)
+    async with asyncio.timeout(5), turns.turn("late"):
+        pass
+
+
+async def test_a_piece_that_fails_passes_the_turn_on() -> None:
+    turns = Turns()
+    with pytest.raises(ValueError, match="wrong"):
+        async with turns.turn("one"):
+            raise ValueError("wrong")
+    async with asyncio.timeout(5), turns.turn("one"):
+        pass

@@ -1,0 +1,236 @@
+"""The one way out of a sandbox without a network: to the servers of the broker.
+
+A learner that runs functions of its job's owner has a network namespace of its own. A small program
+listens there, on the loopback address, and hands the sockets out before it becomes the learner; the
+node accepts on them and carries bytes to and from the servers that its own URL names. The learner
+finds them under the names that the node has for them, so certificates are checked as ever: its
+/etc/hosts leads those names to where is listened.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from urllib.parse import SplitResult, urlsplit
+
+import structlog
+
+from ...broker.client.addresses import server_urls
+from ...broker.client.faults import shown_url
+from ...schemas.wire.errors import SandboxError
+
+URL_VARIABLE = "TINKERMQ_NATS_URL"
+MAX_CONNECTIONS = 32
+"""Of one learner, at a time; it has one that stands and one for each transfer of weights."""
+_CHUNK_BYTES = 1 << 18
+_CONNECT_S = 5.0
+_LEAST_PORT, _PORT = 1024, 4222
+"""Below the first nobody without rights may listen; there the second is taken."""
+_LISTEN = """
+import os, socket, sys
+channel = socket.socket(fileno=int(sys.argv[1]))
+number = int(sys.argv[2])
+places = [one.rsplit(":", 1) for one in sys.argv[3 : 3 + number]]
+listening = []
+for host, port in places:
+    one = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    one.bind((host, int(port)))
+    one.listen(64)
+    listening.append(one)
+socket.send_fds(channel, [b"L"], [one.fileno() for one in listening])
+for one in [channel, *listening]:
+    one.close()
+os.execvp(sys.argv[3 + number], sys.argv[3 + number :])
+"""
+"""Runs before the learner, in its namespace."""
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Way:
+    """How one server is reached from within."""
+
+    url: str
+    """What the learner is told."""
+    listen: str
+    """`host:port` of the loopback interface within."""
+    name: str | None
+    """What /etc/hosts there leads to it; None for an address."""
+    host: str
+    """Of the server."""
+    port: int
+
+
+class Forwarder:
+    """Carries the bytes of one learner to the broker and back."""
+
+    def __init__(self, url: str) -> None:
+        """Prepare for the servers of a URL; `serve` begins.
+
+        Raises SandboxError for servers that cannot be reached so.
+        """
+        servers = [urlsplit(one) for one in server_urls(url)] if url else []
+        hosts = list(dict.fromkeys(server.hostname for server in servers))
+        self.ways = [_way(server, 1 + hosts.index(server.hostname)) for server in servers]
+        self._channel, self._theirs = socket.socketpair()
+        self._channel.setblocking(False)
+        self._task: asyncio.Task[None] | None = None
+        self._servers: list[asyncio.Server] = []
+        self._open = set[asyncio.Task[None]]()
+
+    @property
+    def fd(self) -> int:
+        """What the program within needs, to hand its sockets out."""
+        return self._theirs.fileno()
+
+    @property
+    def hosts(self) -> str:
+        """What stands in /etc/hosts within."""
+        found = {way.name: way.listen.rpartition(":")[0] for way in self.ways if way.name}
+        own = dict.fromkeys(("localhost", socket.gethostname().lower()), "127.0.0.1")
+        return "".join(f"{address} {name}\n" for name, address in {**own, **found}.items())
+
+    def environment(self) -> Mapping[str, str]:
+        """Return what the learner is given beside, or in place of, what others are."""
+        url = {URL_VARIABLE: ",".join(way.url for way in self.ways)} if self.ways else {}
+        return {
+            **url,
+            "HF_HUB_OFFLINE": "1",  # its cache is there, and no hub
+            "NCCL_SOCKET_IFNAME": "lo",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+
+    def command(self, command: Sequence[str]) -> list[str]:
+        """Return what listens within, and then becomes a program."""
+        places = [way.listen for way in self.ways]
+        numbers = [str(self.fd), str(len(places))]
+        return [sys.executable, "-I", "-S", "-c", _LISTEN, *numbers, *places, *command]
+
+    def serve(self) -> None:
+        """Take the sockets as soon as they are handed out; bubblewrap has been started."""
+        self._theirs.close()
+        self._task = asyncio.create_task(self._serve())
+
+    async def close(self) -> None:
+        """End every connection."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        for server in self._servers:
+            server.close()
+        for one in tuple(self._open):
+            one.cancel()
+        if self._open:
+            await asyncio.wait(self._open)
+        self._theirs.close()
+        self._channel.close()
+
+    async def _serve(self) -> None:
+        for way, listening in zip(self.ways, await self._handed_out(), strict=False):
+            self._servers.append(
+                await asyncio.start_server(
+                    lambda reader, writer, way=way: self._accepted(way, reader, writer),
+                    sock=listening,
+                    limit=_CHUNK_BYTES,
+                )
+            )
+
+    async def _handed_out(self) -> list[socket.socket]:
+        """Return the sockets that the program within listens on; none where it has ended."""
+        loop, readable = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._channel, readable.set)
+        try:
+            await readable.wait()
+            _, fds, _, _ = socket.recv_fds(self._channel, 1, len(self.ways))
+        except OSError:
+            fds = []
+        finally:
+            loop.remove_reader(self._channel)
+            self._channel.close()
+        return [socket.socket(fileno=fd) for fd in fds]
+
+    def _accepted(
+        self, way: Way, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        if len(self._open) >= MAX_CONNECTIONS:
+            writer.transport.abort()
+            return
+        task = asyncio.create_task(_carried(way, reader, writer))
+        self._open.add(task)
+        task.add_done_callback(self._open.discard)
+
+
+async def _carried(way: Way, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Carry the bytes of one connection until either side ends it."""
+    out: asyncio.StreamWriter | None = None
+    try:
+        async with asyncio.timeout(_CONNECT_S):
+            back, out = await asyncio.open_connection(way.host, way.port, limit=_CHUNK_BYTES)
+        both = [asyncio.create_task(_carry(reader, out)), asyncio.create_task(_carry(back, writer))]
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in both:
+                one.cancel()
+            await asyncio.wait(both)
+    except OSError as error:  # TimeoutError is one
+        _log.warning("broker_not_reached_for_learner", server=shown_url(way.url), error=str(error))
+    finally:
+        for one in (writer, out):
+            if one is not None:
+                await _ended(one)
+
+
+async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Carry one way; who reads slowly makes the other side wait."""
+    with contextlib.suppress(OSError):
+        while data := await reader.read(_CHUNK_BYTES):
+            writer.write(data)
+            await writer.drain()
+
+
+async def _ended(writer: asyncio.StreamWriter) -> None:
+    """Close a connection once what was written is sent, but wait for nobody who does not read."""
+    writer.close()
+    try:
+        async with asyncio.timeout(_CONNECT_S):
+            await writer.wait_closed()
+    except OSError:
+        writer.transport.abort()
+
+
+def _way(server: SplitResult, number: int) -> Way:
+    """Return how a server is reached; each has a loopback address of its own where it may."""
+    host, port = server.hostname or "127.0.0.1", server.port or 4222
+    inner = port if port >= _LEAST_PORT else _PORT
+    address = _address(host)
+    if address is None:
+        listen, shown = f"127.0.1.{number}", host
+    elif address.is_loopback:
+        listen = shown = host
+    elif server.scheme == "tls":
+        raise SandboxError(
+            f"functions of users reach the broker under its name alone, and {host} is an address",
+            hint="start the node with the broker's host name in its URL, for which its "
+            "certificate must be good",
+        )
+    else:
+        listen = shown = f"127.0.1.{number}"
+    user, mark, _ = server.netloc.rpartition("@")
+    bracketed = f"[{shown}]" if ":" in shown else shown
+    url = server._replace(netloc=f"{user}{mark}{bracketed}:{inner}").geturl()
+    name = host if address is None and host != "localhost" else None
+    if host == "localhost":
+        listen = "127.0.0.1"
+    return Way(url, f"{listen}:{inner}", name, host, port)
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
