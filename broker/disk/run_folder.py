@@ -32,7 +32,7 @@ _CANNOT_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FolderEntry:
     """A regular file or a folder below a `Folder`."""
 
     path: str
@@ -130,7 +130,7 @@ class Folder:
         except OSError:
             return False
 
-    def entries(self, name: str = ".") -> list[Entry]:
+    def entries(self, name: str = ".") -> list[FolderEntry]:
         """Return the regular files and folders of one folder, in the order of their names.
 
         Those whose names are no text are left out. Raises StorageError for more than `MAX_FILES`.
@@ -144,7 +144,7 @@ class Folder:
             (_moved(one, below) for one in found if one is not None), key=lambda one: one.path
         )
 
-    def files(self, name: str = ".") -> Iterator[Entry]:
+    def files(self, name: str = ".") -> Iterator[FolderEntry]:
         """Yield the regular files at any depth below a folder, in order.
 
         Raises StorageError for more than `MAX_FILES` or deeper than `MAX_DEPTH`.
@@ -321,7 +321,7 @@ def _parts(name: str) -> list[str]:
     return list(path.parts)
 
 
-def _entry(found: "os.DirEntry[str]") -> Entry | None:
+def _entry(found: "os.DirEntry[str]") -> FolderEntry | None:
     """Return a regular file or a folder; None for what is neither, gone, or has no text as name."""
     try:
         found.name.encode()
@@ -331,11 +331,11 @@ def _entry(found: "os.DirEntry[str]") -> Entry | None:
     is_folder = stat.S_ISDIR(status.st_mode)
     if not is_folder and not stat.S_ISREG(status.st_mode):
         return None
-    return Entry(found.name, is_folder, status.st_size, status.st_mtime)
+    return FolderEntry(found.name, is_folder, status.st_size, status.st_mtime)
 
 
-def _moved(entry: Entry, below: str) -> Entry:
-    return Entry(below + entry.path, entry.is_folder, entry.num_bytes, entry.changed)
+def _moved(entry: FolderEntry, below: str) -> FolderEntry:
+    return FolderEntry(below + entry.path, entry.is_folder, entry.num_bytes, entry.changed)
 
 
 def _remove_folder(name: str, parent: int) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ....broker.client.connection import Broker
-from ....broker.disk.run_folder import Entry, Folder
+from ....broker.disk.run_folder import Folder, FolderEntry
 from ....broker.evaluations import best_of, read_scores
 from ....schemas.job import JobRecord
 from ....schemas.wire.errors import NotFoundError, StorageError, TinkermqError
@@ -107,7 +107,7 @@ def pack(run_dir: str, step: int, name: str) -> Iterator[bytes]:
         yield bytes(2 * tarfile.BLOCKSIZE)
 
 
-def _files(run_dir: str, step: int) -> list[Entry]:
+def _files(run_dir: str, step: int) -> list[FolderEntry]:
     """Return the regular files of a checkpoint, by name; none of one that cannot be read."""
     try:
         with Folder(run_dir) as run, run.folder(checkpoint_in(step)) as folder:

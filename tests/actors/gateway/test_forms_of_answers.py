@@ -46,6 +46,13 @@ class Pet(BaseModel):
     owner: Owner | None
 
 
+class Tame(BaseModel):
+    """Without a pattern, which Anthropic's client takes out of a schema."""
+
+    kind: Animal
+    is_tame: bool
+
+
 SCHEMA = {
     "type": "object",
     "properties": {"n": {"enum": [1, 2, 3]}, "b": {"type": "boolean"}},
@@ -114,13 +121,13 @@ async def test_anthropics_client_parses_messages(url: str) -> None:
         base_url=url.removesuffix("/v1"), api_key="any", max_retries=0
     ) as client:
         made = await client.messages.parse(
-            model=MODEL, max_tokens=300, messages=HELLO, output_format=Pet
+            model=MODEL, max_tokens=300, messages=HELLO, output_format=Tame
         )
-        assert isinstance(made.parsed_output, Pet)
+        assert isinstance(made.parsed_output, Tame)
         async with client.messages.stream(
-            model=MODEL, max_tokens=300, messages=HELLO, output_format=Pet
+            model=MODEL, max_tokens=300, messages=HELLO, output_format=Tame
         ) as stream:
-            assert isinstance((await stream.get_final_message()).parsed_output, Pet)
+            assert isinstance((await stream.get_final_message()).parsed_output, Tame)
 
 
 async def test_a_stream_of_a_form_adds_up_to_it(client: AsyncOpenAI) -> None:
