@@ -47,7 +47,7 @@ from .credentials import with_job_keys, with_secrets
 from .gpus import Gpus
 from .looking import TriedGames, look
 from .models import ModelLookout
-from .process import STOP_DEADLINE_S, ActorProcess
+from .process import STOP_DEADLINE_S, ActorProcess, silence_bound
 
 RECORD_S = 2.0
 _STORES_S = 10.0
@@ -99,6 +99,7 @@ class Node:
         self._records = Bucket(broker, BUCKET_NODES, NodeStatus)
         self._changed = asyncio.Event()
         self._recorded = float("-inf")
+        self._silence_s = silence_bound()
         self._beats = Bucket(broker, BUCKET_ACTORS, Presence, deadline_s=_BEAT_DEADLINE_S)
 
     def status(self) -> NodeStatus:
@@ -179,6 +180,7 @@ class Node:
             stop_deadline_s=self._stop_deadline_s,
             changed=self._changed.set,
             last_beat=last_beat,
+            silence_s=self._silence_s,
         )
         self._actors[key] = actor
         self._tasks.create_task(actor.run(), name=f"actor {'.'.join(key)}")

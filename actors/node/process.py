@@ -21,7 +21,7 @@ import structlog
 
 from ...schemas.metric import Presence
 from ...schemas.node import ActorStatus, WantedActor
-from ...schemas.wire.errors import TinkermqError
+from ...schemas.wire.errors import ConfigError, TinkermqError
 from ..runtime import EXIT_CRASHED, EXIT_DONE, EXIT_DRAINED, EXIT_FAILED
 from .backoff import FIRST_DELAY_S, Backoff
 from .children import Child, NotStarted, StartChild
@@ -37,6 +37,8 @@ SILENCE_S = 120.0
 """Without a heartbeat for so long, an actor that had told some is ended and started again."""
 _SILENCE_OF_ROLE_S: dict[str, float] = dict.fromkeys(("learner", "rank", "trainer"), 300.0)
 """What holds Python's lock for long, as writing tens of gigabytes may, is no hang."""
+SILENCE_VARIABLE = "TINKERMQ_ACTOR_SILENCE_S"
+"""Environment variable of a node: the bound of all its actors, whatever their role."""
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -45,6 +47,24 @@ ReadBeat = Callable[[], Awaitable[Presence | None]]
 
 async def no_beat() -> None:
     """Know of no heartbeat."""
+
+
+def silence_bound() -> float | None:
+    """Return for how many seconds an operator lets an actor be silent; None: as its role may.
+
+    Raises ConfigError for what is no positive number.
+    """
+    if not (given := os.environ.get(SILENCE_VARIABLE, "")):
+        return None
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ConfigError(
+            f"${SILENCE_VARIABLE} is {given!r}", hint="give a positive number of seconds"
+        )
+    return seconds
 
 
 class ActorProcess:
@@ -245,9 +265,11 @@ class ActorProcess:
     async def _until_silent(self) -> None:
         """Return once a process that had told heartbeats has told none for too long.
 
-        The time is counted while the broker stores: else no heartbeat can be there.
+        The time is counted while the broker stores: else no heartbeat can be there. A heartbeat is
+        new when it is another one: clocks may be set back.
         """
-        last, since = 0.0, time.monotonic()
+        last: float | None = None
+        has_told, since = False, time.monotonic()
         while True:
             looked = time.monotonic()
             await asyncio.sleep(self._silence_look_s)
@@ -257,11 +279,15 @@ class ActorProcess:
             except TinkermqError:
                 since = now
                 continue
-            told = 0.0 if beat is None or beat.time < self._started else beat.time
+            told = None if beat is None else beat.time  # it vanishes after ten seconds
+            is_new = told is not None and last is not None and told != last
+            has_told = has_told or is_new or (told or 0.0) >= self._started
             was_away = now - looked > 3 * self._silence_look_s  # this process itself
-            if told > last or was_away or not last:
-                last, since = max(last, told), now
-            silent_s = now - since if now - since >= min(SILENCE_TOLD_S, self._silence_s) else 0.0
+            if is_new or was_away or not has_told:
+                since = now
+            last = last if told is None else told
+            told_s = min(SILENCE_TOLD_S, self._silence_s / 2)
+            silent_s = now - since if now - since >= told_s else 0.0
             if bool(silent_s) != bool(self._silent_s):
                 _log.warning("actor_silent", child=self.wanted.name, silent_s=round(silent_s))
                 self._changed()

@@ -11,10 +11,16 @@ from pathlib import Path
 
 import pytest
 from tinkermq.actors.node.children import programs
-from tinkermq.actors.node.process import ActorProcess, ReadBeat, no_beat
+from tinkermq.actors.node.process import (
+    SILENCE_VARIABLE,
+    ActorProcess,
+    ReadBeat,
+    no_beat,
+    silence_bound,
+)
 from tinkermq.schemas.metric import LogLines, Presence
 from tinkermq.schemas.node import WantedActor
-from tinkermq.schemas.wire.errors import DeadlineError
+from tinkermq.schemas.wire.errors import ConfigError, DeadlineError
 
 from tests.support.processes import alive
 from tests.support.waiting import PATIENCE_S, until
@@ -197,6 +203,80 @@ async def test_an_actor_is_not_silent_while_no_heartbeat_can_be_read(tmp_path: P
     assert (actor.status.silent_s, actor.status.restarts) == (0.0, 0)
     actor.stop(kill=True)
     await asyncio.wait_for(run, PATIENCE_S)
+
+
+@pytest.mark.parametrize("step_s", [1.0, -1.0, 3600.0, -3600.0])
+async def test_an_actor_whose_clock_is_set_back_is_not_silent(
+    tmp_path: Path, step_s: float
+) -> None:
+    looks = 0
+
+    async def last_beat() -> Presence | None:
+        nonlocal looks
+        looks += 1
+        told = time.time() + step_s * (looks // 3)  # another one with every third look
+        return Presence(actor="a", role="generator", host="h", pid=1, state="working", time=told)
+
+    actor = ActorProcess(
+        wanted(tmp_path, role="generator"),
+        start=programs(script("import time; time.sleep(600)")),
+        nats_url="nats://127.0.0.1:1",
+        send=Sink(),
+        stop_deadline_s=0.5,
+        last_beat=last_beat,
+        silence_s=1.0,
+        silence_look_s=0.05,
+    )
+    run = asyncio.create_task(actor.run())
+    await until(lambda: looks > 60, "many looks")
+    assert (actor.status.silent_s, actor.status.restarts) == (0.0, 0)
+    actor.stop(kill=True)
+    await asyncio.wait_for(run, PATIENCE_S)
+
+
+async def test_an_actor_whose_last_heartbeat_has_vanished_is_silent(tmp_path: Path) -> None:
+    told = time.time() + 60.0
+    looks = 0
+
+    async def last_beat() -> Presence | None:
+        nonlocal looks
+        looks += 1
+        if looks > 2:
+            return None
+        return Presence(
+            actor="a", role="generator", host="h", pid=1, state="working", time=told + looks
+        )
+
+    actor = ActorProcess(
+        wanted(tmp_path, role="generator"),
+        start=programs(script("import time; time.sleep(600)")),
+        nats_url="nats://127.0.0.1:1",
+        send=Sink(),
+        stop_deadline_s=0.5,
+        last_beat=last_beat,
+        silence_s=0.5,
+        silence_look_s=0.05,
+    )
+    run = asyncio.create_task(actor.run())
+    await until(lambda: actor.status.restarts == 1, "a new process")
+    actor.stop(kill=True)
+    await asyncio.wait_for(run, PATIENCE_S)
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "soon", "inf", "nan"])
+def test_a_bound_of_silence_that_is_none_is_refused(
+    given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SILENCE_VARIABLE, given)
+    with pytest.raises(ConfigError, match=SILENCE_VARIABLE):
+        silence_bound()
+
+
+def test_a_bound_of_silence_counts_for_every_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SILENCE_VARIABLE, raising=False)
+    assert silence_bound() is None
+    monkeypatch.setenv(SILENCE_VARIABLE, "45.5")
+    assert silence_bound() == 45.5
 
 
 async def test_a_drain_that_nobody_here_asked_for_is_no_failure(tmp_path: Path) -> None:

@@ -1,0 +1,107 @@
+"""A partition of the network between a learner's node and the broker costs no position.
+
+The learner lives on behind it and does not know that another one has taken its job over.
+"""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from tinkermq.broker.client.connection import Msg
+from tinkermq.broker.tasks import TaskQueue
+from tinkermq.schemas.task import Task
+
+from tests.support.configs import small_job
+from tests.support.jobs import Job
+from tests.support.partition import Partitions
+from tests.support.processes import alive
+from tests.support.proofs import (
+    assert_every_position_once,
+    assert_every_task_once,
+    assert_replay_is_identical,
+)
+from tests.support.stack import Stack
+from tests.support.waiting import PATIENCE_S, until
+
+pytestmark = [pytest.mark.faults, pytest.mark.long, pytest.mark.timeout(400)]
+
+
+class CutOff(Stack):
+    """A stack whose first node reaches the broker through a proxy."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, slots=16)
+        self.partitions = Partitions(lambda: self.server.port)
+
+    def url_for(self, name: str) -> str:
+        """Return the proxy's address for the first node."""
+        return self.partitions.url if name == "node" else self.server.url
+
+    def on_node(self, name: str) -> list[int]:
+        """Return the processes of a node: itself and its actors."""
+        node = psutil.Process(self._processes[name].pid)
+        return [node.pid, *(child.pid for child in node.children(recursive=True))]
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["late", "lost"])
+@pytest.mark.parametrize("save_freq", [2, 100])
+async def test_a_learner_that_was_cut_off_behind_a_batch_record_loses_and_repeats_no_position(
+    tmp_path: Path, model: Path, save_freq: int, lost: bool
+) -> None:
+    """It comes back when its successor has issued tasks and has recorded no step yet."""
+    slow = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.3}, "num_val": 0}
+    stack = CutOff(tmp_path)
+    async with stack.partitions, stack:
+        training = {"num_steps": 24, "save_freq": save_freq}
+        job = await stack.submit(small_job(model, env=slow, training=training))
+        await job.until_step(5)
+        old, published = await job.pid("learner"), list[Task]()
+
+        def hear(message: Msg) -> None:
+            published.append(Task.from_bytes(message.data, at=message.subject))
+
+        heard = await stack.broker.listen(job.scope.task("*"), hear)
+        stack.start("node", "other")
+        await stack.until_nodes(2)
+        await asyncio.wait_for(stack.partitions.cut_behind(job.scope.batch), PATIENCE_S)
+        stack.partitions.cut(on_node := stack.on_node("node"))
+        seen = len(published)
+        last = await _last_number(job)
+
+        async def follower() -> int | None:
+            pid = await job.pid("learner")
+            return None if pid == old else pid
+
+        new = await job.eventually(follower, "another learner")
+        await until(
+            lambda: any(one.task > last for one in published[seen:]), "tasks of the new learner"
+        )
+        os.kill(new, signal.SIGSTOP)  # it records no step
+        highest = max(one.task for one in published)
+
+        async def foreign() -> bool:
+            return any((one.number or 0) > last for one in await job.entries())
+
+        await job.eventually(foreign, "a group that the old learner has not issued")
+        stack.partitions.heal([old], lost=lost)
+        await until(
+            lambda: not alive(old) or any(one.task > highest for one in published),
+            "the old learner to issue tasks, or to end",
+        )
+        os.kill(new, signal.SIGCONT)
+        stack.partitions.heal([pid for pid in on_node if pid != old])
+        await job.until("COMPLETED")
+        await heard.stop()
+        assert job.record.losses == 1
+        await assert_every_position_once(job)
+        await assert_every_task_once(job)
+        await assert_replay_is_identical(job)
+
+
+async def _last_number(job: Job) -> int:
+    """Return the highest task number that was given out: queued, held, or in the log."""
+    queued = await TaskQueue(job.stack.broker, job.scope).pending_numbers()
+    return max([*queued, *(one.number or 0 for one in await job.entries())])
