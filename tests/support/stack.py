@@ -152,12 +152,15 @@ class Stack:
         await asyncio.to_thread(process.wait, PATIENCE_S)
         self.start(role)
 
-    def _popen(self, command: list[str], name: str) -> subprocess.Popen[bytes]:
+    def _popen(
+        self, command: list[str], name: str, variables: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
         environment = {
             **os.environ,
             "TINKERMQ_LOG_FORMAT": "json",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+            **(variables or {}),
         }
         with (self.folder / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
