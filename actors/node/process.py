@@ -1,10 +1,11 @@
 """One actor of a job as a child process, kept alive until it is done, fails for good, or is
 stopped.
 
-Exit 0 is done; exit 2 is a mistake that a restart cannot mend; exit 3 is the end of a drain that
-nobody here asked for, and the actor is started again; any other end is a crash, and it is started
-again, too, later each time. The child leads a process group of its own and dies with
-the node, so nothing is left behind whichever of them is killed.
+Exit 0 is done; exit 2, like a start that is refused, is a mistake that a restart cannot mend; exit
+3 is the end of a drain that nobody here asked for, and the actor is started again; any other end is
+a crash, and it is started again, too, later each time. So is an actor that tells no heartbeat any
+more, for it is stopped, hangs, or is cut off. The child leads a process group of its own and dies
+with the node, so nothing is left behind whichever of them is killed.
 """
 
 import asyncio
@@ -26,6 +27,7 @@ from ..runtime import EXIT_CRASHED, EXIT_DONE, EXIT_DRAINED, EXIT_FAILED
 from .backoff import FIRST_DELAY_S, Backoff
 from .children import Child, NotStarted, StartChild
 from .command import actor_environment
+from .enclosure import Refused
 from .output import ActorOutput, LogFile, SendLines
 
 STOP_DEADLINE_S = 20.0
@@ -226,6 +228,8 @@ class ActorProcess:
         except OSError as error:
             os.close(reading)
             self._output.add([f"cannot start {self.wanted.name}: {error}"])
+            if isinstance(error, Refused):
+                return EXIT_FAILED
             return EXIT_DRAINED if isinstance(error, NotStarted) else EXIT_CRASHED
         finally:
             os.close(writing)

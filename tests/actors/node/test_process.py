@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.node.children import programs
+from tinkermq.actors.node.children import ActorStarter, programs
 from tinkermq.actors.node.process import (
     SILENCE_VARIABLE,
     ActorProcess,
@@ -375,6 +375,46 @@ async def test_a_program_that_cannot_be_started_fails_like_a_crash(tmp_path: Pat
     assert actor.status.state == "failed"
     assert "cannot start learner" in actor.status.error
     assert "/nonexistent/python" in actor.status.error
+
+
+@pytest.mark.parametrize("folder", ["/etc", "runs/bob/r2", "runs", "link", "elsewhere", "/"])
+async def test_an_agent_folder_that_may_not_be_shown_is_tried_once(
+    tmp_path: Path, folder: str
+) -> None:
+    for name in ("runs/ada/r1", "runs/bob/r2", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "runs/bob/r2")
+    await assert_tried_once(
+        wanted(
+            tmp_path / "runs/ada/r1",
+            role="environment",
+            user="ada",
+            output_roots=[str(tmp_path / "runs")],
+            programs=[str(tmp_path / folder)],
+            max_restarts=5,
+        ),
+        "agent programs of user 'ada' may not be shown",
+    )
+
+
+@pytest.mark.parametrize("role", ["learner", "generator", "environment", "evaluator"])
+async def test_a_run_folder_outside_of_the_roots_is_tried_once(tmp_path: Path, role: str) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    roots = [str(tmp_path / "runs")]
+    outside = wanted(tmp_path / "elsewhere", role=role, output_roots=roots, max_restarts=5)
+    await assert_tried_once(outside, "run_dir")
+
+
+async def assert_tried_once(wanted: WantedActor, said: str) -> None:
+    starter = ActorStarter(enclose_games=True)
+    actor = ActorProcess(wanted, start=starter.start, nats_url="", send=Sink())
+    try:
+        await asyncio.wait_for(actor.run(), PATIENCE_S)
+    finally:
+        await starter.close()
+    assert (actor.status.state, actor.status.restarts) == ("failed", 0)
+    assert said in actor.status.error
 
 
 async def test_threads_and_broker_reach_the_actor_by_its_environment(tmp_path: Path) -> None:
