@@ -51,11 +51,14 @@ class CutOff(Stack):
 async def test_a_learner_that_was_cut_off_behind_a_batch_record_loses_and_repeats_no_position(
     tmp_path: Path, model: Path, save_freq: int, lost: bool
 ) -> None:
-    """It comes back when its successor has issued tasks and has recorded no step yet."""
+    """It comes back when its successor has issued tasks and has recorded no step yet.
+
+    Without staleness the successor has to wait for them: it finds nothing else to train.
+    """
     slow = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.3}, "num_val": 0}
     stack = CutOff(tmp_path)
     async with stack.partitions, stack:
-        training = {"num_steps": 24, "save_freq": save_freq}
+        training = {"num_steps": 16, "save_freq": save_freq, "max_staleness": 0}
         job = await stack.submit(small_job(model, env=slow, training=training))
         await job.until_step(5)
         old, published = await job.pid("learner"), list[Task]()
@@ -86,11 +89,13 @@ async def test_a_learner_that_was_cut_off_behind_a_batch_record_loses_and_repeat
             return any((one.number or 0) > last for one in await job.entries())
 
         await job.eventually(foreign, "a group that the old learner has not issued")
+        recorded = len(await job.batches())
         stack.partitions.heal([old], lost=lost)
         await until(
             lambda: not alive(old) or any(one.task > highest for one in published),
             "the old learner to issue tasks, or to end",
         )
+        assert len(await job.batches()) == recorded
         os.kill(new, signal.SIGCONT)
         stack.partitions.heal([pid for pid in on_node if pid != old])
         await job.until("COMPLETED")

@@ -220,6 +220,15 @@ async def _machines(broker: Broker) -> list[Finding]:
         for one in node.actors
         if one.silent_s
     ]
+    lost = [
+        f"{node.node} has found at {time.strftime('%F %T', time.localtime(node.store_lost))}"
+        for node in nodes
+        if node.store_lost is not None
+    ]
+    again = (
+        "runs of before are known no more: bring the broker's folder back from a copy, or make "
+        "their records anew (`tinkermq restore`); a node that is started again takes it as it is"
+    )
     frozen = "stopped, hung, or cut off: their nodes start them again when that lasts"
     ntp = "set the clocks of the machines by NTP: times, days and bills go by them, leases do not"
     return [
@@ -232,6 +241,12 @@ async def _machines(broker: Broker) -> list[Finding]:
             not silent,
             f"no heartbeat of {'; '.join(silent)}" if silent else "all tell heartbeats",
             frozen if silent else "",
+        ),
+        Finding(
+            "store",
+            not lost,
+            f"the broker came back empty, as {', '.join(lost)}" if lost else "nothing was lost",
+            again if lost else "",
         ),
     ]
 

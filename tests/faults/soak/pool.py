@@ -144,7 +144,8 @@ class Pool(Stack):
             variables[SECRETS_VARIABLE] = str(self.secrets.folder if self.secrets else "")
         if shift_s:
             variables[SHIFT_VARIABLE] = str(shift_s)
-            variables["PYTHONPATH"] = os.pathsep.join([str(_SHIFTED), str(REPOSITORY)])
+            given = os.environ.get("PYTHONPATH", "")
+            variables["PYTHONPATH"] = os.pathsep.join([str(_SHIFTED), str(REPOSITORY), given])
         return self._run(role, command, variables)
 
     def start_client(self, name: str, server_url: str) -> int:
