@@ -26,6 +26,7 @@ from ...schemas.batch import BatchRecord, Dropped
 from ...schemas.config.agent_rules import why_no_rows
 from ...schemas.config.job import JobConfig
 from ...schemas.rollout import Group
+from ...schemas.wire.errors import BrokerError, DeadlineError
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext, settle_memory
 from ..self_play import pool
 from .control import LearnerControl
@@ -52,6 +53,7 @@ from .training.torch_trace import TorchTracer
 T = TypeVar("T")
 _EVALUATION_S = 1800.0
 _LOOK_S = 1.0
+_OWNER_S = 2.0
 _log = structlog.get_logger()
 
 
@@ -356,6 +358,7 @@ class Learner:
             self.publisher.pin(self.state.step)
 
     async def _save(self) -> str | None:
+        await self._refuse_if_replaced()
         self._notice_arrivals()
         with self._time_use.doing("checkpoint"):
             return await self._saver.save()
@@ -386,6 +389,16 @@ class Learner:
         """Raise FencedError when another learner of the job has recorded a step."""
         await self._batches.check_owner(self.state.batch_seq)
 
+    async def _refuse_if_replaced(self) -> None:
+        """Raise FencedError rather than write a checkpoint that another learner's steps contradict.
+
+        A broker that is away does not keep a checkpoint from being written: what it decides that
+        is recorded nowhere is compared with the records when it is loaded.
+        """
+        with contextlib.suppress(TimeoutError, BrokerError, DeadlineError):
+            async with asyncio.timeout(_OWNER_S):
+                await self._check_owner()
+
     async def _drop_repeated(self) -> None:
         """Let no position be trained twice that a learner that was cut off had issued, too."""
         repeated = self.ledger.find_repeated()
@@ -408,6 +421,7 @@ class Learner:
         self._notice_arrivals()
         await self._drops.tell(now=True)
         self._tracer.finish()
+        await self._refuse_if_replaced()
         self.control.checkpoint_done(await self._saver.save_at_the_end())
         await self.publisher.wait()
         if self.state.step < self.total_steps:

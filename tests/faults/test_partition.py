@@ -4,6 +4,7 @@ The learner lives on behind it and does not know that another one has taken its 
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -46,14 +47,23 @@ class CutOff(Stack):
         return [node.pid, *(child.pid for child in node.children(recursive=True))]
 
 
-@pytest.mark.parametrize("lost", [False, True], ids=["late", "lost"])
-@pytest.mark.parametrize("save_freq", [2, 100])
+@pytest.mark.parametrize(
+    ("save_freq", "comes_back", "ends"),
+    [
+        (2, "late", "fenced"),
+        (100, "lost", "fenced"),
+        (100, "late", "drains"),
+        (2, "late", "drains"),
+    ],
+)
 async def test_a_learner_that_was_cut_off_behind_a_batch_record_loses_and_repeats_no_position(
-    tmp_path: Path, model: Path, save_freq: int, lost: bool
+    tmp_path: Path, model: Path, save_freq: int, comes_back: str, ends: str
 ) -> None:
     """It comes back when its successor has issued tasks and has recorded no step yet.
 
-    Without staleness the successor has to wait for them: it finds nothing else to train.
+    Without staleness the successor has to wait for them: it finds nothing else to train. What was
+    held back arrives `late` or is `lost`. The old learner is `fenced` by the next record, or
+    `drains` before that and leaves a checkpoint, from which a third one may start.
     """
     slow = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.3}, "num_val": 0}
     stack = CutOff(tmp_path)
@@ -71,6 +81,8 @@ async def test_a_learner_that_was_cut_off_behind_a_batch_record_loses_and_repeat
         await stack.until_nodes(2)
         await asyncio.wait_for(stack.partitions.cut_behind(job.scope.batch), PATIENCE_S)
         stack.partitions.cut(on_node := stack.on_node("node"))
+        node = on_node[0]
+        os.kill(node, signal.SIGSTOP)  # it starts no learner again
         seen = len(published)
         last = await _last_number(job)
 
@@ -90,13 +102,23 @@ async def test_a_learner_that_was_cut_off_behind_a_batch_record_loses_and_repeat
 
         await job.eventually(foreign, "a group that the old learner has not issued")
         recorded = len(await job.batches())
-        stack.partitions.heal([old], lost=lost)
+        stack.partitions.heal([old], lost=comes_back == "lost")
         await until(
             lambda: not alive(old) or any(one.task > highest for one in published),
             "the old learner to issue tasks, or to end",
         )
         assert len(await job.batches()) == recorded
-        os.kill(new, signal.SIGCONT)
+        if ends == "drains":
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(old, signal.SIGTERM)
+            await until(lambda: not alive(old), "the old learner to drain")
+            os.kill(new, signal.SIGCONT)
+            await until_recorded(job, recorded + 1)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(new, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(new, signal.SIGCONT)
+        os.kill(node, signal.SIGCONT)
         stack.partitions.heal([pid for pid in on_node if pid != old])
         await job.until("COMPLETED")
         await heard.stop()
@@ -104,6 +126,13 @@ async def test_a_learner_that_was_cut_off_behind_a_batch_record_loses_and_repeat
         await assert_every_position_once(job)
         await assert_every_task_once(job)
         await assert_replay_is_identical(job)
+
+
+async def until_recorded(job: Job, count: int) -> None:
+    async def recorded() -> bool:
+        return len(await job.batches()) >= count
+
+    await job.eventually(recorded, f"{count} recorded steps")
 
 
 async def _last_number(job: Job) -> int:
