@@ -65,12 +65,18 @@ async def test_a_learner_that_was_cut_off_behind_a_batch_record_loses_and_repeat
     held back arrives `late` or is `lost`. The old learner is `fenced` by the next record, or
     `drains` before that and leaves a checkpoint, from which a third one may start.
     """
-    slow = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.3}, "num_val": 0}
+    slow = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 1.0}, "num_val": 0}
     stack = CutOff(tmp_path)
     async with stack.partitions, stack:
-        training = {"num_steps": 16, "save_freq": save_freq, "max_staleness": 0}
+        batch = 4
+        training = {
+            "num_steps": 12,
+            "save_freq": save_freq,
+            "max_staleness": 0,
+            "batch_size": batch,
+        }
         job = await stack.submit(small_job(model, env=slow, training=training))
-        await job.until_step(5)
+        await job.until_step(3)
         old, published = await job.pid("learner"), list[Task]()
 
         def hear(message: Msg) -> None:
@@ -92,15 +98,17 @@ async def test_a_learner_that_was_cut_off_behind_a_batch_record_loses_and_repeat
 
         new = await job.eventually(follower, "another learner")
         await until(
-            lambda: any(one.task > last for one in published[seen:]), "tasks of the new learner"
+            lambda: len({one.task for one in published[seen:] if one.task > last}) == batch,
+            "tasks of the new learner",
         )
         os.kill(new, signal.SIGSTOP)  # it records no step
         highest = max(one.task for one in published)
 
         async def foreign() -> bool:
-            return any((one.number or 0) > last for one in await job.entries())
+            numbers = [one.number or 0 for one in await job.entries()]
+            return len([one for one in numbers if one > last]) == batch
 
-        await job.eventually(foreign, "a group that the old learner has not issued")
+        await job.eventually(foreign, "the groups of tasks that the old learner has not issued")
         recorded = len(await job.batches())
         stack.partitions.heal([old], lost=comes_back == "lost")
         await until(

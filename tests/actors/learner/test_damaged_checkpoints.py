@@ -106,8 +106,8 @@ def test_a_folder_that_was_written_without_digests_is_taken_as_it_is(tmp_path: P
 def _record(step: int, *dropped: int) -> BatchRecord:
     return BatchRecord(
         step=step,
-        seqs=[],
-        tasks=[],
+        seqs=[100 + step],
+        tasks=[100 + step],
         dropped=[Dropped(seq=seq, task=seq, reason="stale") for seq in dropped],
         oldest=0,
         seed=0,
