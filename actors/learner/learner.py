@@ -115,6 +115,7 @@ class Learner:
         )
         self._order, self._policies, self._reporter = order, policies, reporter
         self._batches = BatchLog(broker, scope)
+        self._recording = asyncio.Lock()
         self._drops = Drops(
             self.intake,
             self.ledger,
@@ -276,7 +277,8 @@ class Learner:
             learner=f"{self.context.name}@{self.context.presence.host}:{self.context.presence.pid}",
             time=time.time(),
         )
-        self.state.batch_seq = await self._batches.append(record, self.state.batch_seq)
+        async with self._recording:
+            self.state.batch_seq = await self._batches.append(record, self.state.batch_seq)
         return record
 
     async def _train(
@@ -387,7 +389,8 @@ class Learner:
 
     async def _check_owner(self) -> None:
         """Raise FencedError when another learner of the job has recorded a step."""
-        await self._batches.check_owner(self.state.batch_seq)
+        async with self._recording:  # clients ask for tasks while this one records
+            await self._batches.check_owner(self.state.batch_seq)
 
     async def _refuse_if_replaced(self) -> None:
         """Raise FencedError rather than write a checkpoint that another learner's steps contradict.
