@@ -39,6 +39,8 @@ SILENCE_S = 120.0
 """Without a heartbeat for so long, an actor that had told some is ended and started again."""
 _SILENCE_OF_ROLE_S: dict[str, float] = dict.fromkeys(("learner", "rank", "trainer"), 300.0)
 """What holds Python's lock for long, as writing tens of gigabytes may, is no hang."""
+START_SILENCE_S = 600.0
+"""A process that has told no heartbeat yet may take so long to import what it needs."""
 SILENCE_VARIABLE = "TINKERMQ_ACTOR_SILENCE_S"
 """Environment variable of a node: the bound of all its actors, whatever their role."""
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -84,13 +86,16 @@ class ActorProcess:
         changed: Callable[[], None] = lambda: None,
         last_beat: ReadBeat = no_beat,
         silence_s: float | None = None,
+        start_silence_s: float = START_SILENCE_S,
         silence_look_s: float = SILENCE_LOOK_S,
     ) -> None:
         """`changed` is called whenever `status` tells something new; `last_beat` reads the last
-        heartbeat of the actor; `silence_s` is for how long it may tell none, None: by its role.
+        heartbeat of the actor; `silence_s` is for how long it may tell none, None: by its role,
+        `start_silence_s` until it tells its first.
         """
         self._last_beat = last_beat
         self._silence_s = silence_s or _SILENCE_OF_ROLE_S.get(wanted.role, SILENCE_S)
+        self._start_silence_s = max(self._silence_s, start_silence_s)
         self._silence_look_s = silence_look_s
         self._silent_s = 0.0
         self.wanted = wanted
@@ -267,13 +272,13 @@ class ActorProcess:
             self._silent_s = 0.0
 
     async def _until_silent(self) -> None:
-        """Return once a process that had told heartbeats has told none for too long.
+        """Return once a process has told no heartbeat for too long, or none at all.
 
         The time is counted while the broker stores: else no heartbeat can be there. A heartbeat is
         new when it is another one: clocks may be set back.
         """
         last: float | None = None
-        has_told, since = False, time.monotonic()
+        has_told, had_told, since = False, False, time.monotonic()
         while True:
             looked = time.monotonic()
             await asyncio.sleep(self._silence_look_s)
@@ -287,16 +292,18 @@ class ActorProcess:
             is_new = told is not None and last is not None and told != last
             has_told = has_told or is_new or (told or 0.0) >= self._started
             was_away = now - looked > 3 * self._silence_look_s  # this process itself
-            if is_new or was_away or not has_told:
+            if is_new or was_away or (has_told and not had_told):
                 since = now
             last = last if told is None else told
-            told_s = min(SILENCE_TOLD_S, self._silence_s / 2)
+            had_told = has_told
+            bound_s = self._silence_s if has_told else self._start_silence_s
+            told_s = min(SILENCE_TOLD_S, bound_s / 2) if has_told else bound_s / 2
             silent_s = now - since if now - since >= told_s else 0.0
             if bool(silent_s) != bool(self._silent_s):
                 _log.warning("actor_silent", child=self.wanted.name, silent_s=round(silent_s))
                 self._changed()
             self._silent_s = silent_s
-            if silent_s >= self._silence_s:
+            if silent_s >= bound_s:
                 return
 
     def _tell_silence(self) -> None:

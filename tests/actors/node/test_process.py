@@ -263,6 +263,33 @@ async def test_an_actor_whose_last_heartbeat_has_vanished_is_silent(tmp_path: Pa
     await asyncio.wait_for(run, PATIENCE_S)
 
 
+async def test_an_actor_that_never_tells_a_heartbeat_is_started_again(tmp_path: Path) -> None:
+    """Of an earlier process one may still be there."""
+    before = Presence(
+        actor="a", role="generator", host="h", pid=1, state="working", time=time.time() - 60
+    )
+
+    async def last_beat() -> Presence | None:
+        return before
+
+    actor = ActorProcess(
+        wanted(tmp_path, role="generator"),
+        start=programs(script("import time; time.sleep(600)")),
+        nats_url="nats://127.0.0.1:1",
+        send=Sink(),
+        stop_deadline_s=0.5,
+        last_beat=last_beat,
+        silence_s=0.1,
+        start_silence_s=1.0,
+        silence_look_s=0.05,
+    )
+    run = asyncio.create_task(actor.run())
+    await until(lambda: actor.status.silent_s >= 0.5, "the silence to be told")
+    await until(lambda: actor.status.restarts == 1, "a new process")
+    actor.stop(kill=True)
+    await asyncio.wait_for(run, PATIENCE_S)
+
+
 @pytest.mark.parametrize("given", ["0", "-1", "soon", "inf", "nan"])
 def test_a_bound_of_silence_that_is_none_is_refused(
     given: str, monkeypatch: pytest.MonkeyPatch
