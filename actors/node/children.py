@@ -25,7 +25,7 @@ from ...schemas.node import WantedActor
 from ...schemas.wire.errors import ConfigError, StorageError
 from ..folders.roots import below_roots
 from .command import ENVIRONMENT, actor_argv, actor_module
-from .enclosure import Enclosure, NotShown, Refused, check_programs
+from .enclosure import Enclosure, NotShown, StartRefused, check_programs
 from .fork_server import PACKET_BYTES, ForkRequest
 
 IDLE_S = 300.0
@@ -109,7 +109,7 @@ class ActorStarter:
     ) -> Child:
         """Start one actor, or another `program` as that actor would be.
 
-        Its run folder may have become a link since the job was accepted. Raises OSError; Refused
+        Its run folder may have become a link since the job was accepted. Raises OSError; StartRefused
         for what no second try changes.
         """
         is_enclosed = self._enclosure is not None and wanted.own_code is not None
@@ -119,7 +119,7 @@ class ActorStarter:
                 await asyncio.to_thread(_refuse_led_away, Path(wanted.run_dir))
         except (ConfigError, StorageError) as error:
             may_pass = isinstance(error, StorageError) and error.is_full
-            raise (OSError(str(error)) if may_pass else Refused.of(error)) from error
+            raise (OSError(str(error)) if may_pass else StartRefused.of(error)) from error
         if sys.platform == "linux" and wanted.role in _FORKED_ROLES and not is_enclosed:
             return await self._server.fork(wanted, environment, output)
         command = list(program or [sys.executable, "-m", actor_module(wanted), *actor_argv(wanted)])
@@ -131,7 +131,7 @@ class ActorStarter:
             try:
                 await asyncio.to_thread(check_programs, wanted)  # disks may be slow
             except NotShown as error:
-                raise Refused.of(error) from error
+                raise StartRefused.of(error) from error
         return await spawn(command, environment, output)
 
     async def close(self) -> None:

@@ -115,11 +115,11 @@ class NotShown(SandboxError):
     """What a job names may not be shown to what runs for it: no second try changes that."""
 
 
-class Refused(OSError):
+class StartRefused(OSError):
     """An actor may not be started as its job asks for it: no second try changes that."""
 
     @classmethod
-    def of(cls, error: TinkermqError) -> "Refused":
+    def of(cls, error: TinkermqError) -> "StartRefused":
         """Say it as the error does."""
         return cls(f"{error.message}; {error.hint}")
 
@@ -139,7 +139,7 @@ class Enclosure:
     ) -> EnclosedChild:
         """Start the program of one; OSError where none can be enclosed, with the remedy.
 
-        Refused where it may not be shown what its job names.
+        StartRefused where it may not be shown what its job names.
         """
         learns = wanted.own_code is not None
         variables = {**_allowed(os.environ, _OF_LEARNERS if learns else ()), **_WHO}
@@ -162,7 +162,7 @@ class Enclosure:
             )
         except NotShown as error:
             await sandboxes.close()
-            raise Refused.of(error) from error
+            raise StartRefused.of(error) from error
         except SandboxError as error:
             await sandboxes.close()
             raise OSError(f"{error.message}; {error.hint}") from error

@@ -27,7 +27,7 @@ from ..runtime import EXIT_CRASHED, EXIT_DONE, EXIT_DRAINED, EXIT_FAILED
 from .backoff import FIRST_DELAY_S, Backoff
 from .children import Child, NotStarted, StartChild
 from .command import actor_environment
-from .enclosure import Refused
+from .enclosure import StartRefused
 from .output import ActorOutput, LogFile, SendLines
 
 STOP_DEADLINE_S = 20.0
@@ -233,7 +233,7 @@ class ActorProcess:
         except OSError as error:
             os.close(reading)
             self._output.add([f"cannot start {self.wanted.name}: {error}"])
-            if isinstance(error, Refused):
+            if isinstance(error, StartRefused):
                 return EXIT_FAILED
             return EXIT_DRAINED if isinstance(error, NotStarted) else EXIT_CRASHED
         finally:

@@ -43,11 +43,11 @@ STOPS = {
     "job stop": 2,
     "job pause": 2,
     "cut actor": 6,
-    "cut node": 6,
+    "cut node": 9,
     "freeze": 4,
 }
 """How often each way to stop something, for a while or until it is started again, is drawn."""
-_CUTS_S = (3.0, 8.0, 14.0, 24.0, 36.0)
+_CUTS_S = (3.0, 8.0, 14.0, 20.0, 26.0, 36.0)
 _ACTORS = frozenset({"learner", "generator", "environment", "evaluator"})
 _SHIFTS_S = (0.0, 0.0, -20.0, -3600.0, -86_400.0, 3600.0)
 """By how much the clock of a scheduler that starts may be wrong."""
@@ -315,8 +315,7 @@ class Injector:
         if kind == "cut node":
             if target.node in self._busy:
                 return
-            if rest_s > _LOST_S and not self._may_lose():
-                rest_s = _LOST_S / 2
+            rest_s = rest_s if self._may_lose() else _LOST_S / 2
         behind = lane.job.scope.batch if is_behind and target.role == "learner" else ""
         self.stopped[kind] += 1
         self._do_later(self._cut(kind, target, rest_s, behind, lost=lost))
