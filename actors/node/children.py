@@ -109,8 +109,8 @@ class ActorStarter:
     ) -> Child:
         """Start one actor, or another `program` as that actor would be.
 
-        Its run folder may have become a link since the job was accepted. Raises OSError; StartRefused
-        for what no second try changes.
+        Its run folder may have become a link since the job was accepted. Raises OSError,
+        StartRefused for what no second try changes.
         """
         is_enclosed = self._enclosure is not None and wanted.own_code is not None
         try:
