@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ....broker.calls.scheduler import SchedulerCalls
 from ....broker.client.connection import Broker, connect
@@ -30,6 +30,9 @@ from ...sync.quiet import quiet_logs
 from ..options import COMMON, Common
 from ..output import literal, print_json, say
 from .machines import clocks_off, unlike
+
+if TYPE_CHECKING:
+    from ....schemas.node import NodeStatus
 
 FAILED = 1
 _SLOW_S = 0.05
@@ -212,6 +215,11 @@ async def _machines(broker: Broker) -> list[Finding]:
         nodes = await SchedulerCalls(broker).nodes()
     except TinkermqError as error:
         return [Finding("machines", False, error.message, error.hint)]
+    return judge_nodes(nodes)
+
+
+def judge_nodes(nodes: "list[NodeStatus]") -> list[Finding]:
+    """Say of nodes whether they are alike, their actors live, and their broker kept its store."""
     packages, clocks = unlike(nodes), clocks_off(nodes)
     same = "ranks of one learner lie on machines that are alike: install the same versions on all"
     silent = [
