@@ -70,7 +70,7 @@ async def test_a_learner_that_was_cut_off_behind_a_batch_record_loses_and_repeat
     async with stack.partitions, stack:
         batch = 4
         training = {
-            "num_steps": 12,
+            "num_steps": 9,
             "save_freq": save_freq,
             "max_staleness": 0,
             "batch_size": batch,
