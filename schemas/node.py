@@ -150,6 +150,9 @@ class NodeStatus(Message):
     """Seconds since the epoch."""
     epoch: int = Field(default=0, ge=0)
     """The highest that it has heard of a scheduler's lease; it does what that scheduler says."""
+    store_lost: float | None = None
+    """When it found, in seconds since the epoch, that the broker had come back without what it had
+    stored while this node ran."""
     clock_ahead_s: float | None = None
     """How far its clock is ahead of the scheduler's, in seconds, as told by the scheduler; None: it
     has not answered yet."""

@@ -73,6 +73,8 @@ class Manifest(Message):
     """The machine of the learner."""
     files: dict[str, str] = Field(default_factory=dict[str, str])
     """What it sees in the folder of the model: digests by path."""
+    software: str = Field(default="", max_length=64)
+    """Version of tinkermq that the learner runs; empty for one that did not tell yet."""
 
     def named_at(self, at: str) -> str:
         """Return the key of its version; any may be the latest."""

@@ -87,6 +87,7 @@ class LearnerControl:
         return {"paused": self.paused}
 
     async def _reserve(self, request: ReserveRequest) -> ReserveReply:
+        await self._issuer.check_owner()
         return ReserveReply(
             tasks=self._issuer.reserve(request, self._version()),
             group_size=self._context.config.rollout.group_size,

@@ -64,6 +64,7 @@ class Drops:
                 item.task,
                 item.reason,
                 hopeless=entry.blame is not None and entry.blame.boundary == "task",
+                foreign=self._is_foreign(entry),
             )
             if again and entry.task is not None and item.reason != "malformed":
                 self._order.keep(entry.task)
@@ -81,6 +82,10 @@ class Drops:
     def unrecorded(self) -> Sequence[Dropped]:
         """What was dropped since the last batch record."""
         return self._unrecorded
+
+    def _is_foreign(self, entry: CheckedEntry) -> bool:
+        """Whether a group is of another task than was issued under its number."""
+        return entry.task is not None and self._ledger.issued_instead_of(entry.task) is not None
 
     def take_unrecorded(self) -> list[Dropped]:
         """Return what no batch record names yet; the next one does."""

@@ -27,7 +27,13 @@ from ...schemas.batch import BatchRecord, Dropped
 from ...schemas.config.agent_rules import why_no_rows
 from ...schemas.config.job import JobConfig
 from ...schemas.rollout import Group
-from ...schemas.wire.errors import ModelError, StorageError, TinkermqError
+from ...schemas.wire.errors import (
+    BrokerError,
+    DeadlineError,
+    ModelError,
+    StorageError,
+    TinkermqError,
+)
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext, settle_memory
 from ..self_play import pool
 from .control import LearnerControl
@@ -54,6 +60,7 @@ from .training.torch_trace import TorchTracer
 T = TypeVar("T")
 _EVALUATION_S = 1800.0
 _LOOK_S = 1.0
+_OWNER_S = 2.0
 _log = structlog.get_logger()
 
 
@@ -115,6 +122,7 @@ class Learner:
         )
         self._order, self._policies, self._reporter = order, policies, reporter
         self._batches = BatchLog(broker, scope)
+        self._recording = asyncio.Lock()
         self._drops = Drops(
             self.intake,
             self.ledger,
@@ -291,7 +299,8 @@ class Learner:
             learner=f"{self.context.name}@{self.context.presence.host}:{self.context.presence.pid}",
             time=time.time(),
         )
-        self.state.batch_seq = await self._batches.append(record, self.state.batch_seq)
+        async with self._recording:
+            self.state.batch_seq = await self._batches.append(record, self.state.batch_seq)
         return record
 
     async def _train(
@@ -391,6 +400,7 @@ class Learner:
             self.publisher.pin(self.state.step)
 
     async def _save(self) -> str | None:
+        await self._refuse_if_replaced()
         self._notice_arrivals()
         with self._time_use.doing("checkpoint"):
             return await self._saver.save()
@@ -449,7 +459,18 @@ class Learner:
 
     async def _check_owner(self) -> None:
         """Raise FencedError when another learner of the job has recorded a step."""
-        await self._batches.check_owner(self.state.batch_seq)
+        async with self._recording:  # clients ask for tasks while this one records
+            await self._batches.check_owner(self.state.batch_seq)
+
+    async def _refuse_if_replaced(self) -> None:
+        """Raise FencedError rather than write a checkpoint that another learner's steps contradict.
+
+        A broker that is away does not keep a checkpoint from being written: what it decides that
+        is recorded nowhere is compared with the records when it is loaded.
+        """
+        with contextlib.suppress(TimeoutError, BrokerError, DeadlineError):
+            async with asyncio.timeout(_OWNER_S):
+                await self._check_owner()
 
     async def _drop_repeated(self) -> None:
         """Let no position be trained twice that a learner that was cut off had issued, too."""
@@ -473,6 +494,7 @@ class Learner:
         self._notice_arrivals()
         await self._drops.tell(now=True)
         self._tracer.finish()
+        await self._refuse_if_replaced()
         self.control.checkpoint_done(await self._saver.save_at_the_end())
         await self.publisher.wait()
         if self.state.step < self.total_steps:

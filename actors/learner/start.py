@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from transformers import GenerationConfig
 
+from ...broker.batches import BatchLog
 from ...broker.disk.room import in_thread, with_room
 from ...broker.observe.tracking import TrackedRun, Tracker, make_trackers
 from ...broker.rollouts import RolloutLog
 from ...envs.data.pair_data import open_rows
 from ...envs.serving.remote import Environments
+from ...schemas.batch import BatchRecord
 from ...schemas.config.job import JobConfig
 from ...schemas.config.sft import SftConfig
 from ...schemas.wire.errors import StorageError, TinkermqError, root_cause
@@ -74,7 +77,7 @@ async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
         keep_every=config.training.keep_every,
     )
     wrong = await asyncio.to_thread(_fetch_newest, context, open_mirror(context), checkpoints)
-    start = await asyncio.to_thread(starting_point, checkpoints, context.record.fork_dir)
+    start = await _start_of_records(context, checkpoints)
     start.damaged.extend(wrong)
     folder, state = start.folder, start.state
     await _tell_damaged(context, start)
@@ -196,6 +199,47 @@ def starting_point(checkpoints: CheckpointStore, fork_dir: str) -> StartingPoint
     folder = Path(fork_dir)
     state = load_state(folder).model_copy(update=_FRESH_LOG)
     return StartingPoint(folder, state, damaged)
+
+
+async def _start_of_records(context: JobContext, checkpoints: CheckpointStore) -> StartingPoint:
+    """Return the newest checkpoint that is whole and of the recorded steps.
+
+    A learner that was cut off, and did not know of the one after it, may have written one.
+    """
+    refused: list[TinkermqError] = []
+    while True:
+        start = await asyncio.to_thread(starting_point, checkpoints, context.record.fork_dir)
+        start.damaged[:0] = refused
+        if start.folder is None or start.folder.parent != checkpoints.folder:
+            return start
+        if not start.state.unrecorded:
+            return start
+        records = await BatchLog(context.broker, context.scope).read_all()
+        error = unlike_records(start.folder, start.state, [record for _, record in records])
+        if error is None:
+            return start
+        refused = [*start.damaged, error]
+        await asyncio.to_thread(checkpoints.put_aside, start.folder, start.state.step)
+
+
+def unlike_records(
+    folder: Path, state: LearnerState, records: Sequence[BatchRecord]
+) -> StorageError | None:
+    """Say what is wrong with a checkpoint whose learner decided otherwise than the records do.
+
+    The record behind a checkpoint names all that was dropped before it and recorded nowhere.
+    """
+    following = next((one for one in records if one.step == state.step + 1), None)
+    if following is None:
+        return None
+    named = {item.seq for item in following.dropped}
+    if not (other := [item.seq for item in state.unrecorded if item.seq not in named]):
+        return None
+    return StorageError(
+        f"checkpoint {folder} was written by a learner that was cut off: it had dropped entries "
+        f"{other[:5]} of the rollout log, which the record of step {following.step} does not name",
+        hint="the one before is taken; nothing that was recorded is lost",
+    )
 
 
 async def _tell_damaged(context: JobContext, start: StartingPoint) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
+from ...broker.disk.room import FREE_SPACE, remedy
 from ...schemas.wire.errors import ModelError, StorageError, TinkermqError
 from .model_folder import (
     auto_class,
@@ -64,7 +65,7 @@ def storage_error(final: Path, error: Exception) -> StorageError | None:
     reason = "the disk is full" if is_full else str(error)
     failure = StorageError(
         f"checkpoint {final} could not be written: {reason} ({free / 2**20:,.0f} MiB free)",
-        hint="free some space; earlier checkpoints are whole and training goes on",
+        hint=FREE_SPACE if is_full else remedy(error, final),
     )
     failure.is_full = is_full
     return failure

@@ -22,10 +22,10 @@ import structlog
 from ...broker.disk.run_folder import Folder
 from ...broker.programs.process import die_with
 from ...schemas.node import WantedActor
-from ...schemas.wire.errors import ConfigError, SandboxError, StorageError
+from ...schemas.wire.errors import ConfigError, StorageError
 from ..folders.roots import below_roots
 from .command import ENVIRONMENT, actor_argv, actor_module
-from .enclosure import Enclosure, check_programs
+from .enclosure import Enclosure, NotShown, StartRefused, check_programs
 from .fork_server import PACKET_BYTES, ForkRequest
 
 IDLE_S = 300.0
@@ -109,7 +109,8 @@ class ActorStarter:
     ) -> Child:
         """Start one actor, or another `program` as that actor would be.
 
-        Its run folder may have become a link since the job was accepted.
+        Its run folder may have become a link since the job was accepted. Raises OSError,
+        StartRefused for what no second try changes.
         """
         is_enclosed = self._enclosure is not None and wanted.own_code is not None
         try:
@@ -117,7 +118,8 @@ class ActorStarter:
             if self._enclosure is not None and wanted.role in _WRITES and not is_enclosed:
                 await asyncio.to_thread(_refuse_led_away, Path(wanted.run_dir))
         except (ConfigError, StorageError) as error:
-            raise OSError(f"{error.message}; {error.hint}") from error
+            may_pass = isinstance(error, StorageError) and error.is_full
+            raise (OSError(str(error)) if may_pass else StartRefused.of(error)) from error
         if sys.platform == "linux" and wanted.role in _FORKED_ROLES and not is_enclosed:
             return await self._server.fork(wanted, environment, output)
         command = list(program or [sys.executable, "-m", actor_module(wanted), *actor_argv(wanted)])
@@ -128,8 +130,8 @@ class ActorStarter:
                 return await self._enclosure.start(command, wanted, environment, output)
             try:
                 await asyncio.to_thread(check_programs, wanted)  # disks may be slow
-            except SandboxError as error:
-                raise OSError(f"{error.message}; {error.hint}") from error
+            except NotShown as error:
+                raise StartRefused.of(error) from error
         return await spawn(command, environment, output)
 
     async def close(self) -> None:

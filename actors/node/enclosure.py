@@ -39,7 +39,7 @@ from ...envs.sandbox.seccomp import game_filter
 from ...envs.sandbox.served import SOCKET
 from ...envs.sandbox.watch import first_child
 from ...schemas.node import WantedActor
-from ...schemas.wire.errors import SandboxError, StorageError
+from ...schemas.wire.errors import SandboxError, StorageError, TinkermqError
 from ..folders.roots import MODELS_VARIABLE, is_of_another, shown_from
 from .forwarding import URL_VARIABLE, Forwarder
 from .sandboxes import SandboxSocket
@@ -123,6 +123,23 @@ class EnclosedChild:
         os.kill(actor or self.pid, signal.SIGTERM)
 
 
+_MAY_PASS = frozenset({errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""Of a machine or its network, not of rights."""
+
+
+class NotShown(SandboxError):
+    """What a job names may not be shown to what runs for it: no second try changes that."""
+
+
+class StartRefused(OSError):
+    """An actor may not be started as its job asks for it: no second try changes that."""
+
+    @classmethod
+    def of(cls, error: TinkermqError) -> "StartRefused":
+        """Say it as the error does."""
+        return cls(f"{error.message}; {error.hint}")
+
+
 class Enclosure:
     """Starts environment hosts behind walls."""
 
@@ -136,7 +153,10 @@ class Enclosure:
         environment: Mapping[str, str],
         output: int,
     ) -> EnclosedChild:
-        """Start the program of one; OSError where none can be enclosed, with the remedy."""
+        """Start the program of one; OSError where none can be enclosed, with the remedy.
+
+        StartRefused where it may not be shown what its job names.
+        """
         learns, shares = wanted.own_code is not None, _shares_network(wanted)
         variables = {**_allowed(os.environ, _OF_LEARNERS if learns else ()), **_WHO}
         sandboxes = SandboxSocket(_allowed(os.environ))
@@ -171,6 +191,8 @@ class Enclosure:
             if forwarder is not None:
                 await forwarder.close()
             await sandboxes.close()
+            if isinstance(error, NotShown):
+                raise StartRefused.of(error) from error
             if isinstance(error, SandboxError):
                 raise OSError(f"{error.message}; {error.hint}") from error
             raise
@@ -322,7 +344,7 @@ def check_programs(wanted: WantedActor) -> None:
     """Look at what a host of agent programs reads; it stands outside of these walls itself.
 
     It runs no code of the job's owner, and each of its programs has walls of its own. What it shows
-    to them, and its data, may be no more than a hosted game would see. Raises SandboxError.
+    to them, and its data, may be no more than a hosted game would see. Raises NotShown.
     """
     _data_files(wanted)
     roots = [Path(root) for root in wanted.output_roots]
@@ -333,7 +355,7 @@ def check_programs(wanted: WantedActor) -> None:
             path, wanted.user, roots
         )
         if not is_own and not any(path.is_relative_to(one) for one in named):
-            raise SandboxError(
+            raise NotShown(
                 f"agent programs of user {wanted.user!r} may not be shown {folder!r}",
                 hint="name a folder in a run of theirs, or let the operator name it in "
                 f"${FOLDERS_VARIABLE} of the nodes",
@@ -353,7 +375,7 @@ def _data_files(wanted: WantedActor) -> dict[Path, Path]:
         if place != path and (
             not is_dataset_name(place) or is_of_another(place, wanted.user, roots)
         ):
-            raise SandboxError(
+            raise NotShown(
                 f"{path} leads to {place}, which is no dataset of user {wanted.user!r}",
                 hint="name the file itself, or copy it",
             )
@@ -392,7 +414,7 @@ class _Handles:
 def _run_folder(path: Path, handles: _Handles) -> list[str]:
     """Return what shows a learner the folder of its run, the copies in it read-only.
 
-    Other actors of the job read these. Raises SandboxError for a folder that was made a link.
+    Other actors of the job read these. Raises NotShown for a folder that was made a link.
     """
     arguments = ["--bind", str(_opened(path, path, handles)), str(path)]
     with Folder(path) as folder:
@@ -409,7 +431,8 @@ def _opened(root: Path, path: Path, handles: _Handles) -> Path:
             raise NotADirectoryError(errno.ENOTDIR, f"leads to {os.path.realpath(root)}")
         return handles.below(root, path)
     except (OSError, StorageError) as error:
-        raise SandboxError(
+        may_pass = isinstance(error, OSError) and error.errno in _MAY_PASS
+        raise (SandboxError if may_pass else NotShown)(
             f"{path} cannot be shown to functions of its owner: {error}",
             hint="the folder of a run, and what it reads, may be no link: remove it",
         ) from error
@@ -420,7 +443,7 @@ def _read_by_learner(wanted: WantedActor, handles: _Handles) -> dict[Path, Path]
 
     Each must lie, links followed, where the operator's folders or the user's own let it, and is
     opened from there without following one: whoever may write a folder may have made it a link
-    since the job was accepted. Raises SandboxError.
+    since the job was accepted. Raises NotShown.
     """
     roots = [Path(root) for root in wanted.output_roots]
     named = {Path(one).expanduser().absolute() for one in wanted.own_code or []}
@@ -429,7 +452,7 @@ def _read_by_learner(wanted: WantedActor, handles: _Handles) -> dict[Path, Path]
         place = path.resolve()
         root = shown_from(place, wanted.user, roots)
         if root is None:
-            raise SandboxError(
+            raise NotShown(
                 f"functions of user {wanted.user!r} may not be shown {path}",
                 hint=f"let the operator name its folder in ${MODELS_VARIABLE} of scheduler and "
                 "nodes, or name a model or data in a run of your own",
@@ -450,10 +473,10 @@ def _allowed(environment: Mapping[str, str], more: Iterable[str] = ()) -> dict[s
 
 
 def _refuse_runs(folders: Iterable[Path], run_dir: Path) -> None:
-    """Raise SandboxError if what every game may see holds the runs of all."""
+    """Raise NotShown if what every game may see holds the runs of all."""
     for folder in folders:
         if run_dir.resolve().is_relative_to(folder.resolve()):
-            raise SandboxError(
+            raise NotShown(
                 f"games would see the run folders of all users in {folder}",
                 hint="let the runs lie elsewhere (output_dir) than what games see: Python's own "
                 f"folders, $PYTHONPATH and ${FOLDERS_VARIABLE}",
@@ -461,11 +484,11 @@ def _refuse_runs(folders: Iterable[Path], run_dir: Path) -> None:
 
 
 def _refuse_unreadable(paths: Iterable[Path]) -> None:
-    """Raise SandboxError for what only root may read: the game is somebody else."""
+    """Raise NotShown for what only root may read: the game is somebody else."""
     for path in paths:
         needed = 0o005 if path.is_dir() else 0o004
         if path.exists() and path.stat().st_mode & needed != needed:
-            raise SandboxError(
+            raise NotShown(
                 f"hosted games may not read {path}: a node that root runs lets them run as nobody",
                 hint=f"chmod -R o+rX {path}",
             )

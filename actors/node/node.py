@@ -19,6 +19,7 @@ from ...broker.client.connection import Broker
 from ...broker.client.rpc import Service, call
 from ...broker.feed import publish_log
 from ...broker.jetstream.kv import Bucket
+from ...broker.jetstream.streams import stream_info
 from ...broker.weights.shared_memory import sweep
 from ...schemas.metric import LogLines, Presence
 from ...schemas.node import (
@@ -47,7 +48,7 @@ from .credentials import with_job_keys, with_secrets
 from .gpus import Gpus
 from .looking import TriedGames, look
 from .models import ModelLookout
-from .process import STOP_DEADLINE_S, ActorProcess
+from .process import STOP_DEADLINE_S, ActorProcess, silence_bound
 
 RECORD_S = 2.0
 _STORES_S = 10.0
@@ -99,6 +100,11 @@ class Node:
         self._records = Bucket(broker, BUCKET_NODES, NodeStatus)
         self._changed = asyncio.Event()
         self._recorded = float("-inf")
+        self._silence_s = silence_bound()
+        self._store_made = ""
+        self._store_lost: float | None = None
+        self.store_seen = False
+        """Whether it has looked at the broker's store since it is connected."""
         self._beats = Bucket(broker, BUCKET_ACTORS, Presence, deadline_s=_BEAT_DEADLINE_S)
 
     def status(self) -> NodeStatus:
@@ -118,6 +124,7 @@ class Node:
             packages=self._packages,
             time=time.time(),
             epoch=self._epoch,
+            store_lost=self._store_lost,
         )
 
     async def sync(self, request: NodeSync) -> NodeStatus:
@@ -179,6 +186,7 @@ class Node:
             stop_deadline_s=self._stop_deadline_s,
             changed=self._changed.set,
             last_beat=last_beat,
+            silence_s=self._silence_s,
         )
         self._actors[key] = actor
         self._tasks.create_task(actor.run(), name=f"actor {'.'.join(key)}")
@@ -189,6 +197,7 @@ class Node:
         Raises StateError if a node of this name answers already.
         """
         await self._refuse_second()
+        self._broker.on_reconnect(self._see_store_again)
         async with asyncio.TaskGroup() as self._tasks:
             record = self._tasks.create_task(self._keep_record(), name="node record")
             await service.endpoint("sync", node_subject(self.name, "sync"), NodeSync, self.sync)
@@ -255,6 +264,7 @@ class Node:
             try:
                 await self._records.put(self.name, self.status())
                 self._recorded = time.monotonic()
+                await self._look_at_store()
             except TinkermqError as error:
                 _log.warning("node_record_failed", error=str(error))
             await asyncio.to_thread(sweep)  # versions that killed actors have left in memory
@@ -262,6 +272,20 @@ class Node:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RECORD_S):
                     await self._changed.wait()
+
+    async def _look_at_store(self) -> None:
+        """Notice, after the broker was away, that it holds no more what it had stored before."""
+        if self.store_seen:
+            return
+        made = str((await stream_info(self._broker, f"KV_{BUCKET_NODES}"))["created"])
+        if self._store_made not in ("", made):
+            self._store_lost = time.time()
+            _log.error("store_lost", made=made, before=self._store_made)
+            self._changed.set()
+        self._store_made, self.store_seen = made, True
+
+    def _see_store_again(self) -> None:
+        self.store_seen = False
 
     async def _drain(self) -> None:
         """Stop all actors; what does not end by its deadline is killed by `ActorProcess`."""

@@ -1,10 +1,11 @@
 """One actor of a job as a child process, kept alive until it is done, fails for good, or is
 stopped.
 
-Exit 0 is done; exit 2 is a mistake that a restart cannot mend; exit 3 is the end of a drain that
-nobody here asked for, and the actor is started again; any other end is a crash, and it is started
-again, too, later each time. The child leads a process group of its own and dies with
-the node, so nothing is left behind whichever of them is killed.
+Exit 0 is done; exit 2, like a start that is refused, is a mistake that a restart cannot mend; exit
+3 is the end of a drain that nobody here asked for, and the actor is started again; any other end is
+a crash, and it is started again, too, later each time. So is an actor that tells no heartbeat any
+more, for it is stopped, hangs, or is cut off. The child leads a process group of its own and dies
+with the node, so nothing is left behind whichever of them is killed.
 """
 
 import asyncio
@@ -21,11 +22,12 @@ import structlog
 
 from ...schemas.metric import Presence
 from ...schemas.node import ActorStatus, WantedActor
-from ...schemas.wire.errors import TinkermqError
+from ...schemas.wire.errors import ConfigError, TinkermqError
 from ..runtime import EXIT_CRASHED, EXIT_DONE, EXIT_DRAINED, EXIT_FAILED
 from .backoff import FIRST_DELAY_S, Backoff
 from .children import Child, NotStarted, StartChild
 from .command import actor_environment
+from .enclosure import StartRefused
 from .output import ActorOutput, LogFile, SendLines
 
 STOP_DEADLINE_S = 20.0
@@ -37,6 +39,10 @@ SILENCE_S = 120.0
 """Without a heartbeat for so long, an actor that had told some is ended and started again."""
 _SILENCE_OF_ROLE_S: dict[str, float] = dict.fromkeys(("learner", "rank", "trainer"), 300.0)
 """What holds Python's lock for long, as writing tens of gigabytes may, is no hang."""
+START_SILENCE_S = 600.0
+"""A process that has told no heartbeat yet may take so long to import what it needs."""
+SILENCE_VARIABLE = "TINKERMQ_ACTOR_SILENCE_S"
+"""Environment variable of a node: the bound of all its actors, whatever their role."""
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -45,6 +51,24 @@ ReadBeat = Callable[[], Awaitable[Presence | None]]
 
 async def no_beat() -> None:
     """Know of no heartbeat."""
+
+
+def silence_bound() -> float | None:
+    """Return for how many seconds an operator lets an actor be silent; None: as its role may.
+
+    Raises ConfigError for what is no positive number.
+    """
+    if not (given := os.environ.get(SILENCE_VARIABLE, "")):
+        return None
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ConfigError(
+            f"${SILENCE_VARIABLE} is {given!r}", hint="give a positive number of seconds"
+        )
+    return seconds
 
 
 class ActorProcess:
@@ -62,13 +86,16 @@ class ActorProcess:
         changed: Callable[[], None] = lambda: None,
         last_beat: ReadBeat = no_beat,
         silence_s: float | None = None,
+        start_silence_s: float = START_SILENCE_S,
         silence_look_s: float = SILENCE_LOOK_S,
     ) -> None:
         """`changed` is called whenever `status` tells something new; `last_beat` reads the last
-        heartbeat of the actor; `silence_s` is for how long it may tell none, None: by its role.
+        heartbeat of the actor; `silence_s` is for how long it may tell none, None: by its role,
+        `start_silence_s` until it tells its first.
         """
         self._last_beat = last_beat
         self._silence_s = silence_s or _SILENCE_OF_ROLE_S.get(wanted.role, SILENCE_S)
+        self._start_silence_s = max(self._silence_s, start_silence_s)
         self._silence_look_s = silence_look_s
         self._silent_s = 0.0
         self.wanted = wanted
@@ -206,6 +233,8 @@ class ActorProcess:
         except OSError as error:
             os.close(reading)
             self._output.add([f"cannot start {self.wanted.name}: {error}"])
+            if isinstance(error, StartRefused):
+                return EXIT_FAILED
             return EXIT_DRAINED if isinstance(error, NotStarted) else EXIT_CRASHED
         finally:
             os.close(writing)
@@ -243,11 +272,13 @@ class ActorProcess:
             self._silent_s = 0.0
 
     async def _until_silent(self) -> None:
-        """Return once a process that had told heartbeats has told none for too long.
+        """Return once a process has told no heartbeat for too long, or none at all.
 
-        The time is counted while the broker stores: else no heartbeat can be there.
+        The time is counted while the broker stores: else no heartbeat can be there. A heartbeat is
+        new when it is another one: clocks may be set back.
         """
-        last, since = 0.0, time.monotonic()
+        last: float | None = None
+        has_told, had_told, since = False, False, time.monotonic()
         while True:
             looked = time.monotonic()
             await asyncio.sleep(self._silence_look_s)
@@ -257,16 +288,22 @@ class ActorProcess:
             except TinkermqError:
                 since = now
                 continue
-            told = 0.0 if beat is None or beat.time < self._started else beat.time
+            told = None if beat is None else beat.time  # it vanishes after ten seconds
+            is_new = told is not None and last is not None and told != last
+            has_told = has_told or is_new or (told or 0.0) >= self._started
             was_away = now - looked > 3 * self._silence_look_s  # this process itself
-            if told > last or was_away or not last:
-                last, since = max(last, told), now
-            silent_s = now - since if now - since >= min(SILENCE_TOLD_S, self._silence_s) else 0.0
+            if is_new or was_away or (has_told and not had_told):
+                since = now
+            last = last if told is None else told
+            had_told = has_told
+            bound_s = self._silence_s if has_told else self._start_silence_s
+            told_s = min(SILENCE_TOLD_S, bound_s / 2) if has_told else bound_s / 2
+            silent_s = now - since if now - since >= told_s else 0.0
             if bool(silent_s) != bool(self._silent_s):
                 _log.warning("actor_silent", child=self.wanted.name, silent_s=round(silent_s))
                 self._changed()
             self._silent_s = silent_s
-            if silent_s >= self._silence_s:
+            if silent_s >= bound_s:
                 return
 
     def _tell_silence(self) -> None:

@@ -2,8 +2,11 @@
 
 import asyncio
 import errno
+import os
+import tempfile
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import structlog
@@ -17,6 +20,9 @@ Waiting = Callable[[str], AbstractContextManager[None]]
 
 PAUSE_S = 1.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_FORBIDDEN = (errno.EPERM, errno.EACCES, errno.EROFS)
+_WHOLE = "earlier checkpoints are whole and training goes on"
+FREE_SPACE = f"free some space; {_WHOLE}"
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -29,6 +35,43 @@ def is_full(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+def remedy(error: BaseException, place: Path) -> str:
+    """Say what to do after `error` met a write at a file or folder `place`.
+
+    Libraries do not tell why they failed: then a small write there tells.
+    """
+    number = _errno(error) or _errno_of_writing(place)
+    if number in _FORBIDDEN:
+        why = "its disk is mounted read-only" if number == errno.EROFS else "rights or attributes"
+        return (
+            f"user {os.geteuid()} may not write at {place}: {why}; see its owner and mode "
+            "(`ls -ld`), attributes (`lsattr -d`) and mount, or name another folder"
+        )
+    if number in _FULL:
+        return FREE_SPACE
+    return f"see the disk of {place} and the limits of its user (`ulimit -f`); {_WHOLE}"
+
+
+def _errno(error: BaseException | None) -> int | None:
+    while error is not None:
+        if isinstance(error, OSError) and error.errno is not None:
+            return error.errno
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _errno_of_writing(place: Path) -> int | None:
+    there = next((one for one in (place, *place.parents) if one.is_dir()), Path("/"))
+    try:
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.errno
+    return None
 
 
 def in_thread(

@@ -27,6 +27,7 @@ import structlog
 
 from ...schemas.wire.errors import ConfigError, StorageError
 from ..disk.lines import append_lines
+from ..disk.room import remedy
 
 BACKENDS = ("console", "jsonl", "tensorboard", "wandb", "wandb-offline", "trackio", "mlflow")
 MLFLOW_URI = "MLFLOW_TRACKING_URI"
@@ -732,7 +733,7 @@ def _check_writable(file: Path) -> None:
     except OSError as error:
         raise StorageError(
             f"cannot write {file}: {error.strerror}",
-            hint="choose another output_dir, or free the disk",
+            hint=remedy(error, file),
         ) from error
 
 

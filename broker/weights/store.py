@@ -19,7 +19,8 @@ import re
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from functools import partial
+from functools import cache, partial
+from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Literal, cast
 
@@ -46,6 +47,12 @@ from .shared_memory import SharedMemory
 _LOOK_S = 2.0
 _KEY = re.compile(r"v([0-9]{1,18})")
 _NOTHING = WeightHistory(enabled=False, whole_every=1)
+
+
+@cache
+def software() -> str:
+    """Return the version of tinkermq that runs here."""
+    return package_version("tinkermq")
 
 
 class WeightStore:
@@ -205,6 +212,7 @@ class WeightStore:
             published=time.time(),
             host=socket.gethostname(),
             files=self._files.digests,
+            software=software(),
         )
 
     async def latest(self) -> Manifest | None:
@@ -258,9 +266,10 @@ class WeightStore:
         """Return the tensors of a version: views of one buffer, checked against the digest.
 
         Raises NotFoundError when the version was removed, BrokerError when its digest does not
-        match twice, MessageError for a manifest that contradicts itself, DeadlineError,
-        StorageError (file transport), ConfigError without the `receiver` that it needs, ModelError
-        for a machine that sees other files than the learner's.
+        match twice, ConfigError where another version of tinkermq has published it then or without
+        the `receiver` that it needs, MessageError for a manifest that contradicts itself,
+        DeadlineError, StorageError (file transport), ModelError for a machine that sees other files
+        than the learner's.
         """
         check_layout(manifest)
         await asyncio.to_thread(self._files.check, manifest)
@@ -282,6 +291,15 @@ class WeightStore:
         try:
             return await self._payload(manifest, _NOTHING.step_to)
         except DigestMismatch as error:
+            if manifest.software != (own := software()):
+                theirs = (
+                    f"tinkermq {manifest.software}" if manifest.software else "an older tinkermq"
+                )
+                raise ConfigError(
+                    f"version {manifest.version} was published by {theirs} and cannot be read by "
+                    f"tinkermq {own} of this machine: {error.message}",
+                    hint="install the same version on all machines of the pool",
+                ) from error
             raise BrokerError(
                 f"version {manifest.version} is damaged: {error.message}",
                 hint="the learner publishes a new version with its next step; if that is "

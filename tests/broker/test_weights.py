@@ -15,7 +15,7 @@ from tinkermq.broker.jetstream.objects import ObjectStore, chunks_of
 from tinkermq.broker.jetstream.streams import create_job_streams, delete_job_streams, stream_info
 from tinkermq.broker.programs.server import NatsServer
 from tinkermq.broker.weights.seen_files import SeenFiles
-from tinkermq.broker.weights.store import TensorBytes, WeightStore
+from tinkermq.broker.weights.store import TensorBytes, WeightStore, software
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.weights import Manifest
 from tinkermq.schemas.wire.errors import (
@@ -194,6 +194,27 @@ async def test_a_damaged_object_is_fetched_twice_and_then_an_error(
     await broker.append(chunk, bytes(info.num_bytes), deadline_s=5, waiting_for="test")
     with pytest.raises(BrokerError, match=r"version 3 is damaged: .* has digest"):
         await store.fetch(manifest)
+
+
+@pytest.mark.parametrize("theirs", ["0.0.1", "99.1", "0.1.0.dev1", "", "0.1"])
+@pytest.mark.parametrize("transport", ["object", "file"])
+async def test_weights_of_another_version_of_tinkermq_are_not_told_to_be_damaged(
+    broker: Broker,
+    scope: JobScope,
+    tmp_path: Path,
+    transport: Literal["object", "file"],
+    theirs: str,
+) -> None:
+    store = WeightStore(broker, scope, transport, folder=tmp_path)
+    manifest = await store.publish(103, _tensors(3))
+    assert manifest.software == software()
+    other = manifest.model_copy(update={"digest": "0" * 64, "software": theirs})
+    with pytest.raises(ConfigError) as told:
+        await store.fetch(other)
+    assert "damaged" not in str(told.value)
+    assert (f"by tinkermq {theirs} and" if theirs else "by an older") in str(told.value)
+    assert software() in str(told.value)
+    assert "install the same version" in told.value.hint
 
 
 async def test_a_damaged_file_is_an_error(broker: Broker, scope: JobScope, tmp_path: Path) -> None:

@@ -106,6 +106,22 @@ async def test_ps_shows_state_step_reward_and_restarts(
     assert f"{run.name}  RUNNING  1/3" in " ".join(text.split("\n")).replace("   ", "  ")
 
 
+@pytest.mark.parametrize("state", ["working", "waiting", "draining"])
+async def test_ps_tells_a_scheduler_that_is_slow_from_none(
+    broker: Broker, run: JobRecord, cli: Cli, state: str
+) -> None:
+    lives = Presence(
+        actor="scheduler-7", role="scheduler", host="a", pid=1, state=state, time=time.time()
+    )
+    await presences(broker).put("pool.scheduler-7", lives)
+    try:
+        shown = await aside(cli, "ps", "--nats-url", broker.url)
+    finally:
+        await presences(broker).purge("pool.scheduler-7")
+    assert "no scheduler answers" not in shown.err
+    assert "scheduler-7 lives and has not answered within" in " ".join(shown.err.split())
+
+
 async def test_ps_hides_runs_that_have_ended_unless_asked(
     broker: Broker, run: JobRecord, cli: Cli
 ) -> None:

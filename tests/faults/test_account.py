@@ -29,6 +29,7 @@ class Made:
     told: list[dict[str, Any]] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict)
     left: list[int] = field(default_factory=list)
+    index_of_left: dict[int, int] = field(default_factory=dict)
     issued: set[int] = field(default_factory=lambda: set(range(BATCH * STEPS)))
 
 
@@ -74,7 +75,8 @@ async def account_of(run: Made, url: str, folder: Path) -> Account:
             metric = {"step": values["step"], "values": values}
             await stream.publish(f"{job}.feed.metric", pack(metric))
         for number in run.left:
-            await stream.publish(f"{job}.task.{number}", b"")
+            task = {"task": number, "index": run.index_of_left.get(number, number)}
+            await stream.publish(f"{job}.task.{number}", pack(task))
     checkpoint = folder / "checkpoints" / f"step_{STEPS:06d}" / "learner"
     checkpoint.mkdir(parents=True)
     (checkpoint / "state.json").write_text(json.dumps(run.state))
@@ -96,6 +98,30 @@ def lose_a_step(run: Made) -> None:
 def refuse(run: Made) -> None:
     run.groups[6] = {**run.groups[5], "task": {"task": 6, "index": 6, "sample": None}}
     run.records[2]["dropped"] = [{"seq": 7, "task": 6, "reason": "malformed"}]
+
+
+def another_learners(run: Made, *, reissue_of: int | None = None) -> None:
+    """Append a group of a position that was trained under another number."""
+    task = {"task": 6, "index": 4, "sample": None, "reissue_of": None}
+    run.groups[6] = {**run.groups[5], "task": task}
+    run.groups[4]["task"]["reissue_of"] = reissue_of
+
+
+def refuse_what_was_issued_again(run: Made) -> None:
+    another_learners(run, reissue_of=6)
+    run.records[2]["dropped"] = [{"seq": 7, "task": 6, "reason": "malformed"}]
+
+
+def leave_what_is_not_trained_elsewhere(run: Made) -> None:
+    run.left.append(6)
+    run.index_of_left[6] = 6
+
+
+def skip_a_number(run: Made) -> None:
+    another_learners(run)
+    run.groups[7] = run.groups.pop(6)
+    run.groups[7]["task"]["task"] = 7
+    run.records[2]["dropped"] = [{"seq": 7, "task": 7, "reason": "malformed"}]
 
 
 def lose_a_task(run: Made) -> None:
@@ -161,6 +187,9 @@ def leave_a_task(run: Made) -> None:
         (tell_another_story, "metrics.jsonl tells two stories of 2"),
         (tell_less, "steps that the feed lacks or made up: 2"),
         (leave_a_task, "tasks are left in the queue"),
+        (leave_what_is_not_trained_elsewhere, "tasks are left in the queue"),
+        (refuse_what_was_issued_again, "groups were refused as malformed: 7"),
+        (skip_a_number, "task numbers without an end: 6"),
     ],
 )
 async def test_what_is_wrong_with_a_run_is_named(
@@ -178,3 +207,34 @@ async def test_a_run_in_which_nothing_is_wrong_is_accounted_for(
     found = await account_of(made(), nats_server.url, tmp_path)
     assert found.problems == []
     assert (found.num_steps, found.num_trained) == (STEPS, BATCH * STEPS)
+
+
+def refuse_another_learners(run: Made) -> None:
+    another_learners(run)
+    run.issued.add(6)
+    run.records[2]["dropped"] = [{"seq": 7, "task": 6, "reason": "malformed"}]
+    run.state.update(dropped=[[6, 7]], next_task=7)
+
+
+def end_before_another_learners(run: Made) -> None:
+    another_learners(run)
+    run.issued.add(6)
+
+
+def leave_another_learners(run: Made) -> None:
+    run.issued.add(6)
+    run.left.append(6)
+    run.index_of_left[6] = 1
+
+
+@pytest.mark.parametrize(
+    "spoil", [refuse_another_learners, end_before_another_learners, leave_another_learners]
+)
+async def test_what_another_learner_had_issued_too_is_told_apart(
+    nats_server: NatsServer, tmp_path: Path, spoil: Callable[[Made], None]
+) -> None:
+    run = made()
+    spoil(run)
+    found = await account_of(run, nats_server.url, tmp_path)
+    assert found.problems == []
+    assert found.num_foreign == 1

@@ -31,6 +31,22 @@ async def assert_every_task_once(job: Job) -> None:
     assert await TaskQueue(job.stack.broker, job.scope).pending_numbers() == set()
 
 
+async def assert_every_position_once(job: Job) -> None:
+    """Prove that each position of the data order, up to the last, was trained once.
+
+    For runs whose every position is trained in the end: none fails for good or teaches nothing.
+    """
+    groups = {entry.seq: entry.group for entry in await job.entries()}
+    trained: list[int] = []
+    for record in await job.batches():
+        for seq in record.seqs:
+            group = groups[seq]
+            assert group is not None
+            assert group.task.index is not None
+            trained.append(group.task.index)
+    assert sorted(trained) == list(range(len(trained)))
+
+
 async def assert_no_task_twice(job: Job) -> None:
     """Prove what `assert_every_task_once` proves of a run that was stopped before its end."""
     state = await _assert_nothing_twice(job, await job.batches())

@@ -91,10 +91,14 @@ class Stack:
 
     # -- processes ---------------------------------------------------------------------------
 
+    def url_for(self, name: str) -> str:
+        """Return how a service reaches the broker, and with a node all its actors."""
+        return self.server.url
+
     def start(self, role: str, name: str = "") -> int:
         """Start the scheduler or a node, by default of the role's name; return its process id."""
         name = name or role
-        command = [sys.executable, "-m", f"tinkermq.actors.{role}", "--nats", self.server.url]
+        command = [sys.executable, "-m", f"tinkermq.actors.{role}", "--nats", self.url_for(name)]
         if role == "node":
             command += ["--name", name, "--slots", str(self._slots)]
             command = [*self._with_own_files(name), *command]
@@ -148,12 +152,15 @@ class Stack:
         await asyncio.to_thread(process.wait, PATIENCE_S)
         self.start(role)
 
-    def _popen(self, command: list[str], name: str) -> subprocess.Popen[bytes]:
+    def _popen(
+        self, command: list[str], name: str, variables: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
         environment = {
             **os.environ,
             "TINKERMQ_LOG_FORMAT": "json",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+            **(variables or {}),
         }
         with (self.folder / f"{name}.log").open("ab") as log:
             return subprocess.Popen(

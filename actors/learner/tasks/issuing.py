@@ -53,6 +53,11 @@ class TaskIssuer:
         self.is_open = False
         """Whether the ledger is complete, so that clients may be given numbers."""
 
+    async def check_owner(self) -> None:
+        """Raise FencedError when another learner has taken the job over; DeadlineError."""
+        if self._check_owner is not None:
+            await self._check_owner()
+
     async def issue(self, version: int) -> int:
         """Publish every task that may be issued at `version`; return how many.
 
@@ -64,8 +69,8 @@ class TaskIssuer:
         if self._config.training.tasks != "external":
             issues = [self._ledger.next_issue() for _ in range(room - again)]
             tasks += [self._task(issue, version) for issue in issues]
-        if tasks and self._check_owner is not None:
-            await self._check_owner()
+        if tasks:
+            await self.check_owner()
         async with asyncio.TaskGroup() as publishing:
             for task in tasks:
                 publishing.create_task(self._publish(task))
@@ -111,9 +116,10 @@ class TaskIssuer:
     async def publish_for_client(self, request: PublishTasksRequest, version: int) -> int:
         """Issue a client's tasks, as many as the gate lets through now; return how many.
 
-        Raises StateError while the learner starts.
+        Raises StateError while the learner starts, FencedError once another one has taken over.
         """
         self._refuse_while_closed()
+        await self.check_owner()
         count = min(len(request.tasks), self.num_issuable(version))
         # All numbers are taken before the first wait: the gate holds for everybody who asks.
         tasks = [self._client_task(spec, version) for spec in request.tasks[:count]]
@@ -208,7 +214,6 @@ class TaskIssuer:
             if other is None or other.identity == task.identity:
                 _log.info("task_was_there", task=task.task)
                 return
-            if self._check_owner is not None:
-                await self._check_owner()
+            await self.check_owner()
             _log.warning("task_replaced", task=task.task, position=task.index, was=other.index)
             await self._queue.remove(task.task)

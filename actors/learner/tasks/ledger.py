@@ -185,11 +185,14 @@ class Ledger:
             self.trained.add(number)
             self._settle(number)
 
-    def drop(self, number: int, reason: DropReason, *, hopeless: bool = False) -> bool:
+    def drop(
+        self, number: int, reason: DropReason, *, hopeless: bool = False, foreign: bool = False
+    ) -> bool:
         """Decide: this group is never trained; its credit returns, once.
 
         Returns whether its task, a position of the data order or a client's, will be issued again
-        under another number; a `hopeless` one never is.
+        under another number; a `hopeless` one never is. A `foreign` group is of another task than
+        was issued: that one has not failed by it.
         """
         if not returns_credit(reason) or number in self:
             return False
@@ -200,8 +203,8 @@ class Ledger:
             tries = task.tries
         if elsewhere := self._is_elsewhere(number):
             self._index_of.pop(number, None)
-        again = not hopeless and is_issued_again(reason, tries) and not elsewhere
-        tries += reason != "stale"
+        again = (foreign or is_issued_again(reason, tries)) and not hopeless and not elsewhere
+        tries += reason != "stale" and not foreign
         if again and task is not None:
             self._owed_tasks[number] = task.model_copy(update={"tries": tries})
         elif again and number in self._index_of:

@@ -132,7 +132,7 @@ class CheckpointStore:
                 load_state(folder)
             except (StorageError, NotFoundError) as error:
                 damaged.append(error)
-                self._put_aside(folder, step)
+                self.put_aside(folder, step)
                 continue
             if damaged:
                 self._point_latest(folder)
@@ -153,7 +153,8 @@ class CheckpointStore:
         """Whether another checkpoint is kept beside the newest."""
         return self._keep_last > 1
 
-    def _put_aside(self, folder: Path, step: int) -> None:
+    def put_aside(self, folder: Path, step: int) -> None:
+        """Count a checkpoint no more: it becomes `damaged_step_…`, the last one of them is kept."""
         for earlier in self.folder.glob(f"{_DAMAGED}*"):
             shutil.rmtree(earlier, ignore_errors=True)
         folder.rename(self.folder / f"{_DAMAGED}{checkpoint_name(step)}")

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
+from ....broker.disk.room import remedy
 from ....schemas.config.learner import LearnerConfig
 from ....schemas.wire.errors import ConfigError, StorageError
 from ...models.weight_tensors import DTYPES
@@ -103,7 +104,7 @@ def _save_together(
     except CheckpointException as error:
         raise StorageError(
             f"the optimiser state in {folder} could not be written: {_reason(error)}",
-            hint="free some space; earlier checkpoints are whole and training goes on",
+            hint=remedy(error, folder),
         ) from error
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ....broker.disk.room import remedy
 from ....schemas.wire.errors import StorageError
 from .parallel import Parallel
 
@@ -86,7 +87,7 @@ def _raise_together(folder: Path, failed: OSError | None) -> None:
     if failed is not None:
         raise StorageError(
             f"{folder} could not be written: {failed}",
-            hint="free some space; earlier checkpoints are whole and training goes on",
+            hint=remedy(failed, folder),
         ) from failed
 
 

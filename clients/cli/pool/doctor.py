@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ....broker.calls.scheduler import SchedulerCalls
 from ....broker.client.connection import Broker, connect
@@ -32,6 +32,9 @@ from ...sync.quiet import quiet_logs
 from ..options import COMMON, Common
 from ..output import literal, print_json, say
 from .machines import clocks_off, unlike
+
+if TYPE_CHECKING:
+    from ....schemas.node import NodeStatus
 
 FAILED = 1
 _SLOW_S = 0.05
@@ -229,6 +232,11 @@ async def _machines(broker: Broker) -> list[Finding]:
         nodes = await SchedulerCalls(broker).nodes()
     except TinkermqError as error:
         return [Finding("machines", False, error.message, error.hint)]
+    return judge_nodes(nodes)
+
+
+def judge_nodes(nodes: "list[NodeStatus]") -> list[Finding]:
+    """Say of nodes whether they are alike, their actors live, and their broker kept its store."""
     packages, clocks = unlike(nodes), clocks_off(nodes)
     same = "ranks of one learner lie on machines that are alike: install the same versions on all"
     silent = [
@@ -237,6 +245,15 @@ async def _machines(broker: Broker) -> list[Finding]:
         for one in node.actors
         if one.silent_s
     ]
+    lost = [
+        f"{node.node} has found at {time.strftime('%F %T', time.localtime(node.store_lost))}"
+        for node in nodes
+        if node.store_lost is not None
+    ]
+    again = (
+        "runs of before are known no more: bring the broker's folder back from a copy, or make "
+        "their records anew (`tinkermq restore`); a node that is started again takes it as it is"
+    )
     frozen = "stopped, hung, or cut off: their nodes start them again when that lasts"
     ntp = "set the clocks of the machines by NTP: times, days and bills go by them, leases do not"
     return [
@@ -249,6 +266,12 @@ async def _machines(broker: Broker) -> list[Finding]:
             not silent,
             f"no heartbeat of {'; '.join(silent)}" if silent else "all tell heartbeats",
             frozen if silent else "",
+        ),
+        Finding(
+            "store",
+            not lost,
+            f"the broker came back empty, as {', '.join(lost)}" if lost else "nothing was lost",
+            again if lost else "",
         ),
     ]
 

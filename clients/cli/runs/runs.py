@@ -15,7 +15,7 @@ from ....broker.observe.recent import recent_values, run_row
 from ....broker.presence import list_presences
 from ....schemas.job import FINAL_STATES, JobRecord
 from ....schemas.metric import Presence
-from ....schemas.wire.errors import BrokerError, ConfigError, NotFoundError
+from ....schemas.wire.errors import BrokerError, ConfigError, NotFoundError, TinkermqError
 from ...pool import Pool
 from ...progress import RunProgress
 from ...validation.names import did_you_mean
@@ -125,7 +125,7 @@ async def _quota(pool: Pool) -> str:
         async with asyncio.timeout(_QUOTA_S):
             quota = await pool.quota()
     except (BrokerError, TimeoutError):
-        return "no scheduler answers: your quota is unknown, and nothing is placed"
+        return await _silent_scheduler(pool)
     shown = {"max_slots": "slots", "max_live_jobs": "live runs", "max_jobs": "runs in all"}
     bounds = {name: getattr(quota, name) for name in shown}
     told = [
@@ -134,6 +134,22 @@ async def _quota(pool: Pool) -> str:
         if most is not None
     ]
     return f"{', '.join(told)} of your quota are held" if told else ""
+
+
+async def _silent_scheduler(pool: Pool) -> str:
+    """Say of a scheduler that does not answer whether there is one, which its heartbeat tells."""
+    try:
+        async with asyncio.timeout(_QUOTA_S):
+            heard = [entry.value for entry in await list_presences(pool.broker, "pool")]
+    except (TinkermqError, TimeoutError):
+        return f"the broker does not answer within {_QUOTA_S:g} s: your quota is unknown"
+    there = [one.actor for one in heard if one.role == "scheduler"]
+    if not there:
+        return "no scheduler answers: your quota is unknown, and nothing is placed"
+    return (
+        f"{', '.join(there)} lives and has not answered within {_QUOTA_S:g} s: your quota is "
+        "unknown"
+    )
 
 
 async def _row(pool: Pool, record: JobRecord) -> dict[str, Any]:

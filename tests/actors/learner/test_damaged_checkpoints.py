@@ -5,11 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.learner.start import starting_point
+from tinkermq.actors.learner.start import starting_point, unlike_records
 from tinkermq.actors.learner.tasks.state import LearnerState
 from tinkermq.actors.learner.training.checkpoint import CheckpointStore, load_state
 from tinkermq.actors.models.digests import TABLE, check_digests
 from tinkermq.actors.models.model_folder import check_model_folder
+from tinkermq.schemas.batch import BatchRecord, Dropped
 from tinkermq.schemas.wire.errors import StorageError
 
 FILES = (
@@ -100,3 +101,38 @@ def test_what_starts_from_a_damaged_checkpoint_is_told_the_file(tmp_path: Path) 
 def test_a_folder_that_was_written_without_digests_is_taken_as_it_is(tmp_path: Path) -> None:
     _write(tmp_path)
     check_digests(tmp_path)
+
+
+def _record(step: int, *dropped: int) -> BatchRecord:
+    return BatchRecord(
+        step=step,
+        seqs=[100 + step],
+        tasks=[100 + step],
+        dropped=[Dropped(seq=seq, task=seq, reason="stale") for seq in dropped],
+        oldest=0,
+        seed=0,
+        digest="",
+        learner="l",
+        time=0.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("unrecorded", "records", "is_foreign"),
+    [
+        ([], [_record(4)], False),
+        ([7], [], False),
+        ([7], [_record(3)], False),
+        ([7], [_record(3), _record(4, 7)], False),
+        ([7], [_record(4, 6, 7, 8)], False),
+        ([7], [_record(4)], True),
+        ([7, 8], [_record(4, 7)], True),
+        ([7], [_record(3, 7), _record(4, 8), _record(5, 7)], True),
+    ],
+)
+def test_a_checkpoint_that_decided_otherwise_than_the_record_behind_it_is_of_another_learner(
+    tmp_path: Path, unrecorded: list[int], records: list[BatchRecord], is_foreign: bool
+) -> None:
+    dropped = [Dropped(seq=seq, task=seq, reason="malformed") for seq in unrecorded]
+    error = unlike_records(tmp_path, LearnerState(step=3, unrecorded=dropped), records)
+    assert (error is not None) == is_foreign

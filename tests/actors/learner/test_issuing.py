@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -235,3 +236,22 @@ async def test_a_learner_that_is_no_longer_the_owner_issues_nothing(
     with pytest.raises(FencedError, match="its last entry is 1, this learner knows of 0"):
         await cut_off.issue(1)
     assert len(await _stored(broker, scope)) == 6
+
+
+async def test_a_learner_that_was_cut_off_gives_clients_no_numbers(
+    broker: Broker, scope: JobScope
+) -> None:
+    log = BatchLog(broker, scope)
+    external = {"tasks": "external"}
+    check = partial(log.check_owner, 0)
+    cut_off = _issuer(broker, scope, Ledger(LearnerState()), check_owner=check, **external)
+    request = PublishTasksRequest(tasks=[TaskSpec(seed=1)])
+    assert await cut_off.publish_for_client(request, 0) == 1
+    await cut_off.check_owner()
+    record = BatchRecord(step=1, seqs=[1], tasks=[0], seed=0, digest="d", learner="new", time=1.0)
+    await log.append(record, 0)
+    with pytest.raises(FencedError):
+        await cut_off.publish_for_client(request, 0)
+    with pytest.raises(FencedError):
+        await cut_off.check_owner()
+    assert len(await _stored(broker, scope)) == 1

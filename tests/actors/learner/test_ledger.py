@@ -281,3 +281,25 @@ def test_a_group_of_another_task_than_was_issued_is_known() -> None:
     for change in ({"index": 1}, {"seed": 77}, {"sample": 3}, {"item": 2}):
         assert ledger.issued_instead_of(issued.model_copy(update=change)) == issued
     assert ledger.issued_instead_of(_task(1, 1)) is None
+
+
+@pytest.mark.parametrize("times", [1, 2, 3, 7])
+def test_a_task_does_not_fail_by_groups_of_other_tasks(times: int) -> None:
+    ledger = Ledger(LearnerState())
+    first = ledger.next_issue()
+    ledger.note_task(_task(first.number, first.index))
+    number = first.number
+    for _ in range(times):
+        assert ledger.drop(number, "malformed", foreign=True)
+        again = ledger.next_issue()
+        assert (again.index, again.reissue_of, again.tries) == (first.index, number, 0)
+        number = again.number
+        ledger.note_task(_task(number, again.index, reissue_of=again.reissue_of))
+    for tries in (1, 2):
+        assert ledger.drop(number, "malformed")
+        again = ledger.next_issue()
+        assert again.tries == tries
+        number = again.number
+        task = _task(number, again.index, reissue_of=again.reissue_of)
+        ledger.note_task(task.model_copy(update={"tries": tries}))
+    assert not ledger.drop(number, "malformed")

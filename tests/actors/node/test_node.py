@@ -1,6 +1,7 @@
 """A node does what the last sync wants, and nothing else. Real server, real processes."""
 
 import asyncio
+import shutil
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -10,17 +11,19 @@ import pytest
 from tinkermq.actors.node.children import programs
 from tinkermq.actors.node.machine import check_slots, default_name, default_slots, lock_name
 from tinkermq.actors.node.node import Node
-from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import Service, call
 from tinkermq.broker.feed import follow
 from tinkermq.broker.jetstream.kv import Bucket
+from tinkermq.broker.jetstream.streams import create_shared
+from tinkermq.broker.programs.server import NatsServer
 from tinkermq.schemas.metric import LogLines
 from tinkermq.schemas.node import NodeStatus, NodeSync, RemoveRun, WantedActor
 from tinkermq.schemas.wire.errors import ConfigError, FencedError, MessageError, StateError
 from tinkermq.schemas.wire.message import Empty
 from tinkermq.schemas.wire.subjects import BUCKET_NODES, JobScope, node, token
 
-from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S
+from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, until
 
 SLEEPS = "import time; print('up', flush=True); time.sleep(60)"
 HANGS = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEPS}"
@@ -277,3 +280,27 @@ async def test_the_folder_of_a_deleted_job_is_removed_unless_the_job_still_runs(
     await remove()
     await remove()
     assert [path.name for path in folder.parent.iterdir()] == []
+
+
+async def test_a_node_tells_that_the_broker_came_back_empty(tmp_path: Path) -> None:
+    """And not that it was only away."""
+    folder = tmp_path / "nats"
+    with NatsServer(folder) as server:
+        async with await connect(server.url, name="node") as broker:
+            await create_shared(broker)
+            side = Client(broker, JobScope("ada", "j1"), tmp_path)
+            box = Node(broker, "box", 4, start=programs(side.command))
+            async with await Service.start(broker, name="n", description="a node") as service:
+                run = asyncio.create_task(box.run(service, side.stopping))
+                await until(lambda: box.status().time > 0 and box.store_seen, "a first look")
+                server.restart()
+                await until(lambda: not box.store_seen, "the end of the connection")
+                await until(lambda: box.store_seen, "another look")
+                assert box.status().store_lost is None
+                server.stop()
+                await asyncio.to_thread(shutil.rmtree, folder / "jetstream")
+                server.start()
+                await create_shared(broker)
+                await until(lambda: box.status().store_lost is not None, "the loss to be told")
+                side.stopping.set()
+                await asyncio.wait_for(run, PATIENCE_S)

@@ -10,11 +10,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.node.children import programs
-from tinkermq.actors.node.process import ActorProcess, ReadBeat, no_beat
+from tinkermq.actors.node.children import ActorStarter, programs
+from tinkermq.actors.node.process import (
+    SILENCE_VARIABLE,
+    ActorProcess,
+    ReadBeat,
+    no_beat,
+    silence_bound,
+)
 from tinkermq.schemas.metric import LogLines, Presence
 from tinkermq.schemas.node import WantedActor
-from tinkermq.schemas.wire.errors import DeadlineError
+from tinkermq.schemas.wire.errors import ConfigError, DeadlineError
 
 from tests.support.processes import alive
 from tests.support.waiting import PATIENCE_S, until
@@ -199,6 +205,107 @@ async def test_an_actor_is_not_silent_while_no_heartbeat_can_be_read(tmp_path: P
     await asyncio.wait_for(run, PATIENCE_S)
 
 
+@pytest.mark.parametrize("step_s", [1.0, -1.0, 3600.0, -3600.0])
+async def test_an_actor_whose_clock_is_set_back_is_not_silent(
+    tmp_path: Path, step_s: float
+) -> None:
+    looks = 0
+
+    async def last_beat() -> Presence | None:
+        nonlocal looks
+        looks += 1
+        told = time.time() + step_s * (looks // 3)  # another one with every third look
+        return Presence(actor="a", role="generator", host="h", pid=1, state="working", time=told)
+
+    actor = ActorProcess(
+        wanted(tmp_path, role="generator"),
+        start=programs(script("import time; time.sleep(600)")),
+        nats_url="nats://127.0.0.1:1",
+        send=Sink(),
+        stop_deadline_s=0.5,
+        last_beat=last_beat,
+        silence_s=1.0,
+        silence_look_s=0.05,
+    )
+    run = asyncio.create_task(actor.run())
+    await until(lambda: looks > 60, "many looks")
+    assert (actor.status.silent_s, actor.status.restarts) == (0.0, 0)
+    actor.stop(kill=True)
+    await asyncio.wait_for(run, PATIENCE_S)
+
+
+async def test_an_actor_whose_last_heartbeat_has_vanished_is_silent(tmp_path: Path) -> None:
+    told = time.time() + 60.0
+    looks = 0
+
+    async def last_beat() -> Presence | None:
+        nonlocal looks
+        looks += 1
+        if looks > 2:
+            return None
+        return Presence(
+            actor="a", role="generator", host="h", pid=1, state="working", time=told + looks
+        )
+
+    actor = ActorProcess(
+        wanted(tmp_path, role="generator"),
+        start=programs(script("import time; time.sleep(600)")),
+        nats_url="nats://127.0.0.1:1",
+        send=Sink(),
+        stop_deadline_s=0.5,
+        last_beat=last_beat,
+        silence_s=0.5,
+        silence_look_s=0.05,
+    )
+    run = asyncio.create_task(actor.run())
+    await until(lambda: actor.status.restarts == 1, "a new process")
+    actor.stop(kill=True)
+    await asyncio.wait_for(run, PATIENCE_S)
+
+
+async def test_an_actor_that_never_tells_a_heartbeat_is_started_again(tmp_path: Path) -> None:
+    """Of an earlier process one may still be there."""
+    before = Presence(
+        actor="a", role="generator", host="h", pid=1, state="working", time=time.time() - 60
+    )
+
+    async def last_beat() -> Presence | None:
+        return before
+
+    actor = ActorProcess(
+        wanted(tmp_path, role="generator"),
+        start=programs(script("import time; time.sleep(600)")),
+        nats_url="nats://127.0.0.1:1",
+        send=Sink(),
+        stop_deadline_s=0.5,
+        last_beat=last_beat,
+        silence_s=0.1,
+        start_silence_s=1.0,
+        silence_look_s=0.05,
+    )
+    run = asyncio.create_task(actor.run())
+    await until(lambda: actor.status.silent_s >= 0.5, "the silence to be told")
+    await until(lambda: actor.status.restarts == 1, "a new process")
+    actor.stop(kill=True)
+    await asyncio.wait_for(run, PATIENCE_S)
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "soon", "inf", "nan"])
+def test_a_bound_of_silence_that_is_none_is_refused(
+    given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SILENCE_VARIABLE, given)
+    with pytest.raises(ConfigError, match=SILENCE_VARIABLE):
+        silence_bound()
+
+
+def test_a_bound_of_silence_counts_for_every_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SILENCE_VARIABLE, raising=False)
+    assert silence_bound() is None
+    monkeypatch.setenv(SILENCE_VARIABLE, "45.5")
+    assert silence_bound() == 45.5
+
+
 async def test_a_drain_that_nobody_here_asked_for_is_no_failure(tmp_path: Path) -> None:
     sink = Sink()
     actor = process(tmp_path, "import sys; print('drained'); sys.exit(3)", sink, max_restarts=0)
@@ -295,6 +402,46 @@ async def test_a_program_that_cannot_be_started_fails_like_a_crash(tmp_path: Pat
     assert actor.status.state == "failed"
     assert "cannot start learner" in actor.status.error
     assert "/nonexistent/python" in actor.status.error
+
+
+@pytest.mark.parametrize("folder", ["/etc", "runs/bob/r2", "runs", "link", "elsewhere", "/"])
+async def test_an_agent_folder_that_may_not_be_shown_is_tried_once(
+    tmp_path: Path, folder: str
+) -> None:
+    for name in ("runs/ada/r1", "runs/bob/r2", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "runs/bob/r2")
+    await assert_tried_once(
+        wanted(
+            tmp_path / "runs/ada/r1",
+            role="environment",
+            user="ada",
+            output_roots=[str(tmp_path / "runs")],
+            programs=[str(tmp_path / folder)],
+            max_restarts=5,
+        ),
+        "agent programs of user 'ada' may not be shown",
+    )
+
+
+@pytest.mark.parametrize("role", ["learner", "generator", "environment", "evaluator"])
+async def test_a_run_folder_outside_of_the_roots_is_tried_once(tmp_path: Path, role: str) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    roots = [str(tmp_path / "runs")]
+    outside = wanted(tmp_path / "elsewhere", role=role, output_roots=roots, max_restarts=5)
+    await assert_tried_once(outside, "run_dir")
+
+
+async def assert_tried_once(wanted: WantedActor, said: str) -> None:
+    starter = ActorStarter(enclose_games=True)
+    actor = ActorProcess(wanted, start=starter.start, nats_url="", send=Sink())
+    try:
+        await asyncio.wait_for(actor.run(), PATIENCE_S)
+    finally:
+        await starter.close()
+    assert (actor.status.state, actor.status.restarts) == ("failed", 0)
+    assert said in actor.status.error
 
 
 async def test_threads_and_broker_reach_the_actor_by_its_environment(tmp_path: Path) -> None:

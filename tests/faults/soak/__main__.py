@@ -4,8 +4,11 @@
 
 A pool of real processes with limits at their defaults runs four kinds of tiny jobs beside each
 other, while SIGKILL meets learners, generators, environment hosts, evaluators, schedulers, nodes
-with all their actors, nats-server, the gateway and users' programs, also two at the same moment;
-between them are SIGTERM, SIGSTOP, stopped and resumed, paused and resumed jobs. In the end
+with all their actors, nats-server, the gateway, the auth service and users' programs, also two at
+the same moment, and nats-server again while it restarts. Between them are SIGTERM, SIGSTOP, actors
+that stay frozen, partitions of an actor or of a whole node (just behind a batch record, too; what
+was held back arrives late or never), schedulers whose clocks are wrong, stopped and resumed, paused
+and resumed jobs. In the end
 `account.py` reads streams and files raw, and `tinkermq replay` trains every run again. Exit code 0
 only if nothing is wrong.
 """
@@ -47,6 +50,8 @@ class Options:
     lanes: tuple[str, ...] = tuple(one.name for one in RECIPES)
     steps: int = 120
     pause_s: float = 6.0
+    users: bool = False
+    """Whether the pool has users, and so an auth service."""
 
 
 @dataclass
@@ -75,9 +80,9 @@ async def soak(options: Options, model: Path, say: Callable[[str], None] = print
         say(f"[{time.monotonic() - began:7.1f}] {line}")
 
     outcome = Outcome()
-    async with Pool(options.folder) as pool:
+    async with Pool(options.folder, users=options.users) as pool:
         watcher = Watcher()
-        await watcher.open(pool.server.url)
+        await watcher.open(pool.looking_url)
         rng = random.Random(options.seed)
         by_name = {one.name: one for one in RECIPES}
         done: asyncio.Queue[Finished | None] = asyncio.Queue()
@@ -192,7 +197,7 @@ async def _account(pool: Pool, watcher: Watcher, done: Finished) -> Account:
         num_rows(record.config) if done.recipe.has_rows else None,
     )
     try:
-        found = await account(pool.server.url, run)
+        found = await account(pool.looking_url, run)
     except Exception as error:  # noqa: BLE001  what cannot be read is what is wrong with the run
         return Account([f"its data cannot be read: {type(error).__name__}: {error}"])
     await _replay(pool, record.name, found)
@@ -220,7 +225,7 @@ def _line(done: Finished, found: Account) -> str:
         f"{done.job.record.name:<20} {done.job.record.state:<10} steps {found.num_steps:>3}  "
         f"groups {found.num_trained:>4}  dropped {drops or 'none'}  "
         f"attempts {done.job.record.attempt}{' (once after its end)' if done.resumed else ''}  "
-        f"told again {found.num_reported_again}  "
+        f"told again {found.num_reported_again}  of two learners {found.num_foreign}  "
         f"{'' if problems else 'accounted for, replay equal'}"
     ]
     return "\n".join(lines + [f"      WRONG: {one}" for one in problems])
@@ -259,6 +264,7 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=Path, help="keep everything here (default: a temporary one)"
     )
+    parser.add_argument("--users", action="store_true", help="let in who has a key only")
     given = parser.parse_args()
     seed = random.SystemRandom().randrange(10**6) if given.seed is None else given.seed
     folder = given.folder or Path(tempfile.mkdtemp(prefix="tinkermq-soak-"))
@@ -276,6 +282,7 @@ def main() -> int:
         tuple(given.lanes),
         given.steps,
         given.pause,
+        given.users,
     )
     outcome = asyncio.run(soak(options, model, lambda line: print(line, flush=True)))
     print(f"\n{outcome.table}", flush=True)

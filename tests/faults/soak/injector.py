@@ -21,7 +21,7 @@ from tinkermq.schemas.job import FINAL_STATES
 from tinkermq.schemas.wire.errors import StateError, TinkermqError
 
 from tests.faults.soak.lanes import Lane
-from tests.faults.soak.pool import BROKER, Pool, Target
+from tests.faults.soak.pool import BROKER, SILENCE_S, Pool, Target, family
 from tests.support.jobs import Job
 
 WEIGHTS = {
@@ -34,19 +34,37 @@ WEIGHTS = {
     BROKER: 5,
     "node": 4,
     "gateway": 5,
+    "auth": 8,
 }
 """How often each role is drawn."""
-STOPS = {"sigterm": 5, "sigstop": 6, "job stop": 2, "job pause": 2}
-"""How often each way to stop something is drawn."""
+STOPS = {
+    "sigterm": 4,
+    "sigstop": 4,
+    "job stop": 2,
+    "job pause": 2,
+    "cut actor": 6,
+    "cut node": 9,
+    "freeze": 4,
+}
+"""How often each way to stop something, for a while or until it is started again, is drawn."""
+_CUTS_S = (3.0, 8.0, 14.0, 20.0, 26.0, 36.0)
+_ACTORS = frozenset({"learner", "generator", "environment", "evaluator"})
+_SHIFTS_S = (0.0, 0.0, -20.0, -3600.0, -86_400.0, 3600.0)
+"""By how much the clock of a scheduler that starts may be wrong."""
+_AGAIN_SHARE = 0.4
+"""How often a broker that starts again is killed while it does."""
+_AWAY_S = (0.0, 0.5, 2.0, 5.0, 15.0)
 PER_ACTOR = 4
 PER_JOB_LOSSES = 3
 """Losses of a node that a job may have had before nodes are left to rest: its limit is five."""
 _WINDOW_S = 600.0
 _PAIR_SHARE = 0.2
-_STOPS_PER_KILL = 0.2
+_STOPS_PER_KILL = 0.4
 _MOMENT_S = 5.0
 _TRIES = 60
 _LOOK_S = 0.5
+_UNNOTICED_S = 5 * SILENCE_S
+"""A frozen actor is found by then, even where the broker was away meanwhile."""
 _LOST_S = 8.0
 """A node that is away for longer may lose its jobs."""
 
@@ -127,7 +145,7 @@ class Injector:
 
     def _may(self, target: Target) -> bool:
         """Whether limits at their defaults let this process be killed now."""
-        if str(target.pid) in self._busy or target.job in self._busy:
+        if str(target.pid) in self._busy or target.job in self._busy or target.role in self._busy:
             return False
         if target.role == "node" and not self._may_lose():
             return False
@@ -164,29 +182,49 @@ class Injector:
         """Do what systemd, an operator or a user does: actors of jobs are their node's affair."""
         if target.job:
             return
-        away_s = self.rng.choice([0.0, 0.5, 2.0, 5.0, 15.0])
+        away_s = self.rng.choice(_AWAY_S)
         if target.role == BROKER:
-            away_s = min(away_s, 5.0)
-        self._do_later(self._start(target, away_s))
+            again_s = self.rng.uniform(0.0, 0.4) if self.rng.random() < _AGAIN_SHARE else None
+            self._do_later(self._start_broker(min(away_s, 5.0), again_s))
+            return
+        self._do_later(self._start(target, away_s, self._shift_s(target.name)))
 
-    async def _start(self, target: Target, away_s: float) -> None:
-        if target.role == BROKER:
+    async def _start_broker(self, away_s: float, again_s: float | None) -> None:
+        """Start it, and after `again_s` of that kill it again."""
+        self._busy.add(BROKER)
+        try:
             self.pool.server.kill()  # reaps it
             await asyncio.sleep(away_s)
-            self.pool.server.start()
-            return
+            if again_s is not None:
+                self.pool.server.begin()
+                await asyncio.sleep(again_s)
+                self.pool.server.kill()
+                self.stopped["broker killed in its restart"] += 1
+                self.say(f"  {BROKER} killed {again_s:.2f} s after its start")
+                await asyncio.sleep(away_s)
+            await asyncio.to_thread(self.pool.server.start, 60.0)
+        finally:
+            self._busy.discard(BROKER)
+
+    def _shift_s(self, name: str) -> float:
+        return self.rng.choice(_SHIFTS_S) if name.startswith("scheduler") else 0.0
+
+    async def _start(self, target: Target, away_s: float, shift_s: float) -> None:
         await self.pool.until_gone(target.name)
         await asyncio.sleep(away_s)
-        self.start_now(target.name)
+        self.start_now(target.name, shift_s)
 
-    def start_now(self, name: str) -> None:
-        """Start a service, or a user's program while its job runs."""
+    def start_now(self, name: str, shift_s: float = 0.0) -> None:
+        """Start a service, or a user's program while its job runs; `shift_s` of its clock."""
         for lane in self.lanes:
             if lane.client == name:
                 lane.start_client()
                 return
         if not name.startswith("client"):
-            self.pool.start(name)
+            if shift_s:
+                self.stopped["scheduler with a wrong clock"] += 1
+                self.say(f"  {name} starts with a clock that is wrong by {shift_s:g} s")
+            self.pool.start(name, shift_s=shift_s)
 
     def _step(self, target: Target) -> str:
         steps = [lane.step for lane in self.lanes if lane.job_id == target.job]
@@ -203,6 +241,9 @@ class Injector:
         if kind in ("job stop", "job pause"):
             now = self.rng.random() < 0.3
             await self._stop_job(lane, kind, rest_s, now=now)
+            return
+        if kind in ("cut actor", "cut node", "freeze"):
+            self._draw_fault(kind, lane)
             return
         drawn = self._draw(1)
         if not drawn:
@@ -225,16 +266,16 @@ class Injector:
                 os.kill(target.pid, signal.SIGTERM)
             return
         self._busy.add(str(target.pid))
-        self._do_later(self._end(target))
+        self._do_later(self._end(target, self._shift_s(target.name)))
 
-    async def _end(self, target: Target) -> None:
+    async def _end(self, target: Target, shift_s: float) -> None:
         try:
             if target.role == BROKER:
                 await asyncio.to_thread(self.pool.server.stop)
                 self.pool.server.start()
                 return
             await self.pool.end(target.name)
-            self.start_now(target.name)
+            self.start_now(target.name, shift_s)
         finally:
             self._busy.discard(str(target.pid))
 
@@ -246,6 +287,84 @@ class Injector:
                 process.suspend()
                 await asyncio.sleep(rest_s)
                 process.resume()
+        finally:
+            self._busy.discard(str(target.pid))
+
+    # -- partitions and frozen actors ----------------------------------------------------------
+
+    def _draw_fault(self, kind: str, lane: Lane) -> None:
+        """Draw an actor of a job to cut off or to freeze, or the node of its learner."""
+        place, rest_s = self.rng.random(), self.rng.choice(_CUTS_S)
+        is_learner, is_behind, lost = (self.rng.random() < 0.5 for _ in range(3))
+        found = [
+            one
+            for one in self.pool.targets()
+            if one.job == lane.job_id
+            and one.role in _ACTORS
+            and (one.role == "learner" or not (is_learner or kind == "cut node"))
+            and self._may(one)
+        ]
+        if not found:
+            return
+        target = found[int(place * len(found))]
+        if kind == "freeze":
+            self.stopped[kind] += 1
+            self.say(f"  freeze of {target}{self._step(target)}")
+            self._do_later(self._freeze(target))
+            return
+        if kind == "cut node":
+            if target.node in self._busy:
+                return
+            rest_s = rest_s if self._may_lose() else _LOST_S / 2
+        behind = lane.job.scope.batch if is_behind and target.role == "learner" else ""
+        self.stopped[kind] += 1
+        self._do_later(self._cut(kind, target, rest_s, behind, lost=lost))
+
+    async def _cut(
+        self, kind: str, target: Target, rest_s: float, behind: str, *, lost: bool
+    ) -> None:
+        """Cut an actor or its node off for a while, at once or just behind a batch record."""
+        partitions = self.pool.partitions[target.node]
+        what = target.node if kind == "cut node" else str(target.pid)
+        self._busy.add(what)
+        try:
+            if behind:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(partitions.cut_behind(behind), 4 * _MOMENT_S)
+            pids = family(target.pid)
+            if kind == "cut node":
+                partitions.cut_all()
+            else:
+                self._note(target)
+                partitions.cut(pids)
+            where = f"node {target.node} of {target}" if kind == "cut node" else str(target)
+            moment = " behind a batch record" if behind else ""
+            self.say(
+                f"  {where} is cut off{self._step(target)}{moment} for {rest_s:g} s, what it says "
+                f"is {'lost' if lost else 'late'}"
+            )
+            await asyncio.sleep(rest_s)
+            partitions.heal(None if kind == "cut node" else pids, lost=lost)
+        finally:
+            self._busy.discard(what)
+
+    async def _freeze(self, target: Target) -> None:
+        """Stop an actor for good: its node must find out, and start it again."""
+        self._note(target)
+        self._busy.add(str(target.pid))
+        try:
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(target.pid)
+                for pid in family(target.pid):
+                    psutil.Process(pid).suspend()
+                began = time.monotonic()
+                while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    if time.monotonic() - began > _UNNOTICED_S:
+                        self.faults.append(f"nobody ended {target}, which was frozen")
+                        process.kill()
+                        return
+                    await asyncio.sleep(_LOOK_S)
+                self.say(f"  {target} was ended after {time.monotonic() - began:.0f} s")
         finally:
             self._busy.discard(str(target.pid))
 

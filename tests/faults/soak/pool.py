@@ -1,10 +1,14 @@
 """The pool of a soak: a broker, two schedulers, two nodes, a gateway, and clients with games.
 
 All of it are processes of our own below one folder, on free ports. Who may be killed is read from
-the system's table of processes, so that it is known while the broker is away, too.
+the system's table of processes, so that it is known while the broker is away, too. Each node, and
+with it all its actors, reaches the broker through a proxy that can cut it off. A pool with users
+has an auth service, and all that runs in it proves who it is; the soak itself is the admin, and
+looks at what is stored as a user of the broker's configuration who may do everything.
 """
 
 import asyncio
+import json
 import os
 import re
 import subprocess
@@ -14,12 +18,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from tinkermq.actors.folders.roots import MODELS_VARIABLE, ROOTS_VARIABLE
+from tinkermq.actors.node.process import SILENCE_VARIABLE
+from tinkermq.broker.client.connection import connect
+from tinkermq.broker.client.login import CREDENTIALS_VARIABLE, KEY_VARIABLE
+from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.users.credentials import SECRETS_VARIABLE, PoolSecrets
+from tinkermq.schemas.wire.errors import BrokerError
 
 from tests.support.configs import REPOSITORY
 from tests.support.gateway import Gateway, free_port
 from tests.support.jobs import tail
+from tests.support.partition import Partitions
 from tests.support.stack import Stack
+from tests.support.waiting import eventually
 
+NODES = ("node", "node-b")
+SILENCE_S = 40.0
+"""For how long an actor may tell no heartbeat: its default is of minutes."""
+SHIFT_VARIABLE = "TINKERMQ_SOAK_SHIFT_S"
+_SHIFTED = Path(__file__).parent / "shifted"
+_LOOKS = "soak"
 SERVICES = ("scheduler", "scheduler-b", "node", "node-b", "gateway")
 BROKER = "nats-server"
 MARK = "TINKERMQ_SOAK"
@@ -36,6 +55,8 @@ class Target:
     name: str
     pid: int
     job: str = ""
+    node: str = ""
+    """Where it runs, if it is an actor of a job."""
 
     def __str__(self) -> str:
         of = f" of {self.job}" if self.job else ""
@@ -45,9 +66,20 @@ class Target:
 class Pool(Stack):
     """A stack with two of what there may be two of, a gateway, and users' programs."""
 
-    def __init__(self, folder: Path, *, slots: int = 16) -> None:
-        """Keep everything below `folder`; nothing is started yet."""
+    def __init__(self, folder: Path, *, slots: int = 16, users: bool = False) -> None:
+        """Keep everything below `folder`; nothing is started yet. `users`: keys are asked for."""
         super().__init__(folder, slots=slots)
+        self.partitions = {name: Partitions(lambda: self.server.port) for name in NODES}
+        self.secrets = PoolSecrets(folder / "secrets") if users else None
+        self.looking_url = ""
+        """Where the soak looks at what is stored, once the broker runs."""
+        self._given = {SILENCE_VARIABLE: str(SILENCE_S)}
+        if self.secrets is not None:
+            self._given |= {MODELS_VARIABLE: str(folder), ROOTS_VARIABLE: str(folder)}
+            self._given[KEY_VARIABLE] = self.secrets.create("root", 1)
+            self.server = NatsServer(
+                folder / "nats", extra_config=_with_looker(self.secrets.server_config())
+            )
         self.mark = f"{os.getpid()}-{folder.name}"
         self.gateway_port = free_port()
         self.ended: list[str] = []
@@ -56,6 +88,15 @@ class Pool(Stack):
         os.environ[MARK] = self.mark
 
     async def __aenter__(self) -> "Pool":
+        os.environ.update(self._given)
+        for one in self.partitions.values():
+            await one.__aenter__()
+        self.server.start()  # on a port that stays
+        login = f"{_LOOKS}:{_LOOKS}@" if self.secrets else ""
+        self.looking_url = f"nats://{login}127.0.0.1:{self.server.port}"
+        if self.secrets is not None:
+            self.start("auth")
+            await eventually(self._lets_in, "the auth service to let the admin in")
         await super().__aenter__()
         for name in SERVICES:
             if name not in self._processes:
@@ -64,27 +105,55 @@ class Pool(Stack):
 
     async def __aexit__(self, *exc_info: object) -> None:
         await super().__aexit__(*exc_info)
-        os.environ.pop(MARK, None)
+        for one in self.partitions.values():
+            await one.__aexit__()
+        for name in (MARK, *self._given):
+            os.environ.pop(name, None)
+
+    async def _lets_in(self) -> bool:
+        try:
+            await (await connect(self.server.url, name="probe")).close()
+        except BrokerError:
+            return False
+        return True
+
+    def url_for(self, name: str) -> str:
+        """Return how a service reaches the broker, and with a node all its actors."""
+        return self.partitions[name].url if name in self.partitions else self.server.url
 
     # -- starting and ending -----------------------------------------------------------------
 
-    def start(self, role: str) -> int:
-        """Start a service by its name; return its process id."""
+    def start(self, role: str, name: str = "", *, shift_s: float = 0.0) -> int:
+        """Start a service by its name; return its process id.
+
+        `shift_s`: its clock goes by so much before the machine's.
+        """
+        assert not name, "a service has the name of its role here"
         kind = role.partition("-")[0]
-        command = [sys.executable, "-m", f"tinkermq.actors.{kind}", "--nats", self.server.url]
+        command = [sys.executable, "-m", f"tinkermq.actors.{kind}", "--nats", self.url_for(role)]
         command += ["--name", role]
         if kind == "node":
             command += ["--slots", str(self._slots)]
         if kind == "gateway":
             command += ["--port", str(self.gateway_port)]
-        return self._run(role, command)
+        variables: dict[str, str] = {}
+        if self.secrets is not None:
+            variables[CREDENTIALS_VARIABLE] = str(self.secrets.credentials(kind))
+            variables[KEY_VARIABLE] = ""
+        if kind == "auth":
+            variables[SECRETS_VARIABLE] = str(self.secrets.folder if self.secrets else "")
+        if shift_s:
+            variables[SHIFT_VARIABLE] = str(shift_s)
+            given = os.environ.get("PYTHONPATH", "")
+            variables["PYTHONPATH"] = os.pathsep.join([str(_SHIFTED), str(REPOSITORY), given])
+        return self._run(role, command, variables)
 
     def start_client(self, name: str, server_url: str) -> int:
         """Start a user's program that hosts the game of a job."""
         return self._run(name, [sys.executable, "-m", "tests.faults.soak.client", server_url])
 
-    def _run(self, name: str, command: list[str]) -> int:
-        self._processes[name] = self._popen(command, name)
+    def _run(self, name: str, command: list[str], variables: dict[str, str] | None = None) -> int:
+        self._processes[name] = self._popen(command, name, variables)
         self._away.discard(name)
         return self._processes[name].pid
 
@@ -151,14 +220,14 @@ class Pool(Stack):
 
     def _actors(self) -> Iterator[Target]:
         """Find the actors of jobs among what the nodes have started."""
-        for name in ("node", "node-b"):
+        for name in NODES:
             process = self._processes.get(name)
             if process is None or process.poll() is not None:
                 continue
             for child in _children(process.pid):
                 told = _TOLD.search(_command(child))
                 if told is not None:
-                    yield Target(told[1], told[3], child.pid, told[2])
+                    yield Target(told[1], told[3], child.pid, told[2], name)
 
     def left_over(self) -> list[str]:
         """Return the processes of this soak that still run beside this one."""
@@ -172,6 +241,21 @@ class Pool(Stack):
             if is_ours and runs and process.pid != os.getpid():
                 found.append(f"{process.pid} {_command(process)[:120]}")
         return found
+
+
+def family(pid: int) -> list[int]:
+    """Return a process with all that it has started."""
+    return [pid, *(child.pid for child in _children(pid))]
+
+
+def _with_looker(config: str) -> str:
+    """Add a user to a server's configuration whom the auth service is not asked about."""
+    lines = dict(line.split(": ", 1) for line in config.splitlines())
+    accounts, authorization = json.loads(lines["accounts"]), json.loads(lines["authorization"])
+    accounts["TMQ"]["users"].append({"user": _LOOKS, "password": _LOOKS})
+    authorization["auth_callout"]["auth_users"].append(_LOOKS)
+    lines |= {"accounts": json.dumps(accounts), "authorization": json.dumps(authorization)}
+    return "\n".join(f"{key}: {value}" for key, value in lines.items())
 
 
 def _children(pid: int) -> list[psutil.Process]:
