@@ -224,8 +224,7 @@ OWN_CURRICULUM = {
         ({"logger_backends": ["jsonl", "wandb"]}, "logger_backends: wandb: .* has no network"),
         ({"logger_backends": ["mlflow"]}, "logger_backends: mlflow: .* has no network"),
         (
-            {"training": OWN_CURRICULUM}
-            | {"algorithm": {}, "logger_backends": ["wandb"]},
+            {"training": OWN_CURRICULUM} | {"algorithm": {}, "logger_backends": ["wandb"]},
             r"functions of user ada \(training.own_curriculum\) has no network",
         ),
     ],
