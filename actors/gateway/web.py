@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from ...broker.client.connection import Broker
 from ...schemas.wire.codec import read_json
-from ...schemas.wire.errors import BrokerError, MessageError, TinkermqError
+from ...schemas.wire.errors import BrokerError, DeadlineError, MessageError, TinkermqError
 from .data.counters import Counters
 from .data.history import Histories
 from .data.records import Figures
@@ -79,7 +79,8 @@ async def _let_in(request: Request) -> Visitor:
 
 async def why_it_failed(request: Request, error: TinkermqError) -> TinkermqError:
     """Return what to tell of an error of the broker: that the key was revoked meanwhile, if so."""
-    if not isinstance(error, BrokerError) or not gateway_of(request).sessions.with_keys:
+    of_broker = isinstance(error, BrokerError | DeadlineError)
+    if not of_broker or not gateway_of(request).sessions.with_keys:
         return error
     try:
         await _let_in(request)
