@@ -26,12 +26,13 @@ def main() -> None:
     asked = json.loads(os.environ.pop(VARIABLE))
     results = check_game(EnvConfig.model_validate(asked["env"]), seed=asked["seed"])
     for one in results:
-        found = {"name": one.name, "ok": one.ok, "detail": _cut(one.detail), "hint": _cut(one.hint)}
+        found = {"name": one.name, "ok": one.ok, "detail": cut(one.detail), "hint": cut(one.hint)}
         sys.stdout.write(f"\n{PREFIX}{json.dumps(found, ensure_ascii=False)}")
     sys.stdout.write(f"\n{END}\n")
 
 
-def _cut(text: str) -> str:
+def cut(text: str) -> str:
+    """Return a text, cut where it is longer than a message of a check takes."""
     return text if len(text) <= MAX_TEXT_CHARS else text[: MAX_TEXT_CHARS - 1] + "…"
 
 

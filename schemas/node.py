@@ -286,19 +286,20 @@ class ModelAnswer(Message):
 
 
 class GameCheckRequest(Request):
-    """Try a job's game on a node, on `rpc.<u>.scheduler.check_game`; asked again until it is
-    done."""
+    """Try a job on a node, on `rpc.<u>.scheduler.check_game`; asked again until it is done."""
 
     max_bytes: ClassVar[int] = MAX_CONFIG_BYTES
 
     request_id: str = Field(min_length=1, max_length=64)
     """Tells one check from the next: the same id asks for the same one."""
     config: dict[str, Any]
-    """Configuration of the job that would play it."""
+    """Configuration of the job."""
+    look: Literal["game", "model"] = "game"
+    """What of it is tried: its game is played, or its model and conversations are looked into."""
 
 
 class GameCheck(Message):
-    """The answer to one question about a game."""
+    """The answer to one question about a game, or about what a job reads of its model."""
 
     name: str = Field(max_length=MAX_TEXT_CHARS)
     """What was asked."""
@@ -331,6 +332,13 @@ class PlayQuestion(Message):
     """The `env` of the job's configuration."""
     seed: int = 0
     """The job's seed."""
+
+
+class InspectQuestion(Message):
+    """Look into the model of a job with the code of the run, on `node.<n>.inspect`."""
+
+    config: dict[str, Any]
+    """The job's configuration."""
 
 
 class PlayAnswer(Message):

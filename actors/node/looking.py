@@ -1,8 +1,9 @@
 """What a node says of a job that is not submitted yet: whether its files and game are there, and
-whether the game is sound.
+whether the game and the model are sound.
 
 Asked by the scheduler when a client only tries a job. To look runs no code of the game; to play it
-takes a process like an environment host's, behind the same walls.
+takes a process like an environment host's, in the same sandbox. The model is looked into by a
+process like a generator's, with the code of the run.
 """
 
 import asyncio
@@ -11,14 +12,25 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
+from ...broker.client.login import without_secrets
+from ...broker.programs.process import die_with
 from ...envs.dataset import is_dataset_name
 from ...envs.registry import find_game
-from ...schemas.node import GameCheck, LookAnswer, LookQuestion, PlayAnswer, PlayQuestion
+from ...schemas.node import (
+    GameCheck,
+    InspectQuestion,
+    LookAnswer,
+    LookQuestion,
+    PlayAnswer,
+    PlayQuestion,
+)
+from ...schemas.wire.codec import pack
 from ...schemas.wire.errors import TinkermqError
-from ..check_game import END, PREFIX, VARIABLE
+from ..check_game import END, PREFIX, VARIABLE, cut
 from .children import ActorStarter
 from .command import ENVIRONMENT
 from .output import ErrorMemory, read_lines
@@ -28,6 +40,8 @@ ANSWER_S = 10.0
 """A file system that takes longer is left for the job to find out."""
 PLAY_S = 60.0
 """A game that takes longer for its few episodes is ended."""
+INSPECT_S = 120.0
+"""A model that takes longer to be looked into is left for the job to find out."""
 MAX_CHECKS = 32
 MAX_CONFIG_BYTES = 96 * 1024
 """Of what a process is given by its environment, which the kernel bounds."""
@@ -149,3 +163,55 @@ class _Said:
             trouble=f"it was not played within {play_s:.0f} s",
             hint="`tinkermq env check` without --on-node takes its time, and tells how much",
         )
+
+
+class ModelInspection:
+    """Looks into models of jobs that may be submitted, one at a time."""
+
+    def __init__(self, deadline_s: float = INSPECT_S) -> None:
+        """Look into nothing yet."""
+        self._deadline_s = deadline_s
+        self._is_busy = False
+
+    async def answer(self, question: InspectQuestion) -> PlayAnswer:
+        """Look into a job's model; a node that looks into another already says so at once."""
+        if self._is_busy:
+            return PlayAnswer(known=False)
+        self._is_busy = True
+        try:
+            return await self._inspected(question)
+        finally:
+            self._is_busy = False
+
+    async def _inspected(self, question: InspectQuestion) -> PlayAnswer:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tinkermq.actors.check_chat"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**without_secrets(os.environ), **ENVIRONMENT},
+            start_new_session=True,
+            preexec_fn=die_with(os.getpid()),
+        )
+        asked: dict[str, Any] = {"config": question.config, "conversations": [], "gold": False}
+        asked["job"] = True
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                said, errors = await process.communicate(pack(asked))
+        except TimeoutError:
+            return PlayAnswer(
+                trouble=f"its model was not looked into within {self._deadline_s:.0f} s",
+                hint="see whether its folder lies on a disk that answers",
+            )
+        finally:
+            kill_group(process.pid)
+            await process.wait()
+        if process.returncode:
+            last = errors.decode(errors="replace").strip().splitlines()[-1:]
+            return PlayAnswer(trouble=f"its model cannot be looked into: {' '.join(last)}"[:1000])
+        told: dict[str, Any] = json.loads(said.splitlines()[-1])
+        if "error" in told:
+            return PlayAnswer(trouble=told["error"]["message"], hint=told["error"]["hint"])
+        found = told["checks"][:MAX_CHECKS]
+        texts = ({**one, "detail": cut(one["detail"]), "hint": cut(one["hint"])} for one in found)
+        return PlayAnswer(checks=[GameCheck.model_validate(one) for one in texts])

@@ -24,6 +24,7 @@ from ...broker.weights.shared_memory import sweep
 from ...schemas.metric import LogLines, Presence
 from ...schemas.node import (
     ActorStatus,
+    InspectQuestion,
     LookQuestion,
     ModelQuestion,
     NodeStatus,
@@ -46,7 +47,7 @@ from ..folders.removing import remove_run_folder
 from .children import ActorStarter, StartChild
 from .credentials import with_job_keys, with_secrets
 from .gpus import Gpus
-from .looking import TriedGames, look
+from .looking import ModelInspection, TriedGames, look
 from .models import ModelLookout
 from .process import STOP_DEADLINE_S, ActorProcess, silence_bound
 
@@ -211,6 +212,12 @@ class Node:
                 "model", node_subject(self.name, "model"), ModelQuestion, ModelLookout().answer
             )
             await service.endpoint("look", node_subject(self.name, "look"), LookQuestion, look)
+            await service.endpoint(
+                "inspect",
+                node_subject(self.name, "inspect"),
+                InspectQuestion,
+                ModelInspection().answer,
+            )
             await service.endpoint(
                 "play",
                 node_subject(self.name, "play"),

@@ -128,14 +128,18 @@ class SchedulerCalls:
         request = SecretsRequest(job=job, sealed=await self._sealed(secrets))
         return await self._change("secrets", request)
 
-    async def check_game(self, config: Mapping[str, Any]) -> "GameCheckReply":
+    async def check_game(
+        self, config: Mapping[str, Any], look: Literal["game", "model"] = "game"
+    ) -> "GameCheckReply":
         """Return what a node of the pool found when it played a job's game without a model.
 
-        Raises GameError where none could, and what `submit` raises for such a job.
+        With `look` at the model it says what the code of the run finds in model, template, adapter
+        and conversations; nothing where no node can look. Raises GameError where none could play,
+        ModelError, and what `submit` raises for such a job.
         """
         from ...schemas.node import GameCheckReply, GameCheckRequest
 
-        request = GameCheckRequest(request_id=new_request_id(), config=dict(config))
+        request = GameCheckRequest(request_id=new_request_id(), config=dict(config), look=look)
         while True:
             reply = await self._ask("check_game", request, GameCheckReply)
             if reply.done:

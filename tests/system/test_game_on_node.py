@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +63,23 @@ async def test_what_no_node_has_or_would_play_is_said(stack: Stack) -> None:
         await pool.check_game(job(game="none.such:Game"))
     with pytest.raises(ConfigError, match=r"env.hosts=0 leaves it to clients"):
         await pool.check_game(job(game="guess", hosts=0))
+
+
+async def test_a_node_looks_into_a_model_with_the_code_of_the_run(
+    stack: Stack, model: Path, tmp_path: Path
+) -> None:
+    pool, env = Pool(stack.broker), {"game": "addition", "hosts": 1}
+    told = await pool.check_game(small_job(model, env=env), look="model")
+    assert (told.node, [one.detail for one in told.checks if not one.ok]) == ("node", [])
+    names = {one.name for one in told.checks}
+    assert {"the weights are those of the configuration", "a checkpoint can be written"} <= names
+
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**config, "hidden_size": 128}))
+    told = await pool.check_game(small_job(broken, env=env), look="model")
+    wrong = [one.name for one in told.checks if not one.ok]
+    assert "the weights are those of the configuration" in wrong
+    nowhere = await pool.check_game(small_job(tmp_path / "none", env=env), look="model")
+    assert (nowhere.done, nowhere.node, nowhere.checks) == (True, "", [])

@@ -1,4 +1,5 @@
-"""Having a node play the game of a job that is not submitted: `tinkermq env check --on-node`.
+"""Having a node try a job that is not submitted: play its game (`tinkermq env check --on-node`), or
+look into its model with the code of the run (`tinkermq train --dry-run` from a light client).
 
 A node needs some seconds, and a request waits for less: the client asks again, by the same id,
 until the check is done.
@@ -11,8 +12,14 @@ from ....broker.client.connection import Broker
 from ....broker.client.rpc import RequestContext
 from ....schemas.config.job import JobConfig
 from ....schemas.job import ActorPlacement, JobRecord, SubmitRequest
-from ....schemas.node import GameCheckReply, GameCheckRequest, PlayAnswer, PlayQuestion
-from ....schemas.wire.errors import BusyError, ConfigError, GameError
+from ....schemas.node import (
+    GameCheckReply,
+    GameCheckRequest,
+    InspectQuestion,
+    PlayAnswer,
+    PlayQuestion,
+)
+from ....schemas.wire.errors import BusyError, ConfigError, GameError, ModelError
 from ..jobs.actors import wanted_actor
 from .models import ask_node
 from .trying import TrialSubmission
@@ -22,6 +29,7 @@ ANSWER_S = 3.0
 KEPT_S = 60.0
 """How long an answer waits for a client that is away."""
 _NODE_S = 90.0
+_INSPECT_S = 150.0
 
 
 class _Check(NamedTuple):
@@ -70,6 +78,8 @@ class GameChecks:
     async def _check(self, user: str, request: GameCheckRequest) -> GameCheckReply:
         submitted = SubmitRequest(request_id=request.request_id, config=request.config)
         record, config = await self._trial.submission.tried(user, submitted)
+        if request.look == "model":
+            return await self._look_into(record, config)
         host = _host(config, record.actors)
         for name in await self._trial.having_game(config):
             answer = await self._play(name, record, host, config)
@@ -81,6 +91,21 @@ class GameChecks:
             "the nodes that have the game try another one, or are leaving",
             hint="ask again in a minute",
         )
+
+    async def _look_into(self, record: JobRecord, config: JobConfig) -> GameCheckReply:
+        """Have a node that has a job's model look into it; nothing is told where none can."""
+        having = await self._trial.having_model(record, config)
+        question = InspectQuestion(config=config.model_dump(mode="json", exclude_unset=True))
+        for name in having:
+            unknown = PlayAnswer(known=False)
+            answer = await ask_node(
+                self._broker, name, "inspect", question, unknown, timeout_s=_INSPECT_S
+            )
+            if answer.trouble:
+                raise ModelError(f"node {name}: {answer.trouble}", hint=answer.hint)
+            if answer.known:
+                return GameCheckReply(done=True, node=name, checks=answer.checks)
+        return GameCheckReply(done=True)
 
     async def _play(
         self, name: str, record: JobRecord, host: ActorPlacement, config: JobConfig

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from ....broker.client.connection import Broker
 from ....broker.client.rpc import RequestContext
 from ....schemas.config.job import JobConfig
+from ....schemas.config.storage import model_paths
 from ....schemas.job import (
     ActorPlacement,
     JobRecord,
@@ -113,6 +114,16 @@ class TrialSubmission:
             f"no node has both game {game} and its data, as far as they could say",
             hint="`tinkermq train FILE --dry-run` tells what each of them lacks",
         )
+
+    async def having_model(self, record: JobRecord, config: JobConfig) -> list[str]:
+        """Return the nodes that have the model of a job, all of which its owner may know."""
+        reader = self.submission.reader(record.user, [Path(one) for one in record.output_roots])
+        read = [*model_paths(config).values(), *config.sft.data, *config.sft.val_data]
+        if not all([await asyncio.to_thread(reader.may_know, one) for one in read]):
+            return []
+        nodes = self._reconciler.nodes()
+        told = await ask_for_model(self._broker, nodes, config.model.path, reader)
+        return [one.node for one in told if one.answer.known and not one.answer.missing]
 
     async def _seen(
         self, nodes: Sequence[NodeStatus], files: Sequence[str], game: str

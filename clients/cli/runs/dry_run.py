@@ -10,6 +10,7 @@ from ....envs.check import CheckResult, check_game
 from ....envs.data.pair_data import check_row, open_rows
 from ....schemas.config.job import JobConfig
 from ....schemas.job import SubmissionFinding
+from ....schemas.node import GameCheckReply
 from ....schemas.wire.errors import (
     BrokerError,
     ConfigError,
@@ -82,6 +83,8 @@ def dry_run(
     if from_run is None:
         here += _look_inside(config, here)
     told = _ask_pool(config, nats_url, from_run)
+    if from_run is None and not can_look(config) and all(one.error is None for one in told):
+        told += _ask_node(config, nats_url)
     if not _is_here(nats_url):
         had = {one.what for one in told if one.error is None and one.by.startswith("node ")}
         here = [replace(one, overruled=one.what in had) for one in here]
@@ -128,13 +131,18 @@ def _look_inside(config: JobConfig, here: Sequence[_Result]) -> list[_Result]:
         results = check_job_here(config, plays=plays)
     except TinkermqError as error:
         return [_Result("model", error.message, "this machine", error)]
+    return _inside(results, "this machine")
+
+
+def _inside(results: Sequence[CheckResult], by: str) -> list[_Result]:
+    """Return what is wrong inside of a model, or that nothing is."""
     wrong = [
-        _Result("model", f"{one.name}? no: {one.detail}", "this machine", _refusal(one))
+        _Result("model", f"{one.name}? no: {one.detail}", by, _refusal(one))
         for one in results
         if not one.ok
     ]
     passed = f"{len(results)} checks with the code of the run passed"
-    return wrong or [_Result("model", passed, "this machine")]
+    return wrong or [_Result("model", passed, by)]
 
 
 def _refusal(result: CheckResult) -> TinkermqError:
@@ -163,6 +171,29 @@ def _ask_pool(config: JobConfig, nats_url: str | None, from_run: str | None) -> 
         return [_told(one) for one in with_pool(url, work)]
     except BrokerError as error:
         return [_Result("pool", error.message, "this machine", error)]
+
+
+def _ask_node(config: JobConfig, nats_url: str | None) -> list[_Result]:
+    """Return what a node says that looks into the model, where this machine cannot."""
+    try:
+        url = find_url(nats_url)
+    except BrokerError:
+        return []
+
+    async def work(pool: Pool) -> GameCheckReply:
+        note("a node looks into the model: two minutes at most")
+        given = config.model_dump(exclude_unset=True)
+        return await pool.check_game(
+            resolve_paths(given, url, has_users=pool.has_users), look="model"
+        )
+
+    try:
+        reply = with_pool(url, work)
+    except TinkermqError as error:
+        return [_Result("model", error.message, "the pool", error)]
+    by = f"node {reply.node}"
+    checks = [CheckResult(**one.model_dump()) for one in reply.checks]
+    return _inside(checks, by) if reply.node else []
 
 
 def _told(finding: SubmissionFinding) -> _Result:
