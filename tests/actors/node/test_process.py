@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tinkermq.actors.node.children import ActorStarter, programs
@@ -128,6 +129,29 @@ async def test_a_failed_actor_is_asked_what_it_had_done_before_it_is_counted(
     assert actor.status.fruitless == 2
 
 
+def beat_of(told: float) -> Presence:
+    return Presence(actor="a", role="generator", host="h", pid=1, state="working", time=told)
+
+
+def watched(
+    run_dir: Path,
+    last_beat: ReadBeat,
+    text: str = "import time; time.sleep(600)",
+    sink: Sink | None = None,
+    **bounds: Any,
+) -> ActorProcess:
+    """Return an actor whose heartbeats are looked at, with bounds of its silence."""
+    return ActorProcess(
+        wanted(run_dir, role="generator"),
+        start=programs(script(text)),
+        nats_url="nats://127.0.0.1:1",
+        send=sink or Sink(),
+        stop_deadline_s=0.5,
+        last_beat=last_beat,
+        **bounds,
+    )
+
+
 async def test_an_actor_that_is_frozen_is_told_and_started_again(tmp_path: Path) -> None:
     sink = Sink()
     beats = tmp_path / "beats"
@@ -147,18 +171,9 @@ async def test_an_actor_that_is_frozen_is_told_and_started_again(tmp_path: Path)
             told = float(await asyncio.to_thread(beats.read_text))
         except (OSError, ValueError):
             return None
-        return Presence(actor="a", role="generator", host="here", pid=1, state="working", time=told)
+        return beat_of(told)
 
-    actor = ActorProcess(
-        wanted(tmp_path, role="generator", name="generator-0"),
-        start=programs(script(text)),
-        nats_url="nats://127.0.0.1:1",
-        send=sink,
-        stop_deadline_s=0.5,
-        last_beat=last_beat,
-        silence_s=3.0,
-        silence_look_s=0.1,
-    )
+    actor = watched(tmp_path, last_beat, text, sink, silence_s=3.0, silence_look_s=0.1)
     run = asyncio.create_task(actor.run())
     await until(beats.exists, "a heartbeat")
     seen = looks
@@ -184,20 +199,9 @@ async def test_an_actor_is_not_silent_while_no_heartbeat_can_be_read(tmp_path: P
         looks += 1
         if looks > 3:
             raise DeadlineError("the broker stores nothing")
-        return Presence(
-            actor="a", role="generator", host="here", pid=1, state="working", time=time.time()
-        )
+        return beat_of(time.time())
 
-    actor = ActorProcess(
-        wanted(tmp_path, role="generator"),
-        start=programs(script("import time; time.sleep(600)")),
-        nats_url="nats://127.0.0.1:1",
-        send=Sink(),
-        stop_deadline_s=0.5,
-        last_beat=last_beat,
-        silence_s=0.1,
-        silence_look_s=0.02,
-    )
+    actor = watched(tmp_path, last_beat, silence_s=0.1, silence_look_s=0.02)
     run = asyncio.create_task(actor.run())
     await until(lambda: looks > 20, "many looks")
     assert (actor.status.silent_s, actor.status.restarts) == (0.0, 0)
@@ -215,18 +219,9 @@ async def test_an_actor_whose_clock_is_set_back_is_not_silent(
         nonlocal looks
         looks += 1
         told = time.time() + step_s * (looks // 3)  # another one with every third look
-        return Presence(actor="a", role="generator", host="h", pid=1, state="working", time=told)
+        return beat_of(told)
 
-    actor = ActorProcess(
-        wanted(tmp_path, role="generator"),
-        start=programs(script("import time; time.sleep(600)")),
-        nats_url="nats://127.0.0.1:1",
-        send=Sink(),
-        stop_deadline_s=0.5,
-        last_beat=last_beat,
-        silence_s=1.0,
-        silence_look_s=0.05,
-    )
+    actor = watched(tmp_path, last_beat, silence_s=1.0, silence_look_s=0.05)
     run = asyncio.create_task(actor.run())
     await until(lambda: looks > 60, "many looks")
     assert (actor.status.silent_s, actor.status.restarts) == (0.0, 0)
@@ -243,20 +238,9 @@ async def test_an_actor_whose_last_heartbeat_has_vanished_is_silent(tmp_path: Pa
         looks += 1
         if looks > 2:
             return None
-        return Presence(
-            actor="a", role="generator", host="h", pid=1, state="working", time=told + looks
-        )
+        return beat_of(told + looks)
 
-    actor = ActorProcess(
-        wanted(tmp_path, role="generator"),
-        start=programs(script("import time; time.sleep(600)")),
-        nats_url="nats://127.0.0.1:1",
-        send=Sink(),
-        stop_deadline_s=0.5,
-        last_beat=last_beat,
-        silence_s=0.5,
-        silence_look_s=0.05,
-    )
+    actor = watched(tmp_path, last_beat, silence_s=0.5, silence_look_s=0.05)
     run = asyncio.create_task(actor.run())
     await until(lambda: actor.status.restarts == 1, "a new process")
     actor.stop(kill=True)
@@ -265,24 +249,12 @@ async def test_an_actor_whose_last_heartbeat_has_vanished_is_silent(tmp_path: Pa
 
 async def test_an_actor_that_never_tells_a_heartbeat_is_started_again(tmp_path: Path) -> None:
     """Of an earlier process one may still be there."""
-    before = Presence(
-        actor="a", role="generator", host="h", pid=1, state="working", time=time.time() - 60
-    )
+    before = beat_of(time.time() - 60)
 
     async def last_beat() -> Presence | None:
         return before
 
-    actor = ActorProcess(
-        wanted(tmp_path, role="generator"),
-        start=programs(script("import time; time.sleep(600)")),
-        nats_url="nats://127.0.0.1:1",
-        send=Sink(),
-        stop_deadline_s=0.5,
-        last_beat=last_beat,
-        silence_s=0.1,
-        start_silence_s=1.0,
-        silence_look_s=0.05,
-    )
+    actor = watched(tmp_path, last_beat, silence_s=0.1, start_silence_s=1.0, silence_look_s=0.05)
     run = asyncio.create_task(actor.run())
     await until(lambda: actor.status.silent_s >= 0.5, "the silence to be told")
     await until(lambda: actor.status.restarts == 1, "a new process")
