@@ -92,8 +92,7 @@ class Family:
         text_arguments: bool = False,
         null_content: bool = False,
     ) -> None:
-        trl = FOLDER / f"{template}.jinja"
-        self.template = trl.read_text() if len(template) < 40 else template
+        self._named = template
         self.special = special
         self.metaspace = metaspace
         self.system = system
@@ -101,6 +100,12 @@ class Family:
         self.text_arguments = text_arguments
         self.null_content = null_content
         self._made: tuple[Any, ChatTokenizer] | None = None
+
+    @property
+    def template(self) -> str:
+        """The template: one of TRL's by its name, or a text of ours."""
+        is_name = len(self._named) < 40
+        return (FOLDER / f"{self._named}.jinja").read_text() if is_name else self._named
 
     def made(self) -> tuple[Any, ChatTokenizer]:
         """Return the tokenizer, and ours around it."""
