@@ -9,12 +9,16 @@ import ast
 import inspect
 import itertools
 import textwrap
+import threading
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 from pydantic import BaseModel, GetJsonSchemaHandler
 from pydantic_core import CoreSchema
+
+_PARSING = threading.Lock()
+"""CPython 3.11 may fail where two threads parse at a time, as `inspect.getsource` does, too."""
 
 
 @cache
@@ -45,10 +49,10 @@ def described(
 def _texts(model: type[BaseModel]) -> Iterator[tuple[str, str]]:
     """Yield name and text of the fields that a class itself declares."""
     try:
-        source = inspect.getsource(model)
+        with _PARSING:
+            body = ast.parse(textwrap.dedent(inspect.getsource(model))).body[0]
     except (OSError, TypeError):  # made by a program that has no file
         return
-    body = ast.parse(textwrap.dedent(source)).body[0]
     assert isinstance(body, ast.ClassDef)
     for field, below in itertools.pairwise(body.body):
         if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):

@@ -324,7 +324,7 @@ async def test_a_revoked_key_ends_the_session(guarded: Guarded) -> None:
 _PATHS = ("whoami", "nodes", "jobs/{job}/metrics", "jobs/{job}/events")
 
 
-@pytest.mark.parametrize("of", ["feed", "log"])
+@pytest.mark.parametrize("of", ["feed", pytest.param("log", marks=pytest.mark.long)])
 async def test_requests_and_streams_under_way_end_with_a_revoked_key(
     guarded: Guarded, of: str
 ) -> None:
