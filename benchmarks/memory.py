@@ -3,9 +3,10 @@
     python -m benchmarks.memory [--steps 500]
 
 A tiny job runs through the whole stack; the resident memory of every process is read twice a
-second. A straight line through the second half of the run tells the growth, beside what the
-process holds: the first half is for caches and pools to fill. nats-server collects its garbage
-early here (GOGC), so that what is seen is what it holds.
+second (quick: twenty times, because its steps take milliseconds). A straight line through the
+second half of the run tells the growth, beside what the process holds: the first half is for
+caches and pools to fill. nats-server collects its garbage early here (GOGC), so that what is
+seen is what it holds.
 """
 
 import asyncio
@@ -45,15 +46,15 @@ def second_half(run: Run) -> dict[str, tuple[list[float], list[float]]]:
     }
 
 
-async def measure(num_steps: int) -> Run:
-    """Run the job."""
+async def measure(num_steps: int, sample_s: float) -> Run:
+    """Run the job; the processes are read every `sample_s` seconds."""
     model = random_model("nano", width=64, layers=2)
     config = coin_job(model, num_steps, tasks=4, group=4, tokens=8)
     config["training"]["save_freq"] = 25
     os.environ["GOGC"] = "10"
     with tempfile.TemporaryDirectory() as folder:
         async with Stack(Path(folder)) as stack:
-            return await stack.run(config)
+            return await stack.run(config, sample_s=sample_s)
 
 
 def tell(run: Run, report: Report) -> None:
@@ -78,10 +79,11 @@ def tell(run: Run, report: Report) -> None:
 def main() -> None:
     """Parse the arguments, run, print and write."""
     options = parser(__doc__)
-    options.add_argument("--steps", type=int, help="training steps (500; quick: 20)")
+    options.add_argument("--steps", type=int, help="training steps (500; quick: 60)")
     arguments = options.parse_args()
     report = Report("memory", "Memory over many steps", quick=arguments.quick)
-    tell(asyncio.run(measure(arguments.steps or (20 if arguments.quick else 500))), report)
+    num_steps = arguments.steps or (60 if arguments.quick else 500)
+    tell(asyncio.run(measure(num_steps, 0.05 if arguments.quick else 0.5)), report)
     report.finish(arguments.json)
 
 

@@ -164,12 +164,17 @@ class Stack:
         self.processes[name] = process
         return process
 
-    async def run(self, config: dict[str, Any], *, deadline_s: float = 600) -> Run:
-        """Submit a job and follow it to its end; raises RuntimeError unless it completes."""
+    async def run(
+        self, config: dict[str, Any], *, deadline_s: float = 600, sample_s: float = _SAMPLE_S
+    ) -> Run:
+        """Submit a job and follow it to its end; raises RuntimeError unless it completes.
+
+        The processes are read every `sample_s` seconds.
+        """
         tree = {"output_dir": str(self.folder / "runs"), **config}
         parse_config(tree)
         run = Run(await self.pool.submit(tree))
-        sampling = asyncio.create_task(self._sample(run))
+        sampling = asyncio.create_task(self._sample(run, sample_s))
         try:
             async with asyncio.timeout(deadline_s):
                 await self._follow(run)
@@ -195,8 +200,8 @@ class Stack:
                 elif isinstance(update, Metric) and "training_step_reward" in update.values:
                     run.metrics.append(update)
 
-    async def _sample(self, run: Run) -> None:
-        """Look at all processes now and then, until cancelled."""
+    async def _sample(self, run: Run, sample_s: float) -> None:
+        """Read all processes every `sample_s` seconds, until cancelled."""
         while run.record.state not in FINAL_STATES:
             presences = await self.presences(run.record)
             pids = {name: presence.pid for name, presence in presences.items()}
@@ -211,7 +216,7 @@ class Stack:
                     presences=presences,
                 )
             )
-            await asyncio.sleep(_SAMPLE_S)
+            await asyncio.sleep(sample_s)
 
     async def _until_ready(self) -> None:
         deadline = time.monotonic() + _START_S
