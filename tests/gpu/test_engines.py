@@ -125,7 +125,7 @@ async def test_running_answers_go_on_with_new_weights(
     async with started(policy, engine_name) as engine:
         generating = asyncio.ensure_future(generate(engine, prompts, 384 if on_gpu else 72))
         for version in (1, 2):
-            await until_generated(engine, version * SWAP_AFTER)
+            await until_generated(engine, engine.stats().generated_tokens + SWAP_AFTER)
             await engine.load_weights(version, versions[version], "recompute")
         generations = await generating
         pause_s = engine.stats().last_pause_s
