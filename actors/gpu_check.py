@@ -391,7 +391,7 @@ def _compare_attention(lengths: tuple[int, ...]) -> tuple[float, float]:
     import torch
 
     heads, kv_heads, width = 8, 2, 64
-    torch.manual_seed(0)
+    cast("Any", torch).manual_seed(0)
     q, k, v = (
         torch.randn(sum(lengths), num, width, device="cuda", dtype=torch.bfloat16)
         for num in (heads, kv_heads, kv_heads)

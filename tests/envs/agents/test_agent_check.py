@@ -38,7 +38,7 @@ def tried(broker: Broker) -> Try:
     """Try a Python program out."""
 
     async def try_it(code: str, *, env: Any = None, **given: Any) -> AgentReport:
-        options = {"limit_s": 60.0}
+        options: dict[str, Any] = {"limit_s": 60.0}
         options |= {name: given.pop(name) for name in ("row", *options) if name in given}
         command = ["{python}", "-S", "-c", PRELUDE + HISTORY + code]
         agent = {**LIMITS, "command": command, **given}
