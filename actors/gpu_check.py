@@ -60,7 +60,7 @@ class Check(NamedTuple):
     """What to do where it fails, if the error itself does not say it."""
 
 
-class CheckResult(BaseModel):
+class GpuCheckResult(BaseModel):
     """The result of one check."""
 
     model_config = ConfigDict(frozen=True)
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(stderr=options.json, soft_wrap=True, highlight=False)
     versions = read_versions()
     console.print("         " + escape(", ".join(" ".join(one) for one in versions.items())))
-    results: list[CheckResult] = []
+    results: list[GpuCheckResult] = []
     try:
         for result in run_checks(CHECKS):
             results.append(result)
@@ -143,7 +143,7 @@ def _read_driver_version() -> str:
     return done.stdout.partition("\n")[0].strip() or "none"
 
 
-def _print_result(result: CheckResult, console: Console) -> None:
+def _print_result(result: GpuCheckResult, console: Console) -> None:
     width = max(len(check.name) for check in CHECKS)
     took = f"{result.seconds:4.0f} s" if result.seconds else " " * 6
     mark = _MARKS[result.state]
@@ -155,20 +155,22 @@ def _print_result(result: CheckResult, console: Console) -> None:
 # -- one process for each check --------------------------------------------------------------------
 
 
-def run_checks(checks: Sequence[Check]) -> Iterator[CheckResult]:
+def run_checks(checks: Sequence[Check]) -> Iterator[GpuCheckResult]:
     """Yield the result of each check as it ends; without a working device the rest is skipped."""
     has_device = True
     for check in checks:
         if not has_device:
             hint = "fix the device first"
-            yield CheckResult(name=check.name, state="skipped", detail="no GPU to use", hint=hint)
+            yield GpuCheckResult(
+                name=check.name, state="skipped", detail="no GPU to use", hint=hint
+            )
             continue
         result = run_check(check)
         has_device = check.name != DEVICE.name or result.state == "ok"
         yield result
 
 
-def run_check(check: Check) -> CheckResult:
+def run_check(check: Check) -> GpuCheckResult:
     """Run one check to its end or its deadline; no process of it is left then."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tinkermq-gpu-", ignore_cleanup_errors=True) as name:
@@ -177,7 +179,7 @@ def run_check(check: Check) -> CheckResult:
         result = _read_result(folder) if code is not None else None
         if result is None:
             detail = _describe_end(code, check.deadline_s)
-            result = CheckResult(name=check.name, state="failed", detail=detail, hint=check.hint)
+            result = GpuCheckResult(name=check.name, state="failed", detail=detail, hint=check.hint)
         failed = result.state == "failed"
         log = (folder / "log").read_text(errors="replace")[-_LOG_CHARACTERS:] if failed else ""
     return result.model_copy(update={"seconds": time.monotonic() - started, "log": log})
@@ -216,10 +218,10 @@ def _kill_session(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _read_result(folder: Path) -> CheckResult | None:
+def _read_result(folder: Path) -> GpuCheckResult | None:
     """Return the result that a process wrote; None where it ended before."""
     try:
-        return CheckResult.model_validate_json((folder / "result").read_bytes())
+        return GpuCheckResult.model_validate_json((folder / "result").read_bytes())
     except (OSError, ValueError):
         return None
 
@@ -238,22 +240,24 @@ def run_child(check: tuple[str, str, float, str], file: str) -> None:
     Path(file).write_text(_call_check(Check(*check)).model_dump_json())
 
 
-def _call_check(check: Check) -> CheckResult:
+def _call_check(check: Check) -> GpuCheckResult:
     module, _, function = check.place.partition(":")
     try:
         detail = getattr(import_module(module), function)()
     except CheckSkipped as error:
-        return CheckResult(name=check.name, state="skipped", detail=error.message, hint=error.hint)
+        return GpuCheckResult(
+            name=check.name, state="skipped", detail=error.message, hint=error.hint
+        )
     except TinkermqError as error:
         traceback.print_exc()
         hint = error.hint or check.hint
-        return CheckResult(name=check.name, state="failed", detail=error.message, hint=hint)
+        return GpuCheckResult(name=check.name, state="failed", detail=error.message, hint=hint)
     except Exception as error:  # noqa: BLE001  the boundary of a check
         traceback.print_exc()
         first = (str(error).strip().splitlines() or [""])[0]
         detail = f"{type(error).__name__}: {first}".rstrip(": ")
-        return CheckResult(name=check.name, state="failed", detail=detail, hint=check.hint)
-    return CheckResult(name=check.name, state="ok", detail=detail)
+        return GpuCheckResult(name=check.name, state="failed", detail=detail, hint=check.hint)
+    return GpuCheckResult(name=check.name, state="ok", detail=detail)
 
 
 # -- the checks ------------------------------------------------------------------------------------

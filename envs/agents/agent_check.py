@@ -11,7 +11,7 @@ from ...schemas.config.job import JobConfig
 from ...schemas.wire.errors import RewardError
 from ..tool_calls import CLOSE, OPEN
 from .call_lines import WHY_NOT
-from .local_run import LocalRun, ModelAnswer, ModelCall, num_common, open_program
+from .local_run import LocalAnswer, LocalCall, LocalRun, num_common, open_program
 from .replies import THINK, THOUGHT
 from .which_calls import WhyNot, main_root, why_untrained
 
@@ -22,7 +22,7 @@ Level: TypeAlias = Literal["ok", "note", "fail"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class AgentFinding:
     """One line about the program."""
 
     level: Level
@@ -64,7 +64,7 @@ class AgentReport:
 
     ok: bool
     """Whether episodes of the program can be trained."""
-    findings: list[Finding]
+    findings: list[AgentFinding]
     calls: list[CallReport]
     endpoints: dict[str, int]
     """How often it sent which request: `POST /v1/responses`."""
@@ -96,7 +96,7 @@ async def check_program(
     Raises what `open_program` and `LocalProgram.run` raise.
     """
 
-    async def speak(call: ModelCall) -> str:
+    async def speak(call: LocalCall) -> str:
         return scripted_answer(call)
 
     async with open_program(broker, job, limit_s=limit_s) as program:
@@ -110,7 +110,7 @@ _ENDS = ("final", "submit", "finish", "complete", "done")
 _MAX_DEPTH = 8
 
 
-def scripted_answer(call: ModelCall) -> str:
+def scripted_answer(call: LocalCall) -> str:
     """Return an answer in the form in which models write tool calls.
 
     The first answer calls a tool, if there is one; the next ends, by a tool for that or by a text.
@@ -249,7 +249,7 @@ def _report_calls(run: LocalRun, train: str) -> list[CallReport]:
     ]
 
 
-def _difference(call: ModelCall, earlier: Sequence[ModelAnswer]) -> str:
+def _difference(call: LocalCall, earlier: Sequence[LocalAnswer]) -> str:
     """Return why a call continues none of the earlier answers; empty where it does."""
     if call.parent is not None or not earlier:
         return ""
@@ -263,7 +263,7 @@ def _difference(call: ModelCall, earlier: Sequence[ModelAnswer]) -> str:
 
 
 def _explain(
-    answers: Sequence[ModelAnswer], why_not: Mapping[ModelAnswer, WhyNot], train: str
+    answers: Sequence[LocalAnswer], why_not: Mapping[LocalAnswer, WhyNot], train: str
 ) -> str:
     """Return why the answers to a call are trained, or why they, or some of them, are not."""
     reasons = [why for answer in answers if (why := why_not[answer])]
@@ -285,36 +285,36 @@ def _posted(run: LocalRun) -> dict[str, object]:
     return {name: value for name, value in posted.items() if value not in ("", {}, [])}
 
 
-def _judge_end(run: LocalRun) -> Iterator[Finding]:
+def _judge_end(run: LocalRun) -> Iterator[AgentFinding]:
     """Say how the program ended, and whether its reward could be read."""
     if run.result is None:
         if run.error is not None:
-            yield Finding("fail", run.error.message, _error_remedy(run))
+            yield AgentFinding("fail", run.error.message, _error_remedy(run))
         return
     info = run.result.info
     outcome, exit_code = str(info.get("outcome", "")), info.get("exit_code")
     if outcome == "done":
-        yield Finding("ok", f"ends by itself, exit code {exit_code}")
+        yield AgentFinding("ok", f"ends by itself, exit code {exit_code}")
     elif outcome == "failed":
-        yield Finding("note", "says itself that it has failed (status=failed)")
+        yield AgentFinding("note", "says itself that it has failed (status=failed)")
     elif outcome == "crash":
         limit = f": it went over agent.{info['limit']}_mb" if "limit" in info else ""
-        yield Finding(
+        yield AgentFinding(
             "fail",
             f"exits with code {exit_code}{limit}",
             "a program that has done what it can exits with 0, whatever the model said",
         )
     else:
         why = "its time was over" if outcome == "timeout" else "it made no call for too long"
-        yield Finding(
+        yield AgentFinding(
             "fail",
             f"does not end by itself: {why}",
             "see what it waits for; bound its turns by an option of its own",
         )
     if "no_reward" in info:
-        yield Finding("fail", f"has no reward: {info['no_reward']}")
+        yield AgentFinding("fail", f"has no reward: {info['no_reward']}")
     else:
-        yield Finding("ok", f"has the reward {run.result.reward:g}")
+        yield AgentFinding("ok", f"has the reward {run.result.reward:g}")
 
 
 def _error_remedy(run: LocalRun) -> str:
@@ -326,21 +326,21 @@ def _error_remedy(run: LocalRun) -> str:
     return run.error.hint + refused
 
 
-def _judge_calls(calls: Sequence[CallReport], train: str, num_rows: int) -> Iterator[Finding]:
+def _judge_calls(calls: Sequence[CallReport], train: str, num_rows: int) -> Iterator[AgentFinding]:
     """Say how many calls would be trained, and how they continue each other."""
     answered = [one for one in calls if not one.refusal]
     num_trained = sum(bool(one.trained) for one in answered)
     text = f"{num_trained} of {len(answered)} answered calls would be trained (agent.train={train})"
     if answered and not num_trained:
-        yield Finding("fail", text, "set agent.train to all, main, or another pattern")
+        yield AgentFinding("fail", text, "set agent.train to all, main, or another pattern")
     elif answered:
-        yield Finding("ok" if num_trained == len(answered) else "note", text)
+        yield AgentFinding("ok" if num_trained == len(answered) else "note", text)
     further = calls[1:]
     num_continuing = sum(one.parent is not None for one in further)
     if further and num_continuing == len(further) and num_rows == 1:
-        yield Finding("ok", "each call continues the one before it: one row")
+        yield AgentFinding("ok", "each call continues the one before it: one row")
     elif further:
-        yield Finding(
+        yield AgentFinding(
             "note",
             f"{num_rows} rows: {num_continuing} of {len(further)} further calls continue one "
             f"before them, {len(further) - num_continuing} begin a conversation of their own",
@@ -348,4 +348,4 @@ def _judge_calls(calls: Sequence[CallReport], train: str, num_rows: int) -> Iter
         )
     for code, number in Counter(one.refusal for one in calls if one.refusal).items():
         remedy = "end the program when its calls are used up" if code == "episode_limit" else ""
-        yield Finding("note", f"{number} calls were refused with {code}", remedy)
+        yield AgentFinding("note", f"{number} calls were refused with {code}", remedy)

@@ -34,7 +34,7 @@ _PIECE_CHARACTERS = 8
 
 
 @dataclass(eq=False)
-class ModelCall:
+class LocalCall:
     """One call of the model by the program."""
 
     number: int
@@ -42,11 +42,11 @@ class ModelCall:
     request: CallRequest
     history: Sequence[CanonicalMessage]
     """All that it was given."""
-    parent: "ModelAnswer | None"
+    parent: "LocalAnswer | None"
     """The answer that it continues; None: a root."""
     num_seen: int
     """Answers that there were when it came."""
-    answers: "Sequence[ModelAnswer]" = ()
+    answers: "Sequence[LocalAnswer]" = ()
     """None where it was refused."""
     refusal: str = ""
     """The code of the error that it got."""
@@ -58,14 +58,14 @@ class ModelCall:
 
 
 @dataclass(eq=False, frozen=True)
-class ModelAnswer:
+class LocalAnswer:
     """One answer to a call: an `AnsweredCall` of `which_calls`."""
 
-    call: ModelCall
+    call: LocalCall
     number: int
     """Its place among all answers of the episode."""
     reply: CanonicalMessage
-    follows: "ModelAnswer | None" = None
+    follows: "LocalAnswer | None" = None
     """None: only a chat template knows which histories it writes anew."""
     delivered: bool = True
 
@@ -75,17 +75,17 @@ class ModelAnswer:
         return [*self.call.history, self.reply]
 
     @property
-    def parent(self) -> "ModelAnswer | None":
+    def parent(self) -> "LocalAnswer | None":
         """The answer before it on its path."""
         return self.call.parent
 
     @property
-    def root(self) -> "ModelAnswer":
+    def root(self) -> "LocalAnswer":
         """The first answer of its path."""
         return self if self.parent is None else self.parent.root
 
     @property
-    def origin(self) -> "ModelAnswer":
+    def origin(self) -> "LocalAnswer":
         """The first answer of its history."""
         return self.root
 
@@ -120,7 +120,7 @@ class ModelAnswer:
         return (-self.number).to_bytes(8, signed=True)
 
 
-Speak: TypeAlias = Callable[[ModelCall], Awaitable[str]]
+Speak: TypeAlias = Callable[[LocalCall], Awaitable[str]]
 """Returns an answer, in the form in which models write tool calls; may raise a refusal."""
 
 
@@ -136,9 +136,9 @@ class LocalModel:
 
     def __init__(self, broker: Broker, speak: Speak, max_calls: int) -> None:
         """Answer what `speak` returns, `max_calls` times."""
-        self.calls: list[ModelCall] = []
+        self.calls: list[LocalCall] = []
         """In the order in which they came."""
-        self.answers: list[ModelAnswer] = []
+        self.answers: list[LocalAnswer] = []
         """In the order in which they were given."""
         self._broker = broker
         self._speak = speak
@@ -186,7 +186,7 @@ class LocalModel:
             parent=None if call.parent is None else call.parent.number,
         )
         call.answers = [
-            ModelAnswer(call, number, parse_reply(text, name, calls=bool(request.tools)))
+            LocalAnswer(call, number, parse_reply(text, name, calls=bool(request.tools)))
             for number, (name, text) in enumerate(zip(names, texts, strict=True), len(self.answers))
         ]
         self.answers += call.answers
@@ -207,7 +207,7 @@ class LocalModel:
             )
         return [*self.answers[request.previous].path, *new]
 
-    def _enter(self, request: CallRequest, history: list[CanonicalMessage]) -> ModelCall:
+    def _enter(self, request: CallRequest, history: list[CanonicalMessage]) -> LocalCall:
         """Add a call; it continues the longest path that its history begins with."""
         continued = [
             one
@@ -216,7 +216,7 @@ class LocalModel:
             and num_common(history, one.path) == len(one.path)
         ]
         parent = max(continued, key=lambda one: len(one.path), default=None)
-        call = ModelCall(len(self.calls), request, history, parent, len(self.answers))
+        call = LocalCall(len(self.calls), request, history, parent, len(self.answers))
         self.calls.append(call)
         return call
 

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.gpu_check import CHECKS, DEVICE, Check, CheckResult, run_check, run_checks
+from tinkermq.actors.gpu_check import CHECKS, DEVICE, Check, GpuCheckResult, run_check, run_checks
 
 from tests.clients.command import tinkermq
 from tests.support.processes import alive
@@ -61,7 +61,7 @@ def test_without_a_gpu_the_command_says_so_and_what_to_do() -> None:
     done = tinkermq("doctor", "--gpu", "--json", env=NO_GPU)
     assert done.code == 1
     reply = json.loads(done.out)
-    device, *others = (CheckResult.model_validate(one) for one in reply["checks"])
+    device, *others = (GpuCheckResult.model_validate(one) for one in reply["checks"])
     assert device.state == "failed"
     assert device.hint
     assert [one.name for one in others] == ["nccl", "flash-attention", "engine"]

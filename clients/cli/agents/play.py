@@ -9,7 +9,7 @@ from typing import Any
 from ....broker.client.connection import Broker
 from ....envs.agents.agent_check import function_of, tool_name, write_call
 from ....envs.agents.episode import EpisodeOver
-from ....envs.agents.local_run import LocalRun, ModelCall, open_program
+from ....envs.agents.local_run import LocalCall, LocalRun, open_program
 from ....envs.agents.messages import CanonicalMessage
 from ....schemas.wire.codec import read_json
 from ....schemas.wire.errors import MessageError
@@ -68,7 +68,7 @@ class TypingPerson:
         self._turn = asyncio.Lock()
         self._tools: Sequence[Mapping[str, Any]] = ()
 
-    async def say(self, call: ModelCall) -> str:
+    async def say(self, call: LocalCall) -> str:
         """Show a call, and return what is typed; raises EpisodeOver at the end of the input."""
         async with self._turn:  # calls beside each other wait
             self._show(call)
@@ -80,7 +80,7 @@ class TypingPerson:
                     return answer
         raise EpisodeOver("the person who was the model has left")
 
-    def _show(self, call: ModelCall) -> None:
+    def _show(self, call: LocalCall) -> None:
         where = "" if call.parent is None else f", continues {call.parent.call.number}"
         say_plain(f"--- call {call.number}{where}{', streamed' if call.request.stream else ''}")
         if call.request.tools != self._tools:
@@ -102,7 +102,7 @@ class TypingPerson:
             if not line.endswith(_CONTINUES):
                 return "\n".join(lines)
 
-    def _read(self, typed: str, call: ModelCall) -> str | None:
+    def _read(self, typed: str, call: LocalCall) -> str | None:
         """Return an answer in the form in which models write it; None for one that is none."""
         try:
             return "\n".join(_answer_line(line, call) for line in typed.split("\n"))
@@ -111,7 +111,7 @@ class TypingPerson:
             return None
 
 
-def _answer_line(line: str, call: ModelCall) -> str:
+def _answer_line(line: str, call: LocalCall) -> str:
     """Return a line as a model writes it; MessageError for a call that cannot be made."""
     if not line.startswith("/call "):
         return line

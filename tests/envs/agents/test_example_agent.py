@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from tinkermq.broker.client.connection import Broker
-from tinkermq.envs.agents.local_run import ModelCall, open_program
+from tinkermq.envs.agents.local_run import LocalCall, open_program
 from tinkermq.envs.games.calculator import CalculatorGame
 from tinkermq.schemas.config.job import JobConfig
 
@@ -21,7 +21,7 @@ class Reciting:
     def __init__(self, answers: list[str]) -> None:
         self._answers = iter(answers)
 
-    async def say(self, call: ModelCall) -> str:
+    async def say(self, call: LocalCall) -> str:
         """Say the next."""
         return next(self._answers)
 
