@@ -40,9 +40,9 @@ from ..schemas.job import JobRecord
 from ..schemas.metric import Event, Presence
 from ..schemas.wire.errors import NotFoundError, StateError, TinkermqError, root_cause
 from ..schemas.wire.subjects import BUCKET_JOBS, JobScope
-from .folders.links import refuse_links_to_others
 from .logging import configure_logging
-from .storage.models_by_url import bring_here
+from .storage.access import refuse_links_to_others
+from .storage.cache import bring_here
 
 EXIT_DONE = 0
 EXIT_CRASHED = 1

@@ -25,10 +25,10 @@ import numpy as np
 import pyarrow
 import torch
 import uvloop
-from tinkermq.actors.broadcast.receiver import BroadcastReceiver
-from tinkermq.actors.broadcast.sender import Sender
-from tinkermq.actors.learner.training.parallel import snapshot
-from tinkermq.actors.models.tiny_model import make_model
+from tinkermq.actors.policy.tiny_models import make_model
+from tinkermq.actors.training.parallel import snapshot
+from tinkermq.actors.weights.broadcast_receiver import BroadcastReceiver
+from tinkermq.actors.weights.broadcast_sender import Sender
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.jetstream.streams import create_job_streams

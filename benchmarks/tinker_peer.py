@@ -36,7 +36,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from tinkermq.actors.models.tiny_model import save_tiny_model
+from tinkermq.actors.policy.tiny_models import save_tiny_model
 from tinkermq.broker.presence import list_presences
 from tinkermq.broker.programs.process import die_with
 

@@ -19,10 +19,8 @@ from ...broker.load.rates import Rates
 from ...broker.users.audit import Audit
 from ...schemas.user import UserRecord
 from ...schemas.wire.errors import AuthError, MessageError, TinkermqError
-from .callout import Authenticator
-from .claims import ClaimIssuer, LoginRequest, read_request
-from .connections import UserConnections
-from .job_ends import JobConnection
+from .callout import Authenticator, ClaimIssuer, LoginRequest, read_request
+from .connections import JobConnection, UserConnections
 
 LOGINS_S, LOGINS_AT_ONCE = 20.0, 200
 """Of one user: in the long run, and after a time without any."""

@@ -26,16 +26,12 @@ from ...broker.users.credentials import SECRETS_VARIABLE, PoolSecrets
 from ...broker.users.records import UserStore, create_user_stores
 from ...schemas.wire.errors import ConfigError, ConflictError
 from ..runtime import ActorContext
-from .callout import Authenticator
-from .claims import ClaimIssuer
-from .connections import LOOK_S, UserConnections
-from .episode_keys import EpisodeSecrets
-from .job_ends import EVERY_S, GRACE_S, JobEnds
-from .job_keys import JobKeys
-from .known import KnownUsers
+from .callout import Authenticator, ClaimIssuer
+from .connections import EVERY_S, GRACE_S, LOOK_S, JobEnds, UserConnections
+from .job_keys import EpisodeSecrets, JobKeys
 from .logins import Logins
-from .storage_bounds import StorageBounds
-from .store_proxy import StoreProxy
+from .store_proxy import StorageBounds, StoreProxy
+from .user_cache import KnownUsers
 from .user_requests import UserRequests
 
 CALLOUT = "$SYS.REQ.USER.AUTH"

@@ -48,7 +48,7 @@ from ...schemas.wire.errors import (
 from ...schemas.wire.message import Empty, Message
 from ...schemas.wire.subjects import rpc, user_name
 from .callout import check_invitation
-from .kicks import kick
+from .connections import kick
 
 R = TypeVar("R")
 

@@ -18,7 +18,7 @@ from ...schemas.wire.trace import (
     is_traceparent,
     new_trace,
 )
-from .tasks.intake import CheckedEntry
+from .intake import CheckedEntry
 
 MAX_GROUPS = 64
 

@@ -40,7 +40,7 @@ from ...envs.sandbox.served import SOCKET
 from ...envs.sandbox.watch import first_child
 from ...schemas.node import WantedActor
 from ...schemas.wire.errors import SandboxError, StorageError, TinkermqError
-from ..folders.roots import MODELS_VARIABLE, is_of_another, shown_from
+from ..storage.access import MODELS_VARIABLE, is_of_another, shown_from
 from .forwarding import URL_VARIABLE, Forwarder
 from .sandboxes import SandboxSocket
 

@@ -14,14 +14,14 @@ from ...broker.presence import INTERVAL_S
 from ...schemas.machines.config import MachinesConfig
 from ...schemas.wire.errors import FencedError, TinkermqError
 from ..runtime import ActorContext, settle_memory
-from .jobs.keeping import Keeping
+from .jobs.archive import Keeping
 from .jobs.removal import Remover
 from .jobs.secrets import SecretStore
 from .jobs.view import JobsView
 from .lease import LeaderLease
 from .machines.sources import machine_keeper
+from .nodes import Nodes
 from .notifier import Notifier
-from .placement.nodes import Nodes
 from .reconciler import Reconciler
 from .requests import SchedulerRequests
 from .timing import Timing

@@ -24,7 +24,12 @@ from nats.micro.service import Service as MicroService
 from nats.micro.service import ServiceConfig
 
 from ...schemas.wire.codec import too_large
-from ...schemas.wire.errors import BusyError, DeadlineError, NobodyAnswersError, TinkermqError
+from ...schemas.wire.errors import (
+    BusyError,
+    DeadlineError,
+    NobodyAnswersError,
+    TinkermqError,
+)
 from ...schemas.wire.foreign import ends_this_task
 from ...schemas.wire.message import Message
 from ...schemas.wire.subjects import caller_of_rpc, user_of_rpc

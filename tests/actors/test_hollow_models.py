@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tinkermq.actors.models.model_folder import load_causal_lm, load_policy
-from tinkermq.actors.models.tiny_model import TinyKind
+from tinkermq.actors.policy.model_folder import load_causal_lm, load_policy
+from tinkermq.actors.policy.tiny_models import TinyKind
 from tinkermq.schemas.config.lora import LoraConfig
 from transformers import Qwen2Config
 

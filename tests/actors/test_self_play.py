@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from tinkermq.actors.self_play import learning_roles, pool
+from tinkermq.actors.rollout.self_play import learning_roles, pool
 from tinkermq.schemas.config.self_play import SelfPlayConfig
 
 

@@ -14,7 +14,7 @@ from tinkermq.envs.agents.dialects.request import ModelRequest
 from tinkermq.envs.agents.dialects.responses import ResponseAnswer, read_response
 from tinkermq.envs.agents.replies import Piece, ReplyReader
 
-from .scripts import Script
+from tests.agents.scripts import Script
 
 READERS = {
     "/v1/chat/completions": read_chat,

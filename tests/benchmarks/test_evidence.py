@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.models.model_folder import load_causal_lm
+from tinkermq.actors.policy.model_folder import load_causal_lm
 from tinkermq.schemas.batch import BatchRecord
 from tinkermq.schemas.rollout import Group, Trajectory
 from tinkermq.schemas.task import Task

@@ -14,7 +14,12 @@ from tinkermq.broker.client.keys import new_api_key
 from tinkermq.broker.jetstream.stored import get_all
 from tinkermq.broker.programs.server import NatsServer
 from tinkermq.broker.rollouts import RolloutLog
-from tinkermq.schemas.wire.errors import BrokerError, DeadlineError, MessageError, NotFoundError
+from tinkermq.schemas.wire.errors import (
+    BrokerError,
+    DeadlineError,
+    MessageError,
+    NotFoundError,
+)
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.support.strategies import make_group

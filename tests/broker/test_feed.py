@@ -18,7 +18,11 @@ from tinkermq.broker.feed import (
     read_events,
     read_metrics,
 )
-from tinkermq.broker.jetstream.streams import create_job_streams, delete_job_streams, stream_info
+from tinkermq.broker.jetstream.streams import (
+    create_job_streams,
+    delete_job_streams,
+    stream_info,
+)
 from tinkermq.broker.programs.server import NatsServer
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.metric import Event, LogLines, Metric

@@ -10,7 +10,11 @@ from hypothesis import strategies as st
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.reader import StreamReader
 from tinkermq.broker.jetstream.stored import StoredMessage
-from tinkermq.broker.jetstream.streams import create_job_streams, delete_job_streams, stream_info
+from tinkermq.broker.jetstream.streams import (
+    create_job_streams,
+    delete_job_streams,
+    stream_info,
+)
 from tinkermq.broker.programs.server import NatsServer
 from tinkermq.broker.rollouts import LogEntry, RolloutLog, read_entry
 from tinkermq.schemas.config.job import LimitsConfig

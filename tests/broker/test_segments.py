@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.stored import get_all
-from tinkermq.broker.jetstream.streams import create_job_streams, delete_job_streams, stream_info
+from tinkermq.broker.jetstream.streams import (
+    create_job_streams,
+    delete_job_streams,
+    stream_info,
+)
 from tinkermq.broker.segments import Fenced, SegmentWriter, purge_segments, unbroken
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.segment import Segment

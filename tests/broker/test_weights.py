@@ -12,7 +12,11 @@ from nats.js.errors import DigestMismatchError
 from safetensors.numpy import load_file
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.jetstream.objects import ObjectStore, chunks_of
-from tinkermq.broker.jetstream.streams import create_job_streams, delete_job_streams, stream_info
+from tinkermq.broker.jetstream.streams import (
+    create_job_streams,
+    delete_job_streams,
+    stream_info,
+)
 from tinkermq.broker.programs.server import NatsServer
 from tinkermq.broker.weights.seen_files import SeenFiles
 from tinkermq.broker.weights.store import TensorBytes, WeightStore, software

@@ -7,7 +7,7 @@ from tinkermq.broker.programs.server import NatsServer
 from tinkermq.clients.address import parse_broker_url, parse_server_url
 from tinkermq.schemas.wire.errors import TinkermqError
 
-from .conftest import Cli
+from tests.clients.conftest import Cli
 
 SECRET = "sesame"
 NOBODY_THERE = f"nats://user:{SECRET}@127.0.0.1:1"

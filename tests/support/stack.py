@@ -19,11 +19,7 @@ from tinkermq.broker.client.rpc import call
 from tinkermq.broker.programs.process import die_with
 from tinkermq.broker.programs.server import NatsServer
 from tinkermq.schemas.config.load_config import parse_config
-from tinkermq.schemas.job import (
-    FINAL_STATES,
-    JobReply,
-    SubmitRequest,
-)
+from tinkermq.schemas.job import FINAL_STATES, JobReply, SubmitRequest
 from tinkermq.schemas.node import NodeList
 from tinkermq.schemas.wire.errors import DeadlineError, NobodyAnswersError
 from tinkermq.schemas.wire.message import Empty, Message

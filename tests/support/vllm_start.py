@@ -40,9 +40,9 @@ def configured(folder: Path, **generator: Any) -> JobConfig:
 
 
 async def _start(what: str, config: JobConfig, adapters: Sequence[LoraConfig] = ()) -> None:
-    from tinkermq.actors.generator.engine.engine import Sampling
-    from tinkermq.actors.generator.engine.vllm.vllm_engine import start_vllm
-    from tinkermq.actors.generator.episodes.players import load_base
+    from tinkermq.actors.engine.engine import Sampling
+    from tinkermq.actors.engine.vllm.vllm_engine import start_vllm
+    from tinkermq.actors.rollout.players import load_base
 
     started = time.monotonic()
     print(f"vLLM, {what}: starting", flush=True)

@@ -16,8 +16,8 @@ import numpy as np
 import psutil
 import pytest
 from tinkermq.actors.learner.evaluations import Evaluations
-from tinkermq.actors.learner.tasks.ledger import Ledger
-from tinkermq.actors.learner.tasks.state import LearnerState
+from tinkermq.actors.learner.tasks import Ledger
+from tinkermq.actors.training.state import LearnerState
 from tinkermq.broker.batches import BatchLog
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.kv import Bucket

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from tinkermq.actors.models.model_folder import load_causal_lm
+from tinkermq.actors.policy.model_folder import load_causal_lm
 from tinkermq.schemas.batch import BatchRecord
 from tinkermq.schemas.rollout import Group, num_too_old
 

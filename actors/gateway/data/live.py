@@ -20,11 +20,11 @@ from ....schemas.job import FINAL_STATES, JobRecord
 from ....schemas.metric import Event, LogLines, Metric
 from ....schemas.wire.errors import MessageError, NotFoundError, TinkermqError
 from ....schemas.wire.subjects import JobScope
-from ..scheduler import Scheduler
+from ..operations import Scheduler
 from ..sessions import Visitor
 from ..web import Gateway, gateway_of, number_in, to_json, visitor_of
-from .charts import finite_values
-from .logs import shown_lines
+from .jobs import shown_lines
+from .metrics import finite_values
 from .overview import glance
 
 PING_S = 15

@@ -7,13 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ....envs.agents.replies import (
-    Piece,
-    ReasoningPiece,
-    ReplyReader,
-    TextPiece,
-    call_name,
-)
+from ....envs.agents.replies import Piece, ReasoningPiece, ReplyReader, TextPiece, call_name
 from ....envs.tool_calls import ToolText
 from ....schemas.infer import Delta, InferPart, PromptScore
 from .body import ChatBody, CompletionBody

@@ -23,14 +23,7 @@ from ....schemas.infer import CompletionRequest, InferPart
 from ....schemas.wire.errors import TinkermqError
 from ..tinker.trainers import Trainers
 from .answer import Answer, event
-from .asking import (
-    LARGE,
-    STREAM_HEADERS,
-    first_of,
-    read_body,
-    refuse_stateful,
-    unless_gone,
-)
+from .asking import LARGE, STREAM_HEADERS, first_of, read_body, refuse_stateful, unless_gone
 from .body import BodyError, ChatBody, CompletionBody, parse_body, query_of
 from .dialects import MESSAGES, RESPONSES, Dialects, Words
 from .served_models import ServedModels

@@ -14,8 +14,7 @@ from typing import Literal
 
 from ....broker.client.login import CREDENTIALS_VARIABLE, OF_PERSONS
 from ....schemas.machines.config import MachinesConfig
-from .commands import CommandHints, run_command
-from .source import Machine, MachineNames
+from .source import CommandHints, Machine, MachineNames, run_command
 
 _HINTS = CommandHints(
     missing="run the scheduler where Slurm's commands are, on a login node for example",

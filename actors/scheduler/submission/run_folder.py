@@ -11,14 +11,9 @@ from ....schemas.config.storage import is_url
 from ....schemas.job import BEST_STEP, LAST_STEP, JobRecord
 from ....schemas.tinker.names import is_path
 from ....schemas.wire.errors import NotFoundError, StateError, StorageError
-from ...models.checkpoint_folders import checkpoint_folders
+from ...storage.checkpoints import is_put_away, keep_stored, store_of, stored_checkpoints
+from ...storage.digests import checkpoint_folders
 from ...storage.opening import Stores
-from ...storage.stored_runs import (
-    is_put_away,
-    keep_stored,
-    store_of,
-    stored_checkpoints,
-)
 
 _FORK = "fork"
 _ADAPTERS = "adapters"

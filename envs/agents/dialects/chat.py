@@ -9,13 +9,7 @@ from ..messages import CanonicalCall, CanonicalMessage, Picture, joined
 from ..replies import Piece, ReasoningPiece, TextPiece
 from .answer import Answered, AnswerHead, TokenLogprob, Usage, event
 from .formats import output_format, read_format, read_tool_choice
-from .request import (
-    Fields,
-    ModelRequest,
-    RequestError,
-    sampling_of,
-    tools_of,
-)
+from .request import Fields, ModelRequest, RequestError, sampling_of, tools_of
 
 _SAMPLING = (
     "temperature",

@@ -10,14 +10,7 @@ from ..replies import Piece, ReasoningPiece, TextPiece
 from .answer import Answered, AnswerHead, Usage, event
 from .chat import custom_call
 from .formats import output_format, read_format, read_tool_choice
-from .request import (
-    Fields,
-    ModelRequest,
-    RequestError,
-    content_of,
-    sampling_of,
-    tools_of,
-)
+from .request import Fields, ModelRequest, RequestError, content_of, sampling_of, tools_of
 
 _SAMPLING = ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty")
 _ECHOED: Mapping[str, Any] = {

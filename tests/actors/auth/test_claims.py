@@ -8,7 +8,7 @@ import nkeys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tinkermq.actors.auth.claims import ClaimIssuer, LoginRequest, read_request
+from tinkermq.actors.auth.callout import ClaimIssuer, LoginRequest, read_request
 from tinkermq.actors.auth.store_proxy import read_request as read_stored_request
 from tinkermq.actors.auth.store_proxy import read_subject
 from tinkermq.broker.users.guests import Guest

@@ -23,7 +23,13 @@ from tinkermq.schemas.wire.errors import BrokerError, NotFoundError, TinkermqErr
 from tinkermq.schemas.wire.subjects import AUDIT, JobScope, acting, rpc
 
 from tests.support.models import bytes_of
-from tests.support.secured import REFUSED, SecuredPool, environment, refused_listen, refused_publish
+from tests.support.secured import (
+    REFUSED,
+    SecuredPool,
+    environment,
+    refused_listen,
+    refused_publish,
+)
 from tests.support.strategies import make_group
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -34,10 +34,9 @@ from tinkermq.schemas.wire.errors import (
 from tinkermq.schemas.wire.message import Empty
 from tinkermq.schemas.wire.subjects import BUCKET_ACTORS, BUCKET_EVALS, BUCKET_JOBS, rpc
 
+from tests.actors.auth.submitting import submitted
 from tests.support.secured import SecuredPool, environment
 from tests.support.waiting import eventually
-
-from .submitting import submitted
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 LARGE = {"game": "bandit", "hosts": 0, "num_val": 0, "kwargs": {"text": "x" * 200_000}}

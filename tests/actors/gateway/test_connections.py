@@ -18,8 +18,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from tinkermq.actors.gateway.limits import MAX_RUNNING, Connections, give_connection_to
 from tinkermq.actors.gateway.limits.connections import MAX_OF_HOLDER, NUM_RESERVED
-from tinkermq.actors.gateway.tinker.about import SAMPLES_AT_ONCE
-from tinkermq.actors.tinker.checkpoints.kept import KeptByTrainer
+from tinkermq.actors.gateway.tinker.routes import SAMPLES_AT_ONCE
+from tinkermq.actors.tinker.checkpoints.user_records import KeptByTrainer
 from tinkermq.actors.tinker.models import Models
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import Service

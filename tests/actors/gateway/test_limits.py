@@ -14,7 +14,12 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from tinkermq.actors.gateway.limits import MAX_INFERENCE_BYTES, MAX_RUNNING, Connections, Share
+from tinkermq.actors.gateway.limits import (
+    MAX_INFERENCE_BYTES,
+    MAX_RUNNING,
+    Connections,
+    Share,
+)
 from tinkermq.actors.gateway.limits.shares import MAX_HELD_BYTES
 from tinkermq.broker.jetstream.streams import create_shared
 from tinkermq.schemas.wire.errors import BusyError

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tinkermq.actors.gateway.openai.body import ChatBody, parse_body, query_of
-from tinkermq.actors.generator.agents.template_facts import read_text
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer
+from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.actors.policy.template_facts import read_text
 from tinkermq.envs.agents.dialects.chat import read_chat
 from tinkermq.envs.agents.replies import parse_reply
 from tinkermq.envs.data.chat_data import ChatData

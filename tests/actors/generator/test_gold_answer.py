@@ -5,12 +5,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from tinkermq.actors.generator.engine.transformers.transformers_engine import (
-    TransformersEngine,
-)
-from tinkermq.actors.generator.episodes.agent_loop import AgentLoop, EpisodePlan, EpisodeSampling
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer
-from tinkermq.actors.models.model_folder import load_tokenizer
+from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
+from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.actors.policy.model_folder import load_tokenizer
+from tinkermq.actors.rollout.agent_loop import AgentLoop, EpisodePlan, EpisodeSampling
 from tinkermq.broker.client.connection import Broker
 from tinkermq.envs import AbstractGame, StepResult
 from tinkermq.envs.serving.host import EnvironmentHost

@@ -5,11 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinkermq.actors.generator.episodes.groups import (
-    FittingLog,
-    GroupFailed,
-    append_given_up,
-)
+from tinkermq.actors.rollout.groups import FittingLog, GroupFailed, append_given_up
 from tinkermq.actors.runtime import JobContext
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import read_dead, read_events

@@ -6,15 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tinkermq.actors.learner.algorithms.off_policy.corrections import (
+from tinkermq.actors.training.off_policy import (
     CORRECTIONS,
     CorrectionInputs,
     correct,
-    normalised,
-)
-from tinkermq.actors.learner.algorithms.off_policy.masks import masked
-from tinkermq.actors.learner.algorithms.off_policy.mismatch import (
+    masked,
     mismatch_statistics,
+    normalised,
     off_policy_statistics,
 )
 from tinkermq.schemas.config.algorithms.algorithm import AlgorithmConfig

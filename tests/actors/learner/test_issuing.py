@@ -6,10 +6,9 @@ from functools import partial
 from typing import Any
 
 import pytest
-from tinkermq.actors.learner.tasks.data_order import DataOrder
-from tinkermq.actors.learner.tasks.issuing import TaskIssuer
-from tinkermq.actors.learner.tasks.ledger import Ledger
-from tinkermq.actors.learner.tasks.state import LearnerState
+from tinkermq.actors.learner.data_order import DataOrder
+from tinkermq.actors.learner.tasks import Ledger, TaskIssuer
+from tinkermq.actors.training.state import LearnerState
 from tinkermq.broker.batches import BatchLog
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.stored import get_all

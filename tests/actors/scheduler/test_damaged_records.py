@@ -24,7 +24,7 @@ from tinkermq.schemas.wire.subjects import (
     BUCKET_USERS,
 )
 
-from .conftest import Stack
+from tests.actors.scheduler.conftest import Stack
 
 
 def _node(name: str, **more: Any) -> NodeStatus:

@@ -11,10 +11,9 @@ from tinkermq.broker.feed import read_events
 from tinkermq.broker.programs.server import NatsServer
 from tinkermq.schemas.job import StopRequest
 
+from tests.actors.scheduler.conftest import FAST, Stack
 from tests.support.processes import alive
 from tests.support.waiting import PATIENCE_S, eventually
-
-from .conftest import FAST, Stack
 
 MAX_IDLE_MB = 100
 

@@ -32,11 +32,10 @@ from tinkermq.schemas.wire.subjects import (
     BUCKET_SECRETS,
 )
 
+from tests.actors.scheduler.conftest import Stack
 from tests.support.hollow_model import make_hollow
 from tests.support.strategies import make_group
 from tests.support.waiting import eventually
-
-from .conftest import Stack
 
 
 async def _ended(stack: Stack, job: JobRecord) -> JobRecord:

@@ -31,10 +31,9 @@ from tinkermq.schemas.secret import (
 from tinkermq.schemas.wire.errors import AuthError
 from tinkermq.schemas.wire.subjects import BUCKET_SECRETS, JobScope, rpc
 
+from tests.actors.scheduler.conftest import Stack
 from tests.support.secrets_on_disk import files_with
 from tests.support.waiting import PATIENCE_S, eventually, until
-
-from .conftest import Stack
 
 SECRET = "5ec2e7" * 6 + "-of-the-tracker"
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from tinkermq.actors.engine.engine import Drawn, Generation
 from tinkermq.actors.gateway.openai.answer import Answer
 from tinkermq.actors.gateway.openai.body import ChatBody, CompletionBody, parse_body
-from tinkermq.actors.generator.engine.engine import Drawn, Generation
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer
-from tinkermq.actors.models.tiny_model import make_tokenizer
-from tinkermq.actors.server.answers import Answers
+from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.actors.policy.tiny_models import make_tokenizer
+from tinkermq.actors.rollout.completions import Answers
 from tinkermq.schemas.infer import InferPart
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast

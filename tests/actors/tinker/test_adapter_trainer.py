@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.models.tiny_model import make_model, make_tokenizer
+from tinkermq.actors.policy.tiny_models import make_model, make_tokenizer
 from tinkermq.actors.tinker.training.loss_pass import LossPass
 from tinkermq.actors.tinker.training.trainer import AdapterTrainer
 from tinkermq.schemas.tinker.datum import AdamParams, Datum, LoraSpec

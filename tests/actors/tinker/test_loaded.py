@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tinkermq.actors.tinker.checkpoints.folders import CheckpointFolders
+from tinkermq.actors.storage.tinker_checkpoints import CheckpointFolders
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import read_events
 from tinkermq.broker.jetstream.streams import create_job_streams

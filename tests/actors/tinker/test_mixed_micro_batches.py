@@ -21,7 +21,14 @@ from tinkermq.schemas.tinker.operation import ALONE, Company, ModelOperation
 
 from tests.actors.tinker.test_replaying import record
 from tests.support.models import make_tiny_model
-from tests.support.tinker import group, open_trainer, random_tokens, same_bits, sampled, supervised
+from tests.support.tinker import (
+    group,
+    open_trainer,
+    random_tokens,
+    same_bits,
+    sampled,
+    supervised,
+)
 from tests.support.tinker_service import SCOPE, Trainer, create, loss, step_body
 
 torch.set_num_threads(1)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tinkermq.actors.scheduler.jobs.usage import with_usage
+from tinkermq.actors.scheduler.jobs.states import with_usage
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.jetstream.streams import create_job_streams

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tinkermq.actors.tinker.checkpoints.snapshots import FILES, SnapshotCalls, mark_of
+from tinkermq.actors.tinker.checkpoints.calls import FILES, SnapshotCalls, mark_of
 from tinkermq.actors.tinker.sampling.snapshots import Snapshots
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import Service

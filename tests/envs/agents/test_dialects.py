@@ -23,7 +23,13 @@ from tinkermq.envs.agents.dialects.messages_api import (
 from tinkermq.envs.agents.dialects.request import ModelRequest, RequestError
 from tinkermq.envs.agents.dialects.responses import ResponseAnswer, read_response
 from tinkermq.envs.agents.messages import CanonicalCall, CanonicalMessage, canonical_history
-from tinkermq.envs.agents.replies import Piece, ReasoningPiece, ReplyReader, TextPiece, parse_reply
+from tinkermq.envs.agents.replies import (
+    Piece,
+    ReasoningPiece,
+    ReplyReader,
+    TextPiece,
+    parse_reply,
+)
 from tinkermq.schemas.output_format import OutputFormat
 
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query":  "é x", "n": 1.0}}\n</tool_call>'

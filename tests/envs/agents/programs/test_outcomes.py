@@ -17,7 +17,7 @@ from tinkermq.schemas.wire.errors import (
     error_from_reply,
 )
 
-from .conftest import hosting
+from tests.envs.agents.programs.conftest import hosting
 
 SLEEP = "time.sleep(1000)"
 REWARDED = "ask(); post('/reward', reward=0.5)\n"
