@@ -57,7 +57,7 @@ def _chat(config: JobConfig) -> str:
 
 def _rows(config: JobConfig) -> str:
     """Tokenise conversations as the job's generators do."""
-    from ..envs.data.chat_data import ChatData
+    from ..envs.data import ChatData
     from .rollout.demonstrations import tokenise_row
 
     chat, until = open_chat(config.model), time.monotonic() + ROWS_S

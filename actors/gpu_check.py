@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.markup import escape
 
-from ..broker.programs.process import die_with
+from ..broker.service_process import die_with
 from ..schemas.wire.errors import DeadlineError, EngineError, TinkermqError
 
 State = Literal["ok", "failed", "skipped"]
@@ -357,7 +357,7 @@ def _sum_as_rank(
     """Be a rank: send the largest error and the seconds of the fastest sum."""
     import torch
 
-    from ..schemas.config.learner import LearnerConfig
+    from ..schemas.config.sections import LearnerConfig
     from .training.parallel import Meeting, Parallel
 
     config = LearnerConfig(ranks=num_ranks, slots=num_ranks)

@@ -29,10 +29,10 @@ from tinkermq.actors.training.parallel import snapshot
 from tinkermq.actors.weights.job_weights import as_sources
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.jetstream.streams import create_job_streams
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.config.job import LimitsConfig
-from tinkermq.schemas.config.lora import LoraConfig
+from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.wire.subjects import JobScope
 
 from benchmarks.report import Report, parser

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from ..broker.calls.users import all_users, ask_users
+from ..broker.calls import all_users, ask_users
 from ..schemas.user import (
     AddUser,
     NameUser,

@@ -25,8 +25,8 @@ from ..schemas.wire.foreign import (
     shown,
     words_of,
 )
-from ..schemas.wire.reply import MAX_CHARS
-from .reasoning import behind_reasoning
+from ..schemas.wire.message import MAX_CHARS
+from .tool_calls import behind_reasoning
 
 ChatMessage = dict[str, Any]
 """One chat message: `role` and `content`."""

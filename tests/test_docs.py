@@ -15,8 +15,8 @@ from PIL import Image, ImageSequence
 from tinkermq.broker.jetstream.streams import job_streams
 from tinkermq.schemas.config.job import JobConfig, LimitsConfig
 from tinkermq.schemas.config.load_config import all_keys, parse_config
-from tinkermq.schemas.machines.config import machines_config
-from tinkermq.schemas.secret import JobSecrets
+from tinkermq.schemas.job import JobSecrets
+from tinkermq.schemas.machines import machines_config
 from tinkermq.schemas.wire.subjects import JobScope
 
 from docs.generate import message_modules, pages

@@ -373,8 +373,8 @@ OUTSIDE = ("actors/scheduler", "actors/gateway", "actors/node", "actors/folders"
 """Services that work in run folders outside of the sandboxes of those who write there."""
 ALSO_OUTSIDE = (
     "broker/kept_rollouts.py",
-    "broker/run_rollouts.py",
-    "broker/rollout_keeping.py",
+    "broker/kept_rollouts.py",
+    "broker/kept_rollouts.py",
     "actors/storage/digests.py",
     "actors/storage/taken_checkpoints.py",
 )

@@ -14,8 +14,7 @@ import structlog
 from nats.aio.msg import Msg
 
 from ...broker.client.keys import check_episode_key, check_job_key, is_same, key_hash
-from ...broker.load.fair_queue import FairQueue
-from ...broker.load.rates import Rates
+from ...broker.fair_queue import FairQueue, Rates
 from ...broker.users.audit import Audit
 from ...schemas.user import UserRecord
 from ...schemas.wire.errors import AuthError, MessageError, TinkermqError

@@ -16,7 +16,7 @@ import structlog
 from nats.aio.msg import Msg
 
 from ...broker.client.connection import Broker, ConnectionLost, Listening
-from ...broker.client.headers import (
+from ...broker.client.nats_internals import (
     DESCRIPTION,
     EXPECTED_SEQ,
     FORBIDDEN,
@@ -29,15 +29,22 @@ from ...broker.client.headers import (
     WRITE_ID,
 )
 from ...broker.client.rpc import INBOXES
+from ...broker.fair_queue import FairQueue
 from ...broker.jetstream.streams import PRESENCE_BYTES, stream_info, stream_subjects
 from ...broker.jobs import JobStore
-from ...broker.load.fair_queue import FairQueue
 from ...broker.users.audit import Audit
-from ...broker.users.guests import Guest, is_stream_of, may_read, may_store
+from ...broker.users.permissions import Guest, is_stream_of, may_read, may_store
 from ...schemas.job import JobRecord
 from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import MessageError, NotFoundError, QuotaError, TinkermqError
-from ...schemas.wire.subjects import BUCKET_ACTORS, BUCKET_EVALS, PREFIX, acting, caller_of_rpc, rpc
+from ...schemas.wire.subjects import (
+    BUCKET_ACTORS,
+    BUCKET_EVALS,
+    PREFIX,
+    acting,
+    caller_of_rpc,
+    rpc,
+)
 from ...schemas.wire.trace import TRACEPARENT
 from .user_cache import KnownUsers
 

@@ -8,8 +8,8 @@ import asyncio
 import structlog
 
 from ...broker.client.connection import Broker
-from ...broker.jetstream.mirror import Mirror
-from ...broker.load.fair_queue import DEFAULT_BOUND
+from ...broker.fair_queue import DEFAULT_BOUND
+from ...broker.jetstream.kv import Mirror
 from ...broker.users.records import USER
 from ...schemas.user import UserRecord
 from ...schemas.wire.errors import BrokerError, DeadlineError

@@ -15,7 +15,7 @@ from ...broker.client.keys import (
     key_hash,
 )
 from ...broker.client.rpc import Handler, RequestContext, Service
-from ...broker.load.rates import Rates
+from ...broker.fair_queue import Rates
 from ...broker.users.audit import Audit
 from ...broker.users.credentials import expiry
 from ...broker.users.records import UserStore

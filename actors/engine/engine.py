@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schemas.bounds.defaults import MAX_TOP_K
 from ...schemas.output_format import MAX_PENALTY, MAX_REPETITION, MAX_TOP_LOGPROBS
+from ...schemas.wire.bounds import MAX_TOP_K
 from ...schemas.wire.errors import ConfigError, EngineError, ModelError, NotFoundError
 from ..policy.vision import ImageReader
 from ..runtime import JobContext

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 import structlog
 import torch
 
-from ...broker.weights.store import TensorBytes, WeightStore
+from ...broker.weights.payloads import TensorBytes
+from ...broker.weights.store import WeightStore
 from ...schemas.wire.errors import DeadlineError, EngineError, NotFoundError
 from ..weights.job_weights import as_sources
 from ..weights.tensors import TensorSource, as_tensor, shape_of

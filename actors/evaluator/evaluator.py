@@ -13,9 +13,8 @@ from typing import Any
 import structlog
 
 from ...broker.feed import publish_metric
-from ...broker.jetstream.key_changes import KeyChanges
-from ...broker.jetstream.kv import Bucket
-from ...broker.weights.store import TensorBytes
+from ...broker.jetstream.kv import Bucket, KeyChanges
+from ...broker.weights.payloads import TensorBytes
 from ...envs.evaluation import task_seed
 from ...envs.serving.remote import Environments, Start
 from ...schemas.env import DescribeReply

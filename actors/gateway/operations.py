@@ -14,16 +14,14 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-from ...broker.calls.learner import write_checkpoint
-from ...broker.calls.scheduler import SchedulerCalls
+from ...broker.calls import SchedulerCalls, write_checkpoint
 from ...schemas.config.job import JobConfig
-from ...schemas.config.load_config import apply_override, parse_config, parse_yaml
-from ...schemas.config.section import MAX_NOTES, MAX_TAGS, Label
-from ...schemas.config.yaml_values import write_yaml
+from ...schemas.config.load_config import apply_override, parse_config, parse_yaml, write_yaml
+from ...schemas.config.sections import MAX_NOTES, MAX_TAGS, Label
 from ...schemas.job import FINAL_STATES, JobRecord, Priority
+from ...schemas.wire.codec import merged
 from ...schemas.wire.errors import AuthError, ConfigError, MessageError
 from ...schemas.wire.field_docs import described
-from ...schemas.wire.maps import merged
 from ...schemas.wire.message import Message, summarize
 from .limits import Share
 from .sessions import Visitor

@@ -13,9 +13,9 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from ...broker.observe.time_use import TimeUse
+from ...broker.observe.metering import TimeUse
+from ...broker.partial_rollouts import Fenced
 from ...broker.rollouts import RolloutLog
-from ...broker.segments import Fenced
 from ...broker.tasks import Lease, TaskQueue
 from ...envs.serving.remote import Environments
 from ...schemas.rollout import Group

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import structlog
 
 from ...broker.weights.store import WeightStore
-from ...schemas.config.self_play import SelfPlayConfig
+from ...schemas.config.sections import SelfPlayConfig
 from ...schemas.wire.errors import NotFoundError
 from ..engine.engine import Engine
 from ..engine.weight_updates import WeightFollower, load_policies

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
 
-from ...schemas.batch import DropReason
 from ...schemas.config.job import TrainingConfig
+from ...schemas.task import DropReason
 
 StalenessPolicy = Literal["drop", "wait", "train", "mask"]
 

@@ -19,9 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...envs.evaluation import is_success
-from ...schemas.batch import DropReason
 from ...schemas.rollout import Group, return_of
-from ...schemas.task import Task
+from ...schemas.task import DropReason, Task
 from ...schemas.wire.foreign import blaming, shown
 from ..training.custom import OwnFunction, own_function
 from ..training.state import LearnerState

@@ -12,10 +12,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schemas.batch import DropReason
 from ...schemas.config.job import TrainingConfig
 from ...schemas.rollout import Group
-from ...schemas.task import Task
+from ...schemas.task import DropReason, Task
 from ...schemas.wire.errors import ConfigError, DataError
 from ..training.state import LearnerState
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from ...schemas.batch import Dropped, DropReason
+from ...schemas.task import Dropped, DropReason
 from ..training.state import LearnerState
 from .data_order import TaskOrder
 from .intake import CheckedEntry, Intake

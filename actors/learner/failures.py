@@ -12,8 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from ...schemas.batch import Dropped, DropReason
-from ...schemas.task import Blame
+from ...schemas.task import Blame, Dropped, DropReason
 from ...schemas.wire.errors import (
     ConfigError,
     DataError,

@@ -23,10 +23,10 @@ import structlog
 from ...broker.batches import BatchLog
 from ...broker.rollouts import RolloutLog
 from ...broker.tasks import TaskQueue
-from ...schemas.batch import BatchRecord, Dropped
-from ...schemas.config.agent_rules import why_no_rows
 from ...schemas.config.job import JobConfig
+from ...schemas.config.rules import why_no_rows
 from ...schemas.rollout import Group
+from ...schemas.task import BatchRecord, Dropped
 from ...schemas.wire.errors import (
     BrokerError,
     DeadlineError,

@@ -11,10 +11,9 @@ from typing import Protocol
 import structlog
 
 from ...broker.batches import BatchLog
-from ...broker.jetstream.stored import get_all
-from ...schemas.batch import BatchRecord
+from ...broker.jetstream.direct_get import get_all
 from ...schemas.config.job import TrainingConfig
-from ...schemas.task import Task
+from ...schemas.task import BatchRecord, Task
 from ...schemas.wire.errors import MessageError, StorageError
 from ..runtime import JobContext
 from ..training.state import LearnerState

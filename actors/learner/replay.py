@@ -23,10 +23,10 @@ from ...broker.batches import BatchLog
 from ...broker.client.connection import Broker, connect
 from ...broker.jobs import JobStore
 from ...broker.rollouts import RolloutLog
-from ...schemas.batch import BatchRecord
 from ...schemas.config.load_config import parse_config
 from ...schemas.job import JobRecord
 from ...schemas.rollout import Group
+from ...schemas.task import BatchRecord
 from ...schemas.wire.errors import NotFoundError, TinkermqError
 from ..policy.lora import policy_tensors
 from ..policy.policies import policy_folder, prefix_of

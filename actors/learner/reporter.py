@@ -9,12 +9,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ...broker.disk.lines import read_objects
-from ...broker.disk.room import in_thread, with_room
+from ...broker.disk import in_thread, read_objects, with_room
 from ...broker.feed import publish_metric, publish_trace
 from ...broker.jetstream.kv import Entry
-from ...broker.observe.advice import advise, bound_key
-from ...broker.observe.profile import profile_of
+from ...broker.observe.profile import advise, bound_key, profile_of
 from ...broker.observe.tracking import GuardedTracker, Tracker
 from ...broker.presence import list_presences
 from ...schemas.metric import Metric, Presence

@@ -10,11 +10,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ...broker.disk.room import with_room
-from ...broker.rollout_keeping import RolloutKeeper
+from ...broker.disk import with_room
+from ...broker.kept_rollouts import RolloutKeeper
 from ...broker.rollouts import RolloutLog
-from ...broker.weights.store import TensorBytes
-from ...schemas.config.storage import BROKER
+from ...broker.weights.payloads import TensorBytes
+from ...schemas.config.sections import BROKER
 from ...schemas.wire.errors import StorageError
 from ..policy.lora import has_adapter
 from ..policy.policies import MAIN

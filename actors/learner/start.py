@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ...broker.batches import BatchLog
-from ...broker.disk.room import in_thread, with_room
+from ...broker.disk import in_thread, with_room
 from ...broker.observe.tracking import TrackedRun, Tracker, make_trackers
 from ...broker.rollouts import RolloutLog
-from ...envs.data.chat_data import ChatData
+from ...envs.data import ChatData
 from ...envs.serving.remote import Environments
-from ...schemas.batch import BatchRecord
 from ...schemas.config.job import JobConfig
+from ...schemas.task import BatchRecord
 from ...schemas.wire.errors import StorageError, TinkermqError, root_cause
 from ..policy.lora import refuse_other_kind
 from ..policy.model_folder import load_generation_config, load_tokenizer

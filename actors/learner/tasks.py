@@ -9,11 +9,10 @@ import structlog
 
 from ...broker.rollouts import RolloutLog
 from ...broker.tasks import TaskQueue
-from ...schemas.batch import DropReason
 from ...schemas.config.job import JobConfig
 from ...schemas.control import PublishTasksRequest, ReserveRequest, TaskSpec
 from ...schemas.rollout import Group
-from ...schemas.task import Blame, Task
+from ...schemas.task import Blame, DropReason, Task
 from ...schemas.wire.errors import StateError
 from ...schemas.wire.trace import new_trace
 from ..training.state import LearnerState, NumberSet

@@ -19,8 +19,8 @@ from typing import Protocol
 
 import structlog
 
-from ...broker.disk.run_folder import Folder
-from ...broker.programs.process import die_with
+from ...broker.run_folder import Folder
+from ...broker.service_process import die_with
 from ...schemas.node import WantedActor
 from ...schemas.wire.errors import ConfigError, StorageError
 from ..storage.access import below_roots

@@ -17,8 +17,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from ...broker.client.login import without_secrets
-from ...broker.programs.process import die_with
-from ...envs.dataset import is_dataset_name
+from ...broker.service_process import die_with
+from ...envs.datasets import is_dataset_name
 from ...envs.registry import find_game
 from ...schemas.node import (
     GameCheck,

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import ValidationError
 
-from ...schemas.config.lora import ADAPTER_CONFIG, LoraConfig
+from ...schemas.config.sections import ADAPTER_CONFIG, LoraConfig
 from ...schemas.wire.errors import ModelError
 from ..storage.cache import base_here
 

@@ -7,7 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ...schemas.config.lora import LoraConfig
+from ...schemas.config.sections import LoraConfig
 from ...schemas.wire.errors import ModelError, TinkermqError
 from ..storage.digests import check_digests
 from .lora import add_adapter, base_of, beside, is_adapter, merge, untie

@@ -7,7 +7,7 @@ version: a tensor of a role's policy is named `role/tensor`.
 from pathlib import Path
 
 from ...schemas.config.job import JobConfig
-from ...schemas.config.lora import LoraConfig
+from ...schemas.config.sections import LoraConfig
 from ...schemas.job import JobRecord
 from ..storage.digests import check_digests
 from .lora import config_of, is_adapter

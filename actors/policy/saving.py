@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from ...broker.disk.room import FREE_SPACE, remedy
+from ...broker.disk import FREE_SPACE, remedy
 from ...schemas.wire.errors import ModelError, StorageError, TinkermqError
 from .model_folder import (
     auto_class,

@@ -14,8 +14,8 @@ import numpy as np
 
 from ...envs.agents.messages import CanonicalCall, CanonicalMessage, joined, pictures_of
 from ...envs.agents.replies import THINK, THOUGHT, parse_reply
-from ...envs.call_formats import FORMATS, CallFormat, certain_length, in_hermes_form
 from ...envs.chat_messages import read_object
+from ...envs.tool_calls import FORMATS, CallFormat, certain_length, in_hermes_form
 from ...schemas.wire.errors import ModelError
 from ..engine.engine import IntVector
 from .chat import ChatTokenizer

@@ -18,15 +18,14 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import structlog
 
-from ...broker.observe.time_use import TimeUse
-from ...broker.segments import Fenced
+from ...broker.observe.metering import TimeUse
+from ...broker.partial_rollouts import Fenced
 from ...envs.game import StepResult
-from ...envs.running.step_timeout import TimedOut
+from ...envs.running.episodes import TimedOut
 from ...envs.serving.remote import Environments, Start
 from ...schemas.config.job import RolloutConfig
-from ...schemas.rollout import Finish, Trajectory
+from ...schemas.rollout import Finish, Teaching, Trajectory
 from ...schemas.task import Blame
-from ...schemas.teaching import Teaching
 from ...schemas.wire.errors import (
     Boundary,
     ConfigError,

@@ -13,8 +13,8 @@ from hashlib import blake2b
 from typing import Any, Literal, TypeAlias
 
 from ...broker.client.parts import Tell
-from ...broker.observe.time_use import TimeUse
-from ...broker.segments import Fenced
+from ...broker.observe.metering import TimeUse
+from ...broker.partial_rollouts import Fenced
 from ...envs.agents.episode import ContextTooLong, EpisodeLimit, EpisodeOver
 from ...envs.agents.messages import Picture, pictures_of
 from ...envs.agents.wire import history_of

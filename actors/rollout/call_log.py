@@ -1,6 +1,6 @@
 """Calls of programs in the log: each is written down before its program sees the end of an answer.
 
-They stand where other running episodes do (`broker/segments.py`), fenced in the same way: who was
+They stand where other running episodes do (`broker/partial_rollouts.py`), fenced in the same way: who was
 overtaken can tell a program words, and end no answer. The next holder of the task has the tree of
 calls from there and answers on. Where the program itself has to start again, since its host has
 died, what it asks once more is answered from what was written down, token for token.
@@ -16,10 +16,10 @@ import numpy as np
 import structlog
 
 from ...broker.client.connection import Broker
-from ...broker.segments import SegmentWriter, purge_segments
+from ...broker.partial_rollouts import SegmentWriter, purge_segments
 from ...envs.agents.wire import packed, unpacked
 from ...envs.serving.remote import Environments
-from ...schemas.segment import LoggedCall, Segment
+from ...schemas.rollout import LoggedCall, Segment
 from ...schemas.task import Task
 from ...schemas.wire.errors import DeadlineError
 from ...schemas.wire.subjects import JobScope

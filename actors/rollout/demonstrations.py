@@ -14,7 +14,7 @@ import structlog
 
 from ...broker.rollouts import RolloutLog
 from ...broker.tasks import Lease, TaskQueue
-from ...envs.data.chat_data import ChatData, ChatRow
+from ...envs.data import ChatData, ChatRow
 from ...schemas.config.job import JobConfig
 from ...schemas.rollout import Group, Trajectory
 from ...schemas.task import Blame, Task

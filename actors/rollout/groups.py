@@ -13,8 +13,8 @@ from typing import TypeAlias
 import structlog
 
 from ...broker.feed import publish_dead
+from ...broker.partial_rollouts import Fenced
 from ...broker.rollouts import RolloutLog
-from ...broker.segments import Fenced
 from ...envs.serving.remote import Environments, SeatAt, Start
 from ...schemas.config.job import JobConfig
 from ...schemas.rollout import Group, Trajectory, with_cut_infos

@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from ...broker.observe.time_use import TimeUse
+from ...broker.observe.metering import TimeUse
 from ...envs.serving.remote import Environments
 from ...schemas.config.job import JobConfig
-from ...schemas.config.lora import LoraConfig
+from ...schemas.config.sections import LoraConfig
 from ...schemas.wire.errors import ConfigError
 from ..engine.engine import Engine
 from ..engine.transformers.transformers_engine import TransformersEngine

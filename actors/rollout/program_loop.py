@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, cast
 
 from ...broker.client.connection import Broker
-from ...broker.client.listening import Listening
 from ...broker.client.parts import PartsService
+from ...broker.client.replies import Listening
 from ...broker.client.rpc import Service
-from ...broker.observe.time_use import TimeUse
+from ...broker.observe.metering import TimeUse
 from ...envs.agents.episode import NoCalls
 from ...envs.game import StepResult
 from ...envs.serving.remote import Environments, HostGone, Started
@@ -31,7 +31,15 @@ from ..policy.template_facts import facts_of
 from .agent_loop import EpisodePlan, EpisodeSampling, blaming
 from .call_answers import CallAnswers
 from .call_log import CallLog
-from .call_tree import CallRow, CallTree, EpisodeCredit, ModelCall, PostedRewards, TreeRows, rows_of
+from .call_tree import (
+    CallRow,
+    CallTree,
+    EpisodeCredit,
+    ModelCall,
+    PostedRewards,
+    TreeRows,
+    rows_of,
+)
 from .recording import EpisodeRecorder
 from .transcript import Transcript
 

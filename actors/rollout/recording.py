@@ -16,10 +16,10 @@ import numpy as np
 import structlog
 
 from ...broker.client.connection import Broker
-from ...broker.segments import SegmentWriter, purge_segments
+from ...broker.partial_rollouts import SegmentWriter, purge_segments
 from ...envs.game import StepResult
 from ...envs.serving.remote import Environments, HostGone, Start, Started
-from ...schemas.segment import Segment
+from ...schemas.rollout import Segment
 from ...schemas.task import Task
 from ...schemas.wire.errors import DeadlineError, NotFoundError, StateError, TinkermqError
 from ...schemas.wire.subjects import JobScope

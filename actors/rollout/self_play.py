@@ -7,7 +7,7 @@ pool from the policy's version alone, so nobody has to be told.
 import random
 from collections.abc import Sequence
 
-from ...schemas.config.self_play import SelfPlayConfig
+from ...schemas.config.sections import SelfPlayConfig
 
 
 def pool(config: SelfPlayConfig, version: int) -> list[int]:

@@ -17,8 +17,7 @@ import numpy as np
 
 from ...broker.client.connection import Broker, ConnectionLost
 from ...broker.client.parts import ask_parts
-from ...schemas.config.algorithms.algorithm import AlgorithmConfig
-from ...schemas.config.algorithms.teacher import endpoint, served_job
+from ...schemas.config.algorithm import AlgorithmConfig, endpoint, served_job
 from ...schemas.infer import (
     CancelInference,
     CompletionRequest,
@@ -26,9 +25,8 @@ from ...schemas.infer import (
     InferPart,
     PromptScore,
 )
-from ...schemas.rollout import Group, Trajectory
-from ...schemas.secret import TEACHER_KEY
-from ...schemas.teaching import Teaching
+from ...schemas.job import TEACHER_KEY
+from ...schemas.rollout import Group, Teaching, Trajectory
 from ...schemas.wire.errors import (
     BrokerError,
     BusyError,

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from ...envs.game import StepResult
-from ...schemas.rollout import Finish, Trajectory
-from ...schemas.teaching import Teaching
+from ...schemas.rollout import Finish, Teaching, Trajectory
 from ...schemas.wire.errors import EngineError
 from ...schemas.wire.images import images_of
 from ..engine.engine import Drawn, ExpertRecord, Generation

@@ -14,7 +14,7 @@ import structlog
 
 from ...broker.client.connection import Broker
 from ...broker.client.rpc import call
-from ...broker.jetstream.mirror import Mirror
+from ...broker.jetstream.kv import Mirror
 from ...schemas.node import CLOCK_BOUND_S, ActorStatus, NodeStatus, NodeSync
 from ...schemas.wire.errors import MessageError, TinkermqError
 from ...schemas.wire.subjects import BUCKET_NODES

@@ -18,8 +18,7 @@ from ...broker.client.connection import Broker
 from ...broker.jetstream.streams import settle_job_streams, stream_info
 from ...broker.jobs import JobStore, is_final
 from ...broker.observe.recent import recent_values
-from ...schemas.job import JobRecord
-from ...schemas.secret import NOTIFY_URL
+from ...schemas.job import NOTIFY_URL, JobRecord
 from ...schemas.wire.errors import NotFoundError, TinkermqError
 from .jobs.secrets import SecretStore
 from .jobs.view import last_version

@@ -20,7 +20,7 @@ import structlog
 from ...broker.client.connection import Broker
 from ...broker.jetstream.streams import create_job_streams, settle_job_streams
 from ...broker.jobs import JobStore, is_final
-from ...schemas.config.storage import BROKER
+from ...schemas.config.sections import BROKER
 from ...schemas.job import FINAL_STATES, ActorPlacement, JobRecord
 from ...schemas.node import ActorStatus, NodeStatus, NodeSync, WantedActor
 from ...schemas.wire.errors import (

@@ -17,18 +17,20 @@ from ...schemas.job import (
     JobRequest,
     LabelRequest,
     ListRequest,
+    OpenRequest,
     PriorityRequest,
     Removal,
     ResumeRequest,
     ScaleRequest,
+    SealingKey,
+    SecretsRequest,
     StopRequest,
     SubmitRequest,
 )
 from ...schemas.node import DamagedRecords, GameCheckRequest, NodeList, NodeStatus
-from ...schemas.secret import OpenRequest, SealingKey, SecretsRequest
 from ...schemas.tinker.checkpoints import TakeCheckpoint
 from ...schemas.tinker.operation import ModelInfo, TrainerOffers
-from ...schemas.tinker.usage import TenantShare, TenantShares, TrainerUsage
+from ...schemas.tinker.sessions import TenantShare, TenantShares, TrainerUsage
 from ...schemas.user import Quota, QuotaReply
 from ...schemas.wire.errors import StateError
 from ...schemas.wire.message import Empty, Message

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from ...broker.disk.run_folder import Folder
+from ...broker.run_folder import Folder
 from ...schemas.config.job import JobConfig
-from ...schemas.config.storage import BROKER, is_url, model_paths
+from ...schemas.config.sections import BROKER, is_url, model_paths
 from ...schemas.job import JobRecord
 from ...schemas.wire.errors import ConfigError, StorageError
 from ..policy.lora import base_of, is_adapter

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...broker.client.connection import Broker
-from ...schemas.config.algorithms.algorithm import AlgorithmConfig
+from ...schemas.config.algorithm import AlgorithmConfig
 from ...schemas.config.job import JobConfig
-from ...schemas.config.storage import is_url
+from ...schemas.config.sections import is_url
 from ...schemas.job import JobRecord
 from ...schemas.wire.errors import ModelError, StorageError
 from .digests import is_state

@@ -15,9 +15,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from ...broker.disk.run_folder import Folder
-from ...schemas.config.lora import ADAPTER_CONFIG
-from ...schemas.config.storage import BROKER, is_url
+from ...broker.run_folder import Folder
+from ...schemas.config.sections import ADAPTER_CONFIG, BROKER, is_url
 from ...schemas.job import JobRecord
 from ...schemas.wire.errors import NotFoundError, StorageError, TinkermqError
 from ...schemas.wire.subjects import JobScope

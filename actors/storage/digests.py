@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
-from ...broker.disk.run_folder import Folder
+from ...broker.run_folder import Folder
 from ...schemas.wire.errors import StorageError
 
 TABLE = "SHA256SUMS"

@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from ...broker.disk.run_folder import Folder
-from ...broker.jetstream.digests import new_digest
+from ...broker.jetstream.objects import new_digest
+from ...broker.run_folder import Folder
 from ...schemas.wire.errors import StorageError
 
 _ARCHIVES = ".archives"

@@ -5,7 +5,7 @@ import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from ...broker.disk.run_folder import Folder
+from ...broker.run_folder import Folder
 from ...schemas.config.job import JobConfig
 from ...schemas.job import JobRecord
 from ...schemas.tinker.names import CheckpointName

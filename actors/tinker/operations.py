@@ -7,8 +7,14 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...schemas.tinker.datum import AdamParams, Datum, LoraSpec, LossResult
-from ...schemas.tinker.operation import Company, OperationResult
+from ...schemas.tinker.operation import (
+    AdamParams,
+    Company,
+    Datum,
+    LoraSpec,
+    LossResult,
+    OperationResult,
+)
 
 
 class RunningLoss(Protocol):

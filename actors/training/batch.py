@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ...schemas.agent import CallPlaces
-from ...schemas.rollout import Group, Trajectory, episodes_of, return_of
-from ...schemas.teaching import Teaching
+from ...schemas.rollout import Group, Teaching, Trajectory, episodes_of, return_of
 from ...schemas.wire.errors import DataError
 from ...schemas.wire.images import images_of, shows_later
 from ..policy.vision import ImageReader

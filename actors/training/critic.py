@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...schemas.config.job import JobConfig
-from ...schemas.config.learner import LearnerConfig
+from ...schemas.config.sections import LearnerConfig
 from .advantages import ValueTargets, explained_variance, value_loss
 from .batch import renumber
 from .checkpoint import gather_weights

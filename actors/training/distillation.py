@@ -24,10 +24,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...schemas.config.algorithms.teacher import SELF, is_asked
+from ...schemas.config.algorithm import SELF, is_asked
 from ...schemas.config.job import JobConfig
-from ...schemas.rollout import Group
-from ...schemas.teaching import Teaching
+from ...schemas.rollout import Group, Teaching
 from ...schemas.wire.errors import DataError, ModelError
 from ..policy.model_folder import load_model_config, load_tokenizer, sees_images
 from .batch import TrainingBatch

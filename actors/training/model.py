@@ -18,8 +18,7 @@ from torch.utils import checkpoint
 from transformers import PreTrainedModel
 
 from ...schemas.config.job import ModelConfig
-from ...schemas.config.learner import LearnerConfig
-from ...schemas.config.lora import LoraConfig
+from ...schemas.config.sections import LearnerConfig, LoraConfig
 from ...schemas.wire.errors import ModelError
 from ..policy.experts import RouterReplay
 from ..policy.lora import set_dropout

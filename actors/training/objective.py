@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...schemas.config.algorithms.algorithm import AlgorithmConfig
+from ...schemas.config.algorithm import AlgorithmConfig
 from ...schemas.config.job import JobConfig
 from .batch import TrainingBatch, renumber
 from .custom import own_function

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...schemas.config.algorithms.corrections import CorrectionMask
+from ...schemas.config.algorithm import CorrectionMask
 from ...schemas.wire.errors import ConfigError
 from .batch import TrainingBatch
 from .losses import MAX_LOG_RATIO, log_ratio

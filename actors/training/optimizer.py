@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Replicate
 
-from ...broker.disk.room import remedy
-from ...schemas.config.learner import LearnerConfig
+from ...broker.disk import remedy
+from ...schemas.config.sections import LearnerConfig
 from ...schemas.wire.errors import ConfigError, StorageError
 from .parallel import Parallel, divided
 from .shared_files import folder_of_all

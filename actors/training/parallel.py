@@ -36,8 +36,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ...broker.weights.store import TensorBytes
-from ...schemas.config.learner import LearnerConfig
+from ...broker.weights.payloads import TensorBytes
+from ...schemas.config.sections import LearnerConfig
 from ...schemas.wire.errors import ConfigError
 from ..policy.lora import policy_tensors
 from ..policy.policies import prefix_of

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...broker.weights.store import TensorBytes
+from ...broker.weights.payloads import TensorBytes
 from ...schemas.config.job import JobConfig
 from ...schemas.rollout import Group
 from ...schemas.wire.errors import ConfigError

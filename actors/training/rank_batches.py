@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from ...schemas.config.learner import LearnerConfig
+from ...schemas.config.sections import LearnerConfig
 from ..policy.vision import ImageReader, SeenImages, probe_image
 from .attention import flatten
 from .batch import TrainingBatch, select

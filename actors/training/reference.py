@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ...schemas.config.algorithms.reference import ReferenceConfig
+from ...schemas.config.algorithm import ReferenceConfig
 from ...schemas.wire.errors import ConfigError
 from ..policy.lora import has_adapter, initial_adapter, other_adapter, policy_tensors
 from .model import Scorer

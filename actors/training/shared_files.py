@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ...broker.disk.room import remedy
+from ...broker.disk import remedy
 from ...schemas.wire.errors import StorageError
 from .parallel import Parallel
 

@@ -5,9 +5,8 @@ from collections.abc import Iterable, Iterator
 
 from pydantic import BaseModel, Field
 
-from ...schemas.batch import Dropped
 from ...schemas.rollout import Group, episodes_of, num_too_old
-from ...schemas.task import Task
+from ...schemas.task import Dropped, Task
 
 
 class Waste(BaseModel):

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ...broker.client.connection import Broker
 from ...broker.client.rpc import Service
-from ...broker.weights.files import read_file, remove_file, write_file
 from ...broker.weights.history import joined
+from ...broker.weights.payloads import read_file, remove_file, write_file
 from ...schemas.weights import JoinRound, Round, TensorEntry
 from ...schemas.wire.errors import NotFoundError
 from ...schemas.wire.subjects import JobScope

@@ -5,10 +5,10 @@ from typing import cast
 
 import torch
 
-from ...broker.weights.seen_files import SeenFiles
-from ...broker.weights.store import TensorBytes, WeightStore
+from ...broker.weights.payloads import TensorBytes
+from ...broker.weights.store import SeenFiles, WeightStore
 from ...schemas.config.job import JobConfig
-from ...schemas.config.storage import model_paths
+from ...schemas.config.sections import model_paths
 from ...schemas.wire.subjects import JobScope
 from ..policy.devices import own_device
 from ..policy.policies import MAIN, prefix_of

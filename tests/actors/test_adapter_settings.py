@@ -27,7 +27,7 @@ from tinkermq.actors.policy.model_folder import load_causal_lm, load_policy, loa
 from tinkermq.actors.tinker.training.trainer import AdapterTrainer
 from tinkermq.actors.training.model import load_model
 from tinkermq.schemas.config.job import JobConfig
-from tinkermq.schemas.config.lora import LoraConfig
+from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.wire.errors import ModelError
 from transformers import AutoModelForCausalLM
 

@@ -6,7 +6,7 @@ import torch
 from tinkermq.actors.engine.transformers.adapters import DoubleBuffer
 from tinkermq.actors.policy.devices import first_device
 from tinkermq.actors.weights.job_weights import as_sources, device_of_new_weights
-from tinkermq.broker.weights.store import TensorBytes
+from tinkermq.broker.weights.payloads import TensorBytes
 from tinkermq.schemas.config.job import JobConfig
 
 

@@ -32,9 +32,9 @@ from tinkermq.actors.training.model import load_model
 from tinkermq.actors.training.parallel import snapshot
 from tinkermq.actors.training.state import LearnerState
 from tinkermq.actors.training.step import Trainer
-from tinkermq.broker.weights.store import TensorBytes
+from tinkermq.broker.weights.payloads import TensorBytes
 from tinkermq.schemas.config.job import JobConfig
-from tinkermq.schemas.config.lora import LoraConfig
+from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.wire.errors import ModelError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 

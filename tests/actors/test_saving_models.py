@@ -19,7 +19,7 @@ from tinkermq.actors.policy.model_folder import (
 )
 from tinkermq.actors.policy.saving import check_saving, save_model, save_plain_weights
 from tinkermq.actors.training.checkpoint import keep_weights, save_form, try_saving
-from tinkermq.schemas.config.lora import LoraConfig
+from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.wire.errors import ModelError, StorageError
 from transformers import AutoModelForCausalLM, GenerationConfig
 

@@ -23,7 +23,7 @@ from tinkermq.broker.jetstream.streams import (
     delete_job_streams,
     stream_info,
 )
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.metric import Event, LogLines, Metric
 from tinkermq.schemas.task import Blame, DeadLetter

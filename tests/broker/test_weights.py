@@ -17,9 +17,9 @@ from tinkermq.broker.jetstream.streams import (
     delete_job_streams,
     stream_info,
 )
-from tinkermq.broker.programs.server import NatsServer
-from tinkermq.broker.weights.seen_files import SeenFiles
-from tinkermq.broker.weights.store import TensorBytes, WeightStore, software
+from tinkermq.broker.nats_server import NatsServer
+from tinkermq.broker.weights.payloads import TensorBytes
+from tinkermq.broker.weights.store import SeenFiles, WeightStore, software
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.weights import Manifest
 from tinkermq.schemas.wire.errors import (

@@ -20,9 +20,8 @@ from tinkermq.envs.chat_messages import (
     read_tools,
     with_text_arguments,
 )
-from tinkermq.envs.data.chat_data import ChatData
-from tinkermq.envs.dataset import Dataset
-from tinkermq.envs.write_data import write_rows
+from tinkermq.envs.data import ChatData
+from tinkermq.envs.datasets import Dataset, write_rows
 from tinkermq.schemas.infer import ChatRequest
 from tinkermq.schemas.wire.errors import DataError
 

@@ -11,7 +11,7 @@ import pytest
 from tinkermq.actors.training.checkpoint import CheckpointStore
 from tinkermq.clients import AsyncTrajectoryPublisher
 from tinkermq.clients.address import JobAddress
-from tinkermq.schemas.batch import BatchRecord
+from tinkermq.schemas.task import BatchRecord
 
 from tests.faults.injected import append_untrainable, episode, kill_after_checkpoint
 from tests.support.configs import small_job

@@ -7,7 +7,7 @@ from tinkermq.actors.learner.replay import replay
 from tinkermq.actors.training.checkpoint import CheckpointStore, load_state
 from tinkermq.actors.training.state import LearnerState, NumberSet
 from tinkermq.broker.tasks import TaskQueue
-from tinkermq.schemas.batch import BatchRecord
+from tinkermq.schemas.task import BatchRecord
 
 from tests.support.jobs import Job
 

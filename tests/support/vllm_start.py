@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tinkermq.schemas.config.job import JobConfig
-from tinkermq.schemas.config.lora import LoraConfig
+from tinkermq.schemas.config.sections import LoraConfig
 
 MAX_SLOTS, MAX_CONTEXT = 8, 160
 ADAPTER = LoraConfig(rank=4, targets=["q_proj", "v_proj"])

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from tinkermq.actors.storage.digests import checkpoint_folders
-from tinkermq.broker.evaluations import best_of, read_scores
+from tinkermq.broker.feed import best_of, read_scores
 from tinkermq.schemas.wire.errors import ConfigError, NotFoundError
 
 from tests.support.configs import small_job

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tinkermq.actors.policy.model_folder import load_causal_lm
 from tinkermq.actors.training.checkpoint import CheckpointStore
-from tinkermq.broker.run_rollouts import RunRollouts
+from tinkermq.broker.kept_rollouts import RunRollouts
 from tinkermq.broker.weights.store import WeightStore
 
 from tests.support.configs import small_job

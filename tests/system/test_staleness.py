@@ -13,8 +13,8 @@ import pytest
 import pytest_asyncio
 import torch
 from tinkermq.actors.policy.model_folder import load_causal_lm
-from tinkermq.schemas.batch import BatchRecord
 from tinkermq.schemas.rollout import Group, num_too_old
+from tinkermq.schemas.task import BatchRecord
 
 from tests.support.configs import small_job
 from tests.support.jobs import Job

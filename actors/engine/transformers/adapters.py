@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ....schemas.config.lora import LoraConfig
+from ....schemas.config.sections import LoraConfig
 from ....schemas.wire.errors import ModelError
 from ...policy.lora import PREFIX, has_adapter, layer_of
 from ...weights.tensors import TensorSource, as_tensor, bytes_of, dtype_of

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from ....schemas.config.lora import LoraConfig
+from ....schemas.config.sections import LoraConfig
 from ....schemas.wire.errors import ModelError
 from ...policy.experts import RouterRecorder
 from ...policy.model_folder import load_model_config, load_policy

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ....schemas.config.lora import LoraConfig
+from ....schemas.config.sections import LoraConfig
 from ....schemas.wire.errors import EngineError, TinkermqError
 from ...policy.lora import check_base, policy_tensors, read_lora
 from ...policy.vision import SeenImages, digest_of

@@ -34,8 +34,8 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-from ....schemas.bounds.defaults import MAX_TOP_K
 from ....schemas.config.job import GeneratorConfig
+from ....schemas.wire.bounds import MAX_TOP_K
 from ....schemas.wire.errors import EngineError, ModelError
 from ..engine import (
     Concurrency,

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ....schemas.config.job import JobConfig
-from ....schemas.config.lora import LoraConfig
+from ....schemas.config.sections import LoraConfig
 from ....schemas.wire.errors import ConfigError, EngineError, ModelError
 from ...policy.lora import base_of, is_adapter, read_lora
 from ...policy.model_folder import load_model_config, sees_images

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import TensorSpec, serialize_file
 
-from ....schemas.config.lora import ADAPTER_CONFIG, LoraConfig
+from ....schemas.config.sections import ADAPTER_CONFIG, LoraConfig
 from ....schemas.wire.errors import EngineError, ModelError
 from ...policy.lora import add_adapter, policy_tensors, uniform
 from ...policy.model_folder import auto_class, load_model_config

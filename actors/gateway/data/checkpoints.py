@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ....broker.client.connection import Broker
-from ....broker.disk.run_folder import Folder, FolderEntry
-from ....broker.evaluations import best_of, read_scores
+from ....broker.feed import best_of, read_scores
+from ....broker.run_folder import Folder, FolderEntry
 from ....schemas.job import JobRecord
 from ....schemas.wire.errors import NotFoundError, StorageError, TinkermqError
 from ...storage.checkpoints import stored_checkpoints

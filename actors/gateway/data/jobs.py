@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar, cast
 
 from ....broker.client.connection import Broker
-from ....broker.jetstream.stored import StoredMessage, get_batch
+from ....broker.jetstream.direct_get import StoredMessage, get_batch
 from ....broker.jetstream.streams import stream_info
 from ....broker.observe.recent import recent_values, run_row
 from ....schemas.job import FINAL_STATES, JobRecord

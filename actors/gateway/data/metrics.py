@@ -18,9 +18,14 @@ import numpy as np
 import structlog
 
 from ....broker.client.connection import Broker
+from ....broker.jetstream.direct_get import (
+    StoredMessage,
+    get_batch,
+    get_last,
+    stored_message,
+)
 from ....broker.jetstream.kv import Bucket
 from ....broker.jetstream.reader import StreamReader
-from ....broker.jetstream.stored import StoredMessage, get_batch, get_last, stored_message
 from ....broker.jetstream.streams import stream_info
 from ....schemas.metric import EvalRecord, Metric
 from ....schemas.wire.errors import MessageError, NotFoundError, TinkermqError

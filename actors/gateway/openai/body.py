@@ -19,7 +19,6 @@ from ....envs.agents.dialects.formats import (
 from ....envs.agents.dialects.neutral import asks_nothing, is_label
 from ....envs.agents.dialects.request import RequestError
 from ....envs.chat_messages import Origin, read_conversation, read_tools
-from ....schemas.bounds.defaults import MAX_TOP_K
 from ....schemas.infer import (
     MAX_CHOICES,
     MAX_STOPS,
@@ -34,6 +33,7 @@ from ....schemas.output_format import (
     MAX_TOP_LOGPROBS,
     OutputFormat,
 )
+from ....schemas.wire.bounds import MAX_TOP_K
 from ....schemas.wire.codec import read_json
 from ....schemas.wire.errors import ConfigError, DataError, MessageError
 from .asking import refuse_stateful_body

@@ -13,16 +13,25 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from ....broker.calls.scheduler import new_request_id
+from ....broker.calls import new_request_id
 from ....broker.client.connection import Broker
-from ....broker.disk.run_folder import Folder
 from ....broker.jetstream.streams import stream_info
 from ....broker.presence import list_presences
+from ....broker.run_folder import Folder
 from ....schemas.job import FINAL_STATES, JobRecord
 from ....schemas.wire.errors import MessageError, NotFoundError, StorageError, TinkermqError
 from ..data import jobs as logs
 from ..data.checkpoints import scored_checkpoints
-from ..data.jobs import ARCHIVED, GROUPS, MAX_RUNS, Query, differences, row, select, select_rows
+from ..data.jobs import (
+    ARCHIVED,
+    GROUPS,
+    MAX_RUNS,
+    Query,
+    differences,
+    row,
+    select,
+    select_rows,
+)
 from ..data.metrics import CHARTS
 from ..data.overview import glance
 from ..openapi import description

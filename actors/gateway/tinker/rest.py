@@ -22,9 +22,21 @@ from ....schemas.tinker.checkpoints import (
     TrainingRun,
 )
 from ....schemas.tinker.names import CheckpointName, ModelName, session_name
-from ....schemas.wire.errors import MessageError, NobodyAnswersError, NotFoundError, StateError
+from ....schemas.wire.errors import (
+    MessageError,
+    NobodyAnswersError,
+    NotFoundError,
+    StateError,
+)
 from ..web import gateway_of, number_in
-from .requests import json_body, knows_external, metadata_in, note_to, text_in, visitor_of_key
+from .requests import (
+    json_body,
+    knows_external,
+    metadata_in,
+    note_to,
+    text_in,
+    visitor_of_key,
+)
 from .trainers import Trainers
 from .user_records import KeptByTrainers
 

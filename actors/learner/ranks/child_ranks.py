@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 
 import structlog
 
-from ....broker.programs.process import die_with
+from ....broker.service_process import die_with
 from ....schemas.config.job import JobConfig
 from ....schemas.wire.errors import EngineError
 from ...training.rank_commands import Order, Ranks

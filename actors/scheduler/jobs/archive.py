@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ....broker.client.connection import Broker
+from ....broker.fair_queue import Turns
 from ....broker.jetstream.kv import Bucket
-from ....broker.load.fair_queue import Turns
 from ....schemas.job import JobRecord
 from ....schemas.wire.message import Message
 from ....schemas.wire.subjects import BUCKET_ARCHIVE, JobScope

@@ -25,10 +25,9 @@ from ....broker.jetstream.streams import (
 from ....broker.jobs import JobStore, is_final
 from ....broker.snapshots import restore_streams, save_streams
 from ....schemas.config.job import LimitsConfig
-from ....schemas.job import JobRecord
+from ....schemas.job import JobRecord, SealedSecrets
 from ....schemas.metric import EvalRecord, Presence
 from ....schemas.node import NodeStatus, RemoveRun
-from ....schemas.secret import SealedSecrets
 from ....schemas.weights import Manifest
 from ....schemas.wire.errors import (
     ConflictError,

@@ -8,19 +8,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 from ....broker.client.connection import Broker
-from ....broker.jetstream.kv import Bucket, Entry
-from ....broker.jetstream.mirror import Mirror
+from ....broker.jetstream.kv import Bucket, Entry, Mirror
 from ....broker.jobs import JobStore, is_final
 from ....broker.observe.recent import recent_values
 from ....broker.presence import presences
 from ....broker.users.records import USER
 from ....schemas.config.job import JobConfig
 from ....schemas.config.load_config import parse_config
-from ....schemas.job import JobRecord, RequestRecord
-from ....schemas.machines.status import MachineSpending
+from ....schemas.job import JobRecord, RequestRecord, SealedSecrets
+from ....schemas.machines import MachineSpending
 from ....schemas.metric import EvalRecord, Presence
 from ....schemas.node import DamagedRecord, DamagedRecords, NodeStatus, SchedulerLease
-from ....schemas.secret import SealedSecrets
 from ....schemas.tinker.operation import TrainerOffer
 from ....schemas.user import NO_BOUNDS, Quota, UserRecord
 from ....schemas.wire.errors import ConflictError, MessageError, NotFoundError

@@ -18,8 +18,13 @@ import structlog
 
 from ....broker.client.connection import Broker
 from ....broker.jetstream.kv import Bucket, DamagedEntry
-from ....schemas.machines.config import MachinesConfig
-from ....schemas.machines.status import MachineList, MachineSpending, MachineState, MachineStatus
+from ....schemas.machines import (
+    MachineList,
+    MachinesConfig,
+    MachineSpending,
+    MachineState,
+    MachineStatus,
+)
 from ....schemas.node import NodeStatus
 from ....schemas.wire.errors import TinkermqError
 from ....schemas.wire.message import Empty

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ....broker.client.login import CREDENTIALS_VARIABLE
-from ....schemas.machines.config import MachinesConfig
+from ....schemas.machines import MachinesConfig
 from ....schemas.wire.errors import PlacementError
 from .source import Machine, MachineNames, WebReply, request
 

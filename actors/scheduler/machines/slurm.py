@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from ....broker.client.login import CREDENTIALS_VARIABLE, OF_PERSONS
-from ....schemas.machines.config import MachinesConfig
+from ....schemas.machines import MachinesConfig
 from .source import CommandHints, Machine, MachineNames, run_command
 
 _HINTS = CommandHints(

@@ -1,7 +1,7 @@
 """Which source stands behind which configuration."""
 
 from ....broker.client.connection import Broker
-from ....schemas.machines.config import MachinesConfig
+from ....schemas.machines import MachinesConfig
 from ....schemas.wire.errors import PlacementError
 from ..nodes import Nodes
 from .keeper import MachineKeeper

@@ -10,7 +10,7 @@ import asyncio
 import shlex
 
 from ....broker.client.login import CREDENTIALS_VARIABLE
-from ....schemas.machines.config import MachinesConfig
+from ....schemas.machines import MachinesConfig
 from ....schemas.wire.errors import DeadlineError, NotFoundError, PlacementError
 from .source import CommandHints, Machine, MachineNames, run_command
 

@@ -12,9 +12,9 @@ from typing import Any, cast
 from ....broker.jobs import is_final
 from ....envs.registry import check_registered
 from ....schemas.config.agent import runs_programs
-from ....schemas.config.algorithms.teacher import endpoint, is_endpoint
+from ....schemas.config.algorithm import endpoint, is_endpoint
 from ....schemas.config.job import JobConfig
-from ....schemas.config.storage import BROKER, is_url, model_paths
+from ....schemas.config.sections import BROKER, is_url, model_paths
 from ....schemas.job import JobRecord, Removal
 from ....schemas.tinker.operation import TrainerOffer
 from ....schemas.wire.errors import AuthError, ConfigError, StateError

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from ....broker.client.connection import Broker
 from ....broker.client.rpc import RequestContext
 from ....schemas.config.job import JobConfig
-from ....schemas.config.storage import model_paths
+from ....schemas.config.sections import model_paths
 from ....schemas.job import (
     ActorPlacement,
     JobRecord,

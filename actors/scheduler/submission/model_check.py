@@ -8,9 +8,9 @@ from typing import NamedTuple, TypeVar
 
 from ....broker.client.connection import Broker
 from ....broker.client.rpc import call
-from ....schemas.config.algorithms.teacher import is_checkpoint
+from ....schemas.config.algorithm import is_checkpoint
 from ....schemas.config.job import JobConfig
-from ....schemas.config.storage import is_url, model_paths
+from ....schemas.config.sections import is_url, model_paths
 from ....schemas.node import ModelAnswer, ModelQuestion, NodeStatus
 from ....schemas.wire.errors import ModelError, TinkermqError
 from ....schemas.wire.message import Message

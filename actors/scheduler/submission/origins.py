@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any, cast
 
 from ....broker.client.connection import Broker
-from ....broker.evaluations import read_scores
+from ....broker.feed import read_scores
 from ....broker.jobs import is_final
-from ....schemas.config.algorithms.teacher import is_checkpoint, served_job
+from ....schemas.config.algorithm import is_checkpoint, served_job
 from ....schemas.config.job import JobConfig
 from ....schemas.config.load_config import parse_config
-from ....schemas.config.storage import is_url
+from ....schemas.config.sections import is_url
 from ....schemas.job import BEST_STEP, LAST_STEP, JobRecord, SubmitRequest
 from ....schemas.tinker.names import CheckpointName, is_path, run_in
 from ....schemas.tinker.operation import ModelInfo
+from ....schemas.wire.codec import merged
 from ....schemas.wire.errors import ConfigError, NotFoundError, StateError
-from ....schemas.wire.maps import merged
 from ...policy.lora import base_of, is_adapter
 from ...storage.opening import Stores
 from ...storage.taken_checkpoints import take_over

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote
 
-from ....broker.disk.run_folder import Folder
-from ....broker.evaluations import best_of
+from ....broker.feed import best_of
+from ....broker.run_folder import Folder
 from ....schemas.config.job import JobConfig
-from ....schemas.config.storage import is_url
+from ....schemas.config.sections import is_url
 from ....schemas.job import BEST_STEP, LAST_STEP, JobRecord
 from ....schemas.tinker.names import is_path
 from ....schemas.wire.errors import NotFoundError, StateError, StorageError

@@ -17,12 +17,12 @@ from ....broker.jobs import JobStore, is_final
 from ....schemas.config.agent import runs_programs
 from ....schemas.config.job import JobConfig
 from ....schemas.config.load_config import check_keys, parse_config
-from ....schemas.config.reward import RewardConfig, check_judge_prompt
+from ....schemas.config.sections import RewardConfig, check_judge_prompt
 from ....schemas.job import ActorPlacement, ConfigureRequest, JobRecord, SubmitRequest
 from ....schemas.tinker.names import is_path
+from ....schemas.wire.codec import merged
 from ....schemas.wire.errors import ConfigError, MessageError, StateError, TinkermqError
 from ....schemas.wire.ids import new_id
-from ....schemas.wire.maps import merged
 from ....schemas.wire.subjects import DEFAULT_USER, JobScope, token
 from ...storage.access import (
     in_default_folder,

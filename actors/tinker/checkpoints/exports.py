@@ -22,7 +22,7 @@ from typing import Any
 from nacl.bindings import crypto_aead_chacha20poly1305_ietf_encrypt as seal
 from nacl.bindings import crypto_scalarmult, crypto_scalarmult_base
 
-from ....schemas.config.lora import ADAPTER_CONFIG
+from ....schemas.config.sections import ADAPTER_CONFIG
 from ....schemas.tinker.checkpoints import (
     PART_BYTES,
     CheckpointExport,

@@ -19,7 +19,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ....schemas.config.job import JobConfig
-from ....schemas.config.lora import LoraConfig
+from ....schemas.config.sections import LoraConfig
 from ....schemas.wire.errors import TinkermqError
 from ...engine.engine import (
     AdapterEngine,

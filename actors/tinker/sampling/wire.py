@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from ....schemas.bounds.defaults import MAX_TOP_K
 from ....schemas.tinker import wire
 from ....schemas.tinker.wire import TinkerBody
+from ....schemas.wire.bounds import MAX_TOP_K
 from ....schemas.wire.errors import DataError
 from ...engine.engine import PromptScores
 

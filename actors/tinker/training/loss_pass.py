@@ -15,8 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ....schemas.tinker.datum import LossResult
-from ....schemas.tinker.operation import ALONE, Company
+from ....schemas.tinker.operation import ALONE, Company, LossResult
 from ...training.micro_batch import MicroBatch, ranges
 from .adapter import Adapter
 from .inputs import DatumBatch

@@ -20,12 +20,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ....schemas.config.job import LearnerConfig, ModelConfig
-from ....schemas.tinker.datum import AdamParams, Datum, LoraSpec, LossResult
-from ....schemas.tinker.operation import Company
+from ....schemas.tinker.operation import AdamParams, Company, Datum, LoraSpec, LossResult
 from ....schemas.wire.errors import ModelError, NotFoundError, StateError, TinkermqError
 from ...policy.lora import check_base
 from ...training.model import Scorer, load_model
-from .adapter import Adapter, Moments, check_adam, num_bytes_of, read_suspended, write_suspended
+from .adapter import (
+    Adapter,
+    Moments,
+    check_adam,
+    num_bytes_of,
+    read_suspended,
+    write_suspended,
+)
 from .batching import compute, those_that_fit
 from .folders import MAX_RANK, AdapterOffer, read_adapter, write_adapter
 from .inputs import DataReader, PendingWindow

@@ -5,7 +5,7 @@ import contextlib
 import socket
 
 from ....broker.client.connection import Broker
-from ....broker.client.inbox import SharedInbox
+from ....broker.client.parts import SharedInbox
 from ....schemas.wire.errors import StateError
 from ....schemas.wire.subjects import JobScope
 from ..episode import EpisodeOver, ProgramEpisode

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tinkermq.actors.storage.access import MODELS_VARIABLE, ROOTS_VARIABLE
-from tinkermq.broker.calls.users import ask_users
+from tinkermq.broker.calls import ask_users
 from tinkermq.broker.client.login import AS_VARIABLE
 from tinkermq.clients import AsyncPoolUsers
 from tinkermq.clients.pool import Pool

@@ -13,7 +13,7 @@ from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.login import AS_VARIABLE
 from tinkermq.broker.client.rpc import call
 from tinkermq.broker.feed import read_events
-from tinkermq.broker.jetstream.stored import get_all
+from tinkermq.broker.jetstream.direct_get import get_all
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.presence import list_presences
 from tinkermq.broker.rollouts import RolloutLog

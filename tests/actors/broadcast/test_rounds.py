@@ -14,8 +14,9 @@ from tinkermq.actors.weights.broadcast_receiver import BroadcastReceiver
 from tinkermq.actors.weights.broadcast_sender import Sender
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import Service
-from tinkermq.broker.programs.server import NatsServer
-from tinkermq.broker.weights.store import TensorBytes, WeightStore
+from tinkermq.broker.nats_server import NatsServer
+from tinkermq.broker.weights.payloads import TensorBytes
+from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.weights import JoinRound, Manifest
 from tinkermq.schemas.wire.errors import (
     BrokerError,

@@ -23,7 +23,7 @@ from tinkermq.actors.tinker.checkpoints.user_records import KeptByTrainer
 from tinkermq.actors.tinker.models import Models
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import Service
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.tinker.operation import OperationResult, TrainerOffer, TrainerOffers
 from tinkermq.schemas.tinker.sampling import AwaitSample, SampleRequest, SampleTaken
 from tinkermq.schemas.wire.errors import BusyError

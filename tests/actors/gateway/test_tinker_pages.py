@@ -9,7 +9,7 @@ from tinkermq.actors.tinker.models import Models
 from tinkermq.actors.tinker.service import Showing
 from tinkermq.broker.client.connection import connect
 from tinkermq.broker.client.rpc import Service
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.tinker.names import ModelName
 from tinkermq.schemas.tinker.operation import (
     ModelInfo,

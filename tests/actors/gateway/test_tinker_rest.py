@@ -18,7 +18,7 @@ from tinkermq.actors.tinker.checkpoints.user_records import KeptByTrainer
 from tinkermq.actors.tinker.models import Models
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import Service
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.tinker.names import CheckpointName
 from tinkermq.schemas.tinker.operation import (
     MAX_BODY_BYTES,

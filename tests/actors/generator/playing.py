@@ -16,12 +16,11 @@ from tinkermq.actors.rollout.groups import GroupRunner
 from tinkermq.actors.rollout.players import Players
 from tinkermq.actors.rollout.recording import TaskSegments
 from tinkermq.broker.client.connection import Broker
-from tinkermq.broker.jetstream.stored import get_all
+from tinkermq.broker.jetstream.direct_get import get_all
 from tinkermq.envs.serving.host import EnvironmentHost
 from tinkermq.envs.serving.remote import Environments
 from tinkermq.schemas.config.job import JobConfig
-from tinkermq.schemas.rollout import Group
-from tinkermq.schemas.segment import Segment
+from tinkermq.schemas.rollout import Group, Segment
 from tinkermq.schemas.task import Task
 from tinkermq.schemas.wire.subjects import JobScope
 

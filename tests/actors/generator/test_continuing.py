@@ -11,7 +11,7 @@ from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.policy.model_folder import load_tokenizer
 from tinkermq.actors.policy.tiny_models import CHAT_TEMPLATE, save_tiny_model
 from tinkermq.broker.client.connection import Broker
-from tinkermq.broker.segments import Fenced
+from tinkermq.broker.partial_rollouts import Fenced
 from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.task import Task
 from tinkermq.schemas.wire.subjects import JobScope

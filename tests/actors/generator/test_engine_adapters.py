@@ -8,7 +8,7 @@ import pytest
 import torch
 from tinkermq.actors.engine.engine import AdapterEngine, Drawn, Generation, Sampling
 from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
-from tinkermq.schemas.config.lora import LoraConfig
+from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.wire.errors import ConfigError, ModelError, NotFoundError
 from transformers import PreTrainedModel
 

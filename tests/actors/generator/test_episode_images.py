@@ -27,7 +27,7 @@ from tinkermq.broker.jetstream.streams import (
     create_shared,
     delete_job_streams,
 )
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.envs.games.geo3k import make_data
 from tinkermq.envs.serving.host import EnvironmentHost
 from tinkermq.envs.serving.remote import Environments, Start

@@ -16,7 +16,7 @@ from tinkermq.actors.policy.lora import policy_tensors
 from tinkermq.actors.policy.policies import config_of_folder
 from tinkermq.actors.rollout.players import Base, load_base, start_engine
 from tinkermq.schemas.config.job import JobConfig
-from tinkermq.schemas.config.lora import LoraConfig
+from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.wire.errors import ConfigError, EngineError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 

@@ -10,7 +10,7 @@ import pytest_asyncio
 import torch
 from tinkermq.actors.engine.engine import AdapterEngine, Generation, Sampling
 from tinkermq.actors.tinker.sampling.engines import open_engine
-from tinkermq.schemas.config.lora import LoraConfig
+from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.wire.errors import ModelError, NotFoundError
 from transformers import PreTrainedModel
 

@@ -12,7 +12,7 @@ from tinkermq.actors.policy.lora import policy_tensors
 from tinkermq.actors.policy.model_folder import load_policy
 from tinkermq.actors.policy.tiny_models import save_tiny_vision_model
 from tinkermq.actors.weights.tensors import TensorSource
-from tinkermq.schemas.config.lora import LoraConfig
+from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.wire.errors import EngineError, ModelError
 
 LORAS = [LoraConfig(), LoraConfig(rank=4), LoraConfig(rank=2, targets=["q_proj", "v_proj"])]

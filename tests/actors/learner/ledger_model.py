@@ -14,8 +14,7 @@ from tinkermq.actors.learner.batching import Candidate, StalenessPolicy, form_ba
 from tinkermq.actors.learner.staleness import min_version, num_admissible
 from tinkermq.actors.learner.tasks import Ledger
 from tinkermq.actors.training.state import LearnerState
-from tinkermq.schemas.batch import DropReason
-from tinkermq.schemas.task import Task
+from tinkermq.schemas.task import DropReason, Task
 
 
 class Killed(Exception):

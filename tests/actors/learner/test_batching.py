@@ -14,7 +14,7 @@ from tinkermq.actors.learner.batching import (
     returns_credit,
 )
 from tinkermq.actors.learner.staleness import min_version, num_admissible
-from tinkermq.schemas.batch import DropReason
+from tinkermq.schemas.task import DropReason
 
 
 def group(seq, oldest=0, number=None, rewards=(0.0, 1.0), **extra):

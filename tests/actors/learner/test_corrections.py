@@ -15,8 +15,7 @@ from tinkermq.actors.training.off_policy import (
     normalised,
     off_policy_statistics,
 )
-from tinkermq.schemas.config.algorithms.algorithm import AlgorithmConfig
-from tinkermq.schemas.config.algorithms.corrections import CorrectionMask
+from tinkermq.schemas.config.algorithm import AlgorithmConfig, CorrectionMask
 from tinkermq.schemas.wire.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ from tinkermq.actors.policy.model_folder import check_model_folder
 from tinkermq.actors.storage.digests import TABLE, check_digests
 from tinkermq.actors.training.checkpoint import CheckpointStore, load_state
 from tinkermq.actors.training.state import LearnerState
-from tinkermq.schemas.batch import BatchRecord, Dropped
+from tinkermq.schemas.task import BatchRecord, Dropped
 from tinkermq.schemas.wire.errors import StorageError
 
 FILES = (

@@ -8,9 +8,9 @@ from tinkermq.actors.learner.intake import Intake
 from tinkermq.actors.learner.reporter import Reporter
 from tinkermq.actors.learner.tasks import Ledger
 from tinkermq.actors.training.state import LearnerState
-from tinkermq.broker.jetstream.stored import StoredMessage
+from tinkermq.broker.jetstream.direct_get import StoredMessage
 from tinkermq.broker.rollouts import RolloutLog, read_entry
-from tinkermq.schemas.batch import Dropped, DropReason
+from tinkermq.schemas.task import Dropped, DropReason
 from tinkermq.schemas.wire.subjects import JobScope
 
 SCOPE = JobScope("local", "drops")

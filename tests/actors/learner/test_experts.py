@@ -13,7 +13,7 @@ from tinkermq.actors.policy.lora import policy_tensors
 from tinkermq.actors.policy.model_folder import load_causal_lm, load_policy
 from tinkermq.actors.training.checkpoint import gather_weights
 from tinkermq.actors.training.parallel import Parallel
-from tinkermq.schemas.config.lora import LoraConfig
+from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.wire.errors import ModelError
 
 from tests.actors.learner.test_ranks_kinds import check

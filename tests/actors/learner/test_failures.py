@@ -2,8 +2,7 @@
 
 import pytest
 from tinkermq.actors.learner.failures import LEAST_IN_A_ROW, Failures, Untrainable
-from tinkermq.schemas.batch import Dropped, DropReason
-from tinkermq.schemas.task import Blame
+from tinkermq.schemas.task import Blame, Dropped, DropReason
 from tinkermq.schemas.wire.errors import (
     ConfigError,
     DataError,

@@ -13,7 +13,7 @@ from tinkermq.actors.learner.intake import CheckedEntry, Intake, batch_digest
 from tinkermq.actors.training.batch import assemble
 from tinkermq.actors.training.state import LearnerState
 from tinkermq.broker.client.connection import Broker
-from tinkermq.broker.jetstream.stored import StoredMessage
+from tinkermq.broker.jetstream.direct_get import StoredMessage
 from tinkermq.broker.rollouts import RolloutLog, read_entry
 from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.task import Blame

@@ -11,13 +11,12 @@ from tinkermq.actors.learner.tasks import Ledger, TaskIssuer
 from tinkermq.actors.training.state import LearnerState
 from tinkermq.broker.batches import BatchLog
 from tinkermq.broker.client.connection import Broker
-from tinkermq.broker.jetstream.stored import get_all
+from tinkermq.broker.jetstream.direct_get import get_all
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.tasks import TaskQueue
-from tinkermq.schemas.batch import BatchRecord
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.control import PublishTasksRequest, ReserveRequest, TaskSpec
-from tinkermq.schemas.task import Task
+from tinkermq.schemas.task import BatchRecord, Task
 from tinkermq.schemas.wire.errors import FencedError, StateError
 from tinkermq.schemas.wire.subjects import JobScope
 

@@ -10,8 +10,7 @@ from tinkermq.actors.learner.batching import StalenessPolicy
 from tinkermq.actors.learner.staleness import num_admissible
 from tinkermq.actors.learner.tasks import MAX_TRIES, Ledger
 from tinkermq.actors.training.state import LearnerState
-from tinkermq.schemas.batch import DropReason
-from tinkermq.schemas.task import Task
+from tinkermq.schemas.task import DropReason, Task
 
 from tests.actors.learner.ledger_model import Job, World, run
 

@@ -13,9 +13,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tinkermq.actors.training.advantages import AdvantageInputs, compute_advantages
-from tinkermq.actors.training.losses import Denominators, LossInputs, aggregate, compute_loss
-from tinkermq.actors.training.off_policy import correct, masked, normalised, off_policy_statistics
-from tinkermq.schemas.config.algorithms.corrections import CorrectionMask
+from tinkermq.actors.training.losses import (
+    Denominators,
+    LossInputs,
+    aggregate,
+    compute_loss,
+)
+from tinkermq.actors.training.off_policy import (
+    correct,
+    masked,
+    normalised,
+    off_policy_statistics,
+)
+from tinkermq.schemas.config.algorithm import CorrectionMask
 
 from tests.actors.learner.verl_batch import NUM_SEQS, Batch, assert_same, batch
 

@@ -10,7 +10,12 @@ import pytest
 import torch
 from tinkermq.actors.engine.engine import Generation, Sampling
 from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
-from tinkermq.actors.policy.experts import RouterRecorder, RouterReplay, routers_of, shape_of
+from tinkermq.actors.policy.experts import (
+    RouterRecorder,
+    RouterReplay,
+    routers_of,
+    shape_of,
+)
 from tinkermq.actors.policy.model_folder import load_causal_lm, load_tokenizer
 from tinkermq.actors.rollout.transcript import Transcript
 from tinkermq.actors.training.attention import flatten

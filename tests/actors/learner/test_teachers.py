@@ -9,12 +9,15 @@ import pytest
 import torch
 from tinkermq.actors.policy.tiny_models import make_tokenizer
 from tinkermq.actors.training.batch import assemble
-from tinkermq.actors.training.distillation import check_same_language, forward_kl, teacher_advantage
+from tinkermq.actors.training.distillation import (
+    check_same_language,
+    forward_kl,
+    teacher_advantage,
+)
 from tinkermq.actors.training.model import load_model
 from tinkermq.actors.training.step import Trainer
 from tinkermq.schemas.config.job import JobConfig
-from tinkermq.schemas.rollout import Group, Trajectory
-from tinkermq.schemas.teaching import Teaching
+from tinkermq.schemas.rollout import Group, Teaching, Trajectory
 from tinkermq.schemas.wire.errors import DataError, ModelError
 
 from tests.actors.learner.plain_step import plain_logprobs

@@ -25,7 +25,7 @@ from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import Service, call
 from tinkermq.broker.feed import read_events
 from tinkermq.broker.jobs import JobStore
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.control import ControlReply, ControlRequest
 from tinkermq.schemas.job import (
     JobList,

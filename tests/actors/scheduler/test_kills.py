@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tinkermq.broker.feed import read_events
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.job import StopRequest
 
 from tests.actors.scheduler.conftest import FAST, Stack

@@ -15,7 +15,7 @@ from tinkermq.actors.policy.policies import config_of_checkpoint
 from tinkermq.actors.rollout.players import start_engine
 from tinkermq.actors.server.server import served_step, start_engines
 from tinkermq.schemas.config.job import JobConfig
-from tinkermq.schemas.config.lora import LoraConfig
+from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.wire.errors import ModelError
 

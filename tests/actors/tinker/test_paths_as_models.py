@@ -31,12 +31,12 @@ from tinkermq.actors.tinker.training.trainer import AdapterTrainer
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import Service, call
 from tinkermq.broker.jetstream.streams import create_shared
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.config.job import JobConfig, ModelConfig
 from tinkermq.schemas.tinker import wire
-from tinkermq.schemas.tinker.datum import LoraSpec
 from tinkermq.schemas.tinker.names import CheckpointKind, CheckpointName, ModelName
 from tinkermq.schemas.tinker.operation import (
+    LoraSpec,
     ModelInfo,
     OperationResult,
     TrainerOffer,

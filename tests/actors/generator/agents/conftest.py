@@ -13,7 +13,7 @@ from tinkermq.broker.jetstream.streams import (
     create_shared,
     delete_job_streams,
 )
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.wire.subjects import JobScope
 

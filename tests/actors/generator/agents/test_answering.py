@@ -8,7 +8,7 @@ from tinkermq.actors.rollout.call_answers import CallAnswers
 from tinkermq.actors.rollout.call_log import CallLog
 from tinkermq.actors.rollout.call_tree import rows_of
 from tinkermq.broker.client.connection import Broker
-from tinkermq.broker.segments import Fenced
+from tinkermq.broker.partial_rollouts import Fenced
 from tinkermq.envs.agents.episode import ContextTooLong, EpisodeLimit, EpisodeOver
 from tinkermq.schemas.agent import CallDelivered
 from tinkermq.schemas.wire.errors import NotFoundError

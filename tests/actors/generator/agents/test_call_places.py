@@ -4,7 +4,12 @@ from typing import Any
 
 import pytest
 from tinkermq.actors.rollout import program_loop
-from tinkermq.actors.rollout.call_tree import CallTree, EpisodeCredit, PostedRewards, rows_of
+from tinkermq.actors.rollout.call_tree import (
+    CallTree,
+    EpisodeCredit,
+    PostedRewards,
+    rows_of,
+)
 from tinkermq.actors.rollout.exact_calls import ExactCalls
 from tinkermq.envs.agents.call_lines import call_lines
 from tinkermq.envs.agents.messages import CanonicalMessage

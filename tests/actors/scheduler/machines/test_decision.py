@@ -13,7 +13,7 @@ from tinkermq.actors.scheduler.machines.keeper import (
 from tinkermq.actors.scheduler.placement import NodeSlots
 from tinkermq.actors.scheduler.queue import PlacementRequest, UserShares
 from tinkermq.schemas.job import ActorPlacement
-from tinkermq.schemas.machines.status import MachineState
+from tinkermq.schemas.machines import MachineState
 from tinkermq.schemas.user import Quota
 
 BOUNDS = Bounds(least=0, most=3, slots=2, idle_s=60)

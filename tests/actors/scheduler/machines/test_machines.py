@@ -7,7 +7,7 @@ import pytest
 from tinkermq.actors.scheduler.machines.keeper import FIRST_PAUSE_S, Patience, spent
 from tinkermq.actors.scheduler.machines.slurm import sbatch_arguments
 from tinkermq.actors.scheduler.machines.source import Machine, MachineNames
-from tinkermq.schemas.machines.config import MachinesConfig, machines_config
+from tinkermq.schemas.machines import MachinesConfig, machines_config
 from tinkermq.schemas.wire.errors import ConfigError
 from tinkermq.schemas.wire.field_docs import field_docs
 

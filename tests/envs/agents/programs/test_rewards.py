@@ -2,7 +2,7 @@
 
 import pytest
 from tinkermq.envs.agents.programs.worth import Worth, read_worth
-from tinkermq.envs.record import Record
+from tinkermq.envs.datasets import Record
 from tinkermq.schemas.wire.errors import ConfigError, RewardError
 
 from tests.envs.agents.programs.conftest import hosting
