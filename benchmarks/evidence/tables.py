@@ -33,19 +33,19 @@ from benchmarks.stack import REPOSITORY
 PAGE = REPOSITORY / "docs" / "learning.md"
 
 
-def staleness(measure: Measure) -> Iterator[str]:
+def areas() -> Iterator[str]:
     """Each correction at each lag, against a lag of 0."""
     table = Table("staleness")
     lags = [lag for lag in table.lags if lag]
     for game in STEPS:
         synchronous = table.of(game, "none", 0)
         yield ""
-        yield f"**{game}**: {mean(map(measure, synchronous)):.3f} at η = 0"
+        yield f"**{game}**: {mean(map(area, synchronous)):.3f} at η = 0"
         yield ""
         yield _row(["", *(f"η = {lag}" for lag in lags)])
         yield _row(["---"] * (len(lags) + 1))
         for method in table.methods:
-            found = [table.difference(game, (method, lag), ("none", 0), measure) for lag in lags]
+            found = [table.difference(game, (method, lag), ("none", 0), area) for lag in lags]
             if any(found):
                 yield _row([method, *("" if one is None else str(one) for one in found)])
 
@@ -230,8 +230,7 @@ def _yes(value: bool) -> str:
 
 
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
-    "areas": lambda: staleness(area),
-    "finals": lambda: staleness(final),
+    "areas": areas,
     "tests": tests,
     "choices": choices,
     "distillation": distillation,
