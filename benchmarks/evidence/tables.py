@@ -201,8 +201,6 @@ _CACHE_LINES = (
     Line("% of trained tokens in episodes of several versions", 1, _told("mixed_episodes", 100)),
     Line("% of trained tokens behind a swap in their turn", 1, _told("old_cache", 100)),
     Line("mismatch of log-probs at lag 0, 10⁻³", 2, _told("mismatch", 1000)),
-    Line("largest ratio of a step at lag 0", 3, _told("mismatch_max_ratio")),
-    Line("tokens at lag 0", 0, _told("fresh_tokens")),
     Line("ms paused at a swap", 1, _told("paused_ms")),
     Line("mean lag", 2, _told("lag_mean")),
     Line("CPU seconds", 1, _told("train_cpu_s")),
