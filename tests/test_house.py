@@ -369,13 +369,13 @@ def test_code_of_a_model_is_trusted_only_by_those_who_say_so() -> None:
 
 # -- run folders -----------------------------------------------------------------------------------
 
-OUTSIDE = ("actors/scheduler", "actors/gateway", "actors/node", "actors/folders")
+OUTSIDE = ("actors/scheduler", "actors/gateway", "actors/node")
 """Services that work in run folders outside of the sandboxes of those who write there."""
 ALSO_OUTSIDE = (
     "broker/kept_rollouts.py",
-    "broker/kept_rollouts.py",
-    "broker/kept_rollouts.py",
-    "actors/storage/digests.py",
+    "actors/storage/access.py",
+    "actors/storage/checkpoint_folders.py",
+    "actors/storage/removal.py",
     "actors/storage/taken_checkpoints.py",
 )
 ON_DISK = {

@@ -34,9 +34,9 @@ from tinkermq.broker.jetstream.streams import create_shared
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.config.job import JobConfig, ModelConfig
 from tinkermq.schemas.tinker import wire
+from tinkermq.schemas.tinker.datum import LoraSpec
 from tinkermq.schemas.tinker.names import CheckpointKind, CheckpointName, ModelName
 from tinkermq.schemas.tinker.operation import (
-    LoraSpec,
     ModelInfo,
     OperationResult,
     TrainerOffer,
