@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from ...envs.agents.dialects.neutral import asks_nothing
-from ...envs.agents.dialects.request import Fields, RequestError
+from ...envs.model_apis.request import asks_nothing
+from ...envs.model_apis.request import Fields, RequestError
 from ...envs.agents.messages import CanonicalCall, CanonicalMessage, Picture, joined
 from ...envs.agents.replies import THINK, THOUGHT, parse_reply
 from ...schemas.wire.errors import TinkermqError

@@ -1,19 +1,31 @@
-"""One HTTP request and its answer, as ASGI has them."""
+"""One HTTP request of a program and its answer, as ASGI has them, and the errors it may be given.
+
+Some programs read no `x-should-retry`, so the statuses themselves are those that were measured to
+end or to repeat a call.
+"""
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, TypeAlias
 from urllib.parse import parse_qs
 
-from ....schemas.wire.errors import BusyError, TinkermqError
-from ..dialects.request import RequestError
-from .errors import Api, TooLarge, headers_of, status_of, worded
+from ....schemas.wire.errors import AuthError, BrokerError, BusyError, TinkermqError
+from ...model_apis.answers import ModelApi, retry_headers
+from ...model_apis.chat import CHAT
+from ...model_apis.messages import MESSAGES
+from ...model_apis.request import RequestError
+from ...model_apis.responses import RESPONSES
+from ..episode import ContextTooLong, EpisodeOver
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
+_COUNTS = re.compile(r"(\d+) tokens > (\d+) maximum")
+_OVER = {CHAT: 410, RESPONSES: 400, MESSAGES: 410}
+"""The statuses by which programs stop to call once their episode is over."""
 _JSON = "application/json"
 _LARGE = 32 << 10
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -22,6 +34,28 @@ _STREAM: Mapping[str, str] = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
+
+
+class KeyRefused(AuthError):
+    """A key that is that of no episode, or of one that has ended."""
+
+    status = 401
+
+
+class TooLarge(RequestError):
+    """A body, or what it becomes as a message, over the limit."""
+
+    status = 413
+
+
+class NobodyPlays(BrokerError):
+    """Nobody has played the episode for as long as a call waits."""
+
+
+class NoSuchEndpoint(RequestError):
+    """A path or method that is not served, or an answer that is not there."""
+
+    status = 404
 
 
 class ClientGone(Exception):
@@ -89,7 +123,7 @@ class HttpExchange:
         self.headers: dict[str, str] = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
-        self.api: Api = "chat"
+        self.api: ModelApi = CHAT
         """In whose words errors are told."""
         self.is_started = False
         """Whether the head of the answer has been sent."""
@@ -182,7 +216,7 @@ class HttpExchange:
         if self.is_started or self.is_gone:
             return
         status = status_of(error, self.api)
-        await self.reply(worded(error, self.api), status, headers_of(error, status))
+        await self.reply(worded(error, self.api), status, retry_headers(error, status))
 
     async def start_stream(self, headers: Mapping[str, str]) -> None:
         """Begin a stream of server-sent events."""
@@ -211,4 +245,31 @@ def dumped(value: Any) -> bytes:
 def _too_large(most: int) -> TooLarge:
     return TooLarge(
         f"the body is over the limit of {most:,} bytes", hint="send less with each call"
+    )
+
+
+def status_of(error: TinkermqError, api: ModelApi) -> int:
+    """Return the HTTP status of an error."""
+    return _OVER[api] if isinstance(error, EpisodeOver) else error.status
+
+
+def worded(error: TinkermqError, api: ModelApi) -> dict[str, Any]:
+    """Return an error as the API words it."""
+    error = _own_words(error, api) if isinstance(error, ContextTooLong) else error
+    return api.error(error, status_of(error, api))
+
+
+def _own_words(error: ContextTooLong, api: ModelApi) -> ContextTooLong:
+    """Word a context that is too long as the API's maker does: programs begin to compact by it."""
+    if api is MESSAGES:
+        return ContextTooLong(f"prompt is too long: {error.message}")
+    counts = _COUNTS.search(error.message)
+    if counts is None:
+        return ContextTooLong(
+            f"Your input exceeds the context window: maximum context length: {error.message}"
+        )
+    return ContextTooLong(
+        f"This model's maximum context length is {counts[2]} tokens. However, your messages "
+        f"resulted in {counts[1]} tokens: your input exceeds the context window of this model. "
+        "Please reduce the length of the messages."
     )

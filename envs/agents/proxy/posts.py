@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, cast
 from ....schemas.wire.codec import read_json
 from ....schemas.wire.errors import MessageError
 from ....schemas.wire.foreign import plain_value
-from ..dialects.request import Fields, RequestError
+from ...model_apis.request import Fields, RequestError
 from ..episode import EpisodeLimit, EpisodeOver, ProgramEpisode
 from .exchange import dumped
 from .open_episodes import OpenEpisode

@@ -7,14 +7,16 @@ from typing import Any, TypeAlias
 import structlog
 
 from ....schemas.wire.errors import BusyError, InternalError, TinkermqError
-from ..dialects.request import RequestError
+from ...model_apis.answers import ModelApi
+from ...model_apis.chat import CHAT
+from ...model_apis.messages import MESSAGES
+from ...model_apis.request import RequestError
+from ...model_apis.responses import RESPONSES
 from ..episode import EpisodeOver
 from . import posts
-from .errors import Api, NoSuchEndpoint
-from .exchange import ClientGone, HttpExchange, Receive, Scope, Send
+from .exchange import ClientGone, HttpExchange, NoSuchEndpoint, Receive, Scope, Send
 from .model_calls import ModelCalls
 from .open_episodes import OpenEpisode, OpenEpisodes
-from .wording import CHAT, MESSAGES, RESPONSES, ModelApi
 
 MAX_REQUESTS = 64
 """Of one episode at the same time."""
@@ -125,10 +127,9 @@ class ProxyRoutes:
         return _open(lambda exchange, opened: self._calls.answer(exchange, opened, api))
 
 
-def api_of(path: tuple[str, ...]) -> Api:
-    """Return in whose words errors are told under a path."""
-    first = path[0] if path else ""
-    return first if first == "messages" or first == "responses" else "chat"
+def api_of(path: tuple[str, ...]) -> ModelApi:
+    """Return the API in whose words errors come under a path."""
+    return {"messages": MESSAGES, "responses": RESPONSES}.get(path[0] if path else "", CHAT)
 
 
 def is_posted(method: str, path: str) -> bool:

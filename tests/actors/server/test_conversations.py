@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinkermq.actors.gateway.openai.answer import Answer
-from tinkermq.actors.gateway.openai.body import ChatBody, parse_body
+from tinkermq.actors.gateway.openai.answering import AnswerReading, read_query
 from tinkermq.actors.generator.engine.engine import Drawn, Generation
 from tinkermq.actors.generator.episodes.chat import ChatTokenizer
 from tinkermq.actors.server.answers import Answers
 from tinkermq.actors.server.conversations import Conversations
 from tinkermq.actors.server.histories import history_of
-from tinkermq.schemas.infer import InferPart
+from tinkermq.envs.model_apis.chat import CHAT
+from tinkermq.schemas.infer import ChatRequest, InferPart
 
 from tests.actors.generator.agents.programs import TOOLS, chat_of, spelled
 
@@ -86,17 +86,17 @@ class Client:
     async def go_on(self, reply: str, **more: Any) -> InferPart:
         self.engine.texts = [reply] * more.get("n", 1)
         asked = {"model": "m", "messages": self.messages, "stateful": True, **more}
-        body = parse_body(json.dumps(asked).encode(), ChatBody)
-        query = body.request()
-        answer = Answer(body, query.request, body.n)
+        read, query = read_query(json.dumps(asked).encode(), CHAT)
+        assert isinstance(query, ChatRequest)
+        answer = AnswerReading(CHAT, read, query)
         first: list[InferPart] = []
 
         async def tell(part: InferPart) -> None:
             first.append(part)
-            answer.take(part)
+            list(answer.push(part))
 
         last = await self.answers.chat(query, tell)
-        answer.take(last.model_copy(update={"last": True}))
+        list(answer.push(last.model_copy(update={"last": True})))
         self.messages.append(answer.whole()["choices"][0]["message"])
         return last
 
