@@ -4,10 +4,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from ...envs.model_apis.request import asks_nothing
-from ...envs.model_apis.request import Fields, RequestError
 from ...envs.agents.messages import CanonicalCall, CanonicalMessage, Picture, joined
 from ...envs.agents.replies import THINK, THOUGHT, parse_reply
+from ...envs.model_apis.request import Fields, RequestError, asks_nothing
 from ...schemas.wire.errors import TinkermqError
 from ...schemas.wire.images import encoded_image
 

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
@@ -104,9 +104,11 @@ def read_query(raw: bytes, api: ModelApi) -> tuple[ModelRequest, Query]:
         value: Any = read_json(raw)
     except MessageError as error:
         raise RequestError(f"the body is not valid JSON: {error.message}") from error
-    stateful = Fields(value).flag("stateful") if isinstance(value, dict) else False
-    if stateful:
-        value = {name: given for name, given in value.items() if name != "stateful"}
+    stateful = False
+    if isinstance(value, dict) and api is not COMPLETIONS:
+        body = cast("dict[str, Any]", value)
+        stateful = Fields(body).flag("stateful")
+        value = {name: given for name, given in body.items() if name != "stateful"}
     asked = api.read(value)
     _check(asked)
     try:

@@ -93,7 +93,7 @@ async def test_tool_calls_come_as_such_whole_and_streamed(
         model="my-run@4", messages=ASKED, tools=TOOLS, stream=True
     )
     chunks = [chunk.choices[0] async for chunk in stream]
-    assert "".join(chunk.delta.content or "" for chunk in chunks) == "So: "
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == "So:"
     (streamed,) = [one for chunk in chunks for one in chunk.delta.tool_calls or []]
     assert streamed.function is not None
     assert (streamed.index, streamed.function.name) == (0, "add")
