@@ -7,21 +7,18 @@ end or to repeat a call.
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any
 from urllib.parse import parse_qs
 
 from ....schemas.wire.errors import AuthError, BrokerError, BusyError, TinkermqError
+from ...http_server import Hangup, Receive, Scope, Send
 from ...model_apis.answers import ModelApi, retry_headers
 from ...model_apis.chat import CHAT
 from ...model_apis.messages import MESSAGES
 from ...model_apis.request import RequestError
 from ...model_apis.responses import RESPONSES
 from ..episode import ContextTooLong, EpisodeOver
-
-Scope: TypeAlias = MutableMapping[str, Any]
-Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _COUNTS = re.compile(r"(\d+) tokens > (\d+) maximum")
 _OVER = {CHAT: 410, RESPONSES: 400, MESSAGES: 410}
@@ -84,33 +81,6 @@ class BodyRoom:
     def give(self, num_bytes: int) -> None:
         """Give some back."""
         self._left += num_bytes
-
-
-class Hangup:
-    """Tells whoever answers a connection's request that the connection was lost.
-
-    A server of ours puts it into the scope's state: waiting for ASGI's own word takes a task.
-    """
-
-    NAME = "hangup"
-    """Its key there."""
-
-    def __init__(self) -> None:
-        """Begin with a connection that stands."""
-        self.call: Callable[[], object] | None = None
-        self._is_lost = False
-
-    def lost(self) -> None:
-        """Take note of the loss, and tell it."""
-        self._is_lost = True
-        if self.call is not None:
-            self.call()
-
-    def watch(self, call: Callable[[], object]) -> None:
-        """Call this at the loss: now, if it is lost already."""
-        self.call = call
-        if self._is_lost:
-            call()
 
 
 class HttpExchange:

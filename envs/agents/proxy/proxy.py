@@ -9,11 +9,11 @@ from ....broker.client.connection import Broker
 from ....broker.client.inbox import SharedInbox
 from ....schemas.wire.errors import StateError
 from ....schemas.wire.subjects import JobScope
+from ...http_server import Connections, Deadlines, HttpServer
 from ..episode import EpisodeOver, ProgramEpisode
 from ..remote.host_posts import HostPosts
 from ..remote.signing import EpisodeSigner
 from .calls import CallAsker, ProgramCalls, ProxyTimes
-from .listeners import ConnectionTimes, ProxyListeners
 from .model_calls import ModelCalls
 from .open_episodes import KEPT_BYTES, EpisodeSubjects, OpenEpisode, OpenEpisodes
 from .routes import ProxyRoutes, Seen
@@ -69,7 +69,7 @@ class ModelProxy:
         scope: JobScope,
         *,
         times: ProxyTimes | None = None,
-        connection_times: ConnectionTimes | None = None,
+        deadlines: Deadlines | None = None,
         kept_bytes: int = KEPT_BYTES,
         port: int = 0,
         gateway: str = "",
@@ -87,7 +87,7 @@ class ModelProxy:
         self._inbox = SharedInbox(broker)
         calls = ModelCalls(CallAsker(broker, self._times, self._inbox))
         routes = ProxyRoutes(self._episodes, calls, seen)
-        self._listeners = ProxyListeners(routes, connection_times)
+        self._server = HttpServer(routes, Connections("proxy", deadlines=deadlines))
         self._gateway = gateway.rstrip("/")
         self._posts = HostPosts(broker, scope, routes) if gateway else None
         self._signer = EpisodeSigner(scope, None)
@@ -117,7 +117,7 @@ class ModelProxy:
 
     def listen(self, listening: socket.socket) -> contextlib.AbstractAsyncContextManager[None]:
         """Listen at a program's socket as well, in a network of its own, while it runs."""
-        return self._listeners.listen_at(listening)
+        return self._server.listen_at(listening)
 
     def env_of(self, episode: ProgramEpisode, base_url: str = "") -> dict[str, str]:
         """Return the environment variables that lead a program to its model.
@@ -150,7 +150,7 @@ class ModelProxy:
         if self._posts is not None:
             self._signer = await EpisodeSigner.of_job(self._broker, self._scope)
             await self._posts.start()
-        self._port = await self._listeners.listen(port=self._port)
+        self._port = await self._server.listen(port=self._port)
         self._is_listening = True
         return self
 
@@ -158,7 +158,7 @@ class ModelProxy:
         ended = [call for opened in self._episodes for call in opened.calls]
         for opened in list(self._episodes):
             self.close(opened.episode.episode)
-        await self._listeners.stop()
+        await self._server.stop()
         if self._posts is not None:
             await self._posts.stop()
         if ended:

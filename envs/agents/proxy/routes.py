@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import structlog
 
 from ....schemas.wire.errors import BusyError, InternalError, TinkermqError
+from ...http_server import Receive, Scope, Send
 from ...model_apis.answers import ModelApi
 from ...model_apis.chat import CHAT
 from ...model_apis.messages import MESSAGES
@@ -14,7 +15,7 @@ from ...model_apis.request import RequestError
 from ...model_apis.responses import RESPONSES
 from ..episode import EpisodeOver
 from . import posts
-from .exchange import ClientGone, HttpExchange, NoSuchEndpoint, Receive, Scope, Send
+from .exchange import ClientGone, HttpExchange, NoSuchEndpoint
 from .model_calls import ModelCalls
 from .open_episodes import OpenEpisode, OpenEpisodes
 

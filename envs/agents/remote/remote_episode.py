@@ -28,6 +28,7 @@ from ....schemas.wire.errors import (
     NotFoundError,
     TinkermqError,
 )
+from ...http_server import Receive, Scope, Send
 from ..episode import EpisodeOver, ProgramEpisode
 from ..proxy.calls import CallAsker, ProgramCalls, ProxyTimes
 from ..proxy.exchange import (
@@ -35,9 +36,6 @@ from ..proxy.exchange import (
     HttpExchange,
     KeyRefused,
     NobodyPlays,
-    Receive,
-    Scope,
-    Send,
 )
 from ..proxy.model_calls import ModelCalls
 from ..proxy.open_episodes import EpisodeSubjects, OpenEpisode, OpenEpisodes
