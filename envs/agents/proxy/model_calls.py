@@ -51,6 +51,7 @@ class AnswerReading:
         self._usage = Usage(0, 0)
         self._readers: list[ReplyReader] = []
         self._created = int(time.time())
+        self._tells_ids = asked.return_token_ids and not asked.stream  # which ends with them
         self._num_texts = [0] * asked.num_choices
         self._num_tokens = [0] * asked.num_choices
         self._num_logprobs = [0] * asked.num_choices
@@ -103,7 +104,7 @@ class AnswerReading:
         self.id = self._api.id_of(head.names[0] if head.names else self._request)
         top = AnswerHead(self.id, self._created, self._asked.model or "policy")
         self._answer = self._api.answer(top, self._asked)
-        if isinstance(self._answer, ChatAnswer) and self._asked.return_token_ids:
+        if isinstance(self._answer, ChatAnswer) and self._tells_ids:
             self._answer.prompt_ids = head.prompt_ids
         self._usage = Usage(head.num_prompt, 0, head.num_reused)
         num = len(gathered.choices)
@@ -135,7 +136,7 @@ class AnswerReading:
         self._num_tokens[number] += len(ids)
         self._num_logprobs[number] += len(logprobs)
         return NewTokens(
-            ids=ids if self._asked.return_token_ids else None,
+            ids=ids if self._tells_ids else None,
             logprobs=logprobs if self._asked.top_logprobs is not None else None,
         )
 
