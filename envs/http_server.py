@@ -86,7 +86,7 @@ class Deadlines:
 
 
 @dataclass(frozen=True)
-class Bounds:
+class ConnectionBounds:
     """How many connections a server has."""
 
     most: int = 4096
@@ -109,7 +109,7 @@ class Connections:
         self,
         name: str,
         *,
-        bounds: Bounds | None = None,
+        bounds: ConnectionBounds | None = None,
         deadlines: Deadlines | None = None,
         retry_after_s: int = 1,
         is_light: Callable[[Scope], bool] = _never,
@@ -123,7 +123,7 @@ class Connections:
         self.retry_after_s = retry_after_s
         self.is_light = is_light
         self._name = name
-        self._bounds = bounds or Bounds()
+        self._bounds = bounds or ConnectionBounds()
         self._open: dict[_Connection, None] = {}
         self._holders: Counter[str] = Counter()
         self._surplus: dict[_Connection, None] = {}

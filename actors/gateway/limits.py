@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
-from ...envs.http_server import Bounds, Connections, Deadlines, Scope
+from ...envs.http_server import ConnectionBounds, Connections, Deadlines, Scope
 from ...schemas.wire.errors import BusyError
 
 P = ParamSpec("P")
@@ -30,7 +30,7 @@ MAX_HELD_BYTES = 64 << 20
 MAX_THREADS = 2
 """Threads that work for one user at a time; what has to wait does so without a thread."""
 _DEADLINES = Deadlines(head_s=10.0, idle_s=10.0, body_s=15.0, stalled_s=30.0)
-_BOUNDS = Bounds(MAX_CONNECTIONS, MAX_OF_HOLDER, MAX_OF_HOLDER, NUM_RESERVED)
+_BOUNDS = ConnectionBounds(MAX_CONNECTIONS, MAX_OF_HOLDER, MAX_OF_HOLDER, NUM_RESERVED)
 _CONFIGS = frozenset({"/submit", "/api/v1/jobs", "/api/v1/check"})
 _APIS = ("/v1/", "/tinker/", "/e/")
 _TINKER = "/tinker/api/v1/"
@@ -40,7 +40,9 @@ _LIGHT = tuple(
 )
 
 
-def gateway_connections(bounds: Bounds = _BOUNDS, deadlines: Deadlines = _DEADLINES) -> Connections:
+def gateway_connections(
+    bounds: ConnectionBounds = _BOUNDS, deadlines: Deadlines = _DEADLINES
+) -> Connections:
     """Return what bounds the connections of a gateway."""
     return Connections(
         "gateway",

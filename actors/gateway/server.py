@@ -23,7 +23,7 @@ from ...broker.client.rpc import Service
 from ...broker.jetstream.streams import create_shared, wait_for_shared
 from ...broker.presence import PresenceBeat
 from ...broker.programs.systemd import told_to_systemd
-from ...envs.http_server import MAX_HEAD_BYTES, Bounds
+from ...envs.http_server import MAX_HEAD_BYTES, ConnectionBounds
 from ...schemas.metric import Presence
 from ...schemas.wire.errors import BrokerError, ConfigError, StorageError
 from ...schemas.wire.subjects import SERVICES
@@ -82,7 +82,7 @@ async def run(options: Options) -> None:
     app = make_app(sessions, local_only=not with_keys, secure=secure)
     gateway: Gateway = app.state.gateway
     of_address = MAX_CONNECTIONS if options.behind_tls else MAX_OF_HOLDER  # the proxy's is one
-    bounds = Bounds(MAX_CONNECTIONS, of_address, MAX_OF_HOLDER, NUM_RESERVED)
+    bounds = ConnectionBounds(MAX_CONNECTIONS, of_address, MAX_OF_HOLDER, NUM_RESERVED)
     connections = gateway_connections(bounds)
     with _listen(options.host, options.port) as listener:
         server = _Server(

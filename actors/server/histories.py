@@ -1,4 +1,4 @@
-"""The messages of a chat as they are alike in every dialect, from what a template takes."""
+"""The messages of a chat as they are alike in every API, from what a template takes."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -276,7 +276,7 @@ def _worded_call(call: CanonicalCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-class ChatAnswer:
+class ChatCompletionAnswer:
     """The choices of an answer of Chat Completions; see `Answer`."""
 
     def __init__(self, head: AnswerHead, request: ModelRequest) -> None:
@@ -541,5 +541,5 @@ def worded_usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-CHAT = ModelApi("chat", "chatcmpl-", read_chat, ChatAnswer, openai_error)
+CHAT = ModelApi("chat", "chatcmpl-", read_chat, ChatCompletionAnswer, openai_error)
 COMPLETIONS = ModelApi("completions", "cmpl-", read_completion, CompletionAnswer, openai_error)

@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from ....broker.client.connection import Broker
 from ....envs.agents.replies import Piece, ReplyReader, TextPiece, call_name
 from ....envs.model_apis.answers import Answer, AnswerHead, ModelApi, NewTokens, TokenLogprob, Usage
-from ....envs.model_apis.chat import CHAT, COMPLETIONS, ChatAnswer, CompletionAnswer
+from ....envs.model_apis.chat import CHAT, COMPLETIONS, ChatCompletionAnswer, CompletionAnswer
 from ....envs.model_apis.request import Fields, ModelRequest, RequestError, is_label
 from ....schemas.infer import ChatRequest, CompletionRequest, Decoding, Delta, InferPart
 from ....schemas.wire.codec import read_json
@@ -86,7 +86,7 @@ class Answering:
         if isinstance(query, ChatRequest) and _is_stateful(request):
             query = query.model_copy(update={"stateful": True})
         parts = model.ask(broker, query)
-        reading = AnswerReading(api, asked, query)
+        reading = ServedAnswer(api, asked, query)
         if not asked.stream:
             value = await unless_gone(request, _whole(parts, reading))
             return JSONResponse(value, headers=reading.headers)
@@ -189,7 +189,7 @@ def _sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
     return sampling
 
 
-class AnswerReading:
+class ServedAnswer:
     """A server's answer, read part by part and written in the words of an API."""
 
     def __init__(self, api: ModelApi, asked: ModelRequest, query: Query) -> None:
@@ -252,7 +252,7 @@ class AnswerReading:
             self._open = set(range(num))
         if part.prompt_token_ids:
             self._prompt_ids = part.prompt_token_ids
-            if isinstance(self._answer, ChatAnswer):
+            if isinstance(self._answer, ChatCompletionAnswer):
                 self._answer.prompt_ids = self._prompt_ids[0]
             elif isinstance(self._answer, CompletionAnswer):
                 self._answer.prompt_ids = self._prompt_ids
@@ -320,7 +320,7 @@ def _logprobs(delta: Delta) -> list[TokenLogprob]:
     return [TokenLogprob(*token) for token in tokens]
 
 
-async def _whole(parts: AsyncGenerator[InferPart, None], reading: AnswerReading) -> dict[str, Any]:
+async def _whole(parts: AsyncGenerator[InferPart, None], reading: ServedAnswer) -> dict[str, Any]:
     async with aclosing(parts):
         async for part in parts:
             _exhaust(reading.push(part))
@@ -328,7 +328,7 @@ async def _whole(parts: AsyncGenerator[InferPart, None], reading: AnswerReading)
 
 
 async def _stream(
-    first: InferPart, parts: AsyncGenerator[InferPart, None], reading: AnswerReading
+    first: InferPart, parts: AsyncGenerator[InferPart, None], reading: ServedAnswer
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of an answer; the server stops when the reader goes away."""
     async with aclosing(parts):

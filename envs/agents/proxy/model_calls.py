@@ -14,7 +14,7 @@ from ....schemas.agent import CallRequest
 from ....schemas.wire.codec import read_json
 from ....schemas.wire.errors import MessageError, NotFoundError
 from ...model_apis.answers import Answer, AnswerHead, FinishReason, ModelApi, NewTokens, Usage
-from ...model_apis.chat import ChatAnswer
+from ...model_apis.chat import ChatCompletionAnswer
 from ...model_apis.messages import MESSAGES
 from ...model_apis.request import ModelRequest, RequestError
 from ...model_apis.responses import RESPONSES, input_items
@@ -104,7 +104,7 @@ class AnswerReading:
         self.id = self._api.id_of(head.names[0] if head.names else self._request)
         top = AnswerHead(self.id, self._created, self._asked.model or "policy")
         self._answer = self._api.answer(top, self._asked)
-        if isinstance(self._answer, ChatAnswer) and self._tells_ids:
+        if isinstance(self._answer, ChatCompletionAnswer) and self._tells_ids:
             self._answer.prompt_ids = head.prompt_ids
         self._usage = Usage(head.num_prompt, 0, head.num_reused)
         num = len(gathered.choices)

@@ -29,7 +29,7 @@ from tinkermq.actors.tinker.models import Models
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.programs.server import NatsServer
-from tinkermq.envs.http_server import Bounds, give_connection_to
+from tinkermq.envs.http_server import ConnectionBounds, give_connection_to
 from tinkermq.schemas.tinker.operation import OperationResult, TrainerOffer, TrainerOffers
 from tinkermq.schemas.tinker.sampling import AwaitSample, SampleRequest, SampleTaken
 from tinkermq.schemas.wire.errors import BusyError
@@ -105,7 +105,7 @@ async def served(
         Route("/tinker/api/v1/session_heartbeat", read, methods=["POST"]),
         Route("/{path:path}", page, methods=["GET", "POST"]),
     ]
-    connections = gateway_connections(Bounds(most, of_address, of_user, reserved))
+    connections = gateway_connections(ConnectionBounds(most, of_address, of_user, reserved))
     config = uvicorn.Config(
         Starlette(routes=routes),
         port=0,

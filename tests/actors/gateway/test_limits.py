@@ -23,7 +23,7 @@ from tinkermq.actors.gateway.limits import (
     gateway_connections,
 )
 from tinkermq.broker.jetstream.streams import create_shared
-from tinkermq.envs.http_server import Bounds, Deadlines
+from tinkermq.envs.http_server import ConnectionBounds, Deadlines
 from tinkermq.schemas.wire.errors import BusyError
 
 from tests.support.gateway import Gateway, run_gateway
@@ -262,7 +262,7 @@ async def impatient(
         ]
     )
     connections = gateway_connections(
-        Bounds(of_address=of_address), Deadlines(head_s, head_s, body_s, stalled_s)
+        ConnectionBounds(of_address=of_address), Deadlines(head_s, head_s, body_s, stalled_s)
     )
     server = uvicorn.Server(
         uvicorn.Config(

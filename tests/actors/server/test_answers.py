@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from tinkermq.actors.gateway.openai.answering import AnswerReading, read_query
+from tinkermq.actors.gateway.openai.answering import ServedAnswer, read_query
 from tinkermq.actors.generator.engine.engine import Drawn, Generation
 from tinkermq.actors.generator.episodes.chat import ChatTokenizer
 from tinkermq.actors.models.tiny_model import make_tokenizer
@@ -78,7 +78,7 @@ class Asked:
         """Return the whole answer, or the events of a stream."""
         self.engine.ids = ids
         asked, query = read_query(json.dumps({"model": "m", **fields}).encode(), api)
-        answer = AnswerReading(api, asked, query)
+        answer = ServedAnswer(api, asked, query)
         events: list[str] = []
 
         async def tell(part: InferPart) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinkermq.actors.gateway.openai.answering import AnswerReading, read_query
+from tinkermq.actors.gateway.openai.answering import ServedAnswer, read_query
 from tinkermq.actors.generator.engine.engine import Drawn, Generation
 from tinkermq.actors.generator.episodes.chat import ChatTokenizer
 from tinkermq.actors.server.answers import Answers
@@ -88,7 +88,7 @@ class Client:
         asked = {"model": "m", "messages": self.messages, "stateful": True, **more}
         read, query = read_query(json.dumps(asked).encode(), CHAT)
         assert isinstance(query, ChatRequest)
-        answer = AnswerReading(CHAT, read, query)
+        answer = ServedAnswer(CHAT, read, query)
         first: list[InferPart] = []
 
         async def tell(part: InferPart) -> None:

@@ -1,4 +1,4 @@
-"""Bounds of what one program may take of a proxy: bytes, requests, connections, time."""
+"""ConnectionBounds of what one program may take of a proxy: bytes, requests, connections, time."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from tinkermq.envs.agents.episode import (
 )
 from tinkermq.envs.agents.proxy.proxy import ModelProxy
 from tinkermq.envs.agents.proxy.routes import MAX_REQUESTS
-from tinkermq.envs.http_server import Bounds, Connections, Deadlines, HttpServer
+from tinkermq.envs.http_server import ConnectionBounds, Connections, Deadlines, HttpServer
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.support.program_clients import (
@@ -164,7 +164,7 @@ async def test_a_connection_too_many_is_told_so_in_json_and_idle_ones_make_room(
         await send({"type": "http.response.start", "status": 200, "headers": head})
         await send({"type": "http.response.body", "body": b"ok"})
 
-    server = HttpServer(application, Connections("proxy", bounds=Bounds(3, 3, 3)))
+    server = HttpServer(application, Connections("proxy", bounds=ConnectionBounds(3, 3, 3)))
     url = f"http://127.0.0.1:{await server.listen()}"
     with structlog.testing.capture_logs() as logged:
         async with contextlib.AsyncExitStack() as stack:
