@@ -119,7 +119,7 @@ _GROUPS: dict[str, list[_Command]] = {
         ),
         _Command("agent new", "agents.new_agent:new", "Make a folder with an agent of your own."),
         _Command(
-            "agent check", "agents.check:check", "See what a program makes of a model's answers."
+            "agent check", "agents.check:check", "Run a program once against a scripted model."
         ),
         _Command("agent play", "agents.play:play", "Be the model of an agent program yourself."),
         _Command("agent host", "agents.host:host", "Host a run's programs in this process."),

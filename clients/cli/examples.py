@@ -93,7 +93,7 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
     ),
     "agent new": (Example("tinkermq agent new my-agent", "a program that asks openai's client"),),
     "agent check": (
-        Example("tinkermq agent check agent.yaml --row 0 --once", "one episode, one run"),
+        Example("tinkermq agent check agent.yaml --row 0", "the first row of the data"),
     ),
     "env new": (
         Example("tinkermq env new my-game", "on rows of a dataset"),

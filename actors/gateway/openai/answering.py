@@ -23,7 +23,7 @@ from ....broker.client.connection import Broker
 from ....envs.agents.replies import Piece, ReplyReader, TextPiece, call_name
 from ....envs.model_apis.answers import Answer, AnswerHead, ModelApi, NewTokens, TokenLogprob, Usage
 from ....envs.model_apis.chat import CHAT, COMPLETIONS, ChatCompletionAnswer, CompletionAnswer
-from ....envs.model_apis.request import Fields, ModelRequest, RequestError, is_label
+from ....envs.model_apis.request import ModelRequest, RequestError, is_label
 from ....schemas.infer import ChatRequest, CompletionRequest, Decoding, Delta, InferPart
 from ....schemas.wire.codec import read_json
 from ....schemas.wire.errors import MessageError, TinkermqError
@@ -33,8 +33,7 @@ from .models import ServedModels
 T = TypeVar("T")
 Query: TypeAlias = ChatRequest | CompletionRequest
 
-STATEFUL = "x-tinkermq-stateful"
-"""A header that says what `stateful` does in a body."""
+_STATEFUL = "x-tinkermq-stateful"
 _LARGE = 64 << 10
 """Bytes of a body that is read in a thread: the loop answers others meanwhile."""
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -77,24 +76,24 @@ class Answering:
 
     async def answer(self, request: Request, broker: Broker, api: ModelApi) -> Response:
         """Answer one request as `broker`'s user."""
+        if _STATEFUL in request.headers:
+            _refuse_stateful(f"the header {_STATEFUL!r}", "")
         raw = await read_body(request)
         large = len(raw) > _LARGE
         read = await asyncio.to_thread(read_query, raw, api) if large else read_query(raw, api)
         asked, query = read
         model = await self._models.find(broker, asked.model)
         query = query.model_copy(update={"adapter": model.adapter})
-        if isinstance(query, ChatRequest) and _is_stateful(request):
-            query = query.model_copy(update={"stateful": True})
         parts = model.ask(broker, query)
         reading = ServedAnswer(api, asked, query)
         if not asked.stream:
             value = await unless_gone(request, _whole(parts, reading))
-            return JSONResponse(value, headers=reading.headers)
+            return JSONResponse(value)
         first = await _first_of(parts)
         return StreamingResponse(
             _stream(first, parts, reading),
             media_type="text/event-stream",
-            headers={**_STREAM_HEADERS, **headers_of(first)},
+            headers=_STREAM_HEADERS,
         )
 
 
@@ -104,11 +103,8 @@ def read_query(raw: bytes, api: ModelApi) -> tuple[ModelRequest, Query]:
         value: Any = read_json(raw)
     except MessageError as error:
         raise RequestError(f"the body is not valid JSON: {error.message}") from error
-    stateful = False
-    if isinstance(value, dict) and api is not COMPLETIONS:
-        body = cast("dict[str, Any]", value)
-        stateful = Fields(body).flag("stateful")
-        value = {name: given for name, given in body.items() if name != "stateful"}
+    if isinstance(value, dict) and cast("dict[str, Any]", value).get("stateful") is not None:
+        _refuse_stateful("the parameter 'stateful'", "stateful")
     asked = api.read(value)
     _check(asked)
     try:
@@ -119,8 +115,6 @@ def read_query(raw: bytes, api: ModelApi) -> tuple[ModelRequest, Query]:
         param = named[-1][:_SHOWN] if named else ""
         message = f"the parameter {param!r} cannot be used: {problem['msg']}"
         raise RequestError(message, param=param) from error
-    if stateful and isinstance(query, ChatRequest):
-        query = query.model_copy(update={"stateful": True})
     decoding = query.decoding
     echo = {**asked.echo, "temperature": decoding.temperature, "top_p": decoding.top_p}
     return replace(asked, echo=echo), query
@@ -194,8 +188,6 @@ class ServedAnswer:
 
     def __init__(self, api: ModelApi, asked: ModelRequest, query: Query) -> None:
         """Read the answer to `query`."""
-        self.headers: dict[str, str] = {}
-        """What is told of a stateful answer besides."""
         self._api = api
         self._asked = asked
         self._query = query
@@ -210,13 +202,12 @@ class ServedAnswer:
 
     def start(self, first: InferPart) -> Iterator[str]:
         """Yield the first events, for which the first part has the counts."""
-        self._usage = Usage(first.prompt_tokens, 0, first.reused_tokens)
+        self._usage = Usage(first.prompt_tokens, 0)
         yield from self._begun(first).start(self._usage)
 
     def push(self, part: InferPart) -> Iterator[str]:
         """Take a part; yield what is new as events."""
         answer = self._begun(part)
-        self.headers = headers_of(part) or self.headers
         self._vocabulary = part.vocabulary or self._vocabulary
         if isinstance(answer, CompletionAnswer):
             answer.scores += part.scores
@@ -228,7 +219,7 @@ class ServedAnswer:
                 self._open.discard(delta.choice)
                 yield from answer.finish(delta.finish, delta.choice, delta.stop)
         if part.last:
-            self._usage = Usage(part.prompt_tokens, part.completion_tokens, part.reused_tokens)
+            self._usage = Usage(part.prompt_tokens, part.completion_tokens)
 
     def end(self) -> Iterator[str]:
         """Yield the last events."""
@@ -300,8 +291,7 @@ class ServedAnswer:
         if not self._asked.return_token_ids or self._api in (CHAT, COMPLETIONS):
             return {}
         prompt = self._prompt_ids[0] if self._prompt_ids else []
-        fields = {"reused": self._usage.reused, "prompt_token_ids": prompt}
-        return {"tinkermq": {**fields, "answers": [{"token_ids": self._ids}]}}
+        return {"tinkermq": {"prompt_token_ids": prompt, "answers": [{"token_ids": self._ids}]}}
 
 
 def _logprobs(delta: Delta) -> list[TokenLogprob]:
@@ -354,17 +344,14 @@ def _exhaust(events: Iterable[str]) -> None:
         pass
 
 
-def _is_stateful(request: Request) -> bool:
-    """Whether a request's headers ask for a conversation that is continued by its tokens."""
-    return request.headers.get(STATEFUL, "").lower() in ("1", "true")
-
-
-def headers_of(part: InferPart) -> dict[str, str]:
-    """Return what is told of a stateful answer: how much was continued, or why not all was."""
-    if part.rendered is None:
-        return {}
-    headers = {"x-tinkermq-reused": str(part.reused_tokens)}
-    return {**headers, "x-tinkermq-rendered": part.rendered} if part.rendered else headers
+def _refuse_stateful(named: str, param: str) -> None:
+    """Raise RequestError for stateful chats, which were removed."""
+    raise RequestError(
+        f"{named} was removed: a served model continues the text of a conversation, not its tokens",
+        param=param,
+        hint="leave it out; an agent's episodes continue by tokens, for others send token ids to "
+        "/v1/completions",
+    )
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

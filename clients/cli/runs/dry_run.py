@@ -31,7 +31,7 @@ from ..output import literal, note, print_json, say, say_plain
 from ..session import with_pool
 
 if TYPE_CHECKING:
-    from ....envs.agents.trial.report import TrialReport
+    from ....envs.agents.agent_check import AgentReport
 
 
 _ERRORS: dict[str, type[TinkermqError]] = {
@@ -258,16 +258,16 @@ def check_env(config: JobConfig) -> str:
 
 
 def check_agent(config: JobConfig) -> str:
-    """Run an agent job's program once against a scripted model, behind the walls of a pool's host.
+    """Run an agent job's program once against a scripted model, in the sandbox of a pool's host.
 
     Raises ConfigError or SandboxError where it cannot be run, GameError where it cannot be trained.
     """
     if config.agent.client or config.env.hosts == 0:
         return "its programs are run by clients: not checked"
-    from ....envs.agents.trial.check import check_program  # needs an HTTP server
+    from ....envs.agents.agent_check import check_program  # needs an HTTP server
 
-    async def work(broker: Broker) -> "TrialReport":
-        return await check_program(broker, config, seed=config.seed, tries_context=False)
+    async def work(broker: Broker) -> "AgentReport":
+        return await check_program(broker, config, seed=config.seed)
 
     report = with_private_broker(work)
     for finding in report.findings:

@@ -1,4 +1,4 @@
-"""Programs tried out behind their walls: what is found of them, and that bad ones are told of."""
+"""`agent check` runs a program in its sandbox and reports what would be trained, or why nothing."""
 
 import json
 from collections.abc import Awaitable, Callable
@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from tinkermq.broker.client.connection import Broker
 from tinkermq.clients.cli.agents.check import report_lines
-from tinkermq.envs.agents.trial.check import check_program
-from tinkermq.envs.agents.trial.report import TrialReport
+from tinkermq.envs.agents.agent_check import AgentReport, check_program, example
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.wire.errors import ConfigError, DataError
 
@@ -31,15 +30,15 @@ def result():
 def reward(worth=0.5):
     open(os.environ["TINKERMQ_REWARD"], "w").write(str(worth))
 """
-Try = Callable[..., Awaitable[TrialReport]]
+Try = Callable[..., Awaitable[AgentReport]]
 
 
 @pytest.fixture
 def tried(broker: Broker) -> Try:
     """Try a Python program out."""
 
-    async def try_it(code: str, *, env: Any = None, **given: Any) -> TrialReport:
-        options = {"limit_s": 60.0, "tries_context": False}
+    async def try_it(code: str, *, env: Any = None, **given: Any) -> AgentReport:
+        options: dict[str, Any] = {"limit_s": 60.0}
         options |= {name: given.pop(name) for name in ("row", *options) if name in given}
         command = ["{python}", "-S", "-c", PRELUDE + HISTORY + code]
         agent = {**LIMITS, "command": command, **given}
@@ -49,7 +48,7 @@ def tried(broker: Broker) -> Try:
     return try_it
 
 
-def levels(report: TrialReport, level: str) -> list[str]:
+def levels(report: AgentReport, level: str) -> list[str]:
     """The findings of one level."""
     return [finding.text for finding in report.findings if finding.level == level]
 
@@ -62,36 +61,42 @@ call(tools=TOOLS)
 reward()
 """)
     assert report.ok
-    assert not levels(report, "costs")
     assert [(call.parent, call.messages, call.new) for call in report.calls] == [
         (None, 2, 2),
         (0, 4, 1),
     ]
-    assert (report.rows, report.continuing, report.parallel) == (1, 1.0, 1)
+    assert report.rows == 1
+    assert "each call continues the one before it: one row" in levels(report, "ok")
     assert (report.without_effect, report.overruled) == (["user"], ["temperature"])
     assert report.endpoints == {"POST /v1/chat/completions": 2}
     assert (report.outcome, report.reward) == ("done", 0.5)
-    assert report.phases is not None
-    assert report.phases.first_call is not None
 
 
-async def test_what_a_program_edits_costs_rows_and_has_a_remedy(tried: Try) -> None:
+async def test_a_call_that_continues_none_says_where_it_differs(tried: Try) -> None:
     report = await tried("""
-for turn in range(3):
-    answer = call()
+for turn in range(2):
+    call()
     history[0] = {"role": "system", "content": f"Be quick: {turn}"}
-    history += [{"role": "assistant", "content": "It said so."}, {"role": "user", "content": "?"}]
+call()
+call(tools=TOOLS)
+call(tools=TOOLS)
+history += [{"role": "assistant", "content": "It said so."}, {"role": "user", "content": "?"}]
+call(tools=TOOLS)
 reward()
 """)
     assert report.ok
-    assert (report.rows, report.continuing) == (3, 0.0)
-    (system,) = [one for one in report.findings if "system message" in one.text]
-    assert (system.level, system.text) == (
-        "costs",
-        "changes its system message from call to call (2 of 2 calls)",
-    )
-    assert "newest user message" in system.remedy
-    assert any(text.startswith("3 rows: 0 of 2 further") for text in levels(report, "costs"))
+    assert [call.differs for call in report.calls] == [
+        "",
+        "message 0 (system) differs from call 0",
+        "message 0 (system) differs from call 1",
+        "the history ends before the answer to call 2",
+        "the history ends before the answer to call 3",
+        "message 2 (assistant) differs from call 4",
+    ]
+    assert report.rows == 6
+    (rows,) = [one for one in report.findings if one.text.startswith("6 rows: 0 of 5 further")]
+    assert (rows.level, "as the API returned it" in rows.remedy) == ("note", True)
+    assert any("message 0 (system) differs from call 1" in line for line in report_lines(report))
 
 
 async def test_calls_beside_each_other_streams_and_choices_are_seen(tried: Try) -> None:
@@ -111,10 +116,8 @@ call(n=2)
 reward()
 """)
     assert report.ok
-    assert report.parallel >= 2
     assert [call.streamed for call in report.calls] == [True, True, True, False]
     assert report.calls[-1].choices == 2
-    assert report.calls[-1].changes == ["sample"]
     assert report.rows == 5
 
 
@@ -130,24 +133,6 @@ post("/episode/note", call=0, role="main")
     assert [call.parent for call in report.calls] == [None, 0]
     assert report.reward == 0.25
     assert report.posted == {"reward": 0.25, "branch_names": {"0": "main"}}
-
-
-@pytest.mark.parametrize(
-    ("code", "reaction"),
-    [
-        ("if call() is None: sys.exit(3)", "gives up, exit code 3"),
-        ("while call() is None: pass", "retries for ever"),
-        ("if call() is None: history[:] = history[1:2]; call()", "compacts"),
-    ],
-)
-async def test_what_a_program_does_with_too_long_a_history_is_told(
-    tried: Try, code: str, reaction: str
-) -> None:
-    more = 'history += [said, {"role": "user", "content": "More."}]'
-    report = await tried(f"call(); {more}\n{code}\nreward()", tries_context=True)
-    assert report.ok
-    assert report.context == reaction
-    assert any(reaction in finding.text for finding in report.findings)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +164,7 @@ async def test_a_program_that_never_ends_is_ended(tried: Try) -> None:
 async def test_a_program_that_floods_the_model_meets_its_limit(tried: Try) -> None:
     report = await tried("while call(): pass\nreward()", max_calls=5)
     assert [call.refusal for call in report.calls] == [""] * 5 + ["episode_limit"]
-    assert "1 calls were refused with episode_limit" in levels(report, "costs")
+    assert "1 calls were refused with episode_limit" in levels(report, "note")
 
 
 async def test_a_command_that_is_not_there_and_a_job_without_one_are_refused(
@@ -260,19 +245,52 @@ async def test_a_call_that_the_program_takes_out_is_told(tried: Try) -> None:
     assert report.calls[0].why == "taken out by the program"
 
 
-async def test_another_agent_that_is_told_the_same_is_no_change_of_tools(tried: Try) -> None:
-    """As qwen-code's extraction of memories: the history of the work, other tools and rules."""
+SCHEMA = {
+    "type": "object",
+    "$defs": {"one": {"enum": [3, 4]}},
+    "properties": {
+        "ref": {"$ref": "#/$defs/one"},
+        "maybe": {"anyOf": [{"type": "null"}, {"type": "integer", "minimum": 7}]},
+        "list": {"type": "array", "items": {"type": "boolean"}, "minItems": 2},
+        "text": {"type": ["null", "string"]},
+        "left out": {},
+    },
+    "required": ["ref", "maybe", "list", "text"],
+}
+
+
+def test_arguments_of_a_scripted_call_fit_their_schema() -> None:
+    assert example(SCHEMA, SCHEMA) == {"ref": 3, "maybe": 7, "list": [True, True], "text": "x"}
+    endless = {"$ref": "#"}
+    assert example(endless, endless) == "x"
+    assert example("no schema", "no schema") == "x"
+
+
+async def test_the_script_calls_a_tool_and_ends_as_the_program_wants_it(tried: Try) -> None:
     report = await tried("""
-history.append(call(tools=TOOLS))
-history[0] = {"role": "system", "content": "You keep memories."}
-history.append({"role": "user", "content": "Extract what is worth keeping."})
-WRITE = [{"type": "function", "function": {"name": "write", "parameters": {}}}]
-history += [call(tools=WRITE), {"role": "user", "content": "Go on."}]
-call(tools=WRITE)
+def tool(name):
+    return {"type": "function", "function": {"name": name, "parameters": {}}}
+tools = [tool("submit_answer"), tool("search"), tool("look")]
+names = []
+for _ in range(2):
+    history.append(call(tools=tools))
+    names.append(said["tool_calls"][0]["function"]["name"])
+    history.append(result())
+assert names == ["search", "submit_answer"], names
+assert said["content"] and said["content"].strip()
 reward()
 """)
-    assert report.ok
-    assert not levels(report, "costs")
-    assert [call.changes for call in report.calls][1] == ["apart"]
-    assert [call.main for call in report.calls] == [True, False, False]
-    assert [call.trained for call in report.calls] == [1, 1, 1]
+    assert report.ok, report.output
+    assert [call.parent for call in report.calls] == [None, 0]
+
+
+async def test_the_script_answers_in_the_form_that_is_demanded(tried: Try) -> None:
+    report = await tried("""
+schema = {"type": "object", "properties": {"a": {"enum": [3]}}, "required": ["a"]}
+form = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+assert json.loads(call(response_format=form)["content"]) == {"a": 3}
+call(tools=TOOLS, tool_choice="required")
+assert said["tool_calls"][0]["function"]["name"] == "look"
+reward()
+""")
+    assert report.ok, report.output

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tinkermq.actors.models.devices import own_device
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
-
-from ...models.devices import own_device
 
 SIZES = {
     "small": Qwen2Config(

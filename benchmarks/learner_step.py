@@ -22,17 +22,16 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tinkermq.actors.learner.algorithms.training_batch import assemble
+from tinkermq.actors.learner.training.model import load_model
+from tinkermq.actors.learner.training.parallel import Parallel
+from tinkermq.actors.learner.training.step import Trainer
+from tinkermq.actors.models.devices import own_device
+from tinkermq.schemas.config.job import JobConfig
+from tinkermq.schemas.rollout import Group, Trajectory
+from tinkermq.schemas.task import Task
+from tinkermq.schemas.wire.errors import EngineError
 from transformers import AutoModelForCausalLM, Qwen2Config
-
-from ....schemas.config.job import JobConfig
-from ....schemas.rollout import Group, Trajectory
-from ....schemas.task import Task
-from ....schemas.wire.errors import EngineError
-from ...learner.algorithms.training_batch import assemble
-from ...learner.training.model import load_model
-from ...learner.training.parallel import Parallel
-from ...learner.training.step import Trainer
-from ...models.devices import own_device
 
 RATE = 1e-6
 OVER_TRANSFORMERS = 1.5

@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 from tinkermq.broker.client.connection import Broker
-from tinkermq.envs.agents.trial.calls import Placement, TrialCall
-from tinkermq.envs.agents.trial.trial import trial
+from tinkermq.envs.agents.local_run import LocalCall, open_program
 from tinkermq.envs.games.calculator import CalculatorGame
 from tinkermq.schemas.config.job import JobConfig
 
 from tests.support.configs import example
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 ANSWERS = [["=12*34", " 408\n"], ["=12*3", "=12*34"], ["no idea"]]
 
 
@@ -22,7 +21,7 @@ class Reciting:
     def __init__(self, answers: list[str]) -> None:
         self._answers = iter(answers)
 
-    async def say(self, call: TrialCall, placement: Placement) -> str:
+    async def say(self, call: LocalCall) -> str:
         """Say the next."""
         return next(self._answers)
 
@@ -41,9 +40,9 @@ async def test_the_example_agent_earns_what_the_game_gives(
     data = tmp_path / "train.jsonl"
     data.write_text(json.dumps({"prompt": "12*34", "answer": "408"}))
     config = example("agent", f"env.train_data=[{data}]", "env.val_data=[]")
-    async with trial(broker, JobConfig.model_validate(config)) as here:
+    async with open_program(broker, JobConfig.model_validate(config)) as program:
         for answers in ANSWERS:
-            run = await here.run(Reciting(answers), row=0)
+            run = await program.run(Reciting(answers).say, row=0)
             assert run.result is not None, run.error
             assert run.result.reward == as_game(answers), answers
             assert len(run.model.calls) == len(answers)
