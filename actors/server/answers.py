@@ -38,7 +38,7 @@ from ..generator.engine.engine import (
 )
 from ..generator.engine.token_grammar import TokenGrammar
 from ..generator.episodes.chat import ChatTokenizer
-from ..generator.episodes.output_grammar import OutputGrammars, opens_reasoning
+from ..generator.episodes.output_grammar import OutputGrammars
 from ..generator.episodes.text_stream import TextStream
 from .prompt_scores import score_prompts
 
@@ -226,7 +226,7 @@ class Answers:
         try:
             images = images_of(request.messages)
             ids = self._chat.at(time.time()).prompt(request.messages, request.tools)
-            thinking = opens_reasoning(self._chat, ids)
+            thinking = self._chat.opens_thinking(ids)
             return _Prompt(ids, images, opened=self._chat.opened(ids), is_thinking=thinking)
         except TinkermqError:
             raise
