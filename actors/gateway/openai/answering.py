@@ -43,6 +43,14 @@ _MAX_SEED = 1 << 63
 _SHOWN = 100
 _SAMPLED = frozenset(Decoding.model_fields)
 """What of sampling a server takes."""
+_NAMES = {
+    ("", "num_choices"): "n",
+    ("completions", "prompts"): "prompt",
+    ("completions", "top_logprobs"): "logprobs",
+    ("messages", "stop"): "stop_sequences",
+    ("responses", "max_tokens"): "max_output_tokens",
+}
+"""What a field of a server's request is called in an API, where it is called otherwise."""
 _NO_TOOL_COUNT = (
     "how many tools are called is the model's choice, unless tool_choice demands one: leave it out"
 )
@@ -111,8 +119,8 @@ def read_query(raw: bytes, api: ModelApi) -> tuple[ModelRequest, Query]:
         query = _query(asked)
     except ValidationError as error:
         problem = error.errors()[0]
-        named = [str(part) for part in problem["loc"] if isinstance(part, str)]
-        param = named[-1][:_SHOWN] if named else ""
+        param = str(problem["loc"][0]) if problem["loc"] else ""
+        param = _NAMES.get((api.name, param)) or _NAMES.get(("", param), param)
         message = f"the parameter {param!r} cannot be used: {problem['msg']}"
         raise RequestError(message, param=param) from error
     decoding = query.decoding

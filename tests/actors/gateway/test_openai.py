@@ -164,11 +164,14 @@ async def test_what_the_server_refuses_has_a_status_of_its_own(
     client: AsyncOpenAI, canned: Canned, stream: bool
 ) -> None:
     canned.error = BusyError("this server is full", hint="ask again later")
-    with pytest.raises(openai.RateLimitError, match=r"this server is full\. ask again later"):
+    with pytest.raises(openai.RateLimitError, match=r"this server is full\. ask again") as busy:
         await client.chat.completions.create(model="my-run@4", messages=ASKED, stream=stream)
+    headers = busy.value.response.headers
+    assert (headers["x-should-retry"], headers["retry-after"]) == ("true", "1")
     canned.error = ConfigError("the prompt is too long")
-    with pytest.raises(openai.BadRequestError, match="too long"):
+    with pytest.raises(openai.BadRequestError, match="too long") as refused:
         await client.chat.completions.create(model="my-run@4", messages=ASKED, stream=stream)
+    assert refused.value.response.headers["x-should-retry"] == "false"
     canned.error = RuntimeError("secret")
     with pytest.raises(openai.InternalServerError) as caught:
         await client.chat.completions.create(model="my-run@4", messages=ASKED, stream=stream)

@@ -66,6 +66,7 @@ def test_a_chat_becomes_a_servers_request() -> None:
         ({"min_p": 0.1}, "min_p", "not supported"),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),
         ({"n": 0}, "n", "at least 1"),
+        ({"n": 129}, "n", "less than or equal to 128"),
         ({"messages": []}, "messages", "is empty"),
         (
             {"stream_options": {"include_usage": True}},
@@ -234,3 +235,51 @@ def test_tools_are_left_out_when_none_shall_be_called() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert chat(tools=tools).tools == tools
     assert chat(tools=tools, tool_choice="none").tools == []
+    custom: dict[str, Any] = {"type": "custom", "custom": {"name": "run"}}
+    parameters = {
+        "type": "object",
+        "properties": {"input": {"type": "string"}},
+        "required": ["input"],
+    }
+    described = {"name": "run", "description": "", "parameters": parameters}
+    shown = chat(tools=[*tools, custom]).tools
+    assert shown == [*tools, {"type": "function", "function": described}]
+
+
+def test_fields_of_messages_that_only_a_template_knows_reach_it() -> None:
+    named = {"role": "user", "content": "hi", "name": "ada"}
+    assert chat(messages=[named]).messages == [named]
+
+
+@pytest.mark.parametrize("prompt", [None, [], [[]], ["a", 1], [1.5], [[True]], {"a": 1}])
+def test_a_prompt_is_texts_or_token_ids(prompt: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        read(COMPLETIONS, model="m", prompt=prompt)
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"n": 129}, "n"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"echo": True}, "echo"),
+        ({"messages": [1]}, "messages"),
+        ({"stateful": True}, "stateful"),
+    ],
+)
+def test_what_a_completion_cannot_do_is_refused_by_name(fields: Any, param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        read(COMPLETIONS, **{"model": "m", "prompt": "a", **fields})
+    assert caught.value.param == param
+
+
+def test_any_whole_number_is_a_seed_and_a_top_k_of_minus_one_is_none() -> None:
+    for api, more in ((CHAT, ASKED), (COMPLETIONS, {"model": "m", "prompt": "a"})):
+        decoding = read(api, **more, seed=-1, top_k=-1).decoding
+        assert (decoding.seed, decoding.top_k) == ((1 << 63) - 1, 0)
+    with pytest.raises(RequestError, match="top_k"):
+        chat(top_k=-2)
