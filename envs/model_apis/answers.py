@@ -1,7 +1,7 @@
 """How an answer, its stream and its errors are worded: what the APIs have in common.
 
 An answer is written choice by choice from the pieces that a `ReplyReader` finds in the generated
-text. Each API has an `Answer` that keeps what was written, so that it can be told whole, and yields
+text. Each API has an `Answer` that keeps what was written, for the answer as one object, and yields
 the events of a stream on the way. A `ModelApi` joins it with the reader of the API's requests.
 
 The makers' libraries try again after 408, 409, 429 and from 500 on, unless `x-should-retry` says

@@ -432,7 +432,7 @@ _NEUTRAL: Mapping[str, Iterable[Any]] = {
     "stateful": (True,),  # episodes always are
     # Responses
     "background": _OFF,
-    "include": (["reasoning.encrypted_content"],),  # reasoning is told whole: it needs no cipher
+    "include": (["reasoning.encrypted_content"],),  # reasoning comes whole, without a cipher
     "text.verbosity": ("medium",),
     "reasoning": ({"summary": ("auto", "concise", "detailed"), "generate_summary": ("auto",)},),
     "truncation": ("disabled",),

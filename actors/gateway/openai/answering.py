@@ -293,7 +293,7 @@ class ServedAnswer:
         return answer
 
     def _extra(self) -> dict[str, Any]:
-        """Return what is told besides where tokens were asked for."""
+        """Return the field that an answer has besides where tokens were asked for."""
         if self._asked.prompt_logprobs is not None:
             return {"tinkermq": {"vocabulary": self._vocabulary}}
         if not self._asked.return_token_ids or self._api in (CHAT, COMPLETIONS):

@@ -164,8 +164,8 @@ class SampledPath:
 
     def shown(self) -> dict[str, Any]:
         """Return it as OpenAI tells of a model."""
-        told = {"id": self.adapter, "object": "model", "created": 0}
-        return {**told, "owned_by": "tinker", "job": self.job}
+        model = {"id": self.adapter, "object": "model", "created": 0}
+        return {**model, "owned_by": "tinker", "job": self.job}
 
 
 class ServedModels:

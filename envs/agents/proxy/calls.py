@@ -190,13 +190,13 @@ class CallAsker:
     async def look_up(self, name: str) -> None:
         """See to it that the call which a program names is known, if it is one."""
 
-    async def tell_delivered(
+    async def report_delivered(
         self, subjects: "EpisodeSubjects", calls: list[int], *, whole: bool
     ) -> None:
         """Say whether a program has the end of an answer."""
-        told = CallDelivered(calls=calls, whole=whole)
+        delivered = CallDelivered(calls=calls, whole=whole)
         with contextlib.suppress(TinkermqError):  # unknown, then, until a later call shows it
-            await self.broker.publish(subjects.delivered, told.to_bytes())
+            await self.broker.publish(subjects.delivered, delivered.to_bytes())
 
 
 class RunningCall:
@@ -238,7 +238,7 @@ class RunningCall:
             self._listeners.discard(woken)
 
     def end(self, error: TinkermqError) -> None:
-        """Answer no further: who waits is told the error."""
+        """Stop with an error, which every request that waits for it gets."""
         if not self.is_over:
             self.error = error
         self._task.cancel()
@@ -253,7 +253,7 @@ class RunningCall:
         if self.is_delivered:
             return
         self.is_delivered = whole
-        await self._asker.tell_delivered(self._opened.subjects, self.answer.calls, whole=whole)
+        await self._asker.report_delivered(self._opened.subjects, self.answer.calls, whole=whole)
 
     def _wake(self) -> None:
         for woken in self._listeners:
@@ -326,7 +326,7 @@ class RunningCall:
                 self._wake()
 
     def _again(self, attempt: int) -> CallRequest:
-        """Return the request with what was told of its answer."""
+        """Return the request with what has come of its answer."""
         again = {
             "request": f"{self.request.request}-{attempt}",
             "begun": self.answer.begun(),

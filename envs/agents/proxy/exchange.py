@@ -94,7 +94,7 @@ class HttpExchange:
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
         self.api: ModelApi = CHAT
-        """In whose words errors are told."""
+        """The API in whose words it gets errors."""
         self.is_started = False
         """Whether the head of the answer has been sent."""
         self.status = 0
@@ -118,8 +118,8 @@ class HttpExchange:
         """
         room = room or BodyRoom(most)
         taken = 0
-        told = self.headers.get("content-length", "")
-        if told.isdecimal() and int(told) > most:
+        declared = self.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > most:
             raise _too_large(most)
         if self.headers.get("content-encoding", "identity") != "identity":
             raise UnreadableBody("the body is compressed", hint="send it as it is")
@@ -174,8 +174,8 @@ class HttpExchange:
         self, raw: bytes, status: int = 200, headers: Mapping[str, str] | None = None
     ) -> None:
         """Answer with a JSON value that is serialised already."""
-        told = {"content-type": _JSON, "content-length": str(len(raw)), **(headers or {})}
-        await self._start(status, told)
+        described = {"content-type": _JSON, "content-length": str(len(raw)), **(headers or {})}
+        await self._start(status, described)
         large = len(raw) > _LARGE
         await self._send({"type": "http.response.body", "body": raw, "more_body": large})
         if large:  # the end of it waits until the program has read the rest
@@ -203,8 +203,8 @@ class HttpExchange:
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         self.is_started, self.status = True, status
-        told = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": told})
+        encoded = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": encoded})
 
 
 def dumped(value: Any) -> bytes:

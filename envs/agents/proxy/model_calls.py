@@ -38,7 +38,7 @@ _EMPTY_BYTES, _TOKEN_BYTES = 4096, 64
 
 
 class AnswerReading:
-    """How far one of a program's requests has been told an answer."""
+    """How much of an answer one of a program's requests has had."""
 
     def __init__(self, api: ModelApi, asked: ModelRequest, request: str) -> None:
         """Read the answer to call `request` from its beginning."""
@@ -148,7 +148,7 @@ def _usage(gathered: GatheredAnswer) -> Usage:
 
 
 def _token_fields(gathered: GatheredAnswer) -> dict[str, Any]:
-    """Return what a request for tokens is told besides."""
+    """Return the field that an answer has besides where tokens were asked for."""
     head = gathered.head
     assert head is not None
     answers = [
@@ -326,15 +326,15 @@ def _headers(call: RunningCall) -> Mapping[str, str]:
     head = call.answer.head
     if head is None:
         return {}
-    told = {
+    headers = {
         "x-tinkermq-parent": "root" if head.parent is None else str(head.parent),
         "x-tinkermq-reused": str(head.num_reused),
     }
     if head.branch:
-        told["x-tinkermq-branch"] = head.branch
+        headers["x-tinkermq-branch"] = head.branch
     if call.answer.calls:
-        told["x-tinkermq-call"] = ",".join(str(number) for number in call.answer.calls)
-    return told
+        headers["x-tinkermq-call"] = ",".join(str(number) for number in call.answer.calls)
+    return headers
 
 
 async def _write(waiting: _Waiting, text: str) -> None:

@@ -77,8 +77,8 @@ class ModelProxy:
     ) -> None:
         """Prepare a proxy of one job; `kept_bytes` is each episode's room for its answers.
 
-        `gateway` is the URL of the pool's, where it is to let programs in as well; `seen` is told
-        of each request that was answered here.
+        `gateway` is the URL of the pool's, where it is to let programs in as well; `seen` is
+        called with each request that was answered here.
         """
         self._broker, self._scope = broker, scope
         self._times = times or ProxyTimes()

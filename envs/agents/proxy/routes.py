@@ -24,7 +24,7 @@ MAX_REQUESTS = 64
 
 Endpoint: TypeAlias = Callable[[HttpExchange, OpenEpisode], Awaitable[None]]
 Seen: TypeAlias = Callable[[HttpExchange, str], object]
-"""Is told of each request that was answered, and of its path without a key."""
+"""Called with each request that was answered, and its path without a key."""
 
 _APIS: Mapping[tuple[str, ...], ModelApi] = {
     ("chat", "completions"): CHAT,
@@ -56,7 +56,7 @@ class ProxyRoutes:
         *,
         relay: Endpoint | None = None,
     ) -> None:
-        """Serve the programs of `episodes`; `seen` is told of all they ask for.
+        """Serve the programs of `episodes`; `seen` is called with each request.
 
         `relay` answers what is said of an episode, and not asked of the model, where its host is
         elsewhere.
@@ -180,7 +180,9 @@ def _posting(post: posts.Post) -> Endpoint:
 
 def _get(method: str, path: tuple[str, ...]) -> Endpoint | None:
     if method == "GET" and path == ("episode",):
-        return lambda exchange, opened: exchange.reply(posts.told_of(opened, time.monotonic()))
+        return lambda exchange, opened: exchange.reply(
+            posts.episode_status(opened, time.monotonic())
+        )
     if method == "GET" and path[:2] == ("episode", "calls") and len(path) == 3:
         return lambda exchange, opened: exchange.reply({"call": opened.call_number(path[2])})
     if method == "GET" and path[:1] == ("models",):
