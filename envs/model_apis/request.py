@@ -261,7 +261,7 @@ def read_sampling(fields: Fields, names: Sequence[str]) -> dict[str, Any]:
     return {
         name: value
         for name, value in given.items()
-        if value is not None and not (type(value) in (int, float) and asks_nothing(name, value))
+        if not (value is None or (isinstance(value, int | float) and asks_nothing(name, value)))
     }
 
 
