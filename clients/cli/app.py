@@ -38,7 +38,7 @@ _GROUPS: dict[str, list[_Command]] = {
     ],
     "Runs": [
         _Command("train", "runs.train:train", "Submit a training job and watch it."),
-        _Command("sft", "runs.train:sft", "Submit a job that learns from conversations or pairs."),
+        _Command("sft", "runs.train:sft", "Submit a job that learns from conversations."),
         _Command("sweep", "runs.sweep:sweep", "Train a run for each combination of values."),
         _Command("ps", "runs.runs:ps", "List runs."),
         _Command("watch", "runs.train:watch", "Watch a run live."),

@@ -32,7 +32,6 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
     "sft": (
         Example("tinkermq sft sft.yaml sft.data=[chats.jsonl] name=warm", "learn, and watch"),
         Example("tinkermq train train.yaml --from warm", "go on by playing"),
-        Example("tinkermq sft dpo.yaml sft.data=[pairs.jsonl]", "prefer the chosen answers"),
     ),
     "sweep": (
         Example(

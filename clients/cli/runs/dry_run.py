@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ....broker.client.connection import Broker
 from ....envs.check import CheckResult, check_game
-from ....envs.data.pair_data import check_row, open_rows
+from ....envs.data.chat_data import ChatData
 from ....schemas.config.job import JobConfig
 from ....schemas.job import SubmissionFinding
 from ....schemas.node import GameCheckReply
@@ -282,14 +282,10 @@ def check_agent(config: JobConfig) -> str:
 
 def check_rows(config: JobConfig) -> str:
     """Read every row of an SFT job's data; DataError for the first that cannot be learnt from."""
-    counts: list[int] = []
-    for files in filter(None, (config.sft.data, config.sft.val_data)):
-        with contextlib.closing(open_rows(config.sft, files)) as data:
-            for number in range(len(data)):
-                check_row(data.row(number))
-            counts.append(len(data))
-    what = "pairs" if config.sft.has_pairs else "conversations"
-    return f"{counts[0]} {what}" + "".join(f", {count} held out" for count in counts[1:])
+    with contextlib.closing(ChatData(config.sft.data)) as data:
+        for number in range(len(data)):
+            data.check_row(number)
+        return f"{len(data)} conversations"
 
 
 def needed_slots(config: JobConfig) -> int:
