@@ -15,7 +15,7 @@ from typing import Any
 from ..schemas.config.job import JobConfig, RolloutConfig
 from ..schemas.wire.codec import unpack
 from ..schemas.wire.errors import ConfigError, TinkermqError
-from .generator.episodes.chat import ChatTokenizer, open_chat
+from .policy.chat import ChatTokenizer, open_chat
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,10 @@ from typing import Any
 
 from ..schemas.config.job import JobConfig, ModelConfig
 from ..schemas.wire.errors import ModelError, TinkermqError
-from .generator.episodes.chat import make_chat, open_chat
-from .models.lora import base_of, is_adapter
-from .models.model_folder import (
-    check_model_folder,
-    load_causal_lm,
-    load_policy,
-)
-from .models.writing import check_saving
+from .policy.chat import make_chat, open_chat
+from .policy.lora import base_of, is_adapter
+from .policy.model_folder import check_model_folder, load_causal_lm, load_policy
+from .policy.saving import check_saving
 
 ROWS_S = 60.0
 """Time for the rows of a job's conversations; of more the first are looked at."""
@@ -61,8 +57,8 @@ def _chat(config: JobConfig) -> str:
 
 def _rows(config: JobConfig) -> str:
     """Tokenise conversations as the job's generators do."""
-    from ..envs.data.chat_data import ChatData
-    from .generator.episodes.demonstrations import tokenise_row
+    from ..envs.data import ChatData
+    from .rollout.demonstrations import tokenise_row
 
     chat, until = open_chat(config.model), time.monotonic() + ROWS_S
     with contextlib.closing(ChatData(config.sft.data)) as data:

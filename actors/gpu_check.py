@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.markup import escape
 
-from ..broker.programs.process import die_with
+from ..broker.service_process import die_with
 from ..schemas.wire.errors import DeadlineError, EngineError, TinkermqError
 
 State = Literal["ok", "failed", "skipped"]
@@ -323,7 +323,7 @@ def sum_over_ranks(num_ranks: int, num_values: int) -> float:
 
     Raises EngineError for a wrong sum, DeadlineError for a rank that does not finish.
     """
-    from .learner.training.parallel import Meeting
+    from .training.parallel import Meeting
 
     context = multiprocessing.get_context("spawn")
     pipes: list[Connection] = []
@@ -357,8 +357,8 @@ def _sum_as_rank(
     """Be a rank: send the largest error and the seconds of the fastest sum."""
     import torch
 
-    from ..schemas.config.learner import LearnerConfig
-    from .learner.training.parallel import Meeting, Parallel
+    from ..schemas.config.sections import LearnerConfig
+    from .training.parallel import Meeting, Parallel
 
     config = LearnerConfig(ranks=num_ranks, slots=num_ranks)
     parallel = Parallel.join(rank, config, Meeting.reach(dict(meeting)))
@@ -444,9 +444,9 @@ async def _generate(engine_name: str) -> str:
     import torch
 
     from ..schemas.config.job import JobConfig
-    from .generator.engine.engine import Sampling
-    from .generator.episodes.players import start_engine
-    from .models.tiny_model import save_tiny_model
+    from .engine.engine import Sampling
+    from .policy.tiny_models import save_tiny_model
+    from .rollout.players import start_engine
 
     num_prompts, num_tokens = 16, 32
     with tempfile.TemporaryDirectory() as folder:

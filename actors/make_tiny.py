@@ -7,8 +7,13 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from .models.tiny_model import CHAT_TEMPLATE, TinyKind, save_tiny_model
-from .models.tiny_vision_model import TinyVisionKind, save_tiny_vision_model
+from .policy.tiny_models import (
+    CHAT_TEMPLATE,
+    TinyKind,
+    TinyVisionKind,
+    save_tiny_model,
+    save_tiny_vision_model,
+)
 
 _WITH_TOOLS = """
 {%- for tool in tools or [] -%}{{ tool['function']['name'] + ' ' }}{%- endfor -%}

@@ -26,13 +26,13 @@ import uvloop
 
 from ..broker.client.connection import Broker
 from ..broker.client.login import take_login
+from ..broker.client.reconnect import connected
 from ..broker.client.rpc import RequestContext, Service
 from ..broker.feed import publish_event
 from ..broker.jetstream.kv import Bucket
 from ..broker.jetstream.streams import create_shared, wait_for_shared
-from ..broker.outages.first_connection import connected
 from ..broker.presence import PresenceBeat
-from ..broker.programs.systemd import told_to_systemd
+from ..broker.service_process import told_to_systemd
 from ..schemas.config.job import JobConfig
 from ..schemas.config.load_config import parse_config
 from ..schemas.control import ControlReply, ControlRequest
@@ -40,9 +40,9 @@ from ..schemas.job import JobRecord
 from ..schemas.metric import Event, Presence
 from ..schemas.wire.errors import NotFoundError, StateError, TinkermqError, root_cause
 from ..schemas.wire.subjects import BUCKET_JOBS, JobScope
-from .folders.links import refuse_links_to_others
 from .logging import configure_logging
-from .storage.models_by_url import bring_here
+from .storage.access import refuse_links_to_others
+from .storage.cache import bring_here
 
 EXIT_DONE = 0
 EXIT_CRASHED = 1

@@ -26,16 +26,15 @@ from rich.progress import Progress
 
 from ..schemas.wire.errors import TinkermqError
 from ..schemas.wire.images import images_of
-from .generator.episodes.chat import ChatTokenizer
-from .learner.packing.micro_batch import TokenSequence
-from .learner.packing.packing import pack
-from .learner.training.model import Scorer
-from .models.model_folder import load_causal_lm, load_tokenizer
-from .models.tiny_model import save_tiny_model
-from .models.tiny_vision_model import save_tiny_vision_model
-from .models.vision import load_image_reader
-from .models.writing import save_model
+from .policy.chat import ChatTokenizer
+from .policy.model_folder import load_causal_lm, load_tokenizer
+from .policy.saving import save_model
+from .policy.tiny_models import save_tiny_model, save_tiny_vision_model
+from .policy.vision import load_image_reader
 from .recipes import RECIPES, Recipe, find_recipe, is_made, mark_made, module_of
+from .training.micro_batch import TokenSequence
+from .training.model import Scorer
+from .training.packing import pack
 
 ChatMessage = dict[str, Any]
 _ROW_CONVERSATIONS = 2

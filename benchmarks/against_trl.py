@@ -26,7 +26,12 @@ from typing import Any
 
 from benchmarks.report import Report, parser
 from benchmarks.stack import REPOSITORY, Run, Stack
-from benchmarks.tasks import addition_job, in_training_order, slow_calculator_job, warm_model
+from benchmarks.tasks import (
+    addition_job,
+    in_training_order,
+    slow_calculator_job,
+    warm_model,
+)
 
 WARM = 5
 QUICK_TASKS = 4

@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
-from tinkermq.actors.generator.agents.answering import CallAnswers
-from tinkermq.actors.generator.agents.call_log import CallLog
-from tinkermq.actors.generator.agents.template_facts import TemplateFacts, facts_of
-from tinkermq.actors.generator.engine.engine import Drawn, Generation, OnToken, Sampling
-from tinkermq.actors.generator.episodes.agent_loop import EpisodeSampling
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer
-from tinkermq.actors.models.tiny_model import make_tokenizer
-from tinkermq.broker.observe.time_use import TimeUse
+from tinkermq.actors.engine.engine import Drawn, Generation, OnToken, Sampling
+from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.actors.policy.template_facts import TemplateFacts, facts_of
+from tinkermq.actors.policy.tiny_models import make_tokenizer
+from tinkermq.actors.rollout.agent_loop import EpisodeSampling
+from tinkermq.actors.rollout.call_answers import CallAnswers
+from tinkermq.actors.rollout.call_log import CallLog
+from tinkermq.broker.observe.metering import TimeUse
 from tinkermq.envs.agents.wire import history_of
 from tinkermq.schemas.agent import CallMessage, CallPart, CallRequest
 from tinkermq.schemas.config.job import JobConfig

@@ -32,7 +32,7 @@ from tinkermq.actors.runtime import settle_memory
 from tinkermq.broker.client.connection import connect
 from tinkermq.broker.client.parts import PartsService, Tell
 from tinkermq.broker.client.rpc import Service
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.envs.agents.episode import ProgramEpisode
 from tinkermq.envs.agents.proxy.proxy import ModelProxy
 from tinkermq.schemas.agent import CallDelta, CallPart, CallRequest

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer
-from tinkermq.actors.learner.packing.micro_batch import TokenSequence
-from tinkermq.actors.learner.packing.packing import pack
-from tinkermq.actors.learner.training.model import Scorer
-from tinkermq.actors.models.model_folder import load_causal_lm, load_tokenizer
-from tinkermq.actors.models.tiny_model import SPECIAL_TOKENS, make_model
+from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.actors.policy.model_folder import load_causal_lm, load_tokenizer
+from tinkermq.actors.policy.tiny_models import SPECIAL_TOKENS, make_model
+from tinkermq.actors.training.micro_batch import TokenSequence
+from tinkermq.actors.training.model import Scorer
+from tinkermq.actors.training.packing import pack
 from tinkermq.envs.games.calculator import CALL, HABIT, calculate
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast

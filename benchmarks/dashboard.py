@@ -22,7 +22,7 @@ from playwright.async_api import Browser
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jetstream.streams import create_shared, ensure_stream, job_streams
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.metric import Metric

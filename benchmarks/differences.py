@@ -25,17 +25,18 @@ import numpy as np
 import pyarrow
 import torch
 import uvloop
-from tinkermq.actors.broadcast.receiver import BroadcastReceiver
-from tinkermq.actors.broadcast.sender import Sender
-from tinkermq.actors.learner.training.parallel import snapshot
-from tinkermq.actors.models.tiny_model import make_model
+from tinkermq.actors.policy.tiny_models import make_model
+from tinkermq.actors.training.parallel import snapshot
+from tinkermq.actors.weights.broadcast_receiver import BroadcastReceiver
+from tinkermq.actors.weights.broadcast_sender import Sender
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.jetstream.streams import create_job_streams
-from tinkermq.broker.programs.server import NatsServer
-from tinkermq.broker.weights.differences import apply, encode
+from tinkermq.broker.nats_server import NatsServer
+from tinkermq.broker.weights.history import apply, encode
+from tinkermq.broker.weights.payloads import TensorBytes
 from tinkermq.broker.weights.shared_memory import sweep
-from tinkermq.broker.weights.store import TensorBytes, WeightStore
+from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.config.job import LearnerConfig, LimitsConfig
 from tinkermq.schemas.weights import Manifest
 from tinkermq.schemas.wire.subjects import JobScope

@@ -18,13 +18,11 @@ from typing import Any, Unpack
 
 import numpy as np
 import torch
-from tinkermq.actors.generator.engine.engine import Engine, KvOnSwap, Sampling
-from tinkermq.actors.generator.engine.transformers.decoder import FedTokens, load_decoder
-from tinkermq.actors.generator.engine.transformers.transformers_engine import (
-    TransformersEngine,
-)
-from tinkermq.actors.models.model_folder import load_causal_lm
-from tinkermq.actors.models.tiny_model import make_model, make_tokenizer
+from tinkermq.actors.engine.engine import Engine, KvOnSwap, Sampling
+from tinkermq.actors.engine.transformers.decoder import FedTokens, load_decoder
+from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
+from tinkermq.actors.policy.model_folder import load_causal_lm
+from tinkermq.actors.policy.tiny_models import make_model, make_tokenizer
 from transformers import PreTrainedModel
 
 from benchmarks.report import Report, parser

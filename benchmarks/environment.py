@@ -29,7 +29,7 @@ from typing import Any, Literal, NamedTuple
 
 import uvloop
 from tinkermq.broker.client.connection import connect
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.envs.game import AbstractGame
 from tinkermq.envs.games.gomoku import GomokuGame
 from tinkermq.envs.prompt import open_game

@@ -10,9 +10,8 @@ other on the example's board, in both colours.
 import random
 import time
 
-from tinkermq.envs.games.boards.board import Board, O, X
-from tinkermq.envs.games.boards.players import make_player
 from tinkermq.envs.games.gomoku import GomokuGame
+from tinkermq.envs.games.row_games import Board, O, X, make_player
 
 from benchmarks.report import Report, parser
 

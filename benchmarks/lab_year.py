@@ -26,9 +26,9 @@ import uvloop
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import call
 from tinkermq.broker.jetstream.streams import create_shared, stream_info
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.presence import presences
-from tinkermq.broker.programs.process import die_with
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.service_process import die_with
 from tinkermq.schemas.job import FINAL_STATES, JobRecord
 from tinkermq.schemas.wire.errors import TinkermqError
 from tinkermq.schemas.wire.message import Empty

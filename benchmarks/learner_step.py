@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tinkermq.actors.learner.algorithms.training_batch import assemble
-from tinkermq.actors.learner.training.model import load_model
-from tinkermq.actors.learner.training.parallel import Parallel
-from tinkermq.actors.learner.training.step import Trainer
-from tinkermq.actors.models.devices import own_device
+from tinkermq.actors.policy.devices import own_device
+from tinkermq.actors.training.batch import assemble
+from tinkermq.actors.training.model import load_model
+from tinkermq.actors.training.parallel import Parallel
+from tinkermq.actors.training.step import Trainer
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group, Trajectory
 from tinkermq.schemas.task import Task

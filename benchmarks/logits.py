@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from tinkermq.actors.learner.packing.micro_batch import MicroBatch, TokenSequence
-from tinkermq.actors.learner.packing.packing import pack
-from tinkermq.actors.learner.training.model import Scorer
+from tinkermq.actors.training.micro_batch import MicroBatch, TokenSequence
+from tinkermq.actors.training.model import Scorer
+from tinkermq.actors.training.packing import pack
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.report import Report, parser

@@ -19,22 +19,20 @@ from statistics import median
 import numpy as np
 import torch
 import uvloop
-from tinkermq.actors.generator.engine.engine import Sampling
-from tinkermq.actors.generator.engine.transformers.transformers_engine import (
-    TransformersEngine,
-)
-from tinkermq.actors.job_weights import as_sources
-from tinkermq.actors.learner.training.parallel import snapshot
-from tinkermq.actors.models.lora import has_adapter
-from tinkermq.actors.models.model_folder import load_policy
-from tinkermq.actors.models.policies import MAIN
-from tinkermq.actors.models.tiny_model import save_tiny_model
+from tinkermq.actors.engine.engine import Sampling
+from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
+from tinkermq.actors.policy.lora import has_adapter
+from tinkermq.actors.policy.model_folder import load_policy
+from tinkermq.actors.policy.policies import MAIN
+from tinkermq.actors.policy.tiny_models import save_tiny_model
+from tinkermq.actors.training.parallel import snapshot
+from tinkermq.actors.weights.job_weights import as_sources
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.jetstream.streams import create_job_streams
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.config.job import LimitsConfig
-from tinkermq.schemas.config.lora import LoraConfig
+from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.wire.subjects import JobScope
 
 from benchmarks.report import Report, parser

@@ -22,15 +22,15 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tinkermq.actors.generator.agents.exact_calls import ExactCalls
-from tinkermq.actors.generator.agents.rows import rows_of
-from tinkermq.actors.generator.engine.engine import Generation, Sampling
-from tinkermq.actors.generator.engine.transformers.transformers_engine import TransformersEngine
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer
-from tinkermq.actors.learner.packing.micro_batch import TokenSequence
-from tinkermq.actors.learner.packing.packing import pack
-from tinkermq.actors.learner.training.model import Scorer
-from tinkermq.actors.models.model_folder import load_causal_lm, load_tokenizer
+from tinkermq.actors.engine.engine import Generation, Sampling
+from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
+from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.actors.policy.model_folder import load_causal_lm, load_tokenizer
+from tinkermq.actors.rollout.call_tree import rows_of
+from tinkermq.actors.rollout.exact_calls import ExactCalls
+from tinkermq.actors.training.micro_batch import TokenSequence
+from tinkermq.actors.training.model import Scorer
+from tinkermq.actors.training.packing import pack
 from tinkermq.envs.agents.messages import CanonicalMessage
 from tinkermq.envs.agents.replies import parse_reply
 from transformers.utils import logging

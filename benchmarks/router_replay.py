@@ -17,16 +17,16 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from tinkermq.actors.generator.engine.engine import Sampling
-from tinkermq.actors.generator.episodes.players import start_engine
-from tinkermq.actors.generator.episodes.transcript import Transcript
-from tinkermq.actors.learner.algorithms.training_batch import assemble
-from tinkermq.actors.learner.packing.micro_batch import TokenSequence
-from tinkermq.actors.learner.packing.packing import pack
-from tinkermq.actors.learner.training.model import Scorer, load_model
-from tinkermq.actors.learner.training.step import Trainer
-from tinkermq.actors.models.experts.recorder import RouterRecorder
-from tinkermq.actors.models.tiny_model import make_tokenizer
+from tinkermq.actors.engine.engine import Sampling
+from tinkermq.actors.policy.experts import RouterRecorder
+from tinkermq.actors.policy.tiny_models import make_tokenizer
+from tinkermq.actors.rollout.players import start_engine
+from tinkermq.actors.rollout.transcript import Transcript
+from tinkermq.actors.training.batch import assemble
+from tinkermq.actors.training.micro_batch import TokenSequence
+from tinkermq.actors.training.model import Scorer, load_model
+from tinkermq.actors.training.packing import pack
+from tinkermq.actors.training.step import Trainer
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group, Trajectory
 from tinkermq.schemas.task import Task

@@ -34,7 +34,7 @@ from tinkermq.broker.jetstream.streams import (
     create_job_streams,
     delete_job_streams,
 )
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.task import Task
 from tinkermq.schemas.wire.errors import TinkermqError

@@ -22,13 +22,13 @@ from pathlib import Path
 
 import uvloop
 from tinkermq.actors.scheduler.jobs.actors import unplaced
-from tinkermq.actors.scheduler.placement.placement import NodeSlots, place
-from tinkermq.actors.scheduler.placement.queue import PlacementRequest, UserShares
+from tinkermq.actors.scheduler.placement import NodeSlots, place
+from tinkermq.actors.scheduler.queue import PlacementRequest, UserShares
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import call
 from tinkermq.broker.jetstream.streams import create_shared
-from tinkermq.broker.programs.process import die_with
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
+from tinkermq.broker.service_process import die_with
 from tinkermq.schemas.job import (
     JobList,
     JobRecord,

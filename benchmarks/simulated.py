@@ -17,7 +17,7 @@ import sys
 import time
 
 import uvloop
-from tinkermq.actors.learner.tasks.intake import Intake
+from tinkermq.actors.learner.intake import Intake
 from tinkermq.broker.client.connection import connect
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.tasks import TaskQueue

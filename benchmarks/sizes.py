@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tinkermq.actors.models.devices import own_device
+from tinkermq.actors.policy.devices import own_device
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.presence import list_presences
-from tinkermq.broker.programs.process import die_with
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.service_process import die_with
 from tinkermq.clients.follow import follow_run
 from tinkermq.clients.pool import Pool
 from tinkermq.schemas.config.load_config import parse_config

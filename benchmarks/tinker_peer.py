@@ -36,9 +36,9 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from tinkermq.actors.models.tiny_model import save_tiny_model
+from tinkermq.actors.policy.tiny_models import save_tiny_model
 from tinkermq.broker.presence import list_presences
-from tinkermq.broker.programs.process import die_with
+from tinkermq.broker.service_process import die_with
 
 from benchmarks.report import Report, parser
 from benchmarks.stack import REPOSITORY, Stack

@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
-from tinkermq.actors.models.tiny_model import save_tiny_model
+from tinkermq.actors.policy.tiny_models import save_tiny_model
 
 from benchmarks.report import Report, parser
 from benchmarks.stack import Stack

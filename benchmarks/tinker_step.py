@@ -23,10 +23,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
-from tinkermq.actors.models.tiny_model import make_model
+from tinkermq.actors.policy.tiny_models import make_model
 from tinkermq.actors.tinker.training.adapter import ALPHA
 from tinkermq.actors.tinker.training.trainer import AdapterTrainer
-from tinkermq.schemas.tinker.datum import AdamParams, Datum, LoraSpec
+from tinkermq.schemas.tinker.operation import AdamParams, Datum, LoraSpec
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar

@@ -21,17 +21,19 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from tinkermq.actors.models.tiny_model import make_model
+from tinkermq.actors.policy.tiny_models import make_model
 from tinkermq.actors.tinker.training.trainer import AdapterTrainer
-from tinkermq.actors.tinker.wire import schema
 from tinkermq.broker.client.rpc import call
 from tinkermq.broker.jetstream.streams import stream_info
 from tinkermq.broker.presence import list_presences
 from tinkermq.clients.pool import Pool
 from tinkermq.schemas.job import JobRecord
-from tinkermq.schemas.tinker.datum import AdamParams, Datum, LoraSpec
+from tinkermq.schemas.tinker import wire
 from tinkermq.schemas.tinker.operation import (
+    AdamParams,
     AwaitResult,
+    Datum,
+    LoraSpec,
     ModelOperation,
     OperationKind,
     OperationResult,
@@ -156,7 +158,7 @@ class Client:
 
     def _loss(self) -> bytes:
         rng, size = np.random.default_rng(self._seq), self._size
-        made = schema.ForwardBackwardRequest(
+        made = wire.ForwardBackwardRequest(
             model_id=self._model, seq_id=self._seq, loss_fn="cross_entropy"
         )
         for _ in range(size.datums):

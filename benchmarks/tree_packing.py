@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from tinkermq.actors.learner.algorithms.training_batch import TrainingBatch, assemble
-from tinkermq.actors.learner.packing.packing import pack
-from tinkermq.actors.learner.training.model import load_model
-from tinkermq.actors.learner.training.parallel import Parallel
-from tinkermq.actors.learner.training.step import Trainer
+from tinkermq.actors.training.batch import TrainingBatch, assemble
+from tinkermq.actors.training.model import load_model
+from tinkermq.actors.training.packing import pack
+from tinkermq.actors.training.parallel import Parallel
+from tinkermq.actors.training.step import Trainer
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group, Trajectory
 from tinkermq.schemas.task import Task

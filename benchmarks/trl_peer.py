@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from tinkermq.actors.models.model_folder import load_causal_lm, load_tokenizer
+from tinkermq.actors.policy.model_folder import load_causal_lm, load_tokenizer
 from tinkermq.envs.games.calculator import CALL, calculate
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from tinkermq.actors.generator.engine.engine import Engine, Generation, Sampling
-from tinkermq.actors.generator.episodes.players import start_engine
-from tinkermq.actors.models.model_folder import load_causal_lm
+from tinkermq.actors.engine.engine import Engine, Generation, Sampling
+from tinkermq.actors.policy.model_folder import load_causal_lm
+from tinkermq.actors.rollout.players import start_engine
 from tinkermq.schemas.config.job import JobConfig
 from transformers import PreTrainedModel
 

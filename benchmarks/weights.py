@@ -25,12 +25,13 @@ from typing import Any
 import numpy as np
 import uvloop
 from tinkermq.broker.client.connection import connect
-from tinkermq.broker.jetstream.digests import digest_of
+from tinkermq.broker.jetstream.objects import digest_of
 from tinkermq.broker.jetstream.streams import create_job_streams
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.weights.history import joined
+from tinkermq.broker.weights.payloads import TensorBytes
 from tinkermq.broker.weights.shared_memory import sweep
-from tinkermq.broker.weights.store import TensorBytes, WeightStore
+from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.wire.subjects import JobScope
 

@@ -7,12 +7,12 @@ learner is no longer the one that owns the job: it is fenced off and must end.
 from collections.abc import Iterable
 from functools import partial
 
-from ..schemas.batch import BatchRecord
+from ..schemas.task import BatchRecord
 from ..schemas.wire.errors import FencedError
 from ..schemas.wire.subjects import JobScope
 from .client.connection import Broker
 from .jetstream.appending import Overtaken, append_behind
-from .jetstream.stored import StoredMessage, get_all, get_seq
+from .jetstream.direct_get import StoredMessage, get_all, get_seq
 from .jetstream.streams import stream_info
 
 DEADLINE_S = 60.0

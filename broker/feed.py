@@ -6,22 +6,23 @@ late, or comes back, sees what happened without it.
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
 from contextlib import aclosing
 from typing import Literal, TypeAlias, TypeVar
 
 import structlog
 
-from ..schemas.metric import Event, LogLines, Metric
+from ..schemas.metric import EvalRecord, Event, LogLines, Metric
 from ..schemas.task import DeadLetter
 from ..schemas.wire.errors import MessageError
 from ..schemas.wire.message import Message
-from ..schemas.wire.subjects import JobScope
+from ..schemas.wire.subjects import BUCKET_EVALS, JobScope
 from ..schemas.wire.trace import StepTrace
 from .client.connection import Broker
-from .client.headers import MESSAGE_ID
+from .client.nats_internals import MESSAGE_ID
+from .jetstream.direct_get import StoredMessage, get_all
+from .jetstream.kv import Bucket
 from .jetstream.reader import StreamReader
-from .jetstream.stored import StoredMessage, get_all
 from .jetstream.streams import stream_info
 
 FeedKind: TypeAlias = Literal["metric", "event", "log"]
@@ -204,3 +205,28 @@ def _parse(stored: StoredMessage, model: type[M]) -> M | None:
     except MessageError as error:
         _log.error("feed_malformed", subject=stored.subject, seq=stored.seq, error=error.message)
         return None
+
+
+# What the evaluations of a run came to, by version.
+
+SCORE = "val/mean_score"
+"""What the best version has most of."""
+
+
+async def read_scores(broker: Broker, scope: JobScope) -> dict[int, float]:
+    """Return the mean validation score of each version of a run that was evaluated.
+
+    Raises BrokerError, NotFoundError where there is no bucket of evaluations.
+    """
+    entries = await Bucket(broker, BUCKET_EVALS, EvalRecord).items(scope.key)
+    told = [entry.value for entry in entries]
+    return {one.version: one.values[SCORE] for one in told if SCORE in one.values}
+
+
+def best_of(scores: Mapping[int, float], versions: Iterable[int]) -> int | None:
+    """Return which of these versions has the highest score, the earliest of equals; None if none.
+
+    A score that is not a number counts for nothing.
+    """
+    scored = [one for one in versions if one in scores and scores[one] == scores[one]]
+    return max(scored, key=lambda version: (scores[version], -version), default=None)

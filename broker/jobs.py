@@ -15,7 +15,14 @@ from typing import Any
 
 import structlog
 
-from ..schemas.job import FINAL_STATES, MAY_FOLLOW, JobRecord, JobState, Removal, RequestRecord
+from ..schemas.job import (
+    FINAL_STATES,
+    MAY_FOLLOW,
+    JobRecord,
+    JobState,
+    Removal,
+    RequestRecord,
+)
 from ..schemas.metric import Event
 from ..schemas.wire.errors import ConflictError, NotFoundError, StateError
 from ..schemas.wire.subjects import BUCKET_ARCHIVE, BUCKET_JOBS, BUCKET_REQUESTS, JobScope

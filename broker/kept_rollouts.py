@@ -7,14 +7,24 @@ so that what is left is spread over the run. Each is a file `rollouts/SEQ-STEP-T
 holds the entry's bytes; STEP is 0 for one that was not trained.
 """
 
+import asyncio
 import contextlib
 import re
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..schemas.wire.errors import StorageError
-from .disk.run_folder import Folder
-from .jetstream.stored import StoredMessage
+import structlog
+
+from ..schemas.task import BatchRecord
+from ..schemas.wire.errors import NotFoundError, StorageError, TinkermqError
+from ..schemas.wire.subjects import JobScope
+from .batches import BatchLog
+from .client.connection import Broker
+from .jetstream.direct_get import StoredMessage
+from .rollouts import LogEntry, RolloutLog, read_entry
+from .run_folder import Folder
 
 FOLDER = "rollouts"
 _NAME = re.compile(r"(\d{1,18})-(\d{1,18})-(\d{1,18})\.group")
@@ -91,3 +101,139 @@ def spread(behind: int, last: int, most: int) -> list[int]:
     """Return at most so many numbers over `behind` up to `last`, evenly spread, it among them."""
     every = max(1, -(-(last - behind) // most))
     return sorted(range(last, behind, -every))
+
+
+# Putting rollouts of a run into its folder: some at each checkpoint, the newest at its end.
+
+_PER_CHECKPOINT = 8
+_AT_ONCE = 8
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+class RolloutKeeper:
+    """Keeps rollouts of one run in its folder, for people: what it cannot keep it does without."""
+
+    def __init__(self, broker: Broker, scope: JobScope, run_dir: Path, most_bytes: int) -> None:
+        """Keep at most `most_bytes`; 0: nothing."""
+        self._log = RolloutLog(broker, scope)
+        self._batches = BatchLog(broker, scope)
+        self._run_dir = run_dir
+        self._most_bytes = most_bytes
+        self._batch_seq = 0
+
+    async def sample(self, batch_seq: int) -> None:
+        """Keep some groups of the steps since the last call, up to this record of the batch log."""
+        if not self._most_bytes or batch_seq <= self._batch_seq:
+            return
+        behind, self._batch_seq = self._batch_seq, batch_seq
+        try:
+            records = await self._batches.read_some(spread(behind, batch_seq, _PER_CHECKPOINT))
+            steps = {_one_of(record): record.step for record in records if record.seqs}
+            await self._keep(list(steps), steps, self._most_bytes)
+        except (OSError, TinkermqError) as error:
+            self._not_kept(error)
+
+    async def keep_newest(self) -> None:
+        """Keep the newest entries of the log, within half of the bytes."""
+        if not self._most_bytes:
+            return
+        try:
+            first, last = await self._log.first_seq(), await self._log.last_seq()
+            records = await self._batches.read_all()
+            steps = {seq: record.step for _, record in records for seq in record.seqs}
+            await self._keep(range(last, first - 1, -1), steps, self._most_bytes // 2)
+        except (OSError, TinkermqError) as error:
+            self._not_kept(error)
+
+    async def _keep(self, seqs: Sequence[int], steps: Mapping[int, int], most_bytes: int) -> None:
+        """Put entries into the folder, the first ones first, until they have so many bytes."""
+        there = {one.seq for one in await asyncio.to_thread(kept_rollouts, self._run_dir)}
+        for at in range(0, len(seqs), _AT_ONCE):
+            missing = (seq for seq in seqs[at : at + _AT_ONCE] if seq not in there)
+            for entry in await asyncio.gather(*map(self._log.get, missing)):
+                if entry is None or entry.number is None:
+                    continue
+                most_bytes -= len(entry.payload)
+                if most_bytes < 0:
+                    break
+                await asyncio.to_thread(self._write, entry, entry.number, steps.get(entry.seq))
+            if most_bytes < 0:
+                break
+        await asyncio.to_thread(thin_out, self._run_dir, self._most_bytes)
+
+    def _write(self, entry: LogEntry, task: int, step: int | None) -> None:
+        keep_rollout(self._run_dir, entry.seq, entry.payload, task, step)
+
+    def _not_kept(self, error: Exception) -> None:
+        _log.warning("rollouts_not_kept", folder=str(self._run_dir), error=str(error))
+
+
+def _one_of(record: BatchRecord) -> int:
+    return record.seqs[record.step % len(record.seqs)]
+
+
+# The rollouts of a run, wherever they are: in its log, and older ones in its folder.
+
+
+class RunRollouts:
+    """Entries of a run's log by sequence, also of one that was trimmed, archived or lost."""
+
+    def __init__(self, log: RolloutLog | None, first: int, last: int, kept: list[KeptAt]) -> None:
+        """The log holds `first` to `last`; of `kept` counts what lies outside of it."""
+        self._log = log
+        self.first, self.last = first, last
+        self._kept = {one.seq: one for one in kept if not first <= one.seq <= last}
+        inside = range(first, last + 1)
+        before = sorted(seq for seq in self._kept if seq < first)
+        behind = sorted(seq for seq in self._kept if seq > last)
+        self._parts: tuple[Sequence[int], ...] = (before, inside, behind)
+
+    @classmethod
+    async def open(cls, broker: Broker, scope: JobScope, run_dir: str) -> "RunRollouts":
+        """Look what there is; a job whose streams were removed has what its folder holds."""
+        kept = await asyncio.to_thread(kept_rollouts, run_dir)
+        log = RolloutLog(broker, scope)
+        try:
+            first, last = await log.first_seq(), await log.last_seq()
+        except NotFoundError:
+            return cls(None, 1, 0, kept)
+        return cls(log, first, last, kept)
+
+    @classmethod
+    def of_folder(cls, run_dir: str | Path) -> "RunRollouts":
+        """Return what the folder of a run holds, without a broker."""
+        return cls(None, 1, 0, kept_rollouts(run_dir))
+
+    def __len__(self) -> int:
+        """Return how many entries there are, those included that the log lost meanwhile."""
+        return sum(len(part) for part in self._parts)
+
+    def before(self, seq: int | None, most: int) -> list[int]:
+        """Return the newest sequences below one (None: of all), newest first."""
+        found: list[int] = []
+        for part in reversed(self._parts):
+            end = len(part) if seq is None else bisect_left(part, seq)
+            found += part[max(0, end - (most - len(found))) : end][::-1]
+            if len(found) == most:
+                break
+        return found
+
+    def after(self, seq: int) -> int | None:
+        """Return the next sequence behind one; None at the end."""
+        for part in self._parts:
+            place = bisect_left(part, seq + 1)
+            if place < len(part):
+                return part[place]
+        return None
+
+    @property
+    def steps(self) -> dict[int, int]:
+        """The step that trained each entry of the folder; the batch log knows of the others."""
+        return {seq: one.step for seq, one in self._kept.items() if one.step is not None}
+
+    async def get(self, seq: int) -> LogEntry | None:
+        """Return an entry, or None if it is not there (any more)."""
+        if (kept := self._kept.get(seq)) is not None:
+            message = await asyncio.to_thread(kept.message)
+            return None if message is None else read_entry(message)
+        return None if self._log is None else await self._log.get(seq)

@@ -18,7 +18,7 @@ from ..schemas.wire.errors import FencedError, MessageError, NotFoundError
 from ..schemas.wire.subjects import JobScope
 from .client.connection import Broker
 from .jetstream.appending import Overtaken, append_as_owner, append_once
-from .jetstream.stored import StoredMessage, get_all, get_last
+from .jetstream.direct_get import StoredMessage, get_all, get_last
 from .jetstream.streams import stream_info
 
 T = TypeVar("T")

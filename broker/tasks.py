@@ -18,12 +18,14 @@ from ..schemas.wire.errors import MessageError
 from ..schemas.wire.subjects import TASK_CONSUMER, JobScope
 from ..schemas.wire.trace import TRACEPARENT
 from .client.connection import RETRY_PAUSE_S, Broker, ConnectionLost, Msg, NoResponders
-from .client.headers import header
+from .client.nats_internals import header
 from .jetstream.appending import append_once
-from .jetstream.pull import NS, ConsumerGone, PullInbox
-from .jetstream.stored import get_last
+from .jetstream.direct_get import get_last
 from .jetstream.streams import (
     MAX_LEASES,
+    NS,
+    ConsumerGone,
+    PullInbox,
     ensure_task_consumer,
     numbers_of,
     stream_info,

@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config_types import JobConfigDict
-    from .hosting.agent_environment import AgentEnvironment, AgentEpisode, AgentEpisodes, agent
+    from .hosting.agent_environment import (
+        AgentEnvironment,
+        AgentEpisode,
+        AgentEpisodes,
+        agent,
+    )
     from .hosting.game_environment import (
         GameEnvironment,
         MathGameEnvironment,
@@ -20,7 +25,10 @@ if TYPE_CHECKING:
     from .hosting.publish import AsyncTrajectoryPublisher, TrajectoryPublisher
     from .hosting.trajectories import make_trajectory
     from .inference.inference import run_inference, run_inference_async
-    from .inference.inference_client import AsyncInferenceSchedulerClient, InferenceSchedulerClient
+    from .inference.inference_client import (
+        AsyncInferenceSchedulerClient,
+        InferenceSchedulerClient,
+    )
     from .inference.play import InferenceReport
     from .pool_users import AsyncPoolUsers, PoolUsers
     from .runs.run import AsyncRun, Run

@@ -6,8 +6,7 @@ A cluster's servers have commas between them: `tls://a:4222,b:4222,c:4222/<user>
 from dataclasses import dataclass
 from urllib.parse import SplitResult
 
-from ..broker.client.addresses import split_servers
-from ..broker.client.faults import shown_url
+from ..broker.client.faults import shown_url, split_servers
 from ..schemas.wire.errors import ConfigError
 from ..schemas.wire.subjects import JobScope
 

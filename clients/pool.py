@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..broker.calls.scheduler import SchedulerCalls, new_request_id
+from ..broker.calls import SchedulerCalls, new_request_id
 from ..broker.client.connection import Broker
 from ..broker.jobs import JobStore
 from ..schemas.job import FINAL_STATES, JobRecord
+from ..schemas.wire.codec import merged
 from ..schemas.wire.errors import (
     ConfigError,
     DeadlineError,
@@ -21,7 +22,6 @@ from ..schemas.wire.errors import (
     NotFoundError,
     StorageError,
 )
-from ..schemas.wire.maps import merged
 from ..schemas.wire.subjects import DEFAULT_USER, token
 from .secrets import secrets_for, with_tracker_settings
 from .validation.names import did_you_mean, run_and_step

@@ -2,8 +2,16 @@
 
 from typing import Any, Literal
 
-from ..broker.calls.users import all_users, ask_users
-from ..schemas.user import AddUser, NameUser, NewKey, RotateKey, SetQuota, UserInfo, UserReply
+from ..broker.calls import all_users, ask_users
+from ..schemas.user import (
+    AddUser,
+    NameUser,
+    NewKey,
+    RotateKey,
+    SetQuota,
+    UserInfo,
+    UserReply,
+)
 from ..schemas.wire.errors import ConfigError
 from .address import parse_broker_url
 from .pool_client import PoolClient

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from ..broker.calls.learner import write_checkpoint
+from ..broker.calls import write_checkpoint
 from ..broker.feed import read_metrics
 from ..schemas.config.load_config import check_keys
-from ..schemas.job import JobRecord
-from ..schemas.secret import WANDB_KEY
+from ..schemas.job import WANDB_KEY, JobRecord
+from ..schemas.wire.codec import merged
 from ..schemas.wire.errors import DeadlineError, JobFailedError
-from ..schemas.wire.maps import merged
 from .address import JobAddress, parse_broker_url
 from .compat.arguments import as_tree
 from .compat.opentinker_keys import translate

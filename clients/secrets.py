@@ -4,10 +4,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from ..schemas.config.algorithms.teacher import is_endpoint
-from ..schemas.secret import NOTIFY_URL, TEACHER_KEY, WANDB_KEY, SecretName
+from ..schemas.config.algorithm import is_endpoint
+from ..schemas.job import NOTIFY_URL, TEACHER_KEY, WANDB_KEY, SecretName
+from ..schemas.wire.codec import merged
 from ..schemas.wire.errors import ConfigError
-from ..schemas.wire.maps import merged
 
 _OF_WANDB = {
     "WANDB_ENTITY": ("tracking", "entity"),

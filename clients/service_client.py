@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from ..broker.client.faults import shown_url
-from ..broker.disk.room import in_thread, with_room
+from ..broker.disk import in_thread, with_room
 from ..broker.observe.tracking import ConsoleTracker, TrackedRun, Tracker, make_trackers
 from ..schemas.config.load_config import check_keys
 from ..schemas.job import FINAL_STATES, JobRecord
 from ..schemas.metric import Metric
+from ..schemas.wire.codec import merged
 from ..schemas.wire.errors import ConfigError
-from ..schemas.wire.maps import merged
 from .address import parse_server_url
 from .compat.arguments import as_tree
 from .compat.opentinker_keys import tell_needless, translate

@@ -20,10 +20,9 @@ import tinkermq.schemas.tinker
 import tinkermq.schemas.wire
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from tinkermq.schemas.bounds import defaults
 from tinkermq.schemas.config.job import JobConfig
-from tinkermq.schemas.config.section import Section, only_while
-from tinkermq.schemas.wire import array_codec, codec, errors
+from tinkermq.schemas.config.sections import Section, only_while
+from tinkermq.schemas.wire import array_codec, bounds, codec, errors
 from tinkermq.schemas.wire.errors import InternalError, TinkermqError
 from tinkermq.schemas.wire.field_docs import field_docs
 from tinkermq.schemas.wire.field_text import default_text, type_text
@@ -198,11 +197,11 @@ def configuration_page() -> str:
         "quoted, so `1e-3` is a number, `007` is 7, `true` a boolean, and `yes`, `on`, `1_000` "
         "and `2024-11-25` are texts. Keys are texts, and one that stands twice is an error, "
         "like an alias.",
-        f"Where a key names no bound, a text has at most {defaults.MAX_CHARS:,} characters, a list "
-        f"or map {defaults.MAX_ITEMS:,} entries, a whole number lies within "
-        f"±{defaults.MAX_NUMBER:,}, and a map of your own (`env.kwargs`) holds "
-        f"{defaults.MAX_TREE_VALUES:,} values and {defaults.MAX_TREE_CHARS:,} characters in "
-        f"{defaults.MAX_TREE_DEPTH} levels.",
+        f"Where a key names no bound, a text has at most {bounds.MAX_CHARS:,} characters, a list "
+        f"or map {bounds.MAX_ITEMS:,} entries, a whole number lies within "
+        f"±{bounds.MAX_NUMBER:,}, and a map of your own (`env.kwargs`) holds "
+        f"{bounds.MAX_TREE_VALUES:,} values and {bounds.MAX_TREE_CHARS:,} characters in "
+        f"{bounds.MAX_TREE_DEPTH} levels.",
     ]
     for title, model in _sections(JobConfig, ""):
         heading = f"## {title}" if title else "## Top level"

@@ -17,7 +17,6 @@ from tinkermq.schemas.agent import (
     GiveReply,
     GiveRequest,
 )
-from tinkermq.schemas.batch import BatchRecord
 from tinkermq.schemas.control import (
     ControlReply,
     ControlRequest,
@@ -53,15 +52,20 @@ from tinkermq.schemas.job import (
     JobRequest,
     LabelRequest,
     ListRequest,
+    OpenedSecrets,
+    OpenRequest,
     PriorityRequest,
     RequestRecord,
     ResumeRequest,
     ScaleRequest,
+    SealedSecrets,
+    SealingKey,
+    SecretsRequest,
     StopRequest,
     SubmissionFindings,
     SubmitRequest,
 )
-from tinkermq.schemas.machines.status import MachineList, MachineSpending
+from tinkermq.schemas.machines import MachineList, MachineSpending
 from tinkermq.schemas.metric import EvalRecord, Event, LogLines, Metric, Presence
 from tinkermq.schemas.node import (
     DamagedRecords,
@@ -80,16 +84,8 @@ from tinkermq.schemas.node import (
     RemoveRun,
     SchedulerLease,
 )
-from tinkermq.schemas.rollout import Group
-from tinkermq.schemas.secret import (
-    OpenedSecrets,
-    OpenRequest,
-    SealedSecrets,
-    SealingKey,
-    SecretsRequest,
-)
-from tinkermq.schemas.segment import Segment
-from tinkermq.schemas.task import DeadLetter, Task
+from tinkermq.schemas.rollout import Group, Segment
+from tinkermq.schemas.task import BatchRecord, DeadLetter, Task
 from tinkermq.schemas.tinker.checkpoints import (
     ChangeCheckpoint,
     CheckpointExport,
@@ -126,8 +122,13 @@ from tinkermq.schemas.tinker.sampling import (
     SampleTaken,
     SnapshotPart,
 )
-from tinkermq.schemas.tinker.sessions import AboutSessions, ModelCurves, SessionsShown
-from tinkermq.schemas.tinker.usage import TenantShares, TrainerUsage
+from tinkermq.schemas.tinker.sessions import (
+    AboutSessions,
+    ModelCurves,
+    SessionsShown,
+    TenantShares,
+    TrainerUsage,
+)
 from tinkermq.schemas.user import (
     AddUser,
     AuditList,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from tinkermq.schemas.config.job import JobConfig
-from tinkermq.schemas.config.section import Section
+from tinkermq.schemas.config.sections import Section
 from tinkermq.schemas.wire.field_docs import field_docs
 
 TARGET = Path(__file__).resolve().parents[1] / "clients" / "config_types.pyi"

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..schemas.config.job import EnvConfig
-from ..schemas.config.reward import check_judge_prompt
+from ..schemas.config.sections import check_judge_prompt
 from ..schemas.env import Split
 from ..schemas.wire.errors import GameError, TinkermqError
 from ..schemas.wire.images import plain_text
-from .data.host_data import HostData
+from .data import HostData
 from .game import AbstractGame, ChatMessage, StepResult
 from .registry import load_game
 from .running.local import LocalEpisode, LocalGame, TooSlow

@@ -17,9 +17,16 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, Self, cast
 
 from ..schemas.wire.errors import GameError, MessageError, TinkermqError, root_cause
-from ..schemas.wire.foreign import clean_text, lines_of, plain_text, plain_value, shown, words_of
-from ..schemas.wire.reply import MAX_CHARS
-from .reasoning import behind_reasoning
+from ..schemas.wire.foreign import (
+    clean_text,
+    lines_of,
+    plain_text,
+    plain_value,
+    shown,
+    words_of,
+)
+from ..schemas.wire.message import MAX_CHARS
+from .tool_calls import behind_reasoning
 
 ChatMessage = dict[str, Any]
 """One chat message: `role` and `content`."""

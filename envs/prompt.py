@@ -10,8 +10,8 @@ import random
 from typing import Any
 
 from ..schemas.wire.errors import DataError
+from .datasets import Record
 from .game import AbstractGame, ChatMessage, check_map, check_text, join_texts
-from .record import Record
 
 
 def open_game(

@@ -11,11 +11,10 @@ import math
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tinkermq.actors.learner.algorithms.advantage_inputs import AdvantageInputs
-from tinkermq.actors.learner.algorithms.losses import LossInputs
-from tinkermq.actors.learner.algorithms.off_policy.corrections import CorrectionInputs
-from tinkermq.actors.learner.own.groups import FilterInputs
-from tinkermq.actors.learner.tasks.curriculum import CurriculumInputs
+from tinkermq.actors.learner.curriculum import CurriculumInputs, FilterInputs
+from tinkermq.actors.training.advantages import AdvantageInputs
+from tinkermq.actors.training.losses import LossInputs
+from tinkermq.actors.training.off_policy import CorrectionInputs
 from torch import Tensor
 
 

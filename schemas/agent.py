@@ -7,8 +7,7 @@ from pydantic import Field, model_validator
 
 from .output_format import MAX_TOP_LOGPROBS, OutputFormat
 from .wire.array import FloatVector, IntVector
-from .wire.message import Message
-from .wire.reply import Part
+from .wire.message import Message, Part
 
 MAX_CHOICES = 16
 MAX_STOPS = 16

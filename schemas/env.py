@@ -4,8 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from .wire.message import Message
-from .wire.reply import ErrorReply
+from .wire.message import ErrorReply, Message
 from .wire.subjects import NAME_PATTERN
 
 Split = Literal["train", "val"]

@@ -4,14 +4,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from .bounds.defaults import MAX_TOP_K
 from .env import Split
 from .output_format import MAX_PENALTY, MAX_REPETITION, MAX_TOP_LOGPROBS, OutputFormat
 from .rollout import Trajectory
 from .task import Blame
 from .wire.array import FloatMatrix, FloatVector, IntMatrix
-from .wire.message import Message
-from .wire.reply import Part
+from .wire.bounds import MAX_TOP_K
+from .wire.message import Message, Part
 
 MAX_DEADLINE_S = 7200.0
 MAX_CHOICES = 128

@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from tinkermq.broker.client.connection import Broker, connect
-from tinkermq.broker.jetstream.streams import create_job_streams, create_shared, delete_job_streams
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.jetstream.streams import (
+    create_job_streams,
+    create_shared,
+    delete_job_streams,
+)
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.wire.subjects import JobScope
 

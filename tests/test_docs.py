@@ -15,15 +15,24 @@ from PIL import Image, ImageSequence
 from tinkermq.broker.jetstream.streams import job_streams
 from tinkermq.schemas.config.job import JobConfig, LimitsConfig
 from tinkermq.schemas.config.load_config import all_keys, parse_config
-from tinkermq.schemas.machines.config import machines_config
-from tinkermq.schemas.secret import JobSecrets
+from tinkermq.schemas.job import JobSecrets
+from tinkermq.schemas.machines import machines_config
 from tinkermq.schemas.wire.subjects import JobScope
 
 from docs.generate import message_modules, pages
 from docs.recordings import MAX_FILE_BYTES
 from docs.topics import STORES, TOPICS
 from docs.typed_config import TARGET, typed_config
-from tests.support.pages import PAGES, ROOT, Block, blocks, of_language, prose, save, succeed
+from tests.support.pages import (
+    PAGES,
+    ROOT,
+    Block,
+    blocks,
+    of_language,
+    prose,
+    save,
+    succeed,
+)
 from tests.support.stack import Stack
 
 FIRST_GAME = ROOT / "docs" / "tutorials" / "1-first-game.md"

@@ -373,10 +373,10 @@ OUTSIDE = ("actors/scheduler", "actors/gateway", "actors/node", "actors/folders"
 """Services that work in run folders outside of the sandboxes of those who write there."""
 ALSO_OUTSIDE = (
     "broker/kept_rollouts.py",
-    "broker/run_rollouts.py",
-    "broker/rollout_keeping.py",
-    "actors/models/checkpoint_folders.py",
-    "actors/tinker/checkpoints/taken.py",
+    "broker/kept_rollouts.py",
+    "broker/kept_rollouts.py",
+    "actors/storage/digests.py",
+    "actors/storage/taken_checkpoints.py",
 )
 ON_DISK = {
     "os": "open link symlink scandir listdir walk rename replace unlink remove rmdir mkdir "
@@ -386,7 +386,7 @@ ON_DISK = {
     "touch mkdir rmdir",
 }
 NOT_IN_RUN_FOLDERS = {
-    "actors/folders/links.py": "looks where links of a folder lead, and opens nothing there",
+    "actors/storage/access.py": "looks where links of a folder lead, and opens nothing there",
     "actors/gateway/pages/render.py": "its own pages",
     "actors/node/enclosure.py": "the machine's devices",
     "actors/node/fork_server.py": "its own threads",

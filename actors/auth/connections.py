@@ -19,12 +19,206 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 
+from ...broker.client.keys import JobIdentity
+from ...broker.jobs import JobStore, is_final
 from ...broker.users.audit import Audit
 from ...broker.users.credentials import ACCOUNT
 from ...schemas.user import Quota
 from ...schemas.wire.errors import BrokerError, DeadlineError
-from .job_ends import JobConnection
-from .kicks import Connection, close, kick, listed
+
+# Lists who is connected, and closes connections, through the server's system account.
+
+_FIRST_S, _SCATTER_S = 10.0, 0.5
+"""For the first server to answer, which may have much to do, and for each further one then."""
+_KICK_S = 2.0
+_PAGE = 1024
+_MAX_ROUNDS = 20
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+class Connection(NamedTuple):
+    """One connection, as the server that holds it lists it."""
+
+    server: str
+    number: int
+    user: str
+    messages: int = 0
+    """Sent by it so far."""
+    subscriptions: int = 0
+    num_bytes: int = 0
+    """Sent by it so far."""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What tells it from all others."""
+        return self.server, self.number
+
+
+async def kick(system: Client, user: str) -> int:
+    """Close all connections of a user, at every server of the cluster; return how many.
+
+    A user who was shut out before cannot come back.
+    """
+    closed = 0
+    for _ in range(_MAX_ROUNDS):
+        listed = await _list(system, {"user": user})
+        found = [one for one in listed if one.user == user]
+        if not found:
+            break
+        for one in found:
+            await close(system, one)
+        closed += len(found)
+    _log.info("user_kicked", user=user, connections=closed)
+    return closed
+
+
+async def close(system: Client, one: Connection) -> None:
+    """Close one connection."""
+    payload = json.dumps({"cid": one.number}).encode()
+    await system.request(f"$SYS.REQ.SERVER.{one.server}.KICK", payload, timeout=_KICK_S)
+
+
+async def connected(system: Client) -> set[str]:
+    """Return the names of all users and processes that have a connection, at any server."""
+    return {one.user for one in await listed(system)}
+
+
+async def listed(system: Client) -> list[Connection]:
+    """Return all connections, at any server."""
+    connections: dict[tuple[str, int], Connection] = {}
+    for page in range(_MAX_ROUNDS):
+        found = await _list(system, {"offset": page * _PAGE})
+        connections |= {one.key: one for one in found}
+        if len(found) < _PAGE:  # of all servers together, so no server has more
+            break
+    return list(connections.values())
+
+
+async def _list(system: Client, query: dict[str, Any]) -> list[Connection]:
+    """Return one page of the connections at each server; raises DeadlineError if none answers."""
+    query = {"auth": True, "acc": ACCOUNT, "limit": _PAGE, "state": 0, **query}
+    answers: asyncio.Queue[Msg] = asyncio.Queue()
+    inbox = system.new_inbox()
+    subscription = await cast("Any", system).subscribe(inbox, cb=answers.put)
+    loop, found, heard = asyncio.get_running_loop(), list[Connection](), False
+    try:
+        await system.publish("$SYS.REQ.SERVER.PING.CONNZ", json.dumps(query).encode(), reply=inbox)
+        async with asyncio.timeout(_FIRST_S) as waiting:
+            while True:  # one answer from each server
+                found += _read(await answers.get())
+                heard = True
+                waiting.reschedule(loop.time() + _SCATTER_S)
+    except TimeoutError as error:
+        if heard:
+            return found
+        raise DeadlineError(
+            f"no server told its connections within {_FIRST_S:g} s", hint="it may be overloaded"
+        ) from error
+    finally:
+        await subscription.unsubscribe()
+
+
+def _read(answer: Msg) -> list[Connection]:
+    told: Any = json.loads(answer.data)
+    data: Any = told.get("data") or {}
+    connections = cast("list[dict[str, Any]]", data.get("connections") or [])
+    server = str(told["server"]["id"])
+    return [
+        Connection(
+            server,
+            int(one["cid"]),
+            str(one.get("authorized_user", "")),
+            int(one.get("in_msgs", 0)),
+            int(one.get("subscriptions", 0)),
+            int(one.get("in_bytes", 0)),
+        )
+        for one in connections
+    ]
+
+
+# Closes what the processes of a job leave open when the job has ended.
+#
+# A node ends them, unless it is cut off; what was started by hand, or runs on, would keep reading
+# and writing with a key that opens no new connection. The connections themselves are looked
+# through, and the time is counted here from when a job was first seen to be over, so clocks need
+# not agree, a restart costs a delay only, and several auth services may do it.
+
+EVERY_S = 10.0
+GRACE_S = 30.0
+"""Longer than a node lets actors drain."""
+
+
+class JobConnection(NamedTuple):
+    """Whom the connection of a job's process, or of one of its programs, is named after."""
+
+    user: str
+    job: str
+    attempt: int
+    episode: str = ""
+    """Of a program: its episode; empty for the job's own processes."""
+
+    @classmethod
+    def of(cls, identity: JobIdentity) -> "JobConnection":
+        """Return it for whoever was let in with a job key."""
+        return cls(identity.user, identity.job, identity.attempt)
+
+    @classmethod
+    def read(cls, name: str) -> "JobConnection | None":
+        """Return it from the name, or None for that of a user or a service."""
+        parts = name.split(".")
+        if len(parts) not in (3, 4) or not parts[2].isdecimal():
+            return None
+        return cls(parts[0], parts[1], int(parts[2]), *parts[3:])
+
+    @property
+    def name(self) -> str:
+        """The name under which the server lists the connection."""
+        name = f"{self.user}.{self.job}.{self.attempt}"
+        return f"{name}.{self.episode}" if self.episode else name
+
+
+class JobEnds:
+    """Looks for connections whose job has ended, again and again."""
+
+    def __init__(
+        self, system: Client, jobs: JobStore, *, every_s: float = EVERY_S, grace_s: float = GRACE_S
+    ) -> None:
+        """Close through the server's `system` account, `grace_s` after a job is seen to be over."""
+        self._over_since: dict[str, float] = {}
+        self._system = system
+        self._jobs = jobs
+        self._every_s = every_s
+        self._grace_s = grace_s
+
+    async def run(self) -> None:
+        """Look every few seconds, for ever."""
+        while True:
+            await asyncio.sleep(self._every_s)
+            try:
+                await self._look()
+            except (BrokerError, DeadlineError, NatsError) as error:  # the next look does it
+                _log.warning("connections_not_seen", error=str(error))
+
+    async def _look(self) -> None:
+        known, self._over_since = self._over_since, {}
+        seen: dict[tuple[str, str, int], bool] = {}  # a job may have many programs
+        for name in sorted(await connected(self._system)):
+            connection = JobConnection.read(name)
+            if connection is None:
+                continue
+            attempt = connection[:3]
+            if attempt not in seen:
+                seen[attempt] = await self._is_over(connection)
+            if seen[attempt]:
+                since = self._over_since[name] = known.get(name, time.monotonic())
+                if time.monotonic() - since >= self._grace_s:
+                    await kick(self._system, name)
+
+    async def _is_over(self, connection: JobConnection) -> bool:
+        """Whether that attempt of the job has ended."""
+        record = await self._jobs.find_by_id(connection.user, connection.job)
+        return record is None or record.attempt != connection.attempt or is_final(record)
+
 
 LOOK_S = 2.0
 SHUT_OUT_S = 30.0
@@ -34,7 +228,6 @@ PROGRAM_MESSAGES_S, PROGRAM_BYTES_S = 2_000, 64 << 20
 """Messages and bytes a second of one connection with the key of an episode."""
 _EXPECTED_S = 5.0
 _Key = tuple[str, int]
-_log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class UserConnections:

@@ -14,15 +14,12 @@ import structlog
 from nats.aio.msg import Msg
 
 from ...broker.client.keys import check_episode_key, check_job_key, is_same, key_hash
-from ...broker.load.fair_queue import FairQueue
-from ...broker.load.rates import Rates
+from ...broker.fair_queue import FairQueue, Rates
 from ...broker.users.audit import Audit
 from ...schemas.user import UserRecord
 from ...schemas.wire.errors import AuthError, MessageError, TinkermqError
-from .callout import Authenticator
-from .claims import ClaimIssuer, LoginRequest, read_request
-from .connections import UserConnections
-from .job_ends import JobConnection
+from .callout import Authenticator, ClaimIssuer, LoginRequest, read_request
+from .connections import JobConnection, UserConnections
 
 LOGINS_S, LOGINS_AT_ONCE = 20.0, 200
 """Of one user: in the long run, and after a time without any."""

@@ -12,30 +12,26 @@ from typing import Any, NamedTuple, cast
 
 from nats.aio.client import Client
 
-from ...broker.client.addresses import server_urls
-from ...broker.client.complaints import RECONNECT_WAIT_S
+from ...broker.client.availability import RECONNECT_WAIT_S
 from ...broker.client.connection import Broker
-from ...broker.client.listening import listen
+from ...broker.client.faults import server_urls
 from ...broker.client.login import tls_options
+from ...broker.client.reconnect import drop_old_requests, request_connection
+from ...broker.client.replies import listen
 from ...broker.client.rpc import Service
 from ...broker.jobs import JobStore
-from ...broker.load.request_connection import drop_old_requests, request_connection
-from ...broker.programs.process import erase_variable
+from ...broker.service_process import erase_variable
 from ...broker.users.audit import Audit
 from ...broker.users.credentials import SECRETS_VARIABLE, PoolSecrets
 from ...broker.users.records import UserStore, create_user_stores
 from ...schemas.wire.errors import ConfigError, ConflictError
 from ..runtime import ActorContext
-from .callout import Authenticator
-from .claims import ClaimIssuer
-from .connections import LOOK_S, UserConnections
-from .episode_keys import EpisodeSecrets
-from .job_ends import EVERY_S, GRACE_S, JobEnds
-from .job_keys import JobKeys
-from .known import KnownUsers
+from .callout import Authenticator, ClaimIssuer
+from .connections import EVERY_S, GRACE_S, LOOK_S, JobEnds, UserConnections
+from .job_keys import EpisodeSecrets, JobKeys
 from .logins import Logins
-from .storage_bounds import StorageBounds
-from .store_proxy import StoreProxy
+from .store_proxy import StorageBounds, StoreProxy
+from .user_cache import KnownUsers
 from .user_requests import UserRequests
 
 CALLOUT = "$SYS.REQ.USER.AUTH"

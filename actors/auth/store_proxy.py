@@ -8,6 +8,7 @@ large, goes from the server straight to the guest.
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ import structlog
 from nats.aio.msg import Msg
 
 from ...broker.client.connection import Broker, ConnectionLost, Listening
-from ...broker.client.headers import (
+from ...broker.client.nats_internals import (
     DESCRIPTION,
     EXPECTED_SEQ,
     FORBIDDEN,
@@ -28,21 +29,96 @@ from ...broker.client.headers import (
     WRITE_ID,
 )
 from ...broker.client.rpc import INBOXES
-from ...broker.jetstream.streams import stream_info
-from ...broker.load.fair_queue import FairQueue
+from ...broker.fair_queue import FairQueue
+from ...broker.jetstream.streams import PRESENCE_BYTES, stream_info, stream_subjects
+from ...broker.jobs import JobStore
 from ...broker.users.audit import Audit
-from ...broker.users.guests import Guest, is_stream_of, may_read, may_store
+from ...broker.users.permissions import Guest, is_stream_of, may_read, may_store
+from ...schemas.job import JobRecord
 from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import MessageError, NotFoundError, QuotaError, TinkermqError
-from ...schemas.wire.subjects import PREFIX, acting, caller_of_rpc, rpc
+from ...schemas.wire.subjects import (
+    BUCKET_ACTORS,
+    BUCKET_EVALS,
+    PREFIX,
+    acting,
+    caller_of_rpc,
+    rpc,
+)
 from ...schemas.wire.trace import TRACEPARENT
-from .storage_bounds import StorageBounds
+from .user_cache import KnownUsers
+
+# What guests may add to the buckets that all share: of known kinds, of bounded size and number.
+
+ASKED_BYTES = 4 << 10
+"""Of an evaluation that a user asks for; what comes of it the job's own processes write."""
+_COUNTED_S = 30.0
+_KNOWN_S = 5.0
+_MAX_KNOWN = 10_000
+
+
+class StorageBounds:
+    """Looks whether there is room for what a guest stores."""
+
+    def __init__(self, broker: Broker, known: KnownUsers) -> None:
+        """Count with this connection; quotas are those of `known` users."""
+        self._broker = broker
+        self._known = known
+        self._jobs = JobStore(broker)
+        self._keys: dict[str, tuple[float, set[str]]] = {}
+        self._records: dict[str, tuple[float, JobRecord]] = {}
+
+    async def check(self, guest: Guest, subject: str, num_bytes: int) -> None:
+        """Raise MessageError, NotFoundError or QuotaError for what a guest may not add."""
+        parts = subject.split(".")
+        if parts[0] != "$KV":
+            return
+        bucket, user, job, name = parts[1], parts[2], parts[3], parts[4]
+        most = {BUCKET_EVALS: ASKED_BYTES, BUCKET_ACTORS: PRESENCE_BYTES // 2}[bucket]
+        if num_bytes > most:
+            raise MessageError(f"{num_bytes:,} bytes for {subject}, where {most:,} may be stored")
+        record = await self._record(user, job)
+        if bucket == BUCKET_ACTORS:
+            if not any((one.name, one.role) == (name, guest.role) for one in record.actors):
+                raise MessageError(f"job {job} has no {guest.role} of the name {name!r}")
+            return
+        quota = self._known.get(user)
+        bound = quota.max_evaluations if quota is not None else None
+        if bound is not None:
+            await self._count(user, subject, bound)
+
+    async def _count(self, user: str, subject: str, bound: int) -> None:
+        counted, keys = self._keys.get(user, (float("-inf"), set[str]()))
+        if time.monotonic() - counted > _COUNTED_S:
+            found = await stream_subjects(
+                self._broker, f"KV_{BUCKET_EVALS}", f"$KV.{BUCKET_EVALS}.{user}.>"
+            )
+            keys = set(found)
+            self._keys[user] = (time.monotonic(), keys)
+        if subject not in keys and len(keys) >= bound:
+            raise QuotaError(
+                f"user {user!r} has {len(keys)} evaluations, the quota is {bound}",
+                hint="delete old runs (`tinkermq delete`), or ask an admin for more",
+            )
+        keys.add(subject)
+
+    async def _record(self, user: str, job: str) -> JobRecord:
+        """Return a job, as of some seconds ago."""
+        key, now = f"{user}.{job}", time.monotonic()
+        if key in self._records and now - self._records[key][0] < _KNOWN_S:
+            return self._records[key][1]
+        record = await self._jobs.find_by_id(user, job)
+        if record is None:
+            raise NotFoundError(f"user {user!r} has no job {job}", hint="submit it first")
+        if len(self._records) >= _MAX_KNOWN:
+            self._records.clear()
+        self._records[key] = (now, record)
+        return record
+
 
 _QUEUE = "door"
 """Of the auth services that share the requests: all that run must have the same one."""
-_KNOWN_S = 5.0
 _SETTLE_S = 1.0
-_MAX_KNOWN = 10_000
 _MAX_MESSAGES = 1000
 _MAX_BYTES = 32 * 2**20
 _HEADERS = (EXPECTED_SEQ, TTL, OPERATION, WRITE_ID, TRACEPARENT)

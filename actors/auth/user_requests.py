@@ -15,7 +15,7 @@ from ...broker.client.keys import (
     key_hash,
 )
 from ...broker.client.rpc import Handler, RequestContext, Service
-from ...broker.load.rates import Rates
+from ...broker.fair_queue import Rates
 from ...broker.users.audit import Audit
 from ...broker.users.credentials import expiry
 from ...broker.users.records import UserStore
@@ -48,7 +48,7 @@ from ...schemas.wire.errors import (
 from ...schemas.wire.message import Empty, Message
 from ...schemas.wire.subjects import rpc, user_name
 from .callout import check_invitation
-from .kicks import kick
+from .connections import kick
 
 R = TypeVar("R")
 

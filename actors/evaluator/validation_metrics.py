@@ -9,7 +9,7 @@ from ...envs.evaluation import is_success, kind_of, mean_info, outcome_shares, p
 from ...schemas.config.job import EvaluationConfig
 from ...schemas.rollout import Trajectory
 from ...schemas.task import Blame
-from ..generator.episodes.agent_loop import EpisodeFailed
+from ..rollout.agent_loop import EpisodeFailed
 
 _INFRASTRUCTURE = ("engine", "broker", "sandbox")
 """Who fails without telling anything of the model."""

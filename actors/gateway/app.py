@@ -24,19 +24,18 @@ from ...broker.presence import list_presences
 from ...schemas.job import FINAL_STATES
 from ...schemas.metric import Presence
 from ...schemas.wire.errors import BrokerError, InternalError, NotFoundError, TinkermqError
-from . import users
+from . import rest, users
 from .data.counters import Counters, pool_text
-from .data.records import Query, select
+from .data.jobs import Query, select
 from .guard import Guard
 from .openai import routes as openai
+from .openapi import description
+from .operations import Scheduler
 from .pages import routes as pages
 from .pages.render import STATIC, VERSION, make_templates
 from .programs import user_episodes
 from .programs.episodes import ProgramEpisodes
 from .programs.routes import ProgramRequests
-from .rest import routes as rest
-from .rest.openapi import description
-from .scheduler import Scheduler
 from .sessions import LogInError, Sessions, Visitor, server_info
 from .tinker import routes as tinker
 from .web import Gateway, Json, error_fields, gateway_of, visitor_of, why_it_failed

@@ -1,5 +1,6 @@
 """What can be done to jobs: the same for the forms of the pages and for the REST interface."""
 
+import time
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -13,18 +14,65 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-from ...broker.calls.learner import write_checkpoint
+from ...broker.calls import SchedulerCalls, write_checkpoint
 from ...schemas.config.job import JobConfig
-from ...schemas.config.load_config import apply_override, parse_config, parse_yaml
-from ...schemas.config.section import MAX_NOTES, MAX_TAGS, Label
-from ...schemas.config.yaml_values import write_yaml
+from ...schemas.config.load_config import apply_override, parse_config, parse_yaml, write_yaml
+from ...schemas.config.sections import MAX_NOTES, MAX_TAGS, Label
 from ...schemas.job import FINAL_STATES, JobRecord, Priority
-from ...schemas.wire.errors import ConfigError, MessageError
+from ...schemas.wire.codec import merged
+from ...schemas.wire.errors import AuthError, ConfigError, MessageError
 from ...schemas.wire.field_docs import described
-from ...schemas.wire.maps import merged
-from ...schemas.wire.message import summarize
+from ...schemas.wire.message import Message, summarize
 from .limits import Share
-from .scheduler import Scheduler
+from .sessions import Visitor
+
+# What the gateway asks the scheduler for, on behalf of one visitor.
+
+R = TypeVar("R", bound=Message)
+
+LIST_AGE_S = 1.0
+
+
+class Scheduler(SchedulerCalls):
+    """The scheduler, as one visitor sees it."""
+
+    def __init__(self, visitor: Visitor) -> None:
+        super().__init__(visitor.broker)
+        self._visitor = visitor
+        self.share = visitor.share
+
+    async def get(self, job: str) -> JobRecord:
+        """Return a job of the visitor; raises NotFoundError, AuthError for that of another.
+
+        The scheduler tells admins of it, but this connection cannot read what the job has stored.
+        """
+        record = await super().get(job)
+        if record.user != self._visitor.user:
+            raise AuthError(
+                f"job {record.job} is {record.user}'s, and only its owner sees into it here",
+                hint=f"as an admin: TINKERMQ_AS={record.user} tinkermq logs {record.name}",
+            )
+        return record
+
+    async def list_jobs(self, *, archived: bool = False) -> list[JobRecord]:
+        """Return all jobs of the visitor, newest first; as of a second ago at the oldest.
+
+        Those that were archived are among them only when they are asked for: there may be many.
+        """
+        if archived:
+            return await self.told_jobs(archived=True)
+        kept = self._visitor.listed
+        if kept is not None and kept[0] + LIST_AGE_S > time.monotonic():
+            return kept[1]
+        records = await self.told_jobs()
+        self._visitor.listed = (time.monotonic(), records)
+        return records
+
+    async def _ask(self, method: str, request: Message, reply: type[R]) -> R:
+        if method not in ("get", "list", "nodes", "trainers"):
+            self._visitor.listed = None
+        return await super()._ask(method, request, reply)
+
 
 B = TypeVar("B", bound=BaseModel)
 

@@ -6,19 +6,14 @@ from starlette.requests import Request
 
 from ...schemas.job import JobRecord
 from ...schemas.wire.errors import MessageError
-from ..models.checkpoint_folders import checkpoint_folders
+from ..storage.digests import checkpoint_folders
 from .data import rollouts
 from .data.episodes import show_episode, show_tokens
-from .data.records import PAGE, Query
+from .data.jobs import PAGE, Query
 from .data.token_text import TokenTexts, token_texts
-from .scheduler import Scheduler
+from .operations import Scheduler
 from .sessions import Visitor
-from .web import (
-    flag_in,
-    number_in,
-    real_in,
-    visitor_of,
-)
+from .web import flag_in, number_in, real_in, visitor_of
 
 MAX_LIMIT = 1000
 

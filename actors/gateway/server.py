@@ -22,7 +22,7 @@ from ...broker.client.login import Login, take_login
 from ...broker.client.rpc import Service
 from ...broker.jetstream.streams import create_shared, wait_for_shared
 from ...broker.presence import PresenceBeat
-from ...broker.programs.systemd import told_to_systemd
+from ...broker.service_process import told_to_systemd
 from ...envs.http_server import MAX_HEAD_BYTES, ConnectionBounds
 from ...schemas.metric import Presence
 from ...schemas.wire.errors import BrokerError, ConfigError, StorageError

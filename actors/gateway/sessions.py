@@ -17,9 +17,8 @@ from urllib.parse import urlsplit
 
 import structlog
 
-from ...broker.client.addresses import server_urls
 from ...broker.client.connection import Broker, connect
-from ...broker.client.faults import shown_url
+from ...broker.client.faults import server_urls, shown_url
 from ...broker.client.keys import user_of_key
 from ...broker.client.login import nobody
 from ...schemas.job import JobRecord

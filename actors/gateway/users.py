@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...broker.calls.users import all_users, ask_users
+from ...broker.calls import all_users, ask_users
 from ...schemas.user import (
     AddUser,
     AuditList,

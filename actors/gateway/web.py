@@ -17,12 +17,12 @@ from ...envs.http_server import give_connection_to
 from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import BrokerError, DeadlineError, MessageError, TinkermqError
 from .data.counters import Counters
-from .data.history import Histories
-from .data.records import Figures
+from .data.jobs import Figures
+from .data.metrics import Histories
 from .guard import HELD
 from .limits import max_body_bytes
+from .operations import Scheduler
 from .programs.episodes import ProgramEpisodes
-from .scheduler import Scheduler
 from .sessions import COOKIE, LogInError, Sessions, Visitor
 from .tinker.trainers import Trainers
 

@@ -1,5 +1,1 @@
-"""The generator: pulls tasks, plays their episodes, appends the groups to the rollout log.
-
-`engine/` generates, with transformers or vLLM behind one interface, and knows nothing of episodes;
-`episodes/` turns messages to tokens and plays them against the game; `generator` drives many.
-"""
+"""The generator: plays tasks, appends their groups to the rollout log, and follows the weights."""

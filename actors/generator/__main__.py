@@ -8,7 +8,7 @@ from ..runtime import JobContext, run_job_actor
 
 async def _main(context: JobContext) -> None:
     if context.record.kind == "sft":
-        from .episodes.demonstrations import run_demonstrations
+        from ..rollout.demonstrations import run_demonstrations
 
         await run_demonstrations(context)
         return

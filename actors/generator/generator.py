@@ -13,31 +13,27 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from ...broker.observe.time_use import TimeUse
+from ...broker.observe.metering import TimeUse
+from ...broker.partial_rollouts import Fenced
 from ...broker.rollouts import RolloutLog
-from ...broker.segments import Fenced
 from ...broker.tasks import Lease, TaskQueue
 from ...envs.serving.remote import Environments
 from ...schemas.rollout import Group
 from ...schemas.wire.trace import GENERATOR_KINDS
-from ..job_weights import open_weights
-from ..models.job_models import check_weights
-from ..models.policies import MAIN
+from ..engine.engine import Engine, tell_engine
+from ..engine.weight_updates import WeightFollower
+from ..policy.chat import make_chat
+from ..policy.policies import MAIN, check_weights
+from ..rollout.agent_loop import EpisodeSampling
+from ..rollout.call_log import TaskCalls
+from ..rollout.groups import FittingLog, GroupFailed, GroupRunner, append_given_up
+from ..rollout.players import Players
+from ..rollout.program_loop import ProgramLoop
+from ..rollout.recording import TaskRecorder, TaskSegments
+from ..rollout.teachers import AskedTeachers, TeacherContext
 from ..runtime import JobContext, settle_memory
-from .agents.call_log import TaskCalls
-from .agents.program_loop import ProgramLoop
-from .engine.engine import Engine
-from .engine.following import WeightFollower
-from .engine.heartbeat import tell_engine
-from .episodes.agent_loop import EpisodeSampling
-from .episodes.chat import make_chat
-from .episodes.groups import FittingLog, GroupFailed, GroupRunner, append_given_up
-from .episodes.players import Players
-from .episodes.recorder import TaskRecorder
-from .episodes.recording import TaskSegments
-from .past import PastFollower
-from .teaching.context import TeacherContext
-from .teaching.teachers import AskedTeachers
+from ..weights.job_weights import open_weights
+from .opponent_pool import PastFollower
 
 _PULL_TIMEOUT_S = 2.0
 _DRAIN_S = 10.0

@@ -12,9 +12,9 @@ from ...schemas.control import (
     ReserveRequest,
 )
 from ..runtime import JobContext
-from .tasks.intake import Intake
-from .tasks.issuing import TaskIssuer
-from .training.torch_trace import TorchTracer
+from ..training.torch_trace import TorchTracer
+from .intake import Intake
+from .tasks import TaskIssuer
 
 _ANSWER_S = 600.0
 

@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from ...schemas.batch import Dropped, DropReason
+from ...schemas.task import Dropped, DropReason
+from ..training.state import LearnerState
+from .data_order import TaskOrder
+from .intake import CheckedEntry, Intake
 from .reporter import Reporter
-from .tasks.data_order import TaskOrder
-from .tasks.intake import CheckedEntry, Intake
-from .tasks.ledger import Ledger
-from .tasks.state import LearnerState
+from .tasks import Ledger
 
 TOLD_EVERY_S = 30.0
 _EXAMPLES = 3

@@ -6,10 +6,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from ...broker.client.connection import Broker
-from ...broker.evaluations import SCORE, best_of
-from ...broker.feed import publish_metric
-from ...broker.jetstream.key_changes import KeyChanges
-from ...broker.jetstream.kv import Bucket, Entry
+from ...broker.feed import SCORE, best_of, publish_metric
+from ...broker.jetstream.kv import Bucket, Entry, KeyChanges
 from ...schemas.config.job import JobConfig
 from ...schemas.metric import EvalRecord, Metric
 from ...schemas.wire.errors import ConflictError

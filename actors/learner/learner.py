@@ -23,10 +23,10 @@ import structlog
 from ...broker.batches import BatchLog
 from ...broker.rollouts import RolloutLog
 from ...broker.tasks import TaskQueue
-from ...schemas.batch import BatchRecord, Dropped
-from ...schemas.config.agent_rules import why_no_rows
 from ...schemas.config.job import JobConfig
+from ...schemas.config.rules import why_no_rows
 from ...schemas.rollout import Group
+from ...schemas.task import BatchRecord, Dropped
 from ...schemas.wire.errors import (
     BrokerError,
     DeadlineError,
@@ -34,28 +34,26 @@ from ...schemas.wire.errors import (
     StorageError,
     TinkermqError,
 )
+from ..rollout.self_play import pool
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext, settle_memory
-from ..self_play import pool
+from ..training.checkpoint import CheckpointStore, keep_weights
+from ..training.parallel import torch_thread
+from ..training.policies import Policies
+from ..training.state import LearnerState
+from ..training.torch_trace import TorchTracer
+from .batching import BatchDecision, form_batch, oldest_trained
 from .control import LearnerControl
+from .curriculum import keeps_of
+from .data_order import TaskOrder
 from .drops import Drops
 from .evaluations import Evaluations
-from .own.groups import keeps_of
-from .publishing import Publisher
+from .failures import Failures, Untrainable
+from .intake import CheckedEntry, Intake, batch_digest
 from .recorded_steps import RecordedSteps
 from .reporter import Reporter
-from .saving import Saver
+from .saving import Publisher, Saver
 from .step_trace import learner_time_use
-from .tasks.batching import BatchDecision, form_batch, oldest_trained
-from .tasks.data_order import TaskOrder
-from .tasks.failures import Failures, Untrainable
-from .tasks.intake import CheckedEntry, Intake, batch_digest
-from .tasks.issuing import TaskIssuer
-from .tasks.ledger import Ledger
-from .tasks.state import LearnerState
-from .training.checkpoint import CheckpointStore, keep_weights
-from .training.parallel import torch_thread
-from .training.policies import Policies
-from .training.torch_trace import TorchTracer
+from .tasks import Ledger, TaskIssuer
 
 T = TypeVar("T")
 _EVALUATION_S = 1800.0

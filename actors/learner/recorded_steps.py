@@ -11,17 +11,16 @@ from typing import Protocol
 import structlog
 
 from ...broker.batches import BatchLog
-from ...broker.jetstream.stored import get_all
-from ...schemas.batch import BatchRecord
+from ...broker.jetstream.direct_get import get_all
 from ...schemas.config.job import TrainingConfig
-from ...schemas.task import Task
+from ...schemas.task import BatchRecord, Task
 from ...schemas.wire.errors import MessageError, StorageError
 from ..runtime import JobContext
+from ..training.state import LearnerState
 from .drops import Drops
-from .tasks.intake import CheckedEntry, Intake, batch_digest
-from .tasks.ledger import Ledger
-from .tasks.staleness_gate import num_admissible
-from .tasks.state import LearnerState
+from .intake import CheckedEntry, Intake, batch_digest
+from .staleness import num_admissible
+from .tasks import Ledger
 
 CATCH_UP_S = 300.0
 _log = structlog.get_logger()

@@ -23,22 +23,22 @@ from ...broker.batches import BatchLog
 from ...broker.client.connection import Broker, connect
 from ...broker.jobs import JobStore
 from ...broker.rollouts import RolloutLog
-from ...schemas.batch import BatchRecord
 from ...schemas.config.load_config import parse_config
 from ...schemas.job import JobRecord
 from ...schemas.rollout import Group
+from ...schemas.task import BatchRecord
 from ...schemas.wire.errors import NotFoundError, TinkermqError
-from ..models.lora import policy_tensors
-from ..models.policies import policy_folder, prefix_of
+from ..policy.lora import policy_tensors
+from ..policy.policies import policy_folder, prefix_of
 from ..runtime import service_parser
-from ..storage.models_by_url import with_checkpoints_here, with_models_here
+from ..storage.cache import with_checkpoints_here, with_models_here
 from ..storage.opening import Stores
+from ..training.checkpoint import CheckpointStore, load_state
+from ..training.critic import saved_critic
+from ..training.parallel import check_num_threads, torch_thread
+from ..training.policies import Policies, load_models
 from .ranks.child_ranks import ChildRanks
 from .start import starting_point
-from .training.checkpoint import CheckpointStore, load_state
-from .training.critic import saved_critic
-from .training.parallel import check_num_threads, torch_thread
-from .training.policies import Policies, load_models
 
 T = TypeVar("T")
 

@@ -9,12 +9,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ...broker.disk.lines import read_objects
-from ...broker.disk.room import in_thread, with_room
+from ...broker.disk import in_thread, read_objects, with_room
 from ...broker.feed import publish_metric, publish_trace
 from ...broker.jetstream.kv import Entry
-from ...broker.observe.advice import advise, bound_key
-from ...broker.observe.profile import profile_of
+from ...broker.observe.profile import advise, bound_key, profile_of
 from ...broker.observe.tracking import GuardedTracker, Tracker
 from ...broker.presence import list_presences
 from ...schemas.metric import Metric, Presence
@@ -23,12 +21,42 @@ from ...schemas.wire.errors import StorageError, TinkermqError
 from ...schemas.wire.images import plain_text
 from ...schemas.wire.trace import StepTrace
 from ..runtime import JobContext
-from .cores import CoreUse
+from ..training.state import LearnerState, Waste
+from ..training.step import StepReport
 from .group_metrics import demonstration_numbers, group_numbers
+from .intake import Intake
 from .step_trace import StepTracer
-from .tasks.intake import Intake
-from .tasks.state import LearnerState, Waste
-from .training.step import StepReport
+
+# How busy the cores of this machine are, by the kernel's counters.
+
+_IDLE = (3, 4)
+"""Columns of time in which a core did nothing: idle, and waiting for a disk."""
+_COUNTED = 8
+
+
+class CoreUse:
+    """Measures the share of busy core time from one look to the next."""
+
+    def __init__(self, source: Path = Path("/proc/stat")) -> None:
+        self._source = source
+        self._last = self._read()
+
+    def look(self) -> float:
+        """Return the busy share since the last look, 0 to 1; 0 where nothing tells it."""
+        now, last = self._read(), self._last
+        self._last = now
+        spent = [new - old for new, old in zip(now, last, strict=False)]
+        total = sum(spent)
+        return 1 - sum(spent[column] for column in _IDLE) / total if total > 0 else 0.0
+
+    def _read(self) -> list[int]:
+        """Return the ticks of all cores by kind; none on a system without such counters."""
+        try:
+            first = self._source.read_text().partition("\n")[0].split()
+        except OSError:
+            return []
+        return [int(ticks) for ticks in first[1 : 1 + _COUNTED]]
+
 
 _LOOK_S = 2.0
 _WINDOW = 20

@@ -12,33 +12,32 @@ from typing import Any, NamedTuple
 import torch
 
 from ...broker.batches import BatchLog
-from ...broker.disk.room import in_thread, with_room
+from ...broker.disk import in_thread, with_room
 from ...broker.observe.tracking import TrackedRun, Tracker, make_trackers
 from ...broker.rollouts import RolloutLog
-from ...envs.data.chat_data import ChatData
+from ...envs.data import ChatData
 from ...envs.serving.remote import Environments
-from ...schemas.batch import BatchRecord
 from ...schemas.config.job import JobConfig
+from ...schemas.task import BatchRecord
 from ...schemas.wire.errors import StorageError, TinkermqError, root_cause
-from ..models.lora import refuse_other_kind
-from ..models.model_folder import load_generation_config, load_tokenizer
-from ..models.policies import MAIN
+from ..policy.lora import refuse_other_kind
+from ..policy.model_folder import load_generation_config, load_tokenizer
+from ..policy.policies import MAIN
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext
-from ..storage.checkpoint_mirror import CheckpointMirror, own_folder
+from ..storage.checkpoints import CheckpointMirror, own_folder
+from ..training.checkpoint import CheckpointStore, load_state, try_saving
+from ..training.custom import own_function
+from ..training.parallel import once_in_torch
+from ..training.policies import Policies, load_models, vocab_size
+from ..training.rank_commands import Ranks
+from ..training.state import LearnerState
+from .curriculum import Curriculum, CurriculumConfig, OwnCurriculum
+from .data_order import DataOrder, TaskOrder, total_steps
+from .failures import deserted
 from .learner import Learner
-from .own.functions import own_function
-from .own.groups import OwnCurriculum
 from .ranks.placed_ranks import PlacedRanks
 from .reporter import Reporter, last_reported_step
 from .saving import open_mirror
-from .tasks.curriculum import Curriculum, CurriculumConfig
-from .tasks.data_order import DataOrder, TaskOrder, total_steps
-from .tasks.failures import deserted
-from .tasks.state import LearnerState
-from .training.checkpoint import CheckpointStore, load_state, try_saving
-from .training.orders import Ranks
-from .training.parallel import once_in_torch
-from .training.policies import Policies, load_models, vocab_size
 
 
 async def run_learner(context: JobContext) -> int:

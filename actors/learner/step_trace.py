@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 
-from ...broker.observe.time_use import TimeUse
+from ...broker.observe.metering import TimeUse
 from ...schemas.metric import Presence
 from ...schemas.rollout import Group
 from ...schemas.wire.trace import (
@@ -18,7 +18,7 @@ from ...schemas.wire.trace import (
     is_traceparent,
     new_trace,
 )
-from .tasks.intake import CheckedEntry
+from .intake import CheckedEntry
 
 MAX_GROUPS = 64
 

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 
 from ...schemas.wire.subjects import token
+from ..gpus import find_gpus
 from ..runtime import ActorContext, run_service_actor, service_parser
-from .gpus import find_gpus
 from .machine import check_slots, default_name, default_slots, lock_name, package_versions
 from .node import Node
 

@@ -19,11 +19,11 @@ from typing import Protocol
 
 import structlog
 
-from ...broker.disk.run_folder import Folder
-from ...broker.programs.process import die_with
+from ...broker.run_folder import Folder
+from ...broker.service_process import die_with
 from ...schemas.node import WantedActor
 from ...schemas.wire.errors import ConfigError, StorageError
-from ..folders.roots import below_roots
+from ..storage.access import below_roots
 from .command import ENVIRONMENT, actor_argv, actor_module
 from .enclosure import Enclosure, NotShown, StartRefused, check_programs
 from .fork_server import PACKET_BYTES, ForkRequest

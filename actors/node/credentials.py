@@ -11,8 +11,8 @@ from typing import TypeVar
 from ...broker.client.connection import Broker
 from ...broker.client.login import KEY_VARIABLE
 from ...broker.client.rpc import call
+from ...schemas.job import OpenedSecrets, OpenRequest
 from ...schemas.node import WantedActor
-from ...schemas.secret import OpenedSecrets, OpenRequest
 from ...schemas.user import JobKeyRequest, NewKey
 from ...schemas.wire.errors import AuthError, TinkermqError
 from ...schemas.wire.message import Message

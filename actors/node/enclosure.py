@@ -31,16 +31,16 @@ from pathlib import Path
 from typing import Any
 
 from ...broker.client.login import CA_VARIABLE
-from ...broker.disk.run_folder import Folder
-from ...broker.programs.process import die_with
-from ...envs.dataset import is_dataset_name
+from ...broker.run_folder import Folder
+from ...broker.service_process import die_with
+from ...envs.datasets import is_dataset_name
 from ...envs.sandbox.program import bubblewrap_program, remedy, unprivileged_user
 from ...envs.sandbox.seccomp import game_filter
 from ...envs.sandbox.served import SOCKET
 from ...envs.sandbox.watch import first_child
 from ...schemas.node import WantedActor
 from ...schemas.wire.errors import SandboxError, StorageError, TinkermqError
-from ..folders.roots import MODELS_VARIABLE, is_of_another, shown_from
+from ..storage.access import MODELS_VARIABLE, is_of_another, shown_from
 from .forwarding import URL_VARIABLE, Forwarder
 from .sandboxes import SandboxSocket
 

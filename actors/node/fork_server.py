@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...broker.programs.process import die_with
+from ...broker.service_process import die_with
 
 PACKET_BYTES = 256 * 1024
 _HEAVY = (

@@ -18,8 +18,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import structlog
 
-from ...broker.client.addresses import server_urls
-from ...broker.client.faults import shown_url
+from ...broker.client.faults import server_urls, shown_url
 from ...schemas.wire.errors import SandboxError
 
 URL_VARIABLE = "TINKERMQ_NATS_URL"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
 
-from ...broker.client.addresses import server_urls
+from ...broker.client.faults import server_urls
 from ...schemas.wire.errors import ConfigError, StateError
 
 _PACKAGES = {

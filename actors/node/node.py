@@ -43,12 +43,11 @@ from ...schemas.wire.errors import (
 from ...schemas.wire.message import Empty
 from ...schemas.wire.subjects import BUCKET_ACTORS, BUCKET_NODES, JobScope
 from ...schemas.wire.subjects import node as node_subject
-from ..folders.removing import remove_run_folder
+from ..gpus import Gpus
+from ..storage.removal import remove_run_folder
 from .children import ActorStarter, StartChild
 from .credentials import with_job_keys, with_secrets
-from .gpus import Gpus
-from .looking import ModelInspection, TriedGames, look
-from .models import ModelLookout
+from .preflight import ModelInspection, ModelLookout, TriedGames, look
 from .process import STOP_DEADLINE_S, ActorProcess, silence_bound
 
 RECORD_S = 2.0

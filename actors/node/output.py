@@ -16,8 +16,8 @@ from typing import Any, cast
 
 import structlog
 
-from ...broker.disk.lines import append_to
-from ...broker.disk.run_folder import Folder
+from ...broker.disk import append_to
+from ...broker.run_folder import Folder
 from ...schemas.metric import LogLines
 from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import StorageError, TinkermqError

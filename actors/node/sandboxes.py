@@ -11,7 +11,7 @@ from pathlib import Path
 
 import structlog
 
-from ...broker.programs.process import die_with
+from ...broker.service_process import die_with
 from ...envs.sandbox.served import listen_at
 from .command import ENVIRONMENT
 

@@ -4,9 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ...schemas.machines.config import machines_config
+from ...schemas.machines import machines_config
 from ..runtime import ActorContext, run_service_actor, service_parser
-from .jobs.keeping import Keeping
+from .jobs.archive import Keeping
 from .scheduler import run
 
 

@@ -20,7 +20,7 @@ import structlog
 from ...broker.client.connection import Broker
 from ...broker.jetstream.streams import create_job_streams, settle_job_streams
 from ...broker.jobs import JobStore, is_final
-from ...schemas.config.storage import BROKER
+from ...schemas.config.sections import BROKER
 from ...schemas.job import FINAL_STATES, ActorPlacement, JobRecord
 from ...schemas.node import ActorStatus, NodeStatus, NodeSync, WantedActor
 from ...schemas.wire.errors import (
@@ -33,22 +33,28 @@ from ...schemas.wire.errors import (
     TinkermqError,
 )
 from ...schemas.wire.subjects import JobScope
-from .decisions import DecisionTimes
 from .jobs.actors import at_rest, main_actor, unplaced, vital, wanted_actor
-from .jobs.move_events import MoveEvents
 from .jobs.removal import Remover
 from .jobs.states import ACTIVE, Transition, next_state, told_placements
-from .jobs.versions import Versions
-from .jobs.view import JobsView, key_of
+from .jobs.view import JobsView, Versions, key_of
 from .lease import LeaderLease
-from .machines.decision import Demand
+from .machines.keeper import Demand
 from .messenger import Messenger
-from .notifier import Notifier
-from .placement.demand import free_slots, is_queued, request_of, unwanted, with_nodes
-from .placement.nodes import Nodes
-from .placement.placement import Assignment, NodeSlots, place, refuse_impossible
-from .placement.queue import PlacementRequest, shape_of
-from .timing import Timing
+from .nodes import Nodes
+from .notifier import MoveEvents, Notifier
+from .placement import (
+    Assignment,
+    NodeSlots,
+    free_slots,
+    is_queued,
+    place,
+    refuse_impossible,
+    request_of,
+    unwanted,
+    with_nodes,
+)
+from .queue import PlacementRequest, shape_of
+from .timing import DecisionTimes, Timing
 
 WHO = "scheduler"
 _STARTS_PER_TURN = 32

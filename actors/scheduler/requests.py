@@ -17,37 +17,38 @@ from ...schemas.job import (
     JobRequest,
     LabelRequest,
     ListRequest,
+    OpenRequest,
     PriorityRequest,
     Removal,
     ResumeRequest,
     ScaleRequest,
+    SealingKey,
+    SecretsRequest,
     StopRequest,
     SubmitRequest,
 )
 from ...schemas.node import DamagedRecords, GameCheckRequest, NodeList, NodeStatus
-from ...schemas.secret import OpenRequest, SealingKey, SecretsRequest
 from ...schemas.tinker.checkpoints import TakeCheckpoint
 from ...schemas.tinker.operation import ModelInfo, TrainerOffers
-from ...schemas.tinker.usage import TenantShare, TenantShares, TrainerUsage
+from ...schemas.tinker.sessions import TenantShare, TenantShares, TrainerUsage
 from ...schemas.user import Quota, QuotaReply
 from ...schemas.wire.errors import StateError
 from ...schemas.wire.message import Empty, Message
 from ...schemas.wire.subjects import DEFAULT_USER, acting, rpc
 from .jobs.actors import scaled, slots_of
-from .jobs.damaged import DamageReport
 from .jobs.holdings import check_priority, check_room
 from .jobs.secrets import SecretStore
-from .jobs.usage import with_usage
-from .jobs.view import JobsView
+from .jobs.states import with_usage
+from .jobs.view import DamageReport, JobsView
 from .machines.keeper import MachineKeeper
 from .messenger import tell_learner
-from .placement.nodes import Nodes
+from .nodes import Nodes
 from .reconciler import Reconciler
-from .submission.playing import GameChecks
-from .submission.resuming import refuse_changes, told_changes
-from .submission.rules import refuse_removal, refuse_removed
+from .submission.access import refuse_removal, refuse_removed
+from .submission.dry_run import TrialSubmission
+from .submission.env_check import GameChecks
+from .submission.origins import refuse_changes, told_changes
 from .submission.submission import Submission
-from .submission.trying import TrialSubmission
 
 _CHANGES = frozenset(
     {"submit", "configure", "stop", "resume", "scale", "priority", "pause", "unpause", "secrets"}

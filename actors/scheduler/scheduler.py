@@ -7,21 +7,21 @@ it knows is in the job records and on the nodes, so the next one goes on where i
 import asyncio
 
 from ...broker.client.connection import Broker
+from ...broker.client.reconnect import drop_old_requests, request_connection
 from ...broker.client.rpc import Service
 from ...broker.jobs import JobStore
-from ...broker.load.request_connection import drop_old_requests, request_connection
 from ...broker.presence import INTERVAL_S
-from ...schemas.machines.config import MachinesConfig
+from ...schemas.machines import MachinesConfig
 from ...schemas.wire.errors import FencedError, TinkermqError
 from ..runtime import ActorContext, settle_memory
-from .jobs.keeping import Keeping
+from .jobs.archive import Keeping
 from .jobs.removal import Remover
 from .jobs.secrets import SecretStore
 from .jobs.view import JobsView
 from .lease import LeaderLease
 from .machines.sources import machine_keeper
+from .nodes import Nodes
 from .notifier import Notifier
-from .placement.nodes import Nodes
 from .reconciler import Reconciler
 from .requests import SchedulerRequests
 from .timing import Timing

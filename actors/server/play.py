@@ -8,10 +8,15 @@ from ...envs.serving.remote import Environments, Start
 from ...schemas.config.job import JobConfig, RolloutConfig
 from ...schemas.infer import PlayPart, PlayRequest
 from ...schemas.wire.errors import BusyError, ConfigError, DeadlineError
-from ..generator.engine.engine import Engine
-from ..generator.episodes.agent_loop import AgentLoop, EpisodeFailed, EpisodePlan, EpisodeSampling
-from ..generator.episodes.chat import ChatTokenizer
-from ..generator.episodes.tries import until_played
+from ..engine.engine import Engine
+from ..policy.chat import ChatTokenizer
+from ..rollout.agent_loop import (
+    AgentLoop,
+    EpisodeFailed,
+    EpisodePlan,
+    EpisodeSampling,
+    until_played,
+)
 from ..runtime import JobContext
 
 _SESSIONS = 64

@@ -25,17 +25,15 @@ from ...schemas.infer import (
 )
 from ...schemas.job import JobRecord
 from ...schemas.wire.errors import MessageError, ModelError, NotFoundError
-from ..generator.engine.engine import Engine
-from ..generator.engine.following import WeightFollower
-from ..generator.engine.heartbeat import tell_engine
-from ..generator.episodes.chat import make_chat
-from ..generator.episodes.players import load_base, start_engine
-from ..job_weights import follow_weights
-from ..models.job_models import check_weights, config_of_checkpoint, config_of_folder
-from ..models.lora import base_of, config_of, is_adapter
-from ..models.policies import MAIN
+from ..engine.engine import Engine, tell_engine
+from ..engine.weight_updates import WeightFollower
+from ..policy.chat import make_chat
+from ..policy.lora import base_of, config_of, is_adapter
+from ..policy.policies import MAIN, check_weights, config_of_checkpoint, config_of_folder
+from ..rollout.completions import Answers
+from ..rollout.players import load_base, start_engine
 from ..runtime import JobContext, settle_memory
-from .answers import Answers
+from ..weights.job_weights import follow_weights
 from .play import EpisodePlayer
 
 P = TypeVar("P")

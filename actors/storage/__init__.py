@@ -1,1 +1,1 @@
-"""Checkpoints and models by URL, for pools whose machines share no disk."""
+"""Checkpoints, models and run folders: on disk, in stores by URL, in caches."""

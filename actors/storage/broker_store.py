@@ -23,7 +23,7 @@ from ...broker.jetstream.streams import (
     stream_info,
 )
 from ...schemas.config.job import LimitsConfig
-from ...schemas.config.storage import BROKER
+from ...schemas.config.sections import BROKER
 from ...schemas.wire.errors import BrokerError, NotFoundError, StoreAwayError
 from ...schemas.wire.subjects import JobScope
 from .url_store import StoredObject

@@ -3,7 +3,7 @@
 import asyncio
 
 from ...broker.client.connection import Broker
-from ...schemas.config.storage import BROKER
+from ...schemas.config.sections import BROKER
 from ...schemas.wire.errors import StorageError
 from ...schemas.wire.subjects import JobScope
 from .broker_store import BrokerStore

@@ -7,7 +7,7 @@ from ..runtime import JobContext, run_job_actor
 
 
 async def _main(context: JobContext) -> None:
-    from .start import run_trainer
+    from .service import run_trainer
 
     await run_trainer(context)
 

@@ -7,10 +7,15 @@ bits.
 
 import asyncio
 import time
+from collections import Counter
 from functools import partial
+from typing import Any, cast
+
+from transformers import AutoConfig
 
 from ...broker.client.rpc import RequestContext, Service
 from ...broker.operations import OperationLog, Unreadable
+from ...schemas.config.job import JobConfig, ModelConfig
 from ...schemas.tinker.names import ModelName, OperationName
 from ...schemas.tinker.operation import (
     AboutModel,
@@ -20,18 +25,103 @@ from ...schemas.tinker.operation import (
     OperationResult,
     OperationTaken,
 )
+from ...schemas.tinker.sessions import (
+    AboutSessions,
+    ModelCurves,
+    ModelShown,
+    SessionsShown,
+    TenantShown,
+)
 from ...schemas.wire.errors import BusyError, MessageError, NotFoundError, StateError
 from ...schemas.wire.subjects import rpc
-from ..runtime import JobContext
-from .adapters import Adapters
-from .applying import Applying
-from .checkpoints.kept import KeptByTrainer
+from ..policy.devices import own_device
+from ..runtime import JobContext, settle_memory
+from ..training.parallel import once_in_torch
+from .adapter_cache import STATES, States
+from .apply import Applying
+from .checkpoints.user_records import KeptByTrainer
+from .fair_share import Shares
 from .models import Models, TrainedModel
+from .operations import Adapters
 from .replaying.archive import Archive
-from .shares import Shares
-from .showing import Showing
-from .states import States
-from .working import GAP_S, Worker
+from .training.trainer import AdapterTrainer
+from .worker import GAP_S, Worker
+
+# Shows users their models, the curves of these, and who waits for the trainer.
+
+
+class Showing:
+    """Answers what users ask about their sessions."""
+
+    def __init__(self, models: Models, base: str) -> None:
+        """Show `models`, all of one base model."""
+        self._models = models
+        self._base = base
+
+    async def open(self, service: Service, name: str) -> None:
+        """Listen to users."""
+        await service.endpoint("sessions", rpc("*", name, "sessions"), AboutSessions, self._list)
+        await service.endpoint("curves", rpc("*", name, "curves"), AboutModel, self._curves)
+
+    async def _list(self, _: AboutSessions, context: RequestContext) -> SessionsShown:
+        mine = [self._shown(one) for one in self._models if one.user == context.user]
+        return SessionsShown(
+            base=self._base, models=[one for one in mine if one], tenants=self._tenants()
+        )
+
+    async def _curves(self, request: AboutModel, context: RequestContext) -> ModelCurves:
+        model = self._models.find(context.user, ModelName.parse(request.model))
+        shown = None if model is None else self._shown(model)
+        if model is None or shown is None:
+            raise NotFoundError(
+                f"there is no model {request.model}", hint="see your models: `/tinker`"
+            )
+        return ModelCurves(shown=shown, points=model.history.points())
+
+    def _shown(self, model: TrainedModel) -> ModelShown | None:
+        """Return what is to be seen of a model, None for one that is not made yet."""
+        if model.info is None:
+            return None
+        return ModelShown(
+            info=model.info.model_copy(update={"applied": model.applied}),
+            steps=model.history.steps,
+            tokens=model.tokens,
+            waiting=len(model.waiting),
+            waiting_bytes=_waiting_bytes(model),
+            reason=self._reason(model),
+            idle_s=time.monotonic() - model.used if model.used else None,
+            last=model.history.last,
+        )
+
+    def _reason(self, model: TrainedModel) -> str:
+        if model.has_gap:
+            return f"for operation {model.applied + 1}, which has not come"
+        before = self._models.num_before(model)
+        return f"its turn; {before} other models have something to be done" if model.waiting else ""
+
+    def _tenants(self) -> list[TenantShown]:
+        models, waiting, size = Counter[str](), Counter[str](), Counter[str]()
+        tokens = Counter[str]()
+        for model in self._models:
+            models[model.user] += 1
+            tokens[model.user] += model.tokens
+            waiting[model.user] += len(model.waiting)
+            size[model.user] += _waiting_bytes(model)
+        return [
+            TenantShown(
+                user=user,
+                models=count,
+                tokens=tokens[user],
+                waiting=waiting[user],
+                waiting_bytes=size[user],
+            )
+            for user, count in sorted(models.items())
+        ]
+
+
+def _waiting_bytes(model: TrainedModel) -> int:
+    return sum(len(one.body) for one in model.waiting.values())
+
 
 _MAKING_S = 20.0
 
@@ -242,3 +332,49 @@ def _check_kind(operation: ModelOperation) -> None:
     if operation.kind == "missing":
         raise MessageError(f"operation {operation.seq} of a model cannot be missing")
     operation.check_place()
+
+
+# Start the trainer of a Tinker service: load its base model, then serve.
+
+
+async def run_trainer(context: JobContext) -> None:
+    """Serve until told to stop."""
+    await context.serve_control()
+    config = context.config
+    base = await asyncio.to_thread(base_info, config)
+    adapters = await once_in_torch(config.learner.threads, partial(open_trainer, config))
+    name = base.base
+    folder_of_states = context.run_dir / STATES
+    states = States(folder_of_states)
+    kept = KeptByTrainer(folder_of_states, max_bytes=config.tinker.checkpoint_mb << 20)
+    applying = Applying(adapters, states, kept, base)
+    settle_memory()
+    await context.event("trainer_ready", f"{name} can be trained", base=name)
+    await TrainerService(context, adapters, applying, states, kept).run()
+
+
+def _about(model: ModelConfig) -> Any:
+    """Return the configuration of a model's text part."""
+    read = cast(Any, AutoConfig).from_pretrained
+    return read(model.path, trust_remote_code=model.trust_remote_code).get_text_config()
+
+
+def base_info(config: JobConfig) -> ModelInfo:
+    """Return what is told of each model of a service, as of its base."""
+    arch, folder = str(_about(config.model).model_type), config.model.path
+    return ModelInfo(model="-", base=config.tinker.base, folder=folder, arch=arch, rank=1)
+
+
+def open_trainer(config: JobConfig) -> AdapterTrainer:
+    """Load the base model of a service; raises ModelError."""
+    return AdapterTrainer.open(
+        config.model.path,
+        base_model=config.tinker.base,
+        trust_remote_code=config.model.trust_remote_code,
+        attn_implementation=config.model.attn_implementation,
+        gradient_checkpointing=config.learner.gradient_checkpointing,
+        device=own_device(),
+        microbatch_tokens=config.tinker.micro_batch_tokens,
+        max_rank=config.tinker.max_rank,
+        mixed=config.tinker.mixed_micro_batches,
+    )

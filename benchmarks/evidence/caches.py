@@ -11,7 +11,14 @@ Some ten minutes of one core.
 
 import asyncio
 
-from benchmarks.evidence.cells import SEEDS, Cell, Overrides, job_of, run_cells, take_no_arguments
+from benchmarks.evidence.cells import (
+    SEEDS,
+    Cell,
+    Overrides,
+    job_of,
+    run_cells,
+    take_no_arguments,
+)
 from benchmarks.evidence.lagged import Curve
 from benchmarks.evidence.pooled import run_pooled
 

@@ -10,7 +10,14 @@ Learning rates are the examples' and were tuned for none of it but what the exam
 ppo, tis); LoRA has that of examples/lora.yaml over addition's, eight times the game's.
 """
 
-from benchmarks.evidence.cells import SEEDS, STEPS, Cell, Overrides, run_cells, take_no_arguments
+from benchmarks.evidence.cells import (
+    SEEDS,
+    STEPS,
+    Cell,
+    Overrides,
+    run_cells,
+    take_no_arguments,
+)
 
 EXPERIMENT = "choices"
 LAG, NUM_MINIBATCHES = 2, 4

@@ -10,7 +10,14 @@ a task, no rewards), or by both. Five seeds that all share; each step trains as 
 import asyncio
 from pathlib import Path
 
-from benchmarks.evidence.cells import SEEDS, Cell, Overrides, job_of, run_cells, take_no_arguments
+from benchmarks.evidence.cells import (
+    SEEDS,
+    Cell,
+    Overrides,
+    job_of,
+    run_cells,
+    take_no_arguments,
+)
 from benchmarks.evidence.lagged import LaggedRun
 from benchmarks.tasks import CACHE
 

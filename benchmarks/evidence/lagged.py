@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tinkermq.actors.generator.episodes.agent_loop import EpisodePlan, EpisodeSampling
-from tinkermq.actors.generator.episodes.chat import make_chat
-from tinkermq.actors.generator.episodes.groups import GroupRunner
-from tinkermq.actors.generator.episodes.players import Players
-from tinkermq.actors.generator.episodes.recorder import EpisodeRecorder, TaskRecorder
-from tinkermq.actors.learner.tasks.data_order import DataOrder
-from tinkermq.actors.learner.training.policies import Policies, load_models
-from tinkermq.actors.models.lora import policy_tensors
-from tinkermq.actors.models.model_folder import load_tokenizer
-from tinkermq.actors.models.policies import MAIN
-from tinkermq.envs.data.host_data import HostData
+from tinkermq.actors.learner.data_order import DataOrder
+from tinkermq.actors.policy.chat import make_chat
+from tinkermq.actors.policy.lora import policy_tensors
+from tinkermq.actors.policy.model_folder import load_tokenizer
+from tinkermq.actors.policy.policies import MAIN
+from tinkermq.actors.rollout.agent_loop import EpisodePlan, EpisodeSampling
+from tinkermq.actors.rollout.groups import GroupRunner
+from tinkermq.actors.rollout.players import Players
+from tinkermq.actors.rollout.recording import EpisodeRecorder, TaskRecorder
+from tinkermq.actors.training.policies import Policies, load_models
+from tinkermq.envs.data import HostData
 from tinkermq.envs.evaluation import task_seed
 from tinkermq.envs.game import StepResult
 from tinkermq.envs.registry import load_game

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from tinkermq.broker.batches import BatchLog
 from tinkermq.broker.feed import read_metrics
 from tinkermq.broker.rollouts import RolloutLog
-from tinkermq.schemas.batch import BatchRecord
 from tinkermq.schemas.rollout import Group, Trajectory
+from tinkermq.schemas.task import BatchRecord
 from tinkermq.schemas.wire.subjects import JobScope
 
 from benchmarks.evidence.lagged import Curve

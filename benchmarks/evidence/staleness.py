@@ -7,7 +7,14 @@ Runs what has no line in results/staleness.jsonl yet: each game with the lag for
 hours on one core; a run repeats to the bit.
 """
 
-from benchmarks.evidence.cells import SEEDS, STEPS, Cell, Overrides, run_cells, take_no_arguments
+from benchmarks.evidence.cells import (
+    SEEDS,
+    STEPS,
+    Cell,
+    Overrides,
+    run_cells,
+    take_no_arguments,
+)
 
 EXPERIMENT = "staleness"
 LAGS = (0, 1, 2, 4, 8, 12)

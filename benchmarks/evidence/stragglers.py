@@ -10,7 +10,14 @@ the waiting.
 
 import asyncio
 
-from benchmarks.evidence.cells import SEEDS, Cell, Overrides, job_of, run_cells, take_no_arguments
+from benchmarks.evidence.cells import (
+    SEEDS,
+    Cell,
+    Overrides,
+    job_of,
+    run_cells,
+    take_no_arguments,
+)
 from benchmarks.evidence.lagged import Curve
 from benchmarks.evidence.pooled import run_pooled
 

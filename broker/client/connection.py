@@ -23,16 +23,19 @@ from nats.aio.msg import Msg
 
 from ...schemas.wire.errors import BrokerError, DeadlineError
 from ...schemas.wire.subjects import DEFAULT_USER, stream_of
-from ..outages.availability import Availability
-from ..outages.persistence import RETRY_PAUSE_S, look_for_stream, persist
 from . import faults
-from .addresses import server_urls
-from .complaints import RECONNECT_WAIT_S, Complaints
-from .faults import ConnectionLost, NoResponders, Refused, shown_url
-from .listening import Callbacks, Listening, listen
+from .availability import (
+    RECONNECT_WAIT_S,
+    RETRY_PAUSE_S,
+    Availability,
+    Complaints,
+    look_for_stream,
+    persist,
+)
+from .faults import ConnectionLost, NoResponders, Refused, server_urls, shown_url
 from .login import Login, find_login, tls_options
 from .nats_internals import CarefulClient, end_connecting, reconnection, server_info
-from .replies import Replies, checked
+from .replies import Callbacks, Listening, Replies, checked, listen
 from .store_subjects import CLUSTER, SINGLE, GuestStoreSubjects, Replication, StoreSubjects
 
 __all__ = ["RETRY_PAUSE_S", "Broker", "ConnectionLost", "Listening", "NoResponders", "connect"]

@@ -25,7 +25,7 @@ from ...schemas.wire.subjects import (
     token,
     user_store,
 )
-from ..programs.process import erase_variable
+from ..service_process import erase_variable
 from .keys import id_of_invitation, read_episode_key, read_job_key, user_of_key
 
 KEY_VARIABLE = "TINKERMQ_API_KEY"

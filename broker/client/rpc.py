@@ -24,19 +24,21 @@ from nats.micro.service import Service as MicroService
 from nats.micro.service import ServiceConfig
 
 from ...schemas.wire.codec import too_large
-from ...schemas.wire.errors import BusyError, DeadlineError, NobodyAnswersError, TinkermqError
+from ...schemas.wire.errors import (
+    BusyError,
+    DeadlineError,
+    NobodyAnswersError,
+    TinkermqError,
+)
 from ...schemas.wire.foreign import ends_this_task
 from ...schemas.wire.message import Message
 from ...schemas.wire.subjects import caller_of_rpc, user_of_rpc
 from ...schemas.wire.trace import TRACEPARENT
-from ..load.fair_queue import FairQueue
-from ..load.rates import Rates
-from ..outages.flushing import flush
+from ..fair_queue import FairQueue, Rates
 from .connection import RETRY_PAUSE_S, Broker, ConnectionLost, NoResponders
-from .headers import ERROR_CODE, ERROR_TEXT, header
-from .listening import is_behind
-from .nats_internals import MicroEndpoint, reply_of, subscriptions
-from .replies import error_of, error_reply
+from .nats_internals import ERROR_CODE, ERROR_TEXT, MicroEndpoint, header, reply_of, subscriptions
+from .reconnect import flush
+from .replies import error_of, error_reply, is_behind
 
 Q = TypeVar("Q", bound=Message)
 R = TypeVar("R", bound=Message)

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from ...schemas.wire.errors import BrokerError, ConflictError
 from ...schemas.wire.trace import TRACEPARENT
+from ..client.availability import Unanswered
 from ..client.connection import Broker
 from ..client.faults import Refused
-from ..client.headers import EXPECTED_SEQ, EXPECTED_STREAM_SEQ, WRITE_ID
-from ..outages.availability import Unanswered
-from .stored import StoredMessage, get_last, get_last_behind
+from ..client.nats_internals import EXPECTED_SEQ, EXPECTED_STREAM_SEQ, WRITE_ID
+from .direct_get import StoredMessage, get_last, get_last_behind
 
 _FULL_PAUSE_S = 0.2
 

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from ...schemas.wire.errors import BrokerError, LogInRefusedError
 from ..client import faults
 from ..client.connection import Broker, ConnectionLost
-from ..client.headers import parse_headers
-from ..client.nats_internals import connect_command
+from ..client.nats_internals import connect_command, parse_headers
 
 _TIMEOUT_S = 10.0
 _BUFFER_BYTES = 1 << 16

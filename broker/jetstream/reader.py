@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator
 from nats.aio.msg import Msg
 
 from ..client.connection import Broker, Listening
-from .stored import Batch, BatchInbox, StoredMessage
+from .direct_get import Batch, BatchInbox, StoredMessage
 from .streams import stream_info
 
 FIRST_PAUSE_S = 0.005

@@ -4,12 +4,13 @@ The learner waits for the last group that its batch needs. What that group was a
 queue, waiting for weights, generating, in its game) is what the learner waited for.
 """
 
+import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ...schemas.wire.trace import GroupTrace, StepTrace, trace_of
+from ...schemas.wire.trace import GroupTrace, StepTrace, span_of, trace_of
 
 Shares = dict[str, float]
 PHASES: tuple[str, ...] = ("queue", "weights", "generate", "environment", "other")
@@ -177,3 +178,254 @@ def _add(sums: dict[str, float], spent: Mapping[str, float]) -> None:
 def _quantile(ordered: Sequence[float], share: float) -> float:
     """Return the smallest value that at least this share of all values does not exceed."""
     return ordered[max(math.ceil(share * len(ordered)), 1) - 1] if ordered else 0.0
+
+
+# What holds a run up, in plain words, and what to change: from its profile.
+
+_WAITS = 0.25
+"""A learner that waits for less of its time is the bottleneck itself."""
+_HELD_BACK = 0.3
+_NOTABLE = 0.1
+_FULL_HOST = 0.5
+_ALL_BUSY = 0.9
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One finding, and the configuration keys and commands that change it."""
+
+    text: str
+    change: tuple[str, ...]
+
+
+def advise(
+    profile: Profile,
+    run: str,
+    bound: str = "training.max_staleness",
+    *,
+    cores_busy: float = 0.0,
+) -> list[Advice]:
+    """Say what holds a run up, what matters most first; never nothing.
+
+    `run` is its name, for commands, `bound` the key that bounds the staleness. `cores_busy` is the
+    share of a machine's cores that were busy, where all of the run is on that machine.
+    """
+    waited = profile.learner.get("wait", 0.0)
+    if waited < _WAITS:
+        found = [_learner_busy(profile)]
+    elif cores_busy >= _ALL_BUSY and _mostly(profile) != "weights":
+        found = [_machine_busy(waited, cores_busy, run)]
+    else:
+        found = [_learner_waits(profile, run, bound)]
+    held_back = profile.held_back
+    if held_back >= _HELD_BACK and waited < _WAITS:
+        found.append(
+            Advice(
+                f"generators were held back {held_back:.0%} of the time by the staleness bound, "
+                "since the learner is behind: fewer generators would do",
+                (f"tinkermq scale {run} generators=N",),
+            )
+        )
+    for kind, (what, keys) in _OVERHEADS.items():
+        share = profile.learner.get(kind, 0.0)
+        if share >= _NOTABLE:
+            found.append(Advice(f"{what} took {share:.0%} of the learner's time", keys))
+    swapping = mean_share(profile.generators.values(), "swap")
+    if swapping >= _NOTABLE:
+        text = f"generators stood still {swapping:.0%} of the time to swap weights in"
+        found.append(Advice(text, ("generator.kv_on_swap=keep", "lora.rank")))
+    return found
+
+
+_OVERHEADS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "checkpoint": ("writing checkpoints", ("training.save_freq",)),
+    "publish": (
+        "publishing weights (the version before was still being sent, or the copy took long)",
+        ("weights.transport=file", "learner.publish_dtype=bfloat16", "lora.rank"),
+    ),
+}
+
+
+def bound_key(config: Mapping[str, Any]) -> str:
+    """Return the key that bounds the staleness in a run's configuration."""
+    training: Mapping[str, Any] = config.get("training") or {}
+    is_auto = training.get("max_staleness") == "auto"
+    return "training.staleness_limit" if is_auto else "training.max_staleness"
+
+
+def _learner_busy(profile: Profile) -> Advice:
+    busy = 1 - profile.learner.get("wait", 0.0) - profile.learner.get("paused", 0.0)
+    text = f"the learner is busy {busy:.0%} of the time: it is the bottleneck"
+    text += " (more generators would not help)"
+    return Advice(text, ("learner.ranks", "learner.threads", "learner.dtype=bfloat16"))
+
+
+def _machine_busy(waited: float, cores_busy: float, run: str) -> Advice:
+    """Say that more actors on the same machine would only share its cores."""
+    return Advice(
+        f"the learner waited {waited:.0%} of the time for rollouts, and the cores of this machine "
+        f"are {cores_busy:.0%} busy: more generators here would not help; add a machine, or make "
+        "the work smaller",
+        (f"a node on another machine, then tinkermq scale {run} generators=N", "learner.threads"),
+    )
+
+
+def _mostly(profile: Profile) -> str:
+    """Return what the groups were at most that the learner waited for."""
+    return max(profile.waited_for, key=lambda phase: profile.waited_for[phase], default="other")
+
+
+def _learner_waits(profile: Profile, run: str, bound: str) -> Advice:
+    """Name what the learner waits for most; whether the bound or the engine is behind it."""
+    waited = profile.learner["wait"]
+    mostly = _mostly(profile)
+    says = f"the learner waited {waited:.0%} of the time for rollouts"
+    held_back = profile.held_back
+    if not profile.generators:
+        return Advice(f"{says}; whoever makes them tells nothing of its own time", (bound,))
+    if mostly == "weights" or (held_back >= _HELD_BACK and mostly != "environment"):
+        return Advice(
+            f"{says}, while generators were held back {held_back:.0%} of the time by the staleness "
+            f"bound: raise {bound} or training.batch_size",
+            (bound, "training.batch_size"),
+        )
+    if mostly == "environment":
+        return _games_are_slow(profile, run, says, bound)
+    if mostly == "queue":
+        return Advice(
+            f"{says}, mostly for tasks that no generator had room for: add generators, or raise "
+            "generator.max_episodes",
+            (f"tinkermq scale {run} generators=N", "generator.max_episodes"),
+        )
+    says += ", mostly for generation" if mostly == "generate" else ""
+    if held_back >= _NOTABLE:
+        return Advice(
+            f"{says}, and generators were held back {held_back:.0%} of the time by the staleness "
+            f"bound: add generators, or raise {bound}",
+            (f"tinkermq scale {run} generators=N", bound),
+        )
+    return Advice(f"{says}: add generators", (f"tinkermq scale {run} generators=N",))
+
+
+def _games_are_slow(profile: Profile, run: str, says: str, bound: str) -> Advice:
+    """Tell games that wait for a worker from games that take their time."""
+    says += f", mostly for games, which answered after {seconds_text(profile.answer_p95_s)} (p95)"
+    full = mean_share(profile.hosts.values(), "full")
+    if profile.hosts and full < _FULL_HOST:
+        return Advice(
+            f"{says}, though their hosts had workers free {1 - full:.0%} of the time: more "
+            f"episodes at a time hide it: raise {bound}",
+            (bound, "generator.max_episodes"),
+        )
+    return Advice(
+        f"{says}: add environment hosts or workers",
+        (f"tinkermq scale {run} environments=N", "env.workers"),
+    )
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a time with its unit: `1.2 s`, `35 ms`."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+# The traces of a run as spans, for tools that speak OpenTelemetry: a pure derivation.
+#
+# Only the ids of tasks and steps are made at random and travel; those of the spans below them
+# follow from theirs, so the same traces always give the same spans.
+
+
+@dataclass(frozen=True)
+class Span:
+    """One span; moments are seconds since the epoch."""
+
+    name: str
+    actor: str
+    trace: str
+    """Trace id, 32 hexadecimal digits."""
+    span: str
+    """Span id, 16 hexadecimal digits."""
+    parent: str
+    """Span id of its parent; empty for a root."""
+    start: float
+    end: float
+    attributes: Mapping[str, int | float | str] = field(
+        default_factory=dict[str, int | float | str]
+    )
+    links: tuple[tuple[str, str], ...] = ()
+    """Trace and span ids of what it follows from."""
+
+
+def spans_of(step: StepTrace) -> Iterator[Span]:
+    """Yield the spans of a step and of those of its groups that it names.
+
+    Lengths are right everywhere, places not: generation and game alternate within an episode, and
+    stand one after the other here; `send` (of the weights of the version before) and each
+    generator's `swap` (the sum of its pauses) stand at the step's beginning.
+    """
+    for group in step.groups:
+        yield from _of_group(group)
+    yield from _of_step(step)
+
+
+def _of_step(step: StepTrace) -> Iterator[Span]:
+    trace, root = trace_of(step.traceparent), span_of(step.traceparent)
+    told = {"tinkermq.step": step.step, "tinkermq.num_groups": step.num_groups}
+    start = _begin(step)
+    yield Span("step", "learner", trace, root, "", start, step.ended, told)
+    links = tuple((trace_of(g.traceparent), span_of(g.traceparent)) for g in step.groups)
+    known = tuple(link for link in links if all(link))
+    for kind in (*_BEFORE, *_BEHIND):
+        length = step.learner.get(kind, 0.0)
+        if length <= 0:
+            continue
+        after = known if kind == "train" else ()
+        child = _child(root, kind)
+        yield Span(kind, "learner", trace, child, root, start, start + length, told, after)
+        start += length
+    yield from _of_weights(step, told)
+
+
+def _of_weights(step: StepTrace, told: Mapping[str, int]) -> Iterator[Span]:
+    """Yield what sending and swapping in new weights took, beside the learner's work."""
+    trace, root = trace_of(step.traceparent), span_of(step.traceparent)
+    lengths = [("send", "learner", step.send_s)]
+    lengths += [("swap", name, spent.get("swap", 0.0)) for name, spent in step.generators.items()]
+    start = _begin(step)
+    for kind, actor, length in lengths:
+        if length > 0:
+            child = _child(root, f"{kind}.{actor}")
+            yield Span(kind, actor, trace, child, root, start, start + length, told)
+
+
+def _begin(step: StepTrace) -> float:
+    return step.formed - sum(step.learner.get(kind, 0.0) for kind in _BEFORE)
+
+
+_BEFORE = ("checkpoint", "paused", "wait")
+_BEHIND = ("train", "publish")
+
+
+def _of_group(group: GroupTrace) -> Iterator[Span]:
+    trace, root = trace_of(group.traceparent), span_of(group.traceparent)
+    if not trace:
+        return
+    told = {"tinkermq.task": group.task}
+    begun = group.arrived - group.rollout_s
+    held = begun - group.weights_s
+    if group.issued:
+        issued = min(group.issued, held)
+        yield Span("task", "learner", trace, root, "", issued, group.arrived, told)
+        yield Span("queue", "learner", trace, _child(root, "queue"), root, issued, held, told)
+    source, rollout = group.source, _child(root, "rollout")
+    if group.weights_s:
+        yield Span("weights", source, trace, _child(root, "weights"), root, held, begun, told)
+    yield Span("rollout", source, trace, rollout, root, begun, group.arrived, told)
+    at = begun
+    for name, length in (("generate", group.generate_s), ("environment", group.environment_s)):
+        if length > 0:
+            yield Span(name, source, trace, _child(rollout, name), rollout, at, at + length, told)
+            at += length
+
+
+def _child(parent: str, name: str) -> str:
+    return hashlib.sha256(f"{parent}.{name}".encode()).hexdigest()[:16]

@@ -9,7 +9,7 @@ from ...schemas.metric import Metric
 from ...schemas.wire.errors import MessageError
 from ...schemas.wire.subjects import JobScope
 from ..client.connection import Broker
-from ..jetstream.stored import get_batch
+from ..jetstream.direct_get import get_batch
 from ..jetstream.streams import stream_info
 
 RECENT_ENTRIES = 40

@@ -26,8 +26,7 @@ from typing import Any, Literal, TypeAlias
 import structlog
 
 from ...schemas.wire.errors import ConfigError, StorageError
-from ..disk.lines import append_lines
-from ..disk.room import remedy
+from ..disk import append_lines, remedy
 
 BACKENDS = ("console", "jsonl", "tensorboard", "wandb", "wandb-offline", "trackio", "mlflow")
 MLFLOW_URI = "MLFLOW_TRACKING_URI"

@@ -13,9 +13,9 @@ from ...schemas.user import AuditRecord
 from ...schemas.wire.errors import TinkermqError
 from ...schemas.wire.subjects import AUDIT, REFUSALS, STREAM_AUDIT, STREAM_REFUSALS
 from ..client.connection import Broker
-from ..jetstream.stored import get_batch
+from ..fair_queue import Rates
+from ..jetstream.direct_get import get_batch
 from ..jetstream.streams import StreamConfig, stream_config, stream_info
-from ..load.rates import Rates
 
 AUDIT_BYTES, REFUSALS_BYTES = 256 << 20, 64 << 20
 MAX_REFUSALS = 60

@@ -4,16 +4,159 @@ Both keep the newest version and its anchor, the whole version of which it was m
 another. Bytes only: nothing here sends or stores.
 """
 
-from collections.abc import Sequence
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...schemas.weights import Difference, Manifest, TensorEntry
 from ...schemas.wire.errors import MessageError
-from ..jetstream.digests import digest_of
-from ..jetstream.objects import DigestMismatch
-from .differences import apply, encode
+from ..jetstream.objects import DigestMismatch, digest_of
+
+if TYPE_CHECKING:
+    from pyarrow import Codec
+
+
+# Lossless differences between two versions of 16-bit weights.
+#
+# An optimiser step at a usual rate changes one to fifteen in a hundred of the weights in
+# bfloat16, and most of those by one unit in the last place. So a difference names the changed
+# places by the gaps between them and says by how much the 16-bit pattern changed, modulo 2^16; a
+# byte each, with an escape for what is larger, then zstandard. It is made of blocks, which
+# threads work on at the same time and which bound the memory. Pure functions of bytes: no broker,
+# no files.
+
+_MAGIC = b"TMQD\x01"
+_HEAD = struct.Struct("<5sQI")
+"""Magic, 16-bit words of the whole, words of a block."""
+_BLOCK = struct.Struct("<5I")
+"""Changes, escaped gaps, escaped steps, bytes of the block, compressed bytes."""
+_BLOCK_WORDS = 1 << 22
+_FAR = 255
+"""A gap of this many unchanged words or more stands as four bytes."""
+_WIDE = -128
+"""A step that takes more than a byte stands as two."""
+
+
+Words = NDArray[np.uint16]
+
+
+def encode(base: memoryview, target: memoryview, block_words: int = _BLOCK_WORDS) -> bytes:
+    """Return what `apply` makes `target` of `base` with; both hold the same number of words.
+
+    Raises ValueError for buffers of different or odd sizes.
+    """
+    old, new = _words(base), _words(target)
+    if old.size != new.size:
+        raise ValueError(f"a difference of {old.size} and {new.size} words")
+    with _threads() as threads:
+        blocks = threads.map(_encode_block, _blocks(old, block_words), _blocks(new, block_words))
+        return b"".join([_HEAD.pack(_MAGIC, new.size, block_words), *blocks])
+
+
+def apply(difference: memoryview, words: memoryview) -> None:
+    """Make the base in `words` the target, in place.
+
+    Raises MessageError for a difference that is damaged or of another size; `words` may then hold
+    anything. Whether it is the right base only a digest of the result tells.
+    """
+    target = _words(words)
+    try:
+        _apply(difference, target)
+    except (struct.error, ValueError, IndexError, OSError) as error:
+        raise MessageError(
+            f"a difference of {len(difference)} bytes does not fit {target.size} words: {error}",
+            hint="it is fetched again, or a whole version in its place",
+        ) from error
+
+
+def _apply(difference: memoryview, target: Words) -> None:
+    magic, num_words, block_words = _HEAD.unpack_from(difference)
+    if magic != _MAGIC or num_words != target.size or not 0 < block_words <= _BLOCK_WORDS:
+        raise ValueError("its head says something else")
+    place = _HEAD.size
+    with _threads() as threads:
+        done: list[Future[None]] = []
+        for block in _blocks(target, block_words):
+            *counts, num_bytes, num_packed = _BLOCK.unpack_from(difference, place)
+            place += _BLOCK.size
+            packed = difference[place : place + num_packed]
+            place += num_packed
+            if num_bytes != _block_bytes(*counts) or counts[0] > block_words:
+                raise ValueError("its counts contradict each other")
+            if counts[0]:
+                done.append(threads.submit(_apply_block, packed, num_bytes, block, *counts))
+        for one in done:
+            one.result()
+    if place != len(difference):
+        raise ValueError("it goes on after its end")
+
+
+def _blocks(words: Words, size: int) -> Iterator[Words]:
+    return (words[start : start + size] for start in range(0, words.size, size))
+
+
+def _encode_block(old: Words, new: Words) -> bytes:
+    places = np.flatnonzero(old != new)
+    gaps = np.diff(places, prepend=-1) - 1
+    steps = (new[places] - old[places]).view(np.int16)  # modulo 2^16
+    far = gaps >= _FAR
+    wide = (steps <= _WIDE) | (steps > 127)
+    streams = (
+        np.where(far, _FAR, gaps).astype(np.uint8),
+        np.where(wide, _WIDE, steps).astype(np.int8),
+        gaps[far].astype("<u4"),
+        steps[wide].astype("<i2"),
+    )
+    text = b"".join(stream.tobytes() for stream in streams)
+    packed: bytes = _zstd().compress(text, asbytes=True) if text else b""
+    counts = (places.size, streams[2].size, streams[3].size)
+    return _BLOCK.pack(*counts, len(text), len(packed)) + packed
+
+
+def _block_bytes(changes: int, far: int, wide: int) -> int:
+    return 2 * changes + 4 * far + 2 * wide
+
+
+def _apply_block(
+    packed: memoryview, num_bytes: int, target: Words, changes: int, far: int, wide: int
+) -> None:
+    text: bytes = _zstd().decompress(packed, num_bytes, asbytes=True)
+    streams = _cut(text, (np.dtype(np.uint8), changes), (np.dtype(np.int8), changes))
+    escapes = _cut(text[2 * changes :], (np.dtype("<u4"), far), (np.dtype("<i2"), wide))
+    gaps, steps = next(streams).astype(np.int64), next(streams).astype(np.int16)
+    gaps[gaps == _FAR] = next(escapes)
+    steps[steps == _WIDE] = next(escapes)
+    places = np.cumsum(gaps + 1) - 1
+    target[places] += steps.view(np.uint16)
+
+
+def _zstd() -> "Codec":
+    """Return Arrow's zstandard; the import takes a while, and clients do without it."""
+    from pyarrow import Codec
+
+    return Codec("zstd", compression_level=1)
+
+
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), "differences")
+
+
+def _cut(text: bytes, *kinds: tuple[np.dtype[np.generic], int]) -> Iterator[NDArray[np.generic]]:
+    offset = 0
+    for dtype, count in kinds:
+        yield np.frombuffer(text, dtype, count, offset)
+        offset += dtype.itemsize * count
+
+
+def _words(buffer: memoryview) -> Words:
+    return np.frombuffer(buffer, "<u2")
+
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

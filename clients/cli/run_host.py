@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ...broker.client.login import KEY_VARIABLE
-from ...broker.programs.systemd import told_to_systemd
+from ...broker.service_process import told_to_systemd
 from ...schemas.config.agent import runs_programs
 from ...schemas.config.job import EnvConfig, JobConfig
 from ...schemas.job import FINAL_STATES, JobRecord

@@ -31,9 +31,9 @@ from urllib.parse import urlsplit
 from ...schemas.config.agent import IMPLIED_OF_ENV, AgentConfig
 from ...schemas.config.job import JobConfig
 from ...schemas.job import FINAL_STATES
+from ...schemas.wire.codec import merged
 from ...schemas.wire.errors import BrokerError, ConfigError, DeadlineError
 from ...schemas.wire.foreign import clean_text, ends_this_task, lines_of, plain_value, shown
-from ...schemas.wire.maps import merged
 from ..address import JobAddress
 from ..compat.arguments import as_tree
 from ..compat.opentinker_keys import translate

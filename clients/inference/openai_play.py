@@ -13,12 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from ...envs.data.host_data import HostData
+from ...envs.data import HostData
 from ...envs.evaluation import is_success, kind_of
 from ...envs.game import AbstractGame, ChatMessage, StepResult
-from ...envs.running.episodes import Opening
+from ...envs.running.episodes import LOOK_S, Opening
 from ...envs.running.runner import Runner, make_runner
-from ...envs.running.step_timeout import LOOK_S
 from ...schemas.config.job import EnvConfig
 from ...schemas.wire.errors import ConfigError, GameError
 from .inference_tasks import Tasks, chosen_tasks, hosted_env

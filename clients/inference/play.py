@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...broker.disk.room import with_room
+from ...broker.disk import with_room
 from ...envs.evaluation import summarize
 from ...schemas.wire.errors import ConfigError
 from .inference_tasks import Tasks

@@ -15,8 +15,7 @@ from typing import Any, Self, cast
 
 import structlog
 
-from ...broker.disk.lines import append_lines
-from ...broker.disk.room import is_full
+from ...broker.disk import append_lines, is_full
 from ...envs.evaluation import Scored
 from ...schemas.wire.codec import pack
 from ...schemas.wire.errors import ConfigError, StorageError

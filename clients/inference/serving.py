@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...schemas.config.job import RolloutConfig
-from ...schemas.config.lora import ADAPTER_CONFIG
+from ...schemas.config.sections import ADAPTER_CONFIG
 from ...schemas.job import FINAL_STATES, LAST_STEP
 from ...schemas.tinker.names import is_path
+from ...schemas.wire.codec import merged
 from ...schemas.wire.errors import ConfigError, ModelError, NotFoundError
-from ...schemas.wire.maps import merged
 from ..pool import Pool, is_token
 from ..validation.names import did_you_mean, run_and_step
 from ..validation.paths import is_local_pool, resolve_paths

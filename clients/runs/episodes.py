@@ -9,8 +9,8 @@ import structlog
 
 from ...broker.batches import BatchLog
 from ...broker.client.connection import Broker
+from ...broker.kept_rollouts import RunRollouts
 from ...broker.rollouts import LogEntry
-from ...broker.run_rollouts import RunRollouts
 from ...schemas.rollout import Group, Trajectory
 from ...schemas.wire.errors import NotFoundError
 from ...schemas.wire.images import restore_images

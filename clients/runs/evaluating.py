@@ -16,6 +16,7 @@ from ...schemas.config.load_config import apply_override
 from ...schemas.job import FINAL_STATES, LAST_STEP, JobRecord
 from ...schemas.metric import EvalRecord, Event, Metric
 from ...schemas.tinker.names import is_path
+from ...schemas.wire.codec import merged
 from ...schemas.wire.errors import (
     ConfigError,
     ConflictError,
@@ -23,7 +24,6 @@ from ...schemas.wire.errors import (
     JobFailedError,
     NotFoundError,
 )
-from ...schemas.wire.maps import merged
 from ...schemas.wire.subjects import BUCKET_EVALS
 from ..follow import follow_run
 from ..pool import Pool, new_request_id

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from ...schemas.config.lora import ADAPTER_CONFIG
-from ...schemas.config.storage import is_url
+from ...schemas.config.sections import ADAPTER_CONFIG, is_url
 from ...schemas.wire.errors import ConfigError, DataError, ModelError
 from .paths import is_local_pool
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from ...schemas.wire.errors import GameError
-from ..action_text import tagged
-from ..extra import extra
 from ..game import AbstractGame, StepResult
-from ..running.global_random import GlobalRandom
+from ..registry import extra
+from ..running.episodes import GlobalRandom
+from ..tool_calls import tagged
 
 FULL_SCORE = 1.0
 _UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, SyntaxError)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, cast
 
 from ...schemas.wire.errors import GameError
-from ..extra import extra
 from ..game import AbstractGame, StepResult
-from ..reasoning import behind_reasoning
-from ..running.global_random import GlobalRandom
+from ..registry import extra
+from ..running.episodes import GlobalRandom
+from ..tool_calls import behind_reasoning
 
 Opponent = Callable[[str, random.Random], str]
 """Answers what it is shown with a move; draws from the generator given."""

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import ConfigError, GameError, TinkermqError
-from ..extra import extra
+from ..registry import extra
 
 _EXTRA = extra("verifiers", "verifiers")
 

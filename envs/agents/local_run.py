@@ -14,7 +14,7 @@ from ...schemas.agent import CallDelta, CallPart, CallRequest, CancelCall
 from ...schemas.config.job import JobConfig
 from ...schemas.wire.errors import ConfigError, DataError, NotFoundError, TinkermqError
 from ...schemas.wire.subjects import JobScope
-from ..data.host_data import HostData
+from ..data import HostData
 from ..game import StepResult
 from ..running.episodes import Opening
 from .episode import EpisodeLimit, ProgramEpisode

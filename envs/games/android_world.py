@@ -16,9 +16,18 @@ from typing import Any, ClassVar, Literal
 
 from ...schemas.wire.errors import GameError
 from ..game import AbstractGame, StepResult
-from ..running.global_random import GlobalRandom
-from .android.device import ANDROID_WORLD, DeviceLease, Devices, Emulators, lease
-from .android.screen import SYSTEM_PROMPT, describe_screen, parse_answer, what_is_wrong
+from ..running.episodes import GlobalRandom
+from .android_device import (
+    ANDROID_WORLD,
+    SYSTEM_PROMPT,
+    DeviceLease,
+    Devices,
+    Emulators,
+    describe_screen,
+    lease,
+    parse_answer,
+    what_is_wrong,
+)
 
 DONE_SCORE = 0.5
 """A task is done when its own score is above this, as android_world counts it."""

@@ -13,9 +13,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from ..datasets import DataMaker, answer_text, verl_row
 from ..game import AbstractGame, ChatMessage, StepResult
-from ..record import answer_text
-from ..write_data import DataMaker, verl_row
 
 HABIT = 0.65
 """Share of the demonstrations that guess."""

@@ -14,12 +14,11 @@ from collections.abc import Mapping
 from math import cos, pi, sin
 from typing import Any
 
-from ..extra import extra
+from ..datasets import IMAGE_TAG, DataMaker, verl_row
 from ..game import ChatMessage, StepResult
 from ..math.answers import answer_of
 from ..math.rewards import ANSWER
-from ..record import IMAGE_TAG
-from ..write_data import DataMaker, verl_row
+from ..registry import extra
 from .math import MathGame
 
 WEIGHTS = {ANSWER: 0.9, "think": 0.1}

@@ -19,9 +19,8 @@ from typing import Any
 
 from ..game import AbstractGame, ChatMessage, StepResult
 from ..prompt import open_game
-from ..reasoning import behind_reasoning
-from .boards.board import SYMBOLS, Board, O, X
-from .boards.players import Player, make_player, random_player
+from ..tool_calls import behind_reasoning
+from .row_games import SYMBOLS, Board, O, Player, X, make_player, random_player
 
 WIN, LOSS, DRAW = 10.0, -10.0, 0.0
 VALID, INVALID = 0.0, -1.0

@@ -10,12 +10,11 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+from ..datasets import DataMaker, answer_text, verl_row
 from ..game import AbstractGame, ChatMessage, StepResult
 from ..math.answers import INSTRUCTION
 from ..math.grader import shared_grader
 from ..math.rewards import ANSWER, Judged, MathRewards
-from ..record import answer_text
-from ..write_data import DataMaker, verl_row
 
 HABIT = 0.6
 """Share of the demonstrations that leave the box out."""

@@ -18,15 +18,14 @@ from typing import Any, Literal, cast
 
 from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import ConfigError
+from ..datasets import DataMaker, answer_text, verl_row
 from ..game import AbstractGame, ChatMessage, StepResult
 from ..math.answers import INSTRUCTION, answer_of, said_in_the_end
 from ..math.grader import shared_grader
 from ..math.rewards import ANSWER, MathRewards
-from ..record import answer_text
 from ..sandbox.settings import Outcome, SandboxSettings, Session
 from ..sandbox.shared import shared_sandbox
 from ..tool_calls import OPEN, parse_tool_calls
-from ..write_data import DataMaker, verl_row
 from .math import told
 
 HABIT = 0.65

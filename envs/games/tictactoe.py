@@ -14,8 +14,7 @@ from typing import Any
 
 from ..conversations import converse
 from ..game import AbstractGame, ChatMessage, StepResult
-from .boards.board import EMPTY, SYMBOLS, Board, O, X
-from .boards.players import make_player
+from .row_games import EMPTY, SYMBOLS, Board, O, X, make_player
 
 SELF = "self"
 ILLEGAL = -1.0

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ...schemas.wire.errors import DataError
-from ..record import IMAGE_TAG, is_no_answer
-from ..write_data import write_rows
+from ..datasets import IMAGE_TAG, is_no_answer, write_rows
 from .answers import INSTRUCTION, boxed_answers
 
 SPLITS = ("train", "validation", "test")

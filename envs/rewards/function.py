@@ -14,11 +14,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from ...schemas.config.reward import RewardConfig
+from ...schemas.config.sections import RewardConfig
 from ...schemas.wire.errors import ConfigError, RewardError, TinkermqError, root_cause
 from ...schemas.wire.foreign import blaming, lines_of, place_of, words_of
 from ..running.foreign_loop import ForeignLoop
-from .source import Case, Score, read_score
+from .endpoint import Case, Score, read_score
 
 MAX_HUNG = 16
 """Calls of a function that hang at the same time; past it the host says it cannot go on."""

@@ -12,7 +12,7 @@ import structlog
 from ...broker.client.connection import Broker, ConnectionLost
 from ...broker.client.parts import ask_parts
 from ...broker.jobs import JobStore
-from ...schemas.config.reward import RewardConfig
+from ...schemas.config.sections import RewardConfig
 from ...schemas.infer import CancelInference, ChatRequest, Decoding, InferPart
 from ...schemas.wire.errors import (
     BusyError,
@@ -24,9 +24,8 @@ from ...schemas.wire.errors import (
 )
 from ...schemas.wire.images import plain_text
 from ...schemas.wire.subjects import JobScope
-from ..reasoning import behind_reasoning
-from .endpoint import HttpSource, RefusedError, again
-from .source import Case, Score, SourceUnusableError
+from ..tool_calls import behind_reasoning
+from .endpoint import Case, HttpSource, RefusedError, Score, SourceUnusableError, again
 
 _JUDGE_PROMPT = """\
 You grade answers.

@@ -11,16 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 from ...broker.client.connection import Broker
-from ...schemas.config.reward import RewardConfig
+from ...schemas.config.sections import RewardConfig
 from ...schemas.wire.errors import NotFoundError, RewardError, TinkermqError
 from ...schemas.wire.foreign import blaming_awaited, lines_of, words_of
+from ..datasets import Record
 from ..game import ChatMessage, StepResult
-from ..record import Record
-from ..running.step_timeout import TimedOut
-from .endpoint import EndpointSource
+from ..running.episodes import TimedOut
+from .endpoint import Case, EndpointSource, Score, Source, SourceUnusableError
 from .function import FunctionSource
 from .judge import JudgeSource
-from .source import Case, Score, Source, SourceUnusableError
 
 
 class Rewards:

@@ -12,9 +12,8 @@ from typing import Any
 
 from ...schemas.wire.errors import GameError
 from ..game import AbstractGame, ChatMessage, StepResult, game_failure
-from .episodes import Episodes, GameFacts, Opening
+from .episodes import Episodes, GameFacts, Opening, TimeLimits, hung
 from .foreign_loop import ForeignLoop
-from .step_timeout import TimeLimits, hung
 from .thread_runner import MAX_GIVEN_UP
 
 

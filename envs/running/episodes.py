@@ -4,16 +4,26 @@ This is the named boundary at which a game may do anything: whatever it raises b
 GameError that carries the end of the game's own traceback.
 """
 
+import ast
+import contextlib
 import inspect
+import random
+import sys
+import threading
+import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import structlog
 
+from ...schemas.config.job import EnvConfig
 from ...schemas.env import Split
 from ...schemas.wire.errors import GameError, NotFoundError, TinkermqError
 from ...schemas.wire.foreign import blaming, blaming_awaited, shown
+from ..datasets import Record, RowError
 from ..game import (
     AbstractGame,
     ChatMessage,
@@ -26,8 +36,81 @@ from ..game import (
     game_failure,
 )
 from ..prompt import address, open_async_game, open_game, settled
-from ..record import Record, RowError
-from .draws import DRAWS_HINT, global_draws
+
+if TYPE_CHECKING:
+    import asyncio
+
+
+# Which calls of a game's source draw from the process-wide generator of `random`.
+#
+# Read from the source and not from the generator's state, which other threads of a host move,
+# too.
+
+DRAWS_HINT = (
+    "episodes of one task begin differently by it, and a replay may not find them again: draw from "
+    "self.rng; `tinkermq env check` tests it"
+)
+_OWN_STATE = frozenset({"Random", "SystemRandom", "getstate", "setstate"})
+_MOST = 5
+_TRIES = 5
+
+
+def global_draws(game_class: type) -> list[str]:
+    """Return where the class's module calls functions of `random`, at most five places.
+
+    Nothing where there is no source.
+    """
+    module = sys.modules.get(game_class.__module__)
+    try:
+        tree = _parsed(inspect.getsource(module or game_class))
+    except (OSError, TypeError, SyntaxError):
+        return []
+    modules, functions = _names(tree)
+    found = [
+        f"{ast.unparse(call.func)} in line {call.lineno}"
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and _draws(call.func, modules, functions)
+    ]
+    return found[:_MOST]
+
+
+def _parsed(source: str) -> ast.Module:
+    """Parse, again where another thread parses too: CPython 3.11 counts their depths together."""
+    for _ in range(_TRIES):
+        with contextlib.suppress(SystemError):
+            return ast.parse(source)
+    return ast.parse(source)
+
+
+def _draws(called: ast.expr, modules: set[str], functions: set[str]) -> bool:
+    match called:
+        case ast.Attribute(value=ast.Name(id=name), attr=function):
+            return name in modules and function not in _OWN_STATE
+        case ast.Name(id=name):
+            return name in functions
+        case _:
+            return False
+
+
+def _names(tree: ast.Module) -> tuple[set[str], set[str]]:
+    """Return the names under which a module has `random` and functions of it."""
+    modules = {used for name, used in _imported(tree) if name == "random"}
+    functions = {
+        used
+        for name, used in _imported(tree)
+        if name.startswith("random.") and name.removeprefix("random.") not in _OWN_STATE
+    }
+    return modules, functions
+
+
+def _imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield what is imported under which name: `random`, or `random.choice`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((one.name, one.asname or one.name) for one in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield from ((f"{node.module}.{one.name}", one.asname or one.name) for one in node.names)
+
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
@@ -238,3 +321,107 @@ def _whose_turn(game: AbstractGame, messages: list[ChatMessage]) -> list[ChatMes
 
 def _start(opening: Opening) -> dict[str, Any]:
     return {"seed": opening.seed, "record": opening.record, "kwargs": opening.kwargs}
+
+
+# Give each episode its own state of the process-wide random generators.
+#
+# Packages that draw from `random` or `numpy.random` themselves make episodes depend on each
+# other. While such a package works for an episode, the generators have that episode's state;
+# afterwards they are as they were. One episode works at a time: run such games in processes.
+
+_working = threading.RLock()
+_numpy: Any = np.random  # its stubs know nothing of the generator behind its functions
+
+
+class GlobalRandom:
+    """One episode's state of `random` and `numpy.random`."""
+
+    def __init__(self, seed: int) -> None:
+        """Start from a seed."""
+        self._random: Any = random.Random(seed).getstate()  # noqa: S311 - dice, not a secret
+        self._numpy: Any = np.random.MT19937(seed)
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """Let the block draw from this episode's state."""
+        with _working:
+            outside = random.getstate(), _numpy.get_bit_generator()
+            random.setstate(self._random)
+            _numpy.set_bit_generator(self._numpy)
+            try:
+                yield
+            finally:
+                self._random = random.getstate()
+                random.setstate(outside[0])
+                _numpy.set_bit_generator(outside[1])
+
+
+# How long a call of a game may take, and whether it has run past that.
+#
+# A runner is asked to `end_overdue` a few times a second. What it does with an overdue call
+# follows from how it plays: a thread is given up and replaced, a process killed, a coroutine
+# cancelled. The limit counts from when the game began, not from when it was asked.
+
+LOOK_S = 0.1
+"""Seconds between two looks for overdue calls."""
+_OF_STEPS = frozenset({"step", "turn", "drop"})
+
+
+class GameHung(GameError):
+    """A call of a game that ran past its limit."""
+
+
+@dataclass
+class TimedOut(StepResult):
+    """The end of an episode whose last action took the game too long (`env.on_step_timeout`)."""
+
+
+def end_of_hung(config: EnvConfig, error: GameHung) -> TimedOut:
+    """Return what stands for the answer to an action that hung; raises `error` for `retry`."""
+    if config.on_step_timeout == "retry":
+        raise error
+    is_penalty = config.on_step_timeout == "penalty"
+    return TimedOut("", config.step_timeout_reward if is_penalty else 0.0, done=True)
+
+
+class TimeLimits(NamedTuple):
+    """Seconds that calls of a game may take."""
+
+    reset_s: float
+    """A reset, and the making of a game."""
+    step_s: float
+    """A step, and whatever else an episode is asked."""
+
+    def of(self, verb: str) -> float:
+        """Return the limit of a kind of call."""
+        return self.step_s if verb in _OF_STEPS else self.reset_s
+
+
+@dataclass
+class Call:
+    """One call of a game, and who waits for it."""
+
+    verb: str
+    episode: str
+    limit_s: float
+    future: "asyncio.Future[Any]"
+    started: float | None = field(default=None, kw_only=True)
+    """When the game began with it, by the monotonic clock; None: it waits for its turn."""
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the game has been at it for longer than it may."""
+        return self.started is not None and time.monotonic() - self.started >= self.limit_s
+
+    def hung(self, game: str) -> GameHung:
+        """Return the error that ends it."""
+        return hung(game, self.verb, self.limit_s)
+
+
+def hung(game: str, verb: str, limit_s: float) -> GameHung:
+    """Return the error of a game that ran past its limit."""
+    key = "env.step_timeout_s" if verb in _OF_STEPS else "env.reset_timeout_s"
+    return GameHung(
+        f"{game} hung in {verb} for {limit_s:g} s",
+        hint=f"mend the game, or raise {key} if it may take longer",
+    )

@@ -17,10 +17,9 @@ from ...schemas.config.job import EnvConfig
 from ...schemas.env import Split
 from ...schemas.wire.errors import GameError
 from ...schemas.wire.foreign import blaming
-from ..data.host_data import HostData
+from ..data import HostData
 from ..game import AbstractGame, ChatMessage, StepResult, game_failure
-from .episodes import Episodes, Opening, is_async
-from .step_timeout import hung
+from .episodes import Episodes, Opening, hung, is_async
 
 T = TypeVar("T")
 _MARGIN_S = 1.0

@@ -28,8 +28,7 @@ from ...schemas.wire.errors import (
     error_from_reply,
 )
 from ..game import ChatMessage, StepResult
-from .episodes import GameFacts, Opening
-from .step_timeout import Call, TimeLimits
+from .episodes import Call, GameFacts, Opening, TimeLimits
 from .worker import LENGTH
 
 START_TIMEOUT_S = 60.0

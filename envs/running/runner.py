@@ -5,15 +5,14 @@ import math
 from collections.abc import Awaitable
 from typing import Protocol, TypeVar
 
-from ...broker.observe.time_use import TimeUse
+from ...broker.observe.metering import TimeUse
 from ...schemas.config.job import EnvConfig
 from ...schemas.wire.errors import GameError
 from ..game import AbstractGame, ChatMessage, StepResult
 from ..registry import load_game
 from .async_runner import AsyncRunner
-from .episodes import GameFacts, Opening, is_async, refuse_async
+from .episodes import GameFacts, GameHung, Opening, TimeLimits, end_of_hung, is_async, refuse_async
 from .process_runner import ProcessRunner
-from .step_timeout import GameHung, TimeLimits, end_of_hung
 from .thread_runner import ThreadRunner
 
 T = TypeVar("T")

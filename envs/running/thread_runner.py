@@ -19,8 +19,7 @@ from typing import Any
 
 from ...schemas.wire.errors import GameError, TinkermqError
 from ..game import AbstractGame, ChatMessage, StepResult, game_failure
-from .episodes import Episodes, GameFacts, Opening
-from .step_timeout import Call, TimeLimits
+from .episodes import Call, Episodes, GameFacts, Opening, TimeLimits
 
 MAX_GIVEN_UP = 16
 """Threads hung at the same time that are replaced; past it the host says it cannot go on."""

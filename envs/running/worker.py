@@ -15,10 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...broker.programs.process import die_with
+from ...broker.service_process import die_with
 from ...schemas.wire.codec import pack
 from ...schemas.wire.errors import GameError, MessageError, TinkermqError
-from ...schemas.wire.reply import ErrorReply
+from ...schemas.wire.message import ErrorReply
 from ..game import StepResult, game_failure
 from ..registry import load_game
 from .episodes import Episodes, GameFacts, refuse_async

@@ -5,7 +5,7 @@ from typing import Literal, Protocol
 
 from pydantic import Field, ValidationError
 
-from ...schemas.config.section import Section, when
+from ...schemas.config.sections import Section, when
 from ...schemas.wire.errors import ConfigError
 
 MAX_CODE_BYTES = 60_000

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -20,7 +20,7 @@ import structlog
 
 from ...broker.client.connection import Broker
 from ...broker.client.rpc import RequestContext, Service
-from ...broker.observe.time_use import TimeUse
+from ...broker.observe.metering import TimeUse
 from ...schemas.config.job import EnvConfig
 from ...schemas.env import (
     CloseRequest,
@@ -31,21 +31,76 @@ from ...schemas.env import (
     StepReply,
     StepRequest,
 )
-from ...schemas.wire.errors import NotFoundError, StateError, TinkermqError
+from ...schemas.wire.errors import GameError, NotFoundError, StateError, TinkermqError
 from ...schemas.wire.fitting import most_bytes
 from ...schemas.wire.message import Empty
 from ...schemas.wire.subjects import JobScope
 from ...schemas.wire.trace import trace_of
-from ..data.host_data import HostData
+from ..data import HostData
+from ..datasets import Record
 from ..game import AbstractGame, ChatMessage, StepResult
-from ..record import Record
 from ..rewards.rewards import make_rewards
-from ..running.episodes import Opening
+from ..running.episodes import LOOK_S, Opening
 from ..running.runner import PlacedRunner, TimedRunner, make_runner
-from ..running.step_timeout import LOOK_S
 from .answers import ResetAnswer, StepAnswer, wait_for_some
-from .held import Held
-from .seats import Player, Solo, Table
+from .roles import Player, Solo, Table
+
+# What a host remembers of one episode: its reply, its turn, and when it was last touched.
+
+
+@dataclass
+class Held:
+    """One episode; an episode that has ended is kept so that its last answer can be repeated."""
+
+    opening: "asyncio.Future[list[ChatMessage]]"
+    """The first prompt, for those who ask again with the same id."""
+    player: Player
+    """What plays its actions."""
+    turn: int = 0
+    """Number of the next turn."""
+    answer: "asyncio.Future[StepResult] | None" = None
+    """The game's answer to the last turn."""
+    trace: str = ""
+    """Trace id of the task, for the log."""
+    ended: bool = False
+    """Whether the game is done, or has failed."""
+    touched: float = field(default_factory=time.monotonic)
+    """When it was last asked for or answered."""
+
+    def touch(self) -> None:
+        """Renew the lease."""
+        self.touched = time.monotonic()
+
+    def is_repeat(self, turn: int) -> bool:
+        """Whether `turn` is the last one over again; StateError for one out of order."""
+        if self.answer is not None and turn == self.turn - 1:
+            return True
+        if turn != self.turn:
+            raise StateError(
+                f"turn {turn} is out of order: the next turn of this episode is {self.turn}",
+                hint="step each turn once, in order; the last may be repeated",
+            )
+        if self.ended:
+            raise StateError(
+                f"the episode has ended after turn {self.turn - 1}",
+                hint="close it and reset another",
+            )
+        if self.answer is not None and not self.answer.done():
+            raise StateError(
+                f"turn {turn} was asked for while turn {self.turn - 1} is being played",
+                hint="wait for the answer of a turn before the next",
+            )
+        return False
+
+    def is_idle(self, now: float, lease_s: float) -> bool:
+        """Whether the lease has run out; never while the game is busy with it."""
+        busy = (
+            self.player.in_use
+            or not self.opening.done()
+            or (self.answer is not None and not self.answer.done())
+        )
+        return not busy and now - self.touched > lease_s
+
 
 MAX_EPISODES = 4096
 DRAIN_S = 30.0
@@ -404,3 +459,12 @@ def _seen(future: "asyncio.Future[Any]") -> None:
     """Look at an error that nobody may ask for any more."""
     if not future.cancelled():
         future.exception()
+
+
+# The error of an episode whose host is not there any more, or has no room for it.
+
+
+class HostGone(GameError):
+    """The host that held the episode no longer answers: the episode starts again elsewhere."""
+
+    code = "host_gone"

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from ...broker.client.connection import Broker, ConnectionLost
 from ...broker.client.rpc import call
-from ...broker.jetstream.together import Together
+from ...broker.jetstream.direct_get import Together
 from ...schemas.config.job import EnvConfig
 from ...schemas.env import (
     CloseRequest,
@@ -34,8 +34,8 @@ from ...schemas.wire.codec import pack
 from ...schemas.wire.errors import DeadlineError, NotFoundError, TinkermqError
 from ...schemas.wire.subjects import JobScope
 from ..game import StepResult
-from ..running.step_timeout import TimedOut
-from .gone import HostGone
+from ..running.episodes import TimedOut
+from .host import HostGone
 
 _ANSWER_S = 4.0
 _HOLD_S = 1.0

@@ -6,7 +6,7 @@ from typing import Any, Literal, cast
 
 from pydantic import Field, field_validator
 
-from .section import MAX_WAIT_S, Section, when
+from .sections import MAX_WAIT_S, Section, when
 
 IMPLIED_OF_ENV = ("game", "hosts", "reset_timeout_s", "step_timeout_s", "on_step_timeout")
 """Keys of the section `env` that follow from the section `agent`."""

@@ -10,19 +10,25 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import Field, field_validator, model_validator
 
 from .agent import AgentConfig, settle_agent
-from .algorithms.algorithm import AlgorithmConfig
-from .algorithms.critic import CriticConfig
-from .episode import RolloutConfig
-from .learner import LearnerConfig
-from .lora import LoraConfig
+from .algorithm import AlgorithmConfig, CriticConfig
+from .job_kinds import SftConfig, TinkerConfig, settle_sft, settle_tinker
 from .removed import without_removed
-from .reward import RewardConfig
 from .rules import broken_rules
-from .section import MAX_NOTES, MAX_TAGS, MAX_WAIT_S, OWN_FUNCTION, Label, Section, when
-from .self_play import SelfPlayConfig
-from .sft import SftConfig, settle_sft
-from .storage import StorageConfig
-from .tinker import TinkerConfig, settle_tinker
+from .sections import (
+    MAX_NOTES,
+    MAX_TAGS,
+    MAX_WAIT_S,
+    OWN_FUNCTION,
+    Label,
+    LearnerConfig,
+    LoraConfig,
+    RewardConfig,
+    RolloutConfig,
+    Section,
+    SelfPlayConfig,
+    StorageConfig,
+    when,
+)
 
 MAX_STREAM_BYTES = 1 << 44
 LoggerName = Literal[

@@ -9,7 +9,7 @@ and never here.
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any, cast
 
@@ -134,3 +134,18 @@ def _arrays() -> tuple[Callable[[Any], Any], Callable[[int, bytes], Any]]:
     from .array_codec import pack_array, unpack_array
 
     return pack_array, unpack_array
+
+
+# Trees of maps, as configurations are before they are validated.
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with the leaves of `over` laid over it."""
+    result = dict(base)
+    for key, value in over.items():
+        inner = result.get(key)
+        if isinstance(inner, Mapping) and isinstance(value, Mapping):
+            result[key] = merged(cast("Mapping[str, Any]", inner), cast("Mapping[str, Any]", value))
+        else:
+            result[key] = value
+    return result

@@ -19,15 +19,15 @@ from peft import EvaConfig, PeftModel, get_peft_model
 from peft import LoraConfig as PeftLoraConfig
 from peft.tuners.lora import config as kinds
 from safetensors.torch import load_file, save_file
-from tinkermq.actors.generator.engine.transformers.transformers_engine import TransformersEngine
-from tinkermq.actors.generator.engine.vllm.weight_files import WeightFiles
-from tinkermq.actors.learner.training.model import load_model
-from tinkermq.actors.models import lora
-from tinkermq.actors.models.lora import config_of, policy_tensors, read_lora
-from tinkermq.actors.models.model_folder import load_causal_lm, load_policy, load_tokenizer
+from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
+from tinkermq.actors.engine.vllm.weight_files import WeightFiles
+from tinkermq.actors.policy import lora
+from tinkermq.actors.policy.lora import config_of, policy_tensors, read_lora
+from tinkermq.actors.policy.model_folder import load_causal_lm, load_policy, load_tokenizer
 from tinkermq.actors.tinker.training.trainer import AdapterTrainer
+from tinkermq.actors.training.model import load_model
 from tinkermq.schemas.config.job import JobConfig
-from tinkermq.schemas.config.lora import LoraConfig
+from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.wire.errors import ModelError
 from transformers import AutoModelForCausalLM
 

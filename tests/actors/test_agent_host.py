@@ -14,16 +14,21 @@ from tinkermq.actors.runtime import EXIT_DRAINED
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.envs.sandbox.watch import descendants
-from tinkermq.schemas.env import CloseRequest, ResetReply, ResetRequest, StepReply, StepRequest
+from tinkermq.schemas.env import (
+    CloseRequest,
+    ResetReply,
+    ResetRequest,
+    StepReply,
+    StepRequest,
+)
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.wire.message import Empty
 from tinkermq.schemas.wire.subjects import BUCKET_JOBS, JobScope
 
+from tests.actors.test_environment import ask, log_of
 from tests.support.processes import alive
 from tests.support.scripted_generator import Script, ScriptedGenerator
 from tests.support.waiting import until
-
-from .test_environment import ask, log_of
 
 PROGRAM = """
 import http.client, json, os, sys, time

@@ -2,8 +2,8 @@
 
 import pytest
 from tinkermq.actors.check_chat import Exchange, check_chat
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer
-from tinkermq.actors.models.tiny_model import CHAT_TEMPLATE, make_tokenizer
+from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.actors.policy.tiny_models import CHAT_TEMPLATE, make_tokenizer
 from tinkermq.schemas.config.job import RolloutConfig
 
 APPENDS, PROMPTS, ANSWERS = (

@@ -9,12 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tinkermq.actors.check_job import check_job
-from tinkermq.actors.models.model_folder import load_causal_lm, load_policy, load_tokenizer
-from tinkermq.actors.models.tiny_model import TinyKind, save_tiny_model
-from tinkermq.actors.models.tiny_vision_model import save_tiny_vision_model
-from tinkermq.envs.write_data import write_rows
+from tinkermq.actors.policy.model_folder import load_causal_lm, load_policy, load_tokenizer
+from tinkermq.actors.policy.tiny_models import (
+    TinyKind,
+    save_tiny_model,
+    save_tiny_vision_model,
+)
+from tinkermq.envs.datasets import write_rows
 from tinkermq.schemas.config.job import JobConfig
-from tinkermq.schemas.config.lora import LoraConfig
+from tinkermq.schemas.config.sections import LoraConfig
 
 TEMPLATE, ROWS, WEIGHTS, ADAPTER, SAVING = (
     "the model's tokenizer and template can be used",

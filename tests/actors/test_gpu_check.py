@@ -5,7 +5,14 @@ import re
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.gpu_check import CHECKS, DEVICE, Check, GpuCheckResult, run_check, run_checks
+from tinkermq.actors.gpu_check import (
+    CHECKS,
+    DEVICE,
+    Check,
+    GpuCheckResult,
+    run_check,
+    run_checks,
+)
 
 from tests.clients.command import tinkermq
 from tests.support.processes import alive

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tinkermq.actors.models.model_folder import load_causal_lm, load_policy
-from tinkermq.actors.models.tiny_model import TinyKind
-from tinkermq.schemas.config.lora import LoraConfig
+from tinkermq.actors.policy.model_folder import load_causal_lm, load_policy
+from tinkermq.actors.policy.tiny_models import TinyKind
+from tinkermq.schemas.config.sections import LoraConfig
 from transformers import Qwen2Config
 
 from tests.support.images import make_vision_model

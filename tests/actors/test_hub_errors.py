@@ -10,10 +10,10 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
 )
-from tinkermq.actors.models.hub_errors import hub_error
+from tinkermq.actors.policy.model_folder import hub_error
 
 _OPEN = """
-from tinkermq.actors.models.model_folder import load_model_config
+from tinkermq.actors.policy.model_folder import load_model_config
 from tinkermq.schemas.wire.errors import ModelError
 try:
     load_model_config("nowhere/model")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, PngImagePlugin
-from tinkermq.actors.models.vision import ImageReader, load_image_reader
+from tinkermq.actors.policy.vision import ImageReader, load_image_reader
 from tinkermq.schemas.wire.errors import DataError
 from tinkermq.schemas.wire.images import encoded_image
 from transformers.image_utils import load_image

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.generator.engine.transformers.double_buffer import DoubleBuffer
-from tinkermq.actors.job_weights import as_sources, device_of_new_weights
-from tinkermq.actors.models.devices import first_device
-from tinkermq.broker.weights.store import TensorBytes
+from tinkermq.actors.engine.transformers.adapters import DoubleBuffer
+from tinkermq.actors.policy.devices import first_device
+from tinkermq.actors.weights.job_weights import as_sources, device_of_new_weights
+from tinkermq.broker.weights.payloads import TensorBytes
 from tinkermq.schemas.config.job import JobConfig
 
 

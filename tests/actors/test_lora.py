@@ -10,33 +10,31 @@ import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
-from tinkermq.actors.generator.engine.engine import Sampling
-from tinkermq.actors.generator.engine.transformers.transformers_engine import (
-    TransformersEngine,
-)
-from tinkermq.actors.learner.algorithms.training_batch import assemble
-from tinkermq.actors.learner.tasks.state import LearnerState
-from tinkermq.actors.learner.training.checkpoint import CheckpointStore
-from tinkermq.actors.learner.training.model import load_model
-from tinkermq.actors.learner.training.parallel import snapshot
-from tinkermq.actors.learner.training.step import Trainer
-from tinkermq.actors.models.lora import (
+from tinkermq.actors.engine.engine import Sampling
+from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
+from tinkermq.actors.policy.lora import (
     initial_adapter,
     other_adapter,
     policy_tensors,
     refuse_other_kind,
 )
-from tinkermq.actors.models.model_folder import (
+from tinkermq.actors.policy.model_folder import (
     load_causal_lm,
     load_model_config,
     load_policy,
     load_stop_token_ids,
     load_tokenizer,
 )
-from tinkermq.actors.models.policies import MAIN
-from tinkermq.broker.weights.store import TensorBytes
+from tinkermq.actors.policy.policies import MAIN
+from tinkermq.actors.training.batch import assemble
+from tinkermq.actors.training.checkpoint import CheckpointStore
+from tinkermq.actors.training.model import load_model
+from tinkermq.actors.training.parallel import snapshot
+from tinkermq.actors.training.state import LearnerState
+from tinkermq.actors.training.step import Trainer
+from tinkermq.broker.weights.payloads import TensorBytes
 from tinkermq.schemas.config.job import JobConfig
-from tinkermq.schemas.config.lora import LoraConfig
+from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.wire.errors import ModelError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 

@@ -9,17 +9,17 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from tinkermq.actors.learner.training.checkpoint import keep_weights, save_form, try_saving
-from tinkermq.actors.models.lora import policy_tensors
-from tinkermq.actors.models.model_folder import (
+from tinkermq.actors.policy.lora import policy_tensors
+from tinkermq.actors.policy.model_folder import (
     load_causal_lm,
     load_model_config,
     load_policy,
     load_stop_token_ids,
     load_tokenizer,
 )
-from tinkermq.actors.models.writing import check_saving, save_model, save_plain_weights
-from tinkermq.schemas.config.lora import LoraConfig
+from tinkermq.actors.policy.saving import check_saving, save_model, save_plain_weights
+from tinkermq.actors.training.checkpoint import keep_weights, save_form, try_saving
+from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.wire.errors import ModelError, StorageError
 from transformers import AutoModelForCausalLM, GenerationConfig
 

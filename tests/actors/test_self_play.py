@@ -3,8 +3,8 @@
 from collections import Counter
 
 import pytest
-from tinkermq.actors.self_play import learning_roles, pool
-from tinkermq.schemas.config.self_play import SelfPlayConfig
+from tinkermq.actors.rollout.self_play import learning_roles, pool
+from tinkermq.schemas.config.sections import SelfPlayConfig
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import torch
-from tinkermq.actors.models.model_folder import load_causal_lm, load_tokenizer
-from tinkermq.actors.models.tiny_model import save_tiny_model
+from tinkermq.actors.policy.model_folder import load_causal_lm, load_tokenizer
+from tinkermq.actors.policy.tiny_models import save_tiny_model
 
 
 def test_the_default_model_has_411_thousand_parameters_and_264_tokens(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from tinkermq.actors.generator.engine.engine import (
+from tinkermq.actors.engine.engine import (
     Drawn,
     EngineStats,
     FinishReason,
@@ -16,12 +16,11 @@ from tinkermq.actors.generator.engine.engine import (
     PromptScores,
     Sampling,
 )
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer
+from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.schemas.wire.errors import EngineError
 
 from tests.actors.generator.agents.programs import spelled
-
-from .scripts import Script
+from tests.agents.scripts import Script
 
 VERSION = 3
 

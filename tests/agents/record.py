@@ -14,9 +14,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from .published import PUBLISHED, SDKS, PublishedAgent
-from .recording import recording
-from .scripts import PROMPT, SCRIPTS
+from tests.agents.published import PUBLISHED, SDKS, PublishedAgent
+from tests.agents.recording import recording
+from tests.agents.scripts import PROMPT, SCRIPTS
 
 GOLDEN = Path(__file__).parent / "golden"
 MOST_CHARS = 400

@@ -14,7 +14,7 @@ from tinkermq.envs.model_apis.messages import MESSAGES
 from tinkermq.envs.model_apis.request import ModelRequest
 from tinkermq.envs.model_apis.responses import RESPONSES
 
-from .scripts import Script
+from tests.agents.scripts import Script
 
 APIS = {
     "/v1/chat/completions": CHAT,

@@ -14,11 +14,10 @@ from tinkermq.clients.address import JobAddress
 from tinkermq.envs.registry import companion, load_game
 
 from benchmarks.calling_model import LIMITS, calling_model
+from tests.agents.published import AGENTS, PROGRAMS
 from tests.support.configs import example
 from tests.support.stack import Stack
 from tests.support.stack_fixtures import WARM_MODELS, warm_model
-
-from .published import AGENTS, PROGRAMS
 
 LACKING = not (AGENTS / "openai-agents.stamp").exists()
 pytestmark = [

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tinkermq.actors.generator.agents.program_loop import ProgramLoop
-from tinkermq.actors.generator.episodes.agent_loop import EpisodePlan, EpisodeSampling
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer
+from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.actors.rollout.agent_loop import EpisodePlan, EpisodeSampling
+from tinkermq.actors.rollout.program_loop import ProgramLoop
 from tinkermq.broker.client.connection import Broker
 from tinkermq.envs.agents.programs.hosted import program_runner
 from tinkermq.envs.serving.host import EnvironmentHost
@@ -22,10 +22,9 @@ from tinkermq.schemas.rollout import Trajectory
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.actors.generator.agents.programs import chat_of
-
-from .engine import ScriptedEngine
-from .published import PUBLISHED, PublishedAgent
-from .scripts import PROMPT, SCRIPTS
+from tests.agents.engine import ScriptedEngine
+from tests.agents.published import PUBLISHED, PublishedAgent
+from tests.agents.scripts import PROMPT, SCRIPTS
 
 pytestmark = pytest.mark.agents
 ROOM = 200_000

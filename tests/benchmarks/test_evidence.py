@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.models.model_folder import load_causal_lm
-from tinkermq.schemas.batch import BatchRecord
+from tinkermq.actors.policy.model_folder import load_causal_lm
 from tinkermq.schemas.rollout import Group, Trajectory
-from tinkermq.schemas.task import Task
+from tinkermq.schemas.task import BatchRecord, Task
 
 from benchmarks.evidence import gomoku_curve
 from benchmarks.evidence.comparisons import Difference

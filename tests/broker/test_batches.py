@@ -6,8 +6,8 @@ import pytest
 from tinkermq.broker.batches import BatchLog
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.jetstream.streams import delete_job_streams
-from tinkermq.broker.programs.server import NatsServer
-from tinkermq.schemas.batch import BatchRecord
+from tinkermq.broker.nats_server import NatsServer
+from tinkermq.schemas.task import BatchRecord
 from tinkermq.schemas.wire.errors import FencedError, MessageError, NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
 

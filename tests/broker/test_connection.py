@@ -11,10 +11,15 @@ import pytest
 from tinkermq.broker.client.connection import Broker, ConnectionLost, NoResponders, connect
 from tinkermq.broker.client.faults import shown_url
 from tinkermq.broker.client.keys import new_api_key
-from tinkermq.broker.jetstream.stored import get_all
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.jetstream.direct_get import get_all
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.rollouts import RolloutLog
-from tinkermq.schemas.wire.errors import BrokerError, DeadlineError, MessageError, NotFoundError
+from tinkermq.schemas.wire.errors import (
+    BrokerError,
+    DeadlineError,
+    MessageError,
+    NotFoundError,
+)
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.support.strategies import make_group

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tinkermq.broker.weights.differences import apply, encode
+from tinkermq.broker.weights.history import apply, encode
 from tinkermq.schemas.wire.errors import MessageError
 
 

@@ -18,8 +18,12 @@ from tinkermq.broker.feed import (
     read_events,
     read_metrics,
 )
-from tinkermq.broker.jetstream.streams import create_job_streams, delete_job_streams, stream_info
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.jetstream.streams import (
+    create_job_streams,
+    delete_job_streams,
+    stream_info,
+)
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.metric import Event, LogLines, Metric
 from tinkermq.schemas.task import Blame, DeadLetter

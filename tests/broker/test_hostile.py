@@ -12,12 +12,12 @@ from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jetstream.streams import EVALUATION_BYTES
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.tasks import TaskQueue
-from tinkermq.broker.weights.store import TensorBytes, WeightStore
-from tinkermq.schemas.batch import BatchRecord, Dropped
+from tinkermq.broker.weights.payloads import TensorBytes
+from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.metric import EvalRecord, Event, LogLines, Metric, Presence
 from tinkermq.schemas.node import NodeStatus
-from tinkermq.schemas.task import Blame, DeadLetter
+from tinkermq.schemas.task import BatchRecord, Blame, DeadLetter, Dropped
 from tinkermq.schemas.user import UserRecord
 from tinkermq.schemas.weights import Manifest, TensorEntry, WeightsAnnouncement
 from tinkermq.schemas.wire.errors import MessageError

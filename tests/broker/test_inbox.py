@@ -6,8 +6,8 @@ from collections.abc import Callable
 import pytest
 from nats.aio.msg import Msg
 from tinkermq.broker.client.connection import Broker, ConnectionLost
-from tinkermq.broker.client.inbox import Inbox
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.client.parts import Inbox
+from tinkermq.broker.nats_server import NatsServer
 
 
 def _answering(broker: Broker, *answers: bytes) -> Callable[[Msg], None]:

@@ -6,11 +6,16 @@ import pytest
 from tinkermq.broker.batches import BatchLog
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.streams import delete_job_streams
-from tinkermq.broker.kept_rollouts import keep_rollout, kept_rollouts, spread, thin_out
-from tinkermq.broker.rollout_keeping import RolloutKeeper
+from tinkermq.broker.kept_rollouts import (
+    RolloutKeeper,
+    RunRollouts,
+    keep_rollout,
+    kept_rollouts,
+    spread,
+    thin_out,
+)
 from tinkermq.broker.rollouts import RolloutLog
-from tinkermq.broker.run_rollouts import RunRollouts
-from tinkermq.schemas.batch import BatchRecord
+from tinkermq.schemas.task import BatchRecord
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.support.strategies import make_group

@@ -5,13 +5,12 @@ import time
 
 import pytest
 from tinkermq.broker.client.connection import Broker
-from tinkermq.broker.client.headers import WRITE_ID
+from tinkermq.broker.client.nats_internals import WRITE_ID
 from tinkermq.broker.client.store_subjects import StoreSubjects
-from tinkermq.broker.jetstream.key_changes import KeyChanges
-from tinkermq.broker.jetstream.kv import Bucket
-from tinkermq.broker.jetstream.stored import stored_message
+from tinkermq.broker.jetstream.direct_get import stored_message
+from tinkermq.broker.jetstream.kv import Bucket, KeyChanges
 from tinkermq.broker.jetstream.streams import stream_subjects
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.job import RequestRecord
 from tinkermq.schemas.wire.errors import ConflictError, MessageError, NotFoundError
 from tinkermq.schemas.wire.subjects import BUCKET_LEASES, BUCKET_REQUESTS

@@ -1,7 +1,7 @@
 """A job that does not train is not asked for a checkpoint."""
 
 import pytest
-from tinkermq.broker.calls.learner import write_checkpoint
+from tinkermq.broker.calls import write_checkpoint
 from tinkermq.broker.client.connection import Broker
 from tinkermq.schemas.wire.errors import StateError
 from tinkermq.schemas.wire.subjects import JobScope

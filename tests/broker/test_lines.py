@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from structlog.testing import capture_logs
-from tinkermq.broker.disk.lines import append_lines, read_objects
+from tinkermq.broker.disk import append_lines, read_objects
 
 
 def test_a_line_that_was_cut_does_not_swallow_the_next_and_is_told(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_what_does_not_fit_is_taken_back_whole(tmp_path: Path) -> None:
     script = f"""
 import errno, resource, signal
 from pathlib import Path
-from tinkermq.broker.disk.lines import append_lines
+from tinkermq.broker.disk import append_lines
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20))
 try:

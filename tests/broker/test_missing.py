@@ -8,16 +8,16 @@ from tinkermq.broker.batches import BatchLog
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.faults import missing
 from tinkermq.broker.feed import publish_dead, publish_event, publish_metric
-from tinkermq.broker.jetstream.mirror import Mirror
+from tinkermq.broker.jetstream.kv import Mirror
 from tinkermq.broker.jetstream.streams import create_shared, delete_stream, stream_info
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.tasks import TaskQueue
-from tinkermq.broker.weights.store import TensorBytes, WeightStore
-from tinkermq.schemas.batch import BatchRecord
+from tinkermq.broker.weights.payloads import TensorBytes
+from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.job import RequestRecord
 from tinkermq.schemas.metric import Event, Metric
-from tinkermq.schemas.task import Blame, DeadLetter, Task
+from tinkermq.schemas.task import BatchRecord, Blame, DeadLetter, Task
 from tinkermq.schemas.wire.errors import NotFoundError, StateError
 from tinkermq.schemas.wire.subjects import (
     BUCKET_JOBS,

@@ -14,7 +14,7 @@ import pytest_asyncio
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import publish_event, publish_metric
 from tinkermq.broker.jetstream.streams import create_shared
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.metric import Event, Metric
 from tinkermq.schemas.wire.subjects import TASK_CONSUMER, JobScope

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import RequestContext, Service, call
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.env import CloseRequest
 from tinkermq.schemas.wire.errors import NotFoundError
 from tinkermq.schemas.wire.message import Empty

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.client.reconnect import first_connection, give_up_at
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jetstream.streams import create_job_streams, create_shared
-from tinkermq.broker.outages.first_connection import first_connection, give_up_at
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.job import RequestRecord

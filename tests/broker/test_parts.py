@@ -19,7 +19,7 @@ from tinkermq.schemas.wire.errors import (
     NobodyAnswersError,
     NotFoundError,
 )
-from tinkermq.schemas.wire.reply import ErrorReply
+from tinkermq.schemas.wire.message import ErrorReply
 from tinkermq.schemas.wire.subjects import JobScope, rpc
 
 from tests.support.waiting import AFTER_PATIENCE_S, until

@@ -2,13 +2,16 @@
 
 import pytest
 from tinkermq.broker.client.keys import EpisodeIdentity, JobIdentity
-from tinkermq.broker.users.guests import Guest, is_stream_of, may_read, may_store
 from tinkermq.broker.users.permissions import (
+    Guest,
     Permissions,
     admin_permissions,
     episode_permissions,
     invited_permissions,
+    is_stream_of,
     job_permissions,
+    may_read,
+    may_store,
     service_permissions,
     user_permissions,
 )

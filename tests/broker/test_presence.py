@@ -5,8 +5,8 @@ import time
 
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.streams import bucket_config, ensure_stream
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.presence import PresenceBeat, list_presences
-from tinkermq.broker.programs.server import NatsServer
 from tinkermq.schemas.metric import Presence
 from tinkermq.schemas.wire.subjects import BUCKET_ACTORS
 

@@ -5,10 +5,9 @@ import time
 
 import pytest
 from nats.aio.msg import Msg
-from tinkermq.broker.calls.repeated import repeated_call
-from tinkermq.broker.calls.users import ask_users
+from tinkermq.broker.calls import ask_users, repeated_call
 from tinkermq.broker.client.connection import Broker, connect
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.user import UserReply
 from tinkermq.schemas.wire.errors import BrokerError
 from tinkermq.schemas.wire.message import Empty

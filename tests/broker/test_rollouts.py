@@ -8,10 +8,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.jetstream.direct_get import StoredMessage
 from tinkermq.broker.jetstream.reader import StreamReader
-from tinkermq.broker.jetstream.stored import StoredMessage
-from tinkermq.broker.jetstream.streams import create_job_streams, delete_job_streams, stream_info
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.jetstream.streams import (
+    create_job_streams,
+    delete_job_streams,
+    stream_info,
+)
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.rollouts import LogEntry, RolloutLog, read_entry
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.wire.errors import BrokerError, MessageError, NotFoundError

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.models.writing import storage_error
-from tinkermq.broker.disk.room import remedy
+from tinkermq.actors.policy.saving import storage_error
+from tinkermq.broker.disk import remedy
 from tinkermq.broker.observe.tracking import JsonlTracker
 from tinkermq.schemas.wire.errors import StorageError
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from nats.aio.msg import Msg
 from tinkermq.broker.client.connection import Broker, ConnectionLost, connect
 from tinkermq.broker.client.rpc import RequestContext, Service, call
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas import control, env, job
 from tinkermq.schemas.wire.errors import (
     BrokerError,
@@ -22,8 +22,7 @@ from tinkermq.schemas.wire.errors import (
     NotFoundError,
     TinkermqError,
 )
-from tinkermq.schemas.wire.message import Empty, Message
-from tinkermq.schemas.wire.reply import ErrorReply
+from tinkermq.schemas.wire.message import Empty, ErrorReply, Message
 from tinkermq.schemas.wire.subjects import rpc
 
 from tests.support.strategies import hostile_payloads

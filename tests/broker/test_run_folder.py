@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.models.checkpoint_folders import checkpoint_folders
 from tinkermq.actors.node.output import LogFile
-from tinkermq.broker.disk import run_folder
-from tinkermq.broker.disk.run_folder import Folder
+from tinkermq.actors.storage.digests import checkpoint_folders
+from tinkermq.broker import run_folder
+from tinkermq.broker.run_folder import Folder
 from tinkermq.schemas.wire.errors import StorageError
 
 SECRET = b"the pool's secret"

@@ -7,11 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 from tinkermq.broker.client.connection import Broker
-from tinkermq.broker.jetstream.stored import get_all
-from tinkermq.broker.jetstream.streams import create_job_streams, delete_job_streams, stream_info
-from tinkermq.broker.segments import Fenced, SegmentWriter, purge_segments, unbroken
+from tinkermq.broker.jetstream.direct_get import get_all
+from tinkermq.broker.jetstream.streams import (
+    create_job_streams,
+    delete_job_streams,
+    stream_info,
+)
+from tinkermq.broker.partial_rollouts import Fenced, SegmentWriter, purge_segments, unbroken
 from tinkermq.schemas.config.job import LimitsConfig
-from tinkermq.schemas.segment import Segment
+from tinkermq.schemas.rollout import Segment
 from tinkermq.schemas.wire.errors import NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
 

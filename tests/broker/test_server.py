@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tinkermq.broker.client.connection import connect
 from tinkermq.broker.jetstream.streams import create_shared, stream_info
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.wire.errors import BrokerError
 
 from tests.support.processes import alive
@@ -68,7 +68,7 @@ def test_a_server_that_ends_at_once_says_why(tmp_path: Path) -> None:
 
 def test_the_server_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
     program = (
-        "import sys, time; from tinkermq.broker.programs.server import NatsServer; "
+        "import sys, time; from tinkermq.broker.nats_server import NatsServer; "
         "server = NatsServer(sys.argv[1]); server.start(); print(server.pid, flush=True); "
         "time.sleep(60)"
     )
@@ -83,7 +83,7 @@ def test_the_server_dies_with_the_process_that_started_it(tmp_path: Path) -> Non
 
 def test_a_server_may_outlive_the_process_that_started_it(tmp_path: Path) -> None:
     program = (
-        "import sys; from tinkermq.broker.programs.server import NatsServer; "
+        "import sys; from tinkermq.broker.nats_server import NatsServer; "
         "server = NatsServer(sys.argv[1], die_with_parent=False); server.start(); "
         "print(server.pid)"
     )

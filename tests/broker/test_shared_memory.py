@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tinkermq.broker.client.connection import Broker, connect
-from tinkermq.broker.jetstream.digests import digest_of
-from tinkermq.broker.jetstream.objects import ObjectStore
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.jetstream.objects import ObjectStore, digest_of
+from tinkermq.broker.nats_server import NatsServer
+from tinkermq.broker.weights.payloads import TensorBytes
 from tinkermq.broker.weights.shared_memory import SharedMemory, own_folder, sweep
-from tinkermq.broker.weights.store import TensorBytes, WeightStore
+from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.wire.errors import NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from tinkermq.broker.client.connection import Broker, connect
-from tinkermq.broker.jetstream.stored import get_all
+from tinkermq.broker.jetstream.direct_get import get_all
 from tinkermq.broker.jetstream.streams import create_job_streams, create_shared, stream_info
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.snapshots import MANIFEST, restore_all, save_all
 from tinkermq.broker.users.records import UserStore
 from tinkermq.schemas.config.job import LimitsConfig

@@ -13,7 +13,7 @@ from tinkermq.broker.jetstream.streams import (
     stream_info,
     stream_subjects,
 )
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.tasks import TaskQueue
 from tinkermq.schemas.config.job import LimitsConfig

@@ -6,7 +6,7 @@ import time
 import pytest
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.jetstream.streams import create_job_streams, delete_job_streams
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.tasks import Lease, TaskQueue
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.wire.errors import BrokerError, DeadlineError, NotFoundError

@@ -7,8 +7,9 @@ import pytest
 from tinkermq.broker.client.connection import connect
 from tinkermq.broker.client.login import CA_VARIABLE
 from tinkermq.broker.jetstream.streams import create_job_streams
-from tinkermq.broker.programs.server import NatsServer
-from tinkermq.broker.weights.store import TensorBytes, WeightStore
+from tinkermq.broker.nats_server import NatsServer
+from tinkermq.broker.weights.payloads import TensorBytes
+from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.wire.errors import BrokerError
 from tinkermq.schemas.wire.subjects import JobScope

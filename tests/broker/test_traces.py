@@ -7,7 +7,13 @@ from tinkermq.broker.tasks import TaskQueue
 from tinkermq.schemas.control import ControlReply, ControlRequest
 from tinkermq.schemas.task import Task
 from tinkermq.schemas.wire.subjects import JobScope
-from tinkermq.schemas.wire.trace import TRACEPARENT, is_traceparent, new_trace, span_of, trace_of
+from tinkermq.schemas.wire.trace import (
+    TRACEPARENT,
+    is_traceparent,
+    new_trace,
+    span_of,
+    trace_of,
+)
 
 from tests.support.groups import make_group, make_trajectory
 

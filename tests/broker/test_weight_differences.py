@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.objects import ObjectStore
-from tinkermq.broker.weights.store import TensorBytes, WeightStore
+from tinkermq.broker.weights.payloads import TensorBytes
+from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.weights import Manifest
 from tinkermq.schemas.wire.errors import BrokerError, NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope

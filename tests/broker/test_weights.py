@@ -12,10 +12,14 @@ from nats.js.errors import DigestMismatchError
 from safetensors.numpy import load_file
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.jetstream.objects import ObjectStore, chunks_of
-from tinkermq.broker.jetstream.streams import create_job_streams, delete_job_streams, stream_info
-from tinkermq.broker.programs.server import NatsServer
-from tinkermq.broker.weights.seen_files import SeenFiles
-from tinkermq.broker.weights.store import TensorBytes, WeightStore, software
+from tinkermq.broker.jetstream.streams import (
+    create_job_streams,
+    delete_job_streams,
+    stream_info,
+)
+from tinkermq.broker.nats_server import NatsServer
+from tinkermq.broker.weights.payloads import TensorBytes
+from tinkermq.broker.weights.store import SeenFiles, WeightStore, software
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.weights import Manifest
 from tinkermq.schemas.wire.errors import (

@@ -16,8 +16,8 @@ from tinkermq.clients.pool import Pool
 from tinkermq.envs.games.bandit import BanditGame
 from tinkermq.schemas.config.load_config import parse_config
 from tinkermq.schemas.job import JobRecord
+from tinkermq.schemas.wire.codec import merged
 from tinkermq.schemas.wire.errors import ConfigError, NotFoundError
-from tinkermq.schemas.wire.maps import merged
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.clients.conftest import new_record

@@ -14,11 +14,10 @@ from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.presence import presences
 from tinkermq.broker.rollouts import RolloutLog
-from tinkermq.schemas.batch import BatchRecord
 from tinkermq.schemas.job import ActorPlacement, JobRecord
 from tinkermq.schemas.metric import EvalRecord, LogLines, Metric, Presence
 from tinkermq.schemas.rollout import Group
-from tinkermq.schemas.task import Blame, Task
+from tinkermq.schemas.task import BatchRecord, Blame, Task
 from tinkermq.schemas.wire.subjects import BUCKET_EVALS, JobScope
 from tinkermq.schemas.wire.trace import GroupTrace, StepTrace, new_trace
 

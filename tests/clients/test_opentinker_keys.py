@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from tinkermq.clients.compat.opentinker_keys import TABLE, NeedlessWarning, translate
 from tinkermq.schemas.config.load_config import all_keys, parse_config
+from tinkermq.schemas.wire.codec import merged
 from tinkermq.schemas.wire.errors import ConfigError
-from tinkermq.schemas.wire.maps import merged
 
 MATH = {
     "tokenizer_path": "Qwen/Qwen2.5-1.5B",

@@ -1,13 +1,13 @@
 """A URL may hold user and password: what is printed never does."""
 
 import pytest
-from tinkermq.broker.calls.scheduler import SchedulerCalls
+from tinkermq.broker.calls import SchedulerCalls
 from tinkermq.broker.client.connection import connect
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.clients.address import parse_broker_url, parse_server_url
 from tinkermq.schemas.wire.errors import TinkermqError
 
-from .conftest import Cli
+from tests.clients.conftest import Cli
 
 SECRET = "sesame"
 NOBODY_THERE = f"nats://user:{SECRET}@127.0.0.1:1"

@@ -1,7 +1,7 @@
 """What `tinkermq pool` shows of nodes and machines."""
 
 from tinkermq.clients.cli.pool.machines import _rows, _summary, clocks_off, unlike
-from tinkermq.schemas.machines.status import MachineList, MachineStatus
+from tinkermq.schemas.machines import MachineList, MachineStatus
 from tinkermq.schemas.node import ActorStatus, NodeStatus
 
 NOW = 10_000.0

@@ -18,7 +18,12 @@ from tinkermq.schemas.control import (
     ReserveRequest,
 )
 from tinkermq.schemas.rollout import Trajectory
-from tinkermq.schemas.wire.errors import BrokerError, DeadlineError, MessageError, StateError
+from tinkermq.schemas.wire.errors import (
+    BrokerError,
+    DeadlineError,
+    MessageError,
+    StateError,
+)
 from tinkermq.schemas.wire.subjects import JobScope
 
 

@@ -15,7 +15,7 @@ from typing import IO
 import pytest
 from tinkermq.broker.client.connection import connect
 from tinkermq.broker.jetstream.kv import Bucket
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.clients.home import Home, StackState, find_url
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.wire.errors import BrokerError, StateError

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tinkermq.broker.programs.server import binary_path
+from tinkermq.broker.nats_server import binary_path
 from tinkermq.schemas.wire.subjects import SERVICES
 
 from tests.support.configs import REPOSITORY

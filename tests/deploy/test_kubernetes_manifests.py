@@ -13,7 +13,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from tinkermq.actors.scheduler.machines.kubernetes import pod
-from tinkermq.schemas.machines.config import machines_config
+from tinkermq.schemas.machines import machines_config
 from tinkermq.schemas.wire.subjects import SERVICES
 
 from tests.support.configs import REPOSITORY

@@ -22,7 +22,7 @@ from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.keys import JobIdentity, job_key
 from tinkermq.broker.client.rpc import call
 from tinkermq.broker.jobs import JobStore
-from tinkermq.broker.programs.process import die_with
+from tinkermq.broker.service_process import die_with
 from tinkermq.broker.users.credentials import PoolSecrets
 from tinkermq.clients.pool import Pool
 from tinkermq.schemas.env import DescribeReply, DescribeRequest

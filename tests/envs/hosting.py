@@ -20,9 +20,7 @@ from tinkermq.schemas.env import (
     StepReply,
     StepRequest,
 )
-from tinkermq.schemas.wire.errors import (
-    GameError,
-)
+from tinkermq.schemas.wire.errors import GameError
 from tinkermq.schemas.wire.message import Empty
 
 from tests.support.waiting import PATIENCE_S

@@ -8,8 +8,8 @@ import sys
 import pytest
 from household import KINDS, make_household
 from tinkermq.envs.check import check_game
-from tinkermq.envs.dataset import Dataset
-from tinkermq.envs.games import alfworld_games
+from tinkermq.envs.datasets import Dataset
+from tinkermq.envs.games import alfworld
 from tinkermq.envs.games.alfworld import ALFWorldGame, make_data
 from tinkermq.envs.prompt import open_game
 from tinkermq.schemas.config.job import EnvConfig
@@ -179,7 +179,7 @@ def test_games_that_cannot_be_played_are_not_listed(household, tmp_path):
     games[0].write_text(games[0].read_text().replace('"solvable": true', '"solvable": false'))
     (games[1].parent / "traj_data.json").unlink()
     games[2].parent.rename(games[2].parent.with_name("trial_Sliced"))
-    listed = alfworld_games.list_games(alfworld_games.data_folder(str(root)), "train")
+    listed = alfworld.list_games(alfworld.data_folder(str(root)), "train")
     assert len(listed) == 9
     assert all(game.name not in str(games[:3]) for game in listed)
 

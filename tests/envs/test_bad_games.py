@@ -9,10 +9,7 @@ from hosting import ISOLATIONS, error_of, hosting
 from tinkermq.envs.running.thread_runner import MAX_GIVEN_UP
 from tinkermq.envs.serving.host import EnvironmentHost
 from tinkermq.schemas.config.job import EnvConfig
-from tinkermq.schemas.wire.errors import (
-    DataError,
-    GameError,
-)
+from tinkermq.schemas.wire.errors import DataError, GameError
 
 from tests.envs.hosting import runner_of
 

@@ -3,8 +3,7 @@
 import random
 
 import pytest
-from tinkermq.envs.games.boards.board import Board, O, X
-from tinkermq.envs.games.boards.players import make_player, one_ply
+from tinkermq.envs.games.row_games import Board, O, X, make_player, one_ply
 
 
 def board_of(text, win_length=5):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinkermq.envs.agents.replies import parse_reply
-from tinkermq.envs.call_formats import (
+from tinkermq.envs.tool_calls import (
     FORMATS,
     CallFormat,
     certain_length,

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from tinkermq.envs.data.chat_data import ChatData
-from tinkermq.envs.write_data import write_rows
+from tinkermq.envs.data import ChatData
+from tinkermq.envs.datasets import write_rows
 from tinkermq.schemas.wire.errors import DataError
 
 CHAT = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]

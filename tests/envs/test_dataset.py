@@ -8,13 +8,18 @@ import sys
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tinkermq.envs.data.unpack import BATCH_ROWS, unpack_parquet
-from tinkermq.envs.dataset import Dataset
+from tinkermq.envs.datasets import (
+    BATCH_ROWS,
+    Dataset,
+    Record,
+    parse_record,
+    unpack_parquet,
+    verl_row,
+    write_rows,
+)
 from tinkermq.envs.games.addition import AdditionGame
 from tinkermq.envs.games.calculator import CalculatorGame
 from tinkermq.envs.games.math import MathGame
-from tinkermq.envs.record import Record, parse_record
-from tinkermq.envs.write_data import verl_row, write_rows
 from tinkermq.schemas.wire.errors import DataError, StorageError
 
 

@@ -8,8 +8,7 @@ import opentinker_games
 import pytest
 from structlog.testing import capture_logs
 from tinkermq.envs import AbstractGame, StepResult
-from tinkermq.envs.running.draws import global_draws
-from tinkermq.envs.running.episodes import Episodes
+from tinkermq.envs.running.episodes import Episodes, global_draws
 
 
 class Drawn(AbstractGame):

@@ -3,8 +3,7 @@
 import random
 
 import pytest
-from tinkermq.envs.extra import extra, import_quietly
-from tinkermq.envs.registry import list_games
+from tinkermq.envs.registry import extra, import_quietly, list_games
 from tinkermq.schemas.wire.errors import GameError
 
 

@@ -10,11 +10,11 @@ import uvloop
 from foreign_games import BLAMED, RAISED
 from hosting import COUNTING, hosting, runner_of
 from tinkermq.broker.client.rpc import call
-from tinkermq.envs.data.host_data import HostData
+from tinkermq.envs.data import HostData
 from tinkermq.envs.registry import load_game
+from tinkermq.envs.running.episodes import TimeLimits
 from tinkermq.envs.running.local import LocalGame
 from tinkermq.envs.running.process_runner import ProcessRunner
-from tinkermq.envs.running.step_timeout import TimeLimits
 from tinkermq.schemas.config.job import EnvConfig
 from tinkermq.schemas.env import ResetReply, ResetRequest, StepReply, StepRequest
 from tinkermq.schemas.wire.errors import GameError

@@ -5,11 +5,10 @@ import io
 import pytest
 from PIL import Image
 from tinkermq.envs.check import check_game
-from tinkermq.envs.dataset import Dataset
+from tinkermq.envs.datasets import Dataset, Record
 from tinkermq.envs.games import geo3k
 from tinkermq.envs.games.geo3k import Geo3KGame, Geo3KToolGame
 from tinkermq.envs.prompt import open_game
-from tinkermq.envs.record import Record
 from tinkermq.schemas.config.job import EnvConfig
 from tinkermq.schemas.wire.errors import DataError
 from tinkermq.schemas.wire.images import images_of, plain_text

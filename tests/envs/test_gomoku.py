@@ -8,8 +8,8 @@ import pytest
 from tinkermq.envs.check import check_game
 from tinkermq.envs.conversations import converse, returns
 from tinkermq.envs.games import gomoku
-from tinkermq.envs.games.boards.board import Board
 from tinkermq.envs.games.gomoku import MAX_INVALID, GomokuGame, draw_position
+from tinkermq.envs.games.row_games import Board
 from tinkermq.schemas.config.job import EnvConfig
 from tinkermq.schemas.config.load_config import load_config
 

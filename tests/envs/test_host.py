@@ -6,15 +6,10 @@ import pytest
 from hosting import ISOLATIONS, error_of, hosting
 from structlog.testing import capture_logs
 from tinkermq.broker.client.rpc import call
+from tinkermq.envs.datasets import verl_row, write_rows
 from tinkermq.envs.games import addition
-from tinkermq.envs.write_data import verl_row, write_rows
 from tinkermq.schemas.env import ResetReply, ResetRequest
-from tinkermq.schemas.wire.errors import (
-    DataError,
-    MessageError,
-    NotFoundError,
-    StateError,
-)
+from tinkermq.schemas.wire.errors import DataError, MessageError, NotFoundError, StateError
 
 from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S
 

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from test_rewards import http_server
 from tinkermq.envs.rewards.endpoint import refused_field
 from tinkermq.envs.rewards.judge import read_judgement
-from tinkermq.schemas.config.reward import RewardConfig, check_judge_prompt
+from tinkermq.schemas.config.sections import RewardConfig, check_judge_prompt
 from tinkermq.schemas.wire.errors import ConfigError, RewardError
 
 

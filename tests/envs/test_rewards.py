@@ -12,10 +12,10 @@ from pydantic import ValidationError
 from reward_functions import RAISED, TOLD
 from tinkermq.broker.client.parts import PartsService
 from tinkermq.broker.client.rpc import Service, call
+from tinkermq.envs.datasets import verl_row, write_rows
+from tinkermq.envs.rewards.endpoint import read_score
 from tinkermq.envs.rewards.function import load_function
-from tinkermq.envs.rewards.source import read_score
-from tinkermq.envs.write_data import verl_row, write_rows
-from tinkermq.schemas.config.reward import RewardConfig
+from tinkermq.schemas.config.sections import RewardConfig
 from tinkermq.schemas.env import StepReply, StepRequest
 from tinkermq.schemas.infer import ChatRequest, Delta, InferPart
 from tinkermq.schemas.wire.errors import BusyError, ConfigError, RewardError

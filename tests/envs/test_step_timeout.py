@@ -6,7 +6,7 @@ import pytest
 from hosting import ISOLATIONS
 from test_remote import START, hosting
 from test_seats import act, take
-from tinkermq.envs.running.step_timeout import TimedOut
+from tinkermq.envs.running.episodes import TimedOut
 from tinkermq.schemas.wire.errors import GameError
 
 PENALTY = {"on_step_timeout": "penalty", "step_timeout_reward": -2.5, "step_timeout_s": 0.4}

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 
-from tinkermq.broker.observe.time_use import TimeUse
+from tinkermq.broker.observe.metering import TimeUse
 from tinkermq.envs import StepResult
 from tinkermq.envs.games.bandit import BanditGame
 from tinkermq.envs.running.episodes import Opening

@@ -10,7 +10,7 @@ from typing import Any
 import nats
 import numpy as np
 import pytest
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.wire.codec import pack
 
 from tests.faults.soak.account import Account, Run, account

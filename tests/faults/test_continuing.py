@@ -10,9 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tinkermq.broker.jetstream.stored import get_all
-from tinkermq.schemas.rollout import Group
-from tinkermq.schemas.segment import Segment
+from tinkermq.broker.jetstream.direct_get import get_all
+from tinkermq.schemas.rollout import Group, Segment
 
 from tests.support.configs import small_job
 from tests.support.jobs import Job

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tinkermq.actors.learner.start import task_order
-from tinkermq.actors.learner.tasks.state import LearnerState
+from tinkermq.actors.training.state import LearnerState
 from tinkermq.broker.tasks import TaskQueue
 from tinkermq.schemas.config.load_config import parse_config
 

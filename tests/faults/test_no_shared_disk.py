@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tinkermq.actors.storage.checkpoint_mirror import CheckpointMirror
+from tinkermq.actors.storage.checkpoints import CheckpointMirror
 from tinkermq.actors.storage.url_store import UrlStore
 from tinkermq.broker.jetstream.objects import ObjectStore
 

@@ -8,10 +8,10 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.learner.training.checkpoint import CheckpointStore
+from tinkermq.actors.training.checkpoint import CheckpointStore
 from tinkermq.clients import AsyncTrajectoryPublisher
 from tinkermq.clients.address import JobAddress
-from tinkermq.schemas.batch import BatchRecord
+from tinkermq.schemas.task import BatchRecord
 
 from tests.faults.injected import append_untrainable, episode, kill_after_checkpoint
 from tests.support.configs import small_job
@@ -29,7 +29,7 @@ async def test_what_comes_while_recorded_steps_are_trained_again_is_trained(
     stack: Stack, tmp_path: Path
 ) -> None:
     """Episodes that outlast the start of a learner end in the middle of its replay."""
-    from tinkermq.actors.models.tiny_model import save_tiny_model
+    from tinkermq.actors.policy.tiny_models import save_tiny_model
 
     large = save_tiny_model(tmp_path / "large", width=256, layers=6, seed=1)
     game = {"delay_s": 0.2, "tail_s": 6.0, "tail_share": 0.05}

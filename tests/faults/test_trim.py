@@ -9,7 +9,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from tinkermq.broker.jetstream.stored import get_seq
+from tinkermq.broker.jetstream.direct_get import get_seq
 from tinkermq.broker.jetstream.streams import delete_stream, stream_info
 from tinkermq.broker.rollouts import read_entry
 

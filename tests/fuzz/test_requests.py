@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from tinkermq.broker.calls.scheduler import SchedulerCalls
+from tinkermq.broker.calls import SchedulerCalls
 from tinkermq.broker.client.connection import Broker, NoResponders
 from tinkermq.broker.client.rpc import call
 from tinkermq.broker.presence import list_presences
-from tinkermq.broker.users.guests import Guest, may_store
+from tinkermq.broker.users.permissions import Guest, may_store
 from tinkermq.clients.pool import Pool
 from tinkermq.schemas.control import ControlRequest, PublishTasksRequest
 from tinkermq.schemas.env import ResetReply, ResetRequest
@@ -28,8 +28,7 @@ from tinkermq.schemas.job import FINAL_STATES
 from tinkermq.schemas.node import NodeSync
 from tinkermq.schemas.wire.codec import pack
 from tinkermq.schemas.wire.errors import MessageError
-from tinkermq.schemas.wire.message import Message
-from tinkermq.schemas.wire.reply import ErrorReply
+from tinkermq.schemas.wire.message import ErrorReply, Message
 from tinkermq.schemas.wire.subjects import JobScope
 
 from docs.topics import TOPICS, Topic

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from tinkermq.actors.gateway import users
 from tinkermq.actors.gateway.openai import routes as openai
 from tinkermq.actors.gateway.pages import routes as pages
-from tinkermq.actors.gateway.rest.routes import OPERATIONS
+from tinkermq.actors.gateway.rest import OPERATIONS
 
 from tests.fuzz.payloads import Hostile, Schemas
 from tests.support.gateway import Gateway, run_gateway

@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from tinkermq.actors.learner.packing.micro_batch import TokenSequence
-from tinkermq.actors.learner.packing.packing import pack
-from tinkermq.actors.learner.training.model import Scorer, load_model
-from tinkermq.actors.learner.training.parallel import Parallel
-from tinkermq.actors.models.tiny_model import save_tiny_model
+from tinkermq.actors.policy.tiny_models import save_tiny_model
+from tinkermq.actors.training.micro_batch import TokenSequence
+from tinkermq.actors.training.model import Scorer, load_model
+from tinkermq.actors.training.packing import pack
+from tinkermq.actors.training.parallel import Parallel
 from tinkermq.schemas.config.job import JobConfig
 from torch import Tensor
 from transformers import PreTrainedModel

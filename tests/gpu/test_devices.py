@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from tinkermq.actors.gpu_check import CHECKS, Check, run_check, sum_over_ranks
-from tinkermq.actors.models.devices import own_device
+from tinkermq.actors.policy.devices import own_device
 
 from benchmarks.learner_step import matrix_rate
 from tests.gpu.material import RandomPolicy, token_sequences

@@ -8,9 +8,9 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.generator.engine.engine import Engine, Generation, IntVector, Sampling
-from tinkermq.actors.generator.episodes.players import start_engine
-from tinkermq.actors.learner.packing.micro_batch import TokenSequence
+from tinkermq.actors.engine.engine import Engine, Generation, IntVector, Sampling
+from tinkermq.actors.rollout.players import start_engine
+from tinkermq.actors.training.micro_batch import TokenSequence
 
 from tests.gpu.material import RandomPolicy, ScoringLearner, with_noise
 

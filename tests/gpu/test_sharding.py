@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from tinkermq.actors.learner.ranks.child_ranks import ChildRanks
-from tinkermq.actors.learner.training.policies import Policies, load_models
-from tinkermq.actors.models.policies import MAIN
+from tinkermq.actors.policy.policies import MAIN
+from tinkermq.actors.training.policies import Policies, load_models
 from tinkermq.schemas.config.job import JobConfig
 
 from benchmarks.learner_step import StepSequences

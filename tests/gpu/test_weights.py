@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.broadcast.receiver import BroadcastReceiver
-from tinkermq.actors.broadcast.sender import Sender
-from tinkermq.actors.models.devices import own_device
+from tinkermq.actors.policy.devices import own_device
+from tinkermq.actors.weights.broadcast_receiver import BroadcastReceiver
+from tinkermq.actors.weights.broadcast_sender import Sender
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import Service
-from tinkermq.broker.weights.store import TensorBytes, WeightStore
+from tinkermq.broker.weights.payloads import TensorBytes
+from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.wire.errors import NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
 

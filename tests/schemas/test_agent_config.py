@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
-from tinkermq.schemas.config.agent_rules import why_no_rows
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.load_config import load_config
+from tinkermq.schemas.config.rules import why_no_rows
 from tinkermq.schemas.wire.errors import ConfigError
 
 LEAST = ["model.path=m", "env.game=agent", "agent.command=[run.sh]"]

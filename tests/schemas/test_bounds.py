@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.load_config import parse_config
-from tinkermq.schemas.config.section import Section
+from tinkermq.schemas.config.sections import Section
 from tinkermq.schemas.job import ListRequest, SubmitRequest
 from tinkermq.schemas.wire.codec import pack
 from tinkermq.schemas.wire.errors import ConfigError, MessageError

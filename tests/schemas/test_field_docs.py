@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import Field
 from tinkermq.schemas.config.job import JobConfig
-from tinkermq.schemas.config.section import Section
+from tinkermq.schemas.config.sections import Section
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.wire.field_docs import field_docs
 from tinkermq.schemas.wire.message import Message

@@ -25,7 +25,7 @@ from tinkermq.schemas.wire.errors import (
     error_from_reply,
     of_boundary,
 )
-from tinkermq.schemas.wire.reply import ErrorReply
+from tinkermq.schemas.wire.message import ErrorReply
 from tinkermq.schemas.wire.subjects import JobScope, number_of, rpc, user_of_rpc
 
 TASK = {"task": 3, "seed": 5, "group_size": 2}

@@ -2,7 +2,8 @@
 
 import pytest
 from tinkermq.schemas.config.load_config import load_config
-from tinkermq.schemas.config.rules import RULES, Rule
+from tinkermq.schemas.config.rules import RULES
+from tinkermq.schemas.config.sections import Rule
 from tinkermq.schemas.wire.errors import ConfigError
 
 LEAST = ["model.path=m", "env.game=bandit"]

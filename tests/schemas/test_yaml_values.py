@@ -7,9 +7,15 @@ from typing import Any
 import pytest
 import yaml
 from tinkermq.schemas.config.job import JobConfig
-from tinkermq.schemas.config.load_config import apply_override, load_config, parse_yaml, read_yaml
-from tinkermq.schemas.config.yaml_values import core_value, write_yaml
-from tinkermq.schemas.machines.config import MachinesConfig
+from tinkermq.schemas.config.load_config import (
+    apply_override,
+    core_value,
+    load_config,
+    parse_yaml,
+    read_yaml,
+    write_yaml,
+)
+from tinkermq.schemas.machines import MachinesConfig
 from tinkermq.schemas.wire.errors import ConfigError
 
 LEAST = "model: {path: m}\nenv: {game: bandit}\n"

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from tinkermq.actors.models.tiny_vision_model import IMAGE, TinyVisionKind, save_tiny_vision_model
-from tinkermq.actors.models.vision import ImageReader, plain_inputs
+from tinkermq.actors.policy.tiny_models import IMAGE, TinyVisionKind, save_tiny_vision_model
+from tinkermq.actors.policy.vision import ImageReader, plain_inputs
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 IMAGE_ID = 264

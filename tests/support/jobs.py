@@ -14,7 +14,6 @@ from tinkermq.broker.feed import follow, read_dead, read_events, read_metrics
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.presence import list_presences
 from tinkermq.broker.rollouts import LogEntry, RolloutLog
-from tinkermq.schemas.batch import BatchRecord
 from tinkermq.schemas.job import (
     FINAL_STATES,
     JobRecord,
@@ -24,7 +23,7 @@ from tinkermq.schemas.job import (
     StopRequest,
 )
 from tinkermq.schemas.metric import Event, Metric, Presence
-from tinkermq.schemas.task import DeadLetter
+from tinkermq.schemas.task import BatchRecord, DeadLetter
 from tinkermq.schemas.wire.errors import NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
 

@@ -7,11 +7,11 @@ from typing import Literal
 
 import numpy as np
 import torch
-from tinkermq.actors.models.lora import policy_tensors
-from tinkermq.actors.models.model_folder import load_policy
-from tinkermq.actors.models.tiny_model import TinyKind, save_tiny_model
-from tinkermq.broker.weights.store import TensorBytes
-from tinkermq.schemas.config.lora import LoraConfig
+from tinkermq.actors.policy.lora import policy_tensors
+from tinkermq.actors.policy.model_folder import load_policy
+from tinkermq.actors.policy.tiny_models import TinyKind, save_tiny_model
+from tinkermq.broker.weights.payloads import TensorBytes
+from tinkermq.schemas.config.sections import LoraConfig
 from torch import nn
 from transformers import PreTrainedModel
 

@@ -13,7 +13,7 @@ from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.clients.home import Home
 from tinkermq.clients.pool import Pool
 from tinkermq.schemas.job import JobRecord
-from tinkermq.schemas.machines.status import MachineList
+from tinkermq.schemas.machines import MachineList
 from tinkermq.schemas.wire.errors import BrokerError
 
 from tests.clients.command import Outcome, tinkermq

@@ -6,7 +6,7 @@ import signal
 import time
 from pathlib import Path
 
-from .waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 _LISTENS = "0A"
 

@@ -4,11 +4,10 @@ import hashlib
 from pathlib import Path
 
 from tinkermq.actors.learner.replay import replay
-from tinkermq.actors.learner.tasks.numbers import NumberSet
-from tinkermq.actors.learner.tasks.state import LearnerState
-from tinkermq.actors.learner.training.checkpoint import CheckpointStore, load_state
+from tinkermq.actors.training.checkpoint import CheckpointStore, load_state
+from tinkermq.actors.training.state import LearnerState, NumberSet
 from tinkermq.broker.tasks import TaskQueue
-from tinkermq.schemas.batch import BatchRecord
+from tinkermq.schemas.task import BatchRecord
 
 from tests.support.jobs import Job
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from tinkermq.broker.programs.process import die_with
+from tinkermq.broker.service_process import die_with
 
 BUCKET = "runs"
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tinkermq.actors.learner.algorithms.training_batch import assemble
-from tinkermq.actors.learner.tasks.state import LearnerState
-from tinkermq.actors.learner.training.checkpoint import CheckpointStore
-from tinkermq.actors.learner.training.model import load_model
-from tinkermq.actors.learner.training.step import Trainer
-from tinkermq.actors.models.model_folder import load_tokenizer
+from tinkermq.actors.policy.model_folder import load_tokenizer
+from tinkermq.actors.training.batch import assemble
+from tinkermq.actors.training.checkpoint import CheckpointStore
+from tinkermq.actors.training.model import load_model
+from tinkermq.actors.training.state import LearnerState
+from tinkermq.actors.training.step import Trainer
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.wire.errors import StorageError
 

@@ -10,7 +10,13 @@ from typing import Any
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.parts import PartsService, Tell
 from tinkermq.broker.client.rpc import Service
-from tinkermq.schemas.agent import CallDelivered, CallDelta, CallPart, CallRequest, CancelCall
+from tinkermq.schemas.agent import (
+    CallDelivered,
+    CallDelta,
+    CallPart,
+    CallRequest,
+    CancelCall,
+)
 from tinkermq.schemas.wire.errors import EngineError, TinkermqError
 from tinkermq.schemas.wire.subjects import JobScope
 

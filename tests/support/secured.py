@@ -15,14 +15,14 @@ from typing import Any
 import structlog
 from tinkermq.actors.auth.service import serve
 from tinkermq.actors.runtime import ActorContext
-from tinkermq.broker.calls.users import ask_users
+from tinkermq.broker.calls import ask_users
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.keys import JobIdentity, job_key
 from tinkermq.broker.client.login import CREDENTIALS_VARIABLE
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.jetstream.streams import create_job_streams, create_shared
 from tinkermq.broker.jobs import JobStore
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.users.credentials import PoolSecrets
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.job import ActorPlacement, JobRecord, Role

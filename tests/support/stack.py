@@ -16,14 +16,10 @@ from typing import Any, Literal, Self, TypeVar
 
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import call
-from tinkermq.broker.programs.process import die_with
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
+from tinkermq.broker.service_process import die_with
 from tinkermq.schemas.config.load_config import parse_config
-from tinkermq.schemas.job import (
-    FINAL_STATES,
-    JobReply,
-    SubmitRequest,
-)
+from tinkermq.schemas.job import FINAL_STATES, JobReply, SubmitRequest
 from tinkermq.schemas.node import NodeList
 from tinkermq.schemas.wire.errors import DeadlineError, NobodyAnswersError
 from tinkermq.schemas.wire.message import Empty, Message

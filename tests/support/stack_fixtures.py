@@ -16,7 +16,7 @@ WARM_MODELS = REPOSITORY / "outputs" / "models"
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a random model, for runs in which learning does not matter."""
-    from tinkermq.actors.models.tiny_model import save_tiny_model  # torch, which only workers need
+    from tinkermq.actors.policy.tiny_models import save_tiny_model  # torch, which only workers need
 
     return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny", width=64, layers=2, seed=1)
 

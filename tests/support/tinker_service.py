@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tinkermq.actors.tinker.applying import Applying
-from tinkermq.actors.tinker.checkpoints.kept import KeptByTrainer
+from tinkermq.actors.tinker.adapter_cache import States
+from tinkermq.actors.tinker.apply import Applying
+from tinkermq.actors.tinker.checkpoints.user_records import KeptByTrainer
 from tinkermq.actors.tinker.service import TrainerService
-from tinkermq.actors.tinker.states import States
-from tinkermq.actors.tinker.wire import schema
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import call
 from tinkermq.broker.operations import OperationLog
 from tinkermq.schemas.config.job import JobConfig
+from tinkermq.schemas.tinker import wire
 from tinkermq.schemas.tinker.names import CheckpointName, ModelName
 from tinkermq.schemas.tinker.operation import (
     AboutCheckpoint,
@@ -168,7 +168,7 @@ def step_body(seq: int) -> dict[str, Any]:
 def loss(seq: int, loss_fn: str = "cross_entropy") -> bytes:
     """Return a request whose data depends on its number."""
     rng = np.random.default_rng(seq)
-    message = schema.ForwardBackwardRequest(model_id=MODEL, seq_id=seq, loss_fn=loss_fn)
+    message = wire.ForwardBackwardRequest(model_id=MODEL, seq_id=seq, loss_fn=loss_fn)
     for _ in range(3):
         tokens = rng.integers(8, 264, 13)
         datum = message.data.add()

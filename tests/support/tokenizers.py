@@ -1,6 +1,6 @@
 """Small tokenizers of the two kinds whose tokens may be parts of characters."""
 
-from tinkermq.actors.models.tiny_model import CHAT_TEMPLATE
+from tinkermq.actors.policy.tiny_models import CHAT_TEMPLATE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tinkermq.schemas.config.job import JobConfig
-from tinkermq.schemas.config.lora import LoraConfig
+from tinkermq.schemas.config.sections import LoraConfig
 
 MAX_SLOTS, MAX_CONTEXT = 8, 160
 ADAPTER = LoraConfig(rank=4, targets=["q_proj", "v_proj"])
@@ -40,9 +40,9 @@ def configured(folder: Path, **generator: Any) -> JobConfig:
 
 
 async def _start(what: str, config: JobConfig, adapters: Sequence[LoraConfig] = ()) -> None:
-    from tinkermq.actors.generator.engine.engine import Sampling
-    from tinkermq.actors.generator.engine.vllm.vllm_engine import start_vllm
-    from tinkermq.actors.generator.episodes.players import load_base
+    from tinkermq.actors.engine.engine import Sampling
+    from tinkermq.actors.engine.vllm.vllm_engine import start_vllm
+    from tinkermq.actors.rollout.players import load_base
 
     started = time.monotonic()
     print(f"vLLM, {what}: starting", flush=True)

@@ -78,7 +78,7 @@ async def served(stack: Stack, folder: Path, tmp_path: Path) -> AsyncIterator[di
 async def told_of_teacher(job: Job, teacher: Path) -> None:
     """Assert that the log holds what the teacher says, of each token of each episode."""
     import torch
-    from tinkermq.actors.models.model_folder import load_causal_lm
+    from tinkermq.actors.policy.model_folder import load_causal_lm
 
     model = load_causal_lm(str(teacher), dtype=torch.float32)
     groups = [entry.group for entry in await job.entries() if entry.group is not None]

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.models.checkpoint_folders import checkpoint_folders
-from tinkermq.broker.evaluations import best_of, read_scores
+from tinkermq.actors.storage.digests import checkpoint_folders
+from tinkermq.broker.feed import best_of, read_scores
 from tinkermq.schemas.wire.errors import ConfigError, NotFoundError
 
 from tests.support.configs import small_job

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 from openai import AsyncOpenAI, BadRequestError
-from tinkermq.actors.generator.episodes.agent_loop import AgentLoop, EpisodePlan, EpisodeSampling
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer, make_chat
-from tinkermq.actors.generator.episodes.players import start_engine
-from tinkermq.actors.models.model_folder import load_causal_lm, load_tokenizer
+from tinkermq.actors.policy.chat import ChatTokenizer, make_chat
+from tinkermq.actors.policy.model_folder import load_causal_lm, load_tokenizer
+from tinkermq.actors.rollout.agent_loop import AgentLoop, EpisodePlan, EpisodeSampling
+from tinkermq.actors.rollout.players import start_engine
 from tinkermq.broker.client.parts import ask_parts
 from tinkermq.broker.jobs import JobStore
 from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference_async

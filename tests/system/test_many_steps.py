@@ -16,21 +16,21 @@ import numpy as np
 import psutil
 import pytest
 from tinkermq.actors.learner.evaluations import Evaluations
-from tinkermq.actors.learner.tasks.ledger import Ledger
-from tinkermq.actors.learner.tasks.state import LearnerState
+from tinkermq.actors.learner.tasks import Ledger
+from tinkermq.actors.training.state import LearnerState
 from tinkermq.broker.batches import BatchLog
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jetstream.streams import stream_info
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.tasks import TaskQueue
-from tinkermq.broker.weights.store import TensorBytes, WeightStore
-from tinkermq.schemas.batch import BatchRecord
+from tinkermq.broker.weights.payloads import TensorBytes
+from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.load_config import parse_config
 from tinkermq.schemas.metric import EvalRecord
-from tinkermq.schemas.task import Task
+from tinkermq.schemas.task import BatchRecord, Task
 from tinkermq.schemas.wire.subjects import BUCKET_EVALS, JobScope
 
 from tests.support.configs import REPOSITORY, small_job

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from tinkermq.clients.compat.opentinker_keys import NeedlessWarning, translate
 from tinkermq.schemas.config.load_config import parse_config
-from tinkermq.schemas.wire.maps import merged
+from tinkermq.schemas.wire.codec import merged
 
 from tests.support.pages import blocks, save, succeed
 from tests.support.stack import Stack

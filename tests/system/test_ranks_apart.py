@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tinkermq.actors.learner.training.orders import Ranks
-from tinkermq.actors.learner.training.policies import Policies, load_models
-from tinkermq.actors.models.lora import policy_tensors
-from tinkermq.actors.models.policies import MAIN
+from tinkermq.actors.policy.lora import policy_tensors
+from tinkermq.actors.policy.policies import MAIN
+from tinkermq.actors.training.policies import Policies, load_models
+from tinkermq.actors.training.rank_commands import Ranks
 from tinkermq.envs.games.geo3k import make_data
 from tinkermq.schemas.config.load_config import parse_config
 

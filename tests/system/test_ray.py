@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from tinkermq.actors.scheduler.machines.ray import RaySource
 from tinkermq.actors.scheduler.machines.source import Machine, MachineNames
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.clients.pool import Pool
-from tinkermq.schemas.machines.config import machines_config
+from tinkermq.schemas.machines import machines_config
 
 from tests.support.on_cluster import SLOW, OnCluster, job_is, machines
 from tests.support.ray import Ray, lacking

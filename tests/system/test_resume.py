@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tinkermq.actors.learner.training.checkpoint import CheckpointStore
-from tinkermq.actors.models.model_folder import load_causal_lm
-from tinkermq.broker.run_rollouts import RunRollouts
+from tinkermq.actors.policy.model_folder import load_causal_lm
+from tinkermq.actors.training.checkpoint import CheckpointStore
+from tinkermq.broker.kept_rollouts import RunRollouts
 from tinkermq.broker.weights.store import WeightStore
 
 from tests.support.configs import small_job

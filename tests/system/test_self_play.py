@@ -6,7 +6,7 @@ Thresholds are loose: they tell learning from not learning, not one seed from an
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.models.tiny_model import save_tiny_model
+from tinkermq.actors.policy.tiny_models import save_tiny_model
 
 from tests.support.configs import example, small_job
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical

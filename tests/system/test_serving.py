@@ -11,10 +11,15 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from tinkermq.actors.models.tiny_model import save_tiny_model
+from tinkermq.actors.policy.tiny_models import save_tiny_model
 from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference_async
 from tinkermq.envs.games.bandit import BanditGame
-from tinkermq.schemas.wire.errors import ConfigError, JobFailedError, ModelError, NotFoundError
+from tinkermq.schemas.wire.errors import (
+    ConfigError,
+    JobFailedError,
+    ModelError,
+    NotFoundError,
+)
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from tinkermq.actors.learner.training.checkpoint import CheckpointStore
-from tinkermq.actors.models.model_folder import load_causal_lm
+from tinkermq.actors.policy.model_folder import load_causal_lm
+from tinkermq.actors.training.checkpoint import CheckpointStore
 from tinkermq.broker.feed import read_metrics
 from tinkermq.broker.weights.store import WeightStore
 from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference_async
-from tinkermq.envs.write_data import write_rows
+from tinkermq.envs.datasets import write_rows
 
 from tests.actors.gateway.http import openai_client
 from tests.support.configs import example

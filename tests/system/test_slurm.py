@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tinkermq.actors.scheduler.machines.slurm import SlurmSource
 from tinkermq.clients.pool import Pool
-from tinkermq.schemas.machines.config import MachinesConfig
+from tinkermq.schemas.machines import MachinesConfig
 from tinkermq.schemas.wire.errors import PlacementError
 
 from tests.support.on_cluster import SLOW, OnCluster, job_is, machines

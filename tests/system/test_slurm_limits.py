@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tinkermq.actors.scheduler.machines.slurm import SlurmSource
 from tinkermq.actors.scheduler.machines.source import MachineNames
-from tinkermq.schemas.machines.config import MachinesConfig
+from tinkermq.schemas.machines import MachinesConfig
 from tinkermq.schemas.wire.errors import PlacementError
 
 from tests.support.slurm import ACCOUNTING, Slurm, lacking

@@ -11,11 +11,10 @@ import yaml
 from tinkermq.actors.scheduler.machines.source import Machine, MachineNames
 from tinkermq.actors.scheduler.machines.ssh import SSHSource
 from tinkermq.broker.client.connection import connect
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.clients.pool import Pool
 from tinkermq.schemas.job import JobRecord
-from tinkermq.schemas.machines.config import MachinesConfig, machines_config
-from tinkermq.schemas.machines.status import MachineList
+from tinkermq.schemas.machines import MachineList, MachinesConfig, machines_config
 from tinkermq.schemas.wire.errors import ConfigError, PlacementError
 
 from tests.clients.command import Outcome, tinkermq

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from tinkermq.actors.models.model_folder import load_causal_lm
-from tinkermq.schemas.batch import BatchRecord
+from tinkermq.actors.policy.model_folder import load_causal_lm
 from tinkermq.schemas.rollout import Group, num_too_old
+from tinkermq.schemas.task import BatchRecord
 
 from tests.support.configs import small_job
 from tests.support.jobs import Job

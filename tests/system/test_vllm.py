@@ -12,10 +12,10 @@ from statistics import mean
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer
-from tinkermq.actors.generator.teaching.sources import EndpointTeacher, TeacherAway
-from tinkermq.actors.models.model_folder import load_causal_lm, load_tokenizer
-from tinkermq.broker.programs.process import die_with
+from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.actors.policy.model_folder import load_causal_lm, load_tokenizer
+from tinkermq.actors.rollout.teachers import EndpointTeacher, TeacherAway
+from tinkermq.broker.service_process import die_with
 from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference_async
 from tinkermq.envs.games.guess import GuessGame
 from tinkermq.schemas.wire.errors import ConfigError
@@ -29,9 +29,8 @@ from tests.support.proofs import assert_every_task_once
 from tests.support.stack import Stack
 from tests.support.stack_fixtures import warm_model
 from tests.support.waiting import eventually
-
-from .test_repeats import assert_repeats
-from .test_router_replay import trained_with_experts
+from tests.system.test_repeats import assert_repeats
+from tests.system.test_router_replay import trained_with_experts
 
 pytestmark = [
     pytest.mark.vllm,

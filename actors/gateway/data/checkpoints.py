@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from ....broker.client.connection import Broker
-from ....broker.disk.run_folder import Folder, FolderEntry
-from ....broker.evaluations import best_of, read_scores
+from ....broker.feed import best_of, read_scores
+from ....broker.run_folder import Folder, FolderEntry
 from ....schemas.job import JobRecord
 from ....schemas.wire.errors import NotFoundError, StorageError, TinkermqError
-from ...models.checkpoint_folders import checkpoint_folders, checkpoint_in
+from ...storage.checkpoints import stored_checkpoints
+from ...storage.digests import checkpoint_folders, checkpoint_in
 from ...storage.opening import Stores
-from ...storage.stored_runs import stored_checkpoints
 
 _CHUNK = 1 << 20
 

@@ -13,18 +13,18 @@ from typing import Any
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import Request
 
+from ....broker.jetstream.direct_get import StoredMessage
 from ....broker.jetstream.reader import StreamReader
-from ....broker.jetstream.stored import StoredMessage
 from ....broker.jetstream.streams import stream_info
 from ....schemas.job import FINAL_STATES, JobRecord
 from ....schemas.metric import Event, LogLines, Metric
 from ....schemas.wire.errors import MessageError, NotFoundError, TinkermqError
 from ....schemas.wire.subjects import JobScope
-from ..scheduler import Scheduler
+from ..operations import Scheduler
 from ..sessions import Visitor
 from ..web import Gateway, gateway_of, number_in, to_json, visitor_of
-from .charts import finite_values
-from .logs import shown_lines
+from .jobs import shown_lines
+from .metrics import finite_values
 from .overview import glance
 
 PING_S = 15

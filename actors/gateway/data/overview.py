@@ -12,8 +12,7 @@ from ....schemas.metric import Presence
 from ....schemas.wire.errors import TinkermqError
 from ..sessions import Visitor
 from ..web import Gateway
-from .logs import bottleneck_of
-from .records import row
+from .jobs import bottleneck_of, row
 
 
 async def glance(gateway: Gateway, visitor: Visitor, record: JobRecord) -> dict[str, Any]:

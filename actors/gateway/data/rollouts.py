@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....broker.client.connection import Broker, NoResponders
-from ....broker.jetstream.stored import get_batch
+from ....broker.jetstream.direct_get import get_batch
 from ....broker.jetstream.streams import stream_info
+from ....broker.kept_rollouts import RunRollouts
 from ....broker.rollouts import LogEntry
-from ....broker.run_rollouts import RunRollouts
-from ....schemas.batch import BatchRecord
 from ....schemas.job import JobRecord
 from ....schemas.rollout import Group, Trajectory, return_of
+from ....schemas.task import BatchRecord
 from ....schemas.wire.errors import MessageError, NotFoundError
 from ....schemas.wire.subjects import JobScope
 from .episodes import show_message

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import time
 from dataclasses import replace
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -12,32 +13,337 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from ....broker.calls.scheduler import new_request_id
+from ....broker.calls import new_request_id
 from ....broker.client.connection import Broker
+from ....broker.jetstream.streams import stream_info
 from ....broker.presence import list_presences
-from ....schemas.job import JobRecord
-from ....schemas.wire.errors import MessageError, TinkermqError
-from ..data.records import ARCHIVED, GROUPS, row, select_rows
+from ....broker.run_folder import Folder
+from ....schemas.job import FINAL_STATES, JobRecord
+from ....schemas.wire.errors import MessageError, NotFoundError, StorageError, TinkermqError
+from ..data import jobs as logs
+from ..data.checkpoints import scored_checkpoints
+from ..data.jobs import (
+    ARCHIVED,
+    GROUPS,
+    MAX_RUNS,
+    Query,
+    differences,
+    row,
+    select,
+    select_rows,
+)
+from ..data.metrics import CHARTS
+from ..data.overview import glance
+from ..openapi import description
 from ..operations import (
     BODIES,
+    Scheduler,
     SubmitBody,
     act,
     body_of,
     checked_config,
+    effective,
+    evaluate_checkpoint,
+    serve_checkpoint,
     submit,
     to_yaml,
 )
 from ..queries import (
+    actor_in,
+    beside_in,
+    episode_in,
+    job_of,
+    page_of_rollouts,
     query_of,
     queue_of,
+    read_episode,
 )
-from ..rest.openapi import description
-from ..scheduler import Scheduler
-from ..sessions import COOKIE, SESSION_S, LogInError
+from ..sessions import COOKIE, SESSION_S, LogInError, Visitor
 from ..tinker.sessions import curves_of, services_of
 from ..web import form_of, gateway_of, number_in, visitor_of
-from . import job_pages, model_pages, removal_pages
 from .render import VERSION, render
+
+# The pages of one run, and of several laid over each other.
+
+_EVENTS, _ALL_EVENTS = 12, 500
+_ROLLOUT_QUERY = (
+    *("step", "sort", "errors", "q", "reward_from", "reward_to", "version", "tokens_from"),
+    *("sample", "beside"),
+)
+_NAMES = quote(",".join(line.name for chart in CHARTS for line in chart.lines), safe="")
+_CHARTS = [chart._asdict() for chart in CHARTS]
+
+
+async def job_page(
+    request: Request, visitor: Visitor, record: JobRecord, tab: str, more: dict[str, Any]
+) -> Response:
+    """Show a tab of a job's page, with the head that is the same in all of them."""
+    seen = await glance(gateway_of(request), visitor, record)
+    runs = [_curves_of(record)]
+    shown = {"user": visitor.user, "record": record, "tab": tab, "runs": runs, **seen, **more}
+    return render(request, f"job_{tab}.html", shown)
+
+
+async def _last_seq(broker: Broker, stream: str) -> int:
+    """Return where live updates begin: what is stored later is not on the page yet."""
+    try:
+        return int((await stream_info(broker, stream))["state"]["last_seq"])
+    except NotFoundError:  # the job's streams were removed: there is nothing to follow
+        return 0
+
+
+async def job(request: Request) -> Response:
+    """Show a job's curves, its actors and its last events."""
+    return await _page_with_events(request, "curves", _EVENTS, charts=_CHARTS)
+
+
+async def compare(request: Request) -> Response:
+    """Show several runs laid over each other, and where their configurations differ.
+
+    They are named one by one, or are those that a search finds: by tag, by group.
+    """
+    visitor = await visitor_of(request)
+    search, records, num_found = await _compared(request, Scheduler(visitor))
+    rows = await gateway_of(request).figures.rows(visitor.broker, records)
+    configs = await asyncio.to_thread(lambda: [effective(one.config) for one in records])
+    jobs = [one.job for one in records]
+    asked = request.query_params.multi_items()
+    kept = [(key, value) for key, value in asked if key not in ("run", "search")]
+    shown: dict[str, Any] = {
+        "user": visitor.user,
+        "rows": rows,
+        "runs": [_curves_of(one) for one in records],
+        "charts": _CHARTS,
+        "search": search,
+        "num_found": num_found,
+        "differences": differences(configs),
+        "without": {
+            one.job: "/compare?" + urlencode([*(("run", o) for o in jobs if o != one.job), *kept])
+            for one in records
+        },
+    }
+    return render(request, "compare.html", shown)
+
+
+async def _compared(request: Request, scheduler: Scheduler) -> tuple[str, list[JobRecord], int]:
+    """Return the search, the runs to compare, and how many there would be."""
+    jobs = list(dict.fromkeys(request.query_params.getlist("run")))
+    if len(jobs) > MAX_RUNS:
+        raise MessageError(f"{len(jobs)} runs were named; a page compares at most {MAX_RUNS}")
+    search = "" if jobs else request.query_params.get("search", "")[:200]
+    if not search:
+        return "", [await scheduler.get(one) for one in jobs], len(jobs)
+    told = await scheduler.list_jobs()
+    found = select(told, Query(search=search, limit=len(told))).records
+    found = [one for one in found if one.trains]
+    return search, found[:MAX_RUNS], len(found)
+
+
+def _curves_of(record: JobRecord) -> dict[str, str]:
+    """Return where the page has a run's curves from; `first`, what it asks for first."""
+    url = f"/api/v1/jobs/{quote(record.job)}/metrics"
+    return {"job": record.job, "name": record.name, "url": url, "first": f"{url}?names={_NAMES}"}
+
+
+async def job_events(request: Request) -> Response:
+    """Show a job's events."""
+    return await _page_with_events(request, "events", _ALL_EVENTS)
+
+
+async def _page_with_events(request: Request, tab: str, limit: int, **more: Any) -> Response:
+    visitor, record = await job_of(request)
+    seq = await _last_seq(visitor.broker, record.scope.stream_feed)
+    events = await logs.tail_of_events(visitor.broker, record, limit=limit)
+    return await job_page(request, visitor, record, tab, {"events": events, "seq": seq, **more})
+
+
+async def job_logs(request: Request) -> Response:
+    """Show the ends of the logs of a job's actors."""
+    visitor, record = await job_of(request)
+    actor = actor_in(request)
+    seq = await _last_seq(visitor.broker, record.scope.stream_log)
+    lines = await logs.tail_of_log(visitor.broker, record.scope, actor=actor)
+    more = {"lines": lines, "actor": actor, "seq": seq}
+    return await job_page(request, visitor, record, "logs", more)
+
+
+async def job_rollouts(request: Request) -> Response:
+    """Show a page of a job's groups."""
+    visitor, record = await job_of(request)
+    page = await page_of_rollouts(request, visitor, record)
+    asked = {name: request.query_params.get(name, "") for name in _ROLLOUT_QUERY}
+    rewards = [one["reward"] for group in page.groups for one in group["episodes"]]
+    low, high = (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
+    kept = {name: value for name, value in asked.items() if value}
+    told = {name: value for name, value in kept.items() if name != "beside"}
+    links = {"query": urlencode(kept), "query_json": urlencode(told)}
+    shown = {"page": page, "asked": asked, "low": low, "high": high, **links}
+    return await job_page(request, visitor, record, "rollouts", shown)
+
+
+async def job_episode(request: Request) -> Response:
+    """Show one episode."""
+    visitor, record = await job_of(request)
+    episode = await read_episode(visitor, record, *episode_in(request))
+    named = beside_in(request)
+    beside = None if named is None else await read_episode(visitor, record, *named)
+    shown = {"episode": episode, "beside": beside}
+    return await job_page(request, visitor, record, "episode", shown)
+
+
+async def job_config(request: Request) -> Response:
+    """Show a job's configuration."""
+    visitor, record = await job_of(request)
+    texts = {"given": to_yaml(record.config), "effective": to_yaml(effective(record.config))}
+    return await job_page(request, visitor, record, "config", texts)
+
+
+# A run's checkpoints, what is done with them, and the page that talks with a served model.
+
+
+async def job_checkpoints(request: Request) -> Response:
+    """Show a job's checkpoints with their validation, and which jobs serve or evaluate each."""
+    visitor, record = await job_of(request)
+    found, helpers = await asyncio.gather(
+        scored_checkpoints(visitor.broker, record), _helpers(request, visitor, record)
+    )
+    rows = [{**one, "helpers": helpers.get(one["step"], [])} for one in found]
+    more = {"checkpoints": rows}
+    return await job_page(request, visitor, record, "checkpoints", more)
+
+
+async def _helpers(
+    request: Request, visitor: Visitor, record: JobRecord
+) -> dict[int, list[dict[str, Any]]]:
+    """Return, by step, the jobs that serve or evaluate it, with the score of an evaluation."""
+    those = [
+        (one, step)
+        for one in await Scheduler(visitor).list_jobs()
+        if (step := _step_of(one, record)) is not None
+    ]
+    rows = await gateway_of(request).figures.rows(visitor.broker, [one for one, _ in those])
+    found: dict[int, list[dict[str, Any]]] = {}
+    for row, (_, step) in zip(rows, those, strict=True):
+        found.setdefault(step, []).append(row)
+    return found
+
+
+def _step_of(record: JobRecord, run: JobRecord) -> int | None:
+    """Return which checkpoint of a run a job serves or evaluates."""
+    source = record.serves if record.kind == "infer" else record.fork_of
+    name, _, step = (source or "").rpartition("@")
+    helps = record.kind in ("infer", "eval") and name in (run.name, run.job)
+    return int(step) if helps and step.isascii() and step.isdigit() else None
+
+
+async def serve(request: Request) -> Response:
+    """Have a checkpoint served, and lead to where one talks with it."""
+    visitor, record = await job_of(request)
+    job = await serve_checkpoint(Scheduler(visitor), record, int(request.path_params["step"]))
+    where = urlencode({"model": job.serves, "job": job.job})
+    return RedirectResponse(f"/playground?{where}", status_code=303)
+
+
+async def evaluate(request: Request) -> Response:
+    """Have a checkpoint evaluated, and lead to the job that does it."""
+    visitor, record = await job_of(request)
+    job = await evaluate_checkpoint(Scheduler(visitor), record, int(request.path_params["step"]))
+    return RedirectResponse(f"/jobs/{quote(job.job)}", status_code=303)
+
+
+async def playground(request: Request) -> Response:
+    """Show the page that talks with a served model; its script does the rest."""
+    visitor = await visitor_of(request)
+    asked = {name: request.query_params.get(name, "")[:200] for name in ("model", "job")}
+    return render(request, "playground.html", {"user": visitor.user, **asked})
+
+
+# The page that asks before runs are archived or deleted, and tells what that frees.
+
+MAX_REMOVED_RUNS = 200
+_COUNTING_S = 2.0
+"""How long files are counted; what was not reached by then is not told."""
+_HOW = ("archive", "delete")
+
+
+async def ask(request: Request) -> Response:
+    """Show what would be archived or deleted, and what that frees."""
+    return await _page(request, await _records(request), {})
+
+
+async def remove(request: Request) -> Response:
+    """Archive or delete the runs; what could not be is told with its reason."""
+    visitor, how = await visitor_of(request), _how(request)
+    scheduler, problems = Scheduler(visitor), dict[str, TinkermqError]()
+    for record in (records := await _records(request)):
+        try:
+            await act(scheduler, record.job, how, BODIES[how]())
+        except TinkermqError as error:
+            problems[record.job] = error
+    if not problems:
+        return RedirectResponse("/jobs", status_code=303)
+    left = [record for record in records if record.job in problems]
+    return await _page(request, left, problems, done=len(records) - len(left))
+
+
+async def _page(
+    request: Request,
+    records: list[JobRecord],
+    problems: dict[str, TinkermqError],
+    *,
+    done: int = 0,
+) -> Response:
+    until = time.monotonic() + _COUNTING_S
+    shown: dict[str, Any] = {
+        "user": (await visitor_of(request)).user,
+        "how": _how(request),
+        "rows": await asyncio.to_thread(lambda: [_row(one, until) for one in records]),
+        "problems": problems,
+        "done": done,
+        "query": request.url.query,
+    }
+    return render(request, "remove.html", shown, 400 if problems else 200)
+
+
+def _how(request: Request) -> str:
+    how = request.query_params.get("how", "")
+    if how not in _HOW:
+        raise MessageError(f"runs are archived or deleted, not {how[:20]!r}", hint="how=delete")
+    return how
+
+
+async def _records(request: Request) -> list[JobRecord]:
+    jobs = list(dict.fromkeys(request.query_params.getlist("run")))
+    if not jobs or len(jobs) > MAX_REMOVED_RUNS:
+        raise MessageError(
+            f"{len(jobs) or 'no'} runs were chosen; choose from 1 to {MAX_REMOVED_RUNS}",
+            hint="tick them in the table of jobs",
+        )
+    scheduler = Scheduler(await visitor_of(request))
+    return [await scheduler.get(one) for one in jobs]
+
+
+def _row(record: JobRecord, until: float) -> dict[str, Any]:
+    return {
+        "record": record,
+        "ended": record.state in FINAL_STATES,
+        "streams": record.stored_bytes if record.archived is None else 0,
+        "folder": folder_bytes(record.run_dir, until) if record.run_dir else None,
+    }
+
+
+def folder_bytes(place: str, until: float) -> int | None:
+    """Return what the files below a folder hold; None where it is not here, or takes too long."""
+    total = 0
+    try:
+        with Folder(place) as folder:
+            for entry in folder.files():
+                if time.monotonic() > until:
+                    return None
+                total += entry.num_bytes
+    except (OSError, StorageError):
+        return None
+    return total
 
 
 async def home(_: Request) -> Response:
@@ -252,29 +558,29 @@ def routes() -> list[Route]:
         ("/", home),
         ("/login", log_in_page),
         ("/jobs", jobs),
-        ("/compare", job_pages.compare),
+        ("/compare", compare),
         ("/submit", submit_page),
         ("/pool", pool),
         ("/tinker", tinker),
         ("/tinker/models/{job}/{model}", tinker_model),
         ("/api", api_page),
-        ("/jobs/{job}", job_pages.job),
-        ("/jobs/{job}/rollouts", job_pages.job_rollouts),
-        ("/jobs/{job}/rollouts/{seq:int}/{episode:int}", job_pages.job_episode),
-        ("/jobs/{job}/logs", job_pages.job_logs),
-        ("/jobs/{job}/events", job_pages.job_events),
-        ("/jobs/{job}/config", job_pages.job_config),
-        ("/jobs/{job}/checkpoints", model_pages.job_checkpoints),
-        ("/playground", model_pages.playground),
-        ("/remove", removal_pages.ask),
+        ("/jobs/{job}", job),
+        ("/jobs/{job}/rollouts", job_rollouts),
+        ("/jobs/{job}/rollouts/{seq:int}/{episode:int}", job_episode),
+        ("/jobs/{job}/logs", job_logs),
+        ("/jobs/{job}/events", job_events),
+        ("/jobs/{job}/config", job_config),
+        ("/jobs/{job}/checkpoints", job_checkpoints),
+        ("/playground", playground),
+        ("/remove", ask),
     ]
     post: list[tuple[str, Any]] = [
         ("/login", log_in),
         ("/logout", log_out),
         ("/submit", submit_form),
-        ("/remove", removal_pages.remove),
-        ("/jobs/{job}/checkpoints/{step:int}/serve", model_pages.serve),
-        ("/jobs/{job}/checkpoints/{step:int}/evaluate", model_pages.evaluate),
+        ("/remove", remove),
+        ("/jobs/{job}/checkpoints/{step:int}/serve", serve),
+        ("/jobs/{job}/checkpoints/{step:int}/evaluate", evaluate),
         ("/jobs/{job}/{action}", act_form),
     ]
     return [

@@ -8,11 +8,10 @@ from contextlib import suppress
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
-from ....broker.calls.scheduler import SchedulerCalls
+from ....broker.calls import SchedulerCalls
 from ....broker.client.connection import Broker, Msg
-from ....broker.client.headers import ERROR_CODE, NO_RESPONDERS, header, status_of
-from ....broker.client.inbox import SharedInbox
-from ....broker.client.parts import ask_parts
+from ....broker.client.nats_internals import ERROR_CODE, NO_RESPONDERS, header, status_of
+from ....broker.client.parts import SharedInbox, ask_parts
 from ....broker.client.rpc import error_of
 from ....schemas.infer import CancelInference, ChatRequest, CompletionRequest, InferPart
 from ....schemas.tinker.names import CheckpointName, ModelName, run_in

@@ -16,10 +16,10 @@ from multiprocessing.connection import Connection
 
 import structlog
 
-from ....broker.programs.process import die_with
+from ....broker.service_process import die_with
 from ....schemas.config.job import JobConfig
 from ....schemas.wire.errors import EngineError
-from ..training.orders import Order, Ranks
+from ...training.rank_commands import Order, Ranks
 
 _END_S = 5.0
 """How long a rank may take to end after it was told to; it has nothing to write then."""

@@ -18,10 +18,10 @@ from ....schemas.config.job import JobConfig
 from ....schemas.wire.errors import StorageError, TinkermqError
 from ...logging import configure_logging
 from ...runtime import EXIT_CRASHED, EXIT_DONE
-from ..training.orders import Order
-from ..training.parallel import Meeting, Parallel, whole_tensors
-from ..training.policies import Policies, load_models
-from ..training.shared_files import folder_here
+from ...training.parallel import Meeting, Parallel, whole_tensors
+from ...training.policies import Policies, load_models
+from ...training.rank_commands import Order
+from ...training.shared_files import folder_here
 
 _log = structlog.get_logger()
 

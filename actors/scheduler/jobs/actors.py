@@ -9,12 +9,10 @@ from collections.abc import Sequence
 
 from ....schemas.config.agent import AgentConfig
 from ....schemas.config.job import GeneratorConfig, JobConfig
-from ....schemas.config.learner import LearnerConfig
-from ....schemas.config.storage import model_paths
+from ....schemas.config.sections import LearnerConfig, model_paths
 from ....schemas.control import rank_name
-from ....schemas.job import ActorPlacement, JobRecord, Role
+from ....schemas.job import TEACHER_KEY, WANDB_KEY, ActorPlacement, JobRecord, Role, SecretName
 from ....schemas.node import WantedActor
-from ....schemas.secret import TEACHER_KEY, WANDB_KEY, SecretName
 from ....schemas.wire.errors import ConfigError
 
 KINDS = ("train", "sft", "eval", "infer", "tinker")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from ....broker.jetstream.streams import BUCKET_BYTES
 from ....broker.jobs import is_final
 from ....schemas.config.job import JobConfig
-from ....schemas.config.storage import BROKER
+from ....schemas.config.sections import BROKER
 from ....schemas.job import MAX_RECORD_BYTES, JobRecord
 from ....schemas.user import Quota
 from ....schemas.wire.errors import QuotaError

@@ -7,6 +7,8 @@ killed on the way leaves the rest to the next scheduler, and every part may be d
 import asyncio
 import contextlib
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -23,10 +25,9 @@ from ....broker.jetstream.streams import (
 from ....broker.jobs import JobStore, is_final
 from ....broker.snapshots import restore_streams, save_streams
 from ....schemas.config.job import LimitsConfig
-from ....schemas.job import JobRecord
+from ....schemas.job import JobRecord, SealedSecrets
 from ....schemas.metric import EvalRecord, Presence
 from ....schemas.node import NodeStatus, RemoveRun
-from ....schemas.secret import SealedSecrets
 from ....schemas.weights import Manifest
 from ....schemas.wire.errors import (
     ConflictError,
@@ -38,7 +39,8 @@ from ....schemas.wire.errors import (
 from ....schemas.wire.message import Empty
 from ....schemas.wire.subjects import BUCKET_ACTORS, BUCKET_EVALS, BUCKET_SECRETS, JobScope
 from ....schemas.wire.subjects import node as node_subject
-from ...folders.removing import (
+from ...storage.checkpoints import free_stored
+from ...storage.removal import (
     archive_of,
     begin_archive,
     digest_of_archive,
@@ -47,16 +49,93 @@ from ...folders.removing import (
     remove_run_folder,
     remove_weights,
 )
-from ...storage.stored_runs import free_stored
-from ..placement.nodes import Nodes
-from .keeping import Keeping
-from .tidying import Tidier
+from ..nodes import Nodes
+from .archive import Keeping, beyond
 from .view import JobsView, key_of
+
+# Archives the oldest of the jobs that have ended, so that what is at hand stays bounded.
+#
+# It only writes into the records what shall be done, as a user's request does; the remover does
+# it.
+
+_AGAIN_S = 600.0
+_MOST = 16
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+class Tidier:
+    """Finds what is beyond the bounds, some jobs at a time."""
+
+    def __init__(self, jobs: JobStore, view: JobsView, keeping: Keeping) -> None:
+        """Let `keeping` say how much stays."""
+        self._jobs = jobs
+        self._view = view
+        self._keeping = keeping
+        self._task: asyncio.Task[None] | None = None
+        self._not_before: dict[str, float] = {}
+
+    def look(self, group: asyncio.TaskGroup) -> None:
+        """Mark what is to be archived, in a task of `group`."""
+        if self._task is not None and not self._task.done():
+            return
+        found = list(self._candidates())
+        if found:
+            self._task = group.create_task(self._mark(found), name="jobs to archive")
+
+    def _candidates(self) -> Iterator[JobRecord]:
+        """Yield the next jobs to archive; those that are being archived count as gone."""
+        left = _MOST - self._view.num_removals
+        if left <= 0:
+            return
+        followed = {one.follow for one in self._view.live.values()}
+        now = time.monotonic()
+        for key in beyond(self._view.ended, self._keeping):
+            record = self._view.at(key)
+            if record is None or record.job in followed or now < self._not_before.get(key, now):
+                continue
+            if record.removal == "no" and _may_go(record):
+                yield record
+                left -= 1
+                if left <= 0:
+                    return
+
+    async def _mark(self, records: list[JobRecord]) -> None:
+        self._not_before = {
+            key: until for key, until in self._not_before.items() if until > time.monotonic()
+        }
+        for record in records:
+            if not await asyncio.to_thread(_has_folder, record):  # not on this machine, or removed
+                self._not_before[record.scope.key] = time.monotonic() + _AGAIN_S
+                continue
+            try:
+                async with self._view.lock(record.user):
+                    await self._jobs.update(record, _marked)
+            except TinkermqError as error:  # somebody wrote it first, or the broker is away
+                _log.info("tidying_waits", job=record.job, error=error.message)
+
+
+def _may_go(record: JobRecord) -> bool:
+    """Whether a job that has ended needs nothing any more of what an archive puts away.
+
+    A service for the Tinker API stays: its record counts its users' tokens.
+    """
+    return record.kind != "tinker" and not (record.untold and record.has_streams)
+
+
+def _marked(record: JobRecord) -> JobRecord:
+    if not is_final(record) or record.removal != "no":
+        return record
+    return record.model_copy(update={"removal": "archive"})
+
+
+def _has_folder(record: JobRecord) -> bool:
+    """Whether what the broker stores of a job can be put into its run folder, if there is any."""
+    return not record.has_streams or (bool(record.run_dir) and Path(record.run_dir).is_dir())
+
 
 _PAUSE_S = 5.0
 _NODE_S = 60.0
 _AT_ONCE = 12
-_log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class Remover:

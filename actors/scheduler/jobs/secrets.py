@@ -15,9 +15,9 @@ from ....broker.client.connection import Broker
 from ....broker.client.rpc import RequestContext
 from ....broker.jetstream.kv import Bucket
 from ....broker.jobs import is_final
-from ....broker.users.sealing import Seal, close_seal
-from ....schemas.job import JobRecord
-from ....schemas.secret import (
+from ....broker.users.credentials import Seal, close_seal
+from ....schemas.job import (
+    JobRecord,
     JobSecrets,
     OpenedSecrets,
     OpenRequest,

@@ -1,23 +1,42 @@
 """The scheduler's view of all jobs and quotas, held in memory and kept up to date by the broker."""
 
 import asyncio
+import contextlib
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 from ....broker.client.connection import Broker
-from ....broker.jetstream.kv import Entry
-from ....broker.jetstream.mirror import Mirror
-from ....broker.jobs import is_final
+from ....broker.jetstream.kv import Bucket, Entry, Mirror
+from ....broker.jobs import JobStore, is_final
+from ....broker.observe.recent import recent_values
+from ....broker.presence import presences
 from ....broker.users.records import USER
 from ....schemas.config.job import JobConfig
 from ....schemas.config.load_config import parse_config
-from ....schemas.job import JobRecord
+from ....schemas.job import JobRecord, RequestRecord, SealedSecrets
+from ....schemas.machines import MachineSpending
+from ....schemas.metric import EvalRecord, Presence
+from ....schemas.node import DamagedRecord, DamagedRecords, NodeStatus, SchedulerLease
 from ....schemas.tinker.operation import TrainerOffer
 from ....schemas.user import NO_BOUNDS, Quota, UserRecord
-from ....schemas.wire.errors import NotFoundError
-from ....schemas.wire.subjects import BUCKET_JOBS, BUCKET_USERS, DEFAULT_USER
-from ..placement.queue import UserShares
+from ....schemas.wire.errors import ConflictError, MessageError, NotFoundError
+from ....schemas.wire.message import Message
+from ....schemas.wire.subjects import (
+    BUCKET_ACTORS,
+    BUCKET_ARCHIVE,
+    BUCKET_EVALS,
+    BUCKET_JOBS,
+    BUCKET_LEASES,
+    BUCKET_MACHINES,
+    BUCKET_NODES,
+    BUCKET_REQUESTS,
+    BUCKET_SECRETS,
+    BUCKET_USERS,
+    DEFAULT_USER,
+)
+from ..queue import UserShares
 from .actors import slots_of
 from .archive import ArchivedJob, ArchivedJobs
 from .holdings import holdings
@@ -358,3 +377,104 @@ def key_of(record: JobRecord) -> str:
 def size_of(record: JobRecord) -> int:
     """Return the bytes of a record as it is stored."""
     return len(record.to_bytes())
+
+
+# Finds the records of the pool that cannot be read, or that belie their key.
+#
+# Whoever reads one passes it over and logs it; here they are looked for, so that somebody can be
+# told of them by name. Looking reads whole buckets, so what was found is told for a while.
+
+_BUCKETS: tuple[tuple[str, type[Message], str], ...] = (
+    (BUCKET_JOBS, JobRecord, ""),
+    (BUCKET_ARCHIVE, JobRecord, ""),
+    (BUCKET_NODES, NodeStatus, ""),
+    (BUCKET_ACTORS, Presence, ""),
+    (BUCKET_EVALS, EvalRecord, ""),
+    (BUCKET_REQUESTS, RequestRecord, ""),
+    (BUCKET_SECRETS, SealedSecrets, ""),
+    (BUCKET_LEASES, SchedulerLease, ""),
+    (BUCKET_MACHINES, MachineSpending, ""),
+    (BUCKET_USERS, UserRecord, USER),
+)
+_TOLD_FOR_S = 10.0
+_MAX_TOLD = 100
+_MAX_TEXT = 500
+
+
+class DamageReport:
+    """What is damaged, as of some seconds ago."""
+
+    def __init__(self, broker: Broker) -> None:
+        """Have looked at nothing yet."""
+        self._broker = broker
+        self._found: list[DamagedRecord] = []
+        self._looked = float("-inf")
+        self._lock = asyncio.Lock()
+
+    async def read(self, user: str = "") -> DamagedRecords:
+        """Return what is damaged among the keys of a user, or in the whole pool."""
+        async with self._lock:
+            if time.monotonic() - self._looked >= _TOLD_FOR_S:
+                self._found = await self._look()
+                self._looked = time.monotonic()
+        found = [one for one in self._found if not user or one.key.startswith(f"{user}.")]
+        return DamagedRecords(records=found[:_MAX_TOLD], total=len(found))
+
+    async def _look(self) -> list[DamagedRecord]:
+        found: list[DamagedRecord] = []
+        for name, model, prefix in _BUCKETS:
+            try:
+                _, damaged = await Bucket(self._broker, name, model).read_all(prefix)
+            except NotFoundError:  # a pool without users has no bucket of users
+                continue
+            found += [
+                DamagedRecord(bucket=name, key=error.key, why=error.message[:_MAX_TEXT])
+                for error in damaged
+            ]
+        return found
+
+
+# Enters into the records of jobs which policy version they are at.
+
+_EVERY_S = 2.0
+
+
+class Versions:
+    """Reads the heartbeats of learners."""
+
+    def __init__(self, broker: Broker, jobs: JobStore) -> None:
+        """Have read none yet."""
+        self._broker = broker
+        self._jobs = jobs
+        self._read = float("-inf")
+
+    async def look(self, active: Sequence[JobRecord]) -> bool:
+        """Enter what the learners of these jobs tell, now and then; whether it did."""
+        if time.monotonic() - self._read < _EVERY_S:
+            return False
+        self._read = time.monotonic()
+        await asyncio.gather(*map(self._look_at, active))
+        return True
+
+    async def _look_at(self, record: JobRecord) -> None:
+        entry = await presences(self._broker).find(f"{key_of(record)}.learner")
+        version = entry.value.version if entry else None
+        if version is not None and version > record.version:
+            with contextlib.suppress(ConflictError, NotFoundError, MessageError):
+                await self._jobs.update(
+                    record, lambda now: now.model_copy(update={"version": version})
+                )
+
+
+async def last_version(broker: Broker, record: JobRecord) -> int:
+    """Return the version at which a job has ended: what its learner last told of a step.
+
+    Its heartbeat is gone, and was read every two seconds only.
+    """
+    if not record.trains:
+        return record.version
+    try:
+        values = await recent_values(broker, record.scope)
+    except (NotFoundError, TimeoutError):
+        return record.version
+    return max(record.version, int(values.get("step", 0)))

@@ -8,7 +8,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from ....schemas.machines.config import machines_config
+from ....schemas.machines import machines_config
 from ....schemas.wire.errors import DeadlineError, TinkermqError
 from .source import Machine, MachineSource
 from .sources import machine_source

@@ -17,17 +17,190 @@ from typing import Protocol
 import structlog
 
 from ....broker.client.connection import Broker
-from ....schemas.machines.config import MachinesConfig
-from ....schemas.machines.status import MachineList, MachineState, MachineStatus
+from ....broker.jetstream.kv import Bucket, DamagedEntry
+from ....schemas.machines import (
+    MachineList,
+    MachinesConfig,
+    MachineSpending,
+    MachineState,
+    MachineStatus,
+)
 from ....schemas.node import NodeStatus
 from ....schemas.wire.errors import TinkermqError
 from ....schemas.wire.message import Empty
-from ..placement.nodes import Nodes
-from ..placement.placement import NodeSlots
-from .decision import Bounds, Decision, Demand, decide, machines_needed, machines_of
-from .patience import Patience
+from ....schemas.wire.subjects import BUCKET_MACHINES
+from ..nodes import Nodes
+from ..placement import NodeSlots, place
+from ..queue import PlacementRequest, UserShares
 from .source import Machine, MachineNames, MachineSource
-from .spending import Spending
+
+# How many machines to ask for, and which to give back. Pure.
+#
+# The queue is placed as it would be if more machines were there: what it then uses of them is
+# what is missing. So quotas, priorities and slots kept for the job that is next count as they do
+# for nodes.
+
+_NEW = "~new-"
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a pool may ask for."""
+
+    least: int
+    most: int
+    slots: int
+    """Of one machine."""
+    idle_s: float
+    slot_hours_per_day: float | None = None
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The queue and the nodes, as the scheduler sees them at one moment."""
+
+    queue: Sequence[PlacementRequest]
+    nodes: Sequence[NodeSlots]
+    shares: UserShares
+    busy: frozenset[str]
+    """Nodes that run something, or shall."""
+    now: float
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do now."""
+
+    ask: int = 0
+    give_back: tuple[str, ...] = ()
+    """Names of machines."""
+    why: str = ""
+    """Why no more are asked for than that; empty if more are not needed."""
+
+
+def machines_needed(demand: Demand, slots: int, room: int) -> int:
+    """Return how many machines of `slots` slots, at most `room`, the queue needs beside the nodes.
+
+    Work: one placing of the whole queue, and none where nothing waits.
+    """
+    if not demand.queue or room <= 0:
+        return 0
+    new = machines_of(slots, room)
+    placed = place(demand.queue, [*demand.nodes, *new], demand.shares, demand.now)
+    return len({one.node for one in placed.assignments if one.node.startswith(_NEW)})
+
+
+def machines_of(slots: int, count: int) -> list[NodeSlots]:
+    """Return idle nodes as machines that have not come would be."""
+    names = (f"{_NEW}{number:05d}" for number in range(count))
+    return [NodeSlots(name, slots, frozenset(range(slots))) for name in names]
+
+
+def decide(
+    bounds: Bounds,
+    machines: Mapping[str, MachineState],
+    needed: int,
+    idle_s: Mapping[str, float],
+    slot_hours: float,
+) -> Decision:
+    """Decide by what is there (`machines`, by name in order of age) and what is `needed` beside it.
+
+    `needed` counts machines beyond those that are here; `idle_s` says how long nothing ran on those
+    of which nothing does; `slot_hours` were used today.
+    """
+    budget = bounds.slot_hours_per_day
+    staying = [name for name, state in machines.items() if state != "draining"]
+    if budget is not None and slot_hours >= budget:
+        why = f"the day's budget of {budget:g} slot-hours is used up: {slot_hours:.2f} were used"
+        return Decision(0, tuple(staying), why)
+    pending = [name for name in staying if machines[name] != "here"]
+    idle = [name for name in staying if idle_s.get(name, -1.0) >= bounds.idle_s]
+    spare = pending[needed:][::-1] + ([] if needed else idle)
+    given = spare[: max(len(staying) - bounds.least, 0)]
+    wanted = max(needed - len(pending), bounds.least - len(staying), 0)
+    room = max(bounds.most - len(machines), 0)
+    why = f"{bounds.most} machines are the most there may be" if wanted > room else ""
+    return Decision(min(wanted, room), tuple(given), why)
+
+
+# How long to wait before asking again after a refusal, or after a machine that came to nothing.
+
+FIRST_PAUSE_S = 10.0
+LAST_PAUSE_S = 600.0
+
+
+class Patience:
+    """A pause that doubles with every failure, and ends with the first success."""
+
+    def __init__(self) -> None:
+        """Nothing has failed."""
+        self.trouble = ""
+        """The last failure; empty after a success."""
+        self._num_failures = 0
+        self._until = float("-inf")
+
+    def failed(self, why: str) -> None:
+        """Note a failure; the pause begins anew."""
+        self.trouble = why
+        pause_s = min(FIRST_PAUSE_S * 2**self._num_failures, LAST_PAUSE_S)
+        self._until = time.monotonic() + pause_s
+        self._num_failures += 1
+
+    def succeeded(self) -> None:
+        """Note that a machine has come."""
+        self.__init__()
+
+    def is_over(self) -> bool:
+        """Whether it may be tried again."""
+        return time.monotonic() >= self._until
+
+
+# What machines have used of a day's budget.
+#
+# Each look writes down, by machine, how long it ran today by the cluster's own clock: counting
+# again changes nothing, and after a scheduler that was away the machines that run are counted as
+# if it had not been. What ended meanwhile counts up to the last look.
+
+KEY = "spent"
+_DAY_S = 86400.0
+
+
+class Spending:
+    """The record of a day's use."""
+
+    def __init__(self, broker: Broker) -> None:
+        """Read nothing yet."""
+        self._bucket = Bucket(broker, BUCKET_MACHINES, MachineSpending)
+        self._known: MachineSpending | None = None
+
+    async def note(self, machines: Sequence[Machine], now: float) -> float:
+        """Note what runs at `now` (seconds since the epoch); return seconds used that day."""
+        before = self._known or await self._read()
+        self._known = spent(before, machines, now)
+        if self._known != before and self._known.seconds:
+            await self._bucket.put(KEY, self._known)
+        return sum(self._known.seconds.values())
+
+    async def _read(self) -> MachineSpending | None:
+        try:
+            entry = await self._bucket.get(KEY)
+        except DamagedEntry:
+            return None
+        return None if entry is None else entry.value
+
+
+def spent(
+    before: MachineSpending | None, machines: Sequence[Machine], now: float
+) -> MachineSpending:
+    """Return what was used of the day of `now`, machines that have ended included. Pure."""
+    day = int(now // _DAY_S)
+    seconds = dict(before.seconds) if before is not None and before.day == day else {}
+    for machine in machines:
+        if machine.started is not None:
+            ran_s = now - max(machine.started, day * _DAY_S)
+            seconds[machine.id] = max(seconds.get(machine.id, 0.0), ran_s, 0.0)
+    return MachineSpending(day=day, seconds=seconds)
+
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 

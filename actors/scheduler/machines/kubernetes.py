@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 from pydantic import ValidationError
 
 from ....broker.client.login import CREDENTIALS_VARIABLE
-from ....schemas.machines.config import MachinesConfig
+from ....schemas.machines import MachinesConfig
 from ....schemas.wire.errors import DeadlineError, NotFoundError, PlacementError
 from .source import Machine, MachineNames
 

@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from ....broker.client.login import CREDENTIALS_VARIABLE
-from ....schemas.machines.config import MachinesConfig
+from ....schemas.machines import MachinesConfig
 from ....schemas.wire.errors import PlacementError
-from .source import Machine, MachineNames
-from .web import WebReply, request
+from .source import Machine, MachineNames, WebReply, request
 
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN"  # noqa: S105  a variable's name
 _UNREACHABLE = "is the Ray cluster up? `ray job list --address ADDRESS` by hand tells"

@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from ....broker.client.login import CREDENTIALS_VARIABLE, OF_PERSONS
-from ....schemas.machines.config import MachinesConfig
-from .commands import CommandHints, run_command
-from .source import Machine, MachineNames
+from ....schemas.machines import MachinesConfig
+from .source import CommandHints, Machine, MachineNames, run_command
 
 _HINTS = CommandHints(
     missing="run the scheduler where Slurm's commands are, on a login node for example",

@@ -1,9 +1,9 @@
 """Which source stands behind which configuration."""
 
 from ....broker.client.connection import Broker
-from ....schemas.machines.config import MachinesConfig
+from ....schemas.machines import MachinesConfig
 from ....schemas.wire.errors import PlacementError
-from ..placement.nodes import Nodes
+from ..nodes import Nodes
 from .keeper import MachineKeeper
 from .kubernetes import KubernetesSource
 from .ray import RaySource

@@ -10,10 +10,9 @@ import asyncio
 import shlex
 
 from ....broker.client.login import CREDENTIALS_VARIABLE
-from ....schemas.machines.config import MachinesConfig
+from ....schemas.machines import MachinesConfig
 from ....schemas.wire.errors import DeadlineError, NotFoundError, PlacementError
-from .commands import CommandHints, run_command
-from .source import Machine, MachineNames
+from .source import CommandHints, Machine, MachineNames, run_command
 
 _OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
 _FOLDER = 'cd "${TMPDIR:-/tmp}"'

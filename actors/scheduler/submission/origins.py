@@ -5,24 +5,29 @@ whose it is stands in its path. It is copied to the job's own folder before anyt
 """
 
 import asyncio
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, cast
 
 from ....broker.client.connection import Broker
-from ....broker.evaluations import read_scores
+from ....broker.feed import read_scores
 from ....broker.jobs import is_final
-from ....schemas.config.algorithms.teacher import is_checkpoint, served_job
+from ....schemas.config.algorithm import is_checkpoint, served_job
 from ....schemas.config.job import JobConfig
-from ....schemas.config.storage import is_url
+from ....schemas.config.load_config import parse_config
+from ....schemas.config.sections import is_url
 from ....schemas.job import BEST_STEP, LAST_STEP, JobRecord, SubmitRequest
 from ....schemas.tinker.names import CheckpointName, is_path, run_in
 from ....schemas.tinker.operation import ModelInfo
+from ....schemas.wire.codec import merged
 from ....schemas.wire.errors import ConfigError, NotFoundError, StateError
-from ...models.lora import base_of, is_adapter
+from ...policy.lora import base_of, is_adapter
 from ...storage.opening import Stores
-from ...tinker.checkpoints.folders import CheckpointFolders, missing
-from ...tinker.checkpoints.taken import take_over
-from ...tinker.states import STATES
+from ...storage.taken_checkpoints import take_over
+from ...storage.tinker_checkpoints import CheckpointFolders, missing
+from ...tinker.adapter_cache import STATES
 from ..jobs.view import JobsView
+from .access import refuse_removed
 from .run_folder import find_checkpoint
 
 
@@ -187,3 +192,89 @@ def own(record: JobRecord) -> JobRecord:
     fork_dir = "" if is_path(record.fork_of or "") else record.fork_dir
     adapters = {name: path for name, path in record.adapters.items() if not is_path(name)}
     return record.model_copy(update={"fork_dir": fork_dir, "adapters": adapters})
+
+
+# What of its configuration a run may change when it goes on from its last checkpoint. Pure.
+
+_OPTIMIZER = "learner.optimizer"
+_KEPT = (
+    ("name", "a run keeps its name and its folder"),
+    ("output_dir", "a run keeps its name and its folder"),
+    ("storage.url", "its checkpoints lie there"),
+    ("seed", "the order of its tasks hangs on it"),
+    ("model", "the run goes on with the model of its checkpoint"),
+    ("lora", "the run goes on with the model of its checkpoint"),
+    (_OPTIMIZER, "the checkpoint holds the state of that one"),
+    ("sft.data", "the order of its tasks hangs on it"),
+    ("training.batch_size", "how many tasks may be issued is counted by it from the first step on"),
+    ("training.curriculum", "the checkpoint remembers what it has chosen by it"),
+)
+"""What the checkpoint and the log of a run hang on, and why."""
+
+
+def changed_config(record: JobRecord, changes: Mapping[str, Any]) -> JobConfig:
+    """Return the configuration of a job that has ended, with keys laid over it.
+
+    Raises StateError for a job that cannot go on, and ConfigError that names a key that is unknown,
+    or that a run keeps.
+    """
+    refuse_removed(record)
+    if not record.configured:
+        raise StateError(f"job {record.name} was never configured", hint="submit a new job")
+    before = parse_config({**record.config, "name": record.name})
+    after = parse_config(merged(before.model_dump(mode="json", exclude_unset=True), changes))
+    for key, why in _KEPT:
+        if _value(before, key) != _value(after, key):
+            raise ConfigError(
+                f"{key} of run {record.name} cannot be changed when it is resumed: {why}",
+                hint=f"start a new run from its checkpoint: `{_instead(record.name, key)}`",
+            )
+    return after
+
+
+def _instead(name: str, key: str) -> str:
+    """Return the command for what cannot be resumed; a fork takes the optimiser's state, too."""
+    if key == _OPTIMIZER:
+        return f"tinkermq train CONFIG --from {name}"
+    return f"tinkermq fork {name}@last {key}=…"
+
+
+def refuse_changes(record: JobRecord, changes: Mapping[str, Any]) -> None:
+    """Raise StateError for a job that is to be changed while it lives."""
+    if changes:
+        raise StateError(
+            f"run {record.name} is {record.state}: its configuration changes only when it is "
+            "resumed after its end",
+            hint=f"stop it first, with a checkpoint: `tinkermq stop {record.name}`",
+        )
+
+
+def told_changes(changes: Mapping[str, Any]) -> str:
+    """Say which keys were changed, for the job's events."""
+    return f"resumed with {', '.join(_leaves(changes))}" if changes else "resumed"
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(cast("Mapping[str, Any]", value), f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}={value}"
+
+
+def _value(config: JobConfig, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def already_configured(record: JobRecord, config: dict[str, Any]) -> JobRecord:
+    """Answer a `configure` that was sent again after it had started the job."""
+    same = {**config, "name": record.name} == {**record.config, "name": record.name}
+    if not same:
+        raise StateError(
+            f"job {record.name} has its configuration already and is {record.state}",
+            hint="submit a new job, or fork this one",
+        )
+    return record

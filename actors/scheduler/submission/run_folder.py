@@ -4,21 +4,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote
 
-from ....broker.disk.run_folder import Folder
-from ....broker.evaluations import best_of
+from ....broker.feed import best_of
+from ....broker.run_folder import Folder
 from ....schemas.config.job import JobConfig
-from ....schemas.config.storage import is_url
+from ....schemas.config.sections import is_url
 from ....schemas.job import BEST_STEP, LAST_STEP, JobRecord
 from ....schemas.tinker.names import is_path
 from ....schemas.wire.errors import NotFoundError, StateError, StorageError
-from ...models.checkpoint_folders import checkpoint_folders
+from ...storage.checkpoints import is_put_away, keep_stored, store_of, stored_checkpoints
+from ...storage.digests import checkpoint_folders
 from ...storage.opening import Stores
-from ...storage.stored_runs import (
-    is_put_away,
-    keep_stored,
-    store_of,
-    stored_checkpoints,
-)
 
 _FORK = "fork"
 _ADAPTERS = "adapters"

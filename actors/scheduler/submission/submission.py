@@ -6,27 +6,34 @@ was cut off half-way goes on where it was when it is sent again.
 
 import asyncio
 import contextlib
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 from ....broker.client.connection import Broker
 from ....broker.jobs import JobStore, is_final
+from ....schemas.config.agent import runs_programs
 from ....schemas.config.job import JobConfig
 from ....schemas.config.load_config import check_keys, parse_config
-from ....schemas.config.reward import RewardConfig, check_judge_prompt
+from ....schemas.config.sections import RewardConfig, check_judge_prompt
 from ....schemas.job import ActorPlacement, ConfigureRequest, JobRecord, SubmitRequest
 from ....schemas.tinker.names import is_path
-from ....schemas.wire.errors import ConfigError, StateError, TinkermqError
+from ....schemas.wire.codec import merged
+from ....schemas.wire.errors import ConfigError, MessageError, StateError, TinkermqError
 from ....schemas.wire.ids import new_id
-from ....schemas.wire.maps import merged
-from ....schemas.wire.subjects import DEFAULT_USER, JobScope
-from ...folders.links import named_by
-from ...folders.roots import in_default_folder, output_roots, with_allowed_folders
-from ...folders.stores import operator_stores, refuse_other_stores
+from ....schemas.wire.subjects import DEFAULT_USER, JobScope, token
+from ...storage.access import (
+    in_default_folder,
+    named_by,
+    operator_stores,
+    output_roots,
+    refuse_other_stores,
+    with_allowed_folders,
+)
+from ...storage.checkpoints import free_copies
 from ...storage.opening import Stores
-from ...storage.stored_runs import free_copies
 from ..jobs.actors import KINDS, actors_for, slots_of, unplaced
 from ..jobs.holdings import (
     check_bucket,
@@ -49,11 +56,65 @@ from .access import (
     refuse_second_service,
     refuse_unshown,
 )
-from .models import Reader, refuse_missing_models
-from .naming import check_name, names
-from .origins import Origins, begins_with, own
-from .resuming import already_configured, changed_config
+from .model_check import Reader, refuse_missing_models
+from .origins import Origins, already_configured, begins_with, changed_config, own
 from .run_folder import keep_checkpoint, make_run_dir, pin_adapters, pin_models, run_dir_of
+
+# Names of jobs, from whatever of the configuration is there.
+#
+# A run is `<env>-<model>-<two words>`; what serves or evaluates says so, and of which run:
+# `serve-<run>-<step>`.
+
+_PART_CHARS = 20
+_SOURCE_CHARS = 36
+_NOT_NAME = re.compile(r"[^a-z0-9]+")
+
+
+_HELPERS = {"infer": "serve", "eval": "eval"}
+
+
+def names(config: dict[str, Any], kind: str, source: str) -> Iterator[str]:
+    """Yield names for a job that was given none, for ever; `source` is the run that it is for."""
+    helps = _HELPERS.get(kind, "")
+    if not helps:
+        while True:
+            yield run_name(config)
+    from coolname import generate_slug
+
+    what = _NOT_NAME.sub("-", source.lower()).strip("-")[:_SOURCE_CHARS].strip("-")
+    if what:
+        yield f"{helps}-{what}"
+    while True:
+        yield f"{helps}-{what}-{generate_slug(2)}" if what else f"{helps}-{run_name(config)}"[:64]
+
+
+def run_name(config: dict[str, Any]) -> str:
+    """Make a readable name for a run that was given none."""
+    from coolname import generate_slug  # loads word lists that an idle scheduler does without
+
+    game = _leaf(config, "env", "game").rsplit(":", 1)[-1].rsplit(".", 1)[-1]
+    game = game or ("agent" if runs_programs(config) else "")
+    model = _leaf(config, "model", "path").rstrip("/").rsplit("/", 1)[-1]
+    parts = [part for part in (_plain(game), _plain(model)) if part]
+    return "-".join([*(parts or ["job"]), generate_slug(2)])[:64]
+
+
+def _leaf(config: dict[str, Any], section: str, key: str) -> str:
+    inner = config.get(section)
+    value = cast("dict[str, Any]", inner).get(key) if isinstance(inner, dict) else None
+    return value if isinstance(value, str) else ""
+
+
+def _plain(text: str) -> str:
+    return _NOT_NAME.sub("-", text.lower()).strip("-")[:_PART_CHARS].strip("-")
+
+
+def check_name(name: Any) -> None:
+    """Raise ConfigError if a run cannot have this name."""
+    try:
+        token(str(name), what="run name")
+    except MessageError as error:
+        raise ConfigError(error.message, hint=error.hint) from error
 
 
 class _Plan(NamedTuple):

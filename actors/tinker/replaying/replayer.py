@@ -10,12 +10,12 @@ from torch import Tensor
 from ....schemas.tinker.names import CheckpointName, ModelName
 from ....schemas.tinker.operation import ModelInfo, OperationResult
 from ....schemas.wire.errors import NotFoundError
-from ..applying import Applying
-from ..checkpoints.folders import CheckpointFolders
-from ..checkpoints.kept import KeptByTrainer
-from ..doing import Doing
+from ...storage.tinker_checkpoints import CheckpointFolders
+from ..adapter_cache import SavedState, States
+from ..apply import Applying
+from ..checkpoints.user_records import KeptByTrainer
 from ..models import TrainedModel
-from ..states import SavedState, States
+from ..operations import Doing
 from ..training.folders import read_adapter
 from ..training.trainer import AdapterTrainer
 from .archive import KeptOperation, digest_of

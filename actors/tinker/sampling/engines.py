@@ -8,11 +8,30 @@ move on takes newer weights in its place, while they run.
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
-from ...generator.engine.engine import AdapterEngine
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from ....schemas.config.job import JobConfig
+from ....schemas.config.sections import LoraConfig
+from ....schemas.wire.errors import TinkermqError
+from ...engine.engine import (
+    AdapterEngine,
+    Generation,
+    IntVector,
+    OnToken,
+    PromptScores,
+    Sampling,
+)
+from ...policy.model_folder import load_model_config, load_tokenizer
+from ...rollout.players import load_base, start_engine
+from ..fair_share import FairTurns
 from .snapshots import Snapshot
 
 
@@ -128,3 +147,252 @@ class SampledAdapters:
             self._drop(place)  # the next one tries again
         async with self._changed:
             self._changed.notify_all()
+
+
+# Start the engine of a sampler: the base model, with room for adapters beside it.
+
+_NO_CONTEXT = 4096
+
+
+@dataclass(frozen=True)
+class SampledBase:
+    """A base model in an engine, and what is to be known of it."""
+
+    engine: AdapterEngine
+    tokenizer: PreTrainedTokenizerBase
+    vocab: int
+    max_context: int
+
+
+async def open_engine(config: JobConfig) -> SampledBase:
+    """Load the base model into the engine that is configured; raises ModelError, ConfigError."""
+    model = config.model
+    about = await asyncio.to_thread(_about, config)
+    longest = int(getattr(about, "max_position_embeddings", _NO_CONTEXT))
+    context = min(config.generator.max_context or longest, longest)
+    settled = config.generator.model_copy(update={"max_context": context})
+    config = config.model_copy(update={"generator": settled})
+    base = None
+    if settled.engine == "vllm":  # it makes room for adapters when it starts
+        room = LoraConfig(rank=config.tinker.max_rank)
+        base = await load_base(config, [room] * config.tinker.sampled_at_once)
+    engine = cast("AdapterEngine", await start_engine(config, base=base))
+    tokenizer = await asyncio.to_thread(
+        load_tokenizer, model.tokenizer or model.path, trust_remote_code=model.trust_remote_code
+    )
+    return SampledBase(engine, tokenizer, int(about.vocab_size), context)
+
+
+def _about(config: JobConfig) -> Any:
+    """Return the configuration of the model's text part."""
+    read = load_model_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    return cast(Any, read).get_text_config()
+
+
+# Who samples next: the engine's places are given to users by turns, by tokens and weights.
+
+QUANTUM = 2048
+"""Tokens of one user's turn."""
+
+
+@dataclass
+class _Asked:
+    """Somebody who waits for a place."""
+
+    place: "asyncio.Future[None]"
+    tokens: int
+
+
+@dataclass
+class Place:
+    """A place in the engine."""
+
+    tokens: int
+    """What it is charged with: at first all that may be computed, at last what was."""
+
+
+class FairPlaces:
+    """Places in an engine: one user's hundreds of requests hold up another's only for one place."""
+
+    def __init__(self, most: int, quantum: int = QUANTUM) -> None:
+        """Let `most` be inside at a time."""
+        self.turns = FairTurns(quantum)
+        """The users' turns."""
+        self._free = most
+        self._waiting: dict[str, deque[_Asked]] = {}
+
+    @asynccontextmanager
+    async def place(self, user: str, tokens: int) -> AsyncIterator[Place]:
+        """Hold a place in which at most so many tokens are computed for a user."""
+        place = Place(tokens)
+        await self._enter(user, tokens)
+        try:
+            yield place
+        finally:
+            self.turns.charge(user, place.tokens - tokens)
+            self._leave()
+
+    async def _enter(self, user: str, tokens: int) -> None:
+        asked = _Asked(asyncio.get_running_loop().create_future(), tokens)
+        self._waiting.setdefault(user, deque()).append(asked)
+        self._let_in()
+        try:
+            await asked.place
+        except asyncio.CancelledError:
+            if not asked.place.cancelled():  # it was let in at that very moment
+                self.turns.charge(user, -tokens)
+                self._leave()
+            raise
+
+    def _leave(self) -> None:
+        self._free += 1
+        self._let_in()
+
+    def _let_in(self) -> None:
+        while self._free:
+            user = self.turns.choose(self._users_waiting())
+            if user is None:
+                return
+            asked = self._waiting[user].popleft()
+            self.turns.charge(user, asked.tokens)
+            self._free -= 1
+            asked.place.set_result(None)
+
+    def _users_waiting(self) -> list[str]:
+        """Return who waits, once those are gone who no longer do."""
+        for user, queue in list(self._waiting.items()):
+            while queue and queue[0].place.done():
+                queue.popleft()
+            if not queue:
+                del self._waiting[user]
+        return list(self._waiting)
+
+
+# The engine of a sampler as its users share it: places by turns, and each one's tokens counted.
+
+
+class MeteredEngine:
+    """An engine whose places users get by turns, by tokens and weights."""
+
+    def __init__(self, engine: AdapterEngine, max_requests: int) -> None:
+        """Let `max_requests` compute at a time."""
+        self._engine = engine
+        self._places = FairPlaces(max_requests)
+        self.weights = self._places.turns.weights
+        """Of users, in relation to each other."""
+        self.tokens: dict[str, int] = {}
+        """Computed for each user, prompts included."""
+
+    def count(self, user: str, tokens: int) -> None:
+        """Count tokens that were computed for a user."""
+        self.tokens[user] = self.tokens.get(user, 0) + tokens
+
+    def cancel(self, request_id: str) -> None:
+        """End a request: it has what was drawn so far."""
+        self._engine.cancel(request_id)
+
+    async def generate(
+        self,
+        user: str,
+        prompt_ids: Sequence[int] | IntVector,
+        sampling: Sampling,
+        *,
+        request_id: str,
+        adapter: str,
+        on_token: OnToken | None = None,
+        images: Sequence[bytes] = (),
+    ) -> Generation:
+        """Generate for a user as `AdapterEngine.generate` does, and count what was drawn.
+
+        A task that is cancelled while it waits cancels the request, and what was drawn by then
+        counts as well.
+        """
+        num_prompt = len(prompt_ids)
+        async with self._places.place(user, num_prompt + sampling.max_new_tokens) as place:
+            generating = asyncio.ensure_future(
+                self._engine.generate(
+                    prompt_ids,
+                    sampling,
+                    request_id=request_id,
+                    on_token=on_token,
+                    images=images,
+                    adapter=adapter,
+                )
+            )
+            try:
+                made = await asyncio.shield(generating)
+            except asyncio.CancelledError:
+                self._engine.cancel(request_id)
+                with contextlib.suppress(TinkermqError):  # within a step it has what there is
+                    self.count(user, len((await generating).token_ids))
+                raise
+            place.tokens = num_prompt + len(made.token_ids)
+            self.count(user, len(made.token_ids))
+        return made
+
+    async def score(
+        self, user: str, prompt_ids: IntVector, *, request_id: str, top_k: int, adapter: str
+    ) -> PromptScores:
+        """Score a prompt for a user as `AdapterEngine.score` does; counts nothing."""
+        async with self._places.place(user, len(prompt_ids)):
+            return await self._engine.score(
+                prompt_ids, request_id=request_id, top_k=top_k, adapter=adapter
+            )
+
+
+class EngineOfUser:
+    """What one request of a user is answered with: an adapter in the engine."""
+
+    def __init__(self, engine: MeteredEngine, user: str, adapter: str) -> None:
+        self._engine = engine
+        self._user = user
+        self._adapter = adapter
+        self._prompts = set[int]()
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int] | IntVector,
+        sampling: Sampling,
+        *,
+        request_id: str,
+        on_token: OnToken | None = None,
+        images: Sequence[bytes] = (),
+    ) -> Generation:
+        """Generate; the same prompt is counted once, however many answers it has."""
+        made = self._engine.generate(
+            self._user,
+            prompt_ids,
+            sampling,
+            request_id=self._name(request_id),
+            adapter=self._adapter,
+            on_token=on_token,
+            images=images,
+        )
+        if id(prompt_ids) not in self._prompts:
+            self._prompts.add(id(prompt_ids))
+            self._engine.count(self._user, len(prompt_ids))
+        return await made
+
+    async def score(
+        self, prompt_ids: Sequence[int] | IntVector, *, request_id: str, top_k: int = 0
+    ) -> PromptScores:
+        """Score a prompt, whose tokens are counted."""
+        scores = await self._engine.score(
+            self._user,
+            np.asarray(prompt_ids, np.int32),
+            request_id=self._name(request_id),
+            top_k=top_k,
+            adapter=self._adapter,
+        )
+        if id(prompt_ids) not in self._prompts:
+            self._prompts.add(id(prompt_ids))
+            self._engine.count(self._user, len(prompt_ids))
+        return scores
+
+    def cancel(self, request_id: str) -> None:
+        """End a request."""
+        self._engine.cancel(self._name(request_id))
+
+    def _name(self, request_id: str) -> str:
+        """Return how a request is called in the engine: its user has chosen its name."""
+        return f"{self._user}/{request_id}"

@@ -19,8 +19,8 @@ from ....schemas.tinker.sampling import (
 )
 from ....schemas.wire.errors import ModelError
 from ....schemas.wire.subjects import JobScope
-from ..checkpoints.folders import CheckpointFolders
-from ..checkpoints.snapshots import find_snapshot, mark_of
+from ...storage.tinker_checkpoints import CheckpointFolders
+from ..checkpoints.calls import find_snapshot, mark_of
 
 _TIMEOUT_S = 20.0
 _PREFIX = "tinkermq-lora-"

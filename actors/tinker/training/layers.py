@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...training.model import Scorer
+
 LayerKind = Literal["attn", "mlp", "unembed"]
 _ATTENTION = ("attn", "attention")
 
@@ -183,3 +185,20 @@ def _linear_layers(model: nn.Module) -> list[tuple[str, LayerKind]]:
 
 def _modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
     return cast(Any, model).named_modules()
+
+
+# The base model that all adapters share, as it is computed.
+
+
+@dataclass(frozen=True)
+class SharedBase:
+    """The model that all adapters share, and how it is computed."""
+
+    scorer: Scorer
+    in_use: AdapterInUse
+    microbatch_tokens: int
+    """Columns of one forward and backward pass; a longer datum is one of its own."""
+    logits_columns: int
+    """Columns whose logits are held at once."""
+    share_prompts: bool
+    """Whether what data begin with in common is computed once."""

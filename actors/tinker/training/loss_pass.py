@@ -15,16 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ....schemas.tinker.datum import LossResult
-from ....schemas.tinker.operation import ALONE, Company
-from ...learner.packing.layout import ranges
-from ...learner.packing.micro_batch import MicroBatch
+from ....schemas.tinker.operation import ALONE, Company, LossResult
+from ...training.micro_batch import MicroBatch, ranges
 from .adapter import Adapter
 from .inputs import DatumBatch
-from .losses import LossFunction, Targets
-from .output_layer import OutputLayer, PlacedTargets
+from .layers import SharedBase
+from .losses import LossFunction, OutputLayer, PlacedTargets, Targets
 from .rows import pack_data
-from .shared_base import SharedBase
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...learner.packing.layout import ranges
-from ...learner.packing.micro_batch import MicroBatch, TokenSequence
-from ...learner.packing.packing import pack
+from ...training.micro_batch import MicroBatch, TokenSequence, ranges
+from ...training.packing import pack
 
 
 def pack_data(

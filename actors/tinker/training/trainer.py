@@ -20,27 +20,24 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ....schemas.config.job import LearnerConfig, ModelConfig
-from ....schemas.tinker.datum import AdamParams, Datum, LoraSpec, LossResult
-from ....schemas.tinker.operation import Company
-from ....schemas.wire.errors import (
-    ModelError,
-    NotFoundError,
-    StateError,
-    TinkermqError,
+from ....schemas.tinker.operation import AdamParams, Company, Datum, LoraSpec, LossResult
+from ....schemas.wire.errors import ModelError, NotFoundError, StateError, TinkermqError
+from ...policy.lora import check_base
+from ...training.model import Scorer, load_model
+from .adapter import (
+    Adapter,
+    Moments,
+    check_adam,
+    num_bytes_of,
+    read_suspended,
+    write_suspended,
 )
-from ...learner.training.model import Scorer, load_model
-from ...models.lora import check_base
-from .adapter import Adapter, Moments, check_adam, num_bytes_of
-from .folders import read_adapter, write_adapter
-from .inputs import DataReader
-from .layers import adapt, linear_names
+from .batching import compute, those_that_fit
+from .folders import MAX_RANK, AdapterOffer, read_adapter, write_adapter
+from .inputs import DataReader, PendingWindow
+from .layers import SharedBase, adapt, linear_names
 from .loss_pass import LossPass
 from .losses import find_loss, read_config
-from .offer import MAX_RANK, AdapterOffer
-from .shared_base import SharedBase
-from .suspended import read_suspended, write_suspended
-from .together import compute, those_that_fit
-from .window import PendingWindow
 
 _LOGITS_BYTES = 64 * 2**20
 _MIXED_TOLERANCE, _BF16_TOLERANCE = 1e-3, 0.1

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ....broker.client.connection import Broker, connect
-from ....broker.programs.server import NatsServer
+from ....broker.nats_server import NatsServer
 from ....schemas.config.job import JobConfig
 from ....schemas.config.load_config import load_config
 from ...sync.quiet import quiet_logs

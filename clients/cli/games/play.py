@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ....envs.conversations import returns
-from ....envs.data.host_data import HostData
+from ....envs.data import HostData
 from ....envs.game import ChatMessage, StepResult
 from ....envs.registry import load_game
 from ....envs.running.local import LocalEpisode, LocalGame

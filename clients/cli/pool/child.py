@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from ....broker.programs.process import die_with
+from ....broker.service_process import die_with
 from ....schemas.wire.errors import TinkermqError, error_from_reply
 
 FIRST_PAUSE_S = 0.5

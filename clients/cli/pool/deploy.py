@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 from ....broker.jetstream.streams import REPLICAS_VARIABLE
-from ....broker.programs.server import binary_path
+from ....broker.nats_server import binary_path
 from ....schemas.wire.errors import TinkermqError
 from ..options import COMMON, Common
 from .doctor import FAILED, Finding, show_findings

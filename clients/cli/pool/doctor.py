@@ -16,12 +16,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ....broker.calls.scheduler import SchedulerCalls
+from ....broker.calls import SchedulerCalls
 from ....broker.client.connection import Broker, connect
 from ....broker.client.faults import shown_url
-from ....broker.outages.flushing import flush
+from ....broker.client.reconnect import flush
+from ....broker.nats_server import binary_path
 from ....broker.presence import list_presences
-from ....broker.programs.server import binary_path
 from ....envs.sandbox.bubblewrap import Bubblewrap
 from ....envs.sandbox.served import SHORT_FOLDER, listen_at
 from ....envs.sandbox.settings import SandboxSettings

@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 
-from ....schemas.machines.status import MachineList, MachineStatus
+from ....schemas.machines import MachineList, MachineStatus
 from ....schemas.node import CLOCK_BOUND_S, NodeStatus, differences
 from ...pool import Pool
 from ..options import COMMON, Common

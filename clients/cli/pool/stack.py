@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ....broker.client.faults import shown_url
 from ....broker.client.login import KEY_VARIABLE
-from ....broker.programs.process import die_with
+from ....broker.service_process import die_with
 from ....broker.users.credentials import PoolSecrets
-from ....schemas.machines.config import machines_config
+from ....schemas.machines import machines_config
 from ....schemas.wire.errors import ConfigError, DeadlineError, error_from_reply
 from ...home import HOME_VARIABLE, Home, StackState, default_folder
 from ..output import duration, note, print_json, say

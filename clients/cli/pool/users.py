@@ -6,7 +6,7 @@ import time
 from datetime import UTC, datetime
 from typing import Literal, TypeVar
 
-from ....broker.calls.users import all_users, ask_users
+from ....broker.calls import all_users, ask_users
 from ....broker.client.login import INVITATION_VARIABLE, KEY_VARIABLE
 from ....schemas.user import (
     BOUNDS,

@@ -9,7 +9,7 @@ import sys
 from importlib.resources import files
 from pathlib import Path
 
-from ....broker.programs.process import die_with
+from ....broker.service_process import die_with
 from ....schemas.wire.errors import ConfigError, ModelError
 from ..output import say, say_plain
 

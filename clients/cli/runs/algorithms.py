@@ -40,7 +40,7 @@ def check(
             hint="pip install 'tinkermq[worker]'",
         )
     done = subprocess.run(
-        [sys.executable, "-m", "tinkermq.actors.learner.own.check", kind, function],
+        [sys.executable, "-m", "tinkermq.actors.learner.custom_check", kind, function],
         capture_output=True,
         timeout=_DEADLINE_S,
         check=False,

@@ -27,7 +27,7 @@ def show(config: Path, /, *overrides: str, json: bool = False) -> int:
     if json:
         print_json(effective)
     else:
-        from ....schemas.config.yaml_values import write_yaml
+        from ....schemas.config.load_config import write_yaml
 
         say_plain(write_yaml(effective).rstrip())
     return 0
@@ -71,7 +71,7 @@ def _selected(name: str, key: str | None) -> bool:
 def _rows(model: type[Any], prefix: str) -> list[tuple[str, str, str, str]]:
     from pydantic import BaseModel
 
-    from ....schemas.config.section import only_while
+    from ....schemas.config.sections import only_while
     from ....schemas.wire.field_docs import field_docs
     from ....schemas.wire.field_text import default_text, type_text
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ....broker.client.connection import Broker
 from ....envs.check import CheckResult, check_game
-from ....envs.data.chat_data import ChatData
+from ....envs.data import ChatData
 from ....schemas.config.job import JobConfig
 from ....schemas.job import SubmissionFinding
 from ....schemas.node import GameCheckReply
@@ -74,7 +74,7 @@ def dry_run(
     told: the scheduler of slots, names and quotas, its nodes of models, data and games.
     """
     if not as_json:
-        from ....schemas.config.yaml_values import write_yaml
+        from ....schemas.config.load_config import write_yaml
 
         given = config.model_dump(mode="json", exclude_unset=True)
         say_plain(write_yaml(given))

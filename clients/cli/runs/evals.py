@@ -13,10 +13,7 @@ from typing import Any
 from ....envs.evaluation import Comparison, summarize
 from ....envs.evaluation import compare as compare_versions
 from ....schemas.job import JobRecord
-from ....schemas.wire.errors import (
-    ConfigError,
-    NotFoundError,
-)
+from ....schemas.wire.errors import ConfigError, NotFoundError
 from ...home import URL_VARIABLE, find_url
 from ...pool import Pool
 from ...runs.evaluating import Evaluated, EvaluationSettings, evaluate_both

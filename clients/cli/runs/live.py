@@ -16,14 +16,7 @@ from ....schemas.job import JobRecord
 from ....schemas.metric import Event, Metric
 from ...follow import Update
 from ...progress import SUCCESS, VALIDATED_SUCCESS, RunProgress, sparkline
-from ..output import (
-    duration,
-    is_terminal,
-    print_json_line,
-    say,
-    say_plain,
-    stdout,
-)
+from ..output import duration, is_terminal, print_json_line, say, say_plain, stdout
 
 _STATE_STYLES = {
     "RUNNING": "green",

@@ -4,8 +4,7 @@ import os
 import sys
 from getpass import getpass
 
-from ....schemas.job import FINAL_STATES, JobRecord
-from ....schemas.secret import NOTIFY_URL
+from ....schemas.job import FINAL_STATES, NOTIFY_URL, JobRecord
 from ....schemas.wire.errors import ConfigError
 from ...pool import Pool
 from ..options import COMMON, Common

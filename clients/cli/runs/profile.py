@@ -6,11 +6,18 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from ....broker.calls.learner import trace_steps
+from ....broker.calls import trace_steps
 from ....broker.feed import read_traces
-from ....broker.observe.advice import Advice, advise, bound_key, seconds_text
-from ....broker.observe.profile import Profile, TypicalStep, profile_of
-from ....broker.observe.spans import spans_of
+from ....broker.observe.profile import (
+    Advice,
+    Profile,
+    TypicalStep,
+    advise,
+    bound_key,
+    profile_of,
+    seconds_text,
+    spans_of,
+)
 from ....schemas.job import JobRecord
 from ....schemas.wire.errors import ConfigError, StateError
 from ....schemas.wire.trace import StepTrace

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Literal
 
-from ....broker.run_rollouts import RunRollouts
+from ....broker.kept_rollouts import RunRollouts
 from ....envs.agents.call_lines import CallLine, call_lines
 from ....schemas.rollout import Trajectory
 from ....schemas.wire.errors import NotFoundError

@@ -264,7 +264,7 @@ def checkpoint(run: str, /, *, common: Common = COMMON) -> int:
         Name or job id.
     """
 
-    from ....broker.calls.learner import write_checkpoint
+    from ....broker.calls import write_checkpoint
 
     async def work(pool: Pool) -> str:
         return await write_checkpoint(pool.broker, await pool.find(run))

@@ -5,8 +5,8 @@ from typing import Any
 
 from ....schemas.config.load_config import apply_override
 from ....schemas.job import JobRecord
+from ....schemas.wire.codec import merged
 from ....schemas.wire.errors import ConfigError, ModelError
-from ....schemas.wire.maps import merged
 from ...home import find_openai, find_url
 from ...inference.serving import model_config
 from ...pool import Pool

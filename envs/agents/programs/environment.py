@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from ....schemas.config.agent import AgentConfig
+from ...datasets import TRUTH_COLUMNS, Record
 from ...game import ChatMessage
-from ...record import TRUTH_COLUMNS, Record
 from ...running.episodes import Opening
 from ..episode import ProgramEpisode
 from .walls import GRADER, HOME, TASK, TMP, WORK

@@ -9,7 +9,7 @@ from ....schemas.config.agent import AgentConfig
 from ....schemas.wire.errors import NotFoundError, SandboxError, StateError
 from ...game import ChatMessage, StepResult
 from ...running.episodes import GameFacts, Opening
-from ...serving.gone import HostGone
+from ...serving.host import HostGone
 from .launcher import ModelEndpoint, ProgramLauncher
 from .life import ProgramLife
 from .self_test import prove

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from ....broker.client.connection import Broker
-from ....broker.client.inbox import SharedInbox
-from ....broker.client.parts import ask_parts
+from ....broker.client.parts import SharedInbox, ask_parts
 from ....schemas.agent import CallDelivered, CallDelta, CallPart, CallRequest, CancelCall
 from ....schemas.wire.errors import (
     BrokerError,

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Mapping
 
 from ....broker.client.connection import Broker
-from ....broker.client.inbox import SharedInbox
+from ....broker.client.parts import SharedInbox
 from ....schemas.wire.errors import StateError
 from ....schemas.wire.subjects import JobScope
 from ...http_server import Connections, Deadlines, HttpServer

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ....broker.client.connection import Broker
-from ....broker.client.listening import Listening
 from ....broker.client.parts import PartsService, Tell
+from ....broker.client.replies import Listening
 from ....broker.client.rpc import Service
 from ....schemas.agent import EpisodePost, EpisodePosted, ReportedCall
 from ....schemas.wire.errors import TinkermqError

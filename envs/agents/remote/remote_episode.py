@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....broker.client.connection import Broker
-from ....broker.client.inbox import SharedInbox
 from ....broker.client.keys import EpisodeIdentity
-from ....broker.client.parts import ask_parts, last_part
+from ....broker.client.parts import SharedInbox, ask_parts, last_part
 from ....schemas.agent import EpisodePost, EpisodePosted, ReportedCall
 from ....schemas.wire.codec import read_json
 from ....schemas.wire.errors import (

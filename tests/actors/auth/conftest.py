@@ -5,19 +5,19 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 import pytest_asyncio
-from tinkermq.actors.folders.roots import ROOTS_VARIABLE
+from tinkermq.actors.storage.access import ROOTS_VARIABLE
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import publish_event, publish_log, publish_metric
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.tasks import TaskQueue
-from tinkermq.broker.weights.store import TensorBytes, WeightStore
+from tinkermq.broker.weights.payloads import TensorBytes
+from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.metric import Event, LogLines, Metric
 from tinkermq.schemas.wire.subjects import JobScope
 
+from tests.actors.auth.submitting import a_scheduler
 from tests.support.secured import SecuredPool, environment, secured
 from tests.support.strategies import make_group, make_task
-
-from .submitting import a_scheduler
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

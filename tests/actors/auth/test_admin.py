@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tinkermq.actors.folders.roots import MODELS_VARIABLE, ROOTS_VARIABLE
-from tinkermq.broker.calls.users import ask_users
+from tinkermq.actors.storage.access import MODELS_VARIABLE, ROOTS_VARIABLE
+from tinkermq.broker.calls import ask_users
 from tinkermq.broker.client.login import AS_VARIABLE
 from tinkermq.clients import AsyncPoolUsers
 from tinkermq.clients.pool import Pool
@@ -20,10 +20,9 @@ from tinkermq.schemas.wire.errors import (
     TinkermqError,
 )
 
+from tests.actors.auth.submitting import submitted
 from tests.support.secured import SecuredPool, environment
 from tests.support.waiting import eventually
-
-from .submitting import submitted
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

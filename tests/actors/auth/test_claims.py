@@ -8,11 +8,10 @@ import nkeys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tinkermq.actors.auth.claims import ClaimIssuer, LoginRequest, read_request
+from tinkermq.actors.auth.callout import ClaimIssuer, LoginRequest, read_request
 from tinkermq.actors.auth.store_proxy import read_request as read_stored_request
 from tinkermq.actors.auth.store_proxy import read_subject
-from tinkermq.broker.users.guests import Guest
-from tinkermq.broker.users.permissions import user_permissions
+from tinkermq.broker.users.permissions import Guest, user_permissions
 from tinkermq.schemas.wire.errors import MessageError
 
 SEED = nkeys.encode_seed(bytes(32), nkeys.PREFIX_BYTE_ACCOUNT).decode()

@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
-from tinkermq.broker.calls.users import ask_users
+from tinkermq.broker.calls import ask_users
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.login import CREDENTIALS_VARIABLE
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jobs import JobStore
-from tinkermq.broker.programs.process import die_with
+from tinkermq.broker.service_process import die_with
 from tinkermq.broker.users.records import UserStore
 from tinkermq.clients.pool import Pool
 from tinkermq.schemas.node import SchedulerLease

@@ -13,7 +13,7 @@ from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.login import AS_VARIABLE
 from tinkermq.broker.client.rpc import call
 from tinkermq.broker.feed import read_events
-from tinkermq.broker.jetstream.stored import get_all
+from tinkermq.broker.jetstream.direct_get import get_all
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.presence import list_presences
 from tinkermq.broker.rollouts import RolloutLog
@@ -23,7 +23,13 @@ from tinkermq.schemas.wire.errors import BrokerError, NotFoundError, TinkermqErr
 from tinkermq.schemas.wire.subjects import AUDIT, JobScope, acting, rpc
 
 from tests.support.models import bytes_of
-from tests.support.secured import REFUSED, SecuredPool, environment, refused_listen, refused_publish
+from tests.support.secured import (
+    REFUSED,
+    SecuredPool,
+    environment,
+    refused_listen,
+    refused_publish,
+)
 from tests.support.strategies import make_group
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

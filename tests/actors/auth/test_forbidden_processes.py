@@ -7,7 +7,11 @@ import pytest
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import read_events
 from tinkermq.broker.jetstream.objects import ObjectStore
-from tinkermq.broker.jetstream.streams import ensure_stream, object_store_config, stream_info
+from tinkermq.broker.jetstream.streams import (
+    ensure_stream,
+    object_store_config,
+    stream_info,
+)
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.tasks import TaskQueue

@@ -10,7 +10,12 @@ from tinkermq.broker.client.keys import EpisodeIdentity, episode_key, episode_se
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.envs.agents.remote.signing import EpisodeSigner
-from tinkermq.schemas.wire.errors import AuthError, BrokerError, LogInRefusedError, TinkermqError
+from tinkermq.schemas.wire.errors import (
+    AuthError,
+    BrokerError,
+    LogInRefusedError,
+    TinkermqError,
+)
 from tinkermq.schemas.wire.subjects import JobScope, rpc
 
 from tests.support.secured import SecuredPool, refused_listen, refused_publish

@@ -6,15 +6,15 @@ Ada and Mallory are those of `conftest`.
 import json
 
 import pytest
-from tinkermq.broker.calls.users import ask_users
+from tinkermq.broker.calls import ask_users
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.login import AS_VARIABLE
 from tinkermq.broker.feed import publish_event, read_events
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.rollouts import RolloutLog
+from tinkermq.schemas.job import OpenRequest
 from tinkermq.schemas.metric import EvalRecord, Event
-from tinkermq.schemas.secret import OpenRequest
 from tinkermq.schemas.user import (
     AddUser,
     AuditList,

@@ -4,14 +4,14 @@ import asyncio
 import time
 
 import pytest
-from tinkermq.broker.calls.users import ask_users
+from tinkermq.broker.calls import ask_users
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.keys import JobIdentity, job_key, new_api_key
 from tinkermq.broker.client.login import Login
+from tinkermq.broker.jetstream.direct_get import get_all
 from tinkermq.broker.jetstream.objects import ObjectStore
-from tinkermq.broker.jetstream.stored import get_all
 from tinkermq.broker.jobs import JobStore
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.users.records import UserStore
 from tinkermq.schemas.user import (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tinkermq.actors.scheduler.jobs.holdings import ADMINS_BYTES, USERS_BYTES
-from tinkermq.broker.calls.users import ask_users
+from tinkermq.broker.calls import ask_users
 from tinkermq.broker.client.login import AS_VARIABLE
 from tinkermq.broker.client.rpc import call
 from tinkermq.broker.jetstream.kv import Bucket
@@ -34,10 +34,9 @@ from tinkermq.schemas.wire.errors import (
 from tinkermq.schemas.wire.message import Empty
 from tinkermq.schemas.wire.subjects import BUCKET_ACTORS, BUCKET_EVALS, BUCKET_JOBS, rpc
 
+from tests.actors.auth.submitting import submitted
 from tests.support.secured import SecuredPool, environment
 from tests.support.waiting import eventually
-
-from .submitting import submitted
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 LARGE = {"game": "bandit", "hosts": 0, "num_val": 0, "kwargs": {"text": "x" * 200_000}}

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-from tinkermq.actors.broadcast.receiver import BroadcastReceiver
+from tinkermq.actors.weights.broadcast_receiver import BroadcastReceiver
 from tinkermq.broker.client.connection import connect
-from tinkermq.broker.weights.store import TensorBytes, WeightStore
+from tinkermq.broker.weights.payloads import TensorBytes
+from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.wire.errors import NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.broadcast.fingerprint import fingerprint
+from tinkermq.actors.weights.tensors import fingerprint
 
 SQUARE = 1 << 20
 

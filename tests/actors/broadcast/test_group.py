@@ -4,8 +4,12 @@ import asyncio
 
 import pytest
 import torch
-from tinkermq.actors.broadcast.group import ProcessGroup
-from tinkermq.actors.broadcast.meeting import ProcessGroupFailed, open_store, reach_store
+from tinkermq.actors.weights.broadcast_group import (
+    ProcessGroup,
+    ProcessGroupFailed,
+    open_store,
+    reach_store,
+)
 
 from tests.support.waiting import PATIENCE_S
 

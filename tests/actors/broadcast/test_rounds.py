@@ -9,15 +9,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 from nats.aio.msg import Msg
-from tinkermq.actors.broadcast.meeting import ProcessGroupFailed, reach_store
-from tinkermq.actors.broadcast.receiver import BroadcastReceiver
-from tinkermq.actors.broadcast.sender import Sender
+from tinkermq.actors.weights.broadcast_group import ProcessGroupFailed, reach_store
+from tinkermq.actors.weights.broadcast_receiver import BroadcastReceiver
+from tinkermq.actors.weights.broadcast_sender import Sender
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import Service
-from tinkermq.broker.programs.server import NatsServer
-from tinkermq.broker.weights.store import TensorBytes, WeightStore
+from tinkermq.broker.nats_server import NatsServer
+from tinkermq.broker.weights.payloads import TensorBytes
+from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.weights import JoinRound, Manifest
-from tinkermq.schemas.wire.errors import BrokerError, ConfigError, DeadlineError, NotFoundError
+from tinkermq.schemas.wire.errors import (
+    BrokerError,
+    ConfigError,
+    DeadlineError,
+    NotFoundError,
+)
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.actors.broadcast.receiving import MEET_S, DiesAt, die, follow, newest, processes

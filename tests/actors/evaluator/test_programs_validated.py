@@ -7,7 +7,7 @@ from tinkermq.actors.evaluator.validation_metrics import (
     whole_episode,
     worth_nothing,
 )
-from tinkermq.actors.generator.episodes.agent_loop import EpisodeFailed, blaming
+from tinkermq.actors.rollout.agent_loop import EpisodeFailed, blaming
 from tinkermq.envs.agents.episode import NoCalls
 from tinkermq.schemas.config.job import EvaluationConfig
 from tinkermq.schemas.wire.errors import (

@@ -23,12 +23,12 @@ from tinkermq.actors.gateway.limits import (
     NUM_RESERVED,
     gateway_connections,
 )
-from tinkermq.actors.gateway.tinker.about import SAMPLES_AT_ONCE
-from tinkermq.actors.tinker.checkpoints.kept import KeptByTrainer
+from tinkermq.actors.gateway.tinker.routes import SAMPLES_AT_ONCE
+from tinkermq.actors.tinker.checkpoints.user_records import KeptByTrainer
 from tinkermq.actors.tinker.models import Models
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import Service
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.envs.http_server import ConnectionBounds, give_connection_to
 from tinkermq.schemas.tinker.operation import OperationResult, TrainerOffer, TrainerOffers
 from tinkermq.schemas.tinker.sampling import AwaitSample, SampleRequest, SampleTaken

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tinkermq.actors.curves import MAX_NAMES, MAX_POINTS, Curves
-from tinkermq.actors.gateway.data.charts import (
+from tinkermq.actors.gateway.data.metrics import (
     CHARTS,
     chart_points,
     enter,

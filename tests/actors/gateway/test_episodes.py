@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.gateway.data.advantages import EXACT, group_advantages
 from tinkermq.actors.gateway.data.episodes import (
+    EXACT,
+    group_advantages,
     image_url,
     show_episode,
     show_message,
@@ -17,8 +18,8 @@ from tinkermq.actors.gateway.data.episodes import (
     show_tokens,
 )
 from tinkermq.actors.gateway.data.token_text import TokenTexts, token_texts
-from tinkermq.actors.learner.algorithms import advantages as learner
-from tinkermq.actors.models.tiny_model import make_tokenizer
+from tinkermq.actors.policy.tiny_models import make_tokenizer
+from tinkermq.actors.training import advantages as learner
 from tinkermq.schemas.wire.errors import NotFoundError
 
 from tests.support.groups import make_group, make_trajectory

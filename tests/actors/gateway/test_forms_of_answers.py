@@ -14,10 +14,10 @@ import pytest_asyncio
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 from pydantic import BaseModel, Field
-from tinkermq.actors.generator.engine.transformers.transformers_engine import TransformersEngine
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer
-from tinkermq.actors.models.model_folder import load_tokenizer
-from tinkermq.actors.server.answers import Answers
+from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
+from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.actors.policy.model_folder import load_tokenizer
+from tinkermq.actors.rollout.completions import Answers
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.parts import Tell
 from tinkermq.schemas.infer import ChatRequest, CompletionRequest, InferPart

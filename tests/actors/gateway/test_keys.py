@@ -13,15 +13,15 @@ from urllib.parse import urlencode
 
 import pytest
 import pytest_asyncio
-from tinkermq.actors.folders.roots import ROOTS_VARIABLE
-from tinkermq.actors.gateway.rest.routes import OPERATIONS
+from tinkermq.actors.gateway.rest import OPERATIONS
 from tinkermq.actors.gateway.sessions import LogInError, Sessions, user_of
 from tinkermq.actors.runtime import EXIT_FAILED
-from tinkermq.broker.calls.users import ask_users
+from tinkermq.actors.storage.access import ROOTS_VARIABLE
+from tinkermq.broker.calls import ask_users
 from tinkermq.broker.client.keys import new_api_key
 from tinkermq.broker.client.login import CREDENTIALS_VARIABLE
 from tinkermq.broker.jetstream.streams import create_shared
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.user import AddUser, NameUser, NewKey, UserReply
 
 from tests.support.browser import Browser, watched_page

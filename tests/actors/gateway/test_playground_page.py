@@ -10,7 +10,7 @@ import pytest_asyncio
 from playwright.async_api import expect
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.jetstream.streams import create_shared
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.infer import ChatRequest
 from tinkermq.schemas.wire.errors import ConfigError
 from tinkermq.schemas.wire.subjects import JobScope

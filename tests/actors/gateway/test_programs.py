@@ -8,7 +8,7 @@ import httpx
 import pytest
 import pytest_asyncio
 from tinkermq.broker.client.connection import Broker
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.support.elsewhere import Elsewhere, elsewhere

@@ -3,8 +3,7 @@
 from typing import Any
 
 import pytest
-from tinkermq.actors.gateway.data.comparison import differences
-from tinkermq.actors.gateway.data.records import Query, row, select
+from tinkermq.actors.gateway.data.jobs import Query, differences, row, select
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.wire.errors import MessageError
 

@@ -10,12 +10,12 @@ from typing import Any
 from urllib.parse import urlencode
 
 import pytest
-from tinkermq.actors.gateway.rest.routes import OPERATIONS, Operation
+from tinkermq.actors.gateway.rest import OPERATIONS, Operation
 from tinkermq.actors.gateway.server import Options, run
 from tinkermq.broker.feed import publish_event, publish_log, publish_metric
 from tinkermq.broker.jetstream.streams import create_job_streams
 from tinkermq.broker.jobs import JobStore
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.job import JobRecord

@@ -6,10 +6,10 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import expect
 from tinkermq.actors.tinker.models import Models
-from tinkermq.actors.tinker.showing import Showing
+from tinkermq.actors.tinker.service import Showing
 from tinkermq.broker.client.connection import connect
 from tinkermq.broker.client.rpc import Service
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.tinker.names import ModelName
 from tinkermq.schemas.tinker.operation import (
     ModelInfo,

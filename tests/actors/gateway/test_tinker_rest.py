@@ -13,14 +13,19 @@ import httpx
 import pytest_asyncio
 from tinkermq.actors.gateway.app import make_app
 from tinkermq.actors.gateway.sessions import Sessions
-from tinkermq.actors.tinker.checkpoints.folders import CheckpointFolders, StoredCheckpoint
-from tinkermq.actors.tinker.checkpoints.kept import KeptByTrainer
+from tinkermq.actors.storage.tinker_checkpoints import CheckpointFolders, StoredCheckpoint
+from tinkermq.actors.tinker.checkpoints.user_records import KeptByTrainer
 from tinkermq.actors.tinker.models import Models
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import Service
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.tinker.names import CheckpointName
-from tinkermq.schemas.tinker.operation import MAX_BODY_BYTES, ModelInfo, TrainerOffer, TrainerOffers
+from tinkermq.schemas.tinker.operation import (
+    MAX_BODY_BYTES,
+    ModelInfo,
+    TrainerOffer,
+    TrainerOffers,
+)
 from tinkermq.schemas.wire.message import Empty
 from tinkermq.schemas.wire.subjects import rpc
 

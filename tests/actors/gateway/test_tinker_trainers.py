@@ -12,7 +12,11 @@ from tinkermq.schemas.tinker.operation import (
     TrainerOffer,
     TrainerOffers,
 )
-from tinkermq.schemas.wire.errors import CheckpointGoneError, NobodyAnswersError, NotFoundError
+from tinkermq.schemas.wire.errors import (
+    CheckpointGoneError,
+    NobodyAnswersError,
+    NotFoundError,
+)
 from tinkermq.schemas.wire.message import Empty
 from tinkermq.schemas.wire.subjects import rpc
 

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jobs import JobStore
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.env import ResetReply, ResetRequest, StepReply, StepRequest
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.wire.subjects import JobScope

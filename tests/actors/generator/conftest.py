@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Literal, cast
 import pytest
 import pytest_asyncio
 import torch
-from tinkermq.actors.generator.engine.engine import Engine
-from tinkermq.actors.generator.engine.meter import Meter
-from tinkermq.actors.generator.engine.transformers.transformers_engine import (
-    TransformersEngine,
+from tinkermq.actors.engine.engine import Engine, Meter
+from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
+from tinkermq.actors.policy.model_folder import (
+    load_causal_lm,
+    load_model_config,
+    sees_images,
 )
-from tinkermq.actors.generator.episodes.players import load_base
-from tinkermq.actors.models.model_folder import load_causal_lm, load_model_config, sees_images
+from tinkermq.actors.rollout.players import load_base
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.streams import create_job_streams, delete_job_streams
 from tinkermq.schemas.config.job import LimitsConfig
@@ -30,7 +31,7 @@ from tests.support.models import make_tiny_model
 from tests.support.vllm_start import ADAPTER, MAX_CONTEXT, MAX_SLOTS, configured
 
 if TYPE_CHECKING:
-    from tinkermq.actors.generator.engine.vllm.model import VllmModel
+    from tinkermq.actors.engine.vllm.model import VllmModel
 
 torch.set_num_threads(1)
 
@@ -111,7 +112,7 @@ async def start(engine_kind: EngineKind, in_vllm: InVllm) -> AsyncIterator[Start
                 record_experts=replays,
             )
         else:
-            from tinkermq.actors.generator.engine.vllm.vllm_engine import start_vllm
+            from tinkermq.actors.engine.vllm.vllm_engine import start_vllm
 
             base = await in_vllm(folder)
             config = configured(folder)

@@ -8,20 +8,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinkermq.actors.generator.engine.engine import Engine
-from tinkermq.actors.generator.episodes.agent_loop import EpisodeSampling
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer
-from tinkermq.actors.generator.episodes.groups import GroupRunner
-from tinkermq.actors.generator.episodes.players import Players
-from tinkermq.actors.generator.episodes.recording import TaskSegments
-from tinkermq.actors.models.model_folder import load_tokenizer
+from tinkermq.actors.engine.engine import Engine
+from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.actors.policy.model_folder import load_tokenizer
+from tinkermq.actors.rollout.agent_loop import EpisodeSampling
+from tinkermq.actors.rollout.groups import GroupRunner
+from tinkermq.actors.rollout.players import Players
+from tinkermq.actors.rollout.recording import TaskSegments
 from tinkermq.broker.client.connection import Broker
-from tinkermq.broker.jetstream.stored import get_all
+from tinkermq.broker.jetstream.direct_get import get_all
 from tinkermq.envs.serving.host import EnvironmentHost
 from tinkermq.envs.serving.remote import Environments
 from tinkermq.schemas.config.job import JobConfig
-from tinkermq.schemas.rollout import Group
-from tinkermq.schemas.segment import Segment
+from tinkermq.schemas.rollout import Group, Segment
 from tinkermq.schemas.task import Task
 from tinkermq.schemas.wire.subjects import JobScope
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer
-from tinkermq.actors.models.tiny_model import make_tokenizer
+from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.actors.policy.tiny_models import make_tokenizer
 from tinkermq.schemas.wire.errors import DataError, ModelError
 
 CHATML = (

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from tinkermq.actors.generator.engine.concurrency import Concurrency, RequestLimit
+from tinkermq.actors.engine.engine import Concurrency, RequestLimit
 
 
 def test_the_bound_rises_while_requests_wait_and_the_cache_has_room() -> None:

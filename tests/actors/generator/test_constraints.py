@@ -9,18 +9,18 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from tinkermq.actors.generator.engine import token_grammar
-from tinkermq.actors.generator.engine.constraints import RowConstraint
-from tinkermq.actors.generator.engine.engine import Engine, Generation, Sampling
-from tinkermq.actors.generator.engine.token_grammar import (
+from tinkermq.actors.engine.engine import Engine, Generation, Sampling
+from tinkermq.actors.engine.sampling import RowConstraint
+from tinkermq.actors.policy import grammar as token_grammar
+from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.actors.policy.grammar import (
     GrammarCompiler,
+    OutputGrammars,
     TokenGrammar,
     read_tokenizer,
 )
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer
-from tinkermq.actors.generator.episodes.output_grammar import OutputGrammars
-from tinkermq.actors.models.model_folder import load_tokenizer
-from tinkermq.actors.models.tiny_model import make_tokenizer
+from tinkermq.actors.policy.model_folder import load_tokenizer
+from tinkermq.actors.policy.tiny_models import make_tokenizer
 from tinkermq.schemas.output_format import OutputFormat
 from tinkermq.schemas.wire.errors import ConfigError, DeadlineError
 from transformers import PreTrainedModel

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer
-from tinkermq.actors.models.model_folder import load_tokenizer
-from tinkermq.actors.models.tiny_model import CHAT_TEMPLATE, save_tiny_model
+from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.actors.policy.model_folder import load_tokenizer
+from tinkermq.actors.policy.tiny_models import CHAT_TEMPLATE, save_tiny_model
 from tinkermq.broker.client.connection import Broker
-from tinkermq.broker.segments import Fenced
+from tinkermq.broker.partial_rollouts import Fenced
 from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.task import Task
 from tinkermq.schemas.wire.subjects import JobScope
@@ -142,7 +142,7 @@ async def test_who_was_overtaken_stops_and_leaves_the_game_to_the_next(
 
 def _changed(folder: Path) -> dict:
     import torch
-    from tinkermq.actors.models.model_folder import load_causal_lm
+    from tinkermq.actors.policy.model_folder import load_causal_lm
 
     from tests.support.models import changed
 

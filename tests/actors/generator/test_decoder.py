@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tinkermq.actors.generator.engine.transformers.decoder import SlotDecoder, load_decoder
+from tinkermq.actors.engine.transformers.decoder import SlotDecoder, load_decoder
 from tinkermq.schemas.wire.errors import ModelError
 from transformers import PreTrainedModel
 from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer
-from tinkermq.actors.generator.episodes.demonstrations import demonstrate
-from tinkermq.actors.generator.episodes.groups import GroupFailed
-from tinkermq.actors.models.tiny_model import make_tokenizer
-from tinkermq.envs.data.chat_data import ChatData
-from tinkermq.envs.write_data import write_rows
+from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.actors.policy.tiny_models import make_tokenizer
+from tinkermq.actors.rollout.demonstrations import demonstrate
+from tinkermq.actors.rollout.groups import GroupFailed
+from tinkermq.envs.data import ChatData
+from tinkermq.envs.datasets import write_rows
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group, check_group
 from tinkermq.schemas.task import Blame, Task

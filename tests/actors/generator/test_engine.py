@@ -6,11 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.generator.engine.engine import Drawn, Engine, Sampling
-from tinkermq.actors.generator.engine.transformers.transformers_engine import (
-    TransformersEngine,
-)
-from tinkermq.actors.models.tiny_model import TinyKind
+from tinkermq.actors.engine.engine import Drawn, Engine, Sampling
+from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
+from tinkermq.actors.policy.tiny_models import TinyKind
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.actors.generator.conftest import BLOCK_TOKENS, EngineKind

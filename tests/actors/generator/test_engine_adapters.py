@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.generator.engine.engine import AdapterEngine, Drawn, Generation, Sampling
-from tinkermq.actors.generator.engine.transformers.transformers_engine import TransformersEngine
-from tinkermq.schemas.config.lora import LoraConfig
+from tinkermq.actors.engine.engine import AdapterEngine, Drawn, Generation, Sampling
+from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
+from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.wire.errors import ConfigError, ModelError, NotFoundError
 from transformers import PreTrainedModel
 

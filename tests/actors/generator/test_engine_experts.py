@@ -6,13 +6,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.generator.engine.engine import KvOnSwap, Sampling
-from tinkermq.actors.generator.episodes.transcript import Transcript
-from tinkermq.actors.models.experts.recorder import RouterRecorder
-from tinkermq.actors.models.model_folder import load_causal_lm
+from tinkermq.actors.engine.engine import KvOnSwap, Sampling
+from tinkermq.actors.policy.experts import RouterRecorder
+from tinkermq.actors.policy.model_folder import load_causal_lm
+from tinkermq.actors.rollout.transcript import Transcript
 
 from tests.actors.generator.conftest import StartEngine
-from tests.support.models import changed, loaded, make_tiny_model, plain_logprobs, random_prompt
+from tests.support.models import (
+    changed,
+    loaded,
+    make_tiny_model,
+    plain_logprobs,
+    random_prompt,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.generator.engine.engine import Engine, KvOnSwap, Sampling
-from tinkermq.actors.generator.episodes.players import start_engine
-from tinkermq.actors.models.lora import policy_tensors
-from tinkermq.actors.models.vision import ImageReader, load_image_reader
+from tinkermq.actors.engine.engine import Engine, KvOnSwap, Sampling
+from tinkermq.actors.policy.lora import policy_tensors
+from tinkermq.actors.policy.vision import ImageReader, load_image_reader
+from tinkermq.actors.rollout.players import start_engine
 from tinkermq.schemas.wire.errors import DataError
 from transformers import PreTrainedModel
 

@@ -5,10 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tinkermq.actors.generator.engine.engine import Engine, Sampling
-from tinkermq.actors.generator.engine.transformers.transformers_engine import (
-    TransformersEngine,
-)
+from tinkermq.actors.engine.engine import Engine, Sampling
+from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
 from tinkermq.schemas.wire.errors import ConfigError, EngineError, ModelError
 
 from tests.actors.generator.conftest import StartEngine

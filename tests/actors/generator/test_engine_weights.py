@@ -6,10 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.generator.engine.engine import Engine, Generation, Sampling
-from tinkermq.actors.generator.engine.transformers.transformers_engine import (
-    TransformersEngine,
-)
+from tinkermq.actors.engine.engine import Engine, Generation, Sampling
+from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
 from tinkermq.schemas.wire.errors import EngineError
 from transformers import PreTrainedModel
 

@@ -11,19 +11,23 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from nats.aio.msg import Msg
-from tinkermq.actors.generator.episodes.agent_loop import (
+from tinkermq.actors.policy.chat import ChatTokenizer, make_chat
+from tinkermq.actors.rollout.agent_loop import (
     AgentLoop,
     EpisodeFailed,
     EpisodePlan,
     EpisodeSampling,
 )
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer, make_chat
-from tinkermq.actors.learner.algorithms.training_batch import assemble
-from tinkermq.actors.learner.training.model import load_model
-from tinkermq.actors.learner.training.step import Trainer, _all
+from tinkermq.actors.training.batch import assemble
+from tinkermq.actors.training.model import load_model
+from tinkermq.actors.training.step import Trainer, _all
 from tinkermq.broker.client.connection import Broker, connect
-from tinkermq.broker.jetstream.streams import create_job_streams, create_shared, delete_job_streams
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.jetstream.streams import (
+    create_job_streams,
+    create_shared,
+    delete_job_streams,
+)
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.envs.games.geo3k import make_data
 from tinkermq.envs.serving.host import EnvironmentHost
 from tinkermq.envs.serving.remote import Environments, Start

@@ -17,13 +17,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tinkermq.actors.gateway.openai.answering import read_query
-from tinkermq.actors.generator.agents.template_facts import read_text
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer
+from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.actors.policy.template_facts import read_text
 from tinkermq.envs.agents.replies import parse_reply
-from tinkermq.envs.data.chat_data import ChatData
-from tinkermq.envs.dataset import Dataset
+from tinkermq.envs.data import ChatData
+from tinkermq.envs.datasets import Dataset, write_rows
 from tinkermq.envs.model_apis.chat import CHAT, read_chat
-from tinkermq.envs.write_data import write_rows
 from tinkermq.schemas.infer import ChatRequest
 from tinkermq.schemas.wire.errors import ModelError
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tinkermq.actors.learner.algorithms.training_batch import assemble
 from tinkermq.actors.learner.group_metrics import group_numbers
+from tinkermq.actors.training.batch import assemble
 from tinkermq.broker.client.connection import Broker
 from tinkermq.schemas.rollout import Trajectory
 from tinkermq.schemas.task import Task

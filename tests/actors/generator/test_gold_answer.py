@@ -5,17 +5,15 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from tinkermq.actors.generator.engine.transformers.transformers_engine import (
-    TransformersEngine,
-)
-from tinkermq.actors.generator.episodes.agent_loop import AgentLoop, EpisodePlan, EpisodeSampling
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer
-from tinkermq.actors.models.model_folder import load_tokenizer
+from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
+from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.actors.policy.model_folder import load_tokenizer
+from tinkermq.actors.rollout.agent_loop import AgentLoop, EpisodePlan, EpisodeSampling
 from tinkermq.broker.client.connection import Broker
 from tinkermq.envs import AbstractGame, StepResult
+from tinkermq.envs.datasets import verl_row, write_rows
 from tinkermq.envs.serving.host import EnvironmentHost
 from tinkermq.envs.serving.remote import Environments, Start
-from tinkermq.envs.write_data import verl_row, write_rows
 from tinkermq.schemas.config.job import EnvConfig, RolloutConfig
 from tinkermq.schemas.wire.subjects import JobScope
 

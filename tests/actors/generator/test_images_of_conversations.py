@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer, open_chat
-from tinkermq.actors.generator.episodes.demonstrations import demonstrate
-from tinkermq.actors.generator.episodes.groups import GroupFailed
-from tinkermq.actors.learner.algorithms.training_batch import assemble
-from tinkermq.actors.learner.training.model import load_model
-from tinkermq.actors.learner.training.step import Trainer
-from tinkermq.actors.models.tiny_model import make_tokenizer
-from tinkermq.actors.models.vision import load_image_reader
-from tinkermq.envs.data.chat_data import ChatData
-from tinkermq.envs.write_data import write_rows
+from tinkermq.actors.policy.chat import ChatTokenizer, open_chat
+from tinkermq.actors.policy.tiny_models import make_tokenizer
+from tinkermq.actors.policy.vision import load_image_reader
+from tinkermq.actors.rollout.demonstrations import demonstrate
+from tinkermq.actors.rollout.groups import GroupFailed
+from tinkermq.actors.training.batch import assemble
+from tinkermq.actors.training.model import load_model
+from tinkermq.actors.training.step import Trainer
+from tinkermq.envs.data import ChatData
+from tinkermq.envs.datasets import write_rows
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group, check_group
 from tinkermq.schemas.task import Task

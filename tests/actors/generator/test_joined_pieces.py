@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer, Conversation
-from tinkermq.actors.models.tiny_model import make_tokenizer
+from tinkermq.actors.policy.chat import ChatTokenizer, Conversation
+from tinkermq.actors.policy.tiny_models import make_tokenizer
 from tinkermq.schemas.wire.errors import DataError, ModelError
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from .test_special_text import TOKENIZERS, bytes_level, metaspace
+from tests.actors.generator.test_special_text import TOKENIZERS, bytes_level, metaspace
 
 CHATML = (
     "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"

@@ -5,22 +5,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinkermq.actors.generator.episodes.groups import (
-    FittingLog,
-    GroupFailed,
-    append_given_up,
-)
+from tinkermq.actors.rollout.groups import FittingLog, GroupFailed, append_given_up
 from tinkermq.actors.runtime import JobContext
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import read_dead, read_events
 from tinkermq.broker.jetstream.streams import create_job_streams, delete_job_streams
+from tinkermq.broker.partial_rollouts import SegmentWriter
 from tinkermq.broker.rollouts import RolloutLog
-from tinkermq.broker.segments import SegmentWriter
 from tinkermq.envs import StepResult
 from tinkermq.envs.serving.answers import ResetAnswer, StepAnswer
 from tinkermq.schemas.config.job import JobConfig, LimitsConfig
-from tinkermq.schemas.rollout import Group, Trajectory
-from tinkermq.schemas.segment import Segment
+from tinkermq.schemas.rollout import Group, Segment, Trajectory
 from tinkermq.schemas.task import Blame, Task
 from tinkermq.schemas.wire.errors import MessageError
 from tinkermq.schemas.wire.fitting import CUT, most_bytes

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tinkermq.actors.generator.agents.exact_calls import ExactCalls
-from tinkermq.actors.generator.agents.template_facts import as_read
-from tinkermq.actors.models.tiny_model import CHAT_TEMPLATE, save_tiny_model
+from tinkermq.actors.policy.template_facts import as_read
+from tinkermq.actors.policy.tiny_models import CHAT_TEMPLATE, save_tiny_model
+from tinkermq.actors.rollout.exact_calls import ExactCalls
 from tinkermq.broker.client.connection import Broker
 from tinkermq.envs.agents.messages import CanonicalMessage
 from tinkermq.envs.agents.replies import parse_reply

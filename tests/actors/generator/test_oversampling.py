@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tinkermq.actors.generator.episodes.groups import GroupFailed
 from tinkermq.actors.learner.group_metrics import group_numbers
+from tinkermq.actors.rollout.groups import GroupFailed
 from tinkermq.broker.client.connection import Broker
 from tinkermq.schemas.task import Task
 from tinkermq.schemas.wire.subjects import JobScope

@@ -2,7 +2,7 @@
 
 import pytest
 from pydantic import ValidationError
-from tinkermq.actors.generator.episodes.players import load_base, start_engine
+from tinkermq.actors.rollout.players import load_base, start_engine
 from tinkermq.schemas.config.job import GeneratorConfig, JobConfig
 from tinkermq.schemas.wire.errors import ConfigError
 

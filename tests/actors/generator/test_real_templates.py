@@ -5,9 +5,9 @@ from random import Random
 from typing import Any
 
 import pytest
-from tinkermq.actors.generator.agents.exact_calls import ExactCalls
-from tinkermq.actors.generator.agents.template_facts import facts_of
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer
+from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.actors.policy.template_facts import facts_of
+from tinkermq.actors.rollout.exact_calls import ExactCalls
 from tinkermq.envs.agents.messages import CanonicalMessage
 
 from tests.actors.generator.agents import programs

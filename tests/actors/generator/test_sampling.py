@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.generator.engine.sampling import RowParameters, sample, uniforms
+from tinkermq.actors.engine.sampling import RowParameters, sample, uniforms
 
 torch.set_num_threads(1)
 NUM_DRAWS = 20_000

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer
-from tinkermq.actors.models.tiny_model import make_tokenizer
+from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.actors.policy.tiny_models import make_tokenizer
 from tinkermq.schemas.wire.errors import DataError
 from tokenizers import (
     AddedToken,

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.generator.episodes.agent_loop import EpisodeSampling
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer
-from tinkermq.actors.generator.episodes.groups import GroupFailed, GroupRunner
-from tinkermq.actors.generator.episodes.players import Players
-from tinkermq.actors.models.model_folder import load_causal_lm, load_tokenizer
-from tinkermq.actors.models.tiny_model import save_tiny_model
+from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.actors.policy.model_folder import load_causal_lm, load_tokenizer
+from tinkermq.actors.policy.tiny_models import save_tiny_model
+from tinkermq.actors.rollout.agent_loop import EpisodeSampling
+from tinkermq.actors.rollout.groups import GroupFailed, GroupRunner
+from tinkermq.actors.rollout.players import Players
 from tinkermq.broker.client.connection import Broker
 from tinkermq.envs.serving.host import EnvironmentHost
 from tinkermq.envs.serving.remote import Environments

@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinkermq.actors.generator.teaching.context import TeacherContext, with_text
+from tinkermq.actors.rollout.teachers import TeacherContext, with_text
 from tinkermq.schemas.wire.errors import DataError
 
-from .test_chat import CHATML, chat_of
+from tests.actors.generator.test_chat import CHATML, chat_of
 
 USER = {"role": "user", "content": "What is 6 * 7?"}
 

@@ -1,9 +1,9 @@
 """Text is told as soon as it is certain, whatever the tokens' borders are."""
 
 import pytest
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer
-from tinkermq.actors.generator.episodes.text_stream import TextStream
-from tinkermq.actors.models.tiny_model import make_tokenizer
+from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.actors.policy.tiny_models import make_tokenizer
+from tinkermq.actors.policy.token_text import TextStream
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.support.tokenizers import fallback, merging

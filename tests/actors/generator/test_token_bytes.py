@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tinkermq.actors.generator.episodes.token_bytes import TokenBytes
-from tinkermq.actors.models.tiny_model import make_tokenizer
+from tinkermq.actors.policy.tiny_models import make_tokenizer
+from tinkermq.actors.policy.token_text import TokenBytes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

@@ -11,17 +11,24 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
-from tinkermq.actors.generator.engine.engine import Sampling
-from tinkermq.actors.generator.episodes.players import Base, load_base, start_engine
-from tinkermq.actors.models.job_models import config_of_folder
-from tinkermq.actors.models.lora import policy_tensors
+from tinkermq.actors.engine.engine import Sampling
+from tinkermq.actors.policy.lora import policy_tensors
+from tinkermq.actors.policy.policies import config_of_folder
+from tinkermq.actors.rollout.players import Base, load_base, start_engine
 from tinkermq.schemas.config.job import JobConfig
-from tinkermq.schemas.config.lora import LoraConfig
+from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.wire.errors import ConfigError, EngineError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.actors.generator.conftest import InVllm
-from tests.support.models import adapted, changed, loaded, make_tiny_model, plain_logprobs, until
+from tests.support.models import (
+    adapted,
+    changed,
+    loaded,
+    make_tiny_model,
+    plain_logprobs,
+    until,
+)
 from tests.support.processes import alive
 from tests.support.vllm_start import configured
 
@@ -50,7 +57,7 @@ def processes() -> set[int]:
 
 
 async def test_what_vllm_would_do_otherwise_is_refused(folder: Path, in_vllm: InVllm) -> None:
-    from tinkermq.actors.generator.engine.vllm.vllm_engine import start_vllm
+    from tinkermq.actors.engine.vllm.vllm_engine import start_vllm
 
     engine = await start_vllm(configured(folder), base=await in_vllm(folder))
     with pytest.raises(ConfigError, match=r"does not sample at temperature 0\.005"):

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from tinkermq.actors.generator.engine.engine import AdapterEngine, Generation, Sampling
-from tinkermq.actors.tinker.sampling.open_engine import open_engine
-from tinkermq.schemas.config.lora import LoraConfig
+from tinkermq.actors.engine.engine import AdapterEngine, Generation, Sampling
+from tinkermq.actors.tinker.sampling.engines import open_engine
+from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.wire.errors import ModelError, NotFoundError
 from transformers import PreTrainedModel
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tinkermq.actors.generator.engine.vllm.weight_files import WeightFiles, reference_names
-from tinkermq.actors.models.lora import policy_tensors
-from tinkermq.actors.models.model_folder import load_policy
-from tinkermq.actors.models.tiny_vision_model import save_tiny_vision_model
-from tinkermq.actors.models.weight_tensors import TensorSource
-from tinkermq.schemas.config.lora import LoraConfig
+from tinkermq.actors.engine.vllm.weight_files import WeightFiles, reference_names
+from tinkermq.actors.policy.lora import policy_tensors
+from tinkermq.actors.policy.model_folder import load_policy
+from tinkermq.actors.policy.tiny_models import save_tiny_vision_model
+from tinkermq.actors.weights.tensors import TensorSource
+from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.wire.errors import EngineError, ModelError
 
 LORAS = [LoraConfig(), LoraConfig(rank=4), LoraConfig(rank=2, targets=["q_proj", "v_proj"])]
@@ -56,7 +56,7 @@ def test_weights_are_written_once_and_freed() -> None:
 
 def test_what_a_killed_process_left_behind_is_freed_by_the_next() -> None:
     code = (
-        "import os; from tinkermq.actors.generator.engine.vllm.weight_files import WeightFiles;"
+        "import os; from tinkermq.actors.engine.vllm.weight_files import WeightFiles;"
         "print(WeightFiles().write_model(1, {}), flush=True); os._exit(9)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

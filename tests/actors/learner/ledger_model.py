@@ -10,12 +10,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tinkermq.actors.learner.tasks.batching import Candidate, StalenessPolicy, form_batch
-from tinkermq.actors.learner.tasks.ledger import Ledger
-from tinkermq.actors.learner.tasks.staleness_gate import min_version, num_admissible
-from tinkermq.actors.learner.tasks.state import LearnerState
-from tinkermq.schemas.batch import DropReason
-from tinkermq.schemas.task import Task
+from tinkermq.actors.learner.batching import Candidate, StalenessPolicy, form_batch
+from tinkermq.actors.learner.staleness import min_version, num_admissible
+from tinkermq.actors.learner.tasks import Ledger
+from tinkermq.actors.training.state import LearnerState
+from tinkermq.schemas.task import DropReason, Task
 
 
 class Killed(Exception):

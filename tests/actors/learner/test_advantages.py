@@ -8,12 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tinkermq.actors.learner.algorithms.advantages import (
+from tinkermq.actors.training.advantages import (
     ADVANTAGES,
     AdvantageInputs,
     compute_advantages,
+    length_reward,
+    overlong_penalty,
 )
-from tinkermq.actors.learner.algorithms.shaping import length_reward, overlong_penalty
 from tinkermq.schemas.wire.errors import ConfigError
 
 OUTCOME = ["grpo", "dr_grpo", "rloo", "opo", "maxrl", "reinforce_pp_baseline"]

@@ -4,8 +4,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tinkermq.actors.learner.algorithms.aggregation import AGGREGATIONS, Denominators, aggregate
-from tinkermq.actors.learner.algorithms.losses import LossInputs, compute_loss
+from tinkermq.actors.training.losses import (
+    AGGREGATIONS,
+    Denominators,
+    LossInputs,
+    aggregate,
+    compute_loss,
+)
 from tinkermq.schemas.wire.errors import ConfigError
 
 LOSS = torch.tensor([1.0, 2.0, 3.0, 10.0])

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tinkermq.actors.learner.packing.balance import (
+from tinkermq.actors.training.micro_batch import (
+    TokenSequence,
     cost,
     longest_first,
     share_out,
     share_sequences,
 )
-from tinkermq.actors.learner.packing.micro_batch import TokenSequence
 
 COSTS = st.lists(st.integers(1, 10_000), max_size=40)
 HIDDEN = 64

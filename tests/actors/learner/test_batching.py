@@ -6,15 +6,15 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tinkermq.actors.learner.tasks.batching import (
+from tinkermq.actors.learner.batching import (
     BatchDecision,
     Candidate,
     StalenessPolicy,
     form_batch,
     returns_credit,
 )
-from tinkermq.actors.learner.tasks.staleness_gate import min_version, num_admissible
-from tinkermq.schemas.batch import DropReason
+from tinkermq.actors.learner.staleness import min_version, num_admissible
+from tinkermq.schemas.task import DropReason
 
 
 def group(seq, oldest=0, number=None, rewards=(0.0, 1.0), **extra):

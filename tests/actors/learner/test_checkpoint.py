@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tinkermq.actors.learner.tasks.state import LearnerState, Waste
-from tinkermq.actors.learner.training.checkpoint import load_state
-from tinkermq.actors.learner.training.step import Trainer
-from tinkermq.actors.models.model_folder import load_tokenizer
-from tinkermq.broker.evaluations import best_of
+from tinkermq.actors.policy.model_folder import load_tokenizer
+from tinkermq.actors.training.checkpoint import load_state
+from tinkermq.actors.training.state import LearnerState, Waste
+from tinkermq.actors.training.step import Trainer
+from tinkermq.broker.feed import best_of
 from tinkermq.schemas.wire.errors import NotFoundError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -10,9 +10,13 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from tests.actors.learner.test_ranks import (
+    assert_same_reports,
+    assert_same_weights,
+    config_of,
+    trained,
+)
 from tests.support.models import make_tiny_model
-
-from .test_ranks import assert_same_reports, assert_same_weights, config_of, trained
 
 torch.set_num_threads(1)
 
@@ -62,7 +66,7 @@ def test_micro_batches_of_other_sizes_are_not_compiled_anew(folder: Path) -> Non
 
 def test_without_a_compiler_the_error_says_what_to_install(folder: Path, tmp_path: Path) -> None:
     program = (
-        "from tinkermq.actors.learner.training.model import load_model\n"
+        "from tinkermq.actors.training.model import load_model\n"
         "from tinkermq.schemas.config.job import LearnerConfig, ModelConfig\n"
         f"load_model(ModelConfig(path={str(folder)!r}), LearnerConfig(compile=True))\n"
     )

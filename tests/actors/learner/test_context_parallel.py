@@ -8,10 +8,7 @@ import pytest
 import torch
 from tinkermq.schemas.wire.errors import ConfigError
 
-from tests.support.images import make_vision_model
-from tests.support.models import make_tiny_model
-
-from .test_ranks import (
+from tests.actors.learner.test_ranks import (
     HARD,
     assert_same_reports,
     assert_same_weights,
@@ -20,6 +17,8 @@ from .test_ranks import (
     groups_of,
     trained,
 )
+from tests.support.images import make_vision_model
+from tests.support.models import make_tiny_model
 
 torch.set_num_threads(1)
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.learner.cores import CoreUse
+from tinkermq.actors.learner.reporter import CoreUse
 
 
 def test_the_busy_share_is_that_since_the_last_look(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.learner.algorithms.training_batch import assemble
-from tinkermq.actors.learner.training.model import load_model
-from tinkermq.actors.learner.training.step import Trainer
+from tinkermq.actors.training.batch import assemble
+from tinkermq.actors.training.model import load_model
+from tinkermq.actors.training.step import Trainer
 from tinkermq.schemas.config.job import JobConfig
 
 from tests.support.groups import random_group

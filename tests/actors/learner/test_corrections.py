@@ -6,19 +6,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tinkermq.actors.learner.algorithms.off_policy.corrections import (
+from tinkermq.actors.training.off_policy import (
     CORRECTIONS,
     CorrectionInputs,
     correct,
-    normalised,
-)
-from tinkermq.actors.learner.algorithms.off_policy.masks import masked
-from tinkermq.actors.learner.algorithms.off_policy.mismatch import (
+    masked,
     mismatch_statistics,
+    normalised,
     off_policy_statistics,
 )
-from tinkermq.schemas.config.algorithms.algorithm import AlgorithmConfig
-from tinkermq.schemas.config.algorithms.corrections import CorrectionMask
+from tinkermq.schemas.config.algorithm import AlgorithmConfig, CorrectionMask
 from tinkermq.schemas.wire.errors import ConfigError
 
 

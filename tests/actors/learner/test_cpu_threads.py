@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from tinkermq.actors.learner.training.parallel import check_num_threads, torch_thread
+from tinkermq.actors.training.parallel import check_num_threads, torch_thread
 from tinkermq.schemas.wire.errors import ConfigError
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.learner.algorithms.credit import assign_credit
-from tinkermq.actors.learner.algorithms.training_batch import TrainingBatch, assemble
-from tinkermq.actors.learner.algorithms.values import Values
-from tinkermq.actors.learner.training.model import load_model
-from tinkermq.actors.learner.training.step import Trainer
+from tinkermq.actors.training.advantages import Values
+from tinkermq.actors.training.batch import TrainingBatch, assemble
+from tinkermq.actors.training.credit import assign_credit
+from tinkermq.actors.training.model import load_model
+from tinkermq.actors.training.step import Trainer
 from tinkermq.schemas.agent import CallPlaces, RewardedBranch
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group, Trajectory

@@ -9,21 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.learner.algorithms.training_batch import TrainingBatch, assemble
-from tinkermq.actors.learner.tasks.state import LearnerState
-from tinkermq.actors.learner.training.checkpoint import CheckpointStore
-from tinkermq.actors.learner.training.critic import ValueModel
-from tinkermq.actors.learner.training.model import load_model
-from tinkermq.actors.learner.training.step import Trainer
-from tinkermq.actors.models.model_folder import load_tokenizer
+from tinkermq.actors.policy.model_folder import load_tokenizer
+from tinkermq.actors.training.batch import TrainingBatch, assemble
+from tinkermq.actors.training.checkpoint import CheckpointStore
+from tinkermq.actors.training.critic import ValueModel
+from tinkermq.actors.training.model import load_model
+from tinkermq.actors.training.state import LearnerState
+from tinkermq.actors.training.step import Trainer
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group, Trajectory
 from torch import Tensor, nn
 
+from tests.actors.learner.plain_step import Episodes, Tokens, plain_step
 from tests.support.groups import make_group, random_group
 from tests.support.models import gradients_of, make_tiny_model
-
-from .plain_step import Episodes, Tokens, plain_step
 
 torch.set_num_threads(1)
 

@@ -4,9 +4,9 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from tinkermq.actors.learner.tasks.curriculum import Curriculum, CurriculumConfig
-from tinkermq.actors.learner.tasks.data_order import DataOrder
-from tinkermq.actors.learner.tasks.state import LearnerState
+from tinkermq.actors.learner.curriculum import Curriculum, CurriculumConfig
+from tinkermq.actors.learner.data_order import DataOrder
+from tinkermq.actors.training.state import LearnerState
 from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.task import Task
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from tinkermq.actors.learner.start import starting_point, unlike_records
-from tinkermq.actors.learner.tasks.state import LearnerState
-from tinkermq.actors.learner.training.checkpoint import CheckpointStore, load_state
-from tinkermq.actors.models.digests import TABLE, check_digests
-from tinkermq.actors.models.model_folder import check_model_folder
-from tinkermq.schemas.batch import BatchRecord, Dropped
+from tinkermq.actors.policy.model_folder import check_model_folder
+from tinkermq.actors.storage.digests import TABLE, check_digests
+from tinkermq.actors.training.checkpoint import CheckpointStore, load_state
+from tinkermq.actors.training.state import LearnerState
+from tinkermq.schemas.task import BatchRecord, Dropped
 from tinkermq.schemas.wire.errors import StorageError
 
 FILES = (

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from tinkermq.actors.learner.tasks.data_order import DataOrder, total_steps
+from tinkermq.actors.learner.data_order import DataOrder, total_steps
 from tinkermq.schemas.config.job import TrainingConfig
 from tinkermq.schemas.wire.errors import ConfigError, DataError
 

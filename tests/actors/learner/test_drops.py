@@ -2,15 +2,15 @@
 
 from typing import Any, cast
 
+from tinkermq.actors.learner.data_order import DataOrder
 from tinkermq.actors.learner.drops import TOLD_EVERY_S, Drops
+from tinkermq.actors.learner.intake import Intake
 from tinkermq.actors.learner.reporter import Reporter
-from tinkermq.actors.learner.tasks.data_order import DataOrder
-from tinkermq.actors.learner.tasks.intake import Intake
-from tinkermq.actors.learner.tasks.ledger import Ledger
-from tinkermq.actors.learner.tasks.state import LearnerState
-from tinkermq.broker.jetstream.stored import StoredMessage
+from tinkermq.actors.learner.tasks import Ledger
+from tinkermq.actors.training.state import LearnerState
+from tinkermq.broker.jetstream.direct_get import StoredMessage
 from tinkermq.broker.rollouts import RolloutLog, read_entry
-from tinkermq.schemas.batch import Dropped, DropReason
+from tinkermq.schemas.task import Dropped, DropReason
 from tinkermq.schemas.wire.subjects import JobScope
 
 SCOPE = JobScope("local", "drops")

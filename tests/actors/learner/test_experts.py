@@ -7,21 +7,18 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.generator.engine.engine import Sampling
-from tinkermq.actors.generator.engine.transformers.transformers_engine import (
-    TransformersEngine,
-)
-from tinkermq.actors.learner.training.checkpoint import gather_weights
-from tinkermq.actors.learner.training.parallel import Parallel
-from tinkermq.actors.models.lora import policy_tensors
-from tinkermq.actors.models.model_folder import load_causal_lm, load_policy
-from tinkermq.schemas.config.lora import LoraConfig
+from tinkermq.actors.engine.engine import Sampling
+from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
+from tinkermq.actors.policy.lora import policy_tensors
+from tinkermq.actors.policy.model_folder import load_causal_lm, load_policy
+from tinkermq.actors.training.checkpoint import gather_weights
+from tinkermq.actors.training.parallel import Parallel
+from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.wire.errors import ModelError
 
+from tests.actors.learner.test_ranks_kinds import check
 from tests.support.models import make_tiny_model, plain_logprobs, random_prompt
 from tests.support.saving import make_store, make_trainer, save, train
-
-from .test_ranks_kinds import check
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,8 @@
 """A job is given up when nothing but failed tasks or useless groups come, and only then."""
 
 import pytest
-from tinkermq.actors.learner.tasks.failures import LEAST_IN_A_ROW, Failures, Untrainable
-from tinkermq.schemas.batch import Dropped, DropReason
-from tinkermq.schemas.task import Blame
+from tinkermq.actors.learner.failures import LEAST_IN_A_ROW, Failures, Untrainable
+from tinkermq.schemas.task import Blame, Dropped, DropReason
 from tinkermq.schemas.wire.errors import (
     ConfigError,
     DataError,

@@ -11,20 +11,19 @@ from typing import Any
 import pytest
 import torch
 import transformers.modeling_flash_attention_utils as flash
-from tinkermq.actors.learner.algorithms.training_batch import assemble
-from tinkermq.actors.learner.packing.flat_rows import flatten
-from tinkermq.actors.learner.packing.packing import pack
-from tinkermq.actors.learner.training.model import Scorer, load_model
-from tinkermq.actors.learner.training.step import Trainer
+from tinkermq.actors.training.attention import flatten
+from tinkermq.actors.training.batch import assemble
+from tinkermq.actors.training.model import Scorer, load_model
+from tinkermq.actors.training.packing import pack
+from tinkermq.actors.training.step import Trainer
 from tinkermq.schemas.config.job import JobConfig
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
+from tests.actors.learner.test_images import _groups as groups_with_images
+from tests.actors.learner.test_model import _batch, _mistral, _qwen2, _random
 from tests.support.images import make_vision_model
-
-from .test_images import _groups as groups_with_images
-from .test_model import _batch, _mistral, _qwen2, _random
 
 torch.set_num_threads(1)
 

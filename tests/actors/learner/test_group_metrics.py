@@ -4,7 +4,7 @@ import math
 
 import pytest
 from tinkermq.actors.learner.group_metrics import group_numbers
-from tinkermq.actors.learner.tasks.state import Waste
+from tinkermq.actors.training.state import Waste
 from tinkermq.schemas.task import Blame
 
 from tests.support.groups import make_group, make_trajectory

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.learner.algorithms.training_batch import assemble
-from tinkermq.actors.learner.packing.packing import pack
-from tinkermq.actors.learner.training.model import Scorer, load_model
-from tinkermq.actors.learner.training.step import Trainer
-from tinkermq.actors.models.model_folder import load_tokenizer
-from tinkermq.actors.models.vision import load_image_reader
+from tinkermq.actors.policy.model_folder import load_tokenizer
+from tinkermq.actors.policy.vision import load_image_reader
+from tinkermq.actors.training.batch import assemble
+from tinkermq.actors.training.model import Scorer, load_model
+from tinkermq.actors.training.packing import pack
+from tinkermq.actors.training.step import Trainer
 from tinkermq.schemas.config.job import JobConfig, LearnerConfig, ModelConfig
 from tinkermq.schemas.rollout import Group, check_group
 from tinkermq.schemas.wire.errors import DataError, MessageError

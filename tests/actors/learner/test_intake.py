@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tinkermq.actors.learner.algorithms.training_batch import assemble
-from tinkermq.actors.learner.tasks.batching import form_batch
-from tinkermq.actors.learner.tasks.intake import CheckedEntry, Intake, batch_digest
-from tinkermq.actors.learner.tasks.state import LearnerState
+from tinkermq.actors.learner.batching import form_batch
+from tinkermq.actors.learner.intake import CheckedEntry, Intake, batch_digest
+from tinkermq.actors.training.batch import assemble
+from tinkermq.actors.training.state import LearnerState
 from tinkermq.broker.client.connection import Broker
-from tinkermq.broker.jetstream.stored import StoredMessage
+from tinkermq.broker.jetstream.direct_get import StoredMessage
 from tinkermq.broker.rollouts import RolloutLog, read_entry
 from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.task import Blame

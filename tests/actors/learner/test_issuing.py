@@ -6,19 +6,17 @@ from functools import partial
 from typing import Any
 
 import pytest
-from tinkermq.actors.learner.tasks.data_order import DataOrder
-from tinkermq.actors.learner.tasks.issuing import TaskIssuer
-from tinkermq.actors.learner.tasks.ledger import Ledger
-from tinkermq.actors.learner.tasks.state import LearnerState
+from tinkermq.actors.learner.data_order import DataOrder
+from tinkermq.actors.learner.tasks import Ledger, TaskIssuer
+from tinkermq.actors.training.state import LearnerState
 from tinkermq.broker.batches import BatchLog
 from tinkermq.broker.client.connection import Broker
-from tinkermq.broker.jetstream.stored import get_all
+from tinkermq.broker.jetstream.direct_get import get_all
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.tasks import TaskQueue
-from tinkermq.schemas.batch import BatchRecord
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.control import PublishTasksRequest, ReserveRequest, TaskSpec
-from tinkermq.schemas.task import Task
+from tinkermq.schemas.task import BatchRecord, Task
 from tinkermq.schemas.wire.errors import FencedError, StateError
 from tinkermq.schemas.wire.subjects import JobScope
 

@@ -4,7 +4,11 @@ import math
 
 import pytest
 import torch
-from tinkermq.actors.learner.algorithms.kl import entropy_from_logits, kl_per_token, rewards_with_kl
+from tinkermq.actors.training.losses import (
+    entropy_from_logits,
+    kl_per_token,
+    rewards_with_kl,
+)
 from tinkermq.schemas.wire.errors import ConfigError
 
 LOGPROBS = torch.tensor([-1.0, -1.0, -3.0])

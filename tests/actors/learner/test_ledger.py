@@ -6,14 +6,13 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tinkermq.actors.learner.tasks.batching import StalenessPolicy
-from tinkermq.actors.learner.tasks.ledger import MAX_TRIES, Ledger
-from tinkermq.actors.learner.tasks.staleness_gate import num_admissible
-from tinkermq.actors.learner.tasks.state import LearnerState
-from tinkermq.schemas.batch import DropReason
-from tinkermq.schemas.task import Task
+from tinkermq.actors.learner.batching import StalenessPolicy
+from tinkermq.actors.learner.staleness import num_admissible
+from tinkermq.actors.learner.tasks import MAX_TRIES, Ledger
+from tinkermq.actors.training.state import LearnerState
+from tinkermq.schemas.task import DropReason, Task
 
-from .ledger_model import Job, World, run
+from tests.actors.learner.ledger_model import Job, World, run
 
 jobs = st.builds(
     Job,

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tinkermq.actors.learner.algorithms.losses import LOSSES, LossInputs, compute_loss
+from tinkermq.actors.training.losses import LOSSES, LossInputs, compute_loss
 from tinkermq.schemas.wire.errors import ConfigError
 
 

@@ -10,20 +10,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.learner.algorithms.credit import Credit, assign_credit
-from tinkermq.actors.learner.algorithms.off_policy.corrections import CorrectionInputs, correct
-from tinkermq.actors.learner.algorithms.training_batch import assemble
-from tinkermq.actors.learner.algorithms.values import Values
-from tinkermq.actors.learner.training.model import load_model
-from tinkermq.actors.learner.training.step import Trainer
+from tinkermq.actors.training.advantages import Values
+from tinkermq.actors.training.batch import assemble
+from tinkermq.actors.training.credit import Credit, assign_credit
+from tinkermq.actors.training.model import load_model
+from tinkermq.actors.training.off_policy import CorrectionInputs, correct
+from tinkermq.actors.training.step import Trainer
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group, Trajectory
 from torch import Tensor, nn
 
+from tests.actors.learner.plain_step import (
+    Episodes,
+    grpo,
+    m2po_kept,
+    plain_logprobs,
+    plain_step,
+)
 from tests.support.groups import make_group, make_trajectory, random_group
 from tests.support.models import gradients_of, make_tiny_model
-
-from .plain_step import Episodes, grpo, m2po_kept, plain_logprobs, plain_step
 
 torch.set_num_threads(1)
 

@@ -7,21 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.learner.algorithms.credit import assign_credit
-from tinkermq.actors.learner.algorithms.training_batch import assemble
+from tinkermq.actors.learner.batching import Candidate, form_batch, oldest_trained
 from tinkermq.actors.learner.group_metrics import group_numbers
-from tinkermq.actors.learner.tasks.batching import Candidate, form_batch, oldest_trained
-from tinkermq.actors.learner.tasks.state import Waste
-from tinkermq.actors.learner.training.model import load_model
-from tinkermq.actors.learner.training.step import Trainer
+from tinkermq.actors.training.batch import assemble
+from tinkermq.actors.training.credit import assign_credit
+from tinkermq.actors.training.model import load_model
+from tinkermq.actors.training.state import Waste
+from tinkermq.actors.training.step import Trainer
 from tinkermq.schemas.config.job import JobConfig, TrainingConfig
 from tinkermq.schemas.rollout import Group, Trajectory, num_too_old
 from torch import Tensor, nn
 
+from tests.actors.learner.plain_step import Episodes, grpo, plain_logprobs, plain_step
 from tests.support.groups import make_group, make_trajectory
 from tests.support.models import make_tiny_model
-
-from .plain_step import Episodes, grpo, plain_logprobs, plain_step
 
 torch.set_num_threads(1)
 

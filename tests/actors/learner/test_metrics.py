@@ -7,18 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.learner.algorithms.kl import kl_per_token
-from tinkermq.actors.learner.algorithms.training_batch import TrainingBatch, assemble
-from tinkermq.actors.learner.training.model import load_model
-from tinkermq.actors.learner.training.step import Trainer
-from tinkermq.actors.models.lora import policy_tensors
+from tinkermq.actors.policy.lora import policy_tensors
+from tinkermq.actors.training.batch import TrainingBatch, assemble
+from tinkermq.actors.training.losses import kl_per_token
+from tinkermq.actors.training.model import load_model
+from tinkermq.actors.training.step import Trainer
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group
 
+from tests.actors.learner.plain_step import plain_logprobs
 from tests.support.groups import random_group
 from tests.support.models import changed, loaded, make_tiny_model
-
-from .plain_step import plain_logprobs
 
 torch.set_num_threads(1)
 

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.learner.algorithms.training_batch import assemble
-from tinkermq.actors.learner.packing.packing import pack
-from tinkermq.actors.learner.training.model import Asked, Scorer, load_model
+from tinkermq.actors.training.batch import assemble
+from tinkermq.actors.training.model import Asked, Scorer, load_model
+from tinkermq.actors.training.packing import pack
 from tinkermq.schemas.config.job import LearnerConfig, ModelConfig
 from tinkermq.schemas.wire.errors import ModelError
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
@@ -18,10 +18,9 @@ from transformers.models.mistral import MistralConfig, MistralForCausalLM
 from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_next import Qwen3NextConfig, Qwen3NextForCausalLM
 
+from tests.actors.learner.plain_step import plain_logprobs
 from tests.support.groups import random_group
 from tests.support.models import make_tiny_model
-
-from .plain_step import plain_logprobs
 
 torch.set_num_threads(1)
 

@@ -7,14 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.learner.training.critic import ValueModel
-from tinkermq.actors.learner.training.model import load_model
-from tinkermq.actors.learner.training.optimizer import make_optimizer
-from tinkermq.actors.learner.training.optimizers.muon import Muon
-from tinkermq.actors.learner.training.parallel import Parallel
+from tinkermq.actors.training.critic import ValueModel
+from tinkermq.actors.training.model import load_model
+from tinkermq.actors.training.optimizer import Muon, make_optimizer
+from tinkermq.actors.training.parallel import Parallel
 from tinkermq.schemas.config.job import ModelConfig
-from tinkermq.schemas.config.learner import LearnerConfig
-from tinkermq.schemas.config.lora import LoraConfig
+from tinkermq.schemas.config.sections import LearnerConfig, LoraConfig
 from torch import nn
 
 from tests.support.models import make_tiny_model

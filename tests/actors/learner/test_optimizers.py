@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.learner.algorithms.training_batch import assemble
-from tinkermq.actors.learner.training.model import load_model
-from tinkermq.actors.learner.training.parallel import Meeting, Parallel
-from tinkermq.actors.learner.training.step import StepReport, Trainer
+from tinkermq.actors.training.batch import assemble
+from tinkermq.actors.training.model import load_model
+from tinkermq.actors.training.parallel import Meeting, Parallel
+from tinkermq.actors.training.step import StepReport, Trainer
 from tinkermq.schemas.config.job import JobConfig
-from tinkermq.schemas.config.learner import LearnerConfig
+from tinkermq.schemas.config.sections import LearnerConfig
 from tinkermq.schemas.wire.errors import ConfigError
 
 from tests.support.groups import random_group

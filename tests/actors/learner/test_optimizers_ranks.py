@@ -7,10 +7,9 @@ import pytest
 import torch
 from tinkermq.schemas.config.job import JobConfig
 
+from tests.actors.learner.test_ranks import config_of, trained
+from tests.actors.learner.test_ranks_kinds import distance
 from tests.support.models import make_tiny_model
-
-from .test_ranks import config_of, trained
-from .test_ranks_kinds import distance
 
 torch.set_num_threads(1)
 

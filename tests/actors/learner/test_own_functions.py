@@ -7,19 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.learner.algorithms.training_batch import assemble
-from tinkermq.actors.learner.own.check import check_function
-from tinkermq.actors.learner.own.functions import Kind, own_function
-from tinkermq.actors.learner.own.groups import OwnCurriculum, keeps_of
-from tinkermq.actors.learner.tasks.curriculum import (
+from tinkermq.actors.learner.curriculum import (
     Curriculum,
     CurriculumConfig,
     CurriculumInputs,
+    OwnCurriculum,
+    keeps_of,
 )
-from tinkermq.actors.learner.tasks.data_order import DataOrder
-from tinkermq.actors.learner.tasks.state import LearnerState
-from tinkermq.actors.learner.training.model import load_model
-from tinkermq.actors.learner.training.step import Trainer
+from tinkermq.actors.learner.custom_check import check_function
+from tinkermq.actors.learner.data_order import DataOrder
+from tinkermq.actors.training.batch import assemble
+from tinkermq.actors.training.custom import Kind, own_function
+from tinkermq.actors.training.model import load_model
+from tinkermq.actors.training.state import LearnerState
+from tinkermq.actors.training.step import Trainer
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.wire.errors import ConfigError

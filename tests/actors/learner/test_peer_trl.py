@@ -14,10 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from tinkermq.actors.learner.algorithms.aggregation import Denominators, aggregate
-from tinkermq.actors.learner.algorithms.kl import kl_per_token
-from tinkermq.actors.learner.algorithms.losses import LossInputs, compute_loss
-from tinkermq.actors.learner.algorithms.shaping import overlong_penalty
+from tinkermq.actors.training.advantages import overlong_penalty
+from tinkermq.actors.training.losses import (
+    Denominators,
+    LossInputs,
+    aggregate,
+    compute_loss,
+    kl_per_token,
+)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # trl and accelerate warn while they are imported

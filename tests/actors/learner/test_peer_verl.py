@@ -14,17 +14,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.learner.algorithms.advantages import AdvantageInputs, compute_advantages
-from tinkermq.actors.learner.algorithms.aggregation import Denominators, aggregate
-from tinkermq.actors.learner.algorithms.kl import kl_per_token
-from tinkermq.actors.learner.algorithms.losses import LossInputs, compute_loss
-from tinkermq.actors.learner.algorithms.off_policy.corrections import (
-    correct,
+from tinkermq.actors.training.advantages import (
+    AdvantageInputs,
+    compute_advantages,
+    generalized_advantage,
+    value_loss,
 )
-from tinkermq.actors.learner.algorithms.off_policy.mismatch import (
-    mismatch_statistics,
+from tinkermq.actors.training.losses import (
+    Denominators,
+    LossInputs,
+    aggregate,
+    compute_loss,
+    kl_per_token,
 )
-from tinkermq.actors.learner.algorithms.values import generalized_advantage, value_loss
+from tinkermq.actors.training.off_policy import correct, mismatch_statistics
 from torch import Tensor
 
 from tests.actors.learner.verl_batch import LENGTH, NUM_SEQS, Batch, assert_same, batch

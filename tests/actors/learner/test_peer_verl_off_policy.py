@@ -12,13 +12,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tinkermq.actors.learner.algorithms.advantages import AdvantageInputs, compute_advantages
-from tinkermq.actors.learner.algorithms.aggregation import Denominators, aggregate
-from tinkermq.actors.learner.algorithms.losses import LossInputs, compute_loss
-from tinkermq.actors.learner.algorithms.off_policy.corrections import correct, normalised
-from tinkermq.actors.learner.algorithms.off_policy.masks import masked
-from tinkermq.actors.learner.algorithms.off_policy.mismatch import off_policy_statistics
-from tinkermq.schemas.config.algorithms.corrections import CorrectionMask
+from tinkermq.actors.training.advantages import AdvantageInputs, compute_advantages
+from tinkermq.actors.training.losses import (
+    Denominators,
+    LossInputs,
+    aggregate,
+    compute_loss,
+)
+from tinkermq.actors.training.off_policy import (
+    correct,
+    masked,
+    normalised,
+    off_policy_statistics,
+)
+from tinkermq.schemas.config.algorithm import CorrectionMask
 
 from tests.actors.learner.verl_batch import NUM_SEQS, Batch, assert_same, batch
 

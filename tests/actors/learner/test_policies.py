@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.learner.algorithms.training_batch import assemble
-from tinkermq.actors.learner.tasks.state import LearnerState
-from tinkermq.actors.learner.training.policies import Policies, load_models
-from tinkermq.actors.models.model_folder import load_tokenizer
-from tinkermq.actors.models.tiny_model import make_model, make_tokenizer, save_tiny_model
+from tinkermq.actors.policy.model_folder import load_tokenizer
+from tinkermq.actors.policy.tiny_models import make_model, make_tokenizer, save_tiny_model
+from tinkermq.actors.training.batch import assemble
+from tinkermq.actors.training.policies import Policies, load_models
+from tinkermq.actors.training.state import LearnerState
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.wire.errors import ConfigError

@@ -12,23 +12,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tinkermq.actors.learner.ranks.child_ranks import ChildRanks
-from tinkermq.actors.learner.tasks.state import LearnerState
-from tinkermq.actors.learner.training.parallel import device_of
-from tinkermq.actors.learner.training.policies import Policies, load_models
-from tinkermq.actors.learner.training.step import StepReport
-from tinkermq.actors.models.model_folder import load_causal_lm, load_tokenizer
-from tinkermq.actors.models.policies import MAIN, prefix_of
+from tinkermq.actors.policy.model_folder import load_causal_lm, load_tokenizer
+from tinkermq.actors.policy.policies import MAIN, prefix_of
+from tinkermq.actors.training.parallel import device_of
+from tinkermq.actors.training.policies import Policies, load_models
+from tinkermq.actors.training.state import LearnerState
+from tinkermq.actors.training.step import StepReport
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.wire.errors import ConfigError, EngineError
 from torch import Tensor
 
+from tests.actors.learner.test_images import _groups as groups_with_images
 from tests.support.groups import random_group
 from tests.support.images import make_vision_model
 from tests.support.models import make_tiny_model
 from tests.support.saving import make_store
-
-from .test_images import _groups as groups_with_images
 
 torch.set_num_threads(1)
 

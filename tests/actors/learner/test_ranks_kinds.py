@@ -7,17 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from tinkermq.actors.learner.algorithms.training_batch import assemble
-from tinkermq.actors.learner.training.model import load_model
-from tinkermq.actors.learner.training.parallel import Meeting, Parallel
-from tinkermq.actors.learner.training.step import Trainer
+from tinkermq.actors.training.batch import assemble
+from tinkermq.actors.training.model import load_model
+from tinkermq.actors.training.parallel import Meeting, Parallel
+from tinkermq.actors.training.step import Trainer
 from tinkermq.schemas.rollout import Group
 from torch import Tensor
 
-from tests.support.images import make_vision_model
-from tests.support.models import make_tiny_model
-
-from .test_ranks import (
+from tests.actors.learner.test_ranks import (
     HARD,
     assert_same_reports,
     assert_same_weights,
@@ -26,6 +23,8 @@ from .test_ranks import (
     groups_of,
     trained,
 )
+from tests.support.images import make_vision_model
+from tests.support.models import make_tiny_model
 
 torch.set_num_threads(1)
 

@@ -3,13 +3,13 @@
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
+from tinkermq.actors.learner.data_order import DataOrder
 from tinkermq.actors.learner.drops import Drops
+from tinkermq.actors.learner.intake import Intake
 from tinkermq.actors.learner.recorded_steps import RecordedSteps
 from tinkermq.actors.learner.reporter import Reporter
-from tinkermq.actors.learner.tasks.data_order import DataOrder
-from tinkermq.actors.learner.tasks.intake import Intake
-from tinkermq.actors.learner.tasks.ledger import Ledger
-from tinkermq.actors.learner.tasks.state import LearnerState
+from tinkermq.actors.learner.tasks import Ledger
+from tinkermq.actors.training.state import LearnerState
 from tinkermq.broker.batches import BatchLog
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.rollouts import RolloutLog

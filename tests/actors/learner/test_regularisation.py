@@ -6,17 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.learner.algorithms.training_batch import TrainingBatch, assemble
-from tinkermq.actors.learner.training.model import load_model
-from tinkermq.actors.learner.training.step import Trainer
-from tinkermq.actors.models.model_folder import load_tokenizer
+from tinkermq.actors.policy.model_folder import load_tokenizer
+from tinkermq.actors.training.batch import TrainingBatch, assemble
+from tinkermq.actors.training.model import load_model
+from tinkermq.actors.training.step import Trainer
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.wire.errors import ConfigError
 
+from tests.actors.learner.plain_step import plain_logprobs
 from tests.support.groups import random_group
 from tests.support.models import changed, gradients_of, loaded, make_tiny_model
-
-from .plain_step import plain_logprobs
 
 torch.set_num_threads(1)
 STEP = 3

@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from tinkermq.actors.models.policies import MAIN
+from tinkermq.actors.policy.policies import MAIN
 from torch.distributed.tensor import DTensor
 
-from tests.support.images import make_vision_model
-from tests.support.models import make_tiny_model
-
-from .test_ranks import (
+from tests.actors.learner.test_ranks import (
     HARD,
     KINDS,
     Trained,
@@ -22,6 +19,8 @@ from .test_ranks import (
     groups_of,
     trained,
 )
+from tests.support.images import make_vision_model
+from tests.support.models import make_tiny_model
 
 torch.set_num_threads(1)
 

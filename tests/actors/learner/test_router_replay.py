@@ -8,29 +8,35 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.generator.engine.engine import Generation, Sampling
-from tinkermq.actors.generator.engine.transformers.transformers_engine import TransformersEngine
-from tinkermq.actors.generator.episodes.transcript import Transcript
-from tinkermq.actors.learner.algorithms.training_batch import assemble
-from tinkermq.actors.learner.packing.columns import columns_of
-from tinkermq.actors.learner.packing.flat_rows import flatten
-from tinkermq.actors.learner.packing.micro_batch import TokenSequence
-from tinkermq.actors.learner.packing.packing import pack
-from tinkermq.actors.learner.training.model import Scorer, load_model
-from tinkermq.actors.learner.training.step import Trainer
-from tinkermq.actors.models.experts.recorder import RouterRecorder
-from tinkermq.actors.models.experts.replay import RouterReplay
-from tinkermq.actors.models.experts.routers import routers_of, shape_of
-from tinkermq.actors.models.model_folder import load_causal_lm, load_tokenizer
+from tinkermq.actors.engine.engine import Generation, Sampling
+from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
+from tinkermq.actors.policy.experts import (
+    RouterRecorder,
+    RouterReplay,
+    routers_of,
+    shape_of,
+)
+from tinkermq.actors.policy.model_folder import load_causal_lm, load_tokenizer
+from tinkermq.actors.rollout.transcript import Transcript
+from tinkermq.actors.training.attention import flatten
+from tinkermq.actors.training.batch import assemble
+from tinkermq.actors.training.micro_batch import TokenSequence, columns_of
+from tinkermq.actors.training.model import Scorer, load_model
+from tinkermq.actors.training.packing import pack
+from tinkermq.actors.training.step import Trainer
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group, Trajectory
 from tinkermq.schemas.wire.errors import DataError, EngineError, ModelError
 
+from tests.actors.learner.test_ranks import (
+    assert_same_reports,
+    assert_same_weights,
+    batch,
+    trained,
+)
+from tests.actors.learner.test_ranks import config_of as ranks_config
 from tests.support.groups import make_group, random_group
 from tests.support.models import gradients_of, make_tiny_model, random_prompt
-
-from .test_ranks import assert_same_reports, assert_same_weights, batch, trained
-from .test_ranks import config_of as ranks_config
 
 LAYERS, CHOSEN, EXPERTS = 2, 2, 4
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
-from tinkermq.actors.learner.algorithms.training_batch import assemble
 from tinkermq.actors.learner.group_metrics import group_numbers
-from tinkermq.actors.learner.training.model import load_model
-from tinkermq.actors.learner.training.step import Trainer
+from tinkermq.actors.training.batch import assemble
+from tinkermq.actors.training.model import load_model
+from tinkermq.actors.training.step import Trainer
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group, Trajectory
 from tinkermq.schemas.task import Task

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tinkermq.actors.learner.algorithms import samples
-from tinkermq.actors.learner.algorithms.credit import assign_credit
-from tinkermq.actors.learner.algorithms.training_batch import TrainingBatch, assemble
-from tinkermq.actors.learner.algorithms.values import Values
+from tinkermq.actors.training import batch as samples
+from tinkermq.actors.training.advantages import Values
+from tinkermq.actors.training.batch import TrainingBatch, assemble
+from tinkermq.actors.training.credit import assign_credit
 from tinkermq.schemas.config.job import JobConfig
 
 from tests.support.groups import make_group, make_trajectory

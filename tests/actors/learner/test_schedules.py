@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tinkermq.actors.learner.training.schedules import learning_rate
+from tinkermq.actors.training.optimizer import learning_rate
 from tinkermq.schemas.wire.errors import ConfigError
 
 

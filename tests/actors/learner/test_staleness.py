@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from tinkermq.actors.learner.tasks.auto_staleness import Staleness, choose
+from tinkermq.actors.learner.staleness import Staleness, choose
 from tinkermq.schemas.config.job import JobConfig, TrainingConfig
 from tinkermq.schemas.config.load_config import parse_config
 from tinkermq.schemas.wire.errors import ConfigError

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tinkermq.actors.learner.tasks.staleness_gate import min_version, num_admissible
+from tinkermq.actors.learner.staleness import min_version, num_admissible
 
 
 @pytest.mark.parametrize(

@@ -9,18 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.learner.algorithms.training_batch import TrainingBatch, assemble
-from tinkermq.actors.learner.training.model import load_model
-from tinkermq.actors.learner.training.step import StepReport, Trainer
+from tinkermq.actors.training.batch import TrainingBatch, assemble
+from tinkermq.actors.training.model import load_model
+from tinkermq.actors.training.step import StepReport, Trainer
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group
 from torch import nn
 from transformers import PreTrainedModel
 
+from tests.actors.learner.plain_step import Episodes, grpo, plain_logprobs, plain_step
 from tests.support.groups import make_group, make_trajectory, random_group
 from tests.support.models import changed, gradients_of, loaded, make_tiny_model
-
-from .plain_step import Episodes, grpo, plain_logprobs, plain_step
 
 torch.set_num_threads(1)
 

@@ -7,21 +7,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.learner.algorithms.training_batch import assemble
-from tinkermq.actors.learner.distillation.language import check_same_language
-from tinkermq.actors.learner.distillation.targets import forward_kl, teacher_advantage
-from tinkermq.actors.learner.training.model import load_model
-from tinkermq.actors.learner.training.step import Trainer
-from tinkermq.actors.models.tiny_model import make_tokenizer
+from tinkermq.actors.policy.tiny_models import make_tokenizer
+from tinkermq.actors.training.batch import assemble
+from tinkermq.actors.training.distillation import (
+    check_same_language,
+    forward_kl,
+    teacher_advantage,
+)
+from tinkermq.actors.training.model import load_model
+from tinkermq.actors.training.step import Trainer
 from tinkermq.schemas.config.job import JobConfig
-from tinkermq.schemas.rollout import Group, Trajectory
-from tinkermq.schemas.teaching import Teaching
+from tinkermq.schemas.rollout import Group, Teaching, Trajectory
 from tinkermq.schemas.wire.errors import DataError, ModelError
 
+from tests.actors.learner.plain_step import plain_logprobs
 from tests.support.groups import random_group
 from tests.support.models import changed, gradients_of, loaded, make_tiny_model
-
-from .plain_step import plain_logprobs
 
 torch.set_num_threads(1)
 VERSION = 3

@@ -5,8 +5,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tinkermq.actors.learner.algorithms.advantages import AdvantageInputs, compute_advantages
-from tinkermq.actors.learner.algorithms.training_batch import assemble, select
+from tinkermq.actors.training.advantages import AdvantageInputs, compute_advantages
+from tinkermq.actors.training.batch import assemble, select
 from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.task import Task
 

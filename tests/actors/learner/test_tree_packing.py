@@ -9,14 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tinkermq.actors.learner.algorithms.training_batch import assemble
-from tinkermq.actors.learner.packing.balance import share_sequences
-from tinkermq.actors.learner.packing.flat_rows import flatten
-from tinkermq.actors.learner.packing.micro_batch import MicroBatch, TokenSequence
-from tinkermq.actors.learner.packing.packing import block_causal_mask, pack
-from tinkermq.actors.learner.training.model import Scorer, load_model
-from tinkermq.actors.learner.training.step import Trainer
-from tinkermq.actors.models.vision import load_image_reader
+from tinkermq.actors.policy.vision import load_image_reader
+from tinkermq.actors.training.attention import flatten
+from tinkermq.actors.training.batch import assemble
+from tinkermq.actors.training.micro_batch import MicroBatch, TokenSequence, share_sequences
+from tinkermq.actors.training.model import Scorer, load_model
+from tinkermq.actors.training.packing import block_causal_mask, pack
+from tinkermq.actors.training.step import Trainer
 from tinkermq.schemas.config.job import JobConfig, LearnerConfig, ModelConfig
 from tinkermq.schemas.rollout import Group, Trajectory
 from tinkermq.schemas.wire.errors import ConfigError, DataError

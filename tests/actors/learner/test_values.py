@@ -1,7 +1,7 @@
 """Values against tables worked out by hand."""
 
 import torch
-from tinkermq.actors.learner.algorithms.values import (
+from tinkermq.actors.training.advantages import (
     explained_variance,
     generalized_advantage,
     value_loss,

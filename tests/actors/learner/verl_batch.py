@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tinkermq.actors.learner.algorithms.off_policy.corrections import CorrectionInputs
+from tinkermq.actors.training.off_policy import CorrectionInputs
 
 NUM_GROUPS, GROUP_SIZE, LENGTH = 5, 4, 12
 NUM_SEQS = NUM_GROUPS * GROUP_SIZE

@@ -1,6 +1,6 @@
 """When a crashed actor is started again."""
 
-from tinkermq.actors.node.backoff import Backoff
+from tinkermq.actors.node.process import Backoff
 
 
 def test_each_failure_doubles_the_delay_up_to_ten_seconds() -> None:

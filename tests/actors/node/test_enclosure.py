@@ -15,7 +15,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from tinkermq.actors.folders.roots import MODELS_VARIABLE
 from tinkermq.actors.node.enclosure import (
     FOLDERS_VARIABLE,
     VARIABLES_VARIABLE,
@@ -23,6 +22,7 @@ from tinkermq.actors.node.enclosure import (
     check_programs,
 )
 from tinkermq.actors.node.process import ActorProcess
+from tinkermq.actors.storage.access import MODELS_VARIABLE
 from tinkermq.envs.sandbox.watch import first_child
 from tinkermq.schemas.node import WantedActor
 from tinkermq.schemas.wire.errors import SandboxError

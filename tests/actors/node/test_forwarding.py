@@ -12,7 +12,7 @@ import pytest
 from tinkermq.actors.node.enclosure import EnclosedChild, Enclosure
 from tinkermq.actors.node.forwarding import MAX_CONNECTIONS, URL_VARIABLE, Forwarder
 from tinkermq.broker.client.login import CA_VARIABLE
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.node import WantedActor
 from tinkermq.schemas.wire.errors import SandboxError
 

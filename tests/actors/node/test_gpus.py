@@ -7,8 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tinkermq.actors.gpus import Gpus, find_gpus
 from tinkermq.actors.node.children import Child, spawn
-from tinkermq.actors.node.gpus import Gpus, find_gpus
 from tinkermq.actors.node.process import ActorProcess
 from tinkermq.schemas.metric import LogLines
 from tinkermq.schemas.node import WantedActor

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tinkermq.actors.node.children import ActorStarter
-from tinkermq.actors.node.looking import MAX_CONFIG_BYTES, TriedGames, look, look_now
+from tinkermq.actors.node.preflight import MAX_CONFIG_BYTES, TriedGames, look, look_now
 from tinkermq.schemas.node import LookAnswer, LookQuestion, PlayQuestion, WantedActor
 
 from tests.support.waiting import until

@@ -9,10 +9,10 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-from tinkermq.actors.folders.roots import MODELS_VARIABLE
-from tinkermq.actors.models.model_folder import check_model_is_here
-from tinkermq.actors.node.models import ModelLookout
-from tinkermq.actors.scheduler.submission.models import Reader
+from tinkermq.actors.node.preflight import ModelLookout
+from tinkermq.actors.policy.model_folder import check_model_is_here
+from tinkermq.actors.scheduler.submission.model_check import Reader
+from tinkermq.actors.storage.access import MODELS_VARIABLE
 from tinkermq.schemas.node import ModelQuestion
 from tinkermq.schemas.wire.errors import ModelError
 
@@ -20,7 +20,7 @@ from tests.support.hollow_model import hollow_model
 
 _ASK = """
 import sys
-from tinkermq.actors.models.model_folder import check_model_is_here
+from tinkermq.actors.policy.model_folder import check_model_is_here
 from tinkermq.schemas.wire.errors import ModelError
 try:
     check_model_is_here(sys.argv[1])

@@ -16,7 +16,7 @@ from tinkermq.broker.client.rpc import Service, call
 from tinkermq.broker.feed import follow
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jetstream.streams import create_shared
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.metric import LogLines
 from tinkermq.schemas.node import NodeStatus, NodeSync, RemoveRun, WantedActor
 from tinkermq.schemas.wire.errors import ConfigError, FencedError, MessageError, StateError

@@ -19,13 +19,13 @@ from tinkermq.actors.node.children import programs
 from tinkermq.actors.node.node import Node
 from tinkermq.actors.runtime import ActorContext
 from tinkermq.actors.scheduler import scheduler
-from tinkermq.actors.scheduler.jobs.keeping import Keeping
+from tinkermq.actors.scheduler.jobs.archive import Keeping
 from tinkermq.actors.scheduler.timing import Timing
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import Service, call
 from tinkermq.broker.feed import read_events
 from tinkermq.broker.jobs import JobStore
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.control import ControlReply, ControlRequest
 from tinkermq.schemas.job import (
     JobList,
@@ -41,10 +41,9 @@ from tinkermq.schemas.wire.errors import DeadlineError, NobodyAnswersError
 from tinkermq.schemas.wire.message import Empty, Message
 from tinkermq.schemas.wire.subjects import rpc
 
+from tests.actors.scheduler.toy_node import toy_command
 from tests.support.hollow_model import hollow_model
 from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, eventually
-
-from .toy_node import toy_command
 
 TOY_NODE = Path(__file__).with_name("toy_node.py")
 FAST = Timing(turn_s=0.1, renew_s=0.3, stale_s=2.0)

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.scheduler.jobs.keeping import Keeping
+from tinkermq.actors.scheduler.jobs.archive import Keeping
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jetstream.streams import stream_info
 from tinkermq.clients.pool import Pool
@@ -15,9 +15,8 @@ from tinkermq.schemas.wire.errors import NotFoundError, StateError
 from tinkermq.schemas.wire.message import Empty
 from tinkermq.schemas.wire.subjects import BUCKET_ARCHIVE, BUCKET_JOBS
 
+from tests.actors.scheduler.conftest import Stack
 from tests.support.waiting import eventually
-
-from .conftest import Stack
 
 ONE = Keeping(of_user=1, of_all=10)
 

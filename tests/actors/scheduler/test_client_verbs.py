@@ -8,7 +8,7 @@ from tinkermq.clients import AsyncSchedulerClient
 from tinkermq.schemas.metric import Metric
 from tinkermq.schemas.wire.errors import ConfigError, NotFoundError
 
-from .conftest import Stack
+from tests.actors.scheduler.conftest import Stack
 
 
 async def test_a_run_is_paused_scaled_and_resumed_with_more_steps(stack: Stack) -> None:

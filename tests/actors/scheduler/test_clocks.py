@@ -4,7 +4,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from tinkermq.actors.scheduler.placement.clocks import RECENT_S, better, reading
+from tinkermq.actors.scheduler.nodes import RECENT_S, better, reading
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.clients.cli.pool.machines import clocks_off

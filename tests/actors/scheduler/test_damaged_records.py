@@ -3,14 +3,13 @@
 import time
 from typing import Any
 
-from tinkermq.broker.calls.scheduler import SchedulerCalls
+from tinkermq.broker.calls import SchedulerCalls
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.users.records import create_user_stores
-from tinkermq.schemas.job import ActorPlacement, JobRecord
+from tinkermq.schemas.job import ActorPlacement, JobRecord, SealedSecrets
 from tinkermq.schemas.metric import EvalRecord, Presence
 from tinkermq.schemas.node import ActorStatus, NodeStatus
-from tinkermq.schemas.secret import SealedSecrets
 from tinkermq.schemas.user import UserRecord
 from tinkermq.schemas.wire.codec import pack
 from tinkermq.schemas.wire.message import Message
@@ -24,7 +23,7 @@ from tinkermq.schemas.wire.subjects import (
     BUCKET_USERS,
 )
 
-from .conftest import Stack
+from tests.actors.scheduler.conftest import Stack
 
 
 def _node(name: str, **more: Any) -> NodeStatus:

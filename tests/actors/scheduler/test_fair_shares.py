@@ -5,8 +5,8 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-from tinkermq.actors.scheduler.placement.placement import Assignment, NodeSlots, place
-from tinkermq.actors.scheduler.placement.queue import PlacementRequest, UserShares
+from tinkermq.actors.scheduler.placement import Assignment, NodeSlots, place
+from tinkermq.actors.scheduler.queue import PlacementRequest, UserShares
 from tinkermq.schemas.job import ActorPlacement
 from tinkermq.schemas.user import Quota
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tinkermq.actors.folders.links import refuse_links_to_others
 from tinkermq.actors.scheduler.submission.access import refuse_runs_of_others
+from tinkermq.actors.storage.access import refuse_links_to_others
 from tinkermq.schemas.config.load_config import parse_config
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.wire.errors import ConfigError

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 from tinkermq.broker.feed import read_events
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.job import StopRequest
 
+from tests.actors.scheduler.conftest import FAST, Stack
 from tests.support.processes import alive
 from tests.support.waiting import PATIENCE_S, eventually
-
-from .conftest import FAST, Stack
 
 MAX_IDLE_MB = 100
 

@@ -15,9 +15,8 @@ from tinkermq.schemas.node import NodeStatus, NodeSync, SchedulerLease
 from tinkermq.schemas.wire.errors import FencedError
 from tinkermq.schemas.wire.subjects import BUCKET_LEASES, node
 
+from tests.actors.scheduler.conftest import FAST, Stack
 from tests.support.waiting import PATIENCE_S
-
-from .conftest import FAST, Stack
 
 
 async def test_a_second_scheduler_waits_until_the_first_gives_its_lease_back(

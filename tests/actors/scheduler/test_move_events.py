@@ -2,7 +2,7 @@
 
 import asyncio
 
-from tinkermq.actors.scheduler.jobs.move_events import MoveEvents
+from tinkermq.actors.scheduler.notifier import MoveEvents
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.streams import create_job_streams, create_shared
 from tinkermq.broker.jobs import JobStore

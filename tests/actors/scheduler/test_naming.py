@@ -2,7 +2,7 @@
 
 import re
 
-from tinkermq.actors.scheduler.submission.naming import names, run_name
+from tinkermq.actors.scheduler.submission.submission import names, run_name
 
 
 def test_a_run_is_named_after_its_game_its_model_and_two_words() -> None:

@@ -17,17 +17,21 @@ from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.schemas.job import JobRecord, JobReply, JobRequest, ListRequest, StopRequest
 from tinkermq.schemas.metric import LogLines, Metric
 from tinkermq.schemas.node import NodeStatus, NodeSync
-from tinkermq.schemas.wire.errors import ConfigError, NotFoundError, PlacementError, StateError
+from tinkermq.schemas.wire.errors import (
+    ConfigError,
+    NotFoundError,
+    PlacementError,
+    StateError,
+)
 from tinkermq.schemas.wire.ids import new_id
 from tinkermq.schemas.wire.subjects import BUCKET_NODES, JobScope, rpc
 from tinkermq.schemas.wire.subjects import node as node_subject
 from ulid import ULID
 
+from tests.actors.scheduler.conftest import FAST, Inside, Stack
+from tests.actors.scheduler.toy_node import toy_command
 from tests.support.processes import alive
 from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, eventually
-
-from .conftest import FAST, Inside, Stack
-from .toy_node import toy_command
 
 HOUR_S = 3600.0
 

@@ -2,7 +2,7 @@
 
 import time
 
-from tinkermq.actors.scheduler.placement.nodes import Nodes
+from tinkermq.actors.scheduler.nodes import Nodes
 from tinkermq.actors.scheduler.timing import Timing
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.kv import Bucket

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tinkermq.actors.scheduler.placement.placement import (
+from tinkermq.actors.scheduler.placement import (
     Assignment,
     NodeSlots,
     place,
     refuse_impossible,
 )
-from tinkermq.actors.scheduler.placement.queue import PlacementRequest, UserShares
+from tinkermq.actors.scheduler.queue import PlacementRequest, UserShares
 from tinkermq.schemas.job import ActorPlacement
 from tinkermq.schemas.user import Quota
 from tinkermq.schemas.wire.errors import PlacementError

@@ -17,11 +17,10 @@ from tinkermq.broker.jetstream.streams import delete_stream, stream_info
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.snapshots import restore_streams, save_streams
 from tinkermq.clients.pool import Pool
-from tinkermq.schemas.batch import BatchRecord
-from tinkermq.schemas.job import JobRecord, JobRequest, RequestRecord
+from tinkermq.schemas.job import JobRecord, JobRequest, RequestRecord, SealedSecrets
 from tinkermq.schemas.metric import EvalRecord, Metric, Presence
-from tinkermq.schemas.secret import SealedSecrets
-from tinkermq.schemas.segment import Segment
+from tinkermq.schemas.rollout import Segment
+from tinkermq.schemas.task import BatchRecord
 from tinkermq.schemas.wire.errors import NotFoundError, StateError, StorageError
 from tinkermq.schemas.wire.subjects import (
     BUCKET_ACTORS,
@@ -32,11 +31,10 @@ from tinkermq.schemas.wire.subjects import (
     BUCKET_SECRETS,
 )
 
+from tests.actors.scheduler.conftest import Stack
 from tests.support.hollow_model import make_hollow
 from tests.support.strategies import make_group
 from tests.support.waiting import eventually
-
-from .conftest import Stack
 
 
 async def _ended(stack: Stack, job: JobRecord) -> JobRecord:

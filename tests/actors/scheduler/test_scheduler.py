@@ -20,9 +20,8 @@ from tinkermq.schemas.metric import Presence
 from tinkermq.schemas.user import UserRecord
 from tinkermq.schemas.wire.errors import ConfigError, QuotaError, StateError
 
+from tests.actors.scheduler.conftest import Stack
 from tests.support.waiting import eventually
-
-from .conftest import Stack
 
 
 async def test_a_job_runs_to_its_end_and_leaves_no_actor(stack: Stack) -> None:

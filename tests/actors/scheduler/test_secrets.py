@@ -14,27 +14,27 @@ from tinkermq.actors.scheduler.notifier import Plateau
 from tinkermq.broker.client.rpc import call
 from tinkermq.broker.feed import publish_metric
 from tinkermq.broker.jetstream.kv import Bucket
-from tinkermq.broker.users.sealing import Seal, close_seal
+from tinkermq.broker.users.credentials import Seal, close_seal
 from tinkermq.clients import AsyncSchedulerClient
 from tinkermq.clients.pool import Pool
-from tinkermq.schemas.job import ActorPlacement, JobRecord
-from tinkermq.schemas.metric import Metric
-from tinkermq.schemas.secret import (
+from tinkermq.schemas.job import (
     NOTIFY_URL,
     TEACHER_KEY,
     WANDB_KEY,
+    ActorPlacement,
+    JobRecord,
     JobSecrets,
     OpenedSecrets,
     OpenRequest,
     SealedSecrets,
 )
+from tinkermq.schemas.metric import Metric
 from tinkermq.schemas.wire.errors import AuthError
 from tinkermq.schemas.wire.subjects import BUCKET_SECRETS, JobScope, rpc
 
+from tests.actors.scheduler.conftest import Stack
 from tests.support.secrets_on_disk import files_with
 from tests.support.waiting import PATIENCE_S, eventually, until
-
-from .conftest import Stack
 
 SECRET = "5ec2e7" * 6 + "-of-the-tracker"
 

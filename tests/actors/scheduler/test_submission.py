@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 from tinkermq.actors.learner.start import starting_point
-from tinkermq.actors.learner.training.checkpoint import CheckpointStore
-from tinkermq.actors.models.digests import write_digests
 from tinkermq.actors.scheduler.jobs.actors import slots_of
 from tinkermq.actors.storage.broker_store import BrokerStore
-from tinkermq.actors.storage.checkpoint_mirror import CheckpointMirror
-from tinkermq.actors.storage.models_by_url import fetch_model, with_checkpoints_here
+from tinkermq.actors.storage.cache import fetch_model, with_checkpoints_here
+from tinkermq.actors.storage.checkpoints import CheckpointMirror, free_copies, free_stored
+from tinkermq.actors.storage.digests import write_digests
 from tinkermq.actors.storage.opening import Stores
-from tinkermq.actors.storage.stored_runs import free_copies, free_stored
-from tinkermq.actors.tinker.checkpoints.folders import CheckpointFolders, StoredCheckpoint
-from tinkermq.actors.tinker.states import STATES
+from tinkermq.actors.storage.tinker_checkpoints import CheckpointFolders, StoredCheckpoint
+from tinkermq.actors.tinker.adapter_cache import STATES
+from tinkermq.actors.training.checkpoint import CheckpointStore
 from tinkermq.broker.jetstream.streams import (
     create_job_streams,
     delete_job_streams,
@@ -48,9 +47,8 @@ from tinkermq.schemas.wire.errors import (
     StorageError,
 )
 
+from tests.actors.scheduler.conftest import Stack
 from tests.support.s3 import environment
-
-from .conftest import Stack
 
 
 async def test_the_same_request_makes_one_job_however_often_it_comes(stack: Stack) -> None:

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from tinkermq.actors.generator.engine.engine import Engine, Sampling
-from tinkermq.actors.generator.episodes.players import start_engine
-from tinkermq.actors.models.job_models import config_of_checkpoint
-from tinkermq.actors.models.lora import policy_tensors
-from tinkermq.actors.models.model_folder import load_causal_lm, load_policy
+from tinkermq.actors.engine.engine import Engine, Sampling
+from tinkermq.actors.policy.lora import policy_tensors
+from tinkermq.actors.policy.model_folder import load_causal_lm, load_policy
+from tinkermq.actors.policy.policies import config_of_checkpoint
+from tinkermq.actors.rollout.players import start_engine
 from tinkermq.actors.server.server import served_step, start_engines
 from tinkermq.schemas.config.job import JobConfig
-from tinkermq.schemas.config.lora import LoraConfig
+from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.wire.errors import ModelError
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from tinkermq.actors.engine.engine import Drawn, Generation
 from tinkermq.actors.gateway.openai.answering import ServedAnswer, read_query
-from tinkermq.actors.generator.engine.engine import Drawn, Generation
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer
-from tinkermq.actors.models.tiny_model import make_tokenizer
-from tinkermq.actors.server.answers import Answers
+from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.actors.policy.tiny_models import make_tokenizer
+from tinkermq.actors.rollout.completions import Answers
 from tinkermq.envs.model_apis.answers import ModelApi
 from tinkermq.envs.model_apis.chat import CHAT, COMPLETIONS
 from tinkermq.schemas.infer import InferPart

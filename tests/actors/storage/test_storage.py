@@ -9,15 +9,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.folders.stores import refuse_other_stores
-from tinkermq.actors.models.digests import check_digests, write_digests
-from tinkermq.actors.models.lora import base_of
-from tinkermq.actors.storage.bases import name_bases_by_url
-from tinkermq.actors.storage.cache import FolderCache
-from tinkermq.actors.storage.checkpoint_mirror import CheckpointMirror, own_folder
-from tinkermq.actors.storage.models_by_url import fetch_model
+from tinkermq.actors.policy.lora import base_of
+from tinkermq.actors.storage.access import refuse_other_stores
+from tinkermq.actors.storage.cache import FolderCache, fetch_model
+from tinkermq.actors.storage.checkpoints import (
+    CheckpointMirror,
+    link_tree,
+    name_bases_by_url,
+    own_folder,
+)
+from tinkermq.actors.storage.digests import check_digests, write_digests
 from tinkermq.actors.storage.trees import fetch_tree, upload_tree
-from tinkermq.actors.storage.uploads import link_tree
 from tinkermq.actors.storage.url_store import UrlStore
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.wire.errors import (
@@ -231,8 +233,8 @@ def test_what_was_asked_for_longest_ago_leaves_first_and_what_is_in_use_never(
 ASKS = """
 import sys, time
 from pathlib import Path
-from tinkermq.actors.models.lora import base_of
-from tinkermq.actors.storage.bases import name_bases_by_url
+from tinkermq.actors.policy.lora import base_of
+from tinkermq.actors.storage.checkpoints import name_bases_by_url
 from tinkermq.actors.storage.cache import FolderCache
 def fetch(target):
     with Path(sys.argv[2]).open("a") as told:

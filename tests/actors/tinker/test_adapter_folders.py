@@ -7,10 +7,15 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from tinkermq.actors.models.model_folder import load_causal_lm
+from tinkermq.actors.policy.model_folder import load_causal_lm
 from tinkermq.actors.tinker.training.trainer import AdapterTrainer
-from tinkermq.schemas.tinker.datum import AdamParams, LoraSpec
-from tinkermq.schemas.wire.errors import ConfigError, ModelError, NotFoundError, StorageError
+from tinkermq.schemas.tinker.operation import AdamParams, LoraSpec
+from tinkermq.schemas.wire.errors import (
+    ConfigError,
+    ModelError,
+    NotFoundError,
+    StorageError,
+)
 
 from tests.support.models import make_tiny_model
 from tests.support.tinker import TIED, PlainPeft, group, open_trainer, same_bits, supervised

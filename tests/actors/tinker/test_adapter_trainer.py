@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.models.tiny_model import make_model, make_tokenizer
+from tinkermq.actors.policy.tiny_models import make_model, make_tokenizer
 from tinkermq.actors.tinker.training.loss_pass import LossPass
 from tinkermq.actors.tinker.training.trainer import AdapterTrainer
-from tinkermq.schemas.tinker.datum import AdamParams, Datum, LoraSpec
+from tinkermq.schemas.tinker.operation import AdamParams, Datum, LoraSpec
 from torch import Tensor
 from transformers.models.granite import GraniteConfig, GraniteForCausalLM
 

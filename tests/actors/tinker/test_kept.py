@@ -10,10 +10,10 @@ import torch
 from nacl.bindings import crypto_aead_chacha20poly1305_ietf_decrypt as unseal
 from nacl.bindings import crypto_scalarmult, crypto_scalarmult_base
 from safetensors.torch import load_file
-from tinkermq.actors.tinker.checkpoints import external
+from tinkermq.actors.storage.tinker_checkpoints import CheckpointFolders, StoredCheckpoint
+from tinkermq.actors.tinker.checkpoints import exports as external
 from tinkermq.actors.tinker.checkpoints.exports import Exports
-from tinkermq.actors.tinker.checkpoints.folders import CheckpointFolders, StoredCheckpoint
-from tinkermq.actors.tinker.checkpoints.kept import KeptByTrainer
+from tinkermq.actors.tinker.checkpoints.user_records import KeptByTrainer
 from tinkermq.actors.tinker.models import TrainedModel
 from tinkermq.actors.tinker.training.trainer import AdapterTrainer
 from tinkermq.schemas.tinker.checkpoints import (
@@ -23,9 +23,8 @@ from tinkermq.schemas.tinker.checkpoints import (
     ListSessions,
     TellSession,
 )
-from tinkermq.schemas.tinker.datum import LoraSpec
 from tinkermq.schemas.tinker.names import CheckpointKind, CheckpointName, ModelName
-from tinkermq.schemas.tinker.operation import ModelInfo
+from tinkermq.schemas.tinker.operation import LoraSpec, ModelInfo
 from tinkermq.schemas.wire.errors import (
     AuthError,
     ConfigError,

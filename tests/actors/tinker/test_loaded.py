@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tinkermq.actors.tinker.checkpoints.folders import CheckpointFolders
+from tinkermq.actors.storage.tinker_checkpoints import CheckpointFolders
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import read_events
 from tinkermq.broker.jetstream.streams import create_job_streams
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.tinker.checkpoints import (
     ChangeCheckpoint,

@@ -14,14 +14,27 @@ from tinkermq.actors.tinker.training.trainer import AdapterTrainer
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import read_events
 from tinkermq.broker.jetstream.streams import create_job_streams
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.config.job import LimitsConfig
-from tinkermq.schemas.tinker.datum import AdamParams, Datum, LoraSpec
-from tinkermq.schemas.tinker.operation import ALONE, Company, ModelOperation
+from tinkermq.schemas.tinker.operation import (
+    ALONE,
+    AdamParams,
+    Company,
+    Datum,
+    LoraSpec,
+    ModelOperation,
+)
 
 from tests.actors.tinker.test_replaying import record
 from tests.support.models import make_tiny_model
-from tests.support.tinker import group, open_trainer, random_tokens, same_bits, sampled, supervised
+from tests.support.tinker import (
+    group,
+    open_trainer,
+    random_tokens,
+    same_bits,
+    sampled,
+    supervised,
+)
 from tests.support.tinker_service import SCOPE, Trainer, create, loss, step_body
 
 torch.set_num_threads(1)

@@ -17,26 +17,26 @@ import pytest_asyncio
 import torch
 from openai import AsyncOpenAI
 from safetensors.torch import load_file, save_file
-from tinkermq.actors.generator.engine.engine import Sampling
-from tinkermq.actors.generator.engine.transformers.transformers_engine import TransformersEngine
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer, open_chat
-from tinkermq.actors.models.model_folder import load_tokenizer
-from tinkermq.actors.tinker.checkpoints.folders import CheckpointFolders, StoredCheckpoint
-from tinkermq.actors.tinker.checkpoints.kept import KeptByTrainer
+from tinkermq.actors.engine.engine import Sampling
+from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
+from tinkermq.actors.policy.chat import ChatTokenizer, open_chat
+from tinkermq.actors.policy.model_folder import load_tokenizer
+from tinkermq.actors.storage.tinker_checkpoints import CheckpointFolders, StoredCheckpoint
+from tinkermq.actors.tinker.checkpoints.user_records import KeptByTrainer
 from tinkermq.actors.tinker.models import Models
-from tinkermq.actors.tinker.sampling.open_engine import SampledBase
+from tinkermq.actors.tinker.sampling.engines import SampledBase
 from tinkermq.actors.tinker.sampling.sampler import Sampler
 from tinkermq.actors.tinker.sampling.snapshots import Snapshots
 from tinkermq.actors.tinker.training.trainer import AdapterTrainer
-from tinkermq.actors.tinker.wire import schema
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import Service, call
 from tinkermq.broker.jetstream.streams import create_shared
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.config.job import JobConfig, ModelConfig
-from tinkermq.schemas.tinker.datum import LoraSpec
+from tinkermq.schemas.tinker import wire
 from tinkermq.schemas.tinker.names import CheckpointKind, CheckpointName, ModelName
 from tinkermq.schemas.tinker.operation import (
+    LoraSpec,
     ModelInfo,
     OperationResult,
     TrainerOffer,
@@ -323,7 +323,7 @@ async def sampled(served: Served, seq: int, **params: Any) -> list[tuple[list[in
     assert result.state == "done", result.error
     return [
         (np.frombuffer(one.tokens, "<i4").tolist(), np.frombuffer(one.logprobs, "<f4"), reason)
-        for one in schema.SampleResponse.FromString(result.body).sequences
+        for one in wire.SampleResponse.FromString(result.body).sequences
         for reason in [one.stop_reason]
     ]
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 
-from tinkermq.actors.tinker.sampling.places import FairPlaces
+from tinkermq.actors.tinker.sampling.engines import FairPlaces
 
 
 class Engine:

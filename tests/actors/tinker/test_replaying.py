@@ -9,7 +9,7 @@ from tinkermq.actors.tinker.replaying.__main__ import replay_session
 from tinkermq.actors.tinker.replaying.archive import Archive, place_of, read_kept
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.streams import create_job_streams
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.tinker.names import ModelName

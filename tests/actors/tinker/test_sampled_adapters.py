@@ -5,16 +5,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tinkermq.actors.generator.engine.engine import Drawn, PromptScores, Sampling
-from tinkermq.actors.generator.engine.transformers.transformers_engine import TransformersEngine
-from tinkermq.actors.tinker.sampling.engines import SampledAdapters
-from tinkermq.actors.tinker.sampling.metered import MeteredEngine
+from tinkermq.actors.engine.engine import Drawn, PromptScores, Sampling
+from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
+from tinkermq.actors.tinker.sampling.engines import MeteredEngine, SampledAdapters
 from tinkermq.actors.tinker.sampling.snapshots import Snapshot
+from tinkermq.actors.tinker.sampling.wire import Sampled, write_samples
 from tinkermq.actors.tinker.training.trainer import AdapterTrainer
-from tinkermq.actors.tinker.wire import schema
-from tinkermq.actors.tinker.wire.sampling import Sampled, write_samples
-from tinkermq.schemas.tinker.datum import LoraSpec
+from tinkermq.schemas.tinker import wire
 from tinkermq.schemas.tinker.names import CheckpointName, ModelName
+from tinkermq.schemas.tinker.operation import LoraSpec
 from tinkermq.schemas.tinker.sampling import SamplerName
 from tinkermq.schemas.wire.errors import ModelError, NotFoundError
 
@@ -143,7 +142,7 @@ def test_what_is_told_of_a_prompt() -> None:
         np.array([[0, 0], [7, 8]], np.int32),
         np.array([[np.nan, np.nan], [-0.5, -2.0]], np.float32),
     )
-    read = schema.SampleResponse.FromString(write_samples([sampled], scores, with_logprobs=True))
+    read = wire.SampleResponse.FromString(write_samples([sampled], scores, with_logprobs=True))
     logprobs = np.frombuffer(read.prompt_logprobs, "<f4")
     assert np.isnan(logprobs[0])
     assert logprobs[1] == -0.5
@@ -151,6 +150,6 @@ def test_what_is_told_of_a_prompt() -> None:
     assert (top.length, top.k) == (2, 2)
     assert np.frombuffer(top.token_ids, "<i4").tolist() == [0, 0, 7, 8]
     assert np.frombuffer(top.logprobs, "<f4").tolist() == [-99999.0, -99999.0, -0.5, -2.0]
-    alone = schema.SampleResponse.FromString(write_samples([sampled], scores))
+    alone = wire.SampleResponse.FromString(write_samples([sampled], scores))
     assert not alone.HasField("prompt_logprobs")
     assert alone.HasField("topk_prompt_logprobs")

@@ -8,15 +8,17 @@ import torch
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import read_events
 from tinkermq.broker.jetstream.streams import create_job_streams
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.operations import OperationLog
-from tinkermq.broker.programs.server import NatsServer
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.tinker.names import OperationName
-from tinkermq.schemas.tinker.operation import (
-    ModelOperation,
-    OperationTaken,
+from tinkermq.schemas.tinker.operation import ModelOperation, OperationTaken
+from tinkermq.schemas.wire.errors import (
+    FencedError,
+    MessageError,
+    NotFoundError,
+    StateError,
 )
-from tinkermq.schemas.wire.errors import FencedError, MessageError, NotFoundError, StateError
 
 from tests.support.models import make_tiny_model
 from tests.support.tinker import BASE

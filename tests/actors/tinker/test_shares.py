@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tinkermq.actors.scheduler.jobs.usage import with_usage
+from tinkermq.actors.scheduler.jobs.states import with_usage
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.jetstream.streams import create_job_streams
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.job import JobRecord
-from tinkermq.schemas.tinker.usage import TenantShare, TenantShares, TrainerUsage
+from tinkermq.schemas.tinker.sessions import TenantShare, TenantShares, TrainerUsage
 from tinkermq.schemas.wire.errors import ExhaustedError
 from tinkermq.schemas.wire.subjects import rpc
 

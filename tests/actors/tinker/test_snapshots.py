@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tinkermq.actors.tinker.checkpoints.snapshots import FILES, SnapshotCalls, mark_of
+from tinkermq.actors.tinker.checkpoints.calls import FILES, SnapshotCalls, mark_of
 from tinkermq.actors.tinker.sampling.snapshots import Snapshots
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.jetstream.streams import create_job_streams
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.tinker.sampling import SamplerName
 from tinkermq.schemas.wire.errors import NobodyAnswersError, NotFoundError

@@ -6,11 +6,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from tinkermq.actors.tinker.wire import schema
-from tinkermq.actors.tinker.wire.bodies import CreateModelBody, OptimStepBody, SaveWeightsBody
-from tinkermq.actors.tinker.wire.sampling import SampleBody
-from tinkermq.actors.tinker.wire.training import plain_body, read_request, write_result
-from tinkermq.schemas.tinker.datum import LossResult
+from tinkermq.actors.tinker.sampling.wire import SampleBody
+from tinkermq.schemas.tinker import wire
+from tinkermq.schemas.tinker.operation import LossResult
+from tinkermq.schemas.tinker.wire import (
+    CreateModelBody,
+    OptimStepBody,
+    SaveWeightsBody,
+    plain_body,
+    read_request,
+    write_result,
+)
 from tinkermq.schemas.wire.errors import ConfigError, DataError, MessageError
 
 FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
@@ -18,7 +24,7 @@ FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
 
 def request(**inputs: Any) -> Any:
     """Return a request of one datum with three tokens."""
-    message = schema.ForwardBackwardRequest(model_id="s:train:0", seq_id=4, loss_fn="ppo")
+    message = wire.ForwardBackwardRequest(model_id="s:train:0", seq_id=4, loss_fn="ppo")
     datum = message.data.add()
     for tokens in ([5, 6], [7]):
         datum.model_input.add().encoded_text.tokens = np.array(tokens, "<i4").tobytes()
@@ -135,7 +141,7 @@ def test_a_compressed_body_is_bounded_when_it_is_unpacked() -> None:
 
 def test_a_result_has_each_datums_log_probs_in_their_own_shape() -> None:
     made = [np.array([[1, 2]], np.float32), np.array([[3, 4], [5, 6]], np.float32)]
-    message = schema.ForwardBackwardOutput.FromString(
+    message = wire.ForwardBackwardOutput.FromString(
         write_result(LossResult(made, {"loss:sum": 2.5}))
     )
     (record,) = message.loss_fn_outputs

@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from tinkermq.broker.load.fair_queue import MAX_BYTES, FairQueue, Turns
+from tinkermq.broker.fair_queue import MAX_BYTES, FairQueue, Turns
 
 from tests.support.waiting import until
 

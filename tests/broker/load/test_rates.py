@@ -1,6 +1,6 @@
 """How often something may happen: a burst, then a rate, for each key by itself."""
 
-from tinkermq.broker.load.rates import Rates
+from tinkermq.broker.fair_queue import Rates
 
 
 def test_a_burst_is_let_through_then_the_rate_and_what_was_left_out_is_told() -> None:

@@ -8,10 +8,10 @@ from typing import Any, cast
 import nats.errors
 import pytest
 from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.client.reconnect import drop_old_requests, request_connection
 from tinkermq.broker.client.rpc import Service, call
-from tinkermq.broker.load.fair_queue import FairQueue
-from tinkermq.broker.load.request_connection import drop_old_requests, request_connection
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.fair_queue import FairQueue
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.wire.message import Empty
 from tinkermq.schemas.wire.subjects import rpc
 

@@ -5,8 +5,7 @@ import itertools
 import weakref
 
 import pytest
-from tinkermq.envs.adapters.verifiers import VerifiersGame
-from tinkermq.envs.adapters.verifiers_episode import VerifiersEpisode
+from tinkermq.envs.adapters.verifiers import VerifiersEpisode, VerifiersGame
 from tinkermq.envs.check import check_game
 from tinkermq.envs.prompt import open_game
 from tinkermq.schemas.config.job import EnvConfig

@@ -10,9 +10,7 @@ import httpx
 import pytest
 import structlog
 from tinkermq.broker.client.connection import Broker
-from tinkermq.envs.agents.episode import (
-    ProgramEpisode,
-)
+from tinkermq.envs.agents.episode import ProgramEpisode
 from tinkermq.envs.agents.proxy.proxy import ModelProxy
 from tinkermq.envs.agents.proxy.routes import MAX_REQUESTS
 from tinkermq.envs.http_server import ConnectionBounds, Connections, Deadlines, HttpServer

@@ -271,7 +271,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     print(f"seed {seed}, folder {folder}", flush=True)
 
-    from tinkermq.actors.models.tiny_model import save_tiny_model
+    from tinkermq.actors.policy.tiny_models import save_tiny_model
 
     model = save_tiny_model(folder / "model", width=64, layers=2, seed=1)
     options = Options(

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinkermq.actors.generator.agents.answering import CallAnswers
-from tinkermq.actors.generator.agents.call_log import CallLog, TaskCalls
-from tinkermq.actors.generator.engine.engine import Engine
-from tinkermq.actors.generator.episodes.agent_loop import EpisodeSampling
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer
+from tinkermq.actors.engine.engine import Engine
+from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.actors.rollout.agent_loop import EpisodeSampling
+from tinkermq.actors.rollout.call_answers import CallAnswers
+from tinkermq.actors.rollout.call_log import CallLog, TaskCalls
 from tinkermq.broker.client.connection import Broker
-from tinkermq.broker.observe.time_use import TimeUse
+from tinkermq.broker.observe.metering import TimeUse
 from tinkermq.schemas.agent import CallMessage, CallPart, CallRequest
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.task import Task

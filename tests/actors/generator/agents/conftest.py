@@ -5,11 +5,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest_asyncio
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer
-from tinkermq.actors.models.model_folder import load_tokenizer
+from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.actors.policy.model_folder import load_tokenizer
 from tinkermq.broker.client.connection import Broker, connect
-from tinkermq.broker.jetstream.streams import create_job_streams, create_shared, delete_job_streams
-from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.jetstream.streams import (
+    create_job_streams,
+    create_shared,
+    delete_job_streams,
+)
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.wire.subjects import JobScope
 

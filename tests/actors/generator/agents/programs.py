@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import transformers
 from packaging.version import Version
-from tinkermq.actors.generator.agents.call_tree import ModelCall
-from tinkermq.actors.generator.agents.exact_calls import ExactCalls
-from tinkermq.actors.generator.engine.engine import Generation
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer
+from tinkermq.actors.engine.engine import Generation
+from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.actors.rollout.call_tree import ModelCall
+from tinkermq.actors.rollout.exact_calls import ExactCalls
 from tinkermq.envs.agents.messages import CanonicalCall, CanonicalMessage
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast

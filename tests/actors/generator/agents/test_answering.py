@@ -4,17 +4,24 @@ from collections.abc import Awaitable, Callable
 
 import numpy as np
 import pytest
-from tinkermq.actors.generator.agents.answering import CallAnswers
-from tinkermq.actors.generator.agents.call_log import CallLog
-from tinkermq.actors.generator.agents.rows import rows_of
+from tinkermq.actors.rollout.call_answers import CallAnswers
+from tinkermq.actors.rollout.call_log import CallLog
+from tinkermq.actors.rollout.call_tree import rows_of
 from tinkermq.broker.client.connection import Broker
-from tinkermq.broker.segments import Fenced
+from tinkermq.broker.partial_rollouts import Fenced
 from tinkermq.envs.agents.episode import ContextTooLong, EpisodeLimit, EpisodeOver
 from tinkermq.schemas.agent import CallDelivered
 from tinkermq.schemas.wire.errors import NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
 
-from tests.actors.generator.agents.asking import Asking, hang_up, held, opened, request, text_of
+from tests.actors.generator.agents.asking import (
+    Asking,
+    hang_up,
+    held,
+    opened,
+    request,
+    text_of,
+)
 from tests.support.waiting import eventually, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from tinkermq.actors.generator.agents.answering import CallAnswers
-from tinkermq.actors.generator.agents.rows import CallRow, rows_of
-from tinkermq.actors.generator.engine.engine import KvOnSwap
+from tinkermq.actors.engine.engine import KvOnSwap
+from tinkermq.actors.rollout.call_answers import CallAnswers
+from tinkermq.actors.rollout.call_tree import CallRow, rows_of
 from tinkermq.broker.client.connection import Broker
 from tinkermq.schemas.agent import CallDelivered, CallPart, CallRequest
 from tinkermq.schemas.wire.subjects import JobScope

@@ -3,11 +3,14 @@
 from typing import Any
 
 import pytest
-from tinkermq.actors.generator.agents import episode_rows
-from tinkermq.actors.generator.agents.call_places import EpisodeCredit, PostedRewards
-from tinkermq.actors.generator.agents.call_tree import CallTree
-from tinkermq.actors.generator.agents.exact_calls import ExactCalls
-from tinkermq.actors.generator.agents.rows import rows_of
+from tinkermq.actors.rollout import program_loop
+from tinkermq.actors.rollout.call_tree import (
+    CallTree,
+    EpisodeCredit,
+    PostedRewards,
+    rows_of,
+)
+from tinkermq.actors.rollout.exact_calls import ExactCalls
 from tinkermq.envs.agents.call_lines import call_lines
 from tinkermq.envs.agents.messages import CanonicalMessage
 from tinkermq.schemas.agent import CallPlaces
@@ -111,6 +114,6 @@ def test_people_are_shown_what_was_posted_for_calls_and_branches() -> None:
         "branch_names": {"3": "reader"},
     }
     posted, found = PostedRewards.of(info, tree), rows_of(tree, 1 << 30)
-    told = [episode_rows._told(call, found, posted) for call in tree.calls]
+    told = [program_loop._told(call, found, posted) for call in tree.calls]
     shown = [(line.reward, line.branch_reward, line.name) for line in call_lines({"calls": told})]
     assert shown[:4] == [(0, None, ""), (2, None, ""), (None, None, ""), (None, -0.5, "reader")]

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from tinkermq.actors.generator.agents.answering import CallAnswers
-from tinkermq.actors.generator.agents.call_log import CallLog
-from tinkermq.actors.generator.agents.rows import CallRow, rows_of, trained_calls
+from tinkermq.actors.rollout.call_answers import CallAnswers
+from tinkermq.actors.rollout.call_log import CallLog
+from tinkermq.actors.rollout.call_tree import CallRow, rows_of, trained_calls
 from tinkermq.broker.client.connection import Broker
-from tinkermq.broker.segments import Fenced
+from tinkermq.broker.partial_rollouts import Fenced
 from tinkermq.envs.agents.proxy.calls import GatheredAnswer
 from tinkermq.schemas.agent import CallDelivered, CallPart, CallRequest
 from tinkermq.schemas.wire.subjects import JobScope

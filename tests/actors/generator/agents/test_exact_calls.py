@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinkermq.actors.generator.agents import call_tree, exact_calls, rendering, rows
-from tinkermq.actors.generator.agents.exact_calls import ExactCalls
-from tinkermq.actors.generator.agents.rows import TreeRows, rows_of, trained_calls
-from tinkermq.actors.generator.engine.engine import Generation
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer
+from tinkermq.actors.engine.engine import Generation
+from tinkermq.actors.policy import template_facts
+from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.actors.rollout import call_tree, exact_calls
+from tinkermq.actors.rollout import call_tree as rows
+from tinkermq.actors.rollout.call_tree import TreeRows, rows_of, trained_calls
+from tinkermq.actors.rollout.exact_calls import ExactCalls
 from tinkermq.envs.agents import which_calls
 from tinkermq.envs.agents.messages import CanonicalMessage
 
@@ -304,7 +306,7 @@ def assert_as_rendered(chat: ChatTokenizer, exact: Any) -> None:
 )
 def test_a_broken_seam_or_closing_is_noticed(chat: ChatTokenizer, other: str) -> None:
     assert_as_rendered(chat, ExactCalls(chat))
-    renderer = changed(rendering, "cut.after[num_said:]", other).HistoryRenderer
+    renderer = changed(template_facts, "cut.after[num_said:]", other).HistoryRenderer
     with_own = "from .rendering import HistoryRenderer, Tools"
     broken = changed(exact_calls, with_own, "from .rendering import Tools")
     broken.__dict__["HistoryRenderer"] = renderer

@@ -7,9 +7,9 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from tinkermq.actors.generator.agents.answering import CallAnswers
-from tinkermq.actors.generator.agents.rows import rows_of
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer
+from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.actors.rollout.call_answers import CallAnswers
+from tinkermq.actors.rollout.call_tree import rows_of
 from tinkermq.broker.client.connection import Broker
 from tinkermq.schemas.agent import CallDelivered, CallRequest
 from tinkermq.schemas.output_format import OutputFormat

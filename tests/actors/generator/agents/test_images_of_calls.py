@@ -6,12 +6,18 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
-from tinkermq.actors.generator.agents.answering import CallAnswers
-from tinkermq.actors.generator.episodes.chat import open_chat
-from tinkermq.actors.models.vision import load_image_reader
+from tinkermq.actors.policy.chat import open_chat
+from tinkermq.actors.policy.vision import load_image_reader
+from tinkermq.actors.rollout.call_answers import CallAnswers
 from tinkermq.envs.agents.episode import EpisodeLimit
 from tinkermq.envs.agents.messages import pictures_of
-from tinkermq.schemas.agent import CallDelivered, CallDelta, CallMessage, CallPart, CallRequest
+from tinkermq.schemas.agent import (
+    CallDelivered,
+    CallDelta,
+    CallMessage,
+    CallPart,
+    CallRequest,
+)
 from tinkermq.schemas.config.job import ModelConfig
 from tinkermq.schemas.wire.errors import DataError, ModelError
 

@@ -10,9 +10,9 @@ from random import Random
 
 import numpy as np
 import pytest
-from tinkermq.actors.generator.agents.exact_calls import ExactCalls
-from tinkermq.actors.generator.agents.rows import rows_of
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer
+from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.actors.rollout.call_tree import rows_of
+from tinkermq.actors.rollout.exact_calls import ExactCalls
 from tinkermq.envs.agents.which_calls import main_root
 from tinkermq.envs.model_apis.chat import read_chat
 from tinkermq.envs.model_apis.messages import read_messages

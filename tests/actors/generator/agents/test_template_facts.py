@@ -1,8 +1,8 @@
 """What real chat templates can do for programs, and answers in each model's own format."""
 
 import pytest
-from tinkermq.actors.generator.agents.exact_calls import ExactCalls
-from tinkermq.actors.generator.agents.template_facts import call_format, facts_of, read_text
+from tinkermq.actors.policy.template_facts import call_format, facts_of, read_text
+from tinkermq.actors.rollout.exact_calls import ExactCalls
 from tinkermq.envs.agents.messages import CanonicalCall, CanonicalMessage
 from tinkermq.envs.agents.replies import parse_reply
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinkermq.actors.generator.agents.call_tree import ModelCall
-from tinkermq.actors.generator.agents.exact_calls import ExactCalls
-from tinkermq.actors.generator.agents.rows import rows_of, trained_calls
-from tinkermq.actors.generator.episodes.chat import ChatTokenizer
+from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.actors.rollout.call_tree import ModelCall, rows_of, trained_calls
+from tinkermq.actors.rollout.exact_calls import ExactCalls
 from tinkermq.envs.agents import reading, which_calls
 from tinkermq.envs.agents.messages import CanonicalCall, CanonicalMessage
 from tinkermq.envs.agents.reading import Readers

@@ -3,17 +3,17 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tinkermq.actors.scheduler.machines.decision import (
+from tinkermq.actors.scheduler.machines.keeper import (
     Bounds,
     Decision,
     Demand,
     decide,
     machines_needed,
 )
-from tinkermq.actors.scheduler.placement.placement import NodeSlots
-from tinkermq.actors.scheduler.placement.queue import PlacementRequest, UserShares
+from tinkermq.actors.scheduler.placement import NodeSlots
+from tinkermq.actors.scheduler.queue import PlacementRequest, UserShares
 from tinkermq.schemas.job import ActorPlacement
-from tinkermq.schemas.machines.status import MachineState
+from tinkermq.schemas.machines import MachineState
 from tinkermq.schemas.user import Quota
 
 BOUNDS = Bounds(least=0, most=3, slots=2, idle_s=60)

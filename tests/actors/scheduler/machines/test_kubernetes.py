@@ -12,7 +12,7 @@ import pytest
 import yaml
 from tinkermq.actors.scheduler.machines.kubernetes import KubernetesSource, pod
 from tinkermq.actors.scheduler.machines.source import Machine, MachineNames
-from tinkermq.schemas.machines.config import MachinesConfig, machines_config
+from tinkermq.schemas.machines import MachinesConfig, machines_config
 from tinkermq.schemas.wire.errors import ConfigError, PlacementError
 
 from tests.support.kubernetes import VERSION, Kubernetes

@@ -4,11 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.scheduler.machines.patience import FIRST_PAUSE_S, Patience
+from tinkermq.actors.scheduler.machines.keeper import FIRST_PAUSE_S, Patience, spent
 from tinkermq.actors.scheduler.machines.slurm import sbatch_arguments
 from tinkermq.actors.scheduler.machines.source import Machine, MachineNames
-from tinkermq.actors.scheduler.machines.spending import spent
-from tinkermq.schemas.machines.config import MachinesConfig, machines_config
+from tinkermq.schemas.machines import MachinesConfig, machines_config
 from tinkermq.schemas.wire.errors import ConfigError
 from tinkermq.schemas.wire.field_docs import field_docs
 

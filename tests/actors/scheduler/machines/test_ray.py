@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tinkermq.actors.scheduler.machines.ray import RaySource, address, submission
-from tinkermq.schemas.machines.config import MachinesConfig, machines_config
+from tinkermq.schemas.machines import MachinesConfig, machines_config
 from tinkermq.schemas.wire.errors import ConfigError, PlacementError
 
 NODE = """

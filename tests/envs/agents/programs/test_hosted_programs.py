@@ -8,11 +8,10 @@ from tinkermq.envs.serving.host import EnvironmentHost
 from tinkermq.schemas.config.agent import AgentConfig
 from tinkermq.schemas.config.job import EnvConfig
 
+from tests.envs.agents.programs.conftest import LIMITS, PRELUDE
+from tests.envs.hosting import Client
 from tests.support.scripted_generator import Script, ScriptedGenerator
 from tests.support.waiting import PATIENCE_S
-
-from ...hosting import Client
-from .conftest import LIMITS, PRELUDE
 
 CODE = """
 answer = ask(json.load(open(os.environ["TINKERMQ_TASK"]))["question"])

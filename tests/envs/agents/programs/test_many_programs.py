@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from .conftest import hosting
+from tests.envs.agents.programs.conftest import hosting
 
 CODE = """
 nonce = json.load(open(os.environ["TINKERMQ_TASK"]))["nonce"]

@@ -7,7 +7,7 @@ import pytest
 from tinkermq.envs.agents.episode import NoCalls
 from tinkermq.envs.agents.programs.outcomes import ProgramCrashed, try_number
 from tinkermq.envs.agents.programs.runner import NoPlace
-from tinkermq.envs.serving.gone import HostGone
+from tinkermq.envs.serving.host import HostGone
 from tinkermq.schemas.wire.errors import (
     GameError,
     NotFoundError,
@@ -17,7 +17,7 @@ from tinkermq.schemas.wire.errors import (
     error_from_reply,
 )
 
-from .conftest import hosting
+from tests.envs.agents.programs.conftest import hosting
 
 SLEEP = "time.sleep(1000)"
 REWARDED = "ask(); post('/reward', reward=0.5)\n"

@@ -2,10 +2,10 @@
 
 import pytest
 from tinkermq.envs.agents.programs.worth import Worth, read_worth
-from tinkermq.envs.record import Record
+from tinkermq.envs.datasets import Record
 from tinkermq.schemas.wire.errors import ConfigError, RewardError
 
-from .conftest import hosting
+from tests.envs.agents.programs.conftest import hosting
 
 GRADE = """
 import json, os, pathlib, sys

@@ -9,10 +9,9 @@ import sys
 import pytest
 from tinkermq.schemas.wire.errors import ConfigError, SandboxError, TinkermqError
 
+from tests.envs.agents.programs.conftest import hosting
 from tests.support import hostile
 from tests.support.waiting import until
-
-from .conftest import hosting
 
 
 def telling(expression: str) -> str:

@@ -1,0 +1,1 @@
+"""Generation engines: one interface, with transformers or with vLLM behind it."""

@@ -1,0 +1,590 @@
+"""The interface of a generation engine: token ids in, token ids with log-probs and versions out.
+
+The agent loop knows this module only, so that another engine can take the place of the
+transformers one. Nothing here imports torch.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...schemas.output_format import MAX_PENALTY, MAX_REPETITION, MAX_TOP_LOGPROBS
+from ...schemas.wire.bounds import MAX_TOP_K
+from ...schemas.wire.errors import ConfigError, EngineError, ModelError, NotFoundError
+from ..policy.vision import ImageReader
+from ..runtime import JobContext
+from ..weights.tensors import TensorSource
+
+if TYPE_CHECKING:
+    from ..policy.grammar import TokenGrammar
+
+
+FinishReason = Literal["stop", "length", "cancelled"]
+KvOnSwap = Literal["keep", "recompute"]
+IntVector: TypeAlias = NDArray[np.int32]
+FloatVector: TypeAlias = NDArray[np.float32]
+ExpertRecord: TypeAlias = NDArray[np.uint8]
+"""uint8[tokens, layers, chosen]: the experts that read each token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one request is sampled; each request of a batch may have its own."""
+
+    max_new_tokens: int
+    """Tokens generated at most, the stop token included."""
+    temperature: float = 1.0
+    """Divides the logits; 0 is greedy."""
+    top_p: float = 1.0
+    """Keep the likeliest tokens that together reach this probability."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0: all."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Generation ends after one of these; the stop token is part of the result."""
+    seed: int | None = None
+    """The same seed draws the same tokens, whatever else runs in the batch; None: a fresh one."""
+    num_drawn: int = 0
+    """Tokens at the end of the prompt that were drawn with this seed before: it goes on behind
+    them."""
+    grammar: "TokenGrammar | None" = None
+    """What all tokens that were and are drawn must be; it has its own end, a stop token."""
+    presence_penalty: float = 0.0
+    """Taken from the logit of each token that has been drawn."""
+    frequency_penalty: float = 0.0
+    """Taken from the logit of each token as often as it has been drawn."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens of the prompt or drawn, and multiplies negative ones."""
+    num_top: int = 0
+    """Tell so many of the likeliest tokens in the place of each."""
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether tokens are drawn from other logits than those that are recorded."""
+        penalties = self.presence_penalty or self.frequency_penalty
+        return self.grammar is not None or bool(penalties) or self.repetition_penalty != 1
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What one request generated, N tokens."""
+
+    token_ids: IntVector
+    """int32[N]: generated tokens, the stop token included."""
+    logprobs: FloatVector
+    """float32[N]: log-prob of each token under softmax(logits / temperature), before penalties, a
+    grammar, top-p and top-k, which is what a learner computes at the same temperature. Greedy
+    requests record it at temperature 1."""
+    versions: IntVector
+    """int32[N]: policy version that produced each token."""
+    finish_reason: FinishReason
+    """A stop token, the token limit, or `cancel`."""
+    experts: ExpertRecord | None = None
+    """Of an engine that records them, the experts of all tokens that it computed for this request:
+    those up to the one before the last, of the prompt, too, but for what it had in its cache."""
+    masked: FloatVector | None = None
+    """float32[N]: which share of the probability a grammar took out of the choice of each token;
+    None: there was no grammar."""
+    top_ids: NDArray[np.int32] | None = None
+    """int32[N, K]: the likeliest tokens in the place of each, best first; None: not asked for."""
+    top_logprobs: FloatVector | None = None
+    """float32[N, K]: their log-probs, as in `logprobs`."""
+
+
+def nothing() -> Generation:
+    """Return what a request has that was cancelled before its first token."""
+    return Generation(
+        np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32), "cancelled"
+    )
+
+
+def tops_of(generation: Generation) -> list[tuple[tuple[int, float], ...]]:
+    """Return the likeliest tokens in the place of each, as `Drawn` has them."""
+    ids, logprobs = generation.top_ids, generation.top_logprobs
+    if ids is None or logprobs is None:
+        return [()] * len(generation.token_ids)
+    pairs = zip(ids.tolist(), logprobs.tolist(), strict=True)
+    return [tuple(zip(*pair, strict=True)) for pair in pairs]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One token, as soon as it was drawn."""
+
+    token_id: int
+    logprob: float
+    """As in `Generation`."""
+    version: int
+    """Policy version that produced it."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens in its place and their log-probs, best first, where asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """What a model thinks of the N tokens of a prompt, each behind those before it."""
+
+    logprobs: FloatVector
+    """float32[N]: log-prob of each token at temperature 1; NaN for the first."""
+    top_ids: NDArray[np.int32]
+    """int32[N, K]: the likeliest tokens at each place, best first; 0 at the first place."""
+    top_logprobs: FloatVector
+    """float32[N, K]: their log-probs; NaN at the first place."""
+
+
+OnToken: TypeAlias = Callable[[Drawn], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What an engine is doing; counters since its start, rates over about the last 10 s."""
+
+    version: int
+    """Policy version that decodes now."""
+    running: int
+    """Requests that decode."""
+    waiting: int
+    """Requests that wait for a free row."""
+    cached_prefixes: int
+    """Conversations whose cache is kept for their next turn."""
+    tokens_per_s: float
+    """Generated tokens per second."""
+    busy_share: float
+    """Share of the time spent computing, 0 to 1."""
+    generated_tokens: int
+    """Tokens generated."""
+    prefilled_tokens: int
+    """Prompt tokens computed."""
+    reused_tokens: int
+    """Prompt tokens not computed: shared within a group, or kept from an earlier turn."""
+    busy_s: float
+    """Seconds spent computing."""
+    last_pause_s: float
+    """How long decoding stood still at the last weight swap."""
+    paused_s: float
+    """How long it stood still at all swaps so far."""
+    cache_bytes: int
+    """Memory of the KV cache, that of cached prefixes included."""
+
+
+class Engine(Protocol):
+    """A generation engine that serves many requests at once on one event loop."""
+
+    @property
+    def version(self) -> int:
+        """Policy version that decodes now."""
+        ...
+
+    @property
+    def failure(self) -> EngineError | None:
+        """Why no request will be answered any more; its actor should end and be started again."""
+        ...
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int] | IntVector,
+        sampling: Sampling,
+        *,
+        request_id: str,
+        conversation: str | None = None,
+        on_token: OnToken | None = None,
+        images: Sequence[bytes] = (),
+    ) -> Generation:
+        """Generate from a prompt.
+
+        `images` are the encoded images of the conversation, alike at each of its turns; the prompt
+        holds as many image tokens as they take. Raises DataError for images that cannot be read or
+        do not fit the prompt, ModelError where the model sees none.
+
+        `on_token` is called on the event loop with each token before this returns.
+
+        With `conversation`, the cache of this request is kept for the next turn: a later request
+        of the same conversation whose prompt continues this one computes only what is new. Call
+        `release` when the conversation is over. Raises ConfigError for a prompt that cannot fit,
+        EngineError when the engine failed or its queue is full. A task that is cancelled while it
+        waits cancels the request.
+        """
+        ...
+
+    async def score(
+        self, prompt_ids: Sequence[int] | IntVector, *, request_id: str, top_k: int = 0
+    ) -> PromptScores:
+        """Return the log-prob of each token of a prompt, and the `top_k` likeliest in its place.
+
+        Requests that generate go on meanwhile. Raises ConfigError for a prompt that cannot be
+        scored, EngineError when the engine failed or its queue is full.
+        """
+        ...
+
+    async def load_weights(
+        self, version: int, tensors: Mapping[str, TensorSource], kv: KvOnSwap = "keep"
+    ) -> None:
+        """Make `tensors` (the names of `state_dict()`, or those of a PEFT folder for an engine
+        with an adapter) the weights, between two decode steps.
+
+        Running requests go on: with the keys and values they have (`keep`), or with them computed
+        anew (`recompute`). Raises EngineError listing names that are missing, unknown or of the
+        wrong shape; the weights then stay as they were.
+        """
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """End a request: its `generate` returns what it has, with `cancelled`."""
+        ...
+
+    def release(self, conversation: str) -> None:
+        """Forget the kept cache of a conversation."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Say what the engine is doing."""
+        ...
+
+    async def close(self) -> None:
+        """End the engine; requests that still run fail with EngineError."""
+        ...
+
+
+class AdapterEngine(Engine, Protocol):
+    """An engine whose requests have adapters (LoRA) of their own, and decode together all the same.
+
+    Adapters come and go while it works; the model beside which they lie is in memory once.
+    """
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int] | IntVector,
+        sampling: Sampling,
+        *,
+        request_id: str,
+        conversation: str | None = None,
+        on_token: OnToken | None = None,
+        images: Sequence[bytes] = (),
+        adapter: str = "",
+    ) -> Generation:
+        """Generate as `Engine.generate` does, with an adapter; "": with the model alone.
+
+        Raises NotFoundError for an adapter that is not there.
+        """
+        ...
+
+    async def score(
+        self,
+        prompt_ids: Sequence[int] | IntVector,
+        *,
+        request_id: str,
+        top_k: int = 0,
+        adapter: str = "",
+    ) -> PromptScores:
+        """Score as `Engine.score` does, with an adapter; raises NotFoundError, too."""
+        ...
+
+    async def add_adapter(self, name: str, folder: Path, version: int = 0) -> None:
+        """Let requests have the adapter of a PEFT folder; no request waits for it.
+
+        If there is one of the name, its requests go on with the weights of this one, and the keys
+        and values that they have. Raises ModelError for an adapter that does not fit the model.
+        """
+        ...
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget an adapter; requests that have it go on to their end."""
+        ...
+
+
+# What an engine has done so far, and how fast of late.
+
+_RATE_WINDOW_S = 10.0
+
+
+class Meter:
+    """Counters that one thread raises and any thread may read."""
+
+    def __init__(self) -> None:
+        self.generated = 0
+        self.prefilled = 0
+        self.reused = 0
+        self.busy_s = 0.0
+        self.last_pause_s = 0.0
+        self.paused_s = 0.0
+        self._marks = deque([(time.monotonic(), 0, 0.0)], maxlen=11)
+
+    def paused(self, pause_s: float) -> None:
+        """Count a pause of decoding for new weights."""
+        self.last_pause_s = pause_s
+        self.paused_s += pause_s
+
+    def mark(self) -> None:
+        """Remember the counters of now, at times; call it after each step."""
+        now = time.monotonic()
+        if now - self._marks[-1][0] > _RATE_WINDOW_S / 10:
+            self._marks.append((now, self.generated, self.busy_s))
+
+    def stats(
+        self, *, version: int, running: int, waiting: int, cached_prefixes: int, cache_bytes: int
+    ) -> EngineStats:
+        """Return an engine's statistics: the counters, and what only the engine knows."""
+        tokens_per_s, busy_share = self.rates()
+        return EngineStats(
+            version=version,
+            running=running,
+            waiting=waiting,
+            cached_prefixes=cached_prefixes,
+            tokens_per_s=tokens_per_s,
+            busy_share=busy_share,
+            generated_tokens=self.generated,
+            prefilled_tokens=self.prefilled,
+            reused_tokens=self.reused,
+            busy_s=self.busy_s,
+            last_pause_s=self.last_pause_s,
+            paused_s=self.paused_s,
+            cache_bytes=cache_bytes,
+        )
+
+    def rates(self) -> tuple[float, float]:
+        """Return tokens per second and the busy share, over about the last 10 s."""
+        now = time.monotonic()
+        recent = [mark for mark in tuple(self._marks) if now - mark[0] <= _RATE_WINDOW_S]
+        then, generated, busy_s = recent[0] if recent else (0.0, self.generated, self.busy_s)
+        elapsed = max(now - then, 1e-6)
+        share = min(1.0, (self.busy_s - busy_s) / elapsed)
+        return (self.generated - generated) / elapsed, share
+
+
+# What every engine refuses before it computes anything.
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raise ConfigError for parameters that cannot be sampled with."""
+    if (
+        sampling.max_new_tokens >= 1
+        and 0 <= sampling.temperature < np.inf
+        and 0 < sampling.top_p <= 1
+        and sampling.top_k >= 0
+        and abs(sampling.presence_penalty) <= MAX_PENALTY
+        and abs(sampling.frequency_penalty) <= MAX_PENALTY
+        and 0 < sampling.repetition_penalty <= MAX_REPETITION
+        and 0 <= sampling.num_top <= MAX_TOP_LOGPROBS
+        and sampling.num_drawn >= 0
+    ):
+        return
+    raise ConfigError(
+        f"{sampling} cannot be sampled",
+        hint="max_new_tokens is at least 1, temperature and top_k are 0 or more, top_p is over 0 "
+        f"and at most 1, penalties are at most {MAX_PENALTY:g} either side of 0, that of "
+        f"repetition is over 0 and at most {MAX_REPETITION:g}",
+    )
+
+
+def check_prompt(
+    prompt: IntVector, sampling: Sampling, *, max_context: int, vocab_size: int
+) -> None:
+    """Raise ConfigError for a prompt that has no room, or tokens that the model does not have."""
+    if prompt.ndim != 1 or not len(prompt):
+        raise ConfigError("a prompt has no tokens", hint="give at least one token")
+    _check_tokens(prompt, vocab_size)
+    if len(prompt) + sampling.max_new_tokens > max_context:
+        raise ConfigError(
+            f"a prompt of {len(prompt)} tokens and up to {sampling.max_new_tokens} new ones "
+            f"exceed the engine's {max_context} tokens",
+            hint="raise rollout.max_prompt_tokens or rollout.max_response_tokens, or shorten "
+            "the prompt",
+        )
+
+
+def check_scored(prompt: IntVector, top_k: int, *, max_context: int, vocab_size: int) -> None:
+    """Raise ConfigError for a prompt that cannot be scored."""
+    if prompt.ndim != 1 or not 1 <= len(prompt) <= max_context:
+        raise ConfigError(
+            f"a prompt of {prompt.size} tokens cannot be scored",
+            hint=f"give one to {max_context} tokens",
+        )
+    if not 0 <= top_k <= min(MAX_TOP_K, vocab_size):
+        raise ConfigError(
+            f"the {top_k} likeliest tokens cannot be told",
+            hint=f"ask for {min(MAX_TOP_K, vocab_size)} at most",
+        )
+    _check_tokens(prompt, vocab_size)
+
+
+def no_adapter(name: str) -> NotFoundError:
+    """Return the error of a request for an adapter that is not there."""
+    return NotFoundError(f"the engine has no adapter {name}", hint="add it first")
+
+
+def _check_tokens(prompt: IntVector, vocab_size: int) -> None:
+    if prompt.view(np.uint32).max() >= vocab_size:  # a negative id is huge there
+        wrong = prompt[prompt.view(np.uint32) >= vocab_size][0]
+        raise ConfigError(
+            f"token {wrong} of a prompt is outside the model's vocabulary of {vocab_size}",
+            hint="tokenizer and model must belong together",
+        )
+
+
+def check_queue(request_id: str, pending: int, max_pending: int, *, running: bool) -> None:
+    """Raise EngineError for an id that is in use, and for one request too many."""
+    if running:
+        raise EngineError(
+            f"request {request_id} is running already", hint="give each request its own id"
+        )
+    if pending >= max_pending:
+        raise EngineError(
+            f"the engine's queue is full: {pending} requests run or wait",
+            hint="lower generator.max_episodes, or raise max_waiting",
+        )
+
+
+def not_finite(version: int) -> EngineError:
+    """Return the error of a request whose model computed no numbers."""
+    return EngineError(
+        f"the model of version {version} computes logits that are not finite",
+        hint="training has diverged: lower learner.lr, or resume from an earlier checkpoint",
+    )
+
+
+def left_grammar(why: str) -> ConfigError:
+    """Return the error of a request whose output format cannot be followed to its end."""
+    return ConfigError(
+        f"the output format cannot be followed further: {why}",
+        hint="give a simpler schema: shorter alternatives, patterns and bounds",
+    )
+
+
+def again(error: EngineError) -> EngineError:
+    """Return an error of its own for each waiter: a shared one would collect all tracebacks."""
+    copy = EngineError(error.message, hint=error.hint)
+    copy.__cause__ = error.__cause__
+    return copy
+
+
+# What an actor's heartbeat tells of its engine.
+
+
+def tell_engine(context: JobContext, stats: EngineStats, **more: float) -> None:
+    """Put the engine's figures, and more, into the heartbeat."""
+    context.presence = context.presence.model_copy(update={"version": stats.version})
+    context.numbers.update(
+        tokens_per_s=stats.tokens_per_s,
+        busy_share=stats.busy_share,
+        running=stats.running,
+        waiting=stats.waiting,
+        last_pause_s=stats.last_pause_s,
+        **more,
+    )
+
+
+# How many requests an engine with a paged cache works on at once.
+#
+# A cache of pages can hold more requests than would fit if all of them grew to the longest, and
+# how many more only shows while they run. So the bound starts at what fits in any case, rises
+# while requests wait and the cache has room, and is cut when the engine had to throw a request
+# out of its cache (a preemption: that request is computed again, so too high a bound costs more
+# than too low).
+
+_ROOM = 0.8
+"""Share of the cache up to which there is room for more requests."""
+_RISE = 1 / 8
+"""Share by which the bound rises at a step."""
+_CUT = 0.75
+"""What is left of the running requests after a preemption."""
+
+
+class Concurrency:
+    """The bound, told of every step of the engine."""
+
+    def __init__(self, fits: int, most: int) -> None:
+        """`fits` requests fit into the cache however long they get; `most` is never exceeded."""
+        self._least = max(1, min(fits, most))
+        self._most = most
+        self.limit = self._least
+
+    def step(self, running: int, *, wanted: bool, cache_share: float, preempted: int) -> None:
+        """Adapt to a step with so many running requests and such a share of the cache in use.
+
+        `wanted` says that requests wait for the bound to rise.
+        """
+        if preempted and cache_share > _ROOM:
+            self.limit = max(self._least, min(self.limit, int(_CUT * (running - preempted))))
+        elif wanted and not preempted and cache_share < _ROOM and running >= self.limit:
+            self.limit = min(self._most, self.limit + max(1, int(_RISE * self.limit)))
+
+
+class RequestLimit:
+    """Lets as many requests in as the bound allows, first come, first served."""
+
+    def __init__(self, concurrency: Concurrency) -> None:
+        self.concurrency = concurrency
+        self.inside = 0
+        """Requests that were let in and have not left."""
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """Requests outside."""
+        return sum(not place.done() for place in self._waiting)
+
+    def ask(self) -> "asyncio.Future[None]":
+        """Return what is done once there is a place; give it to `leave` in any case."""
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(place)
+        self.admit()
+        return place
+
+    def leave(self, place: "asyncio.Future[None]") -> None:
+        """Give a place back, or stop waiting for it."""
+        if place.done() and not place.cancelled():
+            self.inside -= 1
+            self.admit()
+        else:
+            place.cancel()
+
+    def admit(self) -> None:
+        """Let in whom the bound allows now."""
+        while self._waiting and self.inside < self.concurrency.limit:
+            place = self._waiting.popleft()
+            if not place.done():
+                self.inside += 1
+                place.set_result(None)
+
+
+# Images of requests: who cannot see them, and reading each once, in a thread.
+
+T = TypeVar("T")
+Key: TypeAlias = bytes | tuple[bytes, ...]
+
+
+class ImageReads(Generic[T]):
+    """What is being read; all who ask for the same images at a time go on together."""
+
+    def __init__(self) -> None:
+        self._reading: dict[Key, asyncio.Future[T]] = {}
+
+    async def share(self, key: Key, read: Callable[[], T]) -> T:
+        """Return what `read` returns, or what it returns to another who asks with this key."""
+        reading = self._reading.get(key)
+        if reading is None:
+            reading = self._reading[key] = asyncio.ensure_future(asyncio.to_thread(read))
+            reading.add_done_callback(partial(self._read, key))
+        return await asyncio.shield(reading)
+
+    def _read(self, key: Key, reading: "asyncio.Future[T]") -> None:
+        del self._reading[key]
+        if not reading.cancelled():
+            reading.exception()  # whoever asked may be gone
+
+
+def require_reader(reader: ImageReader | None) -> ImageReader:
+    """Return what reads a model's images; ModelError for a model that sees none."""
+    if reader is None:
+        raise ModelError(
+            "the model reads text alone, and a prompt holds images",
+            hint="train a vision-language model of the Qwen2-VL or Qwen2.5-VL class",
+        )
+    return reader

@@ -1,0 +1,361 @@
+"""One causal language model over the slot cache: prefill, decode, recompute.
+
+Shape letters: B rows, N tokens per row of a prefill, T keys, V vocabulary.
+
+The model is the ordinary transformers class. It is given the cache, explicit positions and an
+additive 4-D mask. `_check` compares this way of running it with a plain forward pass, so a model
+whose attention needs more than that (windows, soft caps, sinks, position biases) is refused and
+never computed wrongly.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from ....schemas.config.sections import LoraConfig
+from ....schemas.wire.errors import ModelError
+from ...policy.experts import RouterRecorder
+from ...policy.model_folder import load_model_config, load_policy
+from ...policy.vision import (
+    ImageReader,
+    SeenImages,
+    embed,
+    load_image_reader,
+    plain_inputs,
+    probe_image,
+)
+from ..engine import ExpertRecord, IntVector
+from .adapters import EngineAdapter, RowAdapters, RowsOfAdapters
+from .kv_cache import ATTENTION, CacheShape, SlotCache
+
+_PREFILL_TOKENS = 4096
+"""Tokens of one prefill pass, padding included, which bounds its memory; one row may have more."""
+_PROBE = (1, 2, 3, 5, 1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class FedTokens:
+    """Tokens that a slot is to be fed: those from position `start` on."""
+
+    slot: int
+    start: int
+    tokens: IntVector
+    images: SeenImages | None = None
+    """Images in the slot's tokens; those of a span that begins at 0 are fed with it."""
+    adapter: EngineAdapter | None = None
+    """What the slot computes with beside the model."""
+
+    @property
+    def positions_3N(self) -> NDArray[np.int64]:
+        """Rotary positions of the span's tokens, in time, height and width."""
+        places_N = np.arange(self.start, self.start + len(self.tokens))
+        if self.images is None:
+            return np.broadcast_to(places_N, (3, len(places_N)))
+        return self.images.positions(places_N)
+
+
+def load_decoder(
+    path: str,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    max_slots: int,
+    max_tokens: int,
+    trust_remote_code: bool = False,
+    lora: LoraConfig | None = None,
+    base: PreTrainedModel | None = None,
+) -> "SlotDecoder":
+    """Load a model and prove that the slot cache computes it; ModelError for one it cannot.
+
+    With `base` only an adapter is loaded, beside the weights of a model that is in memory.
+    """
+    config = load_model_config(path, trust_remote_code=trust_remote_code)
+    _check_layers(path, config)
+    text_config: Any = config.get_text_config()  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+    longest = getattr(text_config, "max_position_embeddings", None)
+    if longest is not None and max_tokens > longest:
+        raise ModelError(
+            f"sequences of up to {max_tokens} tokens are asked for, model {path} has positions "
+            f"for {longest}",
+            hint="lower rollout.max_prompt_tokens or rollout.max_response_tokens",
+        )
+    # Loaded with the reference attention, which `_check` compares with: it knows every variant.
+    model = load_policy(
+        path,
+        lora or LoraConfig(),
+        base=base,
+        dtype=dtype,
+        attn_implementation="eager",
+        trust_remote_code=trust_remote_code,
+    )
+    torch.nn.Module.to(model.requires_grad_(False), torch.device(device))
+    reader = load_image_reader(path, trust_remote_code=trust_remote_code)
+    return SlotDecoder(path, model, max_slots=max_slots, max_tokens=max_tokens, reader=reader)
+
+
+class SlotDecoder:
+    """A model that decodes the first B slots of its cache together."""
+
+    def __init__(
+        self,
+        path: str,
+        model: PreTrainedModel,
+        *,
+        max_slots: int,
+        max_tokens: int,
+        reader: ImageReader | None = None,
+    ) -> None:
+        self.model = model
+        self.reader = reader
+        """What reads images, if the model sees some."""
+        self.adapters = RowAdapters(model)
+        self._recorder: RouterRecorder | None = None
+        embedding = cast("torch.Tensor", model.get_input_embeddings().weight)
+        self.device = embedding.device
+        self.vocab_size = int(embedding.shape[0])
+        probes = _probes(model, reader)
+        plain = [_plain(model, probe) for probe in probes]
+        self.cache = SlotCache(_cache_shape(path, plain[0][1]), max_slots, max_tokens)
+        self._use_slots()
+        for probe, (plain_NV, _) in zip(probes, plain, strict=True):
+            self._check(path, probe, plain_NV)
+
+    def record_experts(self) -> None:
+        """Note which experts read each token; ModelError for a model where that cannot be."""
+        self._recorder = RouterRecorder(self.model)
+
+    @property
+    def expert_shape(self) -> tuple[int, int]:
+        """Layers with experts and how many of one read a token, as recorded; (0, 0): nothing is."""
+        shape = None if self._recorder is None else self._recorder.shape
+        return (0, 0) if shape is None else (shape.layers, shape.chosen)
+
+    def chosen(self, num_rows: int) -> ExpertRecord:
+        """Return which experts read the tokens of the latest pass, [B, N, L, K], padding included.
+
+        It may be asked for once, of an engine that records.
+        """
+        assert self._recorder is not None
+        chosen = self._recorder.take()
+        return chosen.reshape(num_rows, -1, *chosen.shape[1:])
+
+    def prefill(self, spans: Sequence[FedTokens]) -> Iterator[tuple[list[int], torch.Tensor]]:
+        """Feed every span; yield (indices into `spans`, logits of their last token [B, V]).
+
+        Spans of similar length share a forward pass.
+        """
+        for batch in _batches(spans):
+            yield batch, self._prefill_batch([spans[index] for index in batch])
+
+    def decode(
+        self,
+        tokens_B: NDArray[np.int32],
+        positions_B: NDArray[np.int64],
+        shift_B: NDArray[np.int64] | int = 0,
+        adapters: RowsOfAdapters = (),
+    ) -> torch.Tensor:
+        """Feed one token to each of the first B slots; return the logits [B, V].
+
+        `shift_B` is added to the places of the tokens to have their rotary positions. `adapters`
+        are those of the slots; empty: they have none.
+        """
+        length = int(positions_B.max()) + 1
+        self.cache.reserve(len(tokens_B), length)
+        positions = torch.as_tensor(positions_B, device=self.device)
+        self.cache.begin_decode(positions, length)
+        mask = None
+        if int(positions_B.min()) + 1 < length:
+            keys_T = torch.arange(length, device=self.device)
+            mask = self._additive((keys_T <= positions[:, None])[:, None, None])
+        ids = torch.as_tensor(tokens_B.astype(np.int64), device=self.device)
+        rotary = torch.as_tensor(positions_B + shift_B, device=self.device)
+        return self._forward({"input_ids": ids[:, None]}, rotary[:, None], mask, adapters)
+
+    def _prefill_batch(self, spans: Sequence[FedTokens]) -> torch.Tensor:
+        lengths_B = np.array([len(span.tokens) for span in spans])
+        starts_B = np.array([span.start for span in spans])
+        longest = int(lengths_B.max())
+        ids_BN = np.zeros((len(spans), longest), np.int64)
+        for row, span in enumerate(spans):
+            ids_BN[row, longest - len(span.tokens) :] = span.tokens
+        padding_B = longest - lengths_B
+        columns_N = np.arange(longest)
+        positions_BN = np.maximum(starts_B[:, None] + columns_N - padding_B[:, None], 0)
+        valid_BN = columns_N >= padding_B[:, None] if padding_B.any() else None
+        length = int((starts_B + lengths_B).max())
+        self.cache.reserve(max(span.slot for span in spans) + 1, length)
+        positions = torch.as_tensor(positions_BN, device=self.device)
+        valid = None if valid_BN is None else torch.as_tensor(valid_BN, device=self.device)
+        slots = torch.tensor([span.slot for span in spans], device=self.device)
+        resumed = bool(starts_B.any())
+        self.cache.begin_prefill(slots, positions, valid, length if resumed else None)
+        mask = self._prefill_mask(positions, valid, length if resumed else None)
+        ids = torch.as_tensor(ids_BN, device=self.device)
+        adapters = [span.adapter for span in spans]
+        if all(span.images is None for span in spans):
+            return self._forward({"input_ids": ids}, positions, mask, adapters)
+        rotary_3BN = np.zeros((3, *ids_BN.shape), np.int64)
+        for row, span in enumerate(spans):
+            rotary_3BN[:, row, longest - len(span.tokens) :] = span.positions_3N
+        rotary = torch.as_tensor(rotary_3BN, device=self.device)
+        return self._forward(self._with_images(ids, spans), rotary, mask, adapters)
+
+    def _with_images(
+        self, ids_BN: torch.Tensor, spans: Sequence[FedTokens]
+    ) -> dict[str, torch.Tensor]:
+        """Return what the model reads: embeddings with the images that these spans begin with."""
+        width = ids_BN.shape[1]
+        fed = [
+            (span.images, span.images.places_Q + (row + 1) * width - len(span.tokens))
+            for row, span in enumerate(spans)
+            if span.images is not None and span.start == 0
+        ]
+        if not fed:
+            return {"input_ids": ids_BN}
+        columns = np.concatenate([columns for _, columns in fed])
+        columns_Q = torch.as_tensor(columns, device=self.device)
+        images = [seen.images for seen, _ in fed]
+        return {"inputs_embeds": embed(self.model, ids_BN, columns_Q, images)}
+
+    def _prefill_mask(
+        self, positions_BN: torch.Tensor, valid_BN: torch.Tensor | None, length: int | None
+    ) -> torch.Tensor | None:
+        """Causal over the slots' first `length` keys, or over the pass's own without padding."""
+        if length is not None:
+            keys_T = torch.arange(length, device=self.device)
+            return self._additive((keys_T <= positions_BN[..., None])[:, None])
+        if valid_BN is None:
+            return None
+        columns_N = torch.arange(positions_BN.shape[1], device=self.device)
+        causal_NN = columns_N <= columns_N[:, None]
+        itself_NN = columns_N == columns_N[:, None]  # padding sees itself, or it would be NaN
+        return self._additive(((causal_NN & valid_BN[:, None]) | itself_NN)[:, None])
+
+    def _additive(self, visible: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros(visible.shape, dtype=self.cache.shape.dtype, device=self.device)
+        return mask.masked_fill_(~visible, float("-inf"))
+
+    def _forward(
+        self,
+        read: dict[str, torch.Tensor],
+        positions: torch.Tensor,
+        mask: torch.Tensor | None,
+        adapters: RowsOfAdapters,
+    ) -> torch.Tensor:
+        with self.adapters.using(adapters):
+            output = self.model(
+                **read,
+                position_ids=positions,
+                attention_mask=mask,
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        return cast("torch.Tensor", output.logits)[:, -1]
+
+    def _use_slots(self) -> None:
+        """Let the decoder attend over the slots; a vision tower attends within its images."""
+        model: Any = self.model
+        seeing = {"text_config": ATTENTION, "vision_config": "sdpa"}
+        model.set_attn_implementation(ATTENTION if self.reader is None else seeing)
+
+    def _check(self, path: str, probe: "_Probe", plain_NV: torch.Tensor) -> None:
+        """Raise ModelError unless prefill, resumed prefill and decode agree with `plain_NV`."""
+        tokens, images, first, last = probe.tokens, probe.images, probe.first, len(probe.tokens) - 1
+        shift = 0 if images is None else images.shift
+        with torch.inference_mode():
+            rows = [
+                (first - 1, next(self.prefill([FedTokens(0, 0, tokens[:first], images)]))[1]),
+                (
+                    last - 1,
+                    next(self.prefill([FedTokens(0, first, tokens[first:last], images)]))[1],
+                ),
+                (last, self.decode(tokens[last:], np.array([last]), shift)),
+            ]
+        scale = float(plain_NV.abs().max()) + 1e-6
+        tolerance = 1e-3 if self.cache.shape.dtype == torch.float32 else 0.1
+        for position, logits in rows:
+            worst = float((logits[0].float() - plain_NV[position]).abs().max()) / scale
+            if not worst < tolerance:
+                raise ModelError(
+                    f"model {path} computes other logits over the slot cache than in a plain "
+                    f"forward pass (off by {worst:.1%})",
+                    hint="its attention needs more than a causal mask: use another model or engine",
+                )
+
+
+def _check_layers(path: str, config: Any) -> None:
+    layers = DynamicCache(config=config).layers
+    other = sorted({type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer})
+    if other or not layers:
+        raise ModelError(
+            f"model {path} has layers without full attention ({', '.join(other) or 'unknown'})",
+            hint="the transformers engine runs full-attention decoders such as Qwen3 or Llama; "
+            "choose such a model",
+        )
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """Tokens that the model computes in both ways."""
+
+    tokens: IntVector
+    first: int
+    """Tokens of the first prefill."""
+    images: SeenImages | None = None
+
+
+def _probes(model: PreTrainedModel, reader: ImageReader | None) -> list[_Probe]:
+    """Return a text, and for a model that sees a text with an image."""
+    text = _Probe(np.array(_PROBE, np.int32), 3)
+    if reader is None:
+        return [text]
+    encoded = [probe_image()]
+    pads = [reader.token_id] * sum(reader.read(encoded).tokens)
+    tokens = np.array([*_PROBE[:2], *pads, *_PROBE[2:]], np.int32)
+    return [text, _Probe(tokens, len(pads) + 3, reader.see(model, tokens, encoded))]
+
+
+@torch.inference_mode()
+def _plain(model: PreTrainedModel, probe: _Probe) -> tuple[torch.Tensor, DynamicCache]:
+    """Run a plain forward pass; return its logits [N, V], and its keys and values."""
+    ids = torch.as_tensor(probe.tokens.astype(np.int64), device=model.device)[None]
+    more = {} if probe.images is None else plain_inputs(ids, probe.images)
+    output = model(input_ids=ids, past_key_values=DynamicCache(), use_cache=True, **more)
+    return cast("torch.Tensor", output.logits)[0].float(), output.past_key_values
+
+
+def _cache_shape(path: str, cache: DynamicCache) -> CacheShape:
+    layers = cast("list[DynamicLayer]", cache.layers)
+    states = [cast("torch.Tensor", s) for layer in layers for s in (layer.keys, layer.values)]
+    if len({tuple(state.shape) for state in states}) != 1:
+        raise ModelError(
+            f"model {path} has keys and values of different shapes",
+            hint="use another model or engine",
+        )
+    _, kv_heads, _, head_size = states[0].shape
+    return CacheShape(len(layers), kv_heads, head_size, states[0].dtype, states[0].device)
+
+
+def _batches(spans: Sequence[FedTokens]) -> Iterator[list[int]]:
+    """Group spans, resumed ones apart, so that padding at most doubles the work of a pass."""
+    order = sorted(range(len(spans)), key=lambda i: (spans[i].start > 0, len(spans[i].tokens)))
+    batch: list[int] = []
+    for index in order:
+        length = len(spans[index].tokens)
+        if batch and (
+            (len(batch) + 1) * length > _PREFILL_TOKENS
+            or length > 2 * len(spans[batch[0]].tokens) + 16
+            or (spans[index].start > 0) != (spans[batch[0]].start > 0)
+        ):
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch

@@ -1,0 +1,325 @@
+"""The KV cache of the running rows: one tensor, one slot per row, grown in blocks.
+
+Shape letters: L2 layers times two (keys and values), S slots, K key-value heads, T capacity in
+tokens, D head size, B rows of this forward pass, N tokens per row of it.
+
+`begin_*` says where the next forward pass writes and what its queries see; the model then calls
+`update` once per layer. A slot's first tokens are valid up to a length that the caller keeps; what
+lies behind is garbage that no mask shows.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, Cache
+
+from ..engine import IntVector
+
+_SLOT_BLOCK = 16
+_TOKEN_BLOCK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """The part of the cache's shape that the model fixes."""
+
+    num_layers: int
+    kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of one token."""
+        return 2 * self.num_layers * self.kv_heads * self.head_size * self.dtype.itemsize
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One forward pass: flat write positions, source tokens, and which slots are read."""
+
+    write_index: torch.Tensor | None
+    """None: nothing is kept."""
+    source_index: torch.Tensor | None
+    read_rows: torch.Tensor | int | None
+    """None: the pass's own keys; a number: the first so many slots; else these slots."""
+    read_length: int
+
+
+class SlotCache(Cache):
+    """Keys and values by slot, for the continuous batching of full-attention models."""
+
+    def __init__(self, shape: CacheShape, max_slots: int, max_tokens: int) -> None:
+        super().__init__(layers=[])
+        self.shape = shape
+        self.max_slots = max_slots
+        self.max_tokens = max_tokens
+        self._store = self._allocate(0, 0)
+        self._pass: _Pass | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the slots."""
+        return self._store.numel() * self._store.element_size()
+
+    def reserve(self, num_slots: int, num_tokens: int) -> None:
+        """Grow to at least so many slots and tokens; what is stored stays."""
+        _, slots, _, tokens, _ = self._store.shape
+        if num_slots <= slots and num_tokens <= tokens:
+            return
+        if num_slots > slots:
+            slots = min(self.max_slots, max(_round_up(num_slots, _SLOT_BLOCK), 2 * slots))
+        if num_tokens > tokens:
+            wanted = max(num_tokens, tokens + tokens // 2)
+            tokens = min(self.max_tokens, _round_up(wanted, _TOKEN_BLOCK))
+        old = self._store
+        self._store = self._allocate(slots, tokens)
+        self._store[:, : old.shape[1], :, : old.shape[3]] = old
+
+    def begin_decode(self, positions_B: torch.Tensor, length: int) -> None:
+        """The next pass feeds one token to each of the first B slots; queries see `length` keys."""
+        rows_B = torch.arange(positions_B.shape[0], device=positions_B.device)
+        self._pass = _Pass(self._flat(rows_B, positions_B), None, positions_B.shape[0], length)
+
+    def begin_prefill(
+        self,
+        rows_B: torch.Tensor,
+        positions_BN: torch.Tensor,
+        valid_BN: torch.Tensor | None,
+        read_length: int | None,
+    ) -> None:
+        """The next pass feeds N tokens to each of these slots; padding is not written.
+
+        `read_length` None: queries see the pass's own keys; else the slots' first so many.
+        """
+        slots_BN = rows_B[:, None].expand_as(positions_BN)
+        if valid_BN is None:
+            write, source = self._flat(slots_BN.flatten(), positions_BN.flatten()), None
+        else:
+            source = valid_BN.flatten().nonzero()[:, 0]
+            write = self._flat(slots_BN[valid_BN], positions_BN[valid_BN])
+        read = None if read_length is None else rows_B
+        self._pass = _Pass(write, source, read, read_length or 0)
+
+    def begin_scoring(self) -> None:
+        """The next pass sees its own keys alone, and nothing of it is kept."""
+        self._pass = _Pass(None, None, None, 0)
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write this layer's new keys and values; return what the queries see."""
+        assert self._pass is not None, "begin_decode or begin_prefill comes first"
+        return (
+            self._exchange(2 * layer_idx, key_states, self._pass),
+            self._exchange(2 * layer_idx + 1, value_states, self._pass),
+        )
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Positions are always given to the model, so no length is ever inferred from here."""
+        return 0
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, length: int) -> None:
+        """Copy the first tokens of some slots to others; no slot is both."""
+        self._store[:, target, :, :length] = self._store[:, source, :, :length]
+
+    def spread(self, slot: int, last: int, length: int) -> None:
+        """Copy a slot's first tokens to the slots behind it, up to and including `last`."""
+        prompt = self._store[:, slot : slot + 1, :, :length]
+        self._store[:, slot + 1 : last + 1, :, :length] = prompt
+
+    def scrub(self, slots: list[int]) -> None:
+        """Zero slots that hold NaN: masked or not, it would spoil whoever gets them next."""
+        self._store[:, slots] = 0
+
+    def read(self, slot: int, length: int) -> torch.Tensor:
+        """Return a copy of a slot's first tokens, [L2, K, length, D]."""
+        return self._store[:, slot, :, :length].clone()
+
+    def put(self, slot: int, states: torch.Tensor) -> None:
+        """Fill a slot's first tokens with what `read` returned."""
+        self._store[:, slot, :, : states.shape[2]] = states
+
+    def _exchange(self, index: int, states_BKND: torch.Tensor, now: _Pass) -> torch.Tensor:
+        if now.write_index is None:
+            return states_BKND
+        store_SKTD = self._store[index]
+        tokens_XK = states_BKND.transpose(1, 2).flatten(0, 1)
+        if now.source_index is not None:
+            tokens_XK = tokens_XK[now.source_index]
+        head_size = self.shape.head_size
+        store_SKTD.view(-1, head_size).index_copy_(
+            0, now.write_index, tokens_XK.reshape(-1, head_size)
+        )
+        if now.read_rows is None:
+            return states_BKND
+        if isinstance(now.read_rows, int):
+            return store_SKTD[: now.read_rows, :, : now.read_length]
+        return store_SKTD[now.read_rows, :, : now.read_length]
+
+    def _flat(self, slots_X: torch.Tensor, positions_X: torch.Tensor) -> torch.Tensor:
+        """Return the row of each (token, head) in the store seen as a list of head vectors."""
+        _, _, kv_heads, capacity, _ = self._store.shape
+        heads_K = torch.arange(kv_heads, device=slots_X.device)
+        head_rows_XK = (slots_X[:, None] * kv_heads + heads_K) * capacity
+        return (head_rows_XK + positions_X[:, None]).flatten()
+
+    def _allocate(self, slots: int, tokens: int) -> torch.Tensor:
+        shape = self.shape
+        size = (2 * shape.num_layers, slots, shape.kv_heads, tokens, shape.head_size)
+        # Zeros, not garbage: a masked key has weight 0, and 0 times NaN would be NaN.
+        return torch.zeros(size, dtype=shape.dtype, device=shape.device)
+
+
+def _round_up(number: int, block: int) -> int:
+    return -(-number // block) * block
+
+
+# Attention over the slot cache, registered with transformers under the name ATTENTION.
+#
+# Shape letters: B rows, H query heads, K key-value heads, G = H / K, N queries, T keys, D head
+# size.
+#
+# Query heads that share a key-value head become queries of that head, so that keys and values are
+# never repeated in memory. A mask is additive, [B, 1, N, T]; without one, N > 1 is causal and N =
+# 1 sees every key.
+
+ATTENTION = "tinkermq_slots"
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query_BHND: torch.Tensor,
+    key_BKTD: torch.Tensor,
+    value_BKTD: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend; return [B, N, H, D] and no attention weights."""
+    scale = query_BHND.shape[-1] ** -0.5 if scaling is None else scaling
+    if query_BHND.shape[2] == 1:
+        out_BHND = _attend_one(query_BHND, key_BKTD, value_BKTD, attention_mask, scale)
+    else:
+        out_BHND = scaled_dot_product_attention(
+            query_BHND,
+            key_BKTD,
+            value_BKTD,
+            attn_mask=attention_mask,
+            is_causal=attention_mask is None,
+            scale=scale,
+            enable_gqa=query_BHND.shape[1] != key_BKTD.shape[1],
+        )
+    return out_BHND.transpose(1, 2).contiguous(), None
+
+
+def _attend_one(
+    query_BH1D: torch.Tensor,
+    key_BKTD: torch.Tensor,
+    value_BKTD: torch.Tensor,
+    mask_B11T: torch.Tensor | None,
+    scale: float,
+) -> torch.Tensor:
+    num_rows, num_heads, _, head_size = query_BH1D.shape
+    kv_heads, length = key_BKTD.shape[1:3]
+    shape = (num_rows, kv_heads, num_heads // kv_heads, head_size)
+    query_BKGD = query_BH1D.reshape(shape)
+    if query_BH1D.dtype != torch.float32:
+        mask = None if mask_B11T is None else mask_B11T.expand(-1, 1, shape[2], -1)
+        out_BKGD = scaled_dot_product_attention(
+            query_BKGD, key_BKTD, value_BKTD, attn_mask=mask, scale=scale
+        )
+        return out_BKGD.reshape(query_BH1D.shape)
+    # In float32 on a CPU two plain products beat the fused kernel, which is made for long queries.
+    query_XGD = query_BKGD.reshape(-1, shape[2], head_size)
+    key_XDT = key_BKTD.flatten(0, 1).transpose(1, 2)
+    if mask_B11T is None:
+        scores_XGT = torch.bmm(query_XGD * scale, key_XDT)
+    else:
+        mask_X1T = mask_B11T[:, 0].expand(-1, kv_heads, -1).reshape(-1, 1, length)
+        scores_XGT = torch.baddbmm(mask_X1T, query_XGD, key_XDT, alpha=scale)
+    return torch.bmm(scores_XGT.softmax(-1), value_BKTD.flatten(0, 1)).view(query_BH1D.shape)
+
+
+AttentionInterface.register(ATTENTION, slot_attention)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+
+
+# Caches of conversations between two turns: kept while there is room, oldest given up first.
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """What the cache of one conversation was computed from, and its keys and values."""
+
+    tokens: IntVector
+    states: torch.Tensor
+    images: bytes | None = None
+    """Digest of the images, if the conversation has some."""
+    serial: int = 0
+    """Of the adapter's weights; 0: it has none."""
+
+
+class PrefixCache:
+    """The caches of conversations, at most `max_tokens` tokens in all.
+
+    A conversation that does not fit, or was given up for room, is only computed again.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._prefixes: OrderedDict[str, CachedPrefix] = OrderedDict()
+        self._num_tokens = 0
+        self.num_bytes = 0
+        """Memory of all keys and values."""
+
+    def __len__(self) -> int:
+        return len(self._prefixes)
+
+    def keep(self, conversation: str, prefix: CachedPrefix) -> None:
+        """Keep a cache; the oldest ones give way."""
+        self.drop(conversation)
+        if len(prefix.tokens) > self._max_tokens:
+            return
+        self._prefixes[conversation] = prefix
+        self._num_tokens += len(prefix.tokens)
+        self.num_bytes += prefix.states.nbytes
+        while self._num_tokens > self._max_tokens:
+            self.drop(next(iter(self._prefixes)))
+
+    def resume(
+        self, conversation: str, prompt: IntVector, images: bytes | None = None, serial: int = 0
+    ) -> CachedPrefix | None:
+        """Take a conversation's cache out; return it if `prompt` continues it.
+
+        At least one token of the prompt is left to compute.
+        """
+        prefix = self.drop(conversation)
+        if prefix is None or (prefix.images, prefix.serial) != (images, serial):
+            return None
+        cached = len(prefix.tokens)
+        if cached < len(prompt) and np.array_equal(prompt[:cached], prefix.tokens):
+            return prefix
+        return None
+
+    def drop(self, conversation: str) -> CachedPrefix | None:
+        """Forget a conversation; return its cache if there is one."""
+        prefix = self._prefixes.pop(conversation, None)
+        if prefix is not None:
+            self._num_tokens -= len(prefix.tokens)
+            self.num_bytes -= prefix.states.nbytes
+        return prefix
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._prefixes.clear()
+        self._num_tokens = self.num_bytes = 0

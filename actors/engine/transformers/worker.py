@@ -1,0 +1,538 @@
+"""The engine's thread: continuous batching, one tick after another.
+
+A tick gives free rows to waiting requests (prefill), feeds one token to every running row
+(decode), and hands the results of rows that ended to the event loop in one call. Commands (submit,
+cancel, swap, release, close) arrive as callables and run between two ticks. What fails here fails
+every request that is pending, visibly.
+"""
+
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ....schemas.wire.errors import EngineError, TinkermqError
+from ...policy.vision import SeenImages
+from ..engine import (
+    Drawn,
+    EngineStats,
+    FinishReason,
+    Generation,
+    IntVector,
+    KvOnSwap,
+    Meter,
+    PromptScores,
+    left_grammar,
+    not_finite,
+    nothing,
+)
+from ..sampling import Constraining, Draw, draw
+from .adapters import DoubleBuffer, EngineAdapter, LowRankTensors, RowsOfAdapters
+from .decoder import FedTokens, SlotDecoder
+from .kv_cache import CachedPrefix, PrefixCache
+from .rows import IndexVector, RowRequest, RowTable
+
+# Log-probs of prompts: one pass over their tokens, of which nothing is kept.
+#
+# Shape letters: B prompts of a pass, N tokens, D hidden size, C columns whose logits are held at
+# once, V vocabulary, K likeliest tokens.
+#
+# Prompts that are shorter than others of their pass are padded behind their end, where nothing
+# looks at: a token sees those before it.
+
+_PASS_TOKENS = 4096
+_LOGITS_BYTES = 64 * 2**20
+_PROBE = (1, 2, 3, 5, 1, 2)
+_TOLERANCE = 1e-5
+
+
+@dataclass(slots=True, eq=False)
+class ScoreRequest:
+    """A prompt that is to be scored."""
+
+    request_id: str
+    prompt: IntVector
+    top_k: int
+    adapter: EngineAdapter | None
+
+
+class PromptScorer:
+    """Scores prompts with a decoder's model; in the engine's thread."""
+
+    def __init__(self, decoder: SlotDecoder) -> None:
+        """Compute nothing yet."""
+        self._decoder = decoder
+        self._head_is_all: bool | None = None
+
+    def take(self, waiting: Sequence[ScoreRequest]) -> list[ScoreRequest]:
+        """Return those of the waiting ones that share the next pass: the first, and its like."""
+        first = waiting[0]
+        longest, batch = len(first.prompt), [first]
+        for request in waiting[1:]:
+            width = max(longest, len(request.prompt))
+            shortest = min(len(one.prompt) for one in (*batch, request))
+            if width * (len(batch) + 1) <= _PASS_TOKENS and width <= 2 * shortest + 16:
+                longest = width
+                batch.append(request)
+        return batch
+
+    @torch.inference_mode()
+    def score(self, batch: Sequence[ScoreRequest]) -> list[PromptScores]:
+        """Return the scores of some prompts."""
+        if self._head_is_all is None:
+            self._head_is_all = self._is_head_all()
+        longest = max(len(one.prompt) for one in batch)
+        ids_BN = np.zeros((len(batch), longest), np.int64)
+        for row, one in enumerate(batch):
+            ids_BN[row, : len(one.prompt)] = one.prompt
+        with self._decoder.adapters.using([one.adapter for one in batch]):
+            states_BND = self._pass(ids_BN, logits=not self._head_is_all)
+        return [self._read(states_BND[row], one) for row, one in enumerate(batch)]
+
+    def _pass(self, ids_BN: np.ndarray[Any, Any], *, logits: bool) -> torch.Tensor:
+        """Return hidden states, or the model's logits."""
+        decoder, model = self._decoder, cast(Any, self._decoder.model)
+        decoder.cache.begin_scoring()
+        ids = torch.as_tensor(ids_BN, device=decoder.device)
+        output = (model if logits else model.get_decoder())(
+            input_ids=ids,
+            position_ids=torch.arange(ids.shape[1], device=decoder.device).expand_as(ids),
+            attention_mask=None,
+            past_key_values=decoder.cache,
+            use_cache=True,
+        )
+        return cast("torch.Tensor", output.logits if logits else output.last_hidden_state)
+
+    def _read(self, states_ND: torch.Tensor, one: ScoreRequest) -> PromptScores:
+        num, k = len(one.prompt), one.top_k
+        scores = PromptScores(
+            np.full(num, np.nan, np.float32),
+            np.zeros((num, k), np.int32),
+            np.full((num, k), np.nan, np.float32),
+        )
+        targets = torch.as_tensor(one.prompt[1:].astype(np.int64), device=states_ND.device)
+        chunk = max(1, _LOGITS_BYTES // (4 * self._decoder.vocab_size))
+        for start in range(0, num - 1, chunk):
+            end = min(start + chunk, num - 1)
+            logprobs_CV = self._logits(states_ND[start:end], one).float().log_softmax(-1)
+            picked = logprobs_CV.gather(1, targets[start:end, None])[:, 0]
+            scores.logprobs[start + 1 : end + 1] = picked.cpu().numpy()
+            if k:
+                top = logprobs_CV.topk(k, -1)
+                scores.top_logprobs[start + 1 : end + 1] = top.values.cpu().numpy()
+                scores.top_ids[start + 1 : end + 1] = top.indices.cpu().numpy()
+        return scores
+
+    def _logits(self, states_CD: torch.Tensor, one: ScoreRequest) -> torch.Tensor:
+        if not self._head_is_all:
+            return states_CD
+        head = cast(Any, self._decoder.model).get_output_embeddings()
+        with self._decoder.adapters.using([one.adapter]):
+            return cast("torch.Tensor", head(states_CD))
+
+    def _is_head_all(self) -> bool:
+        """Whether logits are the output layer's alone: some models cap or scale them."""
+        ids = np.array([_PROBE], np.int64)
+        whole = self._pass(ids, logits=True)[0].float()
+        head = cast(Any, self._decoder.model).get_output_embeddings()
+        parts = head(self._pass(ids, logits=False)[0]).float()
+        return bool((whole - parts).abs().max() <= _TOLERANCE * (1 + whole.abs().max()))
+
+
+Outcome = tuple[str, Generation | PromptScores | TinkermqError | Drawn]
+"""A request's id and what became of it, or its next token."""
+
+
+class EngineWorker:
+    """Everything that happens in the engine's thread; `run` is its body."""
+
+    def __init__(
+        self,
+        decoder: SlotDecoder,
+        weights: DoubleBuffer,
+        version: int,
+        deliver: Callable[[list[Outcome]], None],
+        ended: Callable[[EngineError], None],
+        prefix_cache_tokens: int,
+    ) -> None:
+        self.version = version
+        self._decoder = decoder
+        self._weights = weights
+        self._deliver = deliver
+        self._ended = ended
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._waiting: deque[RowRequest] = deque()
+        self._scorer = PromptScorer(decoder)
+        self._scored: list[ScoreRequest] = []
+        self._rows = RowTable(
+            decoder.cache.max_slots, decoder.cache.max_tokens, decoder.expert_shape
+        )
+        self._prefix_cache = PrefixCache(prefix_cache_tokens)
+        self._outcomes: list[Outcome] = []
+        self._num_streams = 0
+        self._num_adapted = 0
+        self._num_constrained = 0
+        self._num_topped = 0
+        self._constraining = Constraining()
+        self._closing = False
+        self._meter = Meter()
+
+    def do(self, command: Callable[[], None]) -> None:
+        """Have a command run in the engine's thread, between two ticks."""
+        self._inbox.put(command)
+
+    def run(self) -> None:
+        """Serve until closed; then say why no request will be answered any more."""
+        reason = EngineError("the engine was closed", hint="start it again")
+        try:
+            while not self._closing:
+                self._run_commands()
+                if self._rows.num or self._waiting or self._scored:
+                    self._tick()
+                self._flush()
+        except Exception as error:  # noqa: BLE001  # the engine's boundary: every request learns of it
+            reason = EngineError(
+                f"the engine failed: {type(error).__name__}: {error}",
+                hint="see the generator's log; its tasks go to another generator",
+            )
+            reason.__cause__ = error
+        self._ended(reason)
+
+    # Commands -------------------------------------------------------------------------------
+
+    def submit(self, request: RowRequest) -> None:
+        """Queue a request."""
+        self._count(request, 1)
+        self._waiting.append(request)
+
+    def score(self, request: ScoreRequest) -> None:
+        """Queue a prompt to be scored."""
+        self._scored.append(request)
+
+    def adapt(
+        self,
+        adapter: EngineAdapter,
+        version: int,
+        by_layer: LowRankTensors,
+        done: Callable[[], None],
+    ) -> None:
+        """Let rows have an adapter; those that have it go on with its newer weights."""
+        self._decoder.adapters.open()
+        self._decoder.adapters.forget(adapter)
+        adapter.become(version, by_layer)
+        done()
+
+    def forget(self, adapter: EngineAdapter) -> None:
+        """Free what was laid out for an adapter."""
+        self._decoder.adapters.forget(adapter)
+
+    @torch.inference_mode()
+    def cancel(self, request_id: str) -> None:
+        """End a request that waits or runs."""
+        self._scored = [one for one in self._scored if one.request_id != request_id]
+        for request in self._waiting:
+            if request.request_id == request_id:
+                self._waiting.remove(request)
+                self._count(request, -1)
+                self._outcomes.append((request_id, nothing()))
+                return
+        for row, request in enumerate(self._rows.requests):
+            if request.request_id == request_id:
+                self._outcomes.append((request_id, self._rows.result(row, "cancelled")))
+                self._count(request, -1)
+                self._remove(np.arange(self._rows.num) == row)
+                return
+
+    def release(self, conversation: str) -> None:
+        """Forget a cached prefix."""
+        self._prefix_cache.drop(conversation)
+
+    def swap(
+        self, version: int, fresh: list[torch.Tensor], kv: KvOnSwap, done: Callable[[], None]
+    ) -> None:
+        """Take prepared weights; then call `done` (in this thread)."""
+        started = time.perf_counter()
+        self._weights.swap(fresh)
+        self.version = version
+        self._prefix_cache.clear()
+        if kv == "recompute" and self._rows.num:
+            self._recompute()
+        self._meter.paused(time.perf_counter() - started)
+        done()
+
+    def close(self) -> None:
+        """End `run`."""
+        self._closing = True
+
+    def stats(self) -> EngineStats:
+        """Read the counters; safe in any thread."""
+        return self._meter.stats(
+            version=self.version,
+            running=self._rows.num,
+            waiting=len(self._waiting),
+            cached_prefixes=len(self._prefix_cache),
+            cache_bytes=self._decoder.cache.num_bytes + self._prefix_cache.num_bytes,
+        )
+
+    # One tick -------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _tick(self) -> None:
+        started = time.perf_counter()
+        while self._waiting and self._rows.num < self._decoder.cache.max_slots:
+            self._admit()
+        if self._rows.num:
+            self._decode()
+        if self._scored:
+            self._score()
+        self._meter.busy_s += time.perf_counter() - started
+        self._meter.mark()
+
+    def _score(self) -> None:
+        """Score some of the prompts that wait, as many as one pass takes."""
+        batch = self._scorer.take(self._scored)
+        taken = {one.request_id for one in batch}
+        self._scored = [one for one in self._scored if one.request_id not in taken]
+        for one, scores in zip(batch, self._scorer.score(batch), strict=True):
+            self._meter.prefilled += len(one.prompt)
+            self._outcomes.append((one.request_id, scores))
+
+    def _count(self, request: RowRequest, by: int) -> None:
+        """Count a request that comes or goes among those with something of their own."""
+        self._num_streams += by * request.streams
+        self._num_adapted += by * (request.adapter is not None)
+        self._num_constrained += by * request.sampling.is_constrained
+        self._num_topped += by * (request.sampling.num_top > 0)
+
+    def _adapters(self) -> RowsOfAdapters:
+        """Return the adapters of the running rows; nothing if no row has one."""
+        if not self._num_adapted:
+            return ()
+        return [request.adapter for request in self._rows.requests]
+
+    def _admit(self) -> None:
+        """Give free rows to the requests that waited longest, and draw their first tokens."""
+        free = self._decoder.cache.max_slots - self._rows.num
+        taken = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+        groups = self._group(taken)
+        self._rows.add([request for group, _ in groups for request in group], self.version)
+        self._decoder.cache.reserve(self._rows.num, 1)
+        row = self._rows.num - len(taken)
+        spans: list[FedTokens] = []
+        for group, cached in groups:
+            start = 0
+            if cached is not None:
+                start = len(cached.tokens)
+                self._decoder.cache.reserve(self._rows.num, start)
+                self._decoder.cache.put(row, cached.states)
+            spans.append(FedTokens(row, start, group[0].prompt[start:], *_beside(group[0])))
+            self._meter.reused += start + (len(group) - 1) * len(group[0].prompt)
+            row += len(group)
+        self._prefill(spans, [len(group) for group, _ in groups])
+        self._retire()
+
+    def _group(
+        self, requests: Sequence[RowRequest]
+    ) -> list[tuple[list[RowRequest], CachedPrefix | None]]:
+        """Put requests of one prompt together; a cached prefix stays by itself."""
+        groups: list[tuple[list[RowRequest], CachedPrefix | None]] = []
+        shared: dict[tuple[bytes, bytes | None, int], list[RowRequest]] = {}
+        for request in requests:
+            cached = None
+            if request.conversation is not None:
+                digest = _digest(request)
+                cached = self._prefix_cache.resume(
+                    request.conversation, request.prompt, digest, request.serial
+                )
+            if cached is not None:
+                groups.append(([request], cached))
+                continue
+            group = shared.setdefault(
+                (request.prompt.tobytes(), _digest(request), request.serial), []
+            )
+            if not group:
+                groups.append((group, None))
+            group.append(request)
+        return groups
+
+    def _prefill(self, spans: Sequence[FedTokens], sizes: Sequence[int]) -> None:
+        """Compute each prompt once, copy it to the rows behind that share it, draw for all."""
+        for batch, logits_BV in self._decoder.prefill(spans):
+            sizes_B = np.array([sizes[index] for index in batch])
+            rows = [np.arange(spans[i].slot, spans[i].slot + sizes[i]) for i in batch]
+            if self._rows.records_experts:
+                self._note_prompts([spans[i] for i in batch], sizes_B.tolist())
+            for index, own in zip(batch, rows, strict=True):
+                self._meter.prefilled += len(spans[index].tokens)
+                if len(own) > 1:
+                    length = spans[index].start + len(spans[index].tokens)
+                    self._decoder.cache.spread(int(own[0]), int(own[-1]), length)
+            if (sizes_B > 1).any():
+                picks = np.repeat(np.arange(len(batch)), sizes_B)
+                logits_BV = logits_BV[torch.as_tensor(picks, device=logits_BV.device)]
+            self._draw(np.concatenate(rows), logits_BV)
+
+    def _note_prompts(self, spans: Sequence[FedTokens], sizes: Sequence[int]) -> None:
+        """Note the experts of prompts that were just computed, for all rows that share each."""
+        chosen_BNLK = self._decoder.chosen(len(spans))
+        for span, size, chosen_NLK in zip(spans, sizes, chosen_BNLK, strict=True):
+            own = chosen_NLK[len(chosen_NLK) - len(span.tokens) :]
+            rows = slice(span.slot, span.slot + size)
+            self._rows.note_prompt_experts(rows, span.start, own)
+
+    def _decode(self) -> None:
+        rows = np.arange(self._rows.num)
+        position = self._rows.length_R[: self._rows.num] - 1
+        logits_BV = self._decoder.decode(
+            self._rows.tokens_RT[rows, position],
+            position,
+            self._rows.shift_R[rows],
+            self._adapters(),
+        )
+        if self._rows.records_experts:
+            self._rows.note_experts(rows, self._decoder.chosen(len(rows))[:, 0])
+        self._draw(rows, logits_BV)
+        self._retire()
+
+    def _draw(self, rows: IndexVector, logits_BV: torch.Tensor) -> None:
+        shaped_BV, num_top = None, 0
+        if self._num_constrained or self._num_topped:
+            requests = [self._rows.requests[int(row)] for row in rows]
+            shaped_BV = self._constraining.shaped(logits_BV, [one.constraint for one in requests])
+            num_top = max(one.sampling.num_top for one in requests)
+        drawn = draw(logits_BV, self._rows.parameters(rows), shaped_BV, num_top)
+        self._rows.append(rows, drawn, self._versions(rows))
+        self._meter.generated += len(rows)
+        if self._num_constrained:
+            for row, token in zip(rows, drawn.tokens_B, strict=True):
+                if (constraint := self._rows.requests[int(row)].constraint) is not None:
+                    constraint.take(int(token))
+        if self._num_streams:
+            self._stream(rows, drawn)
+
+    def _versions(self, rows: IndexVector) -> int | list[int]:
+        """Return the version of the weights that these rows are computed with."""
+        if not self._num_adapted:
+            return self.version
+        return [self._version_of(self._rows.requests[int(row)]) for row in rows]
+
+    def _version_of(self, request: RowRequest) -> int:
+        return self.version if request.adapter is None else request.adapter.version
+
+    def _stream(self, rows: IndexVector, drawn: Draw) -> None:
+        """Hand out the new tokens of those requests that want each at once."""
+        for place in range(len(rows)):
+            request = self._rows.requests[int(rows[place])]
+            if request.streams:
+                version = self._version_of(request)
+                token = Drawn(
+                    int(drawn.tokens_B[place]),
+                    float(drawn.logprobs_B[place]),
+                    version,
+                    _top_of(drawn, place, request.sampling.num_top),
+                )
+                self._outcomes.append((request.request_id, token))
+
+    def _retire(self) -> None:
+        """Take out the rows that ended."""
+        stop, full, broken = self._rows.ended()
+        left = self._left_grammar()
+        gone = stop | full | broken | left
+        if not gone.any():
+            return
+        for row in np.flatnonzero(gone).tolist():
+            request = self._rows.requests[row]
+            self._count(request, -1)
+            if broken[row]:
+                failure = not_finite(self._version_of(request))
+                self._outcomes.append((request.request_id, failure))
+                continue
+            if left[row]:
+                assert request.constraint is not None
+                why = request.constraint.error
+                self._outcomes.append((request.request_id, left_grammar(why)))
+                continue
+            reason: FinishReason = "stop" if stop[row] else "length"
+            self._outcomes.append((request.request_id, self._rows.result(row, reason)))
+            self._keep_prefix(row, request)
+        if broken.any():
+            self._decoder.cache.scrub(np.flatnonzero(broken).tolist())
+        self._remove(gone)
+
+    def _left_grammar(self) -> NDArray[np.bool_]:
+        """Say of each row whether its grammar has failed."""
+        if not self._num_constrained:
+            return np.zeros(self._rows.num, np.bool_)
+        told = [one.constraint is not None and one.constraint.error for one in self._rows.requests]
+        return np.array([bool(error) for error in told], np.bool_)
+
+    def _keep_prefix(self, row: int, request: RowRequest) -> None:
+        """Keep the row's cache for the next turn, if it stems from one version alone."""
+        if request.conversation is None or self._rows.cache_version_R[row] != self.version:
+            return
+        if request.began != request.serial:
+            return
+        cached = int(self._rows.length_R[row]) - 1  # the last token was drawn, but never fed
+        tokens = self._rows.tokens_RT[row, :cached].copy()
+        states = self._decoder.cache.read(row, cached)
+        prefix = CachedPrefix(tokens, states, _digest(request), request.serial)
+        self._prefix_cache.keep(request.conversation, prefix)
+
+    def _remove(self, gone: NDArray[np.bool_]) -> None:
+        source, target = self._rows.remove(gone)
+        if len(source):
+            self._decoder.cache.copy(
+                torch.as_tensor(source, device=self._decoder.device),
+                torch.as_tensor(target, device=self._decoder.device),
+                int(self._rows.length_R[target].max()),
+            )
+
+    @torch.inference_mode()
+    def _recompute(self) -> None:
+        """Compute the cache of all running rows anew, with the weights of now."""
+        cached = (self._rows.length_R[: self._rows.num] - 1).tolist()
+        spans = [
+            FedTokens(
+                row, 0, self._rows.tokens_RT[row, :length], *_beside(self._rows.requests[row])
+            )
+            for row, length in enumerate(cached)
+        ]
+        for _ in self._decoder.prefill(spans):
+            pass
+        self._rows.cache_version_R[: self._rows.num] = self.version
+
+    # Around it ------------------------------------------------------------------------------
+
+    def _run_commands(self) -> None:
+        """Run the commands that are there; without work, wait for one."""
+        works = self._rows.num or self._waiting or self._scored
+        if not works and not self._outcomes:
+            self._inbox.get()()
+        while not self._inbox.empty():
+            self._inbox.get()()
+
+    def _flush(self) -> None:
+        if self._outcomes:
+            outcomes, self._outcomes = self._outcomes, []
+            self._deliver(outcomes)
+
+
+def _top_of(drawn: Draw, place: int, num: int) -> tuple[tuple[int, float], ...]:
+    if not num or drawn.top_ids_BK is None or drawn.top_logprobs_BK is None:
+        return ()
+    ids, logprobs = drawn.top_ids_BK[place, :num], drawn.top_logprobs_BK[place, :num]
+    return tuple(zip(ids.tolist(), logprobs.tolist(), strict=True))
+
+
+def _beside(request: RowRequest) -> tuple[SeenImages | None, EngineAdapter | None]:
+    return request.images, request.adapter
+
+
+def _digest(request: RowRequest) -> bytes | None:
+    return None if request.images is None else request.images.images.digest

@@ -1,0 +1,194 @@
+"""Grammars and penalties in vLLM's worker processes, as the transformers engine applies them.
+
+vLLM has structured outputs of its own, which are not used: they change the logits before anything
+of ours sees them, begin at the first token of a request (an answer that goes on elsewhere has some
+already), and know one token that ends an answer. A logits processor gets the model's own logits,
+each request's tokens, and the same library decides here and there.
+"""
+
+# Not installed for development; typings/vllm has what is used of it.
+# pyright: reportMissingModuleSource=false
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+
+from ...policy.grammar import GrammarCompiler
+from ...policy.model_folder import load_tokenizer
+from ..engine import Sampling
+from ..sampling import Constraining, RowConstraint, masked_shares
+
+PROCESSOR = "tinkermq.actors.engine.vllm.constraints:ConstrainedLogits"
+"""How vLLM is told of it."""
+_KEY = "tinkermq"
+_MAX_ENDED = 4096
+"""Requests whose figures are kept until somebody asks for them."""
+
+
+def constraint_arguments(sampling: Sampling, key: str) -> dict[str, Any] | None:
+    """Return what travels with a request to the worker; None for one without constraints."""
+    if not sampling.is_constrained:
+        return None
+    told = {
+        "key": key,
+        "grammar": "" if sampling.grammar is None else sampling.grammar.text,
+        "presence": sampling.presence_penalty,
+        "frequency": sampling.frequency_penalty,
+        "repetition": sampling.repetition_penalty,
+        "num_drawn": sampling.num_drawn,
+    }
+    return {_KEY: told}
+
+
+@dataclass(slots=True)
+class _Row:
+    """A constrained request in the batch."""
+
+    key: str
+    constraint: RowConstraint
+    output: list[int]
+    """Its tokens, which vLLM adds to."""
+    num_taken: int = 0
+
+    def catch_up(self) -> None:
+        """Take the tokens that have come."""
+        for token in self.output[self.num_taken :]:
+            assert token >= 0, "vLLM has not told a token before the next one is drawn"
+            self.constraint.take(token)
+            self.num_taken += 1
+
+
+@dataclass(slots=True)
+class _Figures:
+    """What is known of a request besides its tokens."""
+
+    masked: dict[int, float]
+    """By the number of a token: what a grammar took out of the choice."""
+    error: str = ""
+
+
+class ConstrainedLogits(LogitsProcessor):
+    """Shapes the logits of constrained requests, and keeps the others' as they are."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        """Read nothing before the first grammar."""
+        del device, is_pin_memory
+        model = vllm_config.model_config
+        self._load = partial(
+            load_tokenizer,
+            model.tokenizer or model.model,
+            trust_remote_code=model.trust_remote_code,
+        )
+        self._compiler: GrammarCompiler | None = None
+        self._rows: dict[int, _Row] = {}
+        self._constraining = Constraining()
+        self._figures: OrderedDict[str, _Figures] = OrderedDict()
+        self._raw_BV: torch.Tensor | None = None
+        self._shaped_BV: torch.Tensor | None = None
+        self._batch: Any = None
+
+    def follow(self, batch: Any) -> None:
+        """Have vLLM's batch tell tokens only while somebody needs them.
+
+        vLLM would wait for the tokens of each step before it prepares the next one, for all
+        requests alike.
+        """
+        self._batch = batch
+        batch.logitsprocs_need_output_token_ids = bool(self._rows)
+
+    def is_argmax_invariant(self) -> bool:
+        """Return False: greedy requests are constrained, too."""
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follow the batch."""
+        if batch_update is None:
+            return
+        for index in batch_update.removed:
+            self._rows.pop(index, None)
+        for index, params, prompt, output in batch_update.added:
+            self._rows.pop(index, None)
+            if (row := self._row(params, prompt or [], output)) is not None:
+                self._rows[index] = row
+        for source, target, direction in batch_update.moved:
+            first, second = self._rows.pop(source, None), self._rows.pop(target, None)
+            if first is not None:
+                self._rows[target] = first
+            if second is not None and direction == MoveDirectionality.SWAP:
+                self._rows[source] = second
+        if self._batch is not None:  # which makes its metadata anew right after this
+            self.follow(self._batch)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits that tokens are drawn from; the model's own are kept for `recorded`."""
+        self._raw_BV = self._shaped_BV = None
+        if not self._rows:
+            return logits
+        constraints: list[RowConstraint | None] = [None] * logits.shape[0]
+        for index, row in self._rows.items():
+            if index < len(constraints):
+                row.catch_up()
+                constraints[index] = row.constraint
+        shaped = self._constraining.shaped(logits, constraints)
+        if shaped is None:
+            return logits
+        for row in self._rows.values():
+            if row.constraint.error:
+                self._of(row.key).error = row.constraint.error
+        self._raw_BV, self._shaped_BV = logits.clone(), shaped
+        return shaped.clone()  # what samples may change it in place
+
+    def recorded(self, temperature_B: torch.Tensor | None) -> torch.Tensor | None:
+        """Return float32[B, V] log-probs of the model's own logits; None: nothing was shaped."""
+        if self._raw_BV is None or self._shaped_BV is None:
+            return None
+        logits_BV = self._raw_BV.float()
+        if temperature_B is not None:
+            scale_B = torch.where(temperature_B < 1e-5, 1.0, temperature_B)
+            logits_BV = logits_BV / scale_B[:, None]
+        logprobs_BV = logits_BV.log_softmax(-1)
+        at = [index for index in self._rows if index < len(logprobs_BV)]
+        shares_B = masked_shares(logprobs_BV[at].exp(), self._shaped_BV[at])
+        for index, share in zip(at, shares_B.cpu().numpy().tolist(), strict=True):
+            row = self._rows[index]
+            # The same place again where vLLM draws behind a part of a prompt: the last one counts.
+            self._of(row.key).masked[row.num_taken] = share
+        self._raw_BV = self._shaped_BV = None
+        return logprobs_BV
+
+    def take_figures(self, key: str, num: int) -> tuple[bytes, str]:
+        """Return float32[num] of a request's tokens, and why it could not go on, once."""
+        figures = self._figures.pop(key, None) or _Figures({})
+        masked = np.array([figures.masked.get(n, 0.0) for n in range(num)], np.float32)
+        return masked.tobytes(), figures.error
+
+    def _row(self, params: SamplingParams, prompt: list[int], output: list[int]) -> _Row | None:
+        told: Any = (params.extra_args or {}).get(_KEY)
+        if told is None:
+            return None
+        grammar = None
+        if told["grammar"]:
+            self._compiler = self._compiler or GrammarCompiler(self._load())
+            grammar = self._compiler.compile_here(told["grammar"])
+        sampling = Sampling(
+            1,
+            grammar=grammar,
+            presence_penalty=told["presence"],
+            frequency_penalty=told["frequency"],
+            repetition_penalty=told["repetition"],
+            num_drawn=told["num_drawn"],
+        )
+        constraint = RowConstraint(sampling, np.array(prompt, np.int32))
+        return _Row(told["key"], constraint, output)
+
+    def _of(self, key: str) -> _Figures:
+        figures = self._figures.setdefault(key, _Figures({}))
+        while len(self._figures) > _MAX_ENDED:
+            self._figures.popitem(last=False)
+        return figures

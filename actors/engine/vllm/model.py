@@ -1,0 +1,537 @@
+"""One model in vLLM, with the adapters beside it: its processes, requests, and new weights.
+
+vLLM computes in processes of its own (one that schedules, one worker per GPU) and is told of
+requests and new weights from here. It stamps each step's tokens with the label of the weights that
+made them; the label is the versions of all that is served, as JSON. Each request's prompt is cached
+under a salt of its adapter and version, so that no prefix is shared across versions.
+
+This module imports vllm: `players` imports it when it is asked for. Written for vLLM 0.32.
+"""
+
+# Not installed for development; typings/vllm has what is used of it.
+# pyright: reportMissingModuleSource=false
+
+import asyncio
+import itertools
+import json
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.inputs import MultiModalInput, TokensInput, tokens_input
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+
+from ....schemas.config.job import GeneratorConfig
+from ....schemas.wire.bounds import MAX_TOP_K
+from ....schemas.wire.errors import EngineError, ModelError
+from ..engine import (
+    Concurrency,
+    Drawn,
+    Generation,
+    IntVector,
+    KvOnSwap,
+    Meter,
+    OnToken,
+    PromptScores,
+    RequestLimit,
+    Sampling,
+    nothing,
+)
+from .constraints import PROCESSOR
+from .request import (
+    ShownImages,
+    VllmRequest,
+    drawn_of,
+    generation_of,
+    parameters_of,
+    prompt_with_images,
+    scores_of,
+    scoring_parameters,
+)
+
+# How vLLM is started: its arguments, its environment, and who takes its figures.
+
+_CPU_CACHE_MB = 1024
+_CPU_BLOCK_TOKENS = 32
+_IMAGES_GB = 1.0
+"""Memory for images that were sent to vLLM's processes and may be asked about again."""
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM makes room for; an adapter takes the next larger one."""
+
+
+def engine_arguments(
+    path: str,
+    config: GeneratorConfig,
+    max_context: int,
+    trust_remote_code: bool,
+    ranks: Sequence[int],
+    sees: bool,
+    tokenizer: str = "",
+) -> dict[str, Any]:
+    """Return vLLM's arguments for a model, and for adapters of these ranks beside it.
+
+    `sees` tells a model that is shown images; `tokenizer` is where grammars find its tokens.
+    """
+    on_cpu = current_platform.is_cpu()
+    cache_mb = config.kv_cache_mb or (_CPU_CACHE_MB if on_cpu else None)
+    arguments: dict[str, Any] = {
+        "model": path,
+        "tokenizer": tokenizer or path,
+        "skip_tokenizer_init": not sees,  # by it, vLLM finds out how large images can get
+        "generation_config": "vllm",
+        "trust_remote_code": trust_remote_code,
+        "dtype": config.dtype,
+        "max_model_len": max_context,
+        "max_logprobs": MAX_TOP_K,
+        "max_num_seqs": config.max_requests,
+        "tensor_parallel_size": config.tensor_parallel,
+        "enforce_eager": not config.compile,
+        "enable_prefix_caching": True,
+        "kv_cache_memory_bytes": cache_mb << 20 if cache_mb else None,
+        "block_size": _CPU_BLOCK_TOKENS if on_cpu else None,
+        "seed": secrets.randbits(31),  # or all generators of a job would draw the same tokens
+        "logits_processors": [PROCESSOR],
+        "worker_extension_cls": "tinkermq.actors.engine.vllm.worker.WorkerExtension",
+        "use_tqdm_on_load": False,
+        "disable_log_stats": True,  # its own; `Recorder` is given beside
+    }
+    if on_cpu and config.tensor_parallel == 1:
+        # Or vLLM would compute in one more process, which takes as long to start as the first.
+        arguments["distributed_executor_backend"] = UniProcExecutor
+    if sees:
+        arguments |= {
+            "limit_mm_per_prompt": {"video": 0},
+            "mm_device_do_normalize": False,  # the learner's reader has done so
+            "skip_mm_profiling": on_cpu,
+            "mm_processor_cache_gb": _IMAGES_GB,
+        }
+    if ranks:
+        arguments |= {
+            "enable_lora": True,
+            # On a CPU, vLLM 0.32 decodes requests without an adapter with that of the last place:
+            # one that stays empty adds nothing.
+            "max_loras": len(ranks) + int(on_cpu),
+            "max_lora_rank": next((size for size in _RANKS if size >= max(ranks)), max(ranks)),
+        }
+    return arguments
+
+
+def settle_environment(config: GeneratorConfig) -> None:
+    """Set what vLLM's processes read from the environment."""
+    os.environ.update(
+        VLLM_NO_USAGE_STATS="1",
+        VLLM_WORKER_MULTIPROC_METHOD="spawn",  # this process has threads and connections
+        VLLM_CPU_OMP_THREADS_BIND="nobind",  # several engines share a machine
+        VLLM_USE_V2_MODEL_RUNNER="0",  # `vllm_worker` knows the sampler of the other one
+        TORCHDYNAMO_DISABLE="0" if config.compile else "1",
+    )
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it warns at each swap
+
+
+class Recorder(StatLoggerBase):
+    """Takes vLLM's figures after each of its steps."""
+
+    def __init__(self) -> None:
+        self.meter = Meter()
+        self.limit: RequestLimit | None = None
+        self._then = time.perf_counter()
+        self._worked = False
+
+    def made(self, config: object, engine_index: int = 0) -> "Recorder":
+        """Be what vLLM makes of a logger's class."""
+        return self
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """Count a step, and adapt the number of requests that vLLM is given."""
+        now = time.perf_counter()
+        if self._worked:
+            self.meter.busy_s += now - self._then
+        self._then = now
+        preempted = 0
+        if iteration_stats is not None:
+            self.meter.generated += iteration_stats.num_generation_tokens
+            preempted = iteration_stats.num_preempted_reqs
+        if scheduler_stats is not None:
+            self._worked = scheduler_stats.num_running_reqs > 0
+            self._adapt(scheduler_stats.num_running_reqs, scheduler_stats.kv_cache_usage, preempted)
+        self.meter.mark()
+
+    def log_engine_initialized(self) -> None:
+        """Do nothing."""
+
+    def _adapt(self, running: int, cache_share: float, preempted: int) -> None:
+        if self.limit is not None:
+            wanted = self.limit.waiting > 0
+            self.limit.concurrency.step(
+                running, wanted=wanted, cache_share=cache_share, preempted=preempted
+            )
+            self.limit.admit()
+
+
+_SHUTDOWN_S = 1.0
+"""How long its processes may take to end by themselves; none of them holds what is needed later."""
+T = TypeVar("T")
+
+
+class VllmModel:
+    """A model in vLLM; adapters, by name, and the model itself, named "", have versions."""
+
+    def __init__(self, llm: AsyncLLM, recorder: Recorder, max_requests: int) -> None:
+        """`start` makes one."""
+        self.versions: dict[str, int] = {"": 0}
+        self.meter = recorder.meter
+        self._llm = llm
+        self._sees = bool(llm.model_config.is_multimodal_model)
+        cache = llm.vllm_config.cache_config
+        fits = int(cache.kv_cache_size_tokens or 0) // int(llm.model_config.max_model_len)
+        self._limit = RequestLimit(Concurrency(fits, max_requests))
+        recorder.limit = self._limit
+        self._requests: dict[str, VllmRequest] = {}
+        self._adapters: dict[str, LoRARequest] = {}
+        self._numbers = itertools.count(1)
+        self._poisoned = ""
+        """Label of the weights under which something was computed that is no number."""
+        self._swapping = asyncio.Lock()
+        self._open = asyncio.Event()
+        """Cleared while weights are swapped: a request that begins then would be cached wrongly."""
+        self._open.set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.broken: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
+        """Done when no request will be answered any more."""
+        self._owners = 0
+
+    @classmethod
+    async def start(
+        cls,
+        path: str,
+        config: GeneratorConfig,
+        *,
+        max_context: int,
+        trust_remote_code: bool = False,
+        ranks: Sequence[int] = (),
+        sees: bool = False,
+        tokenizer: str = "",
+    ) -> "VllmModel":
+        """Start vLLM's processes with the model in `path`; ModelError for one that cannot run.
+
+        `ranks` are those of the adapters that may lie beside it, `sees` tells that it is shown
+        images.
+        """
+        settle_environment(config)
+        recorder = Recorder()
+        arguments = engine_arguments(
+            path, config, max_context, trust_remote_code, ranks, sees, tokenizer
+        )
+        try:
+            llm = await asyncio.to_thread(
+                AsyncLLM.from_engine_args,
+                AsyncEngineArgs(**arguments),
+                stat_loggers=[recorder.made],
+            )
+        except (ValueError, RuntimeError, OSError, AssertionError) as error:
+            raise ModelError(
+                f"vLLM cannot run model {path}: {error}",
+                hint="see the log above; generator.engine=transformers runs more kinds of models",
+            ) from error
+        model = cls(llm, recorder, config.max_requests)
+        await model._call(llm.get_supported_tasks())  # kept there: no request waits for it
+        await model.ask_workers("end_with", os.getpid())
+        await model.ask_workers("record_logprobs_before_filters")
+        if ranks:
+            await model.ask_workers("score_prompts_with_adapters")
+        await model.name_version("", 0)
+        return model
+
+    @property
+    def failure(self) -> EngineError | None:
+        """Why no request will be answered any more, or None."""
+        if not self.broken.done() and self._llm.errored:
+            self.broken.set_result(_dead())
+        return self.broken.result() if self.broken.done() else None
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the model knows."""
+        return int(self._llm.model_config.get_vocab_size())
+
+    @property
+    def inside(self) -> int:
+        """Requests that vLLM works on."""
+        return self._limit.inside
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait until it has room for them."""
+        return self._limit.waiting
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the KV cache, of one GPU where several hold the model."""
+        return int(self._llm.vllm_config.cache_config.kv_cache_memory_bytes or 0)
+
+    # Requests ---------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        adapter: str,
+        prompt: IntVector,
+        sampling: Sampling,
+        seed: int | None,
+        request_id: str,
+        on_token: OnToken | None,
+        shown: ShownImages | None = None,
+    ) -> Generation:
+        """Generate from a prompt with an adapter, or without one; maybe with images."""
+        key = f"{adapter}/{request_id}"
+        version = self.versions[adapter]
+        request = self._requests[key] = VllmRequest(adapter, key, self._limit.ask(), version)
+        request.num_top = sampling.num_top
+        tokens = prompt.tolist()
+        kind = RequestOutputKind.FINAL_ONLY if on_token is None else RequestOutputKind.DELTA
+        parameters = parameters_of(sampling, seed, kind, key)
+        try:
+            await asyncio.wait({request.place})
+            while not request.place.cancelled():
+                await self._open.wait()
+                if request.cancelled:
+                    break
+                request.again = False
+                result = await self._run(request, tokens, parameters, on_token, shown)
+                if not request.again:
+                    return result
+        finally:
+            self._limit.leave(request.place)
+            del self._requests[key]
+        return nothing()
+
+    async def score(
+        self, adapter: str, prompt: IntVector, top_k: int, request_id: str
+    ) -> PromptScores:
+        """Return the log-probs of a prompt, all of them by the same weights."""
+        place = self._limit.ask()
+        tokens, parameters = prompt.tolist(), scoring_parameters(top_k)
+        try:
+            await asyncio.wait({place})
+            while True:
+                await self._open.wait()
+                version = self.versions[adapter]
+                salt = f"{adapter}:{version}"
+                request = VllmRequest(adapter, f"{adapter}/{request_id}", place, version)
+                made = tokens_input(tokens, cache_salt=salt)
+                last = (await self._outputs(request, made, parameters, None))[-1]
+                if self.versions.get(adapter, version) == version:
+                    return scores_of(last, len(tokens), top_k)
+        finally:
+            self._limit.leave(place)
+
+    def cancel(self, adapter: str, request_id: str) -> None:
+        """End a request; `generate` returns what it has."""
+        request = self._requests.get(f"{adapter}/{request_id}")
+        if request is None:
+            return
+        request.cancelled = True
+        if not request.place.done():
+            request.place.cancel()
+        else:
+            task = asyncio.ensure_future(self._llm.abort(request.key))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _run(
+        self,
+        request: VllmRequest,
+        tokens: list[int],
+        parameters: SamplingParams,
+        on_token: OnToken | None,
+        shown: ShownImages | None,
+    ) -> Generation:
+        salt = f"{request.adapter}:{self.versions.get(request.adapter, request.version)}"
+        if shown is None:
+            prompt = tokens_input(tokens, cache_salt=salt)
+        else:
+            prompt = prompt_with_images(self._llm.input_processor, tokens, shown, salt)
+        parts = await self._outputs(request, prompt, parameters, on_token)
+        reused = parts[-1].num_cached_tokens or 0
+        self.meter.reused += reused
+        self.meter.prefilled += len(tokens) - reused
+        return generation_of(request, parts)
+
+    async def _outputs(
+        self,
+        request: VllmRequest,
+        prompt: TokensInput | MultiModalInput,
+        parameters: SamplingParams,
+        on_token: OnToken | None,
+    ) -> list[RequestOutput]:
+        adapter = self._adapters.get(request.adapter)
+        outputs = self._llm.generate(prompt, parameters, request.key, lora_request=adapter)
+        parts: list[RequestOutput] = []
+        try:
+            async for output in outputs:
+                parts.append(output)
+                if on_token is not None and not request.again:
+                    self._stream(request, output, on_token)
+        except EngineDeadError as error:
+            raise _dead() from error
+        except EngineGenerateError as error:
+            raise EngineError(
+                f"vLLM failed at request {request.key}: {error.__cause__}",
+                hint="see the generator's log",
+            ) from error
+        return parts
+
+    def _stream(self, request: VllmRequest, output: RequestOutput, on_token: OnToken) -> None:
+        completion = output.outputs[0]
+        version = self.versions.get(request.adapter, request.version)
+        for token, logprob, top in drawn_of([completion], request.num_top):
+            on_token(Drawn(token, logprob, version, top))
+
+    async def ask_workers(self, method: str, *args: Any) -> list[Any]:
+        """Return what a method of `WorkerExtension` returns in each worker."""
+        return await self._call(self._llm.collective_rpc(method, args=args))
+
+    # New weights ------------------------------------------------------------------------------
+
+    async def load_model(self, version: int, folder: Path, kv: KvOnSwap) -> None:
+        """Make the file in a folder the model's weights, between two steps."""
+        await self._swap("", version, kv, lambda: self.ask_workers("take_weights", str(folder)))
+
+    def new_adapter(self) -> str:
+        """Return a name for one more adapter."""
+        return f"adapter-{next(self._numbers)}"
+
+    async def load_adapter(self, name: str, version: int, folder: str, kv: KvOnSwap) -> None:
+        """Make the adapter in a folder the one of this name, between two steps."""
+        known = self._adapters.get(name)
+        number = next(self._numbers) if known is None else known.lora_int_id
+        fresh = LoRARequest(name, number, folder, load_inplace=True)
+        await self._swap(name, version, kv, lambda: self._llm.add_lora(fresh))
+        self._adapters[name] = LoRARequest(name, number, folder)
+
+    async def add_adapter(self, name: str, version: int, folder: str) -> None:
+        """Let requests have one more adapter; none of those that run stands still for that."""
+        fresh = LoRARequest(name, next(self._numbers), folder)
+        await self._call(self._llm.add_lora(fresh))
+        self._adapters[name] = fresh
+        self.versions[name] = version
+
+    def has_adapter(self, name: str) -> bool:
+        """Whether requests may have it."""
+        return name in self._adapters
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget an adapter; vLLM gives its place to the next one."""
+        self._adapters.pop(name, None)
+        self.versions.pop(name, None)
+
+    async def name_version(self, adapter: str, version: int) -> None:
+        """Label what is made from now on."""
+        self.versions[adapter] = version
+        await self._call(self._llm.update_weight_version(self._label))
+
+    async def purge(self) -> None:
+        """Clear the cache of what is no number, after a request has met such.
+
+        It would spread from the unused places of the cache's blocks, whatever weights come next.
+        Running requests are computed anew. Once is enough while the weights stay as they are; if
+        they make no numbers themselves, the cache is cleared again when others come.
+        """
+        if self._poisoned != self._label:
+            self._poisoned = self._label
+            async with self._paused(clear_cache=True):
+                await self.ask_workers("zero_caches")
+
+    @property
+    def _label(self) -> str:
+        return json.dumps(self.versions)
+
+    async def _swap(
+        self, adapter: str, version: int, kv: KvOnSwap, take: Callable[[], Awaitable[object]]
+    ) -> None:
+        started = time.perf_counter()
+        poisoned = self._poisoned == self._label
+        clear = poisoned or kv == "recompute"
+        async with self._paused(clear_cache=clear):
+            if not clear:
+                await self._take_back(adapter)
+            await self._call(take())
+            if self._sees:
+                await self._call(self._llm.reset_encoder_cache())
+            if poisoned:
+                await self.ask_workers("zero_caches")
+            await self.name_version(adapter, version)
+        self.meter.paused(time.perf_counter() - started)
+
+    @asynccontextmanager
+    async def _paused(self, *, clear_cache: bool) -> AsyncIterator[None]:
+        """Stand still between two steps; with a cleared cache, running requests begin anew."""
+        async with self._swapping:
+            self._open.clear()
+            await self._call(self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
+            yield
+            await self._call(self._llm.resume_generation())
+            self._open.set()
+
+    async def _take_back(self, adapter: str) -> None:
+        """Have requests without a token begin anew: old weights may have computed their prompts."""
+        states = list(self._llm.output_processor.request_states.values())
+        for state in states:
+            request = self._requests.get(state.external_req_id)
+            if state.is_prefilling and request is not None and request.adapter == adapter:
+                request.again = True
+                await self._llm.abort(request.key)
+
+    async def _call(self, call: Awaitable[T]) -> T:
+        """Await what vLLM's processes do; EngineError, which ends the engine, where they fail."""
+        task = asyncio.ensure_future(call)
+        await asyncio.wait({task})
+        error = task.exception()
+        if error is None:
+            return task.result()
+        failure = EngineError(
+            f"vLLM failed: {type(error).__name__}: {error}",
+            hint="see the generator's log; its tasks go to another generator",
+        )
+        if not self.broken.done():
+            self.broken.set_result(failure)
+        raise failure from error
+
+    # The end ----------------------------------------------------------------------------------
+
+    def own(self) -> None:
+        """Count one more who uses this and will call `close`."""
+        self._owners += 1
+
+    async def close(self) -> None:
+        """End vLLM's processes, when nobody uses them any more."""
+        self._owners -= 1
+        if self._owners <= 0:
+            if self._llm.output_handler is not None:
+                self._llm.output_handler.cancel()  # or it tells of the end as of an error
+            await asyncio.to_thread(self._llm.shutdown, _SHUTDOWN_S)
+
+
+def _dead() -> EngineError:
+    return EngineError(
+        "vLLM's processes have ended",
+        hint="see the generator's log; its tasks go to another generator",
+    )

@@ -1,0 +1,215 @@
+"""One request to vLLM: how it is asked, and what comes back."""
+
+# Not installed for development; typings/vllm has what is used of it.
+# pyright: reportMissingModuleSource=false
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm import SamplingParams
+from vllm.inputs import MultiModalInput, mm_input
+from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.input_processor import InputProcessor
+
+from ....schemas.wire.errors import EngineError
+from ...policy.vision import Images
+from ..engine import FinishReason, Generation, PromptScores, Sampling
+from .constraints import constraint_arguments
+
+_FINISH: Mapping[str | None, FinishReason] = {
+    "stop": "stop",
+    "length": "length",
+    "abort": "cancelled",
+}
+
+
+class VllmRequest:
+    """A request on its way."""
+
+    def __init__(self, adapter: str, key: str, place: "asyncio.Future[None]", version: int) -> None:
+        self.adapter = adapter
+        self.version = version
+        """Of its weights when it came."""
+        self.key = key
+        """vLLM's name of it."""
+        self.place = place
+        """Done when it is let in."""
+        self.num_top = 0
+        """Likeliest tokens that are told in the place of each."""
+        self.cancelled = False
+        self.again = False
+        """It was taken back before its first token, to be computed by newer weights alone."""
+
+
+def parameters_of(
+    sampling: Sampling, seed: int | None, kind: RequestOutputKind, key: str
+) -> SamplingParams:
+    """Say how a request is sampled; `key` is vLLM's name of it."""
+    return SamplingParams(
+        max_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop_token_ids=list(sampling.stop_token_ids),
+        seed=seed,
+        logprobs=sampling.num_top,  # and of the token that was drawn
+        flat_logprobs=True,
+        detokenize=False,
+        ignore_eos=True,  # only the tokens above end a request
+        output_kind=kind,
+        extra_args=constraint_arguments(sampling, key),
+    )
+
+
+def scoring_parameters(top_k: int) -> SamplingParams:
+    """Say how a prompt is scored: a token has to be drawn behind it."""
+    return SamplingParams(
+        max_tokens=1,
+        prompt_logprobs=top_k,
+        flat_logprobs=True,
+        detokenize=False,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def scores_of(output: RequestOutput, num: int, top_k: int) -> PromptScores:
+    """Return what an output says of its prompt of `num` tokens.
+
+    At each place stand the prompt's token and the likeliest ones, in this order.
+    """
+    told = output.prompt_logprobs
+    scores = PromptScores(
+        np.full(num, np.nan, np.float32),
+        np.zeros((num, top_k), np.int32),
+        np.full((num, top_k), np.nan, np.float32),
+    )
+    if told is None or num == 1:
+        return scores
+    width = top_k + 1
+    values = np.array(told.logprobs, np.float32).reshape(num - 1, -1)[:, :width]
+    scores.logprobs[1:] = values[:, 0]
+    scores.top_logprobs[1:] = values[:, 1:]
+    scores.top_ids[1:] = np.array(told.token_ids, np.int32).reshape(num - 1, -1)[:, 1:width]
+    return scores
+
+
+def generation_of(request: VllmRequest, parts: list[RequestOutput]) -> Generation:
+    """Put the outputs of a request together; the last one has the versions of all tokens.
+
+    Raises EngineError for a request that vLLM gave up.
+    """
+    completions = [part.outputs[0] for part in parts]
+    finish = _FINISH.get(completions[-1].finish_reason)
+    if finish is None:
+        raise EngineError(
+            f"vLLM gave up request {request.key}: {completions[-1].finish_reason}",
+            hint="see the generator's log; it may work when asked again",
+        )
+    drawn = list(drawn_of(completions, request.num_top))
+    tokens, logprobs = [one[0] for one in drawn], [one[1] for one in drawn]
+    versions: list[int] = []
+    for span in completions[-1].weight_versions or []:
+        label: dict[str, int] = json.loads(span.version)
+        # An adapter that came without a pause stands in no label before the next swap.
+        version = label.get(request.adapter, request.version)
+        versions += [version] * (span.end - span.start)
+    assert len(tokens) == len(logprobs) == len(versions)
+    return Generation(
+        np.array(tokens, np.int32),
+        np.array(logprobs, np.float32),
+        np.array(versions, np.int32),
+        finish,
+        top_ids=_top([[token for token, _ in top] for _, _, top in drawn], request, np.int32),
+        top_logprobs=_top(
+            [[value for _, value in top] for _, _, top in drawn], request, np.float32
+        ),
+    )
+
+
+def _top(rows: list[list[Any]], request: VllmRequest, kind: Any) -> Any:
+    """Return [N, K] of the likeliest tokens; None where they were not asked for."""
+    if not request.num_top:
+        return None
+    return np.array(rows, kind).reshape(len(rows), -1)
+
+
+def drawn_of(
+    completions: Sequence[CompletionOutput], num_top: int
+) -> Iterator[tuple[int, float, tuple[tuple[int, float], ...]]]:
+    """Yield each token, its log-prob, and the likeliest in its place with theirs, best first."""
+    for each in completions:
+        told = each.logprobs
+        if told is None:
+            continue
+        spans = zip(told.start_indices, told.end_indices, strict=True)
+        for token, (start, end) in zip(each.token_ids, spans, strict=True):
+            ids, values = told.token_ids, told.logprobs
+            ranked = range(start + 1, end)
+            if num_top and end - start <= num_top:
+                # Where vLLM has put the outputs of several steps together, the token that was
+                # drawn stands first, and not once more among the likeliest.
+                ranked = sorted(range(start, end), key=lambda at: -values[at])
+            top = tuple((ids[at], values[at]) for at in ranked[:num_top])
+            yield token, values[start], top
+
+
+# Prompts with images, as vLLM takes them.
+#
+# vLLM would read images and make room for their tokens itself, by a processor of its own. It is
+# given what the learner's reader makes of them instead, at the places where the prompt has their
+# tokens: the pixels are the same to the bit, and no prompt is changed. vLLM knows an image by the
+# digest of its file. It keeps those that it was lately sent, so that a group's image is sent
+# once, and never shares the cache of a prompt with that of another image.
+#
+# Shape letters: see `actors/policy/vision.py`.
+
+_KIND = "image"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShownImages:
+    """Images that were read, and where a prompt has their tokens."""
+
+    images: Images
+    starts_I: NDArray[np.int64]
+    """Place of the first token of each image."""
+    names: Sequence[str]
+    """Digests of the files."""
+
+
+def show(images: Images, places_Q: NDArray[np.int64], encoded: Sequence[bytes]) -> ShownImages:
+    """Return images that were read, at the places of their tokens in a prompt."""
+    lengths_I = np.array(images.tokens)
+    names = [hashlib.sha256(one).hexdigest() for one in encoded]
+    return ShownImages(images, places_Q[np.cumsum(lengths_I) - lengths_I], names)
+
+
+def prompt_with_images(
+    processor: InputProcessor, tokens: list[int], shown: ShownImages, salt: str
+) -> MultiModalInput:
+    """Return a prompt for the request that is sent next; images that vLLM has are left out."""
+    images = shown.images
+    patches_I = images.grid_I3.prod(-1)
+    items = MultiModalKwargsItems.from_hf_inputs(
+        {"pixel_values": images.pixels_PD, "image_grid_thw": images.grid_I3},
+        {
+            "pixel_values": MultiModalFieldConfig.flat_from_sizes(_KIND, patches_I),
+            "image_grid_thw": MultiModalFieldConfig.batched(_KIND, keep_on_cpu=True),
+        },
+    )
+    names = {_KIND: list(shown.names)}
+    processor.inject_into_mm_cache(names, items)
+    places = [
+        PlaceholderRange(offset=int(start), length=length)
+        for start, length in zip(shown.starts_I, images.tokens, strict=True)
+    ]
+    return mm_input(tokens, items, names, {_KIND: places}, cache_salt=salt)

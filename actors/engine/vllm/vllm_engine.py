@@ -1,0 +1,417 @@
+"""The engine that runs a model in vLLM: continuous batching, paged attention, CUDA graphs.
+
+Several engines may share one model in vLLM, each with an adapter of its own. What it can do beside
+`engine.Engine`, and where it was run, stands in docs/engines.md.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ....schemas.config.job import JobConfig
+from ....schemas.config.sections import LoraConfig
+from ....schemas.wire.errors import ConfigError, EngineError, ModelError
+from ...policy.lora import base_of, is_adapter, read_lora
+from ...policy.model_folder import load_model_config, sees_images
+from ...policy.vision import ImageReader, Images, digest_of, load_image_reader
+from ...weights.tensors import TensorSource
+from ..engine import (
+    EngineStats,
+    Generation,
+    ImageReads,
+    IntVector,
+    KvOnSwap,
+    OnToken,
+    PromptScores,
+    Sampling,
+    again,
+    check_prompt,
+    check_queue,
+    check_sampling,
+    check_scored,
+    left_grammar,
+    no_adapter,
+    not_finite,
+    require_reader,
+)
+from ..transformers.adapters import RowAdapters
+from ..weight_updates import WeightNames
+from .model import VllmModel
+from .request import ShownImages, show
+from .weight_files import WeightFiles, hollow_model, reference_names
+
+_LEAST_TEMPERATURE = 0.01
+"""vLLM replaces lower ones by this."""
+T = TypeVar("T")
+
+
+class VllmEngine:
+    """One policy of a model in vLLM: its weights, or an adapter; see `engine.Engine`."""
+
+    def __init__(
+        self,
+        model: VllmModel,
+        adapter: str,
+        config: JobConfig,
+        reader: ImageReader | None = None,
+        *,
+        max_waiting: int = 4096,
+        max_rank: int = 0,
+    ) -> None:
+        """`start_vllm` makes one; `adapter` names it, "" is the model itself.
+
+        `max_rank` is that of the largest adapter that there is room for.
+        """
+        self._model = model
+        self._adapter = adapter
+        self._reader = reader
+        self._reads = ImageReads[Images]()
+        self._path = config.model.path
+        self._lora = config.lora
+        self._records_experts = config.algorithm.router_replay
+        self._trust_remote_code = config.model.trust_remote_code
+        self._max_context = max_context_of(config)
+        self._max_pending = max_waiting + config.generator.max_requests
+        self._pending: dict[str, str] = {}
+        """The adapters of the requests by their ids."""
+        self._max_rank = max_rank
+        self._layers: RowAdapters | None = None
+        self._records: tuple[int, ...] = ()
+        """Layers with experts and how many of one read a token, where that is recorded."""
+        self._files = WeightFiles()
+        self._names: WeightNames | None = None
+        self._loading = asyncio.Lock()
+        self._tasks = set[asyncio.Task[None]]()
+        self._closed: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
+        model.own()
+
+    @property
+    def version(self) -> int:
+        """Policy version that decodes now."""
+        return self._model.versions[self._adapter]
+
+    @property
+    def failure(self) -> EngineError | None:
+        """Why no request will be answered any more, or None."""
+        return self._closed.result() if self._closed.done() else self._model.failure
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int] | IntVector,
+        sampling: Sampling,
+        *,
+        request_id: str,
+        conversation: str | None = None,
+        on_token: OnToken | None = None,
+        images: Sequence[bytes] = (),
+        adapter: str = "",
+    ) -> Generation:
+        """Generate from a prompt; see `engine.AdapterEngine.generate`.
+
+        A conversation needs no name: what its turns have in common is found in the cache.
+        """
+        prompt = np.ascontiguousarray(prompt_ids, dtype=np.int32)
+        self._check(prompt, sampling, request_id)
+        name = self._named(adapter)
+        self._pending[request_id] = name
+        try:
+            shown = await self._show(prompt, images) if images else None
+            seed = None  # one that goes on is another one: vLLM's cannot begin in the middle
+            if sampling.seed is not None:
+                seed = (sampling.seed + (sampling.num_drawn << 32)) % (1 << 63)
+            result = await self._unless_ended(
+                self._model.generate(name, prompt, sampling, seed, request_id, on_token, shown)
+            )
+        finally:
+            self._pending.pop(request_id, None)
+        if sampling.is_constrained:
+            result = await self._with_figures(result, sampling, f"{name}/{request_id}")
+        if self._records and result.finish_reason != "cancelled":
+            result = await self._with_experts(result, f"{name}/{request_id}", len(prompt))
+        broken = ~np.isfinite(result.logprobs)
+        if broken.any():
+            await self._to_the_end(self._model.purge())
+            raise not_finite(int(result.versions[broken][0]))
+        return result
+
+    async def _with_figures(self, result: Generation, sampling: Sampling, key: str) -> Generation:
+        """Add what a grammar took out of the choice; ConfigError where it could not be followed."""
+        told = self._model.ask_workers("take_figures", key, len(result.token_ids))
+        masked, error = (await self._unless_ended(told))[0]
+        if error:
+            raise left_grammar(error)
+        if sampling.grammar is None:
+            return result
+        return replace(result, masked=np.frombuffer(masked, np.float32))
+
+    async def _with_experts(self, result: Generation, key: str, num_prompt: int) -> Generation:
+        """Add the experts of all tokens but the last, as they were computed last."""
+        num = num_prompt + len(result.token_ids) - 1
+        told = self._model.ask_workers("take_experts", key, num)
+        first: bytes = (await self._unless_ended(told))[0]
+        experts = np.frombuffer(first, np.uint8).reshape(-1, *self._records)
+        if len(experts) != num:
+            raise EngineError(
+                f"vLLM told the experts of {len(experts)} of {num} tokens of request {key}",
+                hint="it may work when asked again; else set algorithm.router_replay=false",
+            )
+        return replace(result, experts=experts)
+
+    async def score(
+        self,
+        prompt_ids: Sequence[int] | IntVector,
+        *,
+        request_id: str,
+        top_k: int = 0,
+        adapter: str = "",
+    ) -> PromptScores:
+        """Score a prompt; see `engine.AdapterEngine.score`."""
+        prompt = np.ascontiguousarray(prompt_ids, dtype=np.int32)
+        self._check_alive()
+        running = request_id in self._pending
+        check_queue(request_id, len(self._pending), self._max_pending, running=running)
+        vocab, most = self._model.vocab_size, self._max_context
+        check_scored(prompt, top_k, max_context=most, vocab_size=vocab)
+        if len(prompt) == most:  # vLLM draws a token behind it
+            raise ConfigError(
+                f"vLLM scores prompts of less than its {most} tokens",
+                hint="shorten the prompt, or raise generator.max_context",
+            )
+        name = self._named(adapter)
+        self._pending[request_id] = name
+        try:
+            return await self._unless_ended(self._model.score(name, prompt, top_k, request_id))
+        finally:
+            self._pending.pop(request_id, None)
+
+    async def add_adapter(self, name: str, folder: Path, version: int = 0) -> None:
+        """Let requests have the adapter of a folder; see `engine.AdapterEngine.add_adapter`.
+
+        Newer weights of one that is there are swapped in between two steps.
+        """
+        self._check_alive()
+        await asyncio.to_thread(self._check_adapter, folder)
+        self._check_alive()
+        if self._model.has_adapter(name):
+            await self._to_the_end(self._model.load_adapter(name, version, str(folder), "keep"))
+        else:
+            await self._to_the_end(self._model.add_adapter(name, version, str(folder)))
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget an adapter; see `engine.AdapterEngine.drop_adapter`."""
+        self._model.drop_adapter(name)
+
+    def _named(self, adapter: str) -> str:
+        if adapter and not self._model.has_adapter(adapter):
+            raise no_adapter(adapter)
+        return adapter or self._adapter
+
+    def _check_adapter(self, folder: Path) -> None:
+        """Raise ModelError for an adapter that vLLM could not take: it would end by it."""
+        config, tensors = read_lora(folder)
+        for setting in ("rank_pattern", "alpha_pattern"):
+            if value := getattr(config, setting):
+                raise ModelError(
+                    f"the adapter in {folder} has {setting}={value}, and vLLM multiplies all "
+                    "layers of a folder by the same",
+                    hint="set generator.engine=transformers, or serve it by itself",
+                )
+        if self._layers is None:
+            trusted = self._trust_remote_code
+            self._layers = RowAdapters(hollow_model(self._path, trust_remote_code=trusted))
+        pairs = self._layers.prepare(tensors, config)
+        rank = max((len(a) for a, _ in pairs.values()), default=0)
+        if rank > self._max_rank:
+            raise ModelError(
+                f"the adapter has rank {rank}, there is room for {self._max_rank}",
+                hint="raise tinker.max_rank",
+            )
+
+    async def _show(self, prompt: IntVector, images: Sequence[bytes]) -> ShownImages:
+        """Read images; all who ask for the same ones at a time go on together."""
+        reader = require_reader(self._reader)
+        read = await self._reads.share(digest_of(images), partial(reader.read, images))
+        return show(read, reader.places(prompt, read), images)
+
+    async def load_weights(
+        self, version: int, tensors: Mapping[str, TensorSource], kv: KvOnSwap = "keep"
+    ) -> None:
+        """Swap weights between two steps; see `engine.Engine.load_weights`."""
+        async with self._loading:
+            self._check_alive()
+            folder = await asyncio.to_thread(self._write, version, tensors)
+            self._check_alive()
+            await self._to_the_end(self._swap(version, folder, kv))
+
+    def cancel(self, request_id: str) -> None:
+        """End a request; its `generate` returns what it has, with `cancelled`."""
+        if request_id in self._pending:
+            self._model.cancel(self._pending[request_id], request_id)
+
+    def release(self, conversation: str) -> None:
+        """Do nothing: the cache gives up by itself what was not used for longest."""
+
+    def stats(self) -> EngineStats:
+        """Say what the engine is doing; figures of the model are those of all its engines."""
+        model = self._model
+        return model.meter.stats(
+            version=self.version,
+            running=model.inside,
+            waiting=model.waiting,
+            cached_prefixes=0,
+            cache_bytes=model.cache_bytes,
+        )
+
+    async def close(self) -> None:
+        """End the engine, and vLLM with the last one; requests that still run fail."""
+        if not self._closed.done():
+            self._closed.set_result(EngineError("the engine was closed", hint="start it again"))
+            await self._model.close()
+            self._files.close()
+
+    # New weights ------------------------------------------------------------------------------
+
+    async def begin(self, version: int) -> None:
+        """Name the version of the first weights: an adapter's are its folder's, or add nothing."""
+        if self._records_experts:
+            self._records = tuple((await self._model.ask_workers("record_experts"))[0])
+        if not self._adapter:
+            await self._model.name_version("", version)
+            return
+        names = await asyncio.to_thread(self._reference)
+        if is_adapter(self._path):
+            _, tensors = await asyncio.to_thread(read_lora, self._path)
+            if self._lora.is_uniform:
+                await self._model.load_adapter(self._adapter, version, self._path, "keep")
+            else:
+                await self.load_weights(version, tensors)
+            return
+        zeros: dict[str, TensorSource] = {
+            of_one[0]: ("float32", tuple(tensor.shape), bytes(4 * tensor.numel()))
+            for of_one, tensor in zip(names.names, names.tensors, strict=True)
+        }
+        await self.load_weights(version, zeros)
+
+    def _reference(self) -> WeightNames:
+        if self._names is None:
+            self._names = reference_names(
+                self._path, self._lora, trust_remote_code=self._trust_remote_code
+            )
+        return self._names
+
+    def _write(self, version: int, tensors: Mapping[str, TensorSource]) -> Path:
+        names = self._reference()
+        names.check(tensors)
+        once = names.once(tensors)
+        if self._adapter:
+            return self._files.write_adapter(version, once, self._lora)
+        return self._files.write_model(version, once)
+
+    async def _swap(self, version: int, folder: Path, kv: KvOnSwap) -> None:
+        """Have vLLM read a folder; an adapter's stays, since vLLM may read it again."""
+        if self._adapter:
+            await self._model.load_adapter(self._adapter, version, str(folder), kv)
+            self._files.keep_only(folder)
+        else:
+            await self._model.load_model(version, folder, kv)
+            self._files.keep_only(None)
+
+    # What is refused, and the end -------------------------------------------------------------
+
+    def _check(self, prompt: IntVector, sampling: Sampling, request_id: str) -> None:
+        self._check_alive()
+        check_sampling(sampling)
+        if 0 < sampling.temperature < _LEAST_TEMPERATURE:
+            raise ConfigError(
+                f"vLLM does not sample at temperature {sampling.temperature}",
+                hint=f"set 0, or at least {_LEAST_TEMPERATURE}",
+            )
+        running = request_id in self._pending
+        check_queue(request_id, len(self._pending), self._max_pending, running=running)
+        check_prompt(
+            prompt, sampling, max_context=self._max_context, vocab_size=self._model.vocab_size
+        )
+
+    def _check_alive(self) -> None:
+        if self.failure is not None:
+            raise again(self.failure)
+
+    async def _to_the_end(self, work: Coroutine[Any, Any, None]) -> None:
+        """Await what stops vLLM for a while and must let it go on, whoever is cancelled."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        await self._unless_ended(asyncio.shield(task))
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # told to who waited for it
+
+    async def _unless_ended(self, work: Awaitable[T]) -> T:
+        """Await something; EngineError when the engine, or all of vLLM, ends before it."""
+        task = asyncio.ensure_future(work)
+        ends = (self._closed, self._model.broken)
+        try:
+            await asyncio.wait({task, *ends}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return await task
+            raise again(next(end.result() for end in ends if end.done()))
+        finally:
+            task.cancel()
+
+
+def max_context_of(config: JobConfig) -> int:
+    """Return the longest sequence that the engine takes, in tokens."""
+    return config.generator.max_context or config.rollout.max_tokens
+
+
+async def open_vllm(config: JobConfig, adapters: Sequence[LoraConfig] = ()) -> VllmModel:
+    """Start vLLM with the model of a configuration, and room for adapters beside it."""
+    path = config.model.path
+    trusted = config.model.trust_remote_code
+    if is_adapter(path) and not adapters:
+        raise ModelError(
+            f"vLLM cannot add the adapter {path} to all weights of its model",
+            hint="merge it first (`merge_and_unload`), or set generator.engine=transformers",
+        )
+    return await VllmModel.start(
+        base_of(path) if is_adapter(path) else path,
+        config.generator,
+        max_context=max_context_of(config),
+        trust_remote_code=trusted,
+        ranks=[lora.max_rank for lora in adapters],
+        sees=sees_images(load_model_config(path, trust_remote_code=trusted)),
+        tokenizer=config.model.tokenizer or "",
+    )
+
+
+async def start_vllm(
+    config: JobConfig,
+    version: int = 0,
+    base: VllmModel | None = None,
+    *,
+    max_waiting: int = 4096,
+) -> VllmEngine:
+    """Start the engine of a configuration, in a vLLM of its own or in one that runs."""
+    lora = config.lora
+    model = base or await open_vllm(config, [lora] if lora.rank else [])
+    adapter = model.new_adapter() if lora.rank else ""
+    reader = await asyncio.to_thread(
+        load_image_reader, config.model.path, trust_remote_code=config.model.trust_remote_code
+    )
+    engine = VllmEngine(
+        model,
+        adapter,
+        config,
+        reader,
+        max_waiting=max_waiting,
+        max_rank=config.tinker.max_rank if config.tinker.base else 0,
+    )
+    await engine.begin(version)
+    return engine

@@ -1,0 +1,130 @@
+"""New weights as files of memory, for an engine that reads them in processes of its own."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import TensorSpec, serialize_file
+
+from ....schemas.config.sections import ADAPTER_CONFIG, LoraConfig
+from ....schemas.wire.errors import EngineError, ModelError
+from ...policy.lora import add_adapter, policy_tensors, uniform
+from ...policy.model_folder import auto_class, load_model_config
+from ...weights.tensors import TensorSource, as_tensor, bytes_of, dtype_of, shape_of
+from ..weight_updates import WeightNames
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_MEMORY = Path("/dev/shm")  # noqa: S108  a file system of memory is what is wanted
+_PREFIX = "tinkermq-weights-"
+_INFIX = ".lora_A."
+_VISION_TOWER = ".visual."
+
+
+class WeightFiles:
+    """A folder of memory that goes with its owner; in it, one folder per version."""
+
+    def __init__(self) -> None:
+        root = _MEMORY if _MEMORY.is_dir() else Path(tempfile.gettempdir())
+        _sweep(root)
+        self._root = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=root))
+
+    def write_model(self, version: int, tensors: Mapping[str, TensorSource]) -> Path:
+        """Write tensors that were checked; return their folder."""
+        return self._write(version, "model.safetensors", tensors)
+
+    def write_adapter(
+        self, version: int, tensors: Mapping[str, TensorSource], config: LoraConfig
+    ) -> Path:
+        """Write an adapter as a PEFT folder.
+
+        vLLM multiplies all layers by the same: where `config` does not, B is multiplied here.
+        """
+        alpha = config.alpha
+        if not config.is_uniform:
+            given = {name: as_tensor(source) for name, source in tensors.items()}
+            tensors, alpha = uniform(given, config), config.max_rank
+        folder = self._write(version, "adapter_model.safetensors", tensors)
+        layers = {key.partition(_INFIX)[0].rpartition(".")[2] for key in tensors if _INFIX in key}
+        settings = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": config.max_rank,
+            "lora_alpha": alpha,
+            "target_modules": sorted(layers),
+            "bias": "none",
+        }
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(settings), encoding="utf-8")
+        return folder
+
+    def keep_only(self, folder: Path | None) -> None:
+        """Free all other versions."""
+        for other in self._root.iterdir():
+            if other != folder:
+                shutil.rmtree(other, ignore_errors=True)
+
+    def close(self) -> None:
+        """Free all."""
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    def _write(self, version: int, file: str, tensors: Mapping[str, TensorSource]) -> Path:
+        buffers = {key: bytes_of(source) for key, source in tensors.items()}
+        size = sum(buffer.nbytes for buffer in buffers.values())
+        free = shutil.disk_usage(self._root).free
+        if size > free:
+            raise EngineError(
+                f"new weights of {size >> 20} MiB do not fit into {self._root.parent}, which has "
+                f"{free >> 20} MiB left",
+                hint="make it larger (`mount -o remount,size=…`, or --shm-size of a container)",
+            )
+        folder = Path(tempfile.mkdtemp(prefix=f"{version}-", dir=self._root))
+        specs = {
+            key: TensorSpec(
+                dtype=str(dtype_of(source)).removeprefix("torch."),
+                shape=list(shape_of(source)),
+                data_ptr=buffers[key].ctypes.data,
+                data_len=buffers[key].nbytes,
+            )
+            for key, source in tensors.items()
+        }
+        serialize_file(specs, folder / file, {"format": "pt"})
+        return folder
+
+
+def hollow_model(path: str, *, trust_remote_code: bool) -> "PreTrainedModel":
+    """Return a model without weights; ModelError."""
+    config = load_model_config(path, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        return auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+
+
+def reference_names(path: str, lora: LoraConfig, *, trust_remote_code: bool) -> WeightNames:
+    """Return what new weights of a model, or of its adapter, must be; takes no memory for them.
+
+    Raises ModelError for an adapter that vLLM would not use whole.
+    """
+    model = hollow_model(path, trust_remote_code=trust_remote_code)
+    if lora.rank:
+        with torch.device("meta"):
+            add_adapter(model, lora, seed=0)
+    tensors = policy_tensors(model)
+    if lora.rank and any(_VISION_TOWER in name for name in tensors):
+        raise ModelError(
+            "an adapter changes how the model sees images, which vLLM would leave out",
+            hint="set lora.targets=[q_proj,k_proj,v_proj,o_proj], or generator.engine=transformers",
+        )
+    return WeightNames(tensors)
+
+
+def _sweep(root: Path) -> None:
+    """Free what processes have left behind that were killed."""
+    for folder in root.glob(f"{_PREFIX}*"):
+        pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        if not Path("/proc", pid).is_dir():
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,257 @@
+"""What vLLM's worker processes are given beside their own: log-probs, new weights, an end.
+
+vLLM records log-probs either before the temperature or after top-p and top-k. A learner needs those
+between the two. Its sampler draws in a module of its own, which is wrapped here; the module gets
+logits that the temperature has divided, and may change them in place.
+"""
+
+# Not installed for development; typings/vllm has what is used of it.
+# pyright: reportMissingModuleSource=false
+
+import os
+import select
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
+    RoutedExpertsCapturer,
+    bind_routed_experts_capturer,
+)
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.platforms import current_platform
+from vllm.v1.sample.sampler import Sampler
+
+from .constraints import ConstrainedLogits
+
+# Which experts read the tokens in vLLM's cache: one record for each slot, beside its keys.
+#
+# What a request did not compute, for it was in the cache, stands there as well. vLLM 0.32 records
+# experts by itself with its newer model runner only, whose sampler is not the one that `worker`
+# knows; what it captures them with is used here.
+
+_KEPT = 4096
+"""Requests that have ended and were not asked about; the oldest give way."""
+
+
+class SlotExperts:
+    """Follows the steps of a worker's model runner."""
+
+    def __init__(self, runner: Any) -> None:
+        """Follow it from now on; its layers must not have been compiled or recorded as graphs."""
+        config, model = runner.vllm_config, runner.get_model()
+        self._runner = runner
+        self._block_size = int(config.cache_config.block_size)
+        most = int(config.scheduler_config.max_num_batched_tokens)
+        self._capturer = RoutedExpertsCapturer(most, config)
+        bind_routed_experts_capturer(model, self._capturer)
+        found = sorted(int(one.layer_id) for one in model.modules() if isinstance(one, MoERunner))
+        device = self._capturer.device_buffer.device
+        self._layers = torch.tensor(found, device=device)
+        slots = int(config.cache_config.num_gpu_blocks) * self._block_size
+        shape = (slots, len(found), self._capturer.shape_per_token[1])
+        self._slots_SLK = torch.zeros(shape, dtype=torch.uint8, device=device)
+        self._ended: OrderedDict[str, torch.Tensor] = OrderedDict()
+        self._execute = runner.execute_model
+        runner.execute_model = self._step
+
+    @property
+    def shape(self) -> list[int]:
+        """Layers with experts, and how many of one read a token."""
+        return list(self._slots_SLK.shape[1:])
+
+    def take(self, key: str, num: int) -> bytes:
+        """Return the experts of the first tokens of a request that has ended; empty: not known."""
+        for request in [one for one in self._runner.requests if _key(one) == key]:
+            return self._read(request)[:num].cpu().numpy().tobytes()
+        mine = [self._ended.pop(one) for one in list(self._ended) if _key(one) == key]
+        return mine[-1][:num].cpu().numpy().tobytes() if mine else b""
+
+    def _step(self, scheduled: Any, *more: Any) -> Any:
+        for request in self._leaving(scheduled):  # others may get their slots in this step
+            self._ended[request] = self._read(request)
+        while len(self._ended) > _KEPT:
+            self._ended.popitem(last=False)
+        output = self._execute(scheduled, *more)
+        if num := int(scheduled.total_num_scheduled_tokens):
+            slots_N = self._runner.input_batch.block_table[0].slot_mapping.gpu[:num]
+            chosen = self._capturer.snapshot_routing_data(num)
+            self._slots_SLK[slots_N] = chosen[:, self._layers]
+        return output
+
+    def _leaving(self, scheduled: Any) -> Iterator[str]:
+        return (one for one in scheduled.finished_req_ids if one in self._runner.requests)
+
+    def _read(self, request: str) -> torch.Tensor:
+        blocks = torch.tensor(self._runner.requests[request].block_ids[0], dtype=torch.int64)
+        within = torch.arange(self._block_size)
+        slots_N = (blocks[:, None] * self._block_size + within).flatten()
+        return self._slots_SLK[slots_N.to(self._slots_SLK.device)]
+
+
+def _key(request: str) -> str:
+    """Return what a request was called, before vLLM added to it."""
+    return request.rpartition("-")[0]
+
+
+class Recording(torch.nn.Module):
+    """Draws as another module does; returns the log-probs of what it was given."""
+
+    def __init__(self, draw: torch.nn.Module) -> None:
+        super().__init__()
+        self._draw = draw
+
+    def forward(
+        self,
+        logits_BV: torch.Tensor,
+        generators: dict[int, torch.Generator],
+        top_k_B: torch.Tensor | None,
+        top_p_B: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return int[B] tokens and float32[B, V] log-probs before top-k and top-p."""
+        logprobs_BV = logits_BV.log_softmax(-1, dtype=torch.float32)
+        tokens_B, _ = self._draw(logits_BV, generators, top_k_B, top_p_B)
+        return tokens_B, logprobs_BV
+
+
+class _PromptLogits:
+    """Computes the logits of a prompt's tokens with the adapter of their request.
+
+    vLLM 0.32 multiplies them by that part of an adapter which lies in the output layer as if they
+    were the tokens that are drawn in this step, one of each request.
+    """
+
+    def __init__(self, runner: Any, hidden_states: torch.Tensor) -> None:
+        self._runner = runner
+        self._first = int(hidden_states.storage_offset())
+        self._compute = runner.model.compute_logits
+
+    def __call__(self, states_ND: torch.Tensor) -> torch.Tensor:
+        batch = self._runner.input_batch
+        place = int(states_ND.storage_offset()) - self._first
+        token = place // int(states_ND.stride()[0])
+        starts = self._runner.query_start_loc.np[: batch.num_reqs].tolist()
+        adapter = (int(batch.request_lora_mapping[starts.index(token)]),) * len(states_ND)
+        present = set(batch.lora_id_to_lora_request.values())
+        self._runner._set_active_loras(adapter, adapter, present)
+        return self._compute(states_ND)
+
+
+class WorkerExtension:
+    """Methods that each worker process gets; the engine's process calls them by name."""
+
+    model_runner: Any
+    """The worker's own: it inherits from this class."""
+    reload_weights: Any
+    _experts: SlotExperts | None = None
+
+    def end_with(self, pid: int) -> None:
+        """End this process, and vLLM's others by it, when another has ended however it did."""
+        process = os.pidfd_open(pid)
+
+        def watch() -> None:
+            poll = select.poll()
+            poll.register(process, select.POLLIN)
+            poll.poll()
+            os._exit(1)
+
+        threading.Thread(target=watch, name="end_with", daemon=True).start()
+
+    def take_weights(self, folder: str) -> None:
+        """Make the file in a folder the weights; the caller sees to it that no step runs."""
+        if not current_platform.is_cpu():
+            self.reload_weights(weights_path=folder)
+            return
+        layers = list(self.model_runner.get_model().modules())
+        experts = [layer for layer in layers if _has_experts(layer)]
+        for layer in experts:
+            _make_room(layer)
+        self.reload_weights(weights_path=folder)
+        for layer in experts:
+            # On a CPU it packs the weights of experts when they are loaded first, and again never:
+            # what is loaded later would be read as if it were packed (vLLM 0.32).
+            layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+        for layer in layers:
+            if isinstance(layer, ParallelLMHead):
+                # One that is tied to the embedding is not loaded, and on a CPU it multiplies with
+                # a packed copy of its own, which would stay as it was (vLLM 0.32).
+                layer.quant_method.process_weights_after_loading(layer)
+
+    def record_experts(self) -> list[int]:
+        """Record which experts read each token; return layers, and experts of a token in each."""
+        self._experts = self._experts or SlotExperts(self.model_runner)
+        return self._experts.shape
+
+    def take_experts(self, key: str, num: int) -> bytes:
+        """Return the experts of the first tokens of a request that has ended, in uint8."""
+        return self._experts.take(key, num) if self._experts else b""
+
+    def zero_caches(self) -> None:
+        """Forget all keys and values; the caller sees to it that no request relies on any."""
+        for cache in self.model_runner.kv_caches:
+            cache.zero_()
+
+    def score_prompts_with_adapters(self) -> None:
+        """Let log-probs of prompts be those of their adapters; the next step sets its own."""
+        runner = self.model_runner
+        plain = runner._get_prompt_logprobs_dict
+
+        def scored(hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]) -> Any:
+            if not runner.num_prompt_logprobs:
+                return plain(hidden_states, num_scheduled_tokens)
+            compute = runner.model.compute_logits
+            runner.model.compute_logits = _PromptLogits(runner, hidden_states)
+            try:
+                return plain(hidden_states, num_scheduled_tokens)
+            finally:
+                runner.model.compute_logits = compute
+
+        runner._get_prompt_logprobs_dict = scored
+
+    def record_logprobs_before_filters(self) -> None:
+        """Record log-probs after the temperature and before all that shapes the choice."""
+        sampler: Any = self.model_runner.sampler
+        if sampler.__class__ is not Sampler:
+            raise TypeError(f"vLLM samples by {sampler}, whose log-probs are not known")
+        sampler.logprobs_mode = "processed_logprobs"
+        sampler.topk_topp_sampler = Recording(sampler.topk_topp_sampler)
+        constrained, plain = self._constrained(), sampler.sample
+        constrained.follow(self.model_runner.input_batch)
+
+        def sample(logits: torch.Tensor, sampling_metadata: Any, *more: Any) -> Any:
+            sampled, processed = plain(logits, sampling_metadata, *more)
+            own = constrained.recorded(sampling_metadata.temperature)
+            return sampled, processed if own is None else own
+
+        sampler.sample = sample
+
+    def take_figures(self, key: str, num: int) -> tuple[bytes, str]:
+        """Return what a grammar took out of the choice of each token of a request that has ended,
+        in float32, and why it could not be followed."""
+        return self._constrained().take_figures(key, num)
+
+    def _constrained(self) -> ConstrainedLogits:
+        every = self.model_runner.input_batch.logitsprocs.all
+        return next(one for one in every if isinstance(one, ConstrainedLogits))
+
+
+def _has_experts(layer: Any) -> bool:
+    return isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod)
+
+
+def _make_room(layer: Any) -> None:
+    """Give experts that were padded when they were packed the shape of what will be loaded."""
+    size = layer.quant_method.moe.intermediate_size_per_partition
+    num, _, hidden = layer.w13_weight.shape
+    for weight, shape in (
+        (layer.w13_weight, (num, 2 * size, hidden)),
+        (layer.w2_weight, (num, hidden, size)),
+    ):
+        if weight.shape != shape:
+            weight.data = weight.new_empty(shape)

@@ -1,0 +1,395 @@
+"""The table of jobs: filtered, searched, cut into pages, with the newest figures of each."""
+
+import asyncio
+import json
+import re
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeVar, cast
+
+from ....broker.client.connection import Broker
+from ....broker.jetstream.direct_get import StoredMessage, get_batch
+from ....broker.jetstream.streams import stream_info
+from ....broker.observe.recent import recent_values, run_row
+from ....schemas.job import FINAL_STATES, JobRecord
+from ....schemas.metric import Event, LogLines, readable
+from ....schemas.wire.errors import MessageError, NotFoundError, TinkermqError
+from ....schemas.wire.message import Message
+from ....schemas.wire.subjects import JobScope
+
+PAGE = 50
+ARCHIVED = "archived"
+"""The state by which a query asks for archived jobs."""
+FIGURES_AGE_S = 2.0
+MAX_FIGURES = 4096
+_READING_AT_ONCE = 64
+PATIENCE_S = 0.25
+"""A page does not wait longer than this for the figures of its jobs."""
+GROUPS: dict[str, frozenset[str]] = {
+    "active": frozenset({"STARTING", "RUNNING", "PAUSED", "LOST"}),
+    "queued": frozenset({"QUEUED"}),
+    "completed": frozenset({"COMPLETED"}),
+    "failed": frozenset({"FAILED"}),
+    "cancelled": frozenset({"CANCELLED"}),
+}
+"""What the page filters by, and the states each stands for."""
+
+
+@dataclass(frozen=True)
+class Query:
+    """What somebody wants to see of the jobs."""
+
+    state: str = ""
+    """A state, a group of `GROUPS`, or `archived`; empty for all that are not archived."""
+    search: str = ""
+    """Words that each must be part of name, id, kind, owner, game, model, reason, tags, group or
+    notes; `tag:x` and `group:x` are one of the tags, and the group, as they are."""
+    offset: int = 0
+    limit: int = PAGE
+    sort: str = ""
+    """One of `SORTS`, with a `-` before it for the greatest first; empty: newest first."""
+    folded: bool = False
+    """Tell what serves or evaluates a run with the run, and not by itself."""
+
+
+SORTS: dict[str, Callable[[JobRecord], Any]] = {
+    "name": lambda record: record.name.lower(),
+    "owner": lambda record: record.user,
+    "state": lambda record: record.state,
+    "game": lambda record: game_of(record).lower(),
+    "slots": lambda record: sum(actor.slots for actor in record.actors),
+    "age": lambda record: -(record.started or record.created),
+}
+"""What a job's record is sorted by."""
+FIGURES: dict[str, str] = {"step": "step", "reward": "reward", "validation": "validation"}
+"""What jobs are sorted by that stands in their figures, and its name in a row."""
+
+
+@dataclass(frozen=True)
+class JobPage:
+    """A page of the table."""
+
+    records: list[JobRecord]
+    total: int
+    """Jobs that match."""
+    counts: dict[str, int]
+    """Jobs by group of states, whatever is filtered."""
+    helpers: dict[str, list[JobRecord]] = field(default_factory=dict[str, list[JobRecord]])
+    """By job, those that serve or evaluate it, which are told with it and not by themselves."""
+
+
+def select(records: Sequence[JobRecord], query: Query) -> JobPage:
+    """Return the jobs that match a query, a page of them."""
+    archived = [record for record in records if record.archived is not None]
+    records = [record for record in records if record.archived is None]
+    by_state = Counter(record.state for record in records)
+    counts = {name: sum(by_state[one] for one in states) for name, states in GROUPS.items()}
+    states = GROUPS.get(query.state, frozenset({query.state.upper()}))
+    words = query.search.lower().split()
+    found = [
+        record
+        for record in (archived if query.state == ARCHIVED else records)
+        if (query.state in ("", ARCHIVED) or record.state in states) and _matches(record, words)
+    ]
+    name, descends = query.sort.removeprefix("-"), query.sort.startswith("-")
+    if name in SORTS:
+        found.sort(key=SORTS[name], reverse=descends)
+    elif query.sort and name not in FIGURES:
+        raise MessageError(
+            f"jobs cannot be sorted by {name[:40]!r}",
+            hint=f"by {', '.join((*SORTS, *FIGURES))}, with a - before it for the greatest first",
+        )
+    found, helpers = fold(found) if query.folded else (found, {})
+    shown = found[query.offset : query.offset + query.limit]
+    return JobPage(shown, len(found), {"all": len(records), **counts}, helpers)
+
+
+def fold(records: Sequence[JobRecord]) -> tuple[list[JobRecord], dict[str, list[JobRecord]]]:
+    """Return jobs without those that serve or evaluate another of them, and these by that job."""
+    runs = {name: one for one in records if not _helps(one) for name in (one.job, one.name)}
+    left: list[JobRecord] = []
+    helpers: dict[str, list[JobRecord]] = {}
+    for record in records:
+        run = runs.get(_helps(record))
+        if run is None or run.user != record.user:
+            left.append(record)
+        else:
+            helpers.setdefault(run.job, []).append(record)
+    return left, helpers
+
+
+def _helps(record: JobRecord) -> str:
+    """Return the run, by id or name, whose versions a job serves or evaluates; or nothing."""
+    if record.kind not in ("infer", "eval"):
+        return ""
+    return record.follow or (record.serves or record.fork_of or "").rpartition("@")[0]
+
+
+async def select_rows(
+    figures: "Figures", broker: Broker, records: Sequence[JobRecord], query: Query
+) -> tuple[JobPage, list[dict[str, Any]]]:
+    """Return the jobs that match a query, a page of them, and the row of each.
+
+    Sorted by a figure, those whose figure is not known yet come last. Raises MessageError for a
+    sort that there is not.
+    """
+    key = FIGURES.get(query.sort.removeprefix("-"))
+    if key is None:
+        page = select(records, query)
+        return page, with_helpers(await figures.rows(broker, page.records), page)
+    page = select(records, replace(query, offset=0, limit=len(records)))
+    rows = await figures.rows(broker, page.records)
+    sign = -1 if query.sort.startswith("-") else 1
+    rows.sort(key=lambda one: (one[key] is None, sign * (one[key] or 0.0)))
+    return page, with_helpers(rows[query.offset : query.offset + query.limit], page)
+
+
+def with_helpers(rows: list[dict[str, Any]], page: JobPage) -> list[dict[str, Any]]:
+    """Return rows with what is told of the jobs that serve or evaluate each."""
+    told = {job: [_helper(one) for one in those] for job, those in page.helpers.items()}
+    return [{**one, "helpers": told.get(one["job"], [])} for one in rows]
+
+
+def _helper(record: JobRecord) -> dict[str, Any]:
+    what = "serves" if record.kind == "infer" else "evaluates"
+    step = (record.serves or record.fork_of or "").rpartition("@")[2] if not record.follow else ""
+    return {
+        "job": record.job,
+        "name": record.name,
+        "kind": record.kind,
+        "state": record.state,
+        "what": f"{what} @{step}" if step else f"{what} its newest version",
+    }
+
+
+def _matches(record: JobRecord, words: Sequence[str]) -> bool:
+    if not words:
+        return True
+    parts = (record.name, record.job, record.kind, record.user, record.state, record.reason)
+    parts = (*parts, game_of(record), model_of(record), *record.tags, record.group, record.notes)
+    text = " ".join(parts).lower()
+    exact = {f"group:{record.group.lower()}", *(f"tag:{tag.lower()}" for tag in record.tags)}
+    return all(word in exact or word in text for word in words)
+
+
+def game_of(record: JobRecord) -> str:
+    """Return the game of a job."""
+    return str(_section(record, "env").get("game", ""))
+
+
+def model_of(record: JobRecord) -> str:
+    """Return the model of a job."""
+    return str(_section(record, "model").get("path", ""))
+
+
+def _section(record: JobRecord, name: str) -> dict[str, Any]:
+    section = record.config.get(name)
+    return cast("dict[str, Any]", section) if isinstance(section, dict) else {}
+
+
+class Figures:
+    """The newest numbers of jobs; those of jobs that have ended are read once."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, tuple[float, dict[str, float]]] = OrderedDict()
+        self._reading: set[asyncio.Future[dict[str, float]]] = set()
+        self._free = asyncio.Semaphore(_READING_AT_ONCE)
+
+    async def rows(self, broker: Broker, records: Sequence[JobRecord]) -> list[dict[str, Any]]:
+        """Return what the table shows of each job; figures that take long come next time."""
+        if not records:
+            return []
+        reading = [asyncio.ensure_future(self.values(broker, record)) for record in records]
+        self._reading.update(reading)
+        for task in reading:
+            task.add_done_callback(self._reading.discard)
+        await asyncio.wait(reading, timeout=PATIENCE_S)
+        return [
+            row(record, task.result() if task.done() else {})
+            for record, task in zip(records, reading, strict=True)
+        ]
+
+    async def values(self, broker: Broker, record: JobRecord) -> dict[str, float]:
+        """Return the newest value of each metric of a job; none where its feed is gone."""
+        key = f"{record.user}.{record.job}.{record.attempt}.{record.finished}"
+        kept = self._kept.get(key)
+        if kept is not None and kept[0] > time.monotonic():
+            return kept[1]
+        if record.started is None and record.state == "QUEUED":
+            return {}
+        try:
+            async with self._free:
+                values = await recent_values(broker, record.scope)
+        except (TinkermqError, TimeoutError):
+            values = {}
+        age_s = FIGURES_AGE_S if record.state not in FINAL_STATES else float("inf")
+        self._kept[key] = (time.monotonic() + age_s, values)
+        while len(self._kept) > MAX_FIGURES:
+            self._kept.popitem(last=False)
+        return values
+
+
+def row(record: JobRecord, values: dict[str, float]) -> dict[str, Any]:
+    """Return what the table and the REST interface tell of a job, beside its configuration."""
+    training = _section(record, "training")
+    return {
+        **run_row(record, values),
+        "name": record.name,
+        "user": record.user,
+        "priority": record.priority,
+        "game": game_of(record),
+        "model": model_of(record),
+        "total_steps": _whole(values.get("training/total_steps", training.get("num_steps"))),
+        "tokens_per_s": values.get("perf/throughput") if record.state == "RUNNING" else None,
+        "slots_wanted": sum(one.slots for one in record.actors),
+        "notes": record.notes,
+        "fork_of": record.fork_of,
+        "archived": record.archived,
+        "removal": record.removal,
+        "stopping": record.stop != "no" and record.state not in FINAL_STATES,
+        "created": record.created,
+        "started": record.started,
+        "finished": record.finished,
+    }
+
+
+def _whole(value: Any) -> int | None:
+    return int(value) if isinstance(value, int | float) and value == value else None
+
+
+# Runs beside each other: where their configurations differ.
+
+MAX_RUNS = 20
+"""Runs that one page lays over each other."""
+_OF_THE_RUN = frozenset({"name", "tags", "group", "notes"})
+"""What differs anyway."""
+
+
+class ConfigDifference(NamedTuple):
+    """One key of the configuration."""
+
+    key: str
+    """Dotted."""
+    values: list[str | None]
+    """By run, as JSON; None where the run has no such key."""
+
+
+def differences(configs: Sequence[Mapping[str, Any]]) -> list[ConfigDifference]:
+    """Return the keys in which configurations differ, by name."""
+    flat = [_flat(config) for config in configs]
+    keys = sorted(set[str]().union(*flat) - _OF_THE_RUN)
+    found = (ConfigDifference(key, [one.get(key) for one in flat]) for key in keys)
+    return [one for one in found if len(set(one.values)) > 1]
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return dotted keys and their values as JSON; an empty section is a value."""
+    told: dict[str, str] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            told |= _flat(cast("Mapping[str, Any]", value), f"{prefix}{key}.")
+        else:
+            told[f"{prefix}{key}"] = json.dumps(value, ensure_ascii=False, default=repr)
+    return told
+
+
+# What the actors of a job wrote and what happened to it: the ends of its logs and events.
+
+M = TypeVar("M", bound=Message)
+
+MAX_LINES = 1000
+_WINDOW = 900
+_MAX_LOOKS = 8
+_LEVEL = re.compile(r'"level": ?"(\w+)"|\b(ERROR|WARNING|Traceback)\b')
+
+
+async def tail_of_log(
+    broker: Broker, scope: JobScope, *, actor: str = "", limit: int = MAX_LINES
+) -> list[dict[str, Any]]:
+    """Return the last lines that the actors of a job, or one of them, wrote; oldest first."""
+    subject = scope.log(actor or "*")
+    lines: list[dict[str, Any]] = []
+    for message in await _tail(broker, scope.stream_log, subject, limit):
+        batch = _parse(message, LogLines)
+        lines += shown_lines(batch) if batch is not None else []
+    return lines[-limit:]
+
+
+async def tail_of_events(
+    broker: Broker, record: JobRecord, *, limit: int = 200, quiet: bool = True
+) -> list[Event]:
+    """Return the last events of a job, newest first; without the bottleneck lines if `quiet`."""
+    scope = record.scope
+    messages = await _tail(broker, scope.stream_feed, scope.event, limit * 2)
+    stored = [event for message in messages if (event := _parse(message, Event)) is not None]
+    events = [*stored, *(event for event in record.untold if event not in stored)]
+    told = [event for event in events if not quiet or event.kind != "bottleneck"]
+    return told[-limit:][::-1]
+
+
+async def bottleneck_of(broker: Broker, record: JobRecord) -> str:
+    """Return the newest line that says what holds a run up; empty for none."""
+    for event in await tail_of_events(broker, record, quiet=False):
+        if event.kind == "bottleneck":
+            return event.message
+    return ""
+
+
+def shown_lines(batch: LogLines) -> list[dict[str, Any]]:
+    """Return the lines of a message as the page shows them."""
+    return [
+        {
+            "actor": batch.actor,
+            "attempt": batch.attempt,
+            "text": readable(line),
+            "level": _level(line),
+            "time": batch.time,
+        }
+        for line in batch.lines
+    ]
+
+
+def _level(line: str) -> str:
+    found = _LEVEL.search(line)
+    word = (found[1] or found[2]).lower() if found else "info"
+    return {"traceback": "error", "critical": "error"}.get(word, word)
+
+
+async def _tail(broker: Broker, stream: str, subject: str, limit: int) -> list[StoredMessage]:
+    """Return the last messages on a subject, by looking at ever more of the stream's end."""
+    try:
+        state = (await stream_info(broker, stream))["state"]
+    except NotFoundError:
+        return []
+    first, last = max(int(state["first_seq"]), 1), int(state["last_seq"])
+    found: list[StoredMessage] = []
+    end, window = last, _WINDOW
+    for _ in range(_MAX_LOOKS):
+        start = max(first, end - window + 1)
+        if end < first or len(found) >= limit:
+            break
+        found = [*await _between(broker, stream, subject, start, end), *found]
+        end, window = start - 1, window * 4
+    return found[-limit:]
+
+
+async def _between(
+    broker: Broker, stream: str, subject: str, start: int, end: int
+) -> list[StoredMessage]:
+    found: list[StoredMessage] = []
+    while start <= end:
+        messages, more = await get_batch(broker, stream, start, subject)
+        found += [message for message in messages if message.seq <= end]
+        if not messages or not more:
+            break
+        start = messages[-1].seq + 1
+    return found
+
+
+def _parse(message: StoredMessage, model: type[M]) -> M | None:
+    try:
+        return model.from_bytes(message.payload, at=message.subject)
+    except MessageError:
+        return None

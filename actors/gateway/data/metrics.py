@@ -1,0 +1,382 @@
+"""The curves of each job, read from its feed once and kept, bounded in number and size.
+
+A long feed is read twice: a sample of it at once, so that the page opens; then all of it, in the
+background, so that no extreme is missing. The evaluations of a sampled run come from their own
+bucket, because they are too few to be in a sample.
+"""
+
+import asyncio
+import json
+import math
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import numpy as np
+import structlog
+
+from ....broker.client.connection import Broker
+from ....broker.jetstream.direct_get import (
+    StoredMessage,
+    get_batch,
+    get_last,
+    stored_message,
+)
+from ....broker.jetstream.kv import Bucket
+from ....broker.jetstream.reader import StreamReader
+from ....broker.jetstream.streams import stream_info
+from ....schemas.metric import EvalRecord, Metric
+from ....schemas.wire.errors import MessageError, NotFoundError, TinkermqError
+from ....schemas.wire.subjects import BUCKET_EVALS, JobScope
+from ...curves import Curves
+
+# Which curves the page of a job shows.
+
+
+class Line(NamedTuple):
+    """One line of a chart."""
+
+    name: str
+    """Name of the metric."""
+    label: str
+    """What the chart calls it."""
+
+
+class Chart(NamedTuple):
+    """One chart of the page."""
+
+    key: str
+    title: str
+    lines: tuple[Line, ...]
+    about: str = ""
+
+
+CHARTS: tuple[Chart, ...] = (
+    Chart("reward", "Reward", (Line("training_step_reward", "mean"),), "mean return of a step"),
+    Chart("validation", "Validation", (Line("val/mean_score", "score"),), "mean return"),
+    Chart(
+        "length",
+        "Response length",
+        (Line("response_length/mean", "mean"), Line("response_length/max", "longest")),
+        "tokens",
+    ),
+    Chart(
+        "kl",
+        "KL and mismatch",
+        (
+            Line("actor/ppo_kl", "policy KL"),
+            Line("actor/reference_kl", "KL to reference"),
+            Line("staleness/k3/lag_0", "engine mismatch"),
+        ),
+        "nats",
+    ),
+    Chart("entropy", "Entropy", (Line("actor/entropy", "entropy"),), "nats per token"),
+    Chart(
+        "lag",
+        "Lag",
+        (Line("staleness/lag_mean", "mean"), Line("staleness/lag_max", "greatest")),
+        "versions",
+    ),
+    Chart(
+        "speed",
+        "Tokens per second",
+        (Line("perf/throughput", "trained"), Line("rollout/tokens_per_s", "generated")),
+    ),
+    Chart("loss", "Policy loss", (Line("actor/pg_loss", "loss"),)),
+    Chart("norm", "Gradient norm", (Line("actor/grad_norm", "norm"),), "before clipping"),
+    Chart(
+        "step",
+        "Seconds per step",
+        (Line("perf/time_per_step", "step"), Line("timing_s/wait", "waiting")),
+    ),
+    Chart(
+        "wait", "Learner waits", (Line("perf/learner_wait_share", "share"),), "share of the time"
+    ),
+    Chart("turns", "Turns", (Line("num_turns/mean", "mean"),), "per episode"),
+)
+"""The curated page."""
+
+TIME, TOKENS = "time", "tokens"
+"""Beside the steps, what curves may be drawn over: seconds and tokens since the run began."""
+_TOLD_AT = "told at"
+"""Stands among the curves for when a metric was told: no name of a metric has a space."""
+_TRAINED = "perf/total_num_tokens"
+MAX_NAMES = 512
+
+
+def job_curves() -> Curves:
+    """Return empty curves of a job; of a step that is told again the last counts."""
+    return Curves(later_counts=True, max_names=MAX_NAMES)
+
+
+def enter(curves: Curves, metrics: Sequence[Metric]) -> None:
+    """Enter the metrics of a job."""
+    curves.add(
+        [one.step for one in metrics],
+        [{_TOLD_AT: one.time or math.nan, **finite_values(one)} for one in metrics],
+    )
+
+
+def names_of(curves: Curves) -> list[str]:
+    """Return the names of a job's metrics."""
+    return [name for name in curves.names if name != _TOLD_AT]
+
+
+def is_wanted(name: str, wanted: Sequence[str]) -> bool:
+    """Whether a metric is one of those named, by itself or by a pattern; none named: all."""
+    return not wanted or any(fnmatchcase(name, one) for one in wanted)
+
+
+def chart_points(
+    curves: Curves, wanted: Sequence[str] = (), *, first: int = 0, last: int | None = None
+) -> dict[str, Any]:
+    """Return what the page draws; see `Curves.points`.
+
+    `wanted` names metrics, or all of a kind by a pattern (`critic/*`); empty: all. `names` are all
+    that there are; `time` and `tokens` tell for each point how many seconds and trained tokens the
+    run had behind it, as far as it was told.
+    """
+    names = names_of(curves)
+    shown = {name for name in names if is_wanted(name, wanted)}
+    points = curves.points(shown, first=first, last=last)
+    at = np.array(points["x"], dtype=np.int64) // curves.width
+    times, tokens = curves.means(_TOLD_AT), np.nan_to_num(curves.means(_TRAINED)) * curves.width
+    begun = times[np.isfinite(times)][:1].sum()
+    axes = {TIME: times[at] - begun, TOKENS: np.cumsum(tokens)[at]}
+    told = {name: np.round(values, 1).tolist() for name, values in axes.items()}
+    return {"names": sorted(names), **told, **points}
+
+
+def finite_values(metric: Metric) -> dict[str, float]:
+    """Return the values of a metric that can be drawn."""
+    return {name: value for name, value in metric.values.items() if math.isfinite(value)}
+
+
+MAX_JOBS, MAX_BYTES = 64, 256 << 20
+EXACT_ENTRIES = 3000
+"""Feeds of up to so many entries are read whole before the page gets its curves."""
+SAMPLES = 250
+_SAMPLING_AT_ONCE = 64
+_DEADLINE_S = 30.0
+_ENTER_AT_ONCE = 500
+_SETTLE_S = 1.0
+
+_log = structlog.get_logger()
+
+
+class History:
+    """The curves of one job."""
+
+    def __init__(self, scope: JobScope) -> None:
+        self._scope = scope
+        self._curves = job_curves()
+        self._sampled: Curves | None = None
+        self._next_seq = 1
+        self._lock = asyncio.Lock()
+        self._reading: asyncio.Task[None] | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of the feed was read, not a sample of it only."""
+        return self._sampled is None
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the curves hold."""
+        return self._curves.nbytes + (self._sampled.nbytes if self._sampled else 0)
+
+    async def curves(self, broker: Broker) -> Curves:
+        """Return the curves as of now."""
+        async with self._lock:
+            if self._reading is None:
+                await self._catch_up(broker)
+        return self._sampled or self._curves
+
+    async def close(self) -> None:
+        """Stop reading."""
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.wait({self._reading})
+
+    async def _catch_up(self, broker: Broker) -> None:
+        try:
+            state = (await stream_info(broker, self._scope.stream_feed))["state"]
+        except NotFoundError:
+            return  # the job's streams were removed
+        first, last = int(state["first_seq"]), int(state["last_seq"])
+        start = max(self._next_seq, first)
+        if last - start < EXACT_ENTRIES:
+            await self._read(broker, start, last)
+            self._sampled = None
+            return
+        if self._next_seq == 1:
+            self._sampled = await self._sample(broker, start, last)
+        self._reading = asyncio.create_task(
+            self._read_on(broker, start), name=f"curves of {self._scope.key}"
+        )
+
+    async def _read_on(self, broker: Broker, start: int) -> None:
+        try:
+            await asyncio.sleep(_SETTLE_S)  # the page comes first
+            await self._read_long(broker, start)
+            self._sampled = None
+        except (TinkermqError, TimeoutError) as error:
+            _log.warning("curves_not_read", job=self._scope.job, error=str(error))
+        finally:
+            self._reading = None
+
+    async def _read(self, broker: Broker, start: int, last: int) -> None:
+        """Enter the metrics from `start` to `last`: a few requests."""
+        while start <= last:
+            messages, more = await broker.retry(
+                lambda start=start: get_batch(
+                    broker, self._scope.stream_feed, start, self._scope.metric
+                ),
+                deadline_s=_DEADLINE_S,
+                waiting_for=f"the metrics of job {self._scope.job}",
+            )
+            self._enter(messages)
+            if not messages or not more:
+                self._next_seq = max(self._next_seq, last + 1)
+                return
+            start = messages[-1].seq + 1
+
+    async def _read_long(self, broker: Broker, start: int) -> None:
+        """Enter all metrics from `start` on through a consumer, leaving others their turn."""
+        newest = await get_last(broker, self._scope.stream_feed, self._scope.metric)
+        if newest is None:
+            return
+        reader = StreamReader(broker, self._scope.stream_feed, [self._scope.metric], from_seq=start)
+        messages: list[StoredMessage] = []
+        async with aclosing(reader.messages()) as stored:
+            async for message in stored:
+                messages.append(message)
+                if len(messages) < _ENTER_AT_ONCE and message.seq < newest.seq:
+                    continue
+                self._enter(messages)
+                messages = []
+                if message.seq >= newest.seq:
+                    return
+                await asyncio.sleep(0)
+
+    def _enter(self, messages: list[StoredMessage]) -> None:
+        if messages:
+            enter(self._curves, _metrics(messages))
+            self._next_seq = messages[-1].seq + 1
+
+    async def _sample(self, broker: Broker, first: int, last: int) -> Curves:
+        """Return the curves of metrics at equal distances, and of all evaluations."""
+        free = asyncio.Semaphore(_SAMPLING_AT_ONCE)
+        stride = max(1, (last - first) // SAMPLES)
+
+        async def one(seq: int) -> StoredMessage | None:
+            stream = self._scope.stream_feed
+            request = f'{{"seq":{seq},"next_by_subj":"{self._scope.metric}"}}'.encode()
+            async with free:
+                reply = await broker.request(broker.direct_get(stream), request)
+            return stored_message(reply, stream)
+
+        found = await asyncio.gather(*(one(seq) for seq in range(first, last + 1, stride)))
+        curves = job_curves()
+        enter(curves, _metrics([message for message in found if message is not None]))
+        enter(curves, await self._evaluations(broker))
+        return curves
+
+    async def _evaluations(self, broker: Broker) -> list[Metric]:
+        try:
+            entries = await Bucket(broker, BUCKET_EVALS, EvalRecord).items(self._scope.key)
+        except TinkermqError:
+            return []  # the bucket is not there, or not for this user: the whole feed has them
+        told = [entry.value for entry in entries if entry.value.values]
+        return [Metric(step=one.step, values=one.values, time=0.0) for one in told]
+
+
+class Histories:
+    """The histories that were looked at last."""
+
+    def __init__(self, max_jobs: int = MAX_JOBS, max_bytes: int = MAX_BYTES) -> None:
+        self._max_jobs = max_jobs
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[str, History] = OrderedDict()
+
+    async def points(
+        self,
+        broker: Broker,
+        scope: JobScope,
+        names: Sequence[str] = (),
+        *,
+        first: int = 0,
+        last: int | None = None,
+    ) -> dict[str, Any]:
+        """Return the curves of a job that the owner of `broker` may read.
+
+        See `chart_points`; `complete` is false while they are of a sample.
+        """
+        history = self._kept.setdefault(scope.key, History(scope))
+        self._kept.move_to_end(scope.key)
+        curves = await history.curves(broker)
+        while self._too_much():
+            _, oldest = self._kept.popitem(last=False)
+            await oldest.close()
+        shown = chart_points(curves, names, first=first, last=last)
+        return {"complete": history.complete, **shown}
+
+    def _too_much(self) -> bool:
+        held = sum(history.nbytes for history in self._kept.values())
+        return len(self._kept) > max(1, self._max_jobs if held <= self._max_bytes else 1)
+
+    async def close(self) -> None:
+        """Stop all reading."""
+        for history in self._kept.values():
+            await history.close()
+        self._kept.clear()
+
+
+def _metrics(messages: list[StoredMessage]) -> list[Metric]:
+    metrics: list[Metric] = []
+    for message in messages:
+        try:
+            metrics.append(Metric.from_bytes(message.payload))
+        except MessageError as error:
+            _log.error("metric_malformed", seq=message.seq, error=error.message)
+    return metrics
+
+
+# What each step of a run told, to the bit: for one's own evaluation, not for drawing.
+
+
+async def exact_lines(
+    broker: Broker, scope: JobScope, names: Sequence[str], first: int, last: int | None
+) -> AsyncGenerator[bytes, None]:
+    """Yield a line of JSON for each metric message stored by now: step, time and values.
+
+    `names` are names or patterns; none: all. What is not finite is left out. A step that was
+    trained again after a resumption stands there twice; the later line counts.
+    """
+    newest = await get_last(broker, scope.stream_feed, scope.metric)
+    if newest is None:
+        return
+    reader = StreamReader(broker, scope.stream_feed, [scope.metric])
+    async with aclosing(reader.messages()) as stored:
+        async for message in stored:
+            line = _line(message.payload, names, first, last)
+            if line:
+                yield line
+            if message.seq >= newest.seq:
+                return
+
+
+def _line(payload: bytes, names: Sequence[str], first: int, last: int | None) -> bytes:
+    try:
+        metric = Metric.from_bytes(payload)
+    except MessageError:
+        return b""
+    if metric.step < first or (last is not None and metric.step > last):
+        return b""
+    values = {
+        name: value for name, value in finite_values(metric).items() if is_wanted(name, names)
+    }
+    told = {"step": metric.step, "time": metric.time, "values": values}
+    return json.dumps(told).encode() + b"\n" if values else b""

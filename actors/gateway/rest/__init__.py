@@ -1,1 +1,0 @@
-"""The REST interface: its operations, their answers and their description."""

@@ -1,0 +1,177 @@
+"""How the Tinker API's requests are read, and its results worded."""
+
+import asyncio
+import json
+import re
+from collections.abc import Callable
+from typing import Any, cast
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ....schemas.tinker.checkpoints import MAX_METADATA_BYTES
+from ....schemas.tinker.names import ModelName, OperationName
+from ....schemas.tinker.operation import MAX_BODY_BYTES, OperationResult
+from ....schemas.tinker.wire import parse_request, plain_body
+from ....schemas.wire.codec import read_json
+from ....schemas.wire.errors import MessageError
+from ..guard import HELD
+from ..sessions import Visitor
+from ..web import OF_TINKER_SDK, gateway_of, take_connection
+
+PROTOBUF = "application/x-protobuf"
+LARGE = 64 << 10
+"""Bytes of a body that is read in a thread."""
+_NOT_READY = 408
+_DETAIL_OF_POLL = {"queue_state": "paused_capacity"}
+
+
+async def visitor_of_key(request: Request) -> Visitor:
+    """Return who asks, by a key `tml-tmq_<user>_<secret>`; raises LogInError."""
+    key = request.headers.get("x-api-key", "")
+    sessions = gateway_of(request).sessions
+    if sessions.with_keys and key and not key.startswith(f"{OF_TINKER_SDK}tmq_"):
+        raise HTTPException(
+            401, "the API key of this service is tml- and then your key: tml-tmq_<user>_<secret>"
+        )
+    visitor = await sessions.visitor(session=None, key=key.removeprefix(OF_TINKER_SDK))
+    take_connection(request, visitor)
+    request.scope[HELD].enter_context(visitor.held(_told_length(request)))
+    return visitor
+
+
+def _told_length(request: Request) -> int:
+    told = request.headers.get("content-length", "")
+    return int(told) if told.isascii() and told.isdigit() and len(told) < 12 else 0
+
+
+async def raw_body(request: Request) -> bytes:
+    """Return a body; HTTPException 413 for one that is too large."""
+    raw = await request.body()
+    if len(raw) > MAX_BODY_BYTES:
+        raise HTTPException(413, f"a request may have {MAX_BODY_BYTES:,} bytes: send fewer datums")
+    return raw
+
+
+async def json_body(request: Request) -> tuple[bytes, dict[str, Any]]:
+    """Return a body, and the JSON object that it is; raises MessageError."""
+    raw = await raw_body(request)
+    value = await in_thread(len(raw) > LARGE, lambda: read_json(raw))
+    if not isinstance(value, dict):
+        raise MessageError("the body must be a JSON object")
+    return raw, cast("dict[str, Any]", value)
+
+
+async def in_thread(is_large: bool, work: Callable[[], Any]) -> Any:
+    """Do something with a body, in a thread if that is large."""
+    return await asyncio.to_thread(work) if is_large else work()
+
+
+def name_of_protobuf(raw: bytes, is_zstd: bool) -> OperationName:
+    """Return which operation a protobuf body is."""
+    message = parse_request(plain_body(raw, is_zstd=is_zstd))
+    return OperationName(
+        ModelName.parse(message.model_id), number_in_body(message.seq_id, "seq_id")
+    )
+
+
+def name_of_json(body: dict[str, Any]) -> OperationName:
+    """Return which operation a JSON body is; raises MessageError, NotFoundError."""
+    model = ModelName.parse(text_in(body, "model_id"))
+    return OperationName(model, number_in_body(body.get("seq_id"), "seq_id"))
+
+
+def new_model(body: dict[str, Any]) -> ModelName:
+    """Return the model that a body makes; raises MessageError, NotFoundError."""
+    session, number = (
+        text_in(body, "session_id"),
+        number_in_body(body.get("model_seq_id"), "model_seq_id", 0),
+    )
+    return ModelName.parse(f"{session}:train:{number}")
+
+
+def text_in(body: dict[str, Any], key: str) -> str:
+    """Return a text of a body; raises MessageError where there is none."""
+    value = body.get(key)
+    if not isinstance(value, str):
+        raise MessageError(f"{key}={value!r} is no text", hint=f"{key} must be there")
+    return value
+
+
+def metadata_in(body: dict[str, Any]) -> dict[str, str] | None:
+    """Return what a user says of what is made, as texts; raises MessageError."""
+    given = body.get("user_metadata")
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        raise MessageError(f"user_metadata={str(given)[:80]!r} is no JSON object")
+    pairs = cast("dict[str, Any]", given).items()
+    texts = {key: one if isinstance(one, str) else json.dumps(one) for key, one in pairs}
+    if len(json.dumps(texts)) > MAX_METADATA_BYTES:
+        raise MessageError("user_metadata is too large", hint=f"{MAX_METADATA_BYTES:,} bytes")
+    return texts
+
+
+def number_in_body(value: Any, key: str, least: int = 1, below: int = 10**9) -> int:
+    """Return a number of a body; raises MessageError for what is none."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < below:
+        raise MessageError(f"{key}={value!r} is no number from {least} on")
+    return value
+
+
+def answered(name: str, result: OperationResult) -> Response:
+    """Return a result as clients read it."""
+    if result.state == "pending":
+        return not_ready(name, result.queue_reason)
+    if result.state == "failed":
+        return JSONResponse({"error": result.error, "category": result.category})
+    return Response(result.body, media_type=PROTOBUF if result.is_proto else "application/json")
+
+
+def not_ready(name: str, reason: str) -> Response:
+    """Say that a result is not there yet, and why: the client asks again at once."""
+    told = {**_DETAIL_OF_POLL, "queue_state_reason": reason}
+    return JSONResponse({"type": "try_again", "request_id": name, **told}, _NOT_READY)
+
+
+# What is said to programs whose SDK this service was not tested with.
+
+OLDEST, NEWEST = (0, 25), (0, 38)
+"""Tested with: make test-tinker."""
+_EXTERNAL = (0, 28)
+_AGENT = re.compile(r"Tinker/Python ([0-9]{1,4})\.([0-9]{1,4})")
+_VERSION = re.compile(r"([0-9]{1,4})\.([0-9]{1,4})(\..*)?")
+
+
+def note_to(version: str) -> dict[str, str]:
+    """Return what a session's client shows its user: nothing, for a version that was tested."""
+    found = _VERSION.fullmatch(version)
+    tested = f"{_shown(OLDEST)} to {_shown(NEWEST)}"
+    if found is None:
+        return {"warning_message": f"this service was tested with tinker {tested}"}
+    number = int(found[1]), int(found[2])
+    if number < OLDEST:
+        return {
+            "error_message": f"tinker {version} sends requests that this service does not take: "
+            f"install tinker>={_shown(OLDEST)}"
+        }
+    if number > NEWEST:
+        return {
+            "warning_message": f"this service was tested with tinker {tested}, not with {version}: "
+            "if a call fails, install a tested one, or a newer tinkermq"
+        }
+    return {}
+
+
+def knows_external(user_agent: str) -> bool:
+    """Whether an SDK reads lists in which checkpoints for other programs stand.
+
+    Those before cannot read a list that has one. What is no SDK is told everything.
+    """
+    found = _AGENT.search(user_agent)
+    return found is None or (int(found[1]), int(found[2])) >= _EXTERNAL
+
+
+def _shown(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"

@@ -1,1 +1,0 @@
-"""Generation: the interface of an engine, and what all engines share."""

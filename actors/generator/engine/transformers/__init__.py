@@ -1,1 +1,0 @@
-"""The engine on transformers: continuous batching on the model's own forward pass."""

@@ -1,1 +1,0 @@
-"""What a generator does for teachers: what they read, and asking those that are elsewhere."""

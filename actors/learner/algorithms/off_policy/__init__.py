@@ -1,1 +1,0 @@
-"""What samples of an older policy, or of another engine, need."""

@@ -1,0 +1,274 @@
+"""The curriculum: which task comes next, by how often each has been solved.
+
+A task is chosen with a weight of p (1 − p), where p is the share of its episodes that were solved:
+what is always or never solved teaches nothing (learnability, arXiv 2408.15099). Newer episodes
+count more, unseen tasks weigh most, and a share of all choices is uniform, so that nothing is given
+up for good. A function of the user's may weigh them in its own way.
+
+The rates after step v are a function of the first v batch records and the groups that they name,
+and a choice is one of the job's seed, the position in the data order, and the rates after the
+version that the task names (`Task.chosen_at`): everything can be worked out again from the log.
+"""
+
+import bisect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...envs.evaluation import is_success
+from ...schemas.rollout import Group, return_of
+from ...schemas.task import DropReason, Task
+from ...schemas.wire.foreign import blaming, shown
+from ..training.custom import OwnFunction, own_function
+from ..training.state import LearnerState
+from .data_order import Chosen, DataOrder
+
+MEMORY = 0.5
+"""What earlier episodes of a task still count when it comes again."""
+_STREAM = 3
+_SOLVED = 0.9
+
+
+@dataclass(frozen=True)
+class CurriculumInputs:
+    """What is known of I tasks, newer episodes counting more; the arrays are read-only."""
+
+    tries_I: NDArray[np.float64]
+    """Episodes; 0: the task has not come yet."""
+    solved_I: NDArray[np.float64]
+    """Those of them that were solved."""
+
+    @property
+    def rates_I(self) -> NDArray[np.float64]:
+        """Share of the episodes that were solved; a half where there are none."""
+        half = np.full_like(self.tries_I, 0.5)
+        return np.divide(self.solved_I, self.tries_I, out=half, where=self.tries_I > 0)
+
+
+def learnability(inputs: CurriculumInputs) -> NDArray[np.float64]:
+    """Weigh each task by p (1 − p)."""
+    return inputs.rates_I * (1 - inputs.rates_I)
+
+
+@dataclass(frozen=True)
+class CurriculumConfig:
+    """How the curriculum is set."""
+
+    num_items: int
+    """Rows of the data, or seeds of a game that generates its states."""
+    uniform: float
+    """Share of the choices that is uniform."""
+    success_reward: float
+    """A return above this is a success, unless the game tells it."""
+    weigh: Callable[[CurriculumInputs], NDArray[np.float64]] = field(
+        default_factory=lambda: learnability
+    )
+    """Returns the weights of all tasks, float64[I]."""
+
+
+class Curriculum:
+    """Success rates by task, and the choices made with them."""
+
+    def __init__(self, order: DataOrder, config: CurriculumConfig, state: LearnerState) -> None:
+        self._order = order
+        self._config = config
+        self._tries = np.zeros(config.num_items)
+        self._solved = np.zeros(config.num_items)
+        for item, tries, solved in state.success:
+            if item >= config.num_items:
+                continue  # a fork may have less data
+            self._tries[item], self._solved[item] = tries, solved
+        self._kept = {index: (item, version) for index, item, version in state.kept_choices}
+        self._noted: list[Group] = []
+        self._bounds = self._accumulate()
+
+    def choose(self, index: int, version: int) -> Chosen:
+        """Choose the task at a position of the data order; a kept choice comes first."""
+        kept = self._kept.pop(index, None)
+        if kept is not None:
+            return self._chosen(index, *kept)
+        rng = np.random.default_rng([self._order.seed, _STREAM, index])
+        drawn = float(rng.random() * self._bounds[-1])
+        item = min(bisect.bisect_right(self._bounds, drawn), len(self._bounds) - 1)
+        return self._chosen(index, item, version)
+
+    def task_seed(self, index: int) -> int:
+        """Return the seed of the task at a position: 62 bits."""
+        return self._order.task_seed(index)
+
+    def pass_over(self, group: Group, reason: DropReason) -> None:
+        """Take notice of a group that is not trained."""
+        if reason != "duplicate":
+            self._noted.append(group)
+
+    def keep(self, task: Task) -> None:
+        """Take notice of a task that is to be issued again: it is not chosen anew."""
+        if task.index is not None and task.chosen_at is not None and self._knows(task.item):
+            assert task.item is not None
+            self._kept[task.index] = (task.item, task.chosen_at)
+
+    def learn(self, trained: Iterable[Group]) -> None:
+        """Count what was noted and what a step has trained, in order."""
+        groups, self._noted = [*self._noted, *trained], []
+        for group in groups:
+            if self._knows(group.task.item):
+                self._count(group)
+        self._bounds = self._accumulate()
+
+    def numbers(self) -> dict[str, float]:
+        """Describe the rates as metrics."""
+        seen = self._tries > 0
+        if not seen.any():
+            return {}
+        rates = self._solved[seen] / self._tries[seen]
+        return {
+            "curriculum/seen_share": float(seen.mean()),
+            "curriculum/success_rate": float(rates.mean()),
+            "curriculum/solved_share": float((rates > _SOLVED).mean()),
+            "curriculum/unsolved_share": float((rates < 1 - _SOLVED).mean()),
+        }
+
+    def write_to(self, state: LearnerState) -> None:
+        """Put the rates into the state of a checkpoint."""
+        seen = np.flatnonzero(self._tries)
+        state.success = [
+            (int(item), float(self._tries[item]), float(self._solved[item])) for item in seen
+        ]
+        state.kept_choices = [(index, *kept) for index, kept in sorted(self._kept.items())]
+
+    def _knows(self, item: int | None) -> bool:
+        return item is not None and item < self._config.num_items
+
+    def _count(self, group: Group) -> None:
+        item, above = group.task.item, self._config.success_reward
+        solved = [is_success(return_of(rows), rows[0].info, above) for rows in group.episodes]
+        self._tries[item] = MEMORY * self._tries[item] + len(solved)
+        self._solved[item] = MEMORY * self._solved[item] + sum(solved)
+
+    def _accumulate(self) -> NDArray[np.float64]:
+        """Return the weights of all tasks, summed up from the first on."""
+        known = (self._tries.copy(), self._solved.copy())
+        for array in known:
+            array.flags.writeable = False
+        weights = self._config.weigh(CurriculumInputs(*known))
+        uniform = self._config.uniform if weights.any() else 1.0
+        shares = weights / max(weights.sum(), 1e-300)
+        return ((1 - uniform) * shares + uniform / len(weights)).cumsum()
+
+    def _chosen(self, index: int, item: int, version: int) -> Chosen:
+        has_rows = self._order.num_rows is not None
+        return Chosen(
+            sample=item if has_rows else None,
+            seed=self._order.task_seed(index if has_rows else item),
+            item=item,
+            chosen_at=version,
+        )
+
+
+# Filters and curricula of the user's own: what they get, and what is made of their answers.
+#
+# They decide which groups are trained, and which tasks come next. What was decided stands in the
+# batch records and in the tasks, so a replay asks nobody; a learner that starts again asks anew,
+# so they must answer the same for the same inputs.
+#
+# Shape letters: E episodes, I tasks.
+
+MOST_IN_A_ROW = 4096
+"""Groups that a filter may leave out one after the other: a run that trains none has no end."""
+
+
+@dataclass(frozen=True)
+class FilterInputs:
+    """What a filter reads of a group."""
+
+    rewards_E: NDArray[np.float64]
+    """Return of each episode."""
+    lengths_E: NDArray[np.int64]
+    """Generated tokens of each."""
+    truncated_E: NDArray[np.bool_]
+    """Whether a token limit ended it."""
+    infos: list[dict[str, Any]]
+    """What the game told in `info` at the end of each."""
+    data_source: str
+    """Of the row of the data; empty where it has none."""
+    sample: int | None
+    """The row of the data; None for a game that generates its states."""
+
+
+class OwnFilter:
+    """A function of the user's that says whether a group is trained."""
+
+    def __init__(self, function: OwnFunction) -> None:
+        self._function = function
+        self._in_a_row = 0
+
+    def keeps(self, group: Group) -> bool:
+        """Ask it; raises ConfigError for no answer, and for one that leaves out everything."""
+        answer = self.answer(filter_inputs(group))
+        self._in_a_row = 0 if answer else self._in_a_row + 1
+        if self._in_a_row > MOST_IN_A_ROW:
+            raise self._function.wrong(
+                f"has left out the last {self._in_a_row} groups: the run would never end"
+            )
+        return answer
+
+    def answer(self, inputs: FilterInputs) -> bool:
+        """Return what it says of a group."""
+        answer = self._function.called(inputs)
+        if isinstance(answer, np.ndarray | np.generic):
+            answer = cast("Any", answer).tolist()
+        if not isinstance(answer, bool):
+            raise self._function.wrong(
+                f"returned {shown(answer)} in place of True, to train the group, or False"
+            )
+        return answer
+
+
+def keeps_of(target: str | None) -> Callable[[Group], bool] | None:
+    """Return what says which groups are trained; None: all are. Raises ConfigError."""
+    function = own_function("filter", target)
+    return None if function is None else OwnFilter(function).keeps
+
+
+def filter_inputs(group: Group) -> FilterInputs:
+    """Return what a filter reads of a group."""
+    episodes = group.episodes
+    return FilterInputs(
+        rewards_E=np.array([return_of(rows) for rows in episodes]),
+        lengths_E=np.array([sum(row.num_generated for row in rows) for rows in episodes]),
+        truncated_E=np.array([any(row.ended_by == "length" for row in rows) for rows in episodes]),
+        infos=[dict(rows[0].info) for rows in episodes],
+        data_source=episodes[0][0].data_source,
+        sample=group.task.sample,
+    )
+
+
+class OwnCurriculum:
+    """A function of the user's that weighs the tasks to choose from."""
+
+    def __init__(self, function: OwnFunction) -> None:
+        self._function = function
+
+    def weigh(self, inputs: CurriculumInputs) -> NDArray[np.float64]:
+        """Return float64[I]; raises ConfigError for what are no weights."""
+        answer = self._function.called(inputs)
+        with blaming(self._function.failure):
+            weights_I = _numbers(answer)
+        if weights_I.shape != inputs.tries_I.shape:
+            raise self._function.wrong(
+                f"returned weights of shape {list(weights_I.shape)} for {len(inputs.tries_I)} tasks"
+            )
+        if not np.isfinite(weights_I).all() or (weights_I < 0).any():
+            raise self._function.wrong("returned weights that are negative, NaN or infinite")
+        return weights_I
+
+
+def _numbers(answer: Any) -> NDArray[np.float64]:
+    """Return an answer as numbers; NaN for what are none."""
+    try:
+        return np.asarray(answer, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError):
+        return np.array(np.nan)

@@ -1,1 +1,0 @@
-"""On-policy distillation: teachers that score what the policy drew itself."""

@@ -1,0 +1,277 @@
+"""The learner's intake: reads the rollout log and keeps what has not been decided on.
+
+What it holds is bounded by the staleness gate: generators cannot be further ahead than that.
+"""
+
+import asyncio
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import structlog
+
+from ...broker.rollouts import LogEntry, RolloutLog
+from ...schemas.rollout import Group, check_group, return_of
+from ...schemas.task import Blame, Task
+from ...schemas.wire.errors import DataError, DeadlineError, MessageError, StorageError
+from ..training.state import LearnerState, NumberSet
+from .batching import Candidate
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class CheckedEntry:
+    """An entry of the log, checked."""
+
+    seq: int
+    number: int | None
+    group: Group | None
+    """The group, or None when it cannot be trained."""
+    task: Task | None
+    """The task that it names, or None when it cannot be read."""
+    tokens_wasted: int
+    """Generated tokens of a task that was given up."""
+    digest: bytes
+    """SHA-256 of its payload."""
+    candidate: Candidate
+    blame: Blame | None
+    """Why its task was given up, where it was."""
+    traceparent: str
+    """W3C trace context that came with it."""
+    arrived: float
+    """Seconds since the epoch at which it was read."""
+    refusal: str = ""
+    """Why it is malformed, where it is."""
+
+
+class Intake:
+    """Entries of the rollout log that are neither trained nor dropped."""
+
+    def __init__(
+        self,
+        log: RolloutLog,
+        *,
+        from_seq: int = 1,
+        decided: Iterable[tuple[int, int]] = (),
+        vocab_size: int,
+        max_tokens: int,
+        group_size: int,
+        greedy_baseline: bool,
+        was_issued: Callable[[int], bool],
+        issued_instead_of: Callable[[Task], Task | None] = lambda _: None,
+        check_readable: Callable[[Group], None] | None = None,
+        why_no_rows: str | None = None,
+        keeps: Callable[[Group], bool] | None = None,
+    ) -> None:
+        """Read from `from_seq` on: all before was decided on, and the ranges `decided` behind it.
+
+        `was_issued` says whether a task number can have been given out, `issued_instead_of` which
+        other task was given out under the number of one; `check_readable` raises
+        DataError for what the model cannot read, such as images; `why_no_rows` says why no episode
+        may have several rows, if none may; `keeps` whether a group is trained at all.
+        """
+        self._log = log
+        self._from_seq = from_seq
+        self._decided = NumberSet(decided)
+        self._vocab_size = vocab_size
+        self._max_tokens = max_tokens
+        self._group_size = group_size
+        self._greedy_baseline = greedy_baseline
+        self._was_issued = was_issued
+        self._issued_instead_of = issued_instead_of
+        self._check_readable = check_readable
+        self._why_no_rows = why_no_rows
+        self._keeps = keeps
+        self._entries: dict[int, CheckedEntry] = {}
+        self.changed = asyncio.Event()
+        """Set whenever an entry arrives."""
+        self.last_seq = from_seq - 1
+        """Newest sequence that was read, or need not be."""
+        self.max_version = 0
+        """Newest version that a group may have been made with: the newest that was recorded."""
+        self.bytes_held = 0
+        """Bytes of the log since the last checkpoint."""
+        self.arrived: list[CheckedEntry] = []
+        """Entries that came since the learner last looked."""
+
+    async def run(self) -> None:
+        """Read the log, for ever."""
+        async with aclosing(self._log.read(self._from_seq)) as entries:
+            async for entry in entries:
+                self._enter(entry)
+
+    def note_version(self, version: int) -> None:
+        """Take notice that groups may have been made with a version; it never falls.
+
+        While recorded steps are trained again, generators still have newer weights.
+        """
+        self.max_version = max(self.max_version, version)
+
+    async def newest(self) -> int:
+        """Return the newest sequence of the log, read or not."""
+        return await self._log.last_seq()
+
+    async def catch_up(self, deadline_s: float) -> None:
+        """Wait until all that is in the log now has been read; raise DeadlineError otherwise.
+
+        Raises StorageError for a log that does not reach to where it is to be read from.
+        """
+        ever = await self.newest()
+        if ever < self._from_seq - 1:
+            raise StorageError(
+                f"the rollout log ends at entry {ever}, the checkpoint knows of "
+                f"{self._from_seq - 1}: stream {self._log.stream} was deleted and made again",
+                hint="restore the stream from a back-up, or go on in a new run: `tinkermq fork "
+                "RUN@STEP`",
+            )
+        newest = await self._log.newest_there()
+        try:
+            async with asyncio.timeout(deadline_s):
+                while self.last_seq < newest:
+                    self.changed.clear()
+                    await self.changed.wait()
+        except TimeoutError:
+            raise DeadlineError(
+                f"the rollout log was read up to {self.last_seq} of {newest} within "
+                f"{deadline_s:.0f} s"
+            ) from None
+
+    def candidates(self) -> list[Candidate]:
+        """Return what may be trained or dropped."""
+        return [entry.candidate for entry in self._entries.values()]
+
+    def __getitem__(self, seq: int) -> CheckedEntry:
+        return self._entries[seq]
+
+    def __contains__(self, seq: int) -> bool:
+        return seq in self._entries
+
+    def forget(self, seqs: Iterable[int]) -> None:
+        """Let go of entries that have been decided on."""
+        for seq in seqs:
+            del self._entries[seq]
+
+    def first_undecided(self) -> int:
+        """Return the first sequence that must stay in the log."""
+        return min(self._entries, default=self.last_seq + 1)
+
+    def write_to(self, state: LearnerState) -> None:
+        """Put what has been decided on into the state of a checkpoint."""
+        first = state.log_seq = self.first_undecided()
+        ends = [*sorted(self._entries), self.last_seq + 1]
+        later = [(seq + 1, following) for seq, following in pairwise(ends) if following > seq + 1]
+        known = [(start, end) for start, end in self._decided.ranges() if end > first]
+        state.decided_seqs = NumberSet([*known, *later]).ranges()
+
+    def _enter(self, raw: LogEntry) -> None:
+        if raw.seq <= self.last_seq:
+            return
+        self.last_seq = raw.seq
+        if raw.seq in self._decided:
+            self.changed.set()
+            return
+        entry = self._check(raw)
+        self._entries[raw.seq] = entry
+        self.bytes_held += len(raw.payload)
+        self.arrived.append(entry)
+        self.changed.set()
+
+    def _check(self, raw: LogEntry) -> CheckedEntry:
+        error, group = raw.error, raw.group
+        blame = None if group is None else group.error
+        if group is not None:
+            try:
+                self._refuse_unfit(group)
+            except MessageError as refused:
+                error, blame = refused, _blame_of(refused)
+        if error is not None:
+            _log.warning("rollout_malformed", seq=raw.seq, task=raw.number, error=error.message)
+        usable = error is None and group is not None and group.error is None
+        candidate = _candidate(raw, group, usable=usable, malformed=error is not None)
+        if self._keeps is not None and usable and group is not None:
+            candidate = replace(candidate, filtered=not self._keeps(group))
+        return CheckedEntry(
+            refusal="" if error is None else error.message,
+            seq=raw.seq,
+            number=raw.number,
+            group=group if usable else None,
+            task=None if group is None else group.task,
+            tokens_wasted=0 if group is None or group.error is None else group.tokens_wasted,
+            digest=hashlib.sha256(raw.payload).digest(),
+            candidate=candidate,
+            blame=blame,
+            traceparent=raw.traceparent,
+            arrived=time.time(),
+        )
+
+    def _refuse_unfit(self, group: Group) -> None:
+        """Raise MessageError for a group that this job cannot train."""
+        task = group.task
+        if not self._was_issued(task.task):
+            raise MessageError(f"task {task.task} was never given out")
+        if (issued := self._issued_instead_of(task)) is not None:
+            raise MessageError(
+                f"the group of task {task.task} is of position {task.index} with seed {task.seed}; "
+                f"what was given out is position {issued.index} with seed {issued.seed}",
+                hint="a learner that was cut off had issued that one",
+            )
+        if group.error is not None:
+            return
+        if task.group_size != self._group_size:
+            raise MessageError(
+                f"the group of task {task.task} has {task.group_size} episodes, the job's have "
+                f"{self._group_size}"
+            )
+        if task.greedy_baseline != self._greedy_baseline:
+            wanted = "has no" if self._greedy_baseline else "has a"
+            raise MessageError(f"the group of task {task.task} {wanted} greedy episode")
+        if self._why_no_rows and any(len(rows) > 1 for rows in group.episodes):
+            raise MessageError(
+                f"the group of task {task.task} has episodes of several rows: {self._why_no_rows}"
+            )
+        check_group(
+            group,
+            vocab_size=self._vocab_size,
+            max_tokens=self._max_tokens,
+            version=self.max_version,
+        )
+        if self._check_readable is not None:
+            try:
+                self._check_readable(group)
+            except DataError as error:
+                raise MessageError(f"a group of task {task.task} is refused: {error}") from error
+        if not all(math.isfinite(item.reward) for item in group.trajectories) or not all(
+            math.isfinite(return_of(rows)) for rows in group.episodes
+        ):
+            raise MessageError(f"the returns of the group of task {task.task} must be finite")
+
+
+def _blame_of(refused: MessageError) -> Blame | None:
+    """Blame the task for what the model cannot read: a job all of whose groups are so ends."""
+    cause = refused.__cause__
+    if not isinstance(cause, DataError):
+        return None
+    return Blame(boundary="task", code=cause.code, message=cause.message, hint=cause.hint)
+
+
+def _candidate(raw: LogEntry, group: Group | None, *, usable: bool, malformed: bool) -> Candidate:
+    if not usable or group is None:
+        return Candidate(raw.seq, raw.number, unusable="malformed" if malformed else "failed")
+    rewards = tuple(return_of(rows) for rows in group.episodes)
+    return Candidate(
+        seq=raw.seq,
+        number=raw.number,
+        min_token_version=group.min_version,
+        rewards=() if group.has_equal_rewards else rewards,
+        max_token_version=group.max_version,
+    )
+
+
+def batch_digest(entries: Iterable[CheckedEntry]) -> str:
+    """Return the digest that a batch record holds for its groups."""
+    return hashlib.sha256(b"".join(entry.digest for entry in entries)).hexdigest()

@@ -1,1 +1,0 @@
-"""Functions of the user's own in the place of those of the library."""

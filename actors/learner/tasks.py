@@ -1,0 +1,498 @@
+"""Issuing tasks: as many as the staleness gate lets through, under the next numbers."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+
+import structlog
+
+from ...broker.rollouts import RolloutLog
+from ...broker.tasks import TaskQueue
+from ...schemas.config.job import JobConfig
+from ...schemas.control import PublishTasksRequest, ReserveRequest, TaskSpec
+from ...schemas.rollout import Group
+from ...schemas.task import Blame, DropReason, Task
+from ...schemas.wire.errors import StateError
+from ...schemas.wire.trace import new_trace
+from ..training.state import LearnerState, NumberSet
+from .batching import returns_credit
+from .data_order import TaskOrder
+from .staleness import Staleness, min_version, num_admissible
+
+# The ledger of task numbers: issued, trained, dropped, and what is issued next.
+#
+# Pure: it is changed by calls and knows neither broker nor clock. Its state is part of each
+# checkpoint; what happened since is read again from the task queue, the rollout log and the batch
+# records.
+
+MAX_TRIES = 3
+"""A task whose groups cannot be trained is issued this often; a stale one as often as it takes."""
+
+
+def is_issued_again(reason: DropReason, tries: int) -> bool:
+    """Whether a task is issued again that was dropped for `reason`, after so many failed tries.
+
+    Where all returns are equal, they may be equal for ever: another task takes its place.
+    """
+    if reason == "stale":
+        return True
+    return reason in ("failed", "malformed") and tries + 1 < MAX_TRIES
+
+
+@dataclass(frozen=True)
+class Issue:
+    """A task that may be issued now."""
+
+    number: int
+    index: int
+    reissue_of: int | None
+    slot: int
+    tries: int = 0
+
+
+class Ledger:
+    """Knows the fate of every task number of a job, and of every position of its data order."""
+
+    def __init__(self, state: LearnerState) -> None:
+        self.trained = NumberSet(state.trained)
+        self.dropped = NumberSet(state.dropped)
+        self.next_task = state.next_task
+        self._next_index = state.next_index
+        self._indices = NumberSet(state.indices)
+        self._owed: dict[int, int] = dict(state.owed)
+        self._tries: dict[int, int] = dict(state.owed_tries)
+        self._client_tasks: dict[int, Task] = {}
+        self._owed_tasks: dict[int, Task] = {task.task: task for task in state.owed_tasks}
+        self._index_of: dict[int, int] = {}
+        self._in_log: set[int] = set()
+        self._reissued = NumberSet()
+        self._missing: list[int] = []
+        self._lost: list[int] = []
+        self._recovery_limit = 0
+        self._issued: dict[int, Task] = {}
+        self.min_versions: dict[int, int] = {}
+        """Issued and not in the log yet: number -> oldest version its tokens may have."""
+
+    def __contains__(self, number: object) -> bool:
+        """Whether a number's fate is decided."""
+        assert isinstance(number, int)
+        return number in self.trained or number in self.dropped
+
+    @property
+    def num_credits(self) -> int:
+        """Admission credits that were returned.
+
+        A number that somebody used before it was given out is passed over when its turn comes,
+        and counts from then on.
+        """
+        return self.dropped.count_below(self.next_task)
+
+    # -- taking notice -------------------------------------------------------------------------
+
+    def expect(self, limit: int) -> None:
+        """Take numbers below `limit` for issued until `find_missing`: a crash forgot how many."""
+        self._recovery_limit = limit
+
+    def was_issued(self, number: int) -> bool:
+        """Whether a number can have been given out."""
+        return number < max(self.next_task, self._recovery_limit)
+
+    def note_task(self, task: Task) -> None:
+        """Take notice of a task that was issued or found in the queue."""
+        self._note(task.task, task)
+        if task.task not in self:
+            self._issued[task.task] = task
+            if task.task not in self._in_log:
+                self.min_versions[task.task] = task.min_version
+
+    def issued_instead_of(self, task: Task) -> Task | None:
+        """Return the task that was issued under a number, if it is another than this one.
+
+        A learner that was cut off, and does not know of the one after it, may have issued it.
+        """
+        issued = self._issued.get(task.task)
+        return None if issued is None or issued.identity == task.identity else issued
+
+    def note_in_log(self, number: int, claimed: Task | None) -> None:
+        """Take notice that a number's group is in the log.
+
+        `claimed` is the task that the group names, None if it cannot be read. It is believed only
+        about a number of which nothing else is known, after a crash.
+        """
+        if number in self or not self.was_issued(number):
+            return
+        self._note(number, None if number in self.min_versions else claimed)
+        self._in_log.add(number)
+        self.min_versions.pop(number, None)
+        if number in self._missing:
+            self._missing.remove(number)
+
+    def _note(self, number: int, task: Task | None) -> None:
+        self.next_task = max(self.next_task, number + 1)
+        if task is None:
+            return
+        if task.reissue_of is not None and task.reissue_of < number:
+            if self._owed.pop(task.reissue_of, None) is not None:
+                self._tries.pop(task.reissue_of, None)
+            self._owed_tasks.pop(task.reissue_of, None)
+            self._reissued.add(task.reissue_of)
+        # No position is issued under a smaller number than its own.
+        if task.index is not None and task.index <= number:
+            for old in [n for n, at in self._owed.items() if at == task.index and n < number]:
+                del self._owed[old]
+                self._tries.pop(old, None)
+            self._next_index = max(self._next_index, task.index + 1)
+            if number not in self:
+                self._index_of[number] = task.index
+                if task.tries:
+                    self._tries[number] = task.tries
+        if task.index is None and task.issued and number not in self:
+            self._client_tasks[number] = task
+
+    def find_missing(self) -> None:
+        """List the numbers and data positions that were given out and are nowhere.
+
+        They are issued again. Everything in the queue and in the log must have been noted.
+        """
+        self._recovery_limit = 0
+        known = set(self._index_of.values()) | set(self._owed.values())
+        self._lost = [at for at in self._indices.gaps(self._next_index) if at not in known]
+        decided = NumberSet(self.trained.ranges() + self.dropped.ranges())
+        self._missing = [
+            number
+            for number in decided.gaps(self.next_task)
+            if number not in self._in_log and number not in self.min_versions
+        ]
+
+    def find_repeated(self) -> list[int]:
+        """Return the undecided numbers whose position was trained, or stands under another number.
+
+        Two learners issued them, of which one was cut off. Of several the lowest stays.
+        """
+        repeated: list[int] = []
+        held: set[int] = set()
+        for number, index in sorted(self._index_of.items()):
+            if number in self._reissued:
+                continue
+            if index in held or index in self._indices:
+                repeated.append(number)
+            held.add(index)
+        return repeated
+
+    def withdraw(self, number: int) -> None:
+        """Forget the task under a number that is not in the log: another is issued under it."""
+        self._index_of.pop(number, None)
+        self._issued.pop(number, None)
+        self._tries.pop(number, None)
+        self.min_versions.pop(number, None)
+        self._missing.append(number)
+
+    # -- deciding ------------------------------------------------------------------------------
+
+    def train(self, numbers: Iterable[int]) -> None:
+        """Decide: these are trained."""
+        for number in numbers:
+            self.trained.add(number)
+            self._settle(number)
+
+    def drop(
+        self, number: int, reason: DropReason, *, hopeless: bool = False, foreign: bool = False
+    ) -> bool:
+        """Decide: this group is never trained; its credit returns, once.
+
+        Returns whether its task, a position of the data order or a client's, will be issued again
+        under another number; a `hopeless` one never is. A `foreign` group is of another task than
+        was issued: that one has not failed by it.
+        """
+        if not returns_credit(reason) or number in self:
+            return False
+        self.dropped.add(number)
+        tries = self._tries.pop(number, 0)
+        task = self._client_tasks.pop(number, None)
+        if task is not None:
+            tries = task.tries
+        if elsewhere := self._is_elsewhere(number):
+            self._index_of.pop(number, None)
+        again = (foreign or is_issued_again(reason, tries)) and not hopeless and not elsewhere
+        tries += reason != "stale" and not foreign
+        if again and task is not None:
+            self._owed_tasks[number] = task.model_copy(update={"tries": tries})
+        elif again and number in self._index_of:
+            self._owed[number] = self._index_of.pop(number)
+            if tries:
+                self._tries[number] = tries
+        self._settle(number)
+        return number in self._owed or number in self._owed_tasks
+
+    def _is_elsewhere(self, number: int) -> bool:
+        """Whether a task has been issued again, or its position stands under another number.
+
+        An unreadable group does not tell in whose place it stood, but the one after it does.
+        """
+        index = self._index_of.get(number)
+        if number in self._reissued or index is None:
+            return number in self._reissued
+        held = any(at == index and n != number for n, at in self._index_of.items())
+        return held or index in self._indices
+
+    def _settle(self, number: int) -> None:
+        index = self._index_of.pop(number, None)
+        self._client_tasks.pop(number, None)
+        self._issued.pop(number, None)
+        if number not in self._owed:
+            self._tries.pop(number, None)
+        if index is not None and number not in self._reissued:
+            self._indices.add(index)
+        self._in_log.discard(number)
+        self.min_versions.pop(number, None)
+
+    # -- issuing -------------------------------------------------------------------------------
+
+    def num_issuable(self, version: int, max_staleness: int, batch: int, total_steps: int) -> int:
+        """Count the tasks that the staleness gate lets through now."""
+        allowed = num_admissible(version, max_staleness, batch, self.num_credits, total_steps)
+        return max(0, allowed - self.next_task) + len(self._missing)
+
+    def reserve(self) -> tuple[int, int]:
+        """Give out the next number, and its slot."""
+        if self._missing:
+            number = self._missing.pop(0)
+        else:
+            while self.next_task in self.dropped:
+                self.next_task += 1
+            number = self.next_task
+            self.next_task += 1
+        return number, max(0, number - self.dropped.count_below(number))
+
+    @property
+    def num_owed_tasks(self) -> int:
+        """Clients' tasks that are to be issued again."""
+        return len(self._owed_tasks)
+
+    def next_owed_task(self) -> tuple[Task, int, int]:
+        """Give out the next number for the oldest of them; return it with number and slot."""
+        number, slot = self.reserve()
+        return self._owed_tasks.pop(min(self._owed_tasks)), number, slot
+
+    def next_issue(self) -> Issue:
+        """Give out the next number with the data position it stands for."""
+        number, slot = self.reserve()
+        if self._owed:
+            old = min(self._owed)
+            return Issue(number, self._owed.pop(old), old, slot, self._tries.pop(old, 0))
+        if self._lost:
+            return Issue(number, self._lost.pop(0), None, slot)
+        index = self._next_index
+        self._next_index += 1
+        return Issue(number, index, None, slot)
+
+    def write_to(self, state: LearnerState) -> None:
+        """Put the ledger into the state of a checkpoint."""
+        state.trained = self.trained.ranges()
+        state.dropped = self.dropped.ranges()
+        state.indices = self._indices.ranges()
+        state.next_task = self.next_task
+        state.next_index = self._next_index
+        state.owed = sorted(self._owed.items())
+        state.owed_tasks = [task for _, task in sorted(self._owed_tasks.items())]
+        state.owed_tries = sorted((one, n) for one, n in self._tries.items() if one in self._owed)
+
+
+_log = structlog.get_logger()
+
+
+class TaskIssuer:
+    """Publishes the tasks of a job; numbers given to external agents pass the same gate."""
+
+    def __init__(
+        self,
+        queue: TaskQueue,
+        log: RolloutLog,
+        ledger: Ledger,
+        order: TaskOrder,
+        config: JobConfig,
+        total_steps: int,
+        bound: int = 0,
+        check_owner: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """`bound` is the staleness bound that was in force, where it is chosen.
+
+        `check_owner` raises FencedError when another learner has taken the job over.
+        """
+        self._check_owner = check_owner
+        self._queue = queue
+        self._log = log
+        self._ledger = ledger
+        self._order = order
+        self._config = config
+        self._total_steps = total_steps
+        self.staleness = Staleness(config.training, bound)
+        self._reserved: dict[int, float] = {}
+        self.is_open = False
+        """Whether the ledger is complete, so that clients may be given numbers."""
+
+    async def check_owner(self) -> None:
+        """Raise FencedError when another learner has taken the job over; DeadlineError."""
+        if self._check_owner is not None:
+            await self._check_owner()
+
+    async def issue(self, version: int) -> int:
+        """Publish every task that may be issued at `version`; return how many.
+
+        Those of clients that were dropped come first; where clients bring all tasks, nothing else.
+        """
+        room = self.num_issuable(version)
+        again = min(room, self._ledger.num_owed_tasks)
+        tasks = [self._again(version) for _ in range(again)]
+        if self._config.training.tasks != "external":
+            issues = [self._ledger.next_issue() for _ in range(room - again)]
+            tasks += [self._task(issue, version) for issue in issues]
+        if tasks:
+            await self.check_owner()
+        async with asyncio.TaskGroup() as publishing:
+            for task in tasks:
+                publishing.create_task(self._publish(task))
+        return len(tasks)
+
+    def _again(self, version: int) -> Task:
+        """Return a client's task that was dropped, under a new number."""
+        task, number, slot = self._ledger.next_owed_task()
+        changes = {
+            "task": number,
+            "issued": time.time(),
+            "reissue_of": task.task,
+            "min_version": self._min_version(slot, version),
+        }
+        return task.model_copy(update=changes)
+
+    def write_to(self, state: LearnerState) -> None:
+        """Put the staleness bound into the state of a checkpoint."""
+        state.bound = self.staleness.now
+
+    def _task(self, issue: Issue, version: int) -> Task:
+        chosen = self._order.choose(issue.index, version)
+        return Task(
+            task=issue.number,
+            issued=time.time(),
+            sample=chosen.sample,
+            index=issue.index,
+            item=chosen.item,
+            chosen_at=chosen.chosen_at,
+            reissue_of=issue.reissue_of,
+            tries=issue.tries,
+            seed=chosen.seed,
+            min_version=self._min_version(issue.slot, version),
+            group_size=self._config.rollout.group_size,
+            greedy_baseline=self._config.algorithm.advantage == "remax",
+        )
+
+    def num_issuable(self, version: int) -> int:
+        """Count the tasks that the gate lets through at `version`."""
+        batch_size = self._config.training.batch_size
+        return self._ledger.num_issuable(version, self.staleness.now, batch_size, self._total_steps)
+
+    async def publish_for_client(self, request: PublishTasksRequest, version: int) -> int:
+        """Issue a client's tasks, as many as the gate lets through now; return how many.
+
+        Raises StateError while the learner starts, FencedError once another one has taken over.
+        """
+        self._refuse_while_closed()
+        await self.check_owner()
+        count = min(len(request.tasks), self.num_issuable(version))
+        # All numbers are taken before the first wait: the gate holds for everybody who asks.
+        tasks = [self._client_task(spec, version) for spec in request.tasks[:count]]
+        for task in tasks:
+            await self._publish(task)
+        return count
+
+    def _client_task(self, spec: TaskSpec, version: int) -> Task:
+        number, slot = self._ledger.reserve()
+        return Task(
+            task=number,
+            issued=time.time(),
+            sample=spec.sample,
+            seed=self._order.task_seed(number) if spec.seed is None else spec.seed,
+            min_version=self._min_version(slot, version),
+            group_size=self._config.rollout.group_size,
+            greedy_baseline=self._config.algorithm.advantage == "remax",
+            reset_kwargs=spec.reset_kwargs,
+        )
+
+    def reserve(self, request: ReserveRequest, version: int) -> list[int]:
+        """Give numbers to an external agent that appends its groups itself.
+
+        Raises StateError when the gate lets none through now, or while the learner starts.
+        """
+        self._refuse_while_closed()
+        count = min(request.count, self.num_issuable(version))
+        if count == 0:
+            raise StateError(
+                "the job takes no more trajectories now: the staleness bound is reached",
+                hint="try again after the next training step",
+            )
+        given = [self._ledger.reserve() for _ in range(count)]
+        for number, slot in given:
+            self._ledger.min_versions[number] = self._min_version(slot, version)
+            self._reserved[number] = time.monotonic() + request.deadline_s
+        return [number for number, _ in given]
+
+    async def expire_reservations(self) -> None:
+        """Close the numbers that an agent did not use in time: a late append is then refused."""
+        now = time.monotonic()
+        for number, deadline in list(self._reserved.items()):
+            if number not in self._ledger.min_versions:
+                del self._reserved[number]
+            elif deadline < now:
+                del self._reserved[number]
+                await self._log.append(self._tombstone(number))
+
+    def _tombstone(self, number: int) -> Group:
+        task = Task(task=number, seed=0, group_size=self._config.rollout.group_size)
+        blame = Blame(
+            boundary="task",
+            code="reservation_expired",
+            message=f"no trajectories came for the reserved task {number}",
+            hint="append within the deadline of the reservation",
+        )
+        return Group(task=task, error=blame, source="learner")
+
+    @property
+    def is_left_alone(self) -> bool:
+        """Whether nothing is under way, and only somebody outside can bring something."""
+        return self._config.training.tasks == "external" and not self._ledger.min_versions
+
+    def waits_for(self, missing: int) -> str:
+        """Say who is to bring the groups that the next batch lacks."""
+        if self._config.training.tasks != "external":
+            return f"the generators: {missing} more groups"
+        coming, lost = len(self._ledger.min_versions), self._ledger.num_credits
+        why = f" ({lost} that came could not be trained)" if lost else ""
+        return f"{missing} more groups from outside, {coming} of them under way{why}"
+
+    def _refuse_while_closed(self) -> None:
+        if not self.is_open:
+            raise StateError(
+                "the learner is starting and does not know yet which tasks were issued",
+                hint="try again in some seconds",
+            )
+
+    def _min_version(self, slot: int, version: int) -> int:
+        """Give the oldest version that may begin the task; older tokens would be dropped."""
+        training = self._config.training
+        oldest = min_version(slot, training.batch_size, self.staleness.now)
+        if training.staleness_policy == "train":
+            return oldest
+        return max(oldest, version - self.staleness.largest)
+
+    async def _publish(self, task: Task) -> None:
+        """Queue a task; one that another learner has queued under its number makes room for it."""
+        self._ledger.note_task(task)
+        while not await self._queue.publish(task, traceparent=new_trace()):
+            other = await self._queue.find(task.task)
+            if other is None or other.identity == task.identity:
+                _log.info("task_was_there", task=task.task)
+                return
+            await self.check_owner()
+            _log.warning("task_replaced", task=task.task, position=task.index, was=other.index)
+            await self._queue.remove(task.task)

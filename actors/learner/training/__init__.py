@@ -1,1 +1,0 @@
-"""The optimiser step: model, objective, ranks, schedules, checkpoints."""

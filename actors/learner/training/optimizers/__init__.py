@@ -1,1 +1,0 @@
-"""How weights are updated where it is not by torch's AdamW."""

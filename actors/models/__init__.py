@@ -1,1 +1,0 @@
-"""Models as files: folders, adapters, images, tokenizers, checkpoints and their digests."""

@@ -1,1 +1,0 @@
-"""Mixtures of experts: which experts read a token, recorded in one process, replayed in another."""

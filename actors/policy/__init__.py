@@ -1,0 +1,1 @@
+"""The models that are trained and served: folders, tokenizers and chat templates, LoRA, vision, experts."""

@@ -1,0 +1,94 @@
+"""How a chat template takes tool calls, found out by rendering one.
+
+Most templates take the arguments as an object, as transformers documents it. DeepSeek's take them
+as JSON text, and its first ones show calls only where the content is null. A template that shows no
+calls at all would let a policy learn, or continue, a history in which its calls are missing: it is
+told of instead.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, TypeAlias
+
+from ...envs.chat_messages import with_text_arguments
+from ...schemas.wire.errors import ModelError
+
+Render: TypeAlias = Callable[[list[dict[str, Any]], list[dict[str, Any]]], str]
+"""Renders messages, with tools; ModelError for those that the template refuses."""
+
+_ASKED: Mapping[str, Any] = {"role": "user", "content": "stand-in"}
+_KEY, _VALUE = "stand_in_key", "stand-in value"
+_ARGUMENTS: Mapping[str, Any] = {_KEY: _VALUE}
+_NAME = "stand_in_tool"
+_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "A stand-in.",
+        "parameters": {"type": "object", "properties": {_KEY: {"type": "string"}}},
+    },
+}
+_CALL: Mapping[str, Any] = {"type": "function", "id": "c00000000"}
+_NOT_JSON = (f"'{_KEY}'", f'\\"{_KEY}\\"')
+"""An object as Python prints it, and JSON text that is encoded a second time."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """What a template is given for a message with tool calls."""
+
+    arguments_as_text: bool = False
+    """Whether it concatenates the arguments as JSON text."""
+    null_content: bool = False
+    """Whether it shows calls only in a message whose content is null."""
+    shows_calls: bool = True
+    """Whether it shows calls in any form."""
+
+    def fit(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Return messages in this form; ModelError for calls that the template leaves out."""
+        return [self._fit(one) if one.get("tool_calls") else one for one in messages]
+
+    def _fit(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not self.shows_calls:
+            raise ModelError(
+                "the model's chat template leaves tool calls out: they would be missing in what "
+                "the model sees and learns",
+                hint="use a template that shows tool calls, or leave messages with calls out",
+            )
+        told = with_text_arguments(message) if self.arguments_as_text else dict(message)
+        if self.null_content:
+            if message.get("content"):
+                raise ModelError(
+                    "the model's chat template shows tool calls only in a message without content: "
+                    "those of a message that has both would be missing",
+                    hint="use a template that shows both, or split the message",
+                )
+            told["content"] = None
+        return told
+
+
+def find_call_form(render: Render) -> CallForm:
+    """Find the form in which a template shows the name and the arguments of a call.
+
+    Objects go before texts, an empty content before null, and calls of tools that are told of
+    before others. Where the template refuses all forms it is the usual one, and the template says
+    itself what it refuses.
+    """
+    refused = True
+    for has_tools, as_text, is_null in product((True, False), (False, True), (False, True)):
+        form = CallForm(as_text, is_null)
+        turn = {"role": "assistant", "content": "", "tool_calls": [_call()]}
+        tools = [dict(_TOOL)] if has_tools else []
+        try:
+            shown = render([dict(one) for one in form.fit([_ASKED, turn])], tools)
+        except ModelError:
+            continue
+        refused = False
+        if _VALUE in shown and not any(wrong in shown for wrong in _NOT_JSON):
+            return form
+    return CallForm(shows_calls=refused)
+
+
+def _call() -> dict[str, Any]:
+    return {**_CALL, "function": {"name": _NAME, "arguments": dict(_ARGUMENTS)}}

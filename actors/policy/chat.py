@@ -1,0 +1,751 @@
+"""Chat templating that only ever appends.
+
+The first prompt of an episode is rendered and tokenised once. Every later turn adds only the
+tokens between the policy's last token and its next one: the end of the assistant turn, the
+observation, the next generation prompt. What the policy generated is never re-tokenised.
+
+The pieces between two turns are cut out of a rendering of a short stand-in conversation, which is
+right only for a template that appends, and a tokenizer whose pieces join. `check_template` proves
+both at start-up: a template that rewrites earlier turns would show the policy another history than
+the one it was trained on.
+
+The end of a turn is what the template writes there. Where it writes none (GLM's), the mark of the
+next role ends the turn, and the tokenizer's end of text the last one. The special tokens of a
+prompt are those that the template writes (`special_text`). A template that asks for the time is
+told one and the same at every rendering; `at` returns the same templating at another time.
+"""
+
+import copy
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
+
+import numpy as np
+
+from ...envs.agents.replies import THINK
+from ...envs.tool_calls import opened_by
+from ...schemas.config.job import JobConfig, ModelConfig
+from ...schemas.wire.errors import DataError, ModelError
+from ...schemas.wire.images import encoded_image, image_parts, images_of, replace_images
+from ..engine.engine import IntVector
+from .call_form import CallForm, find_call_form
+from .model_folder import (
+    check_tokenizer,
+    load_model_config,
+    load_stop_token_ids,
+    load_tokenizer,
+    sees_images,
+    vocabulary_digest,
+)
+from .special_text import SpecialText, special_tokens
+from .token_text import TokenBytes
+from .vision import check_seen, with_room
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from .vision import ImageReader
+
+ChatMessage: TypeAlias = Mapping[str, Any]
+
+_REPLY = "stand-in reply"
+_USER: ChatMessage = {"role": "user", "content": "stand-in"}
+_STAND_IN: tuple[ChatMessage, ...] = (_USER, {"role": "assistant", "content": _REPLY})
+_OTHERS: tuple[ChatMessage, ...] = (
+    {"role": "tool", "content": "stand-in"},
+    {"role": "system", "content": "stand-in"},
+)
+_REPLIES = ("a first reply", "<think>\nsome reasoning\n</think>\n\na second reply", "a third reply")
+_REASONED = (
+    "some reasoning\n</think>\n\na first reply",
+    "more\n</think>\n\na second reply",
+    "and more\n</think>\n\na third reply",
+)
+_MARK = re.compile(r"[<\[{|].+[>\]}|]", re.DOTALL)
+"""The look of a mark: what a template of roles writes, and no word of a vocabulary."""
+_BETWEEN = ("\n", "a", "0", ".", "一")
+"""What a piece may be encoded behind, so that its first token is no beginning of a text."""
+_TAIL = 24
+"""Tokens at the end of a prompt that may open the reasoning."""
+_SHOWN = 60
+_REMEMBERED = 1024
+"""Encodings that are kept; then all are forgotten."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A whole conversation as tokens, T in all, with K turns of the assistant."""
+
+    token_ids: IntVector
+    """int32[T]."""
+    mask: IntVector
+    """int32[T]: 1 where the assistant speaks, the end of its turn included."""
+    turn_ends: IntVector
+    """int32[K]: position of the last token of each of its turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A turn of the assistant, as the template writes it."""
+
+    place: int
+    """Of its message."""
+    prompt: str
+    """The rendering before it."""
+    whole: str
+    """The rendering that ends with it."""
+    following: str | None
+    """A rendering that goes on behind it; None: nothing follows."""
+
+
+class ChatTokenizer:
+    """A tokenizer with its chat template, for the agent loop.
+
+    `template_kwargs` (`enable_thinking`, …) are given to the template at every turn alike. Raises
+    ModelError for a tokenizer without a chat template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        template_kwargs: Mapping[str, Any] | None = None,
+        extra_stop_token_ids: Sequence[int] = (),
+        image_reader: "ImageReader | None" = None,
+        *,
+        must_chat: bool = True,
+    ) -> None:
+        """Prepare; `extra_stop_token_ids` are those of the model's generation configuration.
+
+        Without an `image_reader` messages with images are refused; without `must_chat` a tokenizer
+        that has no template is refused where one is needed.
+        """
+        self._tokenizer = tokenizer
+        template = cast(Any, tokenizer).chat_template
+        self._has_template = bool(template)
+        self._asks_time = "strftime_now" in str(template)
+        self._time = time.time()
+        self._template_kwargs = dict(template_kwargs or {})
+        self._call_form: list[CallForm] = []  # found once, and shared with those of other times
+        self.found: dict[str, Any] = {}
+        """What has been found out about the template, by name; alike at all times."""
+        self._image_reader = image_reader
+        self._known: dict[str, IntVector] = {}
+        self._proven_tools = set[str]()
+        self._token_bytes: TokenBytes | None = None
+        self._marks = _marks_of(tokenizer)
+        self._texts = SpecialText(tokenizer)
+        self._depends_on_place = self._is_other_behind_text()
+        chats = must_chat or self._has_template
+        head = self.render(_STAND_IN, prompt=False) if chats else ""
+        self._before = _until_reply(head)
+        behind = head[len(self._before) :] if self._before else ""
+        closing = self.encode_behind(self._before, behind)
+        ends = [token for token in closing if token in self._marks][:1]
+        self.ends_turns = bool(ends) or not self._before
+        """Whether the template ends a turn; otherwise the mark of the next role does."""
+        marks = self._role_marks() if self._before and not ends else []
+        eos = cast("int | None", tokenizer.eos_token_id)
+        ids = [*ends, *([] if eos is None else [eos]), *extra_stop_token_ids, *marks]
+        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(int(i) for i in ids))
+        """Tokens after which a turn of the policy is over; the first ends a conversation."""
+        if not self.stop_token_ids:
+            raise ModelError(
+                "neither the chat template nor the tokenizer has a token that ends a turn",
+                hint="set eos_token in tokenizer_config.json",
+            )
+        around = (tokenizer.pad_token_id, tokenizer.bos_token_id)
+        unsaid = (*self.stop_token_ids, eos, *(cast("int | None", token) for token in around))
+        self._unsaid = frozenset(token for token in unsaid if token is not None)
+        frame = self._frame() if chats else []
+        controls = {*frame, *map(self.token_text, self._unsaid)}
+        if image_reader is not None:
+            controls.add(self.token_text(image_reader.token_id))
+        self._texts = SpecialText(tokenizer, frame, controls)
+
+    def at(self, seconds: float) -> Self:
+        """Return the same with another time (seconds since the epoch, shown as UTC).
+
+        It is this object where the template does not ask for the time.
+        """
+        if not self._asks_time or seconds == self._time:
+            return self
+        other = copy.copy(self)
+        other._time = seconds
+        head = other._rendered(_STAND_IN, prompt=False) or ""
+        other._before = _until_reply(head)
+        return other
+
+    def prompt(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """Return the ids of a conversation, of tools for it, and the generation prompt.
+
+        Images are there as the tokens that they take. Raises ModelError for tools that the
+        template leaves out and images that the model does not see, DataError for what is no image.
+        """
+        images = images_of(messages)
+        check_seen(images, self._image_reader)
+        self._refuse_unseen(tools, messages)
+        return self.encode_seen(self.render(messages, prompt=True, tools=tools), images)
+
+    def first_prompt(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> IntVector:
+        """Return int32[T]: the conversation so far, tools for it, and the generation prompt.
+
+        Raises ModelError for tools that the template leaves out, or moves about from turn to turn.
+        """
+        if tools and (asked := repr(tools)) not in self._proven_tools:
+            self._check_tools(messages, tools)
+            self._proven_tools.add(asked)
+        named = replace_images(messages, lambda part: sha256(encoded_image(part)).hexdigest())
+        return self._remember(f"first {tools!r} {named!r}", lambda: self.prompt(messages, tools))
+
+    def next_turn(
+        self, generated_ids: Sequence[int] | IntVector, observation: Sequence[ChatMessage]
+    ) -> IntVector:
+        """Return int32[D]: what follows the policy's tokens up to its next turn.
+
+        That is the rest of the end of its turn (all of it, if generation was cut before the stop
+        token), the observation messages, and the generation prompt.
+        """
+        delta = self._remember(
+            f"next {observation!r}",
+            lambda: self.encode_behind(self._before, self._behind(observation)),
+        )
+        return delta[self.num_said(generated_ids[-1:], delta) :]
+
+    def conversation(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> Conversation:
+        """Tokenise a conversation that has been had, in the pieces that an episode has.
+
+        What stands between two turns of the assistant is what an episode would be shown there; a
+        turn is what the template makes of the message, up to what ends it there: its own mark, or
+        that of the next role. Raises ModelError where the template does more than append, or for
+        images that the model does not see; DataError for a conversation in which the assistant
+        says nothing, or an image.
+        """
+        check_seen(images_of(messages), self._image_reader)
+        self._refuse_unseen(tools, messages[:1])
+        if self._has_template and not self._before:
+            raise _hides_reply()
+        ids: list[int] = []
+        mask: list[int] = []
+        ends: list[int] = []
+        known, shown = "", 0
+        for turn in self._turns(messages, tools):
+            images = images_of(messages[shown : turn.place])
+            shown = turn.place + 1
+            self._must_extend(known, turn.prompt, f"message {turn.place}")
+            between = self.encode_seen(turn.prompt[len(known) :], images, behind=known)
+            said, known = self._said(turn)
+            ids += between + said
+            mask += [0] * len(between) + [1] * len(said)
+            ends.append(len(ids) - 1)
+        if not ends:
+            raise DataError(
+                "a conversation has no message of the assistant",
+                hint='its answers are what is learnt: {"role": "assistant", "content": …}',
+            )
+        return Conversation(*(np.array(column, np.int32) for column in (ids, mask, ends)))
+
+    def _turns(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]
+    ) -> "Iterator[_Turn]":
+        """Yield the turns of the assistant as the template writes them."""
+        places = [place for place, one in enumerate(messages) if one.get("role") == "assistant"]
+        shown = self._texts.hide(messages)
+        render = partial(self._render_hidden, tools=self._texts.hide_tools(tools))
+        prompts = [render(shown[:place], prompt=True) for place in places]
+        later: list[str | None] = [*prompts[1:], None][: len(places)]
+        if places and not self.ends_turns and places[-1] + 1 < len(messages):
+            later[-1] = render(shown, prompt=False)
+        for place, prompt, following in zip(places, prompts, later, strict=True):
+            if any(image_parts([messages[place]])):
+                raise DataError(
+                    f"message {place} of a conversation is the assistant's, and holds an image",
+                    hint="a model says text: let the images stand in what it is told",
+                )
+            whole = render(shown[: place + 1], prompt=False)
+            self._must_extend(prompt, whole, f"message {place}")
+            yield _Turn(place, prompt, whole, following)
+
+    def _said(self, turn: "_Turn") -> tuple[list[int], str]:
+        """Return a turn's tokens with what ends it, and the text up to there."""
+        whole, begin = turn.whole, len(turn.prompt)
+        if turn.following is not None and not turn.following.startswith(whole):
+            cut = max(_num_shared(whole, turn.following), begin)
+            more = self._texts.find(whole[begin:]) != self._texts.find(whole[begin:cut])
+            if more and self._end_of(whole[begin:cut]):  # what ends a conversation alone is no end
+                whole = whole[:cut]
+        end = self._end_of(whole[begin:])
+        if end:
+            known = whole[: begin + end]
+            return self.encode_behind(turn.prompt, known[begin:]), known
+        said = self.encode_behind(turn.prompt, whole[begin:])
+        if turn.following is None:
+            return [*said, self.stop_token_ids[0]], whole
+        following = turn.following[len(whole) :]
+        if turn.following.startswith(whole) and self._texts.starts(following):
+            mark = self._texts.find(following)[0]
+            return [*said, *self._texts.encode(mark)], whole + mark
+        if not said:
+            raise DataError(
+                f"message {turn.place} of a conversation is the assistant's, and says nothing",
+                hint="leave it out, or use a template that ends a turn",
+            )
+        return said, whole
+
+    def _end_of(self, said: str) -> int:
+        """Return where the mark that ends a turn ends in what a template makes of it; 0: nowhere.
+
+        That is the last stop token, or else the last mark of all, as `<|eom_id|>` behind a call.
+        """
+        marks = self._texts.find(said)
+        stops = [name for name in marks if self._texts.encode(name)[0] in self.stop_token_ids]
+        last = (stops or marks or [""])[-1]
+        end = said.rindex(last) + len(last) if last else 0
+        is_end = bool(stops) or (self.ends_turns and not said[end:].strip())
+        return end if is_end else 0
+
+    def num_said(self, said: Sequence[int] | IntVector, rest: Sequence[int] | IntVector) -> int:
+        """Count the tokens at the beginning of `rest` that the policy has said with its last one.
+
+        Those are the tokens up to the first mark, which ends the turn, or none.
+        """
+        if not len(said) or int(said[-1]) not in self.stop_token_ids:
+            return 0
+        first = next((at for at, one in enumerate(rest) if int(one) in self._marks), None)
+        return first + 1 if first is not None and int(rest[first]) == int(said[-1]) else 0
+
+    def decode(self, token_ids: Sequence[int] | IntVector) -> str:
+        """Return the text of generated tokens, without those that end a turn, begin or pad a text.
+
+        Other special tokens are marks of the model's own, and stay: `<think>`, `<tool_call>`.
+        """
+        ids = [token for token in map(int, token_ids) if token not in self._unsaid]
+        text = self._tokenizer.decode(ids, skip_special_tokens=False)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+        return cast("str", text)
+
+    def opened(self, prompt_ids: Sequence[int] | IntVector) -> str:
+        """Return the mark by which a prompt has opened the reasoning of its answer, or nothing."""
+        tail = [int(token) for token in prompt_ids[-_TAIL:]]
+        return opened_by(cast("str", self._tokenizer.decode(tail)))  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+
+    def opens_thinking(self, prompt_ids: Sequence[int] | IntVector, prefill: str = "") -> bool:
+        """Whether an answer begins within the reasoning that `ReplyReader` reads.
+
+        A `prefill` behind the prompt may write the mark again.
+        """
+        is_repeated = prefill.lstrip().startswith(THINK)
+        return self.opened(prompt_ids).startswith(THINK) and not is_repeated
+
+    def answer(
+        self, prompt_ids: Sequence[int] | IntVector, generated_ids: Sequence[int] | IntVector
+    ) -> str:
+        """Return an answer as it is read: what the model wrote, behind what its prompt opened."""
+        return self.opened(prompt_ids) + self.decode(generated_ids)
+
+    @property
+    def template(self) -> str:
+        """The source of the chat template; empty without one."""
+        told = cast("Any", self._tokenizer).chat_template
+        return told if isinstance(told, str) else repr(told or "")
+
+    @property
+    def parses_responses(self) -> bool:
+        """Whether the tokenizer says how answers are parsed into text, reasoning and calls."""
+        return getattr(self._tokenizer, "response_template", None) is not None
+
+    def parse_response(
+        self,
+        prompt_ids: Sequence[int] | IntVector,
+        generated_ids: Sequence[int] | IntVector,
+        tools: Sequence[Mapping[str, Any]],
+    ) -> dict[str, Any] | None:
+        """Return an answer as a chat message, parsed as the tokenizer's `response_template` says.
+
+        None where it has none, or the answer does not follow it.
+        """
+        if not self.parses_responses:
+            return None
+        parse = cast("Callable[..., Any]", self._tokenizer.parse_response)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+        prompt, ids = [int(i) for i in prompt_ids], [int(i) for i in generated_ids]
+        try:
+            return cast("dict[str, Any]", parse(ids, prefix=prompt, tools=[dict(t) for t in tools]))
+        except Exception:  # noqa: BLE001 - the template's patterns meet what a model has written
+            return None  # what a model writes need not be well formed: then it is text
+
+    def decode_all(self, token_ids: Sequence[int] | IntVector) -> str:
+        """Return the text of tokens, special ones included."""
+        return cast("str", self._tokenizer.decode([int(token) for token in token_ids]))  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The tokenizer itself, for who compiles grammars over its tokens."""
+        return self._tokenizer
+
+    def special_token(self, mark: str) -> int | None:
+        """Return the one token that stands for a mark (`<tool_call>`); None: it is plain text."""
+        added = cast("dict[int, Any]", self._tokenizer.added_tokens_decoder)  # pyright: ignore[reportAttributeAccessIssue]
+        return next((token for token, told in added.items() if str(told) == mark), None)
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token by itself, special ones included."""
+        return cast("str", self._tokenizer.decode([int(token_id)]))  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+
+    def token_bytes(self, token_id: int, *, first: bool = False) -> bytes:
+        """Return the bytes of one token; none for a special one. `first`: at a text's beginning."""
+        if self._token_bytes is None:
+            self._token_bytes = TokenBytes(self._tokenizer)
+        return self._token_bytes.of(int(token_id), first=first)
+
+    def vocabulary(self) -> str:
+        """Return a digest of all tokens and their ids: equal for equal tokenizers."""
+        return vocabulary_digest(self._tokenizer)
+
+    def check_template(self, *, multi_turn: bool = True) -> None:
+        """Prove that template and tokenizer only append; raise ModelError saying where they do not.
+
+        With `multi_turn`, conversations of several turns are rendered, with reasoning in one
+        reply, and their pieces compared with the tokens of the whole. Single-turn jobs never render
+        a history: there only the generation prompt must be appended.
+        """
+        messages: list[ChatMessage] = [{"role": "user", "content": "a question"}]
+        start, prompt = self.render(messages, prompt=False), self.render(messages, prompt=True)
+        self._must_extend(self._without_end(start), prompt, "the generation prompt")
+        if not multi_turn:
+            return
+        if not self._before:
+            raise _hides_reply()
+        opened = opened_by(prompt)
+        joined = self._texts.encode(prompt)
+        for number, reply in enumerate(_REASONED if opened else _REPLIES, 1):
+            prompt = self.render(messages, prompt=True)
+            observation: ChatMessage = {"role": "user", "content": f"observation {number}"}
+            messages += [{"role": "assistant", "content": opened + reply}, observation]
+            later = self.render(messages, prompt=True)
+            now = prompt + self._lead(prompt, later, reply) + reply
+            self._must_extend(now, later, f"turn {number}")
+            appended = self._behind([observation])
+            if later != now + appended:
+                raise _rewrites(f"observation {number}", appended, later[len(now) :])
+            said = self.encode_behind(prompt, now[len(prompt) :])
+            joined += [*said, *self.next_turn(said, [observation]).tolist()]
+            self._must_join(joined, later, f"turn {number}")
+
+    def _without_end(self, rendered: str) -> str:
+        """Return a rendering without the marks at its end: Phi 3's ends a text that is not gone on.
+
+        A mark before them stays what it is, so that the rest can be compared.
+        """
+        marks = self._texts.find(rendered)
+        while marks and rendered.rstrip().endswith(marks[-1]):
+            rendered = rendered.rstrip().removesuffix(marks.pop())
+        return rendered
+
+    def _lead(self, prompt: str, later: str, reply: str) -> str:
+        """Return the white space that a template writes before a reply, and a policy says itself.
+
+        Llama 2 has one: `[/INST] reply`.
+        """
+        rest = later[len(prompt) :] if later.startswith(prompt) else ""
+        space = rest[: len(rest) - len(rest.lstrip())]
+        return space if rest[len(space) :].startswith(reply) else ""
+
+    def _must_join(self, joined: Sequence[int], whole: str, what: str) -> None:
+        """Raise ModelError where pieces are other tokens than the whole."""
+        expected = self._texts.encode(whole)
+        if list(joined) == expected:
+            return
+        pairs = enumerate(zip(joined, expected, strict=False))
+        at = next((at for at, (one, two) in pairs if one != two), len(joined))
+        own, other = ("".join(map(self.token_text, ids[at : at + 8])) for ids in (joined, expected))
+        raise ModelError(
+            f"the tokenizer splits a conversation otherwise than its pieces: with {what}, from "
+            f"token {at} on, the pieces are {own!r} and the whole is {other!r}",
+            hint="use a tokenizer or a template in which a turn begins behind a special token or a "
+            "line break, or set rollout.max_turns to 1",
+        )
+
+    def _refuse_unseen(
+        self, tools: Sequence[Mapping[str, Any]], messages: Sequence[ChatMessage]
+    ) -> None:
+        if not tools:
+            return
+        with_tools = self.render(messages, prompt=True, tools=tools)
+        if with_tools == self.render(messages, prompt=True):
+            raise ModelError(
+                "the model's chat template has no place for tools: it would not see them",
+                hint="leave `tools` out, or use a model whose template takes them",
+            )
+
+    def _check_tools(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Prove that what follows a call of a tool is the same whether tools are told or not."""
+        told = [*messages, {"role": "assistant", "content": _REPLY}]
+        for role in ("tool", "user"):
+            observation = {"role": role, "content": "an observation"}
+            whole = self.render(told, prompt=False, tools=tools)
+            now = _until_reply(whole)
+            told.append(observation)
+            later = self.render(told, prompt=True, tools=tools)
+            self._must_extend(now, later, f"a message of the {role}")
+            if later[len(now) :] != (appended := self._behind([observation])):
+                raise _rewrites(f"a message of the {role}", appended, later[len(now) :])
+            told.append({"role": "assistant", "content": _REPLY})
+
+    def _must_extend(self, shorter: str, longer: str, what: str) -> None:
+        if not longer.startswith(shorter):
+            raise _rewrites(what, shorter, longer)
+
+    def _behind(self, observation: Sequence[ChatMessage]) -> str:
+        """Return what the template writes behind a turn for these messages, up to the next turn."""
+        whole = self.render([*_STAND_IN, *observation], prompt=True)
+        if not whole.startswith(self._before):
+            raise _rewrites("an observation", self._before, whole)
+        return whole[len(self._before) :]
+
+    def _is_other_behind_text(self) -> bool:
+        """Whether a text has other tokens at the beginning, as SentencePiece's with a space."""
+        apart, both = self.encode("\n"), self.encode("\na")
+        return both[: len(apart)] != apart or both[len(apart) :] != self.encode("a")
+
+    def _role_marks(self) -> list[int]:
+        """Return the tokens that begin what follows a turn, where they are marks."""
+        marks: list[int] = []
+        for message in (_USER, *_OTHERS):
+            whole = self._rendered([*_STAND_IN, message], prompt=True) or ""
+            if whole.startswith(self._before):
+                ids = self.encode_behind(self._before, whole[len(self._before) :])
+                marks += [token for token in ids[:1] if token in self._marks]
+        return marks
+
+    def _frame(self) -> list[str]:
+        """Return the marks that the template writes around messages, and not those in an answer."""
+        texts = SpecialText(self._tokenizer, list(self._marks.values()))
+        system = _OTHERS[-1]
+        user = self._rendered([_USER], prompt=False) or ""
+        prompt = self._rendered([_USER], prompt=True) or ""
+        closing = (self._rendered(_STAND_IN, prompt=False) or "")[len(self._before) :]
+        framed = [user, self._rendered([system, _USER], prompt=False) or "", closing]
+        found = [name for text in framed for name in texts.find(text)]
+        if prompt.startswith(user):
+            found += texts.find(prompt[len(user) :])[:1]  # then comes what opens the reasoning
+        for message in _OTHERS:
+            whole = self._rendered([*_STAND_IN, message], prompt=False) or ""
+            if whole.startswith(self._before):
+                found += self._texts.find(whole[len(self._before) :])
+        return list(dict.fromkeys(name for name in found if not opened_by(name)))
+
+    def _rendered(self, messages: Sequence[ChatMessage], *, prompt: bool) -> str | None:
+        """Return what the template makes of messages, or None where it refuses them."""
+        try:
+            return self.render(messages, prompt=prompt)
+        except ModelError:
+            return None
+
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        prompt: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        """Return what the template makes of messages; ModelError for those that it refuses.
+
+        What looks like a special token in a message is hidden (`SpecialText`) until it is encoded.
+        Tool calls are given to the template in the form that it takes.
+        """
+        hidden, hidden_tools = self._texts.hide(messages), self._texts.hide_tools(tools)
+        return self._render_hidden(hidden, prompt=prompt, tools=hidden_tools)
+
+    def _render_hidden(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        prompt: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        if any(message.get("tool_calls") for message in messages):
+            if not self._call_form:
+                found = find_call_form(
+                    lambda told, their_tools: self._render(told, prompt=False, tools=their_tools)
+                )
+                self._call_form.append(found)
+            messages = self._call_form[0].fit(messages)
+        return self._render(messages, prompt=prompt, tools=tools)
+
+    def _render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        prompt: bool,
+        tools: Sequence[Mapping[str, Any]],
+    ) -> str:
+        if not self._has_template:
+            raise ModelError(
+                "the tokenizer has no chat template",
+                hint="write one to chat_template.jinja in the model's folder",
+            )
+        names = dict(self._template_kwargs)
+        if self._asks_time:
+            names["strftime_now"] = self._time_text
+        try:
+            return cast(
+                "str",
+                self._tokenizer.apply_chat_template(  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+                    [dict(message) for message in messages],
+                    tools=[dict(tool) for tool in tools] or None,
+                    tokenize=False,
+                    add_generation_prompt=prompt,
+                    **names,
+                ),
+            )
+        except Exception as error:  # a template may divide by 0, or count to a milliard
+            roles = " ".join(str(message.get("role")) for message in messages)[:_SHOWN]
+            raise ModelError(
+                f"the chat template refuses a conversation with the roles: {roles} ({error})",
+                hint="use a template that takes these roles, or a game without them",
+            ) from error
+
+    def _time_text(self, form: str) -> str:
+        """Return the time as a template asks for it."""
+        return datetime.fromtimestamp(self._time, UTC).strftime(form)
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Return the ids of a text as it stands, without a template; its marks are tokens.
+
+        `special`: with what the tokenizer puts around a text, such as a token that begins it.
+        """
+        return self._tokenizer.encode(text, add_special_tokens=special)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+
+    def encode_said(self, text: str) -> list[int]:
+        """Return the ids of an answer, or of its beginning, as they stand behind a prompt."""
+        (hidden,) = self._texts.hide([{"role": "assistant", "content": text}])
+        return self.encode_behind(self.render([_USER], prompt=True), hidden["content"])
+
+    def encode_seen(
+        self, text: str, images: Sequence[bytes] = (), *, behind: str = ""
+    ) -> list[int]:
+        """Return the ids of a rendered text, its images there as the tokens that they take.
+
+        `images` are the encoded images of the messages that it was made of; see `with_room`. The
+        text stands `behind` another one.
+        """
+        seen = with_room(text, images, self._image_reader, self.token_text)
+        return self.encode_behind(behind, seen)
+
+    def encode_behind(self, before: str, piece: str) -> list[int]:
+        """Return the ids of a piece of a rendered text, as they are behind what is `before` it.
+
+        Raises ModelError for a piece that this tokenizer cannot make tokens of by itself.
+        """
+        if not (before and piece) or self._texts.starts(piece):
+            return self._texts.encode(piece)
+        nearest = before[self._texts.last(before) :]
+        for context in (nearest, *_BETWEEN) if self._depends_on_place else (nearest,):
+            apart, both = self._texts.encode(context), self._texts.encode(context + piece)
+            if both[: len(apart)] == apart:
+                return both[len(apart) :]
+        if not self._depends_on_place:
+            return self._texts.encode(piece)
+        raise ModelError(
+            f"the tokenizer cannot encode {self._texts.plain(piece)[:_SHOWN]!r} behind other text",
+            hint="it joins it with whatever stands before: use another tokenizer",
+        )
+
+    def has_image_token(self, token_ids: IntVector) -> bool:
+        """Whether some of these tokens would be taken for a part of an image."""
+        reader = self._image_reader
+        return reader is not None and bool((token_ids == reader.token_id).any())
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is no text, so that what stands before it does not change it."""
+        return token_id in self._tokenizer.all_special_ids or (
+            token_id in self._tokenizer.added_tokens_decoder  # pyright: ignore[reportAttributeAccessIssue]
+        )
+
+    def _remember(self, key: str, encode: Callable[[], list[int]]) -> IntVector:
+        """Encode once what a group asks for many times over."""
+        key = f"{self._time} {key}" if self._asks_time else key
+        known = self._known.get(key)
+        if known is None:
+            known = np.array(encode(), np.int32)
+            known.flags.writeable = False
+            if len(self._known) >= _REMEMBERED:
+                self._known.clear()
+            self._known[key] = known
+        return known
+
+
+def open_chat(model: ModelConfig, *, must_chat: bool = True) -> ChatTokenizer:
+    """Load a model's tokenizer, chat template and, where it sees images, what reads those.
+
+    Raises ModelError for a tokenizer that is missing or does not match the model.
+    """
+    trust = model.trust_remote_code
+    config = load_model_config(model.path, trust_remote_code=trust)
+    tokenizer = load_tokenizer(model.tokenizer or model.path, trust_remote_code=trust)
+    check_tokenizer(tokenizer, config, model.path)
+    reader = None
+    if sees_images(config):
+        from .vision import load_image_reader  # needs torch, which text alone does not
+
+        reader = load_image_reader(model.path, trust_remote_code=trust)
+    stops, kwargs = load_stop_token_ids(model.path), model.template_kwargs
+    return ChatTokenizer(tokenizer, kwargs, stops, reader, must_chat=must_chat)
+
+
+def _hides_reply() -> ModelError:
+    return ModelError(
+        "the chat template does not show an assistant's reply as it is",
+        hint="use a template that takes contents that are texts, and shows them",
+    )
+
+
+def _num_shared(one: str, other: str) -> int:
+    """Return how many characters two texts have in common at the beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _until_reply(rendered: str) -> str:
+    """Return a rendering up to the end of the stand-in reply; nothing where it is not in it."""
+    return rendered[: rendered.rindex(_REPLY) + len(_REPLY)] if _REPLY in rendered else ""
+
+
+def _marks_of(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
+    """Return the special tokens, and added ones that look like marks of a template."""
+    added = cast("dict[int, Any]", cast("Any", tokenizer).added_tokens_decoder).items()
+    marks = {int(number): str(one.content) for number, one in added}
+    marks = {number: name for number, name in marks.items() if _MARK.fullmatch(name)}
+    return marks | {number: name for name, number in special_tokens(tokenizer).items()}
+
+
+def _rewrites(what: str, expected: str, rendered: str) -> ModelError:
+    same = _num_shared(expected, rendered)
+    start = max(0, same - 20)
+    return ModelError(
+        f"the chat template rewrites the history: with {what} it was\n"
+        f"    …{expected[start : same + _SHOWN]!r}\n  and becomes\n"
+        f"    …{rendered[start : same + _SHOWN]!r}",
+        hint="a policy must see the history that it was trained on: use a template that only "
+        "appends (for Qwen3, the chat_template.jinja without the part that removes <think> from "
+        "earlier turns, saved in the model's folder), set model.template_kwargs so that it does, "
+        "or set rollout.max_turns to 1",
+    )
+
+
+def make_chat(config: JobConfig) -> ChatTokenizer:
+    """Load the tokenizer and prove that its chat template only appends."""
+    chat = open_chat(config.model)
+    chat.check_template(multi_turn=config.rollout.max_turns > 1)
+    return chat

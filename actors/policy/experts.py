@@ -1,0 +1,179 @@
+"""The routers of a mixture of experts: what chooses, in each layer, the experts that read a token.
+
+Shape letters: X tokens, E experts of a layer, K of them that read a token, H hidden size.
+"""
+
+# torch leaves some of its methods untyped.
+# pyright: reportUnknownMemberType=false
+
+import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ...schemas.rollout import Group
+from ...schemas.wire.errors import DataError, ModelError
+
+MAX_EXPERTS = 256
+"""Of a layer, whose numbers fit into a byte."""
+_ENDING = "TopKRouter"
+"""Of the names of transformers' classes that answer (logits, weights, numbers) of experts."""
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """How many experts there are, and how many read a token."""
+
+    layers: int
+    """Layers with experts."""
+    chosen: int
+    """Experts of a layer that read a token."""
+    experts: int
+    """Experts of a layer."""
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether a record of choices has this shape behind its tokens."""
+        return shape[1:] == (self.layers, self.chosen)
+
+
+def routers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the routers of a model by layer; empty: it has no experts."""
+    return [one for one in model.modules() if type(one).__name__.endswith(_ENDING)]
+
+
+def shape_of(model: nn.Module) -> ExpertShape:
+    """Return how many experts a model has; ModelError for one whose choices cannot be recorded."""
+    routers = routers_of(model)
+    if not routers:
+        raise _refused("the model has no routers that choose experts for a token")
+    kinds = {(int(cast(Any, one).top_k), int(cast(Any, one).num_experts)) for one in routers}
+    if len(kinds) > 1:
+        raise _refused(f"the layers of the model differ in their experts: {sorted(kinds)}")
+    chosen, experts = kinds.pop()
+    if experts > MAX_EXPERTS:
+        raise _refused(f"the model has {experts} experts in a layer, recorded are {MAX_EXPERTS}")
+    return ExpertShape(len(routers), chosen, experts)
+
+
+def weigh(router: nn.Module, logits_XE: Tensor, chosen_XK: Tensor) -> Tensor:
+    """Return the weights that a router gives to experts which were chosen for it: [X, K].
+
+    They are those of its own formula, so that gradients reach the router as they would.
+    """
+    weights_XK = logits_XE.softmax(-1, dtype=torch.float32).gather(-1, chosen_XK)
+    if getattr(router, "norm_topk_prob", True):
+        weights_XK = weights_XK / weights_XK.sum(-1, keepdim=True)
+    return weights_XK.to(logits_XE.dtype)
+
+
+@torch.no_grad()
+def check_formula(router: nn.Module) -> None:
+    """Raise ModelError unless `weigh` gives what such a router computes by itself."""
+    probe = copy.deepcopy(router).to_empty(device="cpu")  # its weights may be in another process
+    generator = torch.Generator().manual_seed(0)
+    for tensor in (*probe.parameters(), *probe.buffers()):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    weight = cast(Tensor, probe.weight)
+    states_XH = torch.randn(16, weight.shape[-1], generator=generator).to(weight.dtype)
+    logits_XE, weights_XK, chosen_XK = cast("tuple[Tensor, Tensor, Tensor]", probe(states_XH))
+    ours_XK = weigh(probe, logits_XE, chosen_XK)
+    if ours_XK.shape != weights_XK.shape or not torch.allclose(ours_XK, weights_XK, atol=1e-3):
+        raise _refused(f"a {type(router).__name__} weighs experts by another formula than softmax")
+
+
+def _refused(reason: str) -> ModelError:
+    return ModelError(
+        f"algorithm.router_replay: {reason}",
+        hint="set algorithm.router_replay=false, or train a Qwen3-MoE of at most 256 experts",
+    )
+
+
+# Recording, where tokens are generated, which experts read them.
+#
+# Shape letters: X tokens of a forward pass, L layers with experts, K experts that read a token.
+
+
+class RouterRecorder:
+    """Notes what the routers of a model choose in its latest forward pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Listen to the routers; ModelError for a model whose choices cannot be recorded."""
+        self.shape: ExpertShape = shape_of(model)
+        self._chosen: dict[int, Tensor] = {}
+        for layer, router in enumerate(routers_of(model)):
+            router.register_forward_hook(partial(self._note, layer))
+
+    def take(self) -> NDArray[np.uint8]:
+        """Return the choices of the latest pass, once: uint8[X, L, K], in the order of its tokens.
+
+        Within a token's experts the order is the router's own, the likeliest first.
+        """
+        chosen = [self._chosen.pop(layer) for layer in range(self.shape.layers)]
+        return torch.stack(chosen, 1).to(torch.uint8).cpu().numpy()
+
+    def _note(self, layer: int, _router: nn.Module, _args: Any, output: Any) -> None:
+        self._chosen[layer] = output[2]
+
+
+# Replaying, where a model learns, which experts read each token as it was generated (R3).
+#
+# Generator and learner compute in different ways, and a router's choice is not continuous: what
+# changes a hidden state by a thousandth may give a token other experts, and another log-prob.
+# With the generator's choices the learner computes with the experts that the generator computed
+# with; how they are weighed is the learner's own, with gradients ("Stabilizing MoE Reinforcement
+# Learning by Aligning Training and Inference Routers", arXiv:2510.11370).
+#
+# Shape letters: B rows, T columns, X tokens of a forward pass, L layers, K experts of a token.
+
+
+class RouterReplay:
+    """Puts recorded choices in the place of those of a model's routers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Take hold of the routers; ModelError for a model whose choices cannot be replayed."""
+        self.shape: ExpertShape = shape_of(model)
+        self._chosen_XLK: Tensor | None = None
+        for layer, router in enumerate(routers_of(model)):
+            check_formula(router)
+            router.register_forward_hook(partial(self._replay, layer))
+
+    def use(self, chosen_BTLK: Tensor | None) -> None:
+        """Let the passes from now on have these choices; None: the routers' own.
+
+        They hold until the next call, since gradient checkpointing computes layers again later.
+        """
+        self._chosen_XLK = None if chosen_BTLK is None else chosen_BTLK.flatten(0, 1).long()
+
+    def check(self, group: Group) -> None:
+        """Raise DataError for a group that does not tell the experts of what is to be trained."""
+        for item in group.sampled:
+            told = item.experts
+            if told is None:
+                raise _unfit("a trajectory does not tell which experts read its tokens")
+            if not self.shape.fits(told.shape):
+                raise _unfit(
+                    f"a trajectory tells {told.shape[2]} experts of {told.shape[1]} layers for a "
+                    f"token, the model has {self.shape.chosen} of {self.shape.layers}"
+                )
+            if told.max() >= self.shape.experts or (np.diff(np.sort(told)) == 0).any():
+                raise _unfit(
+                    f"experts must be from 0 to {self.shape.experts - 1}, each once for a token"
+                )
+
+    def _replay(self, layer: int, router: nn.Module, _args: Any, output: Any) -> Any:
+        if self._chosen_XLK is None:
+            return None
+        chosen_XK = self._chosen_XLK[:, layer]
+        return output[0], weigh(router, output[0], chosen_XK), chosen_XK
+
+
+def _unfit(reason: str) -> DataError:
+    return DataError(
+        reason,
+        hint="algorithm.router_replay needs them: append groups of the job's own generators only",
+    )

@@ -1,0 +1,527 @@
+"""Grammars over tokens: which token may follow those that an answer has so far.
+
+A grammar is a text in llguidance's form of Lark and says all of an answer, the token that ends it
+included. What it allows depends on the answer's tokens alone, so that an answer which was begun
+elsewhere goes on, and newer weights change nothing of it. Compiling is bounded: by the size of the
+text, by the library's own limits on states and steps, and by a deadline in a thread of its own.
+"""
+
+import asyncio
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy as copied
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import llguidance
+import llguidance.numpy
+import numpy as np
+from numpy.typing import NDArray
+
+from ...envs.agents.replies import THOUGHT
+from ...envs.tool_calls import CLOSE, OPEN, parse_tool_calls
+from ...schemas.output_format import OutputFormat, closed
+from ...schemas.wire.errors import BusyError, ConfigError, DeadlineError, ModelError
+from .chat import ChatTokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+T = TypeVar("T")
+COMPILE_S = 10.0
+"""Longest time that a grammar may take to be compiled."""
+MAX_GRAMMARS = 64
+"""Compiled grammars that are kept for the next request."""
+MAX_GRAMMAR_CHARS = 512 << 10
+"""Of one grammar."""
+MAX_KEPT_CHARS = 4 << 20
+"""Of all that are kept: what a compiled grammar takes grows with its text."""
+_MAX_WAITING = 64
+_SHOWN = 300
+_PLACE = re.compile(r"^at \d+\(\d+\): ")
+_LINES = re.compile(r"\n +\d+ \| ")
+_WORDS = 32
+"""Bits of one word of a mask."""
+
+
+def _limits() -> llguidance.LLParserLimits:
+    """Return the library's defaults, but for memory (1-2 kB a state) and its errors' length."""
+    return llguidance.LLParserLimits(max_lexer_states=100_000, verbose_errors=False)
+
+
+class TokenGrammar:
+    """A compiled grammar of one tokenizer."""
+
+    def __init__(self, text: str, matcher: llguidance.LLMatcher, num_tokens: int) -> None:
+        """Take a matcher that has read nothing; a `GrammarCompiler` makes one."""
+        self.text = text
+        self.num_tokens = num_tokens
+        """Tokens of the tokenizer."""
+        self._matcher = matcher
+
+    def begin(self, drawn: Sequence[int] = ()) -> "GrammarState":
+        """Return the state of an answer behind the tokens that it has already."""
+        state = GrammarState(self._matcher.deep_copy(), self.num_tokens)
+        for token in drawn:
+            state.take(int(token))
+        return state
+
+
+class GrammarState:
+    """Where one answer stands in its grammar."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, num_tokens: int) -> None:
+        self.matcher = matcher
+        self.num_tokens = num_tokens
+        self.error = ""
+        """Why the answer cannot go on; empty: it can."""
+
+    def take(self, token: int) -> None:
+        """Go on behind a token."""
+        if not self.error and not self.matcher.consume_token(token):
+            told = self.matcher.get_error() or f"token {token} is not allowed there"
+            self.error = told.strip()[:_SHOWN]
+
+
+class MaskFiller:
+    """Fills the masks of a batch, several in parallel."""
+
+    def __init__(self) -> None:
+        self._executor: llguidance.LLExecutor | None = None
+
+    def allowed(self, states: Sequence[GrammarState], num_tokens: int) -> NDArray[np.bool_]:
+        """Return bool[rows, num_tokens]: what may follow, by the states of one tokenizer.
+
+        What the model has beyond the tokenizer never may. A state that fails says so in its
+        `error`, and allows everything.
+        """
+        known = states[0].num_tokens
+        words = np.zeros((len(states), -(-known // _WORDS)), np.int32)
+        if len(states) == 1:
+            llguidance.numpy.fill_next_token_bitmask(states[0].matcher, words, 0)
+        else:
+            self._executor = self._executor or llguidance.LLExecutor(None)
+            rows = [(state.matcher, row) for row, state in enumerate(states)]
+            llguidance.numpy.fill_next_token_bitmask_par(self._executor, rows, words)
+        bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
+        allowed = np.zeros((len(states), num_tokens), np.bool_)
+        both = min(known, num_tokens)
+        allowed[:, :both] = bits[:, :both]
+        for row, state in enumerate(states):
+            if state.matcher.is_error() and not state.error:
+                state.error = state.matcher.get_error().strip()[:_SHOWN]
+            if state.error:
+                allowed[row] = True
+        return allowed
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer, and keeps the latest ones."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        """Compile for `tokenizer`; nothing is read of it before the first grammar."""
+        self._tokenizer = tokenizer
+        self._read: llguidance.LLTokenizer | None = None
+        self._kept: OrderedDict[str, TokenGrammar] = OrderedDict()
+        self._running: dict[str, asyncio.Future[TokenGrammar]] = {}
+        self._thread: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+
+    async def compile(self, text: str) -> TokenGrammar:
+        """Return a grammar, compiled beside the event loop.
+
+        Raises ConfigError for one that is too large, malformed or not supported, DeadlineError for
+        one that takes too long, BusyError where too many others wait.
+        """
+        known = self._remembered(text)
+        if known is not None:
+            return known
+        running = self._running.get(text)
+        if running is None:
+            if len(self._running) >= _MAX_WAITING:
+                raise BusyError(
+                    f"{len(self._running)} output formats are being compiled",
+                    hint="ask again later",
+                )
+            running = self._aside(lambda: self.compile_here(text))
+            self._running[text] = running
+            running.add_done_callback(lambda done: self._ended(text, done))
+        done, _ = await asyncio.wait({running}, timeout=COMPILE_S)
+        if not done:
+            raise DeadlineError(
+                f"the output format was not compiled within {COMPILE_S:g} s",
+                hint="give a smaller schema",
+            )
+        return running.result()
+
+    async def aside(self, work: Callable[[], T]) -> T:
+        """Do something in the thread that compiles; DeadlineError where that takes too long."""
+        running = self._aside(work)
+        done, _ = await asyncio.wait({running}, timeout=COMPILE_S)
+        if not done:
+            running.add_done_callback(lambda late: late.cancelled() or late.exception())
+            raise DeadlineError("the compiler of output formats is busy", hint="ask again later")
+        return running.result()
+
+    def _aside(self, work: Callable[[], T]) -> "asyncio.Future[T]":
+        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        return asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def compile_here(self, text: str) -> TokenGrammar:
+        """Return a grammar, compiled in this thread; raises ConfigError."""
+        if (known := self._remembered(text)) is not None:
+            return known
+        if len(text) > MAX_GRAMMAR_CHARS:
+            raise ConfigError(
+                f"the output format has {len(text):,} characters as a grammar, and may have "
+                f"{MAX_GRAMMAR_CHARS:,}",
+                hint="give smaller schemas, or fewer tools",
+            )
+        read = self._read = self._read or read_tokenizer(self._tokenizer)
+        matcher = llguidance.LLMatcher(read, text, log_level=0, limits=_limits())
+        if error := matcher.get_error():
+            raise ConfigError(
+                f"the output format is not supported: {_reason(error)}",
+                hint="change the schema accordingly",
+            )
+        grammar = TokenGrammar(text, matcher, read.vocab_size)
+        with self._lock:
+            self._kept[text] = grammar
+            while len(self._kept) > MAX_GRAMMARS or sum(map(len, self._kept)) > MAX_KEPT_CHARS:
+                self._kept.popitem(last=False)
+        return grammar
+
+    def _remembered(self, text: str) -> TokenGrammar | None:
+        with self._lock:
+            known = self._kept.get(text)
+            if known is not None:
+                self._kept.move_to_end(text)
+            return known
+
+    def _ended(self, text: str, done: "asyncio.Future[TokenGrammar]") -> None:
+        self._running.pop(text, None)
+        if not done.cancelled():
+            done.exception()  # told to who waits for it
+
+
+def read_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> llguidance.LLTokenizer:
+    """Return a tokenizer as grammars need it; ConfigError for one whose tokens are not known."""
+    backend = cast("Any", getattr(tokenizer, "backend_tokenizer", None))
+    if backend is None:
+        raise ConfigError(
+            f"output formats need a tokenizer of the tokenizers library, and "
+            f"{type(tokenizer).__name__} is none",
+            hint="save it as tokenizer.json (`save_pretrained` of a fast tokenizer)",
+        )
+    eos = cast("int | None", tokenizer.eos_token_id)
+    copy: Any = copied(backend)
+    copy.no_padding()
+    copy.no_truncation()
+    try:
+        return llguidance.LLTokenizer(copy.to_str(), eos_token=eos)
+    except ValueError as error:
+        raise ConfigError(
+            f"output formats cannot be had with this tokenizer: {str(error)[:_SHOWN]}",
+            hint="use a model with a byte-level or SentencePiece-like tokenizer",
+        ) from error
+
+
+def check_grammar(text: str) -> str:
+    """Return what is wrong with a grammar whatever the tokenizer; empty: nothing."""
+    told = llguidance.LLMatcher.validate_grammar(text, limits=_limits())
+    return _reason(told) if told else ""
+
+
+def _reason(told: str) -> str:
+    """Return the library's reason without the grammar's lines, which nobody wrote by hand."""
+    first = _LINES.split(told)[0]
+    return " ".join(_PLACE.sub("", first).split())[:_SHOWN].removeprefix(
+        "failed to compile JSON schema: "
+    )
+
+
+# From the form that an answer must have to a grammar over the tokens of one model.
+#
+# The grammar says the whole answer: reasoning, where the prompt has opened it, then JSON or calls
+# of tools, as the model's chat template writes them, and a token that ends the turn. White space
+# within JSON is bounded, so that no model can go on with it for ever.
+
+_SPACE = r"( |\n {0,24})?"
+"""One space, or a line's end and an indentation."""
+_NO_PARAMETERS: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+}
+_NAME, _ARGUMENTS = "stand_in", {"stand": "in"}
+_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "A stand-in.",
+        "parameters": {
+            "type": "object",
+            "properties": {"stand": {"type": "string"}},
+            "required": ["stand"],
+        },
+    },
+}
+_MOST_TRIED = 200
+"""Parts of a schema that are compiled by themselves to find out which one is not supported."""
+
+
+class OtherCallForm(ConfigError):
+    """The model's chat template writes calls in a form that answers cannot be held to."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallSyntax:
+    """How a chat template writes a call: these texts, with the name and the arguments between."""
+
+    before: str
+    between: str
+    after: str
+    separator: str | None
+    """What stands between two calls; None: the template has no place for a second one."""
+
+
+class OutputGrammars:
+    """The grammars of one model's answers."""
+
+    def __init__(self, chat: ChatTokenizer) -> None:
+        """Nothing is found out of the model before the first answer with a form."""
+        self._chat = chat
+        self._compiler = GrammarCompiler(chat.tokenizer)
+        self._form: CallSyntax | None = None
+
+    async def of(
+        self,
+        wanted: OutputFormat,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        thinking: bool = False,
+    ) -> TokenGrammar:
+        """Return the grammar of answers to a prompt; `thinking`: that has opened the reasoning.
+
+        Raises ConfigError for a form that is not supported, or whose calls the model's template
+        writes in another way than `<tool_call>{"name": …, "arguments": …}</tool_call>`;
+        DeadlineError and BusyError as `GrammarCompiler.compile` does.
+        """
+        text = self.text(wanted, tools, thinking=thinking)
+        try:
+            return await self._compiler.compile(text)
+        except ConfigError as error:
+            if place := await self._compiler.aside(lambda: _unsupported(wanted, tools)):
+                raise ConfigError(f"{error.message} (at {place})", hint=error.hint) from error
+            raise
+
+    def text(
+        self, wanted: OutputFormat, tools: Sequence[Mapping[str, Any]], *, thinking: bool = False
+    ) -> str:
+        """Return the grammar's text; raises ConfigError."""
+        rules: list[str] = []
+        kinds: list[str] = []
+        if wanted.json_schema is not None:
+            rules.append(f"json: {_json(wanted.json_schema)}")
+            kinds.append("json")
+        if wanted.functions:
+            rules += self._calls(wanted, tools)
+            kinds.append("calls")
+        if not kinds:
+            raise ConfigError("an output format asks for nothing", hint="leave it out")
+        thought = ""
+        if thinking:
+            thought = "thought "
+            rules += self._thought()
+        stops = ",".join(str(token) for token in self._chat.stop_token_ids)
+        start = f"start: {thought}body stop"
+        return "\n".join([start, f"body: {' | '.join(kinds)}", *rules, f"stop: <[{stops}]>", ""])
+
+    def _thought(self) -> list[str]:
+        mark = self._chat.special_token(THOUGHT)
+        if mark is None:
+            end = THOUGHT.replace("/", "\\/")
+            return ["thought: reasoned SPACE", f"reasoned[lazy]: /(.|\\n)*{end}/", _space_rule()]
+        return [f"thought: THOUGHT <[{mark}]> SPACE", "THOUGHT: /(.|\\n)*/", _space_rule()]
+
+    def _calls(self, wanted: OutputFormat, tools: Sequence[Mapping[str, Any]]) -> list[str]:
+        form = self._form = self._form or call_form(self._chat)
+        functions = {_function(tool).get("name"): _function(tool) for tool in tools}
+        more = "" if wanted.is_single or form.separator is None else "more*"
+        rules = [f"calls: call {more}".rstrip()]
+        if more:
+            rules.append(f"more: {self._said(form.separator or '')} call")
+        names = [f"call_{number}" for number in range(len(wanted.functions))]
+        rules.append(f"call: {' | '.join(names)}")
+        for rule, name in zip(names, wanted.functions, strict=True):
+            if name not in functions:
+                raise ConfigError(
+                    f"tool_choice names the tool {name!r:.80}, which is not among the tools",
+                    hint="name one of `tools`",
+                )
+            schema = functions[name].get("parameters") or _NO_PARAMETERS
+            parts = (
+                self._said(form.before),
+                _text(name),
+                self._said(form.between),
+                _json(_arguments(schema)),
+                self._said(form.after),
+            )
+            rules.append(f"{rule}: {' '.join(part for part in parts if part)}")
+        return rules
+
+    def _said(self, text: str) -> str:
+        """Return a text of the template, the marks of calls by their own tokens if they have any.
+
+        A mark that is written out letter by letter would be another prompt at the next turn.
+        """
+        parts: list[str] = []
+        while text:
+            at, mark = min((text.find(one) % (len(text) + 1), one) for one in (OPEN, CLOSE))
+            parts.append(_text(text[:at]))
+            if at < len(text):
+                token = self._chat.special_token(mark)
+                parts.append(_text(mark) if token is None else f"<[{token}]>")
+            text = text[at + len(mark) :]
+        return " ".join(part for part in parts if part)
+
+
+def call_form(chat: ChatTokenizer) -> CallSyntax:
+    """Find out how a template writes calls; OtherCallForm for another form than Hermes'."""
+    one = _rendered_calls(chat, 1)
+    arguments = next(
+        (told for told in (json.dumps(_ARGUMENTS), '{"stand":"in"}') if told in one), ""
+    )
+    start, end = one.find(OPEN), one.rfind(CLOSE) + len(CLOSE)
+    written = one[start:end] if start >= 0 else ""
+    _, found = parse_tool_calls(written)
+    name_at, at = written.find(_NAME), written.rfind(arguments) if arguments else -1
+    if not found or not 0 <= name_at < at:
+        raise OtherCallForm(
+            "this model's chat template writes tool calls in a form that answers cannot be held to",
+            hint='only <tool_call>{"name": …, "arguments": …}</tool_call> can be: let tool_choice '
+            "be auto, or use a template that writes calls so",
+        )
+    try:
+        two = _rendered_calls(chat, 2)
+    except ConfigError:
+        two = ""
+    first = two.find(written)
+    second = two.find(written, first + len(written)) if first >= 0 else -1
+    return CallSyntax(
+        written[:name_at],
+        written[name_at + len(_NAME) : at],
+        written[at + len(arguments) :],
+        two[first + len(written) : second] if second >= 0 else None,
+    )
+
+
+def _rendered_calls(chat: ChatTokenizer, num: int) -> str:
+    """Return what a template makes of a turn with calls."""
+    call = {"type": "function", "id": "c00000000", "function": _call_told()}
+    told = [
+        {"role": "user", "content": "stand-in"},
+        {"role": "assistant", "content": "", "tool_calls": [call] * num},
+    ]
+    try:
+        prompt = chat.render(told[:1], prompt=True, tools=[_TOOL])
+        whole = chat.render(told, prompt=False, tools=[_TOOL])
+    except ModelError as error:
+        raise OtherCallForm(
+            f"this model's chat template takes no tool calls: {error.message}",
+            hint="let tool_choice be auto or none, or use a template with tools",
+        ) from error
+    same = next(
+        (n for n, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt)
+    )
+    return whole[same:]
+
+
+def _call_told() -> dict[str, Any]:
+    return {"name": _NAME, "arguments": dict(_ARGUMENTS)}
+
+
+def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = tool.get("function")
+    return cast("dict[str, Any]", inner) if isinstance(inner, dict) else tool
+
+
+def _arguments(schema: Any) -> Any:
+    """Return the schema of arguments, which are an object whatever their schema leaves open."""
+    if not isinstance(schema, dict):
+        return schema
+    fields = cast("dict[str, Any]", schema)
+    return fields if "type" in fields or "$ref" in fields else {**fields, "type": "object"}
+
+
+def _json(schema: Any) -> str:
+    told: dict[str, Any] | bool = closed(schema)
+    if isinstance(told, bool):
+        nothing: list[Any] = []
+        told = {} if told else {"enum": nothing}
+    options = {"whitespace_flexible": True, "whitespace_pattern": _SPACE}
+    return f"%json {json.dumps({**told, 'x-guidance': options}, ensure_ascii=False)}"
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def _space_rule() -> str:
+    return r"SPACE: /\s{0,4}/"
+
+
+def _unsupported(wanted: OutputFormat, tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return the place of the innermost part that is not supported by itself; empty: unknown."""
+    schemas: list[tuple[str, Any]] = []
+    if wanted.json_schema is not None:
+        schemas.append(("schema", wanted.json_schema))
+    for number, tool in enumerate(tools):
+        function = _function(tool)
+        if function.get("name") in wanted.functions and function.get("parameters"):
+            schemas.append((f"tools[{number}].function.parameters", function["parameters"]))
+    tried = 0
+    for place, schema in schemas:
+        told = place
+        inner: list[tuple[str, Any]] = [(place, schema)]
+        while inner and tried < _MOST_TRIED:
+            tried += 1
+            at, part = inner.pop(0)
+            if _is_wrong(part, schema):
+                told, inner = at, [] if at.endswith(".pattern") else _parts(part, at)
+        if told != place or _is_wrong(schema, schema):
+            return told
+    return ""
+
+
+def _is_wrong(part: Any, root: Any) -> bool:
+    if not isinstance(part, dict) or not isinstance(root, dict):
+        return False
+    known = cast("dict[str, Any]", root)
+    shared = {name: known[name] for name in ("$defs", "definitions") if name in known}
+    own = cast("dict[str, Any]", part)
+    return bool(check_grammar(f"start: {_json({**shared, **own})}\n"))
+
+
+def _parts(schema: Any, place: str) -> list[tuple[str, Any]]:
+    """Return the schemas right within one, with their places."""
+    found: list[tuple[str, Any]] = []
+    for key, value in cast("dict[str, Any]", schema).items() if isinstance(schema, dict) else ():
+        at = f"{place}.{key}"
+        if key in ("properties", "patternProperties", "$defs", "definitions"):
+            if isinstance(value, dict):
+                parts = cast("dict[str, Any]", value)
+                found += [(f"{at}.{name}", inner) for name, inner in parts.items()]
+        elif key in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
+            listed = cast("list[Any]", value)
+            found += [(f"{at}[{number}]", inner) for number, inner in enumerate(listed)]
+        elif key in ("items", "additionalProperties"):
+            found.append((at, value))
+        elif key == "pattern":
+            found.append((at, {"type": "string", "pattern": value}))
+    return found

@@ -1,0 +1,561 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) on a transformers model, by PEFT.
+
+A model with an adapter computes with both: its base stays as it was loaded, and only the adapter's
+tensors change from version to version, go over the wire, and into checkpoints. Those are PEFT
+folders, and the tensors have the names that they have there. Names of tensors follow PEFT:
+`base_model.model.<layer>.lora_A.weight`.
+"""
+
+# torch, transformers and peft leave some of their methods untyped.
+# pyright: reportUnknownMemberType=false
+
+import contextlib
+import copy
+import json
+import os
+import re
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from pydantic import ValidationError
+
+from ...schemas.config.sections import ADAPTER_CONFIG, LoraConfig
+from ...schemas.wire.errors import ModelError
+from ..storage.cache import base_here
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
+
+_NAME = "default"
+_WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""Before the names of layers in the names of an adapter's tensors."""
+_A = (".lora_A.weight", ".lora_embedding_A")
+_B = (".lora_B.weight", ".lora_embedding_B")
+BESIDE = (".base_layer.weight", ".embed_tokens.weight")
+"""What PEFT may add to an adapter of the output layer: copies of what the base has."""
+
+_HONOURED = frozenset(
+    {
+        "r",
+        "lora_alpha",
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "rank_pattern",
+        "alpha_pattern",
+        "use_rslora",
+    }
+)
+"""PEFT's settings that adapters have here, too."""
+_WITHOUT_EFFECT = frozenset(
+    {
+        "task_type",
+        "peft_type",  # checked apart
+        "auto_mapping",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "lora_dropout",  # a job has its own
+        "fan_in_fan_out",  # PEFT sets it itself, by the kind of each layer
+        "init_lora_weights",  # checked apart
+        "eva_config",  # how A was drawn
+        "megatron_core",  # without megatron_config
+        "qalora_group_size",  # without use_qalora
+        "runtime_config",
+    }
+)
+"""Those that change nothing of what an adapter that was made computes."""
+_REFUSED = {
+    "bias": "biases of the base are trained with it",
+    "modules_to_save": "whole modules of the base are trained with it",
+    "trainable_token_indices": "embeddings of the base are trained with it",
+    "ensure_weight_tying": "tied embeddings of the base are trained with it",
+    "use_dora": "its layers have magnitudes of their own (DoRA)",
+    "lora_bias": "its layers have biases of their own",
+    "target_parameters": "it changes parameters that are no layer's weight alone",
+    "layer_replication": "it changes which layers the model has",
+    "alora_invocation_tokens": "it works behind some tokens only (aLoRA)",
+    "arrow_config": "it is mixed from others by a router (Arrow)",
+    "megatron_config": "its layers are Megatron's",
+    "loftq_config": "it belongs to other weights than the base's (LoftQ)",
+    "corda_config": "it belongs to other weights than the base's (CorDA)",
+    "lora_ga_config": "it belongs to other weights than the base's (LoRA-GA)",
+    "use_qalora": "its inputs are pooled (QA-LoRA)",
+    "use_bdlora": "its matrices are block-diagonal (BD-LoRA)",
+    "kasa_config": "its layers have singular values of their own (KaSA)",
+    "velora_config": "its activations are compressed (VeLoRA)",
+    "monteclora_config": "its weights are drawn anew (MonteCLoRA)",
+}
+"""Those that would change what is computed, and why they have no place here."""
+_LORA = "LORA"
+_SHAPES = (
+    "r",
+    "rank_pattern",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+)
+"""Settings that say which tensors there are."""
+_SHOWN = 24
+_TIED = (".trainable_tokens_delta",)
+"""Tensors that PEFT adds to the embeddings and the output layer alike."""
+_OFF: tuple[Any, ...] = (None, False, "", "none", [], {})
+"""Values by which a setting is as if it were not there."""
+_STARTS = frozenset({True, False, "true", "false", "gaussian", "eva", "orthogonal"})
+"""Ways to draw an adapter that leave its base as it is."""
+
+
+def is_adapter(path: str | Path) -> bool:
+    """Whether a folder holds a PEFT adapter instead of a model."""
+    return os.path.isfile(os.path.join(path, ADAPTER_CONFIG))  # noqa: PTH113, PTH118  False for odd paths
+
+
+def base_of(folder: str | Path) -> str:
+    """Return the model that an adapter belongs to; ModelError when the folder does not say.
+
+    One that came by URL may name its base so: that is fetched, too, which may raise StorageError.
+    """
+    base = _settings(folder).get("base_model_name_or_path")
+    if not base:
+        raise ModelError(
+            f"{folder} does not say to which model its adapter belongs",
+            hint=f"set base_model_name_or_path in its {ADAPTER_CONFIG}",
+        )
+    return base_here(str(folder), str(base))
+
+
+def config_of(folder: str | Path) -> LoraConfig:
+    """Return the configuration that makes an adapter like that of a folder.
+
+    Layers that PEFT's file does not name one by one (an expression, some of the model's blocks)
+    are named as its tensors are. Raises ModelError that names a setting that has no place here.
+    """
+    settings = _settings(folder)
+    _refuse_settings(folder, settings)
+    targets: Any = settings.get("target_modules")
+    exclude: Any = settings.get("exclude_modules") or []
+    if _picks_layers(settings):
+        targets, exclude = sorted({layer_of(name) for name in _names(folder)}), []
+    if settings.get("r") in (0, None):
+        raise ModelError(f"{folder} holds no LoRA adapter: it has no r", hint="take a LoRA adapter")
+    told: dict[str, Any] = {
+        "rank": settings["r"],
+        "alpha": settings.get("lora_alpha"),
+        "targets": targets,
+        "exclude": exclude,
+        "rank_pattern": settings.get("rank_pattern") or {},
+        "alpha_pattern": settings.get("alpha_pattern") or {},
+        "rslora": settings.get("use_rslora") or False,
+    }
+    try:
+        config = LoraConfig.model_validate(told)
+        for name in (*config.rank_pattern, *config.alpha_pattern):
+            re.compile(name)
+    except (ValidationError, re.error) as error:
+        raise ModelError(
+            f"{folder} holds no LoRA adapter that is known here: {error}",
+            hint=f"see r, lora_alpha and target_modules in its {ADAPTER_CONFIG}, or merge it into "
+            "its model (`merge_and_unload`)",
+        ) from error
+    return config
+
+
+def read_lora(folder: str | Path) -> "tuple[LoraConfig, Mapping[str, Tensor]]":
+    """Return how an adapter was made, and its tensors on the CPU; ModelError for another kind."""
+    config = config_of(folder)
+    stored = _stored(folder)
+    tensors = {name: stored[name] for name in stored if not name.endswith(BESIDE)}
+    for name, tensor in tensors.items():
+        if name.endswith(_A) and len(tensor) != (rank := config.rank_of(layer_of(name))):
+            raise ModelError(
+                f"the adapter in {folder} has rank {len(tensor)} in {layer_of(name)}, its "
+                f"{ADAPTER_CONFIG} says {rank} (r, rank_pattern)",
+                hint="copy both of its files again",
+            )
+    return config, tensors
+
+
+def uniform(tensors: "Mapping[str, Tensor]", config: LoraConfig) -> "dict[str, Tensor]":
+    """Return an adapter that computes the same with one rank in all layers, and the scale 1.
+
+    The rank is the largest; what layers of a smaller one lack of it is 0.
+    """
+    import torch
+
+    result: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        missing = config.max_rank - config.rank_of(layer_of(name))
+        if name.endswith(_A):
+            result[name] = torch.nn.functional.pad(tensor, (0, 0, 0, missing))
+        else:
+            scaled = (tensor.float() * config.scale_of(layer_of(name))).to(tensor.dtype)
+            result[name] = torch.nn.functional.pad(scaled, (0, missing))
+    return result
+
+
+def layer_of(name: str) -> str:
+    """Return the layer of an adapter's tensor; ModelError for a tensor of another kind."""
+    end = next((end for end in (*_A, *_B) if name.endswith(end)), "")
+    if end and name.startswith(PREFIX):
+        return name.removeprefix(PREFIX).removesuffix(end)
+    raise ModelError(
+        f"the adapter does not fit the model: {name} is no tensor of a LoRA adapter",
+        hint="merge it into its model (`merge_and_unload`), and take that",
+    )
+
+
+def layer_settings(folder: str | Path) -> str:
+    """Return what PEFT's file says of an adapter's layers and ranks, to be shown."""
+    settings = _settings(folder)
+    return ", ".join(
+        f"{name}={reprlib.repr(settings[name])}"
+        for name in _SHAPES
+        if settings.get(name) not in (None, [], {})
+    )
+
+
+def check_base(model: "nn.Module", folder: str | Path) -> None:
+    """Raise ModelError for an adapter that brings other embeddings than the model's.
+
+    PEFT writes copies of them beside an adapter of theirs, and may have resized or trained them.
+    """
+    import torch
+
+    stored = _stored(folder)
+    copies = [name for name in stored if name.endswith(BESIDE)]
+    modules = dict(cast("Iterable[tuple[str, nn.Module]]", cast(Any, model).named_modules()))
+    for name in copies:
+        plain = name.removeprefix(PREFIX).removesuffix(".weight").removesuffix(".base_layer")
+        mine: Tensor | None = getattr(modules.get(plain), "weight", None)
+        theirs = stored[name]
+        if mine is None or mine.is_meta:
+            continue
+        mine = mine.detach().to("cpu", torch.bfloat16)
+        theirs = theirs.to(torch.bfloat16)
+        if mine.shape != theirs.shape or not torch.allclose(mine, theirs, rtol=2e-2, atol=1e-4):
+            raise ModelError(
+                f"the adapter in {folder} brings {plain} {list(theirs.shape)}, which is not the "
+                f"{list(mine.shape)} of its base",
+                hint="merge it into its model with PEFT (`merge_and_unload`), and take that",
+            )
+
+
+def beside(model: "PreTrainedModel") -> "PreTrainedModel":
+    """Return another model with the same weights in memory, to be given an adapter of its own."""
+    shared = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+
+
+def refuse_other_kind(checkpoint: str | Path, config: LoraConfig) -> None:
+    """Raise ModelError if a run cannot go on from a checkpoint: one of them has no adapter."""
+    if is_adapter(checkpoint) != (config.rank > 0):
+        held = "an adapter" if is_adapter(checkpoint) else "all weights"
+        raise ModelError(
+            f"the checkpoint {checkpoint} holds {held}, and lora.rank is {config.rank}",
+            hint="begin a new run with its weights: `tinkermq train CONFIG --from RUN@STEP`",
+        )
+
+
+def add_adapter(
+    model: "PreTrainedModel", config: LoraConfig, *, seed: int, folder: str | Path | None = None
+) -> None:
+    """Give a model an adapter: that of a folder, or a fresh one, which changes nothing yet.
+
+    All other weights are frozen. Raises ModelError for targets that the model does not have, and
+    for a folder whose adapter is not of this configuration.
+    """
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        _inject(model, config)
+    set_dropout(model, on=False)
+    if folder is not None:
+        _check_same(folder, config, [layer_of(name) for name in policy_tensors(model)])
+        check_base(model, folder)
+        with torch.no_grad():
+            for tensor, stored in _matched(model, folder):
+                tensor.copy_(stored)
+
+
+def merge(model: "PreTrainedModel", folder: str | Path) -> "PreTrainedModel":
+    """Return a model with an adapter's product added to its weights; any kind that PEFT can merge.
+
+    All of its weights can be trained. Raises ModelError that names what cannot be merged.
+    """
+    from peft import PeftModel
+
+    settings = _settings(folder)
+    if str(settings.get("peft_type", _LORA)).upper() == _LORA:
+        _refuse_unknown(folder, settings)
+    try:
+        loaded = cast(Any, PeftModel.from_pretrained(model, str(folder)))
+        merged = loaded.eval().merge_and_unload()
+        return merged.requires_grad_(True)  # PEFT has frozen them
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        RuntimeError,  # NotImplementedError, too: a kind that PEFT does not merge
+        TypeError,
+        AttributeError,
+        ImportError,
+    ) as error:
+        used = [name for name in settings if settings[name] not in _OFF and name in _REFUSED]
+        raise ModelError(
+            f"the adapter in {folder} cannot be put on {base_of(folder)}: {error}"
+            + (f" (it has {', '.join(used)})" if used else ""),
+            hint="`PeftModel.from_pretrained(…).merge_and_unload()` must be able to do it",
+        ) from error
+
+
+def untie(model: "PreTrainedModel", folder: str | Path) -> None:
+    """Give the output layer weights of its own where an adapter that is merged changes them.
+
+    Tied to the embeddings, what is added to the one would be added to the other.
+    """
+    from torch.nn import Parameter
+
+    shaped = cast("Any", model)
+    head, embedding = shaped.get_output_embeddings(), shaped.get_input_embeddings()
+    if head is None or head.weight is not embedding.weight:
+        return
+    if _settings(folder).get("ensure_weight_tying"):
+        return
+    tied = tuple(
+        f"{PREFIX}{name}." for name, one in shaped.named_modules() if one in (head, embedding)
+    )
+    changed = (name for name in _names(folder) if not name.endswith((*BESIDE, *_TIED)))
+    if any(name.startswith(tied) for name in changed):
+        head.weight = Parameter(head.weight.detach().clone())
+        shaped.all_tied_weights_keys = {}
+        for config in (shaped.config, shaped.config.get_text_config()):
+            config.tie_word_embeddings = False
+
+
+def has_adapter(model: "nn.Module") -> bool:
+    """Whether a model has an adapter."""
+    return _NAME in (getattr(model, "peft_config", None) or {})
+
+
+def policy_tensors(model: "nn.Module") -> "dict[str, Tensor]":
+    """Return what changes from version to version: the adapter, or all of a model without one."""
+    tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    if not has_adapter(model):
+        return tensors
+    return {
+        f"{PREFIX}{name.replace(f'.{_NAME}.', '.').removesuffix(f'.{_NAME}')}": tensor
+        for name, tensor in tensors.items()
+        if ".lora_" in name
+    }
+
+
+def initial_adapter(model: "nn.Module", path: str) -> "list[Tensor]":
+    """Return the adapter that a run begins with: the one in `path`, or none at all, which is 0."""
+    import torch
+
+    if is_adapter(path):
+        return [stored.to(tensor.device) for tensor, stored in _matched(model, path)]
+    return [torch.zeros_like(tensor) for tensor in policy_tensors(model).values()]
+
+
+@contextlib.contextmanager
+def other_adapter(model: "nn.Module", tensors: "Sequence[Tensor]") -> Iterator[None]:
+    """Let a model have another adapter for a while, in the order of `policy_tensors`."""
+    import torch
+
+    mine = list(policy_tensors(model).values())
+    kept = [tensor.detach().clone() for tensor in mine]
+
+    @torch.no_grad()
+    def put(values: "Sequence[Tensor]") -> None:
+        for tensor, value in zip(mine, values, strict=True):
+            tensor.copy_(value)  # in place: what FSDP2 gathers is a view of it
+
+    put(tensors)
+    try:
+        yield
+    finally:
+        put(kept)
+
+
+def set_dropout(model: "nn.Module", *, on: bool) -> None:
+    """Switch the dropout of adapters, whatever the mode of the model."""
+    modules: Iterable[tuple[str, nn.Module]] = cast(Any, model).named_modules()
+    for name, module in modules:
+        if ".lora_dropout." in name:
+            module.train(on)
+
+
+def _inject(model: "PreTrainedModel", config: LoraConfig) -> None:
+    from peft import LoraConfig as PeftLoraConfig
+
+    wanted = PeftLoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        target_modules=config.targets,
+        exclude_modules=config.exclude or None,
+        lora_dropout=config.dropout,
+        rank_pattern=dict(config.rank_pattern),
+        alpha_pattern=dict(config.alpha_pattern),
+        use_rslora=config.rslora,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        cast(Any, model).add_adapter(wanted, _NAME)
+    except ValueError as error:
+        raise ModelError(
+            f"lora.targets={config.targets} finds no layers to adapt: {error}",
+            hint="name linear layers of the model, or set lora.targets=all-linear",
+        ) from error
+    _refuse_fused(model, config)
+
+
+def _refuse_fused(model: "PreTrainedModel", config: LoraConfig) -> None:
+    """Refuse adapters of tensors that are no layer's own: experts in one tensor, and routers."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    modules = cast("Iterable[tuple[str, nn.Module]]", cast(Any, model).named_modules())
+    fused = [name for name, module in modules if isinstance(module, ParamWrapper)]
+    if fused:
+        raise ModelError(
+            f"lora.targets={config.targets} reaches {fused[0]}, which is no linear layer: adapters "
+            "of experts and routers are not trained here",
+            hint="name layers of the attention: lora.targets=[q_proj, k_proj, v_proj, o_proj]",
+        )
+
+
+def _matched(model: "nn.Module", folder: str | Path) -> "list[tuple[Tensor, Tensor]]":
+    """Pair the tensors of the model's adapter with those of a folder; ModelError if they differ."""
+    whole = _stored(folder)
+    stored = {name: tensor for name, tensor in whole.items() if not name.endswith(BESIDE)}
+    mine = policy_tensors(model)
+    wrong = sorted(
+        name
+        for name in {*stored, *mine}
+        if name not in mine or name not in stored or mine[name].shape != stored[name].shape
+    )
+    if wrong:
+        targets = sorted({layer_of(name) for name in stored})
+        raise ModelError(
+            f"the adapter in {folder} has other tensors than the configuration makes, first "
+            f"{wrong[0]}; it was made with {layer_settings(folder)}",
+            hint="set lora.rank, lora.rank_pattern, lora.targets and lora.exclude as they were "
+            f"when it was made; its layers are lora.targets=[{','.join(targets[:_SHOWN])}"
+            f"{',…' if len(targets) > _SHOWN else ''}]",
+        )
+    return [(tensor, stored[name]) for name, tensor in mine.items()]
+
+
+def _stored(folder: str | Path) -> "Mapping[str, Tensor]":
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]  # PathLike of anything
+
+    file = Path(folder) / _WEIGHTS
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"the adapter {file} cannot be read: {error}", hint="copy it again"
+        ) from error
+
+
+def _names(folder: str | Path) -> list[str]:
+    """Return the names of a folder's tensors but for copies of the base's; reads none of them."""
+    from safetensors import SafetensorError, safe_open
+
+    file = Path(folder) / _WEIGHTS
+    try:
+        with cast(Any, safe_open(file, framework="np")) as opened:
+            names: list[str] = opened.keys()
+        return [name for name in names if not name.endswith(BESIDE)]
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"the adapter {file} cannot be read: {error}", hint="copy it again"
+        ) from error
+
+
+def _check_same(folder: str | Path, config: LoraConfig, layers: Sequence[str]) -> None:
+    """Raise ModelError where a folder's adapter is multiplied by something else than `config`'s."""
+    theirs = config_of(folder)
+    for key, value, set_to in (
+        ("rank", theirs.rank, config.rank),
+        ("alpha", theirs.alpha, config.alpha),
+    ):
+        if value != set_to:
+            raise ModelError(
+                f"the adapter in {folder} has {key} {value}, lora.{key} is {set_to}",
+                hint=f"set lora.{key}={value}, or train all weights: lora.rank=0",
+            )
+    other = next((one for one in layers if theirs.scale_of(one) != config.scale_of(one)), None)
+    if other is None:
+        return
+    named = {
+        "use_rslora": ("rslora", theirs.rslora, config.rslora),
+        "alpha_pattern": ("alpha_pattern", theirs.alpha_pattern, config.alpha_pattern),
+        "rank_pattern": ("rank_pattern", theirs.rank_pattern, config.rank_pattern),
+    }
+    told = {name: one for name, one in named.items() if one[1] != one[2]}
+    said = ", ".join(f"{name} {value!r}" for name, (_, value, _) in told.items())
+    hint = ", ".join(f"lora.{key}={json.dumps(value)}" for key, value, _ in told.values())
+    raise ModelError(
+        f"the adapter in {folder} was made with {said}: in {other} it is multiplied by "
+        f"{theirs.scale_of(other):g}, by the configuration by {config.scale_of(other):g}",
+        hint=f"set {hint}",
+    )
+
+
+def _picks_layers(settings: Mapping[str, Any]) -> bool:
+    """Whether layers are chosen by more than names in lists."""
+    targets, exclude = settings.get("target_modules"), settings.get("exclude_modules")
+    by_expression = isinstance(targets, str) and targets != "all-linear"
+    some = settings.get("layers_to_transform") is not None or bool(settings.get("layers_pattern"))
+    return by_expression or isinstance(exclude, str) or some
+
+
+def _refuse_settings(folder: str | Path, settings: Mapping[str, Any]) -> None:
+    """Raise ModelError that names a setting of PEFT which would not be computed here."""
+    kind = settings.get("peft_type", _LORA)
+    if str(kind).upper() != _LORA:
+        raise _refused(folder, "peft_type", kind, "only LoRA adapters are known")
+    for name, why in _REFUSED.items():
+        if settings.get(name) not in _OFF:
+            raise _refused(folder, name, settings[name], why)
+    drawn = settings.get("init_lora_weights", True)
+    if (drawn.lower() if isinstance(drawn, str) else drawn) not in _STARTS and drawn is not None:
+        why = "it belongs to other weights than the base's, or is computed in a way of its own"
+        raise _refused(folder, "init_lora_weights", drawn, why)
+    _refuse_unknown(folder, settings)
+
+
+def _refuse_unknown(folder: str | Path, settings: Mapping[str, Any]) -> None:
+    """Raise ModelError for a setting that came to PEFT later: what it changes is not known."""
+    for name, value in settings.items():
+        known = name in _HONOURED or name in _WITHOUT_EFFECT or name in _REFUSED
+        if not known and value not in _OFF:
+            raise _refused(folder, name, value, "nothing is known of it")
+
+
+def _refused(folder: str | Path, name: str, value: Any, why: str) -> ModelError:
+    return ModelError(
+        f"the adapter in {folder} has {name}={reprlib.repr(value)}, which has no place here: {why}",
+        hint="merge it into its model with PEFT (`merge_and_unload`), and take that",
+    )
+
+
+def _settings(folder: str | Path) -> dict[str, Any]:
+    file = Path(folder) / ADAPTER_CONFIG
+    try:
+        read: Any = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} cannot be read: {error}", hint="copy the folder again") from error
+    if not isinstance(read, dict):
+        raise ModelError(f"{file} holds no JSON object", hint="copy the folder again")
+    return cast("dict[str, Any]", read)

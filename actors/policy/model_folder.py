@@ -1,0 +1,444 @@
+"""Open a Hugging Face model folder, and say what is wrong with one that cannot be opened."""
+
+import socket
+from collections.abc import Iterator
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from ...schemas.config.sections import LoraConfig
+from ...schemas.wire.errors import ModelError, TinkermqError
+from ..storage.digests import check_digests
+from .lora import add_adapter, base_of, beside, is_adapter, merge, untie
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import (
+        GenerationConfig,
+        PreTrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+    )
+
+
+# Why a model of the hub, `owner/name`, cannot be had: told apart by classes of errors.
+
+_HUB_S = 5.0
+
+
+def hub_error(path: str, error: Exception, *, offline: bool) -> ModelError:
+    """Return what is told of a hub's model that transformers could not open with `error`.
+
+    `offline`: the hub must not be asked. Which it is tell the classes of the errors behind it.
+    """
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    behind = list(_behind(error))
+
+    def came_from(*kinds: type[Exception]) -> bool:
+        return any(isinstance(one, kinds) for one in behind)
+
+    here = (
+        f"model {path} is neither a folder on {socket.gethostname()} nor in its Hugging Face cache"
+    )
+    if offline and came_from(LocalEntryNotFoundError, OfflineModeIsEnabled):
+        return ModelError(
+            f"{here}, and offline mode (HF_HUB_OFFLINE) keeps it from asking the hub",
+            hint="unset HF_HUB_OFFLINE where the node runs, or copy the model there and name its "
+            "folder absolutely",
+        )
+    if came_from(GatedRepoError):
+        return ModelError(
+            f"model {path} is gated on the hub, and this node may not read it",
+            hint="accept its terms on the hub, and set HF_TOKEN where the node runs",
+        )
+    if came_from(RepositoryNotFoundError):
+        return ModelError(
+            f"{here}, and the hub has no such model, or a private one",
+            hint="see owner and name, set HF_TOKEN where the node runs for a private one, or name "
+            "a folder absolutely",
+        )
+    if came_from(LocalEntryNotFoundError, ConnectionError):
+        return ModelError(
+            f"{here}, and the hub cannot be reached from there",
+            hint="copy the model there and name its folder absolutely, or give the node a way to "
+            "the hub (HF_ENDPOINT, HTTPS_PROXY)",
+        )
+    return ModelError(
+        f"the configuration of model {path} cannot be read: {error}",
+        hint="see whether the hub's model has a config.json whose model_type transformers knows",
+    )
+
+
+def check_hub_model(path: str) -> None:
+    """Raise ModelError for a model of the hub that cannot be had here, asking the hub once.
+
+    What is in the cache is there. Whatever else is wrong is told when the model is loaded.
+    """
+    from huggingface_hub import (
+        constants,
+        get_hf_file_metadata,  # pyright: ignore[reportUnknownVariableType]  # untyped there
+        hf_hub_url,
+        try_to_load_from_cache,
+    )
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    if isinstance(try_to_load_from_cache(path, "config.json"), str):
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=_HUB_S)
+    except (OfflineModeIsEnabled, RepositoryNotFoundError) as error:
+        raise hub_error(path, error, offline=constants.HF_HUB_OFFLINE) from error
+    except (HfHubHTTPError, HFValidationError):
+        return
+    except Exception as error:  # of an HTTP library that differs with huggingface_hub's release
+        raise hub_error(path, ConnectionError(str(error)), offline=False) from error
+
+
+def _behind(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and those that it came from."""
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        yield one
+        one = one.__cause__ or one.__context__
+
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+VISION_TYPES = frozenset({"qwen2_vl", "qwen2_5_vl"})
+"""Kinds of models whose images and rotary positions `actors/policy/vision.py` knows."""
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def check_model_folder(path: str, *, hollow: bool = False) -> None:
+    """Raise ModelError, naming the missing file, unless `path` can hold a model or an adapter.
+
+    The folder of a `hollow` model needs no weights.
+
+    A name such as `Qwen/Qwen3-0.6B` that is no folder here is left for the hub to answer. Raises
+    StorageError for a checkpoint with a damaged file.
+    """
+    check_digests(Path(path))
+    _check_files(path, hollow=hollow)
+
+
+def check_model_is_here(path: str) -> None:
+    """Raise ModelError for a model that this machine cannot have; reads no weights.
+
+    A name of the hub is asked there, which takes as long as the hub does.
+    """
+    _check_files(path)
+    if not Path(path).is_dir():
+        check_hub_model(path)
+    elif is_adapter(path):
+        check_model_is_here(base_of(path))
+
+
+def check_model_alike(path: str) -> None:
+    """Raise as `check_model_is_here`, but in the same words whatever else than a model is there.
+
+    For paths of somebody who may not know which files this machine has.
+    """
+    try:
+        if _is_hub_name(path) and not Path(path).is_dir():
+            check_hub_model(path)
+        else:
+            check_model_is_here(path)
+    except (TinkermqError, OSError, ValueError, RecursionError) as error:
+        if _is_hub_name(path) and not Path(path).is_dir():
+            raise
+        raise ModelError(
+            f"there is no model at {path}",
+            hint="name the folder of a model, which holds config.json and *.safetensors; what else "
+            "may be there is not told",
+        ) from error
+
+
+def _check_files(path: str, *, hollow: bool = False) -> None:
+    folder = Path(path)
+    if not folder.is_dir():
+        if folder.is_file():
+            raise ModelError(
+                f"model.path is a file: {path}",
+                hint="name the folder that holds config.json and the weights",
+            )
+        if _is_hub_name(path):
+            return
+        raise ModelError(
+            f"there is no model folder {path}",
+            hint="make it with `save_pretrained`, or name a model of the hub as owner/name",
+        )
+    if is_adapter(folder):
+        return
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"{path} is no model folder: config.json is missing",
+            hint="a model folder is what `model.save_pretrained(folder)` writes",
+        )
+    if not hollow and not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
+        raise ModelError(
+            f"{path} holds no weights: model.safetensors is missing",
+            hint="copy the *.safetensors files beside config.json",
+        )
+
+
+def load_model_config(
+    path: str, *, trust_remote_code: bool = False, hollow: bool = False
+) -> "PreTrainedConfig":
+    """Read a model's configuration; ModelError if there is none or it is unknown."""
+    from transformers import AutoConfig
+
+    check_model_folder(path, hollow=hollow)
+    if is_adapter(path):
+        return load_model_config(base_of(path), trust_remote_code=trust_remote_code, hollow=hollow)
+    try:
+        return cast(
+            "PreTrainedConfig",
+            AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code),  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+        )
+    except Exception as error:  # a library's, or code that came with the model
+        if not Path(path).is_dir():
+            from huggingface_hub import constants
+
+            raise hub_error(path, error, offline=constants.HF_HUB_OFFLINE) from error
+        raise ModelError(
+            f"the configuration of model {path} cannot be read: {error}",
+            hint="see whether config.json is complete and its model_type is one of transformers'",
+        ) from error
+
+
+def sees_images(config: "PreTrainedConfig") -> bool:
+    """Whether a model takes images."""
+    return config.model_type in VISION_TYPES
+
+
+def auto_class(config: "PreTrainedConfig") -> Any:
+    """Return transformers' class that makes models of a configuration."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+
+
+def load_causal_lm(
+    path: str,
+    *,
+    dtype: "torch.dtype",
+    attn_implementation: str = "sdpa",
+    trust_remote_code: bool = False,
+    hollow: bool = False,
+) -> "PreTrainedModel":
+    """Load a causal language model in evaluation mode, on the CPU; with its eyes, if it has some.
+
+    An adapter is merged into its base. A hollow model is for somebody else to fill: no weights are
+    read, and pages of memory that nobody writes to are not taken.
+
+    Raises ModelError for a folder that is none, and for weights that do not fill the model.
+    """
+    check_model_folder(path, hollow=hollow)
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "attn_implementation": attn_implementation,
+        "trust_remote_code": trust_remote_code,
+    }
+    if is_adapter(path):
+        base = load_causal_lm(base_of(path), hollow=hollow, **options)
+        untie(base, path)
+        return base if hollow else merge(base, path).eval()
+    config = load_model_config(path, trust_remote_code=trust_remote_code, hollow=hollow)
+    _require_language_model(config, path)
+    auto = auto_class(config)
+    return _build_hollow(auto, config, options) if hollow else _load_weights(auto, path, options)
+
+
+def _require_language_model(config: "PreTrainedConfig", path: str) -> None:
+    """Raise ModelError for a classifier: transformers would load it with a random output layer."""
+    kinds = cast("list[str] | None", getattr(config, "architectures", None)) or []
+    if any(kind.endswith("ForSequenceClassification") for kind in kinds):
+        raise ModelError(
+            f"{path} holds a classifier or reward model ({', '.join(kinds)}), which generates "
+            "nothing",
+            hint="name a language model; a reward model is used through env.reward with "
+            "source=endpoint",
+        )
+
+
+def _load_weights(auto: Any, path: str, options: dict[str, Any]) -> "PreTrainedModel":
+    """Load a model by one of transformers' classes.
+
+    Raises ModelError for weights that are missing, and for a model that the class lacks.
+    """
+    from safetensors import SafetensorError
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        loaded = cast(
+            "tuple[PreTrainedModel, dict[str, Any]]",
+            auto.from_pretrained(path, output_loading_info=True, **options),
+        )
+    except SafetensorError as error:
+        raise ModelError(
+            f"a *.safetensors file of model {path} is damaged or cut: {error}",
+            hint="copy or download the model's files again",
+        ) from error
+    except Exception as error:  # a library's, or code that came with the model
+        raise ModelError(
+            f"model {path} cannot be loaded: {error}",
+            hint=f"`{auto.__name__}.from_pretrained` must be able to open it",
+        ) from error
+    model, info = loaded
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"the weights of model {path} lack {len(missing)} tensors: {', '.join(missing[:5])}",
+            hint="copy all *.safetensors files of the model; they would be random otherwise",
+        )
+    return model.eval()
+
+
+def _build_hollow(
+    auto: Any, config: "PreTrainedConfig", options: dict[str, Any]
+) -> "PreTrainedModel":
+    """Make a model whose weights are not read, for somebody else to fill."""
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        model = auto.from_config(config, **options)
+    model.tie_weights()
+    return cast("PreTrainedModel", model.eval())
+
+
+def load_policy(
+    path: str,
+    lora: LoraConfig,
+    *,
+    adapter: str | Path | None = None,
+    base: "PreTrainedModel | None" = None,
+    seed: int = 0,
+    dtype: "torch.dtype",
+    attn_implementation: str = "sdpa",
+    trust_remote_code: bool = False,
+    hollow: bool = False,
+) -> "PreTrainedModel":
+    """Load what a job trains or generates with: a model or, with a rank, its base and an adapter.
+
+    The adapter is that of the folder `adapter`, else of `path` if that is one, else a fresh one.
+    With `base` that model's weights are used, and stay in memory once. Raises ModelError.
+    """
+    begins_with = path if is_adapter(path) and lora.rank else None
+    model = (
+        beside(base)
+        if base is not None
+        else load_causal_lm(
+            base_of(path) if begins_with else path,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            hollow=hollow,
+        )
+    )
+    if lora.rank:
+        add_adapter(model, lora, seed=seed, folder=adapter or begins_with)
+    return model
+
+
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
+    """Load a model's tokenizer; ModelError naming the missing file if there is none."""
+    from transformers import AutoTokenizer
+
+    folder = Path(path)
+    if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZERS):
+        if is_adapter(folder):  # one without a tokenizer of its own has that of its base
+            return load_tokenizer(base_of(folder), trust_remote_code=trust_remote_code)
+        raise ModelError(
+            f"{path} holds no tokenizer: tokenizer.json is missing",
+            hint="write it with `tokenizer.save_pretrained(folder)`",
+        )
+    try:
+        return cast(
+            "PreTrainedTokenizerBase",
+            AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code),  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+        )
+    except Exception as error:  # a library's, or code that came with the model
+        raise ModelError(
+            f"the tokenizer of model {path} cannot be read: {error}",
+            hint="`AutoTokenizer.from_pretrained` must be able to open it",
+        ) from error
+
+
+@lru_cache(maxsize=8)
+def vocabulary_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return a digest of all tokens and their ids: equal for equal tokenizers."""
+    known: dict[str, int] = tokenizer.get_vocab()
+    digest = sha256()
+    for token, number in sorted(known.items()):
+        digest.update(f"{number} {token}\n".encode(errors="surrogatepass"))
+    return digest.hexdigest()
+
+
+def check_tokenizer(
+    tokenizer: "PreTrainedTokenizerBase", config: "PreTrainedConfig", path: str
+) -> None:
+    """Raise ModelError for a tokenizer with tokens that the model does not know."""
+    known = int(cast("Any", config).get_text_config().vocab_size)
+    ids: dict[str, int] = tokenizer.get_vocab()
+    # ids may have gaps: what counts is the last one, not how many there are
+    num_tokens = max(len(tokenizer), 1 + max(ids.values(), default=0))
+    if num_tokens > known:
+        raise ModelError(
+            f"the tokenizer does not match model {path}: it has {num_tokens} tokens, the model "
+            f"knows {known}",
+            hint="use the tokenizer that was saved with the model",
+        )
+
+
+def load_generation_config(path: str) -> "GenerationConfig | None":
+    """Return a model's generation settings; None where it has no generation_config.json.
+
+    Raises ModelError for a file that cannot be read.
+    """
+    from transformers import GenerationConfig
+
+    file = Path(path) / "generation_config.json"
+    if not file.is_file() and is_adapter(path):
+        return load_generation_config(base_of(path))
+    try:
+        return GenerationConfig.from_pretrained(path)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+    except Exception as error:  # transformers raises of many kinds for what it cannot read
+        if isinstance(error, OSError) and not file.is_file():
+            return None  # the file is optional
+        raise ModelError(
+            f"generation_config.json of model {path} cannot be read: {error}",
+            hint="`GenerationConfig.from_pretrained` must open it; or remove it, it is optional",
+        ) from error
+
+
+def load_stop_token_ids(path: str) -> tuple[int, ...]:
+    """Return the tokens that end a generation, as the model's generation_config.json says.
+
+    Raises ModelError for a file that cannot be read.
+    """
+    config = load_generation_config(path)
+    return () if config is None else stops_of(config)
+
+
+def stops_of(settings: "GenerationConfig") -> tuple[int, ...]:
+    """Return the tokens that end a generation by a model's settings."""
+    ids: int | list[int] | None = cast("Any", settings).eos_token_id
+    return () if ids is None else tuple(ids) if isinstance(ids, list) else (ids,)
+
+
+def _is_hub_name(path: str) -> bool:
+    return path.count("/") == 1 and not path.startswith((".", "/", "~")) and not path.endswith("/")

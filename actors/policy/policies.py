@@ -1,0 +1,63 @@
+"""The policies of a job: the model of its configuration, and those of roles with one of their own.
+
+The first is called by the empty name, the others by their roles. The weights of all travel as one
+version: a tensor of a role's policy is named `role/tensor`.
+"""
+
+from pathlib import Path
+
+from ...schemas.config.job import JobConfig
+from ...schemas.config.sections import LoraConfig
+from ...schemas.job import JobRecord
+from ..storage.digests import check_digests
+from .lora import config_of, is_adapter
+
+MAIN = ""
+
+
+def policy_names(config: JobConfig) -> list[str]:
+    """Return the names of the policies, the main one first."""
+    return [MAIN, *config.policies]
+
+
+def policy_config(config: JobConfig, policy: str) -> JobConfig:
+    """Return the configuration with the model of a policy."""
+    if policy == MAIN:
+        return config
+    model = config.model.model_copy(update={"path": config.policies[policy]})
+    return config.model_copy(update={"model": model})
+
+
+def prefix_of(policy: str) -> str:
+    """Return what precedes the names of a policy's tensors."""
+    return f"{policy}/" if policy else ""
+
+
+def policy_folder(checkpoint: Path, policy: str) -> Path:
+    """Return the folder of a policy in a checkpoint: the main one's is the checkpoint itself."""
+    return checkpoint / "policies" / policy if policy else checkpoint
+
+
+# The models that a job starts from: its base, its policies, or a checkpoint with all of them.
+
+
+def check_weights(record: JobRecord, config: JobConfig) -> None:
+    """Raise StorageError for a damaged checkpoint among what a job loads; reads all of it."""
+    models = [config.model.path, *config.policies.values()]
+    for folder in (record.fork_dir, *record.adapters.values(), *models):
+        if folder:
+            check_digests(Path(folder))
+
+
+def config_of_checkpoint(record: JobRecord, config: JobConfig) -> JobConfig:
+    """Return the configuration with the checkpoint that a job starts from, if any, as its model."""
+    if not record.fork_dir:
+        return config
+    own = {role: str(policy_folder(Path(record.fork_dir), role)) for role in config.policies}
+    return config_of_folder(config, record.fork_dir).model_copy(update={"policies": own})
+
+
+def config_of_folder(config: JobConfig, folder: str) -> JobConfig:
+    """Return the configuration with a folder as its model; an adapter is put beside its base."""
+    lora = config_of(folder) if is_adapter(folder) else LoraConfig()
+    return config.with_model(folder).model_copy(update={"lora": lora})

@@ -1,0 +1,150 @@
+"""The generator of an SFT job: the episodes that it appends are conversations of the data.
+
+A task names a row. Its group is one trajectory whose generated tokens are what the assistant said,
+with log-prob 0 (who wrote the data was certain) and the version that the task asks for. All behind
+the log is as in any job: batches, checkpoints, resuming, replay, looking at rollouts. No model is
+loaded here; a row costs a fraction of a millisecond.
+"""
+
+import asyncio
+import time
+
+import numpy as np
+import structlog
+
+from ...broker.rollouts import RolloutLog
+from ...broker.tasks import Lease, TaskQueue
+from ...envs.data import ChatData, ChatRow
+from ...schemas.config.job import JobConfig
+from ...schemas.rollout import Group, Trajectory
+from ...schemas.task import Blame, Task
+from ...schemas.wire.errors import DataError, ModelError, TinkermqError
+from ...schemas.wire.foreign import words_of
+from ..policy.chat import ChatTokenizer, Conversation, open_chat
+from ..runtime import JobContext, settle_memory
+from .groups import FittingLog, GroupFailed, append_given_up
+
+_PULL_TIMEOUT_S = 2.0
+_AT_ONCE = 64
+_log = structlog.get_logger()
+
+
+async def run_demonstrations(context: JobContext) -> None:
+    """Append the rows that the learner asks for, until told to stop."""
+    config = context.config
+    chat = (await asyncio.to_thread(open_chat, config.model)).at(context.record.created)
+    data = await asyncio.to_thread(ChatData, config.sft.data)
+    await context.serve_control()
+    demonstrations = Demonstrations(context, data, chat)
+    try:
+        await demonstrations.run()
+    finally:
+        data.close()
+
+
+class Demonstrations:
+    """Turns tasks into groups of the rollout log."""
+
+    def __init__(self, context: JobContext, data: ChatData, chat: ChatTokenizer) -> None:
+        self._context = context
+        self._data = data
+        self._chat = chat
+        self._queue = TaskQueue(
+            context.broker, context.scope, ack_wait_s=context.config.generator.ack_wait_s
+        )
+        self._log = RolloutLog(context.broker, context.scope)
+        self._fitting = FittingLog(context, self._log)
+
+    async def run(self) -> None:
+        """Pull and append until `stopping` is set."""
+        context = self._context
+        settle_memory()
+        context.set_state("working")
+        await context.event("generator_ready")
+        while not context.stopping.is_set():
+            pulling = self._queue.pull(_AT_ONCE, _PULL_TIMEOUT_S)
+            leases = await context.unless_stopping(pulling, stopped=list[Lease]())
+            async with asyncio.TaskGroup() as appending:
+                for lease in leases:
+                    appending.create_task(self._append(lease), name=f"task {lease.task.task}")
+        await self._queue.close()
+
+    async def _append(self, lease: Lease) -> None:
+        context, task = self._context, lease.task
+        try:
+            group = demonstrate(task, self._data, self._chat, context.config, context.name)
+            await self._fitting.append(group)
+        except GroupFailed as failure:
+            await append_given_up(context, self._log, failure)
+        context.progressed()
+        await lease.done()
+
+
+def demonstrate(
+    task: Task, data: ChatData, chat: ChatTokenizer, config: JobConfig, source: str
+) -> Group:
+    """Return the group of a task: its row as one trajectory.
+
+    Raises GroupFailed for a row that cannot be learnt from.
+    """
+    now = time.time()
+    try:
+        trajectory = _trajectory(task, data, chat, config.rollout.max_tokens)
+        group = Group(task=task, trajectories=[trajectory], source=source, started=now)
+        return group.with_shared_images().model_copy(update={"finished": time.time()})
+    except DataError as error:
+        raise _failed(task, error, source, now) from error
+    except ModelError as error:
+        told = ModelError(f"row {task.sample} of sft.data: {error.message}", hint=error.hint)
+        raise _failed(task, told, source, now) from error
+    except Exception as error:  # a row that nobody has foreseen: it alone is not learnt from
+        _log.exception("row_failed", sample=task.sample)
+        told = DataError(
+            f"row {task.sample} of sft.data cannot be learnt from: {words_of(error)}",
+            hint="leave the row out; the generator's log has the traceback",
+        )
+        raise _failed(task, told, source, now) from error
+
+
+def _failed(task: Task, error: TinkermqError, source: str, started: float) -> GroupFailed:
+    blame = Blame(boundary="task", code=error.code, message=error.message, hint=error.hint)
+    group = Group(task=task, error=blame, source=source, started=started, finished=time.time())
+    return GroupFailed(group, blame, 1)
+
+
+def _trajectory(task: Task, data: ChatData, chat: ChatTokenizer, max_tokens: int) -> Trajectory:
+    if task.sample is None:
+        raise DataError(f"task {task.task} names no row")
+    row = data.row(task.sample)
+    spoken = tokenise_row(row, chat, max_tokens)
+    said = spoken.mask == 1
+    return Trajectory(
+        token_ids=spoken.token_ids,
+        mask=spoken.mask.astype(np.uint8),
+        logprobs=np.zeros(len(said), np.float32),
+        versions=np.where(said, task.min_version, -1).astype(np.int32),
+        turn_ends=spoken.turn_ends,
+        rewards=np.zeros(len(spoken.turn_ends), np.float32),
+        messages=row.messages,
+        seed=task.seed,
+    )
+
+
+def tokenise_row(row: ChatRow, chat: ChatTokenizer, max_tokens: int) -> Conversation:
+    """Tokenise the conversation of a row.
+
+    Raises DataError for one that is too long, ModelError for what the template does not take; both
+    name the row.
+    """
+    try:
+        spoken = chat.conversation(row.messages, row.tools)
+    except ModelError as error:
+        raise ModelError(f"{row.where}: {error.message}", hint=error.hint) from error
+    length = len(spoken.token_ids)
+    if length > max_tokens:
+        raise DataError(
+            f"{row.where} has {length} tokens, rollout.max_prompt_tokens + "
+            f"rollout.max_response_tokens is {max_tokens}",
+            hint=f"raise them to {length} together, or shorten the data",
+        )
+    return spoken

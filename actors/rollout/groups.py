@@ -1,0 +1,425 @@
+"""One task: its episodes at once, failed ones tried again, into one group for the rollout log.
+
+With `rollout.oversample` more episodes run than the group has: the first to end are the group, the
+others are cut, and the group tells how far they had come.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import structlog
+
+from ...broker.feed import publish_dead
+from ...broker.partial_rollouts import Fenced
+from ...broker.rollouts import RolloutLog
+from ...envs.serving.remote import Environments, SeatAt, Start
+from ...schemas.config.job import JobConfig
+from ...schemas.rollout import Group, Trajectory, with_cut_infos
+from ...schemas.task import Blame, DeadLetter, Task
+from ...schemas.wire.errors import MessageError, TinkermqError, root_cause
+from ...schemas.wire.fitting import CUT, packed_bytes
+from ..runtime import JobContext
+from .agent_loop import AgentLoop, EpisodeFailed, EpisodePlan, NoTurn, blaming, until_played
+from .players import Players
+from .recording import EpisodeRecorder, TaskRecorder
+from .self_play import learning_roles
+from .transcript import Transcript
+
+# A game with several roles: each role's conversation is an episode of its own, at one table.
+#
+# The table is reset first; then every role takes its seat with an ordinary agent loop, which
+# waits at the environment host for its turns. What the roles share is the game and nothing else:
+# prompt, mask, rewards and limits are each role's own.
+
+
+async def play_table(
+    environments: Environments, plan: EpisodePlan, players: Mapping[str, AgentLoop]
+) -> dict[str, Trajectory]:
+    """Play one game, each role by its agent loop; return the trajectories by role.
+
+    A role whose turn never came has none. Raises EpisodeFailed when a seat failed: then the whole
+    game did.
+    """
+    with blaming("environment"):
+        started = await environments.reset(plan.episode, plan.start)
+    try:
+        outcomes = await asyncio.gather(
+            *(
+                _seat(loop, plan, SeatAt(started.host, plan.episode, role))
+                for role, loop in players.items()
+            )
+        )
+    finally:
+        environments.close(started.host, plan.episode)
+    failures = [outcome for outcome in outcomes if isinstance(outcome, EpisodeFailed)]
+    by_role = {played.role: played for played in outcomes if isinstance(played, Trajectory)}
+    if failures:
+        wasted = sum(failure.tokens_wasted for failure in failures)
+        wasted += sum(trajectory.num_generated for trajectory in by_role.values())
+        first = failures[0]
+        raise EpisodeFailed(first.cause, first.blame.boundary, wasted) from first
+    return by_role
+
+
+async def _seat(loop: AgentLoop, plan: EpisodePlan, seat: SeatAt) -> Trajectory | Exception:
+    """Play one role; a seat that fails gives itself up, which ends the game for the others."""
+    named = {"episode": f"{plan.episode}.{seat.role}"}
+    if plan.draws is not None:
+        named["draws"] = f"{plan.draws} {seat.role}"
+    try:
+        return await loop.run(replace(plan, **named, start=replace(plan.start, seat=seat)))
+    except (EpisodeFailed, NoTurn) as outcome:
+        return outcome
+
+
+_NO_TURN = Blame(
+    boundary="task",
+    code="no_turn",
+    message="no role that learns had a turn in any episode of the task",
+    hint="let the game go on until every role has had a turn",
+)
+_TOLD_EVERY_S = 30.0
+_MARKS_BYTES = 1 << 17
+"""Room for what marks the cuts, and for what is told of a task that failed."""
+_log = structlog.get_logger()
+
+
+PlayAlone: TypeAlias = Callable[
+    [EpisodePlan, Transcript | None, EpisodeRecorder], Awaitable[list[Trajectory]]
+]
+"""Plays one episode that no other role takes part in, into its rows."""
+
+
+class GroupFailed(TinkermqError):
+    """A task whose tries are used up; carries the group that records it."""
+
+    def __init__(self, group: Group, blame: Blame, num_attempts: int) -> None:
+        super().__init__(blame.message, hint=blame.hint)
+        self.group = group
+        self.blame = blame
+        self.num_attempts = num_attempts
+
+
+@dataclass(eq=False)
+class _Episode:
+    """One episode of a group, whichever try it is."""
+
+    plan: EpisodePlan
+    recorder: EpisodeRecorder
+    transcript: Transcript = field(default_factory=Transcript)
+    """How far the present try is."""
+    trajectories: list[Trajectory] = field(default_factory=list[Trajectory])
+    """What it became: one for each role that learns and had a turn."""
+    failures: list[EpisodeFailed] = field(default_factory=list[EpisodeFailed])
+    """Of the tries before."""
+
+
+class GroupRunner:
+    """Runs the episodes of tasks for one generator."""
+
+    def __init__(
+        self,
+        players: Players,
+        environments: Environments,
+        config: JobConfig,
+        source: str,
+        past: Players | None = None,
+        play_alone: PlayAlone | None = None,
+    ) -> None:
+        """`past` plays earlier versions, where the configuration asks for them; `play_alone` what
+        is no game with roles, by default the main policy's loop."""
+        self._players = players
+        self._past = past
+        self._play_alone = play_alone or self._play_game
+        self._environments = environments
+        self._config = config
+        self._source = source
+        self._roles: list[str] | None = None
+
+    async def run(
+        self,
+        task: Task,
+        attempt: str,
+        traceparent: str = "",
+        recorder: TaskRecorder | None = None,
+    ) -> Group:
+        """Roll a task out `group_size` times (and once greedily, where asked for).
+
+        `attempt` makes the episodes' ids unique among generators that hold the same task,
+        `traceparent` is the trace context of the task, `recorder` writes its episodes down. Raises
+        GroupFailed when an episode failed as often as `rollout.max_tries` allows, Fenced when
+        somebody else has the task now, EngineError when the engine has ended: that is nobody's
+        try.
+        """
+        if self._roles is None:
+            self._roles = (await self._environments.describe()).roles
+        started = time.time()
+        misfit = _misfit(self._config, self._roles)
+        if misfit is not None:
+            raise self._given_up(task, misfit, [], started)
+        recorder = recorder or TaskRecorder()
+        episodes = [
+            _Episode(plan, await recorder.open(number))
+            for number, plan in enumerate(self._plans(task, attempt, traceparent))
+        ]
+        learning = learning_roles(self._config.self_play, self._roles, task.seed)
+        try:
+            kept = await self._play_all(episodes, learning)
+        except EpisodeFailed as failure:
+            raise self._given_up(task, failure.blame, episodes, started) from failure
+        trajectories = [item for episode in kept for item in episode.trajectories]
+        if not trajectories:
+            raise self._given_up(task, _NO_TURN, episodes, started)
+        return Group(
+            task=task,
+            trajectories=trajectories,
+            source=self._source,
+            kv_on_swap=self._config.generator.kv_on_swap,
+            started=started,
+            finished=time.time(),
+            tokens_wasted=_tokens_wasted(episodes),
+            tokens_cut=[
+                episode.transcript.num_generated for episode in episodes if episode not in kept
+            ],
+            tokens_continued=sum(episode.recorder.num_continued for episode in kept),
+        )
+
+    async def _play_all(
+        self, episodes: Sequence[_Episode], learning: Sequence[str]
+    ) -> list[_Episode]:
+        """Play episodes at once; return those of the group, the others are cut.
+
+        Raises what ended one of them.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(self._play(episode, learning), name=episode.plan.episode)
+                    for episode in episodes
+                ]
+                kept = await _first_to_end(running, len(running) - self._config.rollout.oversample)
+        except BaseExceptionGroup as raised:
+            if fenced := raised.split(Fenced)[0]:
+                raise root_cause(fenced) from raised
+            failed, rest = raised.split(EpisodeFailed)
+            if failed is None or rest is not None:
+                raise
+            raise root_cause(failed) from raised
+        return [episodes[number] for number in sorted(kept)]
+
+    def _plans(self, task: Task, attempt: str, traceparent: str) -> list[EpisodePlan]:
+        """All episodes of a group start from the same state: the prompt is what they share."""
+        start = Start("train", task.sample, task.seed, task.reset_kwargs, traceparent=traceparent)
+        repeats = self._config.training.max_staleness == 0
+        return [
+            EpisodePlan(
+                episode=f"{attempt}-{task.task}-{number}",
+                start=start,
+                greedy=task.greedy_baseline and number == task.group_size,
+                number=number,
+                draws=f"{task.seed} {task.task} {number}" if repeats else None,
+                time=task.issued or None,
+            )
+            for number in range(self._num_episodes(task))
+        ]
+
+    def _num_episodes(self, task: Task) -> int:
+        return task.group_size + int(task.greedy_baseline) + self._config.rollout.oversample
+
+    async def _play(self, episode: _Episode, learning: Sequence[str]) -> None:
+        """Try an episode until it succeeds."""
+
+        async def play(plan: EpisodePlan) -> list[Trajectory]:
+            episode.transcript = Transcript()
+            return await self._try(episode, plan, learning)
+
+        max_tries, failures = self._config.rollout.max_tries, episode.failures
+        played = await until_played(play, episode.plan, max_tries, self._check_engines, failures)
+        blames = [failure.blame for failure in failures]
+        told = {"num_tries": len(blames) + 1, "failures": blames} if blames else {}
+        episode.trajectories = [item.model_copy(update=told) for item in played]
+
+    def _check_engines(self) -> None:
+        self._players.check_engines()
+        if self._past is not None:
+            self._past.check_engines()
+
+    async def _try(
+        self, episode: _Episode, plan: EpisodePlan, learning: Sequence[str]
+    ) -> list[Trajectory]:
+        """Play an episode once; one conversation for each role that learns and had a turn."""
+        if not self._roles:
+            told = episode.transcript if self._config.rollout.oversample else None
+            return await self._play_alone(plan, told, episode.recorder)
+        loops = (self._past or self._players).of(self._roles) | self._players.of(learning)
+        by_role = await play_table(self._environments, plan, loops)
+        opponents = {
+            role: item.min_version for role, item in by_role.items() if role not in learning
+        }
+        return [
+            item.model_copy(update={"opponents": opponents})
+            for role, item in by_role.items()
+            if role in learning
+        ]
+
+    async def _play_game(
+        self, plan: EpisodePlan, transcript: Transcript | None, recorder: EpisodeRecorder
+    ) -> list[Trajectory]:
+        return [await self._players.main.run(plan, transcript, recorder)]
+
+    def _given_up(
+        self,
+        task: Task,
+        blame: Blame,
+        episodes: Sequence[_Episode],
+        started: float,
+    ) -> GroupFailed:
+        group = Group(
+            task=task,
+            error=blame,
+            source=self._source,
+            started=started,
+            finished=time.time(),
+            tokens_wasted=_tokens_wasted(episodes),
+        )
+        return GroupFailed(group, blame, sum(len(episode.failures) for episode in episodes))
+
+
+def _tokens_wasted(episodes: Sequence[_Episode]) -> int:
+    """Count what was generated in tries that failed."""
+    return sum(failure.tokens_wasted for one in episodes for failure in one.failures)
+
+
+class FittingLog:
+    """The rollout log of a generator: a group that no message holds costs itself only."""
+
+    def __init__(self, context: JobContext, log: RolloutLog) -> None:
+        self._context, self._log = context, log
+        self._next_told = 0.0
+
+    async def append(self, group: Group, traceparent: str = "") -> bool:
+        """Append a group; of one that is too large what only people read is cut, and says so.
+
+        Returns False if the log has a group for the task already. Raises GroupFailed for one that
+        is too large nevertheless.
+        """
+        payload = group.to_bytes()
+        if len(payload) > self._log.max_bytes:
+            payload = await self._shortened(group, len(payload))
+        number = group.task.task
+        return await self._log.append_payload(number, payload, traceparent=traceparent)
+
+    async def _shortened(self, group: Group, num_bytes: int) -> bytes:
+        # what marks the cuts takes some bytes, too
+        fitting = with_cut_infos(group, num_bytes, self._log.max_bytes - _MARKS_BYTES)
+        payload = fitting.to_bytes()
+        try:
+            self._log.check_fits(fitting, payload)
+        except MessageError as error:
+            raise _too_large(group, error) from error
+        number, now = group.task.task, time.monotonic()
+        _log.warning("group_cut", task=number, num_bytes=num_bytes, left=len(payload))
+        if now >= self._next_told:
+            self._next_told = now + _TOLD_EVERY_S
+            text = f"the group of task {number} had {num_bytes:,} bytes: `info` of its episodes "
+            text += f"was cut, which its key {CUT} tells; put less into it"
+            await self._context.event("group_cut", text, task=number)
+        return payload
+
+
+def _too_large(group: Group, error: MessageError) -> GroupFailed:
+    """Return what is told of a group that no message holds: its episodes are gone."""
+    blame = Blame(boundary="task", code=error.code, message=error.message, hint=error.hint)
+    wasted = group.tokens_wasted + sum(item.num_generated for item in group.trajectories)
+    given_up = Group(
+        task=group.task,
+        error=blame,
+        source=group.source,
+        started=group.started,
+        finished=group.finished or time.time(),
+        tokens_wasted=wasted,
+    )
+    return GroupFailed(given_up, blame, 1)
+
+
+def _fitting_task(task: Task, most: int) -> Task:
+    """Return a task that leaves room for what is told of it."""
+    size = packed_bytes(task.reset_kwargs)
+    if size <= most - _MARKS_BYTES:
+        return task
+    return task.model_copy(update={"reset_kwargs": {CUT: {"bytes": size}}})
+
+
+async def append_given_up(context: JobContext, log: RolloutLog, failure: GroupFailed) -> bool:
+    """Record a task that was given up: a dead letter, an event, and its group in the log.
+
+    Returns False if the log has a group for the task already.
+    """
+    task, blame = _fitting_task(failure.group.task, log.max_bytes), failure.blame
+    letter = DeadLetter(
+        task=task,
+        blame=blame,
+        num_attempts=max(1, failure.num_attempts),
+        source=context.name,
+        time=time.time(),
+    )
+    await publish_dead(context.broker, context.scope, letter)
+    await context.event(
+        "task_given_up",
+        f"task {task.task}: {blame.message}",
+        task=task.task,
+        boundary=blame.boundary,
+    )
+    return await log.append(failure.group.model_copy(update={"task": task}))
+
+
+def _misfit(config: JobConfig, roles: Sequence[str]) -> Blame | None:
+    """Say which key of the configuration the roles of the game, known to its host, do not bear."""
+    if roles and config.algorithm.advantage == "remax":
+        return _wrong_key(
+            "algorithm.advantage=remax has no baseline in a game with roles",
+            "choose another advantage, such as grpo or rloo",
+        )
+    for key, value in (
+        ("rollout.oversample", config.rollout.oversample),
+        ("generator.segment_tokens", config.generator.segment_tokens),
+    ):
+        if roles and value:
+            return _wrong_key(f"{key} is not built for games with roles", f"remove {key}")
+    if not roles and config.self_play.past_share > 0:
+        return _wrong_key(
+            "self_play.past_share has no effect: the game has no roles",
+            "leave it out, or name the game's roles",
+        )
+    unknown = sorted(set(config.policies) - set(roles))
+    if unknown:
+        known = f"its roles are {', '.join(roles)}" if roles else "it has no roles"
+        return _wrong_key(f"policies.{unknown[0]} is no role of the game", known)
+    return None
+
+
+def _wrong_key(message: str, hint: str) -> Blame:
+    return Blame(boundary="task", code="config", message=message, hint=hint)
+
+
+async def _first_to_end(running: Sequence[asyncio.Task[None]], num: int) -> set[int]:
+    """Wait until `num` have ended, cut the others, and return the places of those `num`."""
+    ended: list[int] = []
+    enough = asyncio.Event()
+
+    def note(number: int) -> None:
+        ended.append(number)
+        if len(ended) == num:
+            enough.set()
+
+    for number, task in enumerate(running):
+        task.add_done_callback(lambda _, number=number: note(number))
+    await enough.wait()
+    kept = set(ended[:num])
+    for number, task in enumerate(running):
+        if number not in kept:
+            task.cancel()
+    return kept

@@ -1,0 +1,141 @@
+"""The engines of a process and the agent loops that play with them, by policy."""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+from ...broker.observe.metering import TimeUse
+from ...envs.serving.remote import Environments
+from ...schemas.config.job import JobConfig
+from ...schemas.config.sections import LoraConfig
+from ...schemas.wire.errors import ConfigError
+from ..engine.engine import Engine
+from ..engine.transformers.transformers_engine import TransformersEngine
+from ..policy.chat import ChatTokenizer
+from ..policy.devices import own_device
+from ..policy.lora import base_of, is_adapter
+from ..policy.model_folder import load_causal_lm
+from ..policy.policies import MAIN, policy_config, policy_names
+from .agent_loop import AgentLoop, EpisodeSampling, PromptForTeacher
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..engine.vllm.model import VllmModel
+
+Base: TypeAlias = "PreTrainedModel | VllmModel"
+"""A model in memory that several engines share, each with an adapter of its own beside it."""
+
+
+async def start_engine(config: JobConfig, version: int = 0, base: "Base | None" = None) -> Engine:
+    """Start the engine that the configuration asks for; its weights are those of `version`.
+
+    With `base` of `load_base` the adapter of the configuration is put beside its weights. Raises
+    ConfigError where the engine is not installed.
+    """
+    max_waiting = 4 * config.generator.max_episodes
+    if config.generator.engine == "vllm":
+        _check_vllm()
+        from ..engine.vllm.vllm_engine import start_vllm
+
+        in_vllm = cast("VllmModel | None", base)
+        return await start_vllm(config, version, in_vllm, max_waiting=max_waiting)
+    return await TransformersEngine.start(
+        config.model.path,
+        max_slots=config.generator.max_requests,
+        max_context=config.generator.max_context or config.rollout.max_tokens,
+        dtype=config.generator.dtype,
+        device=str(own_device()),
+        trust_remote_code=config.model.trust_remote_code,
+        lora=config.lora,
+        base=cast("PreTrainedModel | None", base),
+        version=version,
+        max_waiting=max_waiting,
+        record_experts=config.algorithm.router_replay,
+    )
+
+
+async def load_base(config: JobConfig, adapters: Sequence[LoraConfig]) -> Base:
+    """Load the model of a configuration for engines that share it: one with each of `adapters`."""
+    if config.generator.engine == "vllm":
+        _check_vllm()
+        from ..engine.vllm.vllm_engine import open_vllm
+
+        return await open_vllm(config, adapters)
+    return await asyncio.to_thread(_load_frozen, config)
+
+
+def _load_frozen(config: JobConfig) -> "PreTrainedModel":
+    import torch
+
+    path = config.model.path
+    model = load_causal_lm(
+        base_of(path) if is_adapter(path) else path,
+        dtype=getattr(torch, config.generator.dtype),
+        attn_implementation="eager",
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    frozen = model.requires_grad_(False)
+    torch.nn.Module.to(frozen, own_device())  # once, and not for each engine that shares it
+    return frozen
+
+
+def _check_vllm() -> None:
+    try:
+        import vllm.v1.engine.async_llm  # noqa: F401  # pyright: ignore[reportUnusedImport, reportMissingModuleSource]
+    except (ImportError, OSError, RuntimeError) as error:  # a library of it does not fit torch
+        raise ConfigError(
+            f"generator.engine is vllm, which cannot be imported here: {error}",
+            hint="install it where the pool's generators run (`pip install 'tinkermq[vllm]'`, see "
+            "docs/engines.md), or set generator.engine=transformers",
+        ) from error
+
+
+class Players:
+    """One engine and one agent loop for each policy of a job."""
+
+    def __init__(self, engines: dict[str, Engine], loops: dict[str, AgentLoop]) -> None:
+        self.engines = engines
+        self._loops = loops
+
+    @classmethod
+    async def start(
+        cls,
+        config: JobConfig,
+        chat: ChatTokenizer,
+        environments: Environments,
+        sampling: EpisodeSampling,
+        time_use: TimeUse | None = None,
+        prompt_for_teacher: PromptForTeacher | None = None,
+    ) -> "Players":
+        """Start the engines; `time_use` is told what the episodes wait for, `prompt_for_teacher`
+        makes what teachers read."""
+        engines = {
+            name: await start_engine(policy_config(config, name)) for name in policy_names(config)
+        }
+        loops = {
+            name: AgentLoop(
+                engine, chat, environments, config.rollout, sampling, time_use, prompt_for_teacher
+            )
+            for name, engine in engines.items()
+        }
+        return cls(engines, loops)
+
+    @property
+    def main(self) -> AgentLoop:
+        """The loop of the main policy."""
+        return self._loops[MAIN]
+
+    def of(self, roles: Iterable[str]) -> dict[str, AgentLoop]:
+        """Say who plays each role: its own policy, or the main one."""
+        return {role: self._loops.get(role, self.main) for role in roles}
+
+    def check_engines(self) -> None:
+        """Raise what ended an engine, if one has ended: no episode can succeed any more."""
+        for loop in self._loops.values():
+            loop.check_engine()
+
+    async def close(self) -> None:
+        """End the engines."""
+        for engine in self.engines.values():
+            await engine.close()

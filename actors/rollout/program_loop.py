@@ -1,0 +1,444 @@
+"""One episode of an agent program: its host runs it, its calls are answered here, rows come out.
+
+The program's host is an environment host. The episode's one step ends when the program has ended
+and its reward is known. Meanwhile its calls come on a subject of the episode's own. When the host
+dies, the program starts again elsewhere, and what it asks once more is answered as it was.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias, cast
+
+from ...broker.client.connection import Broker
+from ...broker.client.parts import PartsService
+from ...broker.client.replies import Listening
+from ...broker.client.rpc import Service
+from ...broker.observe.metering import TimeUse
+from ...envs.agents.episode import NoCalls
+from ...envs.game import StepResult
+from ...envs.serving.remote import Environments, HostGone, Started
+from ...schemas.agent import CallDelivered, CallPart, CallPlaces, CallRequest, CancelCall
+from ...schemas.config.job import JobConfig
+from ...schemas.rollout import Trajectory
+from ...schemas.wire.errors import MessageError
+from ...schemas.wire.subjects import JobScope
+from ..engine.engine import Engine
+from ..policy.chat import ChatTokenizer
+from ..policy.grammar import OutputGrammars
+from ..policy.template_facts import facts_of
+from .agent_loop import EpisodePlan, EpisodeSampling, blaming
+from .call_answers import CallAnswers
+from .call_log import CallLog
+from .call_tree import (
+    CallRow,
+    CallTree,
+    EpisodeCredit,
+    ModelCall,
+    PostedRewards,
+    TreeRows,
+    rows_of,
+)
+from .recording import EpisodeRecorder
+from .transcript import Transcript
+
+# What becomes of an ended episode of a program: its rows, its rewards, and what is told of it.
+
+_MAX_ERROR_CHARACTERS = 1000
+"""Calls of an episode that people are shown."""
+
+
+def rows_of_episode(
+    calls: CallAnswers,
+    plan: EpisodePlan,
+    started: Started,
+    result: StepResult,
+    config: JobConfig,
+    stop_token_ids: Collection[int],
+) -> list[Trajectory]:
+    """Return the rows of an episode, the main one first; its reward stands at the end of that."""
+    tree, agent = calls.tree, config.agent
+    left_out = _left_out(result.info.get("untrained_calls"))
+    posted = PostedRewards.of(result.info, tree)
+    found = rows_of(tree, config.rollout.max_tokens, agent.train, left_out)
+    credit = EpisodeCredit(tree, found, posted)
+    info = {
+        **result.info,
+        "agent": {**_figures(calls, found), **_branch_figures(posted, credit)},
+        **({"without_effect": sorted(calls.without_effect)} if calls.without_effect else {}),
+        "calls": [_told(call, found, posted) for call in tree.calls[:_MAX_ERROR_CHARACTERS]],
+    }
+    return [
+        _trajectory(
+            row,
+            credit.places(row, result.reward, is_main=not place),
+            plan,
+            started,
+            calls,
+            stop_token_ids,
+            result,
+            info if not place else {},
+        )
+        for place, row in enumerate(found.rows)
+    ]
+
+
+def _left_out(told: Any) -> set[int]:
+    numbers = cast("list[Any]", told) if isinstance(told, list) else []
+    return {number for number in numbers if isinstance(number, int)}
+
+
+def _trajectory(
+    row: CallRow,
+    places: CallPlaces,
+    plan: EpisodePlan,
+    started: Started,
+    calls: CallAnswers,
+    stop_token_ids: Collection[int],
+    result: StepResult,
+    info: dict[str, Any],
+) -> Trajectory:
+    tree = calls.tree
+    last = tree.calls[row.calls[-1]]
+    rewards = places.rewards.copy()
+    rewards[-1] += places.outcome
+    reasons = [tree.calls[number].generated.finish_reason for number in row.calls]
+    finish: Literal["done", "turns", "length"] = calls.limit_hit or "done"
+    return Trajectory(
+        token_ids=row.token_ids,
+        mask=row.mask,
+        logprobs=row.logprobs,
+        versions=row.versions,
+        turn_ends=row.turn_ends,
+        rewards=rewards,
+        finish=finish,
+        finish_reasons=["length" if reason == "length" else "stop" for reason in reasons],
+        episode=plan.number,
+        kind=row.kind,
+        calls=places,
+        greedy=plan.greedy,
+        seed=plan.start.seed,
+        messages=[message.for_template() for message in last.path_messages],
+        info=info,
+        host=started.host,
+        data_source=started.data_source,
+        generate_s=calls.generate_s if info else 0.0,
+    )
+
+
+def _figures(calls: CallAnswers, found: TreeRows) -> dict[str, float]:
+    """Return numbers of an episode, for the metrics."""
+    tree = calls.tree
+    prompts = sum(call.num_tokens - len(call.generated.token_ids) for call in tree.calls)
+    given = sum(len(call.given_ids) for call in tree.calls)
+    branches = Counter(call.branch for call in tree.calls if call.branch)
+    return {
+        "calls": float(len(tree.calls)),
+        "rows": float(len(found.rows)),
+        "reused_share": (prompts - given) / max(1, prompts),
+        "untrained_calls": float(len(found.untrained)),
+        "undelivered": float(sum(not call.delivered for call in tree.calls)),
+        "cut_tokens": float(found.num_cut),
+        "replayed_tokens": float(calls.num_replayed),
+        **_masked(tree, found),
+        **{f"branch_{name}": float(count) for name, count in branches.items()},
+    }
+
+
+def _masked(tree: CallTree, found: TreeRows) -> dict[str, float]:
+    """Return how much formats took out of the choice of trained tokens, if some were demanded.
+
+    Each token counts by the share of the probability that was taken from it.
+    """
+    trained = [tree.calls[number].generated for row in found.rows for number in row.calls]
+    if all(one.masked is None for one in trained):
+        return {}
+    return {"masked_tokens": sum(float(x.masked.sum()) for x in trained if x.masked is not None)}
+
+
+def _branch_figures(posted: PostedRewards, credit: EpisodeCredit) -> dict[str, float]:
+    """Return what parts of the episode were rewarded with, where they were."""
+    branches, calls = posted.branches, posted.calls
+    return {
+        **({"reward_of_calls": sum(calls.values()) / len(calls)} if calls else {}),
+        **({"reward_of_branches": sum(branches.values()) / len(branches)} if branches else {}),
+        **({"lost_rewards": float(lost)} if (lost := credit.num_lost) else {}),
+    }
+
+
+def _told(call: ModelCall, found: TreeRows, posted: PostedRewards) -> dict[str, Any]:
+    """Return what people are shown of a call (`envs/agents/call_lines.py` reads it)."""
+    rows = [place for place, row in enumerate(found.rows) if call.number in row.calls]
+    return {
+        "call": call.number,
+        "parent": None if call.parent is None else call.parent.number,
+        "follows": None if call.follows is None else call.follows.number,
+        "branch": call.branch,
+        "row": rows[0] if rows else None,
+        "untrained": "" if rows else found.why_not.get(call.number, "cut"),
+        "given_tokens": len(call.given_ids),
+        "tokens": len(call.generated.token_ids),
+        "finish": call.generated.finish_reason,
+        "reward": posted.calls.get(call.number),
+        "branch_reward": posted.branches.get(call.number),
+        "name": posted.names.get(call.number, ""),
+        "text": call.reply.text[:200],
+        "tools": [one.name for one in call.reply.calls],
+    }
+
+
+Tell: TypeAlias = Callable[..., Awaitable[None]]
+"""`await tell(kind, message, **data)`: an event of the job."""
+_MAX_TOLD = 100
+"""Names of fields that are told."""
+_MAX_STARTS = 100
+"""Hosts that one episode may outlive."""
+
+
+class ProgramLoop:
+    """Runs the episodes of a job's programs with an engine and the job's hosts."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        scope: JobScope,
+        engine: Engine,
+        chat: ChatTokenizer,
+        environments: Environments,
+        config: JobConfig,
+        sampling: EpisodeSampling,
+        time_use: TimeUse | None = None,
+        tell: Tell | None = None,
+    ) -> None:
+        """`time_use` is told when episodes wait for the engine and for their programs, `tell` of
+        events."""
+        self._broker = broker
+        self._scope = scope
+        self._engine = engine
+        self._chat = chat
+        self._environments = environments
+        self._config = config
+        self._sampling = sampling
+        self._time_use = time_use or TimeUse("generate", "environment", rest="other")
+        self._tell = tell
+        self._facts = facts_of(chat)
+        self._grammars = OutputGrammars(chat)
+        self._told_without_effect: set[str] = set()
+        self._told_branch_rewards = False
+        self._parts: PartsService | None = None
+        self._service: Service | None = None
+
+    async def start(self) -> None:
+        """Get ready to answer, and tell what the model's template cannot do."""
+        if (lacks := "; ".join(self._facts.told())) and self._tell is not None:
+            await self._tell("agent_template", f"of the model's chat template: {lacks}")
+        name, description = "tinkermq-calls", f"calls of programs, job {self._scope.job}"
+        self._service = await Service.start(self._broker, name=name, description=description)
+        self._parts = PartsService(self._broker, self._service)
+
+    async def close(self) -> None:
+        """Answer no more."""
+        if self._service is not None:
+            await self._service.stop(0)
+
+    async def run(
+        self,
+        plan: EpisodePlan,
+        transcript: Transcript | None = None,
+        recorder: EpisodeRecorder | None = None,
+    ) -> list[Trajectory]:
+        """Run one episode to its end; return its rows, the main one first.
+
+        What `recorder`, a `CallLog`, knows of the episode is gone on with. Raises EpisodeFailed,
+        naming the boundary to blame, when there is nothing to train; Fenced when somebody else has
+        taken the episode over.
+        """
+        del transcript
+        log = recorder if isinstance(recorder, CallLog) else CallLog(plan.episode)
+        log.begin_try()
+        engine, config = self._engine, self._config
+        calls = CallAnswers(
+            plan.episode,
+            engine,
+            self._chat if plan.time is None else self._chat.at(plan.time),
+            config,
+            self._sampling_of(plan),
+            log,
+            self._time_use,
+            self._facts,
+            self._broker.max_payload_bytes,
+            self._grammars,
+        )
+        playing = _Playing(self, plan, calls, log)
+        try:
+            with blaming("environment"):
+                started, result = await playing.play()
+            await calls.close("its program has ended")
+            await self._tell_without_effect(calls.without_effect)
+            await self._tell_branch_rewards(result)
+            with blaming("environment"):
+                return await asyncio.to_thread(self._rows, plan, calls, started, result)
+        finally:
+            await calls.close("it was given up")
+            await playing.end()
+
+    async def _tell_without_effect(self, fields: set[str]) -> None:
+        """Tell once what programs send that changes nothing; each episode says it in its info."""
+        fresh = sorted(fields - self._told_without_effect)[:_MAX_TOLD]
+        if not fresh or self._tell is None or len(self._told_without_effect) > _MAX_TOLD:
+            return
+        self._told_without_effect.update(fresh)
+        message = f"programs send what has no effect: {', '.join(fresh)}"
+        await self._tell("agent_params", message, fields=fresh)
+
+    async def _tell_branch_rewards(self, result: StepResult) -> None:
+        """Tell once that the rewards of branches have no effect."""
+        is_read = self._config.algorithm.branch_credit != "episode"
+        if self._tell is None or is_read or self._told_branch_rewards:
+            return
+        if result.info.get("branch_rewards"):
+            self._told_branch_rewards = True
+            await self._tell(
+                "agent_branch_rewards",
+                "programs post rewards of branches, which have no effect: "
+                "algorithm.branch_credit is episode, set own or both",
+            )
+
+    def _sampling_of(self, plan: EpisodePlan) -> EpisodeSampling:
+        return EpisodeSampling(0.0) if plan.greedy else self._sampling
+
+    def _rows(
+        self, plan: EpisodePlan, calls: CallAnswers, started: Started, result: StepResult
+    ) -> list[Trajectory]:
+        rows = rows_of_episode(
+            calls, plan, started, result, self._config, self._chat.stop_token_ids
+        )
+        if not rows:
+            raise NoCalls(
+                "the program ended without an answer of the model that could be trained: it had "
+                f"{len(calls.tree.calls)}, of which agent.train={self._config.agent.train} takes "
+                "those that arrived",
+                hint="run `tinkermq agent check`: it says of each call whether it is trained",
+            )
+        return rows
+
+    async def listen(self, episode: str, calls: CallAnswers, delivery: int) -> list[Listening]:
+        """Answer the calls of an episode until the returned subscriptions are stopped.
+
+        `delivery` is how often its task had been handed out when it came here.
+        """
+        assert self._parts is not None, "start the loop first"
+        parts, scope = self._parts, self._scope
+
+        def cancel(message: Any) -> None:
+            if told := _read(CancelCall, message.data):
+                parts.cancel(told.request)
+
+        def delivered(message: Any) -> None:
+            if told := _read(CallDelivered, message.data):
+                calls.note_delivered(told)
+
+        return [
+            await self._broker.listen(scope.episode(episode, "cancel"), cancel),
+            await self._broker.listen(scope.episode(episode, "delivered"), delivered),
+            await parts.listen(
+                scope.episode(episode, "call"),
+                CallRequest,
+                CallPart,
+                calls.answer,
+                blank=CallPart(delivery=delivery),
+            ),
+        ]
+
+    @property
+    def environments(self) -> Environments:
+        """The hosts of the job."""
+        return self._environments
+
+    @property
+    def time_use(self) -> TimeUse:
+        """What the episodes wait for."""
+        return self._time_use
+
+
+def _read(model: Any, payload: bytes) -> Any:
+    try:
+        return model.from_bytes(payload)
+    except MessageError:
+        return None  # anybody's word; who sent it gets no answer
+
+
+@dataclass(eq=False)
+class _Playing:
+    """The program of one episode, wherever it runs."""
+
+    loop: ProgramLoop
+    plan: EpisodePlan
+    calls: CallAnswers
+    log: CallLog
+    subscriptions: list[Listening] | None = None
+    ended: bool = False
+
+    async def play(self) -> tuple[Started, StepResult]:
+        """Run the program to its end, on another host where one dies."""
+        num_starts = 0
+        while True:
+            try:
+                started = await self._start(num_starts)
+                return started, await self._unless_failed(self._until_end(started))
+            except HostGone:
+                num_starts += 1
+                if num_starts >= _MAX_STARTS:
+                    raise
+
+    async def end(self) -> None:
+        """Leave the episode: nobody's calls are answered, and its host is told."""
+        await self._stop_listening()
+        if self.log.episode and not self.ended:
+            self.loop.environments.close(self.log.host, self.log.episode)
+
+    async def _start(self, num_starts: int) -> Started:
+        """Find the program that another generator has begun, or start it."""
+        environments, plan, log = self.loop.environments, self.plan, self.log
+        if log.episode and not num_starts:
+            await self._listen(log.episode)
+            held = replace(plan.start, only_held=True)
+            try:
+                return await self._unless_failed(environments.rejoin(log.host, log.episode, held))
+            except HostGone:
+                pass
+        if log.episode:
+            environments.close(log.host, log.episode)
+            await self.calls.start_again()
+        episode = f"{plan.episode}-{num_starts}" if num_starts else plan.episode
+        await self._listen(episode)
+        started = await self._unless_failed(environments.reset(episode, plan.start))
+        log.hold(episode, started.host, anew=True)
+        return started
+
+    async def _until_end(self, started: Started) -> StepResult:
+        with self.loop.time_use.doing("environment"):
+            result = await self.loop.environments.step(started.host, self.log.episode, 0, "")
+        self.ended = True
+        return result
+
+    async def _unless_failed(self, work: Any) -> Any:
+        """Await something, unless the episode is taken away meanwhile."""
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, self.calls.failed}, return_when=asyncio.FIRST_COMPLETED)
+            if self.calls.failed.done():
+                self.calls.failed.result()
+            return task.result()
+        finally:
+            task.cancel()
+
+    async def _listen(self, episode: str) -> None:
+        await self._stop_listening()
+        self.subscriptions = await self.loop.listen(episode, self.calls, self.log.delivery)
+
+    async def _stop_listening(self) -> None:
+        for listening in self.subscriptions or ():
+            await listening.stop()
+        self.subscriptions = None

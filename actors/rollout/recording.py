@@ -1,0 +1,389 @@
+"""Writing running episodes down, so that the task's next holder goes on with them.
+
+A segment is appended while the next tokens are generated, one at a time per episode. The end of a
+turn is different: it is stored before the game sees the turn. So whoever goes on with the episode
+gives the game that very action, which a host that has played it already only answers again, and a
+holder that was overtaken never plays another.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import structlog
+
+from ...broker.client.connection import Broker
+from ...broker.partial_rollouts import SegmentWriter, purge_segments
+from ...envs.game import StepResult
+from ...envs.serving.remote import Environments, HostGone, Start, Started
+from ...schemas.rollout import Segment
+from ...schemas.task import Task
+from ...schemas.wire.errors import DeadlineError, NotFoundError, StateError, TinkermqError
+from ...schemas.wire.subjects import JobScope
+from ..engine.engine import Drawn
+from ..policy.chat import ChatTokenizer
+from .transcript import Transcript
+
+# What is told of episodes as they grow. The recorders here write nothing down.
+#
+# `recording` has those that do, so that another generator goes on with the episodes.
+
+
+@dataclass(frozen=True)
+class GameAt:
+    """The game of an episode, and where it is played."""
+
+    started: Started
+    """Its first prompt, and the host that holds it now."""
+    episode: str
+    """Its id there."""
+
+    @property
+    def host(self) -> str:
+        """The environment host."""
+        return self.started.host
+
+
+class EpisodeRecorder:
+    """Told of one episode as it grows."""
+
+    follows_tokens = False
+    """Whether `note_token` is to be told of each token."""
+    keeps_game = False
+    """Whether the episode stays at its host when it is over: the recorder sees to its end."""
+    num_continued = 0
+    """Generated tokens that were not generated again."""
+
+    async def rejoin(
+        self, chat: ChatTokenizer, episode: str, start: Start, transcript: Transcript
+    ) -> GameAt | None:
+        """Find the game that another generator has begun; None: it is to be started.
+
+        `transcript` gets what there is. A game that is played again is so as `episode`.
+        """
+        del chat, episode, start, transcript
+
+    async def begin(self, transcript: Transcript, game: GameAt) -> None:
+        """Take notice that the episode is being played, from its beginning or gone on with."""
+
+    def seed(self, turn: int) -> int | None:
+        """Return the seed of a turn's sampling; None: any."""
+        del turn
+
+    def note_token(self, transcript: Transcript) -> bool:
+        """Take notice of a token of the open turn; False when the episode was taken over."""
+        del transcript
+        return True
+
+    async def end_turn(self, transcript: Transcript) -> None:
+        """Take notice of the end of a turn, before the game is given it."""
+
+    async def settle(self) -> None:
+        """Wait for what is being stored; raises what that raises."""
+
+    def stop(self) -> None:
+        """Leave off: this try of the episode is over."""
+
+
+class TaskRecorder:
+    """Told of the episodes of one lease of a task."""
+
+    async def open(self, number: int) -> EpisodeRecorder:
+        """Return what is told of an episode of the task."""
+        del number
+        return EpisodeRecorder()
+
+    async def end(self) -> None:
+        """Take notice that the task's group is in the log."""
+
+
+# Going on with an episode that another generator began: its game first.
+#
+# Where the environment host still holds the episode, its last turn is given to it once more,
+# which repeats its answer or, if it had not come to that, plays it. A host that is gone, or has
+# freed the episode, is made up for by a reset with the same seed on any host and the recorded
+# turns: with a game that answers them as it did before nothing is lost. With another one the
+# episode starts again.
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """An episode as its last holder wrote it down."""
+
+    episode: str
+    """Its id at the environment host."""
+    host: str
+    seed: int
+    transcript: Transcript
+    """Without messages but the observations, images and data source: the game's host has them."""
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment]) -> "Recorded | None":
+        """Put segments together; None when nothing was generated."""
+        if not any(segment.mask.any() for segment in segments):
+            return None
+        made = Transcript()
+        for segment in segments:
+            made.token_ids += segment.token_ids.tolist()
+            made.mask += segment.mask.tolist()
+            made.logprobs += segment.logprobs.tolist()
+            made.versions += segment.versions.tolist()
+            made.turn_ends += segment.turn_ends
+            made.rewards += segment.rewards
+            made.observations += segment.observations
+        made.num_prompt = made.mask.index(1)
+        if not made.awaits_answer:
+            _reopen(made)
+        last = segments[-1]
+        return cls(last.episode, last.host, last.seed, made)
+
+
+def _reopen(made: Transcript) -> None:
+    """Take the tokens behind the last prompt or observation as those of the open turn."""
+    closed = len(made.mask)
+    while made.mask[closed - 1]:
+        closed -= 1
+    columns = (made.token_ids, made.logprobs, made.versions)
+    tokens = zip(*(column[closed:] for column in columns), strict=True)
+    made.open = [Drawn(*token) for token in tokens]
+    for column in (*columns, made.mask):
+        del column[closed:]
+
+
+async def find_game(
+    environments: Environments, chat: ChatTokenizer, recorded: Recorded, episode: str, start: Start
+) -> GameAt:
+    """Find the game of a recorded episode, or play it again as `episode`.
+
+    Raises HostGone when neither is possible, GameError when the game failed.
+    """
+    try:
+        started = await environments.rejoin(recorded.host, recorded.episode, start)
+        await _check(environments, chat, recorded, started, recorded.episode, last_only=True)
+        return GameAt(started, recorded.episode)
+    except (HostGone, NotFoundError, StateError):
+        environments.close(recorded.host, recorded.episode)
+        started = await environments.reset(episode, start)
+        try:
+            await _check(environments, chat, recorded, started, episode, last_only=False)
+        except TinkermqError:
+            environments.close(started.host, episode)
+            raise
+        return GameAt(started, episode)
+
+
+async def _check(
+    environments: Environments,
+    chat: ChatTokenizer,
+    recorded: Recorded,
+    started: Started,
+    episode: str,
+    *,
+    last_only: bool,
+) -> None:
+    """Give the game its turns, or the last one, and compare what it says with the record."""
+    made = recorded.transcript
+    prompt = chat.first_prompt(started.messages, started.tools).tolist()
+    if prompt != made.token_ids[: made.num_prompt]:
+        raise _diverged(recorded, "another first prompt")
+    num_turns = len(made.turn_ends)
+    for turn in range(max(0, num_turns - 1) if last_only else 0, num_turns):
+        text = chat.answer(*made.turn(turn))
+        reply = await environments.step(started.host, episode, turn, text)
+        if turn < len(made.rewards) and not _same(reply, made, turn):
+            raise _diverged(recorded, f"another answer to turn {turn}")
+
+
+def _same(reply: StepResult, made: Transcript, turn: int) -> bool:
+    said = {"role": reply.role, "content": reply.observation}
+    same = said == made.observations[turn] and reply.reward == made.rewards[turn]
+    return same and not reply.done
+
+
+def _diverged(recorded: Recorded, how: str) -> HostGone:
+    return HostGone(
+        f"episode {recorded.episode} cannot be continued: host {recorded.host} no longer holds it, "
+        f"and the game, played again, gave {how}",
+        hint="the episode starts again",
+    )
+
+
+def retell(made: Transcript, chat: ChatTokenizer, started: Started) -> None:
+    """Complete a recorded transcript with the messages of its first prompt and of its turns."""
+    observations = list(made.observations)
+    prompt = made.token_ids[: made.num_prompt]
+    told = Transcript()
+    told.begin(prompt, started.messages, started.data_source)
+    made.messages, made.images = told.messages, told.images
+    made.data_source = told.data_source
+    for turn in range(len(made.turn_ends)):
+        made.say(chat.answer(*made.turn(turn)))
+        made.messages += observations[turn : turn + 1]
+
+
+_log = structlog.get_logger()
+
+
+class EpisodeSegments(EpisodeRecorder):
+    """Writes one episode down."""
+
+    follows_tokens = True
+    keeps_game = True
+
+    def __init__(
+        self, task: "TaskSegments", name: str, writer: SegmentWriter, recorded: Recorded | None
+    ) -> None:
+        """`name` decides what the episode draws, whoever plays it."""
+        self._task = task
+        self._name, self._num_begun = name, 0
+        self._writer = writer
+        self._recorded = recorded
+        self._rejoined: Recorded | None = None
+        self._seed = 0
+        """Of the first turn's sampling; the turns count up from it."""
+        self._episode, self._host = "", ""
+        self._stored = self._turns = self._answers = 0
+        self._appending: asyncio.Task[None] | None = None
+        self._has_room = True
+
+    async def rejoin(
+        self, chat: ChatTokenizer, episode: str, start: Start, transcript: Transcript
+    ) -> GameAt | None:
+        """Find the recorded game, or play it again; it is tried once.
+
+        Raises HostGone when neither is possible, GameError when the game failed.
+        """
+        recorded, self._recorded = self._recorded, None
+        self._rejoined = recorded
+        if recorded is None:
+            return None
+        transcript.continue_from(recorded.transcript)
+        game = await find_game(self._task.environments, chat, recorded, episode, start)
+        retell(transcript, chat, game.started)
+        return game
+
+    async def begin(self, transcript: Transcript, game: GameAt) -> None:
+        """Go on with what was recorded, or begin anew: then what was written before is void."""
+        await self.settle()
+        rejoined = self._rejoined
+        self._num_begun += rejoined is None
+        self._seed = self._fresh_seed() if rejoined is None else rejoined.seed
+        self.num_continued = 0 if rejoined is None else transcript.num_generated
+        self._stored = 0 if rejoined is None else transcript.num_tokens
+        self._turns, self._answers = len(transcript.turn_ends), len(transcript.rewards)
+        self._host, self._episode = game.host, game.episode
+        self._task.hosts[game.episode] = game.host
+        if rejoined is not None and (game.host, game.episode) != (rejoined.host, rejoined.episode):
+            await self._append(transcript)
+
+    def seed(self, turn: int) -> int:
+        """Return the seed of a turn's sampling."""
+        return self._seed + turn
+
+    def note_token(self, transcript: Transcript) -> bool:
+        """Begin to store a segment once it is due; False when the episode was taken over."""
+        appending = self._appending
+        if appending is None or (appending.done() and appending.exception() is None):
+            if self._has_room and transcript.num_tokens - self._stored >= self._task.every:
+                self._appending = asyncio.create_task(self._append(transcript), name="segment")
+            return True
+        return not appending.done()
+
+    async def end_turn(self, transcript: Transcript) -> None:
+        """Store all that is not yet; raises Fenced when the episode was taken over."""
+        await self.settle()
+        if len(transcript.turn_ends) > self._turns:
+            await self._append(transcript)
+
+    def stop(self) -> None:
+        """Leave off, whatever is being appended."""
+        appending, self._appending = self._appending, None
+        if appending is not None and not appending.cancel() and not appending.cancelled():
+            appending.exception()  # the episode has ended otherwise
+
+    async def settle(self) -> None:
+        """Wait for what is being appended; raises what it raises."""
+        appending, self._appending = self._appending, None
+        if appending is not None:
+            await appending
+
+    async def _append(self, transcript: Transcript) -> None:
+        if not self._has_room:
+            return
+        segment = self._segment(transcript)
+        turns, answers = len(transcript.turn_ends), len(transcript.observations)
+        self._has_room = await self._writer.append(segment)
+        self._stored, self._turns, self._answers = segment.end, turns, answers
+
+    def _fresh_seed(self) -> int:
+        digest = blake2b(f"{self._name} {self._num_begun}".encode(), digest_size=7).digest()
+        return int.from_bytes(digest, "little")
+
+    def _segment(self, transcript: Transcript) -> Segment:
+        at, closed = self._stored, len(transcript.token_ids)
+        rest = transcript.open[max(0, at - closed) :]
+
+        def column(given: Sequence[Any], name: str, dtype: Any) -> Any:
+            return np.array([*given[at:], *(getattr(drawn, name) for drawn in rest)], dtype)
+
+        mask = np.array([*transcript.mask[at:], *(1 for _ in rest)], np.uint8)
+        return Segment(
+            delivery=self._writer.delivery,
+            writer=self._writer.writer,
+            episode=self._episode,
+            host=self._host,
+            seed=self._seed,
+            start=at,
+            token_ids=column(transcript.token_ids, "token_id", np.int32),
+            mask=mask,
+            logprobs=column(transcript.logprobs, "logprob", np.float32),
+            versions=column(transcript.versions, "version", np.int32),
+            turn_ends=transcript.turn_ends[self._turns :],
+            rewards=transcript.rewards[self._answers : len(transcript.observations)],
+            observations=transcript.observations[self._answers :],
+        )
+
+
+@dataclass
+class TaskSegments(TaskRecorder):
+    """Writes the episodes of one lease of a task down."""
+
+    broker: Broker
+    scope: JobScope
+    environments: Environments
+    task: Task
+    delivery: int
+    """How often the task was handed out, this time included."""
+    writer: str
+    """Names the lease, uniquely."""
+    every: int
+    """Tokens of a segment."""
+    hosts: dict[str, str] = field(default_factory=dict[str, str])
+    """Which environment host holds each episode, until the task's end."""
+
+    async def open(self, number: int) -> EpisodeSegments:
+        """Take over an episode of the task; raises Fenced when somebody else has."""
+        writer = SegmentWriter(
+            self.broker,
+            self.scope,
+            self.task.task,
+            number,
+            delivery=self.delivery,
+            writer=self.writer,
+        )
+        recorded = Recorded.of(await writer.take_over())
+        name = f"{self.task.seed} {self.task.task} {number}"
+        return EpisodeSegments(self, name, writer, recorded)
+
+    async def end(self) -> None:
+        """Forget the episodes and free them at their hosts: the task's group is in the log."""
+        for episode, host in self.hosts.items():
+            self.environments.close(host, episode)
+        task = self.task.task
+        try:
+            await purge_segments(self.broker, self.scope, task)
+        except DeadlineError as error:  # they are bounded, and void
+            _log.warning("segments_left", task=task, reason=error.message)

@@ -1,0 +1,435 @@
+"""Asking the teachers of a run, before a group enters the log: what they say stands in it.
+
+So a run is a function of its log although its teachers are elsewhere, and one that is away is
+waited for by the generator that holds the task, which says so, while its other tasks go on.
+"""
+
+import asyncio
+import json
+import os
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol, cast
+
+import numpy as np
+
+from ...broker.client.connection import Broker, ConnectionLost
+from ...broker.client.parts import ask_parts
+from ...schemas.config.algorithm import AlgorithmConfig, endpoint, served_job
+from ...schemas.infer import (
+    CancelInference,
+    CompletionRequest,
+    Decoding,
+    InferPart,
+    PromptScore,
+)
+from ...schemas.job import TEACHER_KEY
+from ...schemas.rollout import Group, Teaching, Trajectory
+from ...schemas.wire.errors import (
+    BrokerError,
+    BusyError,
+    ConfigError,
+    DataError,
+    DeadlineError,
+    NobodyAnswersError,
+    TinkermqError,
+)
+from ...schemas.wire.subjects import JobScope
+from ..engine.engine import IntVector, PromptScores
+from ..policy.chat import ChatMessage, ChatTokenizer
+from ..runtime import JobContext
+
+# Teachers that are asked: a job that serves, and a model behind an OpenAI-compatible API.
+#
+# Both score the policy's own token ids by one prefill, at temperature 1. What is passing (nobody
+# is there, busy, slow) is told as TeacherAway and asked again; what is not ends the run with its
+# reason.
+
+ANSWER_S = 600.0
+"""The longest time that one answer may take."""
+_CONNECT_S = 10.0
+_MOST_BYTES = 512 << 20
+"""Of one answer of an API: more than 8,192 tokens with 256 others in the place of each."""
+_PASSING = frozenset({404, 408, 409, 425, 429})
+"""Statuses of an API that may be another one later: its model is being loaded, it is busy."""
+_COMPARED = 64
+"""Tokens whose texts are compared with those that an API tells."""
+
+
+class TeacherAway(TinkermqError):
+    """A teacher does not answer now; it is asked again."""
+
+    code = "teacher_away"
+
+
+class Teacher(Protocol):
+    """Something that scores tokens."""
+
+    async def score(self, ids: IntVector, top_k: int) -> PromptScores:
+        """Return the log-probs of tokens, each behind those before it.
+
+        Raises TeacherAway for what may pass, ConfigError for what does not.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Let go of what is open."""
+        ...
+
+
+class JobTeacher:
+    """A job that serves a model, asked through the broker."""
+
+    def __init__(self, name: str, broker: Broker, scope: JobScope, chat: ChatTokenizer) -> None:
+        """`name` is the teacher in the configuration; `chat` has the policy's tokens."""
+        self._name = name
+        self._broker = broker
+        self._scope = scope
+        self._chat = chat
+
+    async def score(self, ids: IntVector, top_k: int) -> PromptScores:
+        """Ask any server of the job."""
+        try:
+            return await self._ask(ids, top_k)
+        except (BusyError, DeadlineError, NobodyAnswersError, ConnectionLost, BrokerError) as error:
+            raise TeacherAway(error.message, hint="see whether it runs: `tinkermq ps`") from error
+
+    async def _ask(self, ids: IntVector, top_k: int) -> PromptScores:
+        request = CompletionRequest(
+            request=uuid.uuid4().hex,
+            prompts=[ids.tolist()],
+            prompt_logprobs=top_k,
+            decoding=Decoding(max_tokens=0),
+            deadline_s=ANSWER_S,
+        )
+        told: list[PromptScore] = []
+        parts = ask_parts(
+            self._broker,
+            self._scope.infer("complete"),
+            request,
+            InferPart,
+            waiting_for=f"the teacher {self._name}",
+            cancel=(self._scope.infer("cancel"), CancelInference(request=request.request)),
+        )
+        async with aclosing(parts):
+            async for part in parts:
+                if part.vocabulary and part.vocabulary != self._chat.vocabulary():
+                    raise other_tokenizer(self._name)
+                told += part.scores
+        return _whole(told, len(ids), self._name)
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+class EndpointTeacher:
+    """A model behind an API that tells `prompt_logprobs`, as vLLM's and ours do."""
+
+    def __init__(self, base: str, model: str, chat: ChatTokenizer) -> None:
+        """`base` is the URL up to `/v1`. Raises ConfigError where httpx is not installed."""
+        try:
+            import httpx
+        except ImportError as error:
+            raise ConfigError(
+                f"algorithm.teacher={base} needs httpx, which is not installed",
+                hint="pip install 'tinkermq[rewards]' where generators run",
+            ) from error
+        self._url = f"{base}/completions"
+        self._model = model
+        self._chat = chat
+        key = os.environ.get(TEACHER_KEY)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        timeout = httpx.Timeout(ANSWER_S, connect=_CONNECT_S)
+        self._client = httpx.AsyncClient(headers=headers, timeout=timeout)
+
+    async def score(self, ids: IntVector, top_k: int) -> PromptScores:
+        """Ask the API."""
+        import httpx
+
+        body = {
+            "model": self._model,
+            "prompt": ids.tolist(),
+            "max_tokens": 1,
+            "temperature": 0,
+            "prompt_logprobs": top_k,
+        }
+        try:
+            status, answer = await self._post(body)
+        except httpx.TransportError as error:
+            told = f"{self._url}: {type(error).__name__}: {error}"
+            raise TeacherAway(told, hint="see whether it is up and reachable from here") from error
+        if status >= 300:
+            self._refuse(status, answer)
+        return await asyncio.to_thread(self._read, answer, ids, top_k)
+
+    async def _post(self, body: dict[str, Any]) -> tuple[int, bytes]:
+        answer = bytearray()
+        async with self._client.stream("POST", self._url, json=body) as reply:
+            async for piece in reply.aiter_bytes():
+                answer += piece
+                if len(answer) > _MOST_BYTES:
+                    raise ConfigError(
+                        f"{self._url} answered more than {_MOST_BYTES >> 20} MiB",
+                        hint="lower algorithm.teacher_top_k",
+                    )
+            return reply.status_code, bytes(answer)
+
+    def _refuse(self, status: int, answer: bytes) -> None:
+        told = f"{self._url} answered {status}: {answer[:300].decode(errors='replace')}"
+        if status >= 500 or status in _PASSING:
+            raise TeacherAway(told)
+        raise ConfigError(
+            f"the teacher cannot be asked: {told}",
+            hint=f"see model and key: ${TEACHER_KEY} of who submits travels with the job, sealed",
+        )
+
+    def _read(self, answer: bytes, ids: IntVector, top_k: int) -> PromptScores:
+        try:
+            found: Any = json.loads(answer)
+            rows: list[Any] = found["choices"][0]["prompt_logprobs"]
+            ours = cast("dict[str, Any]", found.get("tinkermq") or {})
+            vocabulary = ours.get("vocabulary")
+            if vocabulary and vocabulary != self._chat.vocabulary():
+                raise other_tokenizer(self._url)
+            return _read_rows(rows, ids, top_k, self._chat, self._url)
+        except TinkermqError:
+            raise
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"{self._url} told no prompt_logprobs: {answer[:200].decode(errors='replace')}",
+                hint="a teacher's API must have them, as vLLM's server does",
+            ) from error
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+
+def other_tokenizer(name: str) -> ConfigError:
+    """Return what is raised of a teacher that has other tokens than the policy."""
+    return ConfigError(
+        f"the teacher {name} has another tokenizer than the policy",
+        hint="a teacher scores the policy's own token ids: take a model of the same family",
+    )
+
+
+def _whole(told: list[PromptScore], num: int, name: str) -> PromptScores:
+    rows = sorted(told, key=lambda piece: piece.start)
+    if sum(len(piece.logprobs) for piece in rows) != num:
+        raise TeacherAway(f"the teacher {name} told not all of the {num} tokens")
+    columns = ("logprobs", "top_ids", "top_logprobs")
+    return PromptScores(*(np.concatenate([getattr(one, key) for one in rows]) for key in columns))
+
+
+def _read_rows(
+    rows: list[Any], ids: IntVector, top_k: int, chat: ChatTokenizer, name: str
+) -> PromptScores:
+    """Read what stands for each token: `{id: {logprob, rank, decoded_token}}`."""
+    num = len(ids)
+    if len(rows) != num:
+        raise other_tokenizer(name)
+    scores = PromptScores(
+        np.full(num, np.nan, np.float32),
+        np.zeros((num, top_k), np.int32),
+        np.full((num, top_k), np.nan, np.float32),
+    )
+    for place in range(1, num):
+        row = cast("dict[str, Any]", rows[place])
+        own = row.get(str(ids[place]))
+        if own is None:
+            raise other_tokenizer(name)
+        if place <= _COMPARED and not _is_same(own.get("decoded_token"), int(ids[place]), chat):
+            raise other_tokenizer(name)
+        scores.logprobs[place] = own["logprob"]
+        if top_k:
+            pairs = [(float(one["logprob"]), int(token)) for token, one in row.items()]
+            best = sorted(pairs, key=lambda pair: (-pair[0], pair[1]))[:top_k]
+            if len(best) < top_k:
+                raise ValueError(f"{len(best)} tokens are told in the place of one")
+            scores.top_logprobs[place] = [logprob for logprob, _ in best]
+            scores.top_ids[place] = [token for _, token in best]
+    return scores
+
+
+def _is_same(text: Any, token: int, chat: ChatTokenizer) -> bool:
+    """Whether a token has the text that the policy's tokenizer has for it, as far as texts tell.
+
+    Only plain words are compared: servers write blanks and halves of characters in several ways.
+    """
+    if not isinstance(text, str):
+        return True
+    own, theirs = (one.strip(" \u0120\u2581") for one in (chat.token_text(token), text))
+    return not (own.isascii() and theirs.isascii() and own.isalnum() and theirs.isalnum()) or (
+        own == theirs
+    )
+
+
+_AT_ONCE = 32
+"""Episodes that one generator has scored at the same time."""
+_FIRST_S, _LONGEST_S = 0.5, 20.0
+"""Pauses between two tries."""
+
+
+class AskedTeachers:
+    """The teachers of a run that generators ask; none, mostly."""
+
+    def __init__(self, context: JobContext, chat: ChatTokenizer) -> None:
+        """Raises ConfigError for what a teacher needs and is not installed."""
+        algorithm = context.config.algorithm
+        self._context = context
+        self._top_k = algorithm.teacher_top_k if algorithm.teacher_loss == "forward_kl" else 0
+        self._loaded = frozenset(algorithm.teachers) - frozenset(algorithm.asked_teachers)
+        names = dict.fromkeys(algorithm.asked_teachers.values())
+        by_name = {name: _open(name, context, chat) for name in names}
+        self._of_source = {s: (name, by_name[name]) for s, name in algorithm.asked_teachers.items()}
+        self._all = list(by_name.values())
+        self._places = asyncio.Semaphore(_AT_ONCE)
+        self._away: dict[str, float] = {}
+
+    async def teach(self, group: Group) -> Group:
+        """Return a group with what its teachers say; waits for those that are away.
+
+        Raises ConfigError for a teacher that cannot teach this policy.
+        """
+        if not self._of_source:
+            return group
+        taught = await asyncio.gather(*(self._taught(item) for item in group.trajectories))
+        return group.model_copy(update={"trajectories": list(taught)})
+
+    async def _taught(self, item: Trajectory) -> Trajectory:
+        named = self._teacher_of(item.data_source)
+        if named is None or item.greedy:
+            return item
+        teaching = item.teaching or Teaching()
+        ids, places = _read_by_teacher(item, teaching.prompt)
+        async with self._places:
+            scores = await self._ask(*named, ids)
+        told = {
+            "logprobs": scores.logprobs[places],
+            **(
+                {"top_ids": scores.top_ids[places], "top_logprobs": scores.top_logprobs[places]}
+                if self._top_k
+                else {}
+            ),
+        }
+        return item.model_copy(update={"teaching": teaching.model_copy(update=told)})
+
+    def _teacher_of(self, source: str) -> tuple[str, Teacher] | None:
+        if source in self._loaded:
+            return None
+        return self._of_source.get(source, self._of_source.get(""))
+
+    async def _ask(self, name: str, teacher: Teacher, ids: IntVector) -> PromptScores:
+        pause_s, since = _FIRST_S, 0.0
+        while True:
+            try:
+                scores = await teacher.score(ids, self._top_k)
+            except TeacherAway as away:
+                since = since or time.time()
+                await self._tell_away(name, away)
+                with self._context.missing(f"the teacher {name}: {away.message[:200]}", since):
+                    await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_S)
+            else:
+                await self._tell_back(name)
+                return scores
+
+    async def _tell_away(self, name: str, away: TeacherAway) -> None:
+        """Say once that a teacher does not answer, however many episodes wait for it."""
+        if name not in self._away:
+            self._away[name] = time.time()
+            await self._context.event("teacher_away", f"the teacher {name}: {away}")
+
+    async def _tell_back(self, name: str) -> None:
+        if (since := self._away.pop(name, None)) is not None:
+            away_s = time.time() - since
+            await self._context.event("teacher_back", f"the teacher {name}, after {away_s:.0f} s")
+
+    async def close(self) -> None:
+        """Let go of all connections."""
+        for teacher in self._all:
+            await teacher.close()
+
+
+def _open(name: str, context: JobContext, chat: ChatTokenizer) -> Teacher:
+    job = served_job(name)
+    if job is None:
+        return EndpointTeacher(*endpoint(name), chat)
+    scope = JobScope(context.scope.user, context.record.teachers.get(name, job))
+    return JobTeacher(name, context.broker, scope, chat)
+
+
+def _read_by_teacher(item: Trajectory, prompt: IntVector | None) -> tuple[IntVector, Sequence[int]]:
+    """Return the tokens that a teacher reads, and the places of the generated ones among them."""
+    generated = np.flatnonzero(item.mask)
+    end = int(generated[-1]) + 1
+    if prompt is None:
+        return item.token_ids[:end], generated.tolist()
+    first = int(generated[0])
+    ids = np.concatenate([prompt, item.token_ids[first:end]]).astype(np.int32)
+    return ids, (generated - first + len(prompt)).tolist()
+
+
+# What a teacher reads and the policy does not: a text that the game tells, in the first prompt.
+
+
+class TeacherContext:
+    """Makes the first prompts of teachers."""
+
+    def __init__(self, key: str, max_tokens: int, chat: ChatTokenizer) -> None:
+        """`key` names the text in a game's `info`; `max_tokens` bounds what it adds."""
+        self._key = key
+        self._max_tokens = max_tokens
+        self._chat = chat
+
+    @classmethod
+    def of(cls, config: AlgorithmConfig, chat: ChatTokenizer) -> "TeacherContext | None":
+        """Return what the configuration asks for; None: teachers read what the policy reads."""
+        if config.teacher_context is None:
+            return None
+        return cls(config.teacher_context, config.teacher_context_tokens, chat)
+
+    def prompt(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]],
+        num_prompt: int,
+        info: Mapping[str, Any],
+        seconds: float | None = None,
+    ) -> IntVector:
+        """Return int32[P]: the first prompt with the text that the game has told at the end.
+
+        `num_prompt` is the length of the policy's, `seconds` its time. Raises DataError where the
+        game has told none, or one that is too long.
+        """
+        text = info.get(self._key)
+        if not isinstance(text, str) or not text:
+            raise DataError(
+                f"algorithm.teacher_context={self._key}: the game told {text!r:.40} under this "
+                "name in `info` at the episode's end",
+                hint=f"it must be a text; there are {', '.join(sorted(map(str, info)))[:200]}",
+            )
+        chat = self._chat if seconds is None else self._chat.at(seconds)
+        prompt = chat.first_prompt(with_text(messages, text), tools)
+        more = len(prompt) - num_prompt
+        if more > self._max_tokens:
+            raise DataError(
+                f"what the teacher reads is {more} tokens longer than the prompt, "
+                f"algorithm.teacher_context_tokens is {self._max_tokens}",
+                hint=f"raise it to {more}, with learner.row_tokens, or let the game tell less",
+            )
+        return prompt
+
+
+def with_text(messages: Sequence[ChatMessage], text: str) -> list[ChatMessage]:
+    """Return messages with a text at the end of the last one, as part of the user's words."""
+    last = messages[-1]
+    if last.get("role") != "user":
+        return [*messages, {"role": "user", "content": text}]
+    content = last.get("content")
+    if isinstance(content, str):
+        return [*messages[:-1], {**last, "content": f"{content}\n\n{text}"}]
+    parts = [*(content or ()), {"type": "text", "text": f"\n\n{text}"}]
+    return [*messages[:-1], {**last, "content": parts}]

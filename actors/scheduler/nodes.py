@@ -1,0 +1,259 @@
+"""The scheduler's view of the nodes: who is there, what they say, and who fell silent.
+
+Nodes are found by their records in the KV bucket and asked by sync. A node is heard when its
+record was written anew or it answered a sync. Silence is counted in the time that the scheduler
+itself could have heard something: while the broker is away nobody falls silent.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import structlog
+
+from ...broker.client.connection import Broker
+from ...broker.client.rpc import call
+from ...broker.jetstream.kv import Mirror
+from ...schemas.node import CLOCK_BOUND_S, ActorStatus, NodeStatus, NodeSync
+from ...schemas.wire.errors import MessageError, TinkermqError
+from ...schemas.wire.subjects import BUCKET_NODES
+from ...schemas.wire.subjects import node as node_subject
+from .timing import Timing
+
+# How far the clock of a node is off, as seen over a request and its answer. Pure.
+#
+# The node says what its clock shows when it answers, which was at some time between the request
+# and the arrival of the answer. The middle of both is taken (as NTP does, RFC 5905 section 8),
+# and the answer that came back soonest counts, for as long as it is recent: it leaves the least
+# doubt.
+#
+# Nothing is decided by it: leases, heartbeats and silence are counted by each process's own
+# monotonic clock. What people read, order and bill goes by the clocks of machines.
+
+RECENT_S = 60.0
+"""An answer counts for so long, if none came back sooner."""
+
+
+@dataclass(frozen=True)
+class ClockReading:
+    """What one answer told of a clock."""
+
+    ahead_s: float
+    """How far it is ahead of one's own, seconds."""
+    within_s: float
+    """By how much that may be wrong, either way."""
+    at: float
+    """When it was read, by the monotonic clock."""
+
+    @property
+    def surely_ahead_s(self) -> float:
+        """How far it is ahead at least; negative where it is behind, 0 where one cannot tell."""
+        least = max(abs(self.ahead_s) - self.within_s, 0.0)
+        return least if self.ahead_s > 0 else -least
+
+
+def reading(shown: float, asked: float, took_s: float, at: float) -> ClockReading:
+    """Return what is known of a clock that showed `shown` in an answer.
+
+    It was asked for when one's own showed `asked`, and came `took_s` later.
+    """
+    return ClockReading(shown - asked - took_s / 2, took_s / 2, at)
+
+
+def better(known: ClockReading | None, new: ClockReading) -> ClockReading:
+    """Return which of two readings counts."""
+    if known is None or new.within_s <= known.within_s or new.at - known.at > RECENT_S:
+        return new
+    return known
+
+
+_PROMPT_S = 0.2
+_LONGEST_STEP_S = 1.0
+_FORGET = 10  # times of silence: nothing is placed on a node that left for so long
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+@dataclass
+class _Member:
+    status: NodeStatus | None = None
+    revision: int = 0
+    silent_s: float = 0.0
+    asked: NodeSync | None = None
+    asked_at: float = float("-inf")
+    clock: ClockReading | None = None
+    clock_is_off: bool = False
+
+
+class Nodes:
+    """The nodes, as of the last `refresh` and `sync`."""
+
+    def __init__(self, broker: Broker, timing: Timing) -> None:
+        """Know no node yet."""
+        self._broker = broker
+        self.records = Mirror(broker, BUCKET_NODES, NodeStatus)
+        self._members: dict[str, _Member] = {}
+        self._silent_s = timing.silent_s
+        self._resync_s = timing.resync_s
+        self._sync_s = timing.sync_s
+        self._asking: set[str] = set()
+        self._complained: set[str] = set()
+        self._left: set[str] = set()
+        self.closed: set[str] = set()
+        """Nodes on which nothing new is placed: their machines are about to be given back."""
+        self.shape = 0
+        """Grows whenever nodes, their slots, their links or their packages change."""
+        self._looked = time.monotonic()
+
+    def nodes(self) -> list[NodeStatus]:
+        """Return the nodes that are there, by name."""
+        known = (member.status for _, member in sorted(self._members.items()))
+        return [status for status in known if status is not None]
+
+    def told(self) -> list[NodeStatus]:
+        """Return the nodes with what is known of their clocks."""
+        return [
+            node.model_copy(update={"clock_ahead_s": clock.surely_ahead_s})
+            if (clock := self._members[node.node].clock)
+            else node
+            for node in self.nodes()
+        ]
+
+    @property
+    def num_known(self) -> int:
+        """How many names of nodes are remembered, those that left not long ago included."""
+        return len(self._members)
+
+    def silent(self, names: Iterable[str | None]) -> frozenset[str]:
+        """Return those of the nodes that left or were not heard of for too long."""
+        return frozenset(name for name in names if name is not None and self._is_silent(name))
+
+    def has_drained(self, name: str | None) -> bool:
+        """Whether a node said that it ends before it did: what ran there was told to stop."""
+        return name in self._left
+
+    def _is_silent(self, name: str) -> bool:
+        """Judge one node; one never heard of gets the same time to show up."""
+        return self._members.setdefault(name, _Member()).silent_s >= self._silent_s
+
+    def status(self, node: str | None, user: str, job: str, actor: str) -> ActorStatus | None:
+        """Return what a node last said of one actor, or None."""
+        member = self._members.get(node or "")
+        if member is None or member.status is None:
+            return None
+        wanted = (user, job, actor)
+        told = member.status.actors
+        return next((one for one in told if (one.user, one.job, one.name) == wanted), None)
+
+    async def refresh(self) -> None:
+        """Read the nodes' records; note who was heard and who was not."""
+        await self.records.refresh()
+        records = self.records.entries
+        now = time.monotonic()
+        passed_s = min(now - self._looked, _LONGEST_STEP_S)
+        self._looked = now
+        for name, entry in records.items():
+            member = self._members.setdefault(name, _Member())
+            if entry.revision != member.revision:
+                member.revision = entry.revision
+                self._hear(name, member, _newer(member.status, entry.value))
+        for name, member in list(self._members.items()):
+            member.silent_s += passed_s
+            if name not in records and member.revision:
+                self._part(name, "left")
+            elif member.silent_s >= self._silent_s and member.status is not None:
+                self._part(name, "silent")
+                await self.records.bucket.delete(name)
+            elif member.status is None and member.silent_s >= _FORGET * self._silent_s:
+                self._left.discard(name)
+                self._members.pop(name)  # machines of a cluster come under ever new names
+                self._complained.discard(name)
+
+    def _hear(self, name: str, member: _Member, status: NodeStatus) -> None:
+        if member.status is None:
+            _log.info("node_joined", node=name, host=status.host, slots=status.slots)
+        if member.status is None or _shape(member.status) != _shape(status):
+            self.shape += 1
+        member.silent_s = 0.0
+        member.status = status
+        self._left.discard(name)
+
+    def _part(self, name: str, how: str) -> None:
+        _log.warning("node_lost", node=name, how=how)
+        member = self._members[name]
+        if how == "left" and member.status is not None and member.status.draining:
+            self._left.add(name)
+        self.shape += 1
+        self._members[name] = _Member(silent_s=self._silent_s)
+
+    async def sync(self, requests: Mapping[str, NodeSync], group: asyncio.TaskGroup) -> None:
+        """Ask those nodes at once that have not heard it or do not do it yet, in tasks of `group`.
+
+        Answers that come promptly are waited for. A node that takes longer holds up no other; it
+        is asked again once it has answered or its time is over, the others now and then.
+        """
+        asked = [
+            group.create_task(self._sync_one(name, request), name=f"sync of node {name}")
+            for name, request in requests.items()
+            if name not in self._asking and self._is_due(self._members[name], request)
+        ]
+        if asked:
+            await asyncio.wait(asked, timeout=_PROMPT_S)
+
+    def _is_due(self, member: _Member, request: NodeSync) -> bool:
+        if member.asked != request or time.monotonic() - member.asked_at >= self._resync_s:
+            return True
+        wanted = {(one.user, one.job, one.name): one.attempt for one in request.actors}
+        runs = member.status.actors if member.status else []
+        return wanted != {(one.user, one.job, one.name): one.attempt for one in runs}
+
+    async def _sync_one(self, name: str, request: NodeSync) -> None:
+        self._asking.add(name)
+        asked, began = time.time(), time.monotonic()
+        try:
+            status = await call(
+                self._broker,
+                node_subject(name, "sync"),
+                request,
+                NodeStatus,
+                timeout_s=self._sync_s,
+                waiting_for=f"node {name}",
+                idempotent=True,
+            )
+            status.check_at(name)
+        except MessageError as error:
+            if name not in self._complained:
+                self._complained.add(name)
+                _log.error("node_answer_refused", node=name, error=error.message)
+            return
+        except TinkermqError as error:
+            _log.debug("node_sync_failed", node=name, error=error.message)
+            return
+        finally:
+            self._asking.discard(name)
+        self._complained.discard(name)
+        member = self._members.setdefault(name, _Member())
+        member.asked, member.asked_at = request, time.monotonic()
+        took_s = member.asked_at - began
+        self._note_clock(member, reading(status.time, asked, took_s, member.asked_at), name)
+        self._hear(name, member, status)
+
+    def _note_clock(self, member: _Member, new: ClockReading, name: str) -> None:
+        """Note what a node's clock showed; tell once that it is off, and once that it is not."""
+        member.clock = better(member.clock, new)
+        ahead_s = member.clock.surely_ahead_s
+        is_off = abs(ahead_s) > CLOCK_BOUND_S
+        if is_off != member.clock_is_off:
+            member.clock_is_off = is_off
+            event = "node_clock_off" if is_off else "node_clock_right"
+            _log.warning(event, node=name, ahead_s=round(ahead_s, 1))
+
+
+def _shape(status: NodeStatus) -> tuple[object, ...]:
+    """Return what decides which actors a node can hold."""
+    return status.slots, status.groups, status.link, status.packages
+
+
+def _newer(told: NodeStatus | None, record: NodeStatus) -> NodeStatus:
+    """Return which of a node's answers it gave later, by its own clock."""
+    return record if told is None or record.time >= told.time else told

@@ -1,0 +1,482 @@
+"""Which node gets which actor, and which of its slots. Pure.
+
+A queued job starts whole or not at all, so two jobs never hold half of the pool each and wait for
+the other half. The first job that has to wait keeps slots for itself: those that are free and
+would serve it, on whatever nodes, and more as they become free. Jobs behind it are placed on what
+is left (backfill), so they never delay it, and it is never starved.
+
+A job is packed onto one node if one can hold it, learner and generators together, within one
+group of linked slots if one can. An actor of several slots gets them on one node, and within one
+group wherever the pool has a group of that size; so do the ranks of a learner, as if they were one
+actor, or as many equal parts as they may lie on nodes, those first that are linked to each other.
+Parts lie on nodes with the same packages only: other versions compute other gradients, or hang.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+from ...schemas.job import ActorPlacement, JobRecord
+from ...schemas.node import MUST_MATCH, ActorStatus, NodeStatus, WantedActor, differences
+from ...schemas.wire.errors import PlacementError
+from .jobs.actors import unplaced
+from .jobs.states import ACTIVE
+from .queue import PlacementRequest, UserShares, in_order
+
+
+@dataclass(frozen=True)
+class NodeSlots:
+    """What a node has to give."""
+
+    name: str
+    total: int
+    free: frozenset[int]
+    """Numbers of the slots that nobody holds, from 0 to `total` - 1."""
+    groups: tuple[frozenset[int], ...] = ()
+    """Slots that are linked closely; empty: all alike."""
+    link: str = ""
+    """What it shares a fast network with: nodes of the same name."""
+    packages: tuple[tuple[str, str], ...] = ()
+    """What the ranks of a learner must have in common, names and versions; empty: not known."""
+
+    @property
+    def linked(self) -> tuple[frozenset[int], ...]:
+        """The groups, which cover all slots."""
+        return self.groups or (frozenset(range(self.total)),)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One actor given to one node."""
+
+    job: str
+    actor: str
+    node: str
+    devices: tuple[int, ...] = ()
+    """Numbers of the slots that it holds there."""
+
+
+@dataclass
+class Placed:
+    """What came of a look at the queue."""
+
+    assignments: list[Assignment] = field(default_factory=list[Assignment])
+    waits: dict[str, str] = field(default_factory=dict[str, str])
+    """Why each job that waits does so, in the order of the queue."""
+
+
+_Slots = dict[str, set[int]]
+_Unit = tuple[ActorPlacement, ...]
+"""Actors that lie on one node, the slots of which are chosen together."""
+
+
+def place(
+    queue: Iterable[PlacementRequest],
+    nodes: Sequence[NodeSlots],
+    shares: UserShares | None = None,
+    now: float = 0.0,
+    most: int = 1 << 30,
+) -> Placed:
+    """Give out the free slots to the queue, to at most `most` jobs; `shares` is kept up to date."""
+    shares = shares or UserShares()
+    pool = _Pool(nodes)
+    result = Placed()
+    free: _Slots = {node.name: set(node.free) for node in nodes}
+    num_free = sum(map(len, free.values()))
+    head: PlacementRequest | None = None
+    for request in in_order(queue, shares, now):
+        if most <= 0:
+            break
+        why = _refusal(request, nodes, shares, pool)
+        given: list[Assignment] = []
+        if not why and (request.need <= num_free or not request.whole):
+            given = pool.give(request, free)
+            num_free = sum(map(len, free.values())) if given else num_free
+            if request.whole:  # what a running job lacks counts as held already
+                shares.take(request.user, sum(len(one.devices) for one in given), len(given))
+            result.assignments += given
+            most -= bool(given)
+        if len(given) == len(request.actors):
+            continue
+        if not why and head is None:
+            head = request
+            pool.keep(request, given, free)
+            num_free = sum(map(len, free.values()))
+            why = f"is next: slots are kept for it until it has {request.need}"
+        result.waits[request.job] = why or f"waits for {request.need} slots behind jobs before it"
+    return result
+
+
+_COUNTED = ("generator", "sampler")
+"""Roles whose number is `generator.count`."""
+_SECTIONS = {"trainer": "learner", "sampler": "generator"}
+"""Sections of the configuration that have the slots of a role of another name."""
+
+
+def refuse_impossible(actors: Sequence[ActorPlacement], nodes: Sequence[NodeSlots]) -> None:
+    """Raise PlacementError if idle nodes could not hold the actors.
+
+    A pool without any node is one that has not come up yet: everything may wait for it.
+    """
+    if not nodes:
+        return
+    if place([PlacementRequest("", tuple(actors))], nodes).assignments:
+        return
+    need = sum(actor.slots for actor in actors)
+    total = sum(node.total for node in nodes)
+    largest = max(nodes, key=lambda node: node.total)
+    widest = max(actors, key=lambda actor: actor.slots)
+    if gang := _ranks_of(actors):
+        if place([PlacementRequest("", tuple(actors))], _as_if_alike(nodes)).assignments:
+            raise _unlike(gang, nodes)
+        raise _no_place_for(gang, nodes, need, total)
+    text = (
+        f"the job needs {need} slots ({widest.name} alone {widest.slots} on one node), the pool "
+        f"has {total} on {len(nodes)} node(s), the largest being {largest.name!r} with "
+        f"{largest.total}"
+    )
+    counted = [actor.slots for actor in actors if actor.role in _COUNTED]
+    fitting = (total - need + sum(counted)) // max(counted, default=1)
+    hint = "add nodes"
+    if counted and fitting > 0:
+        hint = f"set generator.count to {fitting} or less, or {hint}"
+    if widest.slots > largest.total:
+        section = _SECTIONS.get(widest.role, widest.role)
+        hint = f"set {section}.slots to {largest.total} or less, or add a larger node"
+    elif need <= total:
+        hint = "its parts fit no combination of nodes: ask for fewer slots per actor"
+    raise PlacementError(text, hint=f"{hint} (`tinkermq node --slots N`)")
+
+
+def _as_if_alike(nodes: Sequence[NodeSlots]) -> list[NodeSlots]:
+    """Return the nodes as they would be with the same packages."""
+    return [replace(node, packages=()) for node in nodes]
+
+
+def _unlike(gang: Sequence[ActorPlacement], nodes: Sequence[NodeSlots]) -> PlacementError:
+    return PlacementError(
+        f"the learner's {len(gang)} ranks fit on no nodes with the same packages: "
+        + _differences(nodes),
+        hint="install the same versions on all nodes and restart those that had others, or lower "
+        "learner.ranks and learner.slots until nodes that are alike can hold them",
+    )
+
+
+def _differences(nodes: Sequence[NodeSlots]) -> str:
+    return ", ".join(differences((node.name, dict(node.packages)) for node in nodes))
+
+
+def _no_place_for(
+    gang: Sequence[ActorPlacement], nodes: Sequence[NodeSlots], need: int, total: int
+) -> PlacementError:
+    slots, most = gang[0].slots, max(gang[0].spread)
+    largest = max(node.total for node in nodes)
+    return PlacementError(
+        f"the learner's {len(gang)} ranks of {slots} slots each lie on {most} node(s) at most, in "
+        f"equal parts, and the job needs {need} slots: the pool has {total} on {len(nodes)} "
+        f"node(s), the largest with {largest}",
+        hint="raise learner.machines, lower learner.ranks and learner.slots or generator.count, or "
+        "add nodes (`tinkermq node --slots N`)",
+    )
+
+
+def _refusal(
+    request: PlacementRequest, nodes: Sequence[NodeSlots], shares: UserShares, pool: "_Pool"
+) -> str:
+    """Say why a request is passed over, for reasons other than slots in use; empty if it is not."""
+    if not nodes:
+        return "waits for a node: none has joined the pool (`tinkermq node`)"
+    if request.need > pool.total:
+        return f"waits for {request.need} slots: the pool has {pool.total} now"
+    quota = shares.quota(request.user)
+    if request.whole and quota.max_slots is not None and request.need > shares.room(request.user):
+        return f"waits for {request.need} slots of its user's quota of {quota.max_slots}"
+    count = len(request.actors)
+    if request.whole and quota.max_actors is not None and count > shares.actor_room(request.user):
+        return f"waits for {count} processes of its user's quota of {quota.max_actors}"
+    if pool.could_hold(request):
+        return ""
+    if _ranks_of(request.actors) and _Pool(_as_if_alike(nodes)).could_hold(request):
+        return f"waits for nodes with the same packages for its ranks: {_differences(nodes)}"
+    return f"waits for nodes that can hold it: {request.need} slots as the pool has them do not"
+
+
+class _Pool:
+    """The nodes while slots are given out."""
+
+    def __init__(self, nodes: Sequence[NodeSlots]) -> None:
+        self._nodes = {node.name: node for node in nodes}
+        self.total = sum(node.total for node in nodes)
+        self._largest_group = max((len(g) for node in nodes for g in node.linked), default=0)
+        self._holds: dict[tuple[tuple[int, ...], ...], bool] = {}
+
+    def could_hold(self, request: PlacementRequest) -> bool:
+        """Whether the idle pool could hold a request."""
+        if not request.whole:
+            return True
+        holds = self._holds.get(request.shape)
+        if holds is None:
+            idle = {name: set(range(node.total)) for name, node in self._nodes.items()}
+            holds = self._holds[request.shape] = bool(self.give(request, idle))
+        return holds
+
+    def give(self, request: PlacementRequest, free: _Slots) -> list[Assignment]:
+        """Place a request, taking its slots out of `free`: all of it, or what fits if not whole."""
+        given, left = self._fit(request, free, lambda name: (len(free[name]), name))
+        if request.whole and len(given) < len(request.actors):
+            return []
+        free.update(left)
+        return given
+
+    def keep(self, request: PlacementRequest, given: Sequence[Assignment], free: _Slots) -> None:
+        """Take out of `free` what serves a request that waits.
+
+        All that is free and fits it by now, wherever it lies; the rest on the nodes that serve it
+        first.
+        """
+        names = {one.actor for one in given}
+        for nodes in (free, {name: set(range(node.total)) for name, node in self._nodes.items()}):
+            rest = tuple(actor for actor in request.actors if actor.name not in names)
+            waiting = PlacementRequest(request.job, rest, home=request.home, whole=False)
+            kept, _ = self._fit(waiting, nodes, lambda name: (-len(free[name]), name), prefer=free)
+            for one in kept:
+                free[one.node] -= set(one.devices)
+            names |= {one.actor for one in kept}
+
+    def _fit(
+        self,
+        request: PlacementRequest,
+        available: _Slots,
+        rank: Callable[[str], tuple[int, str]],
+        prefer: _Slots | None = None,
+    ) -> tuple[list[Assignment], _Slots]:
+        """Return what fits and what is left of the nodes that were touched."""
+        best: tuple[list[Assignment], _Slots] = [], {}
+        for units in _units_of(request.actors):
+            for alike in self._alike(request, units, available):
+                found = self._fit_units(request, units, available, rank, prefer, alike)
+                if len(found[0]) == len(request.actors):
+                    return found
+                best = max(best, found, key=lambda one: len(one[0]))
+        return best
+
+    def _alike(
+        self, request: PlacementRequest, units: Sequence[_Unit], available: _Slots
+    ) -> Iterable[_Slots]:
+        """Yield sets of nodes on which parts of a learner may lie, those with most slots first."""
+        of_home = self._nodes[request.home].packages if request.home in available else ()
+        kinds = {self._nodes[name].packages for name in available} - {()}
+        parts = sum(bool(_ranks_of(unit)) for unit in units) + (request.home is not None)
+        if parts < 2 or len(kinds) < 2:
+            return [available]
+        found = [
+            {
+                name: slots
+                for name, slots in available.items()
+                if self._nodes[name].packages in ((), kind)
+            }
+            for kind in ({of_home} if of_home else kinds)
+        ]
+        return sorted(found, key=lambda nodes: (-sum(map(len, nodes.values())), min(nodes)))
+
+    def _fit_units(
+        self,
+        request: PlacementRequest,
+        units: Sequence[_Unit],
+        available: _Slots,
+        rank: Callable[[str], tuple[int, str]],
+        prefer: _Slots | None,
+        alike: _Slots,
+    ) -> tuple[list[Assignment], _Slots]:
+        left: _Slots = {}
+        mine: _Slots = {}
+        home = request.home if request.home in available else None
+        home = home or self._home(request, alike, rank)
+
+        def choose(count: int, name: str) -> tuple[int, ...] | None:
+            slots = left.get(name, available[name])
+            liked = slots if prefer is None else prefer[name]
+            return self._choose(count, name, slots, liked, mine.get(name, set()), need)
+
+        def full(name: str) -> tuple[bool, int, str]:
+            linked = home is None or self._nodes[name].link == self._nodes[home].link
+            return not linked, len(left.get(name, available[name])), name
+
+        given: list[Assignment] = []
+        need = request.need
+        for unit in sorted(units, key=_slots_of, reverse=True):
+            count = _slots_of(unit)
+            node, devices = home, choose(count, home) if home else None
+            if devices is None:
+                others = [
+                    name
+                    for name, slots in (alike if _ranks_of(unit) else available).items()
+                    if name != home and len(left.get(name, slots)) >= count
+                ]
+                node, devices = self._first(count, others, full, choose)
+            if node is None or devices is None:
+                continue
+            left[node] = left.get(node, available[node]) - set(devices)
+            mine.setdefault(node, set()).update(devices)
+            need -= count
+            given += _assignments(request.job, unit, node, devices)
+        return given, left
+
+    @staticmethod
+    def _first(
+        count: int,
+        names: list[str],
+        rank: Callable[[str], tuple[bool, int, str]],
+        choose: Callable[[int, str], tuple[int, ...] | None],
+    ) -> tuple[str | None, tuple[int, ...] | None]:
+        """Return the first of the nodes, by rank, that has slots; mostly the very first."""
+        best = min(names, key=rank, default=None)
+        devices = None if best is None else choose(count, best)
+        if best is None or devices is not None:
+            return best, devices
+        found = ((name, choose(count, name)) for name in sorted(names, key=rank))
+        return next((one for one in found if one[1] is not None), (None, None))
+
+    def _home(
+        self, request: PlacementRequest, available: _Slots, rank: Callable[[str], tuple[int, str]]
+    ) -> str | None:
+        """Return the best node that holds all of it, else the one with the most slots."""
+        if not available:
+            return None
+        holding = [name for name, slots in available.items() if len(slots) >= request.need]
+        if holding:
+            return min(holding, key=rank)
+        return min(available, key=lambda name: (-len(available[name]), name))
+
+    def _choose(
+        self, count: int, node: str, slots: set[int], liked: set[int], near: set[int], need: int
+    ) -> tuple[int, ...] | None:
+        """Choose slots of one node, linked ones where the pool has so many; None: they do not fit.
+
+        Of several groups: the one with the most `liked` slots, the one that `near` slots belong
+        to, the smallest that holds all that is still needed, the largest.
+        """
+        if count == 0:
+            return ()
+        fitting = [
+            (slots & group, group)
+            for group in self._nodes[node].linked
+            if len(slots & group) >= count
+        ]
+        if fitting:
+            chosen, _ = min(
+                fitting,
+                key=lambda one: (
+                    -min(len(one[0] & liked), count),
+                    not one[1] & near,
+                    len(one[0]) if len(one[0]) >= need else (1 << 20) - len(one[0]),
+                    min(one[0]),
+                ),
+            )
+        elif count > self._largest_group and len(slots) >= count:
+            chosen = slots
+        else:
+            return None
+        return tuple(sorted(sorted(chosen, key=lambda slot: (slot not in liked, slot))[:count]))
+
+
+def _units_of(actors: Sequence[ActorPlacement]) -> Iterator[list[_Unit]]:
+    """Yield ways to lay actors on nodes, best first: ranks in one part, or in several equal ones.
+
+    Each other actor is a unit by itself; so are ranks that are not all there.
+    """
+    ranks = _ranks_of(actors)
+    spread = ranks[0].spread if ranks else []
+    rest: list[_Unit] = [(actor,) for actor in actors if not spread or actor not in ranks]
+    for parts in spread or [1]:
+        size = len(ranks) // parts
+        cut = [tuple(ranks[at : at + size]) for at in range(0, len(ranks), size)] if spread else []
+        yield [*cut, *rest]
+
+
+def _ranks_of(actors: Iterable[ActorPlacement]) -> list[ActorPlacement]:
+    """Return the ranks of a learner of several, its own among them."""
+    return [actor for actor in actors if actor.spread or actor.role == "rank"]
+
+
+def _slots_of(unit: _Unit) -> int:
+    return sum(actor.slots for actor in unit)
+
+
+def _assignments(
+    job: str, unit: _Unit, node: str, devices: tuple[int, ...]
+) -> Iterator[Assignment]:
+    """Give each actor of a unit its share of the slots, neighbours to neighbours."""
+    left = iter(devices)
+    for actor in unit:
+        yield Assignment(job, actor.name, node, tuple(islice(left, actor.slots)))
+
+
+# What follows from records of jobs and answers of nodes for the placing. Pure.
+
+
+def request_of(key: str, record: JobRecord) -> PlacementRequest | None:
+    """Return what a job waits to be given, or None."""
+    if is_queued(record) and record.configured and record.stop == "no":
+        actors, home, whole = unplaced(record.actors), None, True
+    elif record.state in ACTIVE and record.actors:
+        actors = [actor for actor in record.actors if actor.node is None]
+        home, whole = record.actors[0].node, False
+    else:
+        return None
+    if not actors:
+        return None
+    return PlacementRequest(
+        key,
+        tuple(actors),
+        user=record.user,
+        priority=record.priority,
+        created=record.created,
+        home=home,
+        whole=whole,
+    )
+
+
+def with_nodes(record: JobRecord, by_actor: Mapping[str, Assignment]) -> JobRecord:
+    """Return the record with nodes for those of its actors that have none."""
+    actors = [_on_its_node(actor, by_actor.get(actor.name)) for actor in record.actors]
+    return record.model_copy(update={"actors": actors})
+
+
+def _on_its_node(actor: ActorPlacement, given: Assignment | None) -> ActorPlacement:
+    if given is None or actor.node is not None:
+        return actor
+    return actor.model_copy(update={"node": given.node, "devices": list(given.devices)})
+
+
+def is_queued(record: JobRecord) -> bool:
+    """Whether a job waits for its nodes."""
+    return record.state == "QUEUED"
+
+
+def free_slots(
+    node: NodeStatus, wanted: Sequence[WantedActor], *, idle: bool = False, closed: bool = False
+) -> NodeSlots:
+    """Return the slots of a node that are neither promised nor still held by what leaves.
+
+    A node that drains, or is `closed` because it is about to be given back, has none.
+    """
+    held = {slot for actor in wanted for slot in actor.devices}
+    leaving = [] if idle else [status for status in unwanted(node, wanted) if status.slots]
+    held |= {slot for status in leaving for slot in status.devices}
+    return NodeSlots(
+        node.node,
+        node.slots,
+        frozenset() if closed or node.draining else frozenset(range(node.slots)) - held,
+        tuple(frozenset(group) for group in node.groups),
+        node.link,
+        tuple((name, node.packages.get(name, "none")) for name in MUST_MATCH)
+        if node.packages
+        else (),
+    )
+
+
+def unwanted(node: NodeStatus, wanted: Sequence[WantedActor]) -> list[ActorStatus]:
+    """Return the actors that run on a node without being wanted there (any more)."""
+    names = {(actor.user, actor.job, actor.name) for actor in wanted}
+    return [status for status in node.actors if (status.user, status.job, status.name) not in names]

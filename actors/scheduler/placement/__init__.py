@@ -1,1 +1,0 @@
-"""Which node gets which actor, in which order."""

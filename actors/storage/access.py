@@ -1,0 +1,334 @@
+"""Folders below which jobs may write: their runs, and weights that they share."""
+
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from ...broker.run_folder import Folder
+from ...schemas.config.job import JobConfig
+from ...schemas.config.sections import BROKER, is_url, model_paths
+from ...schemas.job import JobRecord
+from ...schemas.wire.errors import ConfigError, StorageError
+from ..policy.lora import base_of, is_adapter
+from .digests import checkpoint_folders
+
+ROOTS_VARIABLE = "TINKERMQ_OUTPUT_ROOTS"
+"""Of the scheduler's environment: those folders, joined by `:`; the first is for jobs that name
+none."""
+MODELS_VARIABLE = "TINKERMQ_MODEL_FOLDERS"
+"""Of scheduler and nodes: folders of models and data that functions of users may read, joined by
+`:`."""
+_DEFAULT = "outputs"
+
+
+def output_roots(*, has_users: bool) -> list[Path]:
+    """Return where jobs may write; nothing means anywhere, the default of a pool without users."""
+    named = os.environ.get(ROOTS_VARIABLE, _DEFAULT if has_users else "")
+    return [Path(one).expanduser().resolve() for one in named.split(os.pathsep) if one]
+
+
+def in_default_folder(config: JobConfig, roots: Sequence[Path]) -> JobConfig:
+    """Return a configuration that names a folder for its runs: the first root if it named none."""
+    if not roots or "output_dir" in config.model_fields_set:
+        return config
+    return config.model_copy(update={"output_dir": str(roots[0])})
+
+
+def with_allowed_folders(config: JobConfig, roots: Sequence[Path]) -> JobConfig:
+    """Return a configuration whose folders are without links and lie below the roots.
+
+    Raises ConfigError for one that does not.
+    """
+    if not roots:
+        return config
+    output = below_roots("output_dir", config.output_dir, roots)
+    changes: dict[str, object] = {"output_dir": str(output)}
+    if config.weights.folder is not None:
+        folder = below_roots("weights.folder", config.weights.folder, roots)
+        changes["weights"] = config.weights.model_copy(update={"folder": str(folder)})
+    return config.model_copy(update=changes)
+
+
+def below_roots(key: str, value: str, roots: Sequence[Path]) -> Path:
+    """Return where a folder lies when all links are followed; ConfigError if not below a root.
+
+    Without roots it may lie anywhere.
+    """
+    folder = Path(os.path.realpath(without_tilde(value)))
+    if roots and not any(folder.is_relative_to(root.resolve()) for root in roots):
+        allowed = ", ".join(map(str, roots))
+        raise ConfigError(
+            f"{key}={value!r} is outside of the folders where jobs may write: {allowed}",
+            hint=f"leave {key} out, or name a folder there; the operator allows further ones in "
+            f"${ROOTS_VARIABLE} of the scheduler",
+        )
+    return folder
+
+
+def is_of_another(path: Path, user: str, roots: Sequence[Path]) -> bool:
+    """Whether a path without links is in a folder of runs, and in none of this user's."""
+    below = [path.relative_to(one) for root in roots if path.is_relative_to(one := root.resolve())]
+    return any(user not in one.parts for one in below)
+
+
+def shown_from(path: Path, user: str, roots: Sequence[Path]) -> Path | None:
+    """Return the folder whose files functions of a user may read, and that holds a path; or None.
+
+    Such folders are those that the operator names for models and data, and that of the user's own
+    runs; without roots, as an admin's jobs are, all. The path is one without links.
+    """
+    if not roots:
+        return Path(path.anchor)
+    named = os.environ.get(MODELS_VARIABLE, "").split(os.pathsep)
+    models = [Path(one).expanduser().resolve() for one in named if one]
+    own = [one for root in roots if user in _below(path, one := root.resolve())]
+    return next((one for one in [*models, *own] if path.is_relative_to(one)), None)
+
+
+def _below(path: Path, root: Path) -> tuple[str, ...]:
+    return path.relative_to(root).parts if path.is_relative_to(root) else ()
+
+
+def without_tilde(value: str) -> Path:
+    """Return a path with the home of whoever `~` names."""
+    return Path(os.path.expanduser(value))  # noqa: PTH111  a strange ~name stays as it is
+
+
+# Which places in stores a user's job may name, in a pool with users.
+#
+# Machines of the pool reach stores with keys of their own, so the URL alone says whose files are
+# read and written.
+
+STORES_VARIABLE = "TINKERMQ_STORES"
+"""Of the scheduler's environment: URLs, joined by commas."""
+_ODD = ("..", "%", "?", "#", "//", "\\")
+
+
+def operator_stores() -> list[str]:
+    """Return the stores that the operator has opened to users."""
+    named = os.environ.get(STORES_VARIABLE, "")
+    return [one.strip().rstrip("/") for one in named.split(",") if one.strip()]
+
+
+def refuse_other_stores(config: JobConfig, user: str, stores: Sequence[str]) -> None:
+    """Raise ConfigError for a URL outside of what a user may reach.
+
+    Checkpoints go below a store itself; models are read from its `models/`, and from what runs of
+    the user have written.
+    """
+    url = config.storage.url
+    if url not in (None, BROKER) and url.rstrip("/") not in stores:
+        raise _refused("storage.url", url, stores)
+    for key, path in model_paths(config).items():
+        if is_url(path) and not _is_readable(path, user, stores):
+            raise _refused(key, path, [f"{one}/models/…" for one in stores])
+
+
+def _is_readable(url: str, user: str, stores: Sequence[str]) -> bool:
+    below = [f"{one}/{part}/" for one in stores for part in ("models", f"runs/{user}")]
+    below.append(f"{BROKER}runs/{user}/")
+    rest = next((url.removeprefix(one) for one in below if url.startswith(one)), "")
+    return bool(rest) and not any(odd in rest for odd in _ODD)
+
+
+def _refused(key: str, url: str, allowed: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"{key}={url!r} is outside of the stores that users of this pool reach: "
+        f"{', '.join(allowed) or 'there are none'}",
+        hint=f"the operator names them in ${STORES_VARIABLE} of the scheduler",
+    )
+
+
+# Which files a configuration leads to: what it names, and links inside the model folders it
+# names.
+#
+# A model folder is read by libraries, which follow whatever lies in it: symbolic links, shards
+# that an index names, files that a tokenizer's configuration names, the base of an adapter. All
+# of them are found here, so that they can be looked at before anything is read.
+
+_MAX_FILES = 10_000
+_MAX_DEPTH = 4
+_NEWEST = 3
+"""Checkpoints of its own that a run may go on from: the newest, or one before a damaged one."""
+_MAX_JSON_BYTES = 8 << 20
+_BIG = frozenset({"tokenizer.json", "vocab.json"})
+"""Words of a language, no names of files."""
+_WRITTEN = frozenset({"output_dir", "weights.folder"})
+_ENCLOSED = ("env.", "agent.")
+
+
+class Lead(NamedTuple):
+    """A file or folder that will be read, and how one gets there."""
+
+    key: str
+    value: str
+    via: str
+    """The link inside of `value`; empty for `value` itself."""
+    path: Path
+    """Where it lies when all links are followed."""
+
+    def __str__(self) -> str:
+        inside = f": {self.via} in it leads to {self.path}, which" if self.via else ""
+        return f"{self.key}={self.value!r}{inside}"
+
+
+def leads(config: JobConfig, more: Mapping[str, str] | None = None) -> Iterator[Lead]:
+    """Yield where each text of a configuration leads; files of model folders only as links.
+
+    `more` are further folders that are read, by what names them. Raises ConfigError for a folder
+    with more files than a model has.
+    """
+    for key, value in [*texts_of(config.model_dump(mode="json")), *(more or {}).items()]:
+        for name, path in _with_bases(key, value):
+            if "\0" in path or not (place := without_tilde(path)).name:
+                continue
+            if "/" in path or os.path.lexists(place):
+                yield Lead(name, path, "", Path(os.path.realpath(place)))
+            # games and programs read what `env` and `agent` name, behind walls, which links do not
+            # lead out of
+            if key not in _WRITTEN and not key.startswith(_ENCLOSED) and _is_folder(place):
+                for via, target in _links(place, name):
+                    yield Lead(name, path, via, target)
+
+
+def texts_of(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the texts of a tree, each with its dotted key."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, one in cast("dict[str, Any]", value).items():
+            yield from texts_of(one, f"{key}.{name}" if key else name)
+    elif isinstance(value, list):
+        for one in cast("list[Any]", value):
+            yield from texts_of(one, key)
+
+
+def refuse_links_to_others(record: JobRecord, config: JobConfig) -> None:
+    """Raise ConfigError for a link into a run that is not the user's own, or out of the roots.
+
+    Called right before the files are read: who may write a model folder may have changed it since
+    the job was accepted.
+    """
+    roots = [Path(root) for root in record.output_roots]
+    if not roots:
+        return
+    below_roots("run_dir", record.run_dir, roots)
+    if config.weights.folder is not None:
+        below_roots("weights.folder", config.weights.folder, roots)
+    newest = sorted(checkpoint_folders(record.run_dir).items())[-_NEWEST:]
+    more = {**named_by(record), **{f"checkpoint {step}": str(path) for step, path in newest}}
+    for lead in leads(config, more):
+        if _is_linked(lead) and is_of_another(lead.path, record.user, roots):
+            raise foreign(str(lead))
+
+
+def named_by(record: JobRecord) -> dict[str, str]:
+    """Return the folders that a job reads besides those of its configuration."""
+    fork = {"fork_of": record.fork_dir} if record.fork_dir else {}
+    return {**fork, **{f"adapters.{name}": path for name, path in record.adapters.items()}}
+
+
+def foreign(what: str) -> ConfigError:
+    """Return the error for what lies in a run of another user."""
+    return ConfigError(
+        f"{what} is in a run folder of another user",
+        hint="ask its owner for a copy in a folder that is yours",
+    )
+
+
+def hard_links(config: JobConfig, more: Mapping[str, str]) -> dict[tuple[int, int], Lead]:
+    """Return the files with several names that will be read, by device and inode."""
+    found: dict[tuple[int, int], Lead] = {}
+    for lead in leads(config, more):
+        if lead.key in _WRITTEN:
+            continue
+        inside = _files(lead.path) if _is_folder(lead.path) else [lead.path]
+        for path in inside if not lead.key.startswith("env.") else [lead.path]:
+            status = _status(path)
+            if status is not None and stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
+                found[status.st_dev, status.st_ino] = lead._replace(path=path)
+    return found
+
+
+def inodes_below(folder: Path) -> Iterator[tuple[int, int]]:
+    """Yield device and inode of every file below a folder."""
+    for path, _, names in os.walk(folder):
+        for name in names:
+            if (status := _status(Path(path, name))) is not None:
+                yield status.st_dev, status.st_ino
+
+
+def _is_linked(lead: Lead) -> bool:
+    return bool(lead.via) or without_tilde(lead.value).absolute() != lead.path
+
+
+def _with_bases(key: str, value: str) -> Iterator[tuple[str, str]]:
+    """Yield a text and, where it is the folder of an adapter, the base of that, and so on."""
+    yield key, value
+    seen: set[str] = set()
+    while is_adapter(value) and value not in seen:
+        seen.add(value)
+        value = base_of(value)
+        yield f"the base of the adapter in {key}", value
+
+
+def _links(folder: Path, key: str) -> Iterator[tuple[str, Path]]:
+    """Yield what in a folder leads elsewhere: its name in the folder, and the place."""
+    num_files = 0
+    waiting, seen = [(folder, 0)], {folder.resolve()}
+    while waiting:
+        here, depth = waiting.pop()
+        for path in _entries(here):
+            num_files += 1
+            if num_files > _MAX_FILES:
+                raise ConfigError(
+                    f"{key}={str(folder)!r} holds more than {_MAX_FILES} files",
+                    hint="name the model's own folder",
+                )
+            name = str(path.relative_to(folder))
+            if path.is_symlink():
+                yield name, path.resolve()
+            if path.is_dir() and depth < _MAX_DEPTH and path.resolve() not in seen:
+                seen.add(path.resolve())
+                waiting.append((path, depth + 1))
+            elif path.suffix == ".json" and path.name not in _BIG:
+                for told in _told_files(path):
+                    yield f"{name} ({told})", Path(os.path.realpath(here / told))
+
+
+def _files(folder: Path) -> list[Path]:
+    return [Path(path, name) for path, _, names in os.walk(folder) for name in names][:_MAX_FILES]
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []  # whoever reads it says so
+
+
+def _told_files(path: Path) -> Iterator[str]:
+    """Yield the files in other folders that a JSON file of a model names."""
+    real = Path(os.path.realpath(path))
+    try:
+        with Folder(real.parent) as folder:
+            told = list(texts_of(json.loads(folder.read(real.name, _MAX_JSON_BYTES))))
+    except (OSError, StorageError, ValueError, RecursionError):
+        return  # whoever reads it says so
+    for _, text in told:
+        if "/" in text and os.path.exists(path.parent / text):  # noqa: PTH110  False for odd names
+            yield text
+
+
+def _is_folder(path: Path) -> bool:
+    return os.path.isdir(path)  # noqa: PTH112  False for names that are too long
+
+
+def _status(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except OSError:
+        return None

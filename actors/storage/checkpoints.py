@@ -1,0 +1,424 @@
+"""The checkpoints of one run in a store, beside those in the run's folder on one machine.
+
+`<url>/runs/<user>/<job>/checkpoints/step_000040-<digest>/` holds the files of one; the digest is
+that of its table, so what two learners write never mixes. It counts once its table is there.
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from ...broker.run_folder import Folder
+from ...schemas.config.sections import ADAPTER_CONFIG, BROKER, is_url
+from ...schemas.job import JobRecord
+from ...schemas.wire.errors import NotFoundError, StorageError, TinkermqError
+from ...schemas.wire.subjects import JobScope
+from ..runtime import JobContext
+from .cache import url_of
+from .digests import TABLE, checkpoint_name, is_state, write_digests
+from .opening import Store, Stores
+from .trees import fetch_tree, upload_tree
+from .url_store import StoredObject, UrlStore
+
+_NAME = re.compile(r"step_([0-9]{6,})-[0-9a-f]{16}")
+_OWNER = ".job"
+
+
+class MirroredCheckpoint(NamedTuple):
+    """A checkpoint in the store."""
+
+    step: int
+    name: str
+    files: list[StoredObject]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its table is there, which comes last."""
+        return any(one.name == f"{self.name}/{TABLE}" for one in self.files)
+
+
+class CheckpointMirror:
+    """Puts checkpoints of a run into the store, and gets them from there. Blocks."""
+
+    def __init__(self, store: Store, *, keep_last: int, keep_every: int) -> None:
+        self.store = store
+        self._keep_last = keep_last
+        self._keep_every = keep_every
+        self.spared: Callable[[list[int]], set[int]] = lambda _: set()
+        """Which of these steps stay, beside those that the counts keep."""
+
+    @classmethod
+    def of_run(
+        cls, url: str, scope: JobScope, *, keep_last: int, keep_every: int, tries: int = 6
+    ) -> "CheckpointMirror":
+        """Open the mirror of a run below `storage.url`. Raises StorageError."""
+        place = f"{url.rstrip('/')}/runs/{scope.user}/{scope.job}/checkpoints"
+        return cls(UrlStore(place, tries=tries), keep_last=keep_last, keep_every=keep_every)
+
+    def check(self) -> None:
+        """Raise StorageError for a store that cannot be written, before hours are trained."""
+        self.store.put(_OWNER, b"tinkermq")
+
+    def whole(self) -> list[MirroredCheckpoint]:
+        """Return the checkpoints that are whole, the oldest first. Raises StorageError."""
+        return [one for one in self._all() if one.is_whole]
+
+    def upload(self, step: int, folder: Path) -> None:
+        """Store a checkpoint, then remove those that are not kept. Raises StorageError."""
+        digest = hashlib.sha256((folder / TABLE).read_bytes()).hexdigest()[:16]
+        name = f"{checkpoint_name(step)}-{digest}"
+        if not any(one.name == name for one in self.whole()):
+            upload_tree(self.store, name, folder)
+        self._remove_old(step)
+
+    def fetch_newest(self, folder: Path) -> list[TinkermqError]:
+        """Write the newest whole checkpoint into the run's folder of them, unless one is newer.
+
+        Returns what is wrong
+        with newer ones. Raises StorageError.
+        """
+        wrong: list[TinkermqError] = []
+        for one in reversed(self.whole()):
+            target = folder / checkpoint_name(one.step)
+            if _has_newer(target):
+                return wrong
+            try:
+                fetch_tree(self.store, one.name, one.files, target)
+                return wrong
+            except (StorageError, NotFoundError) as error:
+                wrong.append(error)
+                if getattr(error, "is_full", False):
+                    raise
+        return wrong
+
+    def _all(self) -> list[MirroredCheckpoint]:
+        found: dict[str, list[StoredObject]] = {}
+        for one in self.store.objects():
+            found.setdefault(one.name.partition("/")[0], []).append(one)
+        named = [(_NAME.fullmatch(name), name, files) for name, files in found.items()]
+        return sorted(MirroredCheckpoint(int(m[1]), name, files) for m, name, files in named if m)
+
+    def _remove_old(self, newest: int) -> None:
+        """Remove whole ones that are not kept, the table first, and halves of earlier uploads."""
+        every = self._all()
+        steps = sorted({one.step for one in every if one.is_whole})
+        kept = {*steps[-self._keep_last :]}
+        kept |= {step for step in steps if self._keep_every and step % self._keep_every == 0}
+        kept |= self.spared(steps)
+        for one in every:
+            if one.step not in kept if one.is_whole else one.step < newest:
+                names = [file.name for file in one.files]
+                self.store.delete(sorted(names, key=lambda name: not name.endswith(TABLE)))
+
+
+def _has_newer(target: Path) -> bool:
+    """Whether a run's folder has that checkpoint or a later one."""
+    return target.parent.is_dir() and any(
+        path.name >= target.name for path in target.parent.glob("step_*")
+    )
+
+
+def own_folder(run_dir: Path, job: str) -> None:
+    """Put aside what another run of that name has left in the run's folder on this machine."""
+    owner = run_dir / _OWNER
+    if owner.is_file() and owner.read_text() == job:
+        return
+    for name in ("checkpoints", "metrics.jsonl"):
+        if (run_dir / name).exists():
+            aside = run_dir / f"{name}.of-another-run"
+            shutil.rmtree(aside) if aside.is_dir() else aside.unlink(missing_ok=True)
+            (run_dir / name).rename(aside)
+    (run_dir / "latest").unlink(missing_ok=True)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    half = run_dir / f"{_OWNER}.{os.getpid()}"
+    half.write_text(job)
+    half.rename(owner)
+
+
+# The checkpoints that runs have in stores or in the broker, for others than their learners.
+#
+# Who begins with one (a fork, a served or evaluated checkpoint) keeps a copy of it below its own
+# place in the store, made by the store itself, or in its own bucket: the run may remove its own
+# meanwhile.
+
+_BELOW_ROOT = 5
+"""Parts of the URL of a checkpoint behind `storage.url`: runs, user, job, checkpoints, its name."""
+
+
+class CheckpointInStore(NamedTuple):
+    """A whole checkpoint of a run in its store."""
+
+    step: int
+    url: str
+    files: list[StoredObject]
+    """Named as in the folder."""
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it is that of a LoRA run."""
+        return any(one.name == ADAPTER_CONFIG for one in self.files)
+
+
+def store_of(record: JobRecord) -> str | None:
+    """Return the `storage.url` of a job, maybe `broker:`; None for a job without."""
+    section = cast("dict[str, Any]", record.config.get("storage") or {})
+    return section.get("url")
+
+
+def is_put_away(record: JobRecord) -> bool:
+    """Whether a job's checkpoints in the broker are in its archive, or the job never began."""
+    in_broker = store_of(record) == BROKER
+    return in_broker and (record.archived is not None or not record.has_streams)
+
+
+def stored_checkpoints(
+    record: JobRecord, stores: Stores, *, tries: int = 3
+) -> dict[int, CheckpointInStore]:
+    """Return by step what a run has in its store, if it has one. Raises StorageError."""
+
+    if (url := store_of(record)) is None or is_put_away(record):
+        return {}
+    place = _place(url, record.scope, "checkpoints")
+    mirror = CheckpointMirror(stores.open(place, tries=tries), keep_last=1, keep_every=0)
+    return {
+        one.step: CheckpointInStore(
+            one.step,
+            f"{place}/{one.name}",
+            [file._replace(name=file.name.removeprefix(f"{one.name}/")) for file in one.files],
+        )
+        for one in mirror.whole()
+    }
+
+
+def keep_stored(
+    url: str, scope: JobScope, stores: Stores, *, place: str = "fork", weights_only: bool = False
+) -> str:
+    """Copy a checkpoint of a store to the place of a job there, and return the URL of the copy.
+
+    With `weights_only` the state of the other run's learner is left out. Raises NotFoundError when
+    it has gone, StorageError.
+    """
+    target = _place(_split(url)[0], scope, place)
+    keep = _keep_in_broker if url.startswith(BROKER) else _keep_in_store
+    if not keep(url, target, stores, weights_only):
+        raise NotFoundError(
+            f"the checkpoint {url} has been removed meanwhile",
+            hint="fork from a newer one, or set training.keep_every in the run that makes them",
+        )
+    return target
+
+
+def _keep_in_store(url: str, target: str, stores: Stores, weights_only: bool) -> bool:
+    """Have a store copy a folder of it; return whether there was one."""
+    root, source = _split(url)
+    store, copy = UrlStore(root), target.removeprefix(f"{root}/")
+    store.delete([one.name for one in store.objects(copy)])  # of a submission that was cut off
+    files = store.objects(source)
+    for one in files:
+        inside = one.name.removeprefix(f"{source}/")
+        if not (weights_only and is_state(inside)):
+            store.copy(one, f"{copy}/{inside}")
+    return bool(files)
+
+
+def _keep_in_broker(url: str, target: str, stores: Stores, weights_only: bool) -> bool:
+    """Copy a folder of one job's bucket to that of another, through a file in $TMPDIR."""
+    source, copy = stores.bucket(url), stores.bucket(target)
+    files = [one for one in source.objects() if not (weights_only and is_state(one.name))]
+    copy.make_room(sum(one.num_bytes for one in files))
+    copy.delete([one.name for one in copy.objects()])  # of a submission that was cut off
+    with tempfile.TemporaryDirectory() as folder:
+        here = Path(folder) / "part"
+        for one in files:
+            source.fetch(one.name, one.num_bytes, here)
+            copy.put(one.name, here)
+    return bool(files)
+
+
+def free_copies(record: JobRecord, stores: Stores) -> None:
+    """Remove what a job that was refused has copied of others. Raises StorageError."""
+    urls = [one for one in (record.fork_dir, *record.adapters.values()) if is_url(one)]
+    for root in {_split(one)[0] for one in urls}:
+        if root == BROKER:
+            stores.bucket(_place(root, record.scope, "fork")).remove()
+        else:
+            _free(root, record)
+
+
+def free_stored(record: JobRecord) -> None:
+    """Remove all that a job has in its store, or keeps of another's. Raises StorageError."""
+    for root in sorted(_stores(record)):
+        _free(root, record)
+
+
+def _free(root: str, record: JobRecord) -> None:
+    store = UrlStore(f"{root}/runs/{record.user}/{record.job}")
+    store.delete([one.name for one in store.objects()])
+
+
+def _stores(record: JobRecord) -> set[str]:
+    """Return the stores in which something lies that is a job's own."""
+    own = f"/runs/{record.user}/{record.job}/"
+    model = cast("dict[str, Any]", record.config.get("model") or {}).get("path") or ""
+    named = [model, record.fork_dir, *record.adapters.values()]
+    kept = {path.partition(own)[0] for path in named if own in path and "://" in path}
+    url = store_of(record)
+    return kept | ({url.rstrip("/")} if url not in (None, BROKER) else set())
+
+
+def _place(root: str, scope: JobScope, name: str) -> str:
+    """Return the URL of what a job has below `storage.url`."""
+    slash = "" if root == BROKER else "/"
+    return f"{root.rstrip('/')}{slash}runs/{scope.user}/{scope.job}/{name}"
+
+
+def _split(url: str) -> tuple[str, str]:
+    """Return `storage.url` and the path below it of a run's checkpoint."""
+    if url.startswith(BROKER):
+        return BROKER, url.removeprefix(BROKER)
+    root, *inside = url.rsplit("/", _BELOW_ROOT)
+    return root, "/".join(inside)
+
+
+# Adapters on their way to a store name their base by its URL, not by a folder of this machine.
+
+_BASE = "base_model_name_or_path"
+
+
+def name_bases_by_url(checkpoint: Path) -> None:
+    """Rewrite the adapters of a copy made of hard links, whose originals stay as they are."""
+    changed = [_renamed(file) for file in checkpoint.rglob(ADAPTER_CONFIG)]
+    if any(changed):
+        (checkpoint / TABLE).unlink()
+        write_digests(checkpoint)
+
+
+def _renamed(file: Path) -> bool:
+    settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    url = url_of(str(settings.get(_BASE)))
+    if url is None:
+        return False
+    file.unlink()
+    file.write_text(json.dumps({**settings, _BASE: url}, indent=2), encoding="utf-8")
+    return True
+
+
+# Brings each checkpoint of a learner to its store, while training goes on.
+#
+# A checkpoint that waits is held by hard links in `uploading/` of the run's folder: the run may
+# remove its own meanwhile. While one is on its way only the newest of the others waits. What
+# fails is tried again for ever: until a checkpoint is in the store, the log is not trimmed behind
+# it.
+
+_PAUSE_S = 5.0
+
+
+class Uploads:
+    """The checkpoints of one learner on their way to the store."""
+
+    def __init__(
+        self,
+        context: JobContext,
+        mirror: CheckpointMirror,
+        uploaded: Callable[[], Awaitable[None]],
+    ) -> None:
+        """`uploaded` is called whenever a checkpoint has come into the store."""
+        self._context = context
+        self._mirror = mirror
+        self._uploaded = uploaded
+        self._folder = context.run_dir / "uploading"
+        self._waiting: tuple[int, int, Path] | None = None
+        self._changed = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._begun = asyncio.Event()
+        self.trouble: TinkermqError | None = None
+        self.first_seqs: dict[int, int] = {}
+        """By step of the checkpoints that are in the store: the first log entry behind each."""
+
+    @property
+    def missing(self) -> str:
+        """What is waited for while an upload fails."""
+        return f"the store {self._mirror.store.url} for a checkpoint"
+
+    async def begin(self, local: dict[int, int]) -> list[int]:
+        """Look which local checkpoints (step: first log entry) are in the store; return the others.
+
+        Raises StorageError for a store that cannot be written.
+        """
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        there = {one.step for one in await asyncio.to_thread(self._mirror.whole)}
+        self.first_seqs = {step: seq for step, seq in local.items() if step in there}
+        self._idle.set()
+        self._begun.set()
+        return [step for step in local if step not in there]
+
+    async def take(self, step: int, first_seq: int, folder: Path) -> None:
+        """Upload a checkpoint when its turn comes; it may be removed from where it is."""
+        await self._begun.wait()
+        held = self._folder / f"{folder.name}.{first_seq}"
+        await asyncio.to_thread(link_tree, folder, held)
+        await asyncio.to_thread(name_bases_by_url, held)
+        left, self._waiting = self._waiting, (step, first_seq, held)
+        self._idle.clear()
+        self._changed.set()
+        if left is not None and left[2] != held:
+            await asyncio.to_thread(shutil.rmtree, left[2], ignore_errors=True)
+
+    async def run(self) -> None:
+        """Upload what is taken, for ever."""
+        try:
+            while True:
+                await self._changed.wait()
+                self._changed.clear()
+                while self._waiting is not None:
+                    one, self._waiting = self._waiting, None
+                    await self._upload(*one)
+                self._idle.set()
+        finally:
+            self._mirror.store.close()
+
+    async def _upload(self, step: int, first_seq: int, held: Path) -> None:
+        """Upload one, trying again until it is there or a newer one waits."""
+        while self._waiting is None or self.trouble is None:
+            try:
+                await asyncio.to_thread(self._mirror.upload, step, held)
+            except TinkermqError as error:
+                await self._failed(step, error)
+                continue
+            self.trouble = None
+            self.first_seqs[step] = first_seq
+            await self._context.event("checkpoint_uploaded", self._mirror.store.url, step=step)
+            await self._uploaded()
+            break
+        await asyncio.to_thread(shutil.rmtree, held, ignore_errors=True)
+
+    async def _failed(self, step: int, error: TinkermqError) -> None:
+        first, self.trouble = self.trouble is None, error
+        if first:
+            await self._context.event("checkpoint_upload_failed", str(error), step=step)
+        with self._context.missing(self.missing):
+            await asyncio.sleep(_PAUSE_S)
+
+    async def finished(self, deadline_s: float) -> bool:
+        """Wait until all that was taken is in the store; return whether it is."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                with self._context.waiting(f"the upload to {self._mirror.store.url}"):
+                    await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """Give all files of a folder a second name in a new folder. Raises OSError, StorageError."""
+    shutil.rmtree(target, ignore_errors=True)
+    with Folder(source.parent) as here, Folder(target.parent, make=True) as there:
+        here.copy(source.name, there, target.name, link=True)

@@ -1,0 +1,113 @@
+"""Removes the folder of a run, and keeps an archive beside it. Everything may be done twice.
+
+The archive of a job lies in `.archives/JOB` beside its run folder, where no job writes. Its digest,
+which the scheduler keeps in the job's record, says whether it is the one that was written.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from ...broker.jetstream.objects import new_digest
+from ...broker.run_folder import Folder
+from ...schemas.wire.errors import StorageError
+
+_ARCHIVES = ".archives"
+_WEIGHTS = "weights"
+_FEWEST_PARTS = 3
+_CHUNK_BYTES = 4 << 20
+_PAYLOAD = re.compile(r"v[0-9]{1,18}-[0-9a-zA-Z-]+\.(safetensors|difference)")
+
+
+def archive_of(run_dir: str, job: str) -> Path:
+    """Return the folder of a job's archive."""
+    return Path(run_dir).parent / _ARCHIVES / job
+
+
+def begin_archive(run_dir: str, job: str) -> Path:
+    """Return a new folder to write the archive into; what an earlier try left is removed.
+
+    Raises StorageError for a run whose folder is not on this machine, OSError.
+    """
+    if not run_dir or not Path(run_dir).is_dir():
+        raise StorageError(
+            f"there is no run folder {run_dir!r} to keep an archive beside",
+            hint="see whether the scheduler reaches that disk, or delete the run",
+        )
+    with Folder(Path(run_dir).parent) as above, above.folder(_ARCHIVES, make=True) as archives:
+        archives.remove(job)
+        archives.folder(job, make=True).close()
+    folder = archive_of(run_dir, job)
+    folder.chmod(0o700)
+    return folder
+
+
+def digest_of_archive(run_dir: str, job: str) -> str:
+    """Return the digest of all files of an archive, with their names; raises StorageError.
+
+    Runs in a thread.
+    """
+    digest = new_digest()
+    try:
+        with Folder(archive_of(run_dir, job)) as folder:
+            for entry in folder.files():
+                digest.update(f"{entry.path}\0{entry.num_bytes}\0".encode())
+                with folder.open(entry.path) as file:
+                    while chunk := file.read(_CHUNK_BYTES):
+                        digest.update(chunk)
+    except OSError as error:
+        raise StorageError(
+            f"the archive {archive_of(run_dir, job)} cannot be read: {error}",
+            hint="see whether the scheduler reaches that disk",
+        ) from error
+    return digest.hexdigest()
+
+
+def is_archive(run_dir: str, job: str, digest: str) -> bool:
+    """Whether the archive of a job is what the scheduler wrote; raises as `digest_of_archive`."""
+    return bool(digest) and digest_of_archive(run_dir, job) == digest
+
+
+def drop_archive(run_dir: str, job: str) -> None:
+    """Remove the archive of a job; harmless when there is none."""
+    with contextlib.suppress(FileNotFoundError), Folder(Path(run_dir).parent) as above:
+        above.remove(f"{_ARCHIVES}/{job}")
+        if not above.entries(_ARCHIVES):
+            above.remove(_ARCHIVES)
+
+
+def remove_weights(run_dir: str, folder: str | None, locations: Iterable[str]) -> None:
+    """Remove the published versions of a run that are files.
+
+    Of a `folder` that the configuration names only the files at `locations` that lie directly in
+    it: it may be shared, and locations are a learner's word.
+    """
+    if run_dir:
+        with contextlib.suppress(FileNotFoundError), Folder(run_dir) as run:
+            run.remove(_WEIGHTS)
+    if not folder:
+        return
+    place = Path(folder).expanduser().resolve()
+    with contextlib.suppress(FileNotFoundError), Folder(place) as shared:
+        for location in locations:
+            path = Path(location)
+            if _PAYLOAD.fullmatch(path.name) and path.parent.resolve() == place:
+                shared.unlink(path.name)
+
+
+def remove_run_folder(run_dir: str, job: str) -> None:
+    """Remove the folder of a run with all that is in it.
+
+    It loses its name first, so that a new run of that name never meets a half of it. Raises
+    StorageError for what can be no run's folder, OSError.
+    """
+    place = Path(run_dir)
+    if not place.is_absolute() or len(place.parts) < _FEWEST_PARTS or ".." in place.parts:
+        raise StorageError(f"{run_dir!r} is no folder of a run", hint="remove it by hand")
+    doomed = f".{place.name}.deleted-{job}"
+    with contextlib.suppress(FileNotFoundError), Folder(place.parent) as above:
+        above.remove(doomed)
+        with contextlib.suppress(FileNotFoundError):
+            above.rename(place.name, doomed)
+        above.remove(doomed)

@@ -1,0 +1,299 @@
+"""Which models are in memory: as many as there is room for; the others are written down.
+
+A model comes back when an operation of it is done, to the same bits, and whichever was not used for
+the longest time makes room for it. One that is being computed stays, and one that is in use stays
+for a moment: its gradients would have to be written down as well.
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from ...schemas.tinker.names import CheckpointName, ModelName
+from ...schemas.tinker.operation import LoraSpec, ModelInfo
+from ...schemas.wire.errors import MessageError, ModelError, NotFoundError, StorageError
+from ..storage.tinker_checkpoints import CheckpointFolders
+from .models import ModelHistory, Models, TrainedModel
+from .operations import Adapters
+
+# The models' states on disk: adapter, optimiser, and the operation behind which they were
+# written.
+#
+# A state is written directly behind an `optim_step`, when no gradients are pending, so that the
+# operations behind it, done again, lead to the same bits. It is there whole or not at all.
+
+STATES = "tinker"
+"""Folder of a run in which its models' states and checkpoints lie."""
+_META = "tinker.json"
+_SUSPENDED = "suspended.safetensors"
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """One model's newest state."""
+
+    user: str
+    name: ModelName
+    applied: int
+    info: ModelInfo
+    folder: Path
+    history: ModelHistory
+    tokens: int = 0
+
+
+class States:
+    """The folder of one trainer's states; named checkpoints are found there, too."""
+
+    def __init__(self, folder: Path) -> None:
+        """Keep them below `folder`."""
+        self.folder = folder
+        """Where they lie."""
+        self._folders = CheckpointFolders(folder)
+
+    def read_all(self) -> list[SavedState]:
+        """Return the newest state of each model; raises StorageError."""
+        found: list[SavedState] = []
+        for place in sorted(self.folder.glob("*/*/state")):
+            numbers = sorted(int(one.name) for one in place.iterdir() if one.name.isdigit())
+            if numbers:
+                found.append(_read_state(place / str(numbers[-1])))
+        return found
+
+    def save(self, adapters: Adapters, model: TrainedModel) -> None:
+        """Write a model's state behind its newest operation; older ones go."""
+        place = self._place(model.user, model.name) / "state"
+        folder = place / str(model.applied)
+        if model.info is None or folder.is_dir():
+            return
+        meta = {"user": model.user, "applied": model.applied, "info": model.info.to_map()}
+        meta |= {"history": model.history.to_map(), "tokens": model.tokens}
+        self._write(adapters, model, folder, meta, with_optimizer=True)
+        for old in place.iterdir():
+            # what is newer was written by a trainer after this one
+            if not old.name.isdigit() or int(old.name) < model.applied:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def load(self, adapters: Adapters, model: TrainedModel) -> None:
+        """Bring a model back to its newest state; raises ModelError for one that is damaged."""
+        folder = self._place(model.user, model.name) / "state" / str(model.saved)
+        adapters.load(model.key, folder, with_optimizer=True)
+
+    def suspend(self, adapters: Adapters, model: TrainedModel) -> None:
+        """Take a model out of memory, written down as it is now; raises StorageError."""
+        adapters.suspend(model.key, self._suspended(model))
+
+    def resume(self, adapters: Adapters, model: TrainedModel) -> None:
+        """Bring a model back as it was when it was taken out of memory; raises ModelError."""
+        file = self._suspended(model)
+        adapters.resume(model.key, file)
+        file.unlink()
+
+    def forget_suspended(self) -> None:
+        """Remove what an earlier trainer has written down: it is in the log as well."""
+        for file in self.folder.glob(f"*/*/{_SUSPENDED}"):
+            file.unlink()
+
+    def info_of(self, user: str, name: CheckpointName) -> ModelInfo:
+        """Return what a named checkpoint holds that a user may read; raises NotFoundError."""
+        return self._folders.find(user, name).info
+
+    def place_of(self, user: str, name: CheckpointName) -> Path:
+        """Return the folder of a named checkpoint that a user may read; raises NotFoundError.
+
+        One that is saved anew under its name has another folder.
+        """
+        return self._folders.find(user, name).folder
+
+    def forget(self, model: TrainedModel) -> None:
+        """Remove a model's states; its named checkpoints stay."""
+        place = self._place(model.user, model.name) / "state"
+        shutil.rmtree(place, ignore_errors=True)
+        self._suspended(model).unlink(missing_ok=True)
+
+    def _suspended(self, model: TrainedModel) -> Path:
+        return self._place(model.user, model.name) / _SUSPENDED
+
+    def _place(self, user: str, name: ModelName) -> Path:
+        return self.folder / user / f"{name.session}.train.{name.number}"
+
+    def _write(
+        self,
+        adapters: Adapters,
+        model: TrainedModel,
+        folder: Path,
+        meta: dict[str, Any],
+        *,
+        with_optimizer: bool,
+    ) -> None:
+        hidden = folder.with_name(f".{folder.name}")
+        try:
+            shutil.rmtree(hidden, ignore_errors=True)
+            hidden.parent.mkdir(parents=True, exist_ok=True)
+            adapters.save(model.key, hidden, with_optimizer=with_optimizer)
+            (hidden / _META).write_text(json.dumps(meta), encoding="utf-8")
+            hidden.rename(folder)
+        except OSError as error:
+            raise StorageError(
+                f"{folder} cannot be written: {error.strerror}", hint="see the disk of the pool"
+            ) from error
+
+
+def _meta(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / _META).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{folder} is damaged: {error}", hint="restore it from a back-up, or remove it"
+        ) from error
+
+
+def _read_state(folder: Path) -> SavedState:
+    meta = _meta(folder)
+    try:
+        info = ModelInfo.from_map(meta["info"])
+        name, applied = ModelName.parse(info.model), int(meta["applied"])
+        history = ModelHistory(meta.get("history"))
+        tokens = int(meta.get("tokens", 0))
+        return SavedState(meta["user"], name, applied, info, folder, history, tokens)
+    except (KeyError, TypeError, MessageError) as error:
+        raise ModelError(f"{folder} is damaged: {error}", hint="restore it") from error
+
+
+_STAY_S = 0.5
+"""How long a model stays at least of which something is still to be done."""
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+class Residence:
+    """The models in memory; what it does is done in the trainer's thread."""
+
+    def __init__(
+        self,
+        adapters: Adapters,
+        states: States,
+        models: Models,
+        *,
+        most: int,
+        most_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Keep at most so many models in memory, and at most so many bytes of them."""
+        self._adapters = adapters
+        self._states = states
+        self._models = models
+        self._most = most
+        self._most_bytes = most_bytes
+        self._clock = clock
+        self._bytes: dict[str, int] = {}
+        self._since: dict[str, float] = {}
+        self._suspended: set[str] = set()
+        self.num_suspended = 0
+        """How often a model was written down to make room."""
+
+    def who_may_work(self) -> Callable[[TrainedModel], bool]:
+        """Return what says whether a model is in memory, or there is room for it now."""
+        somebody_leaves = self._next_to_leave() is not None
+        return lambda model: model.key in self._bytes or somebody_leaves or not self._is_full(model)
+
+    def admit(self, model: TrainedModel) -> None:
+        """Bring a model into memory, and others out of it; raises StorageError, ModelError."""
+        if model.key in self._bytes:
+            return
+        while self._is_full(model) and (other := self._next_to_leave()) is not None:
+            self.leave(other)
+        try:
+            self._bring_back(model)
+        except (NotFoundError, StorageError) as error:
+            raise ModelError(
+                f"{model.name} cannot be brought back: {error.message}", hint=error.hint
+            ) from error
+        self._bytes[model.key] = self._bytes_of(model)
+        self._since[model.key] = self._clock()
+
+    def _bring_back(self, model: TrainedModel) -> None:
+        if model.key in self._suspended:
+            self._states.resume(self._adapters, model)
+            self._suspended.discard(model.key)
+        elif model.info is not None:
+            self._states.load(self._adapters, model)
+
+    def note(self, model: TrainedModel) -> None:
+        """Note how large a model in memory is; one that was not made after all has no place."""
+        if model.info is None:
+            self._bytes.pop(model.key, None)
+        else:
+            self._bytes[model.key] = self._bytes_of(model)
+
+    def leave_idle(self, idle_s: float) -> None:
+        """Write down models that nobody has used for so long; a full disk is only noted."""
+        now = self._clock()
+        for model in self._resident():
+            if model.doing is None and not model.waiting and now - model.used > idle_s:
+                try:
+                    self.leave(model)
+                except StorageError as error:
+                    _log.warning("not_written_down", model=model.key, reason=error.message)
+
+    def leave(self, model: TrainedModel) -> None:
+        """Take a model out of memory; it is written down unless its state on disk is this one."""
+        if model.saved == model.applied:
+            self._adapters.evict(model.key)
+        else:
+            self._states.suspend(self._adapters, model)
+            self._suspended.add(model.key)
+            self.num_suspended += 1
+        del self._bytes[model.key], self._since[model.key]
+
+    def drop(self, model: TrainedModel) -> None:
+        """Take a model out of memory for good."""
+        self._suspended.discard(model.key)
+        if model.key in self._bytes:
+            self._adapters.evict(model.key)
+            del self._bytes[model.key], self._since[model.key]
+
+    def is_resident(self, model: TrainedModel) -> bool:
+        """Whether a model is in memory."""
+        return model.key in self._bytes
+
+    def fits(self, model: TrainedModel) -> bool:
+        """Whether a model is in memory, or there is room for it without another's leaving."""
+        return model.key in self._bytes or not self._is_full(model)
+
+    def _is_full(self, model: TrainedModel) -> bool:
+        if not self._bytes:
+            return False  # one is always let in
+        full = len(self._bytes) >= self._most
+        return full or sum(self._bytes.values()) + self._bytes_of(model) > self._most_bytes
+
+    def _bytes_of(self, model: TrainedModel) -> int:
+        """Return the most bytes of a model; 0 for one that is still to be made."""
+        return 0 if model.info is None else self._adapters.num_bytes_of(_spec(model.info))
+
+    def _next_to_leave(self) -> TrainedModel | None:
+        """Return who makes room: not used for the longest time, and not in use; or None."""
+        now = self._clock()
+        found = [model for model in self._resident() if self._may_leave(model, now)]
+        return min(found, key=lambda model: model.used, default=None)
+
+    def _may_leave(self, model: TrainedModel, now: float) -> bool:
+        if model.doing is not None:
+            return False
+        return model.saved == model.applied or now - self._since[model.key] > _STAY_S
+
+    def _resident(self) -> list[TrainedModel]:
+        return [model for model in self._models if model.key in self._bytes]
+
+
+def _spec(info: ModelInfo) -> LoraSpec:
+    return LoraSpec(
+        info.rank,
+        train_attn=info.train_attn,
+        train_mlp=info.train_mlp,
+        train_unembed=info.train_unembed,
+    )

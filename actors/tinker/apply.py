@@ -1,0 +1,259 @@
+"""Do one operation on one model, in the trainer's thread; whatever happens becomes its result.
+
+It is done in pieces, between which those of other models may be done.
+"""
+
+import json
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import structlog
+
+from ...schemas.tinker.names import CheckpointKind, CheckpointName
+from ...schemas.tinker.operation import (
+    ALONE,
+    Company,
+    ModelInfo,
+    ModelOperation,
+    OperationKind,
+    OperationResult,
+)
+from ...schemas.tinker.sampling import SamplerName
+from ...schemas.tinker.wire import (
+    CreateModelBody,
+    ForwardBackward,
+    LoadWeightsBody,
+    OptimStepBody,
+    SaveWeightsBody,
+    parse_request,
+    plain_body,
+    request_of,
+    write_result,
+)
+from ...schemas.wire.errors import (
+    ConfigError,
+    DataError,
+    ModelError,
+    NotFoundError,
+    StateError,
+    TinkermqError,
+)
+from .adapter_cache import States
+from .checkpoints.records import metadata_of
+from .checkpoints.user_records import KeptByTrainer
+from .models import TrainedModel
+from .operations import Adapters, RunningLoss, RunningPieces
+
+_KINDS: dict[OperationKind, CheckpointKind] = {
+    "save_weights": "weights",
+    "save_weights_for_sampler": "sampler_weights",
+    "save_weights_external": "external_weights",
+}
+PIECE_TOKENS = 64
+"""What a piece of work without a micro-batch counts as."""
+_Pieces = Generator[int | RunningLoss, None, OperationResult]
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+class Applying:
+    """Does operations with one set of adapters."""
+
+    def __init__(
+        self, adapters: Adapters, states: States, kept: KeptByTrainer, offer: ModelInfo
+    ) -> None:
+        """Make models on the base that `offer` tells of."""
+        self._kept = kept
+        self._adapters = adapters
+        self._states = states
+        self._offer = offer
+        self._do: dict[OperationKind, Callable[[TrainedModel, ModelOperation], bytes]] = {
+            "create_model": self._create,
+            "load_weights": self._load,
+            "optim_step": self._optim_step,
+            "save_weights": self._save,
+            "save_weights_for_sampler": self._save,
+            "save_weights_external": self._save,
+            "missing": self._missing,
+        }
+
+    def begin(
+        self,
+        model: TrainedModel,
+        operation: ModelOperation,
+        companies: Sequence[Company] | None = None,
+    ) -> RunningPieces:
+        """Do an operation piece by piece, at last tell the result.
+
+        Nothing is done before the first is asked for. Whoever asks computes the micro-batches of
+        losses, and throws what that raises in here: an error of the client's or ours is a result.
+        With the `companies` of an earlier time, none if all were alone, they have the same bits.
+        """
+        try:
+            yield (yield from self._pieces(model, operation, companies))
+        except TinkermqError as error:
+            yield as_failure(error)
+        except Exception as error:  # noqa: BLE001  one model's operation: the others go on
+            _log.exception("operation_failed", model=model.key, seq=operation.seq)
+            said = f"the trainer failed: {type(error).__name__}; its log has the details"
+            yield OperationResult(state="failed", error=said, category="server")
+
+    def advance(self, losses: Sequence[RunningLoss]) -> Sequence[RunningLoss]:
+        """Compute the next micro-batch of the first loss, and of others with it: see `Adapters`."""
+        return self._adapters.advance(losses)
+
+    def _pieces(
+        self, model: TrainedModel, operation: ModelOperation, companies: Sequence[Company] | None
+    ) -> _Pieces:
+        if model.info is None and operation.kind not in ("create_model", "load_weights"):
+            raise StateError(
+                f"{operation.model} was never made", hint="see why its create_model failed"
+            )
+        if operation.kind == "forward_backward":
+            return (yield from self._forward_backward(model, operation, companies))
+        body = self._do[operation.kind](model, operation)
+        yield PIECE_TOKENS
+        return OperationResult(state="done", body=body)
+
+    def _create(self, model: TrainedModel, operation: ModelOperation) -> bytes:
+        body = CreateModelBody.parse(operation.body)
+        if body.base_model != self._offer.base:
+            raise NotFoundError(
+                f"there is no base model {body.base_model!r} here",
+                hint=f"this trainer has {self._offer.base}",
+            )
+        spec, metadata = body.lora_config.spec(), metadata_of(body.user_metadata)
+        self._adapters.create(model.key, spec)
+        model.info = self._offer.model_copy(
+            update={
+                "model": operation.model,
+                "rank": spec.rank,
+                "train_attn": spec.train_attn,
+                "train_mlp": spec.train_mlp,
+                "train_unembed": spec.train_unembed,
+            }
+        )
+        self._kept.runs.begin(model.user, model.info, metadata, operation.time)
+        return _json({"type": "create_model", "model_id": operation.model})
+
+    def _load(self, model: TrainedModel, operation: ModelOperation) -> bytes:
+        body = LoadWeightsBody.parse(operation.body)
+        source = body.source()
+        metadata = metadata_of(body.user_metadata)
+        info = self._states.info_of(model.user, source)
+        if body.base_model not in (None, info.base) or info.base != self._offer.base:
+            raise ModelError(
+                f"{source} is an adapter of {info.base}, not of "
+                f"{body.base_model or self._offer.base}",
+                hint="load it into a model of its own base",
+            )
+        if source.kind != "weights" and body.optimizer:
+            raise ConfigError(
+                f"{source} holds no optimiser", hint="load one that save_weights made"
+            )
+        place = self._states.place_of(model.user, source)
+        self._adapters.load(model.key, place, with_optimizer=body.optimizer)
+        model.is_pending = False
+        model.info = info.model_copy(update={"model": operation.model})
+        if operation.seq == 0:
+            self._kept.runs.begin(model.user, model.info, metadata, operation.time)
+        told = {"type": "load_weights", "path": str(source), "model_id": operation.model}
+        return _json(told)
+
+    def _forward_backward(
+        self, model: TrainedModel, operation: ModelOperation, companies: Sequence[Company] | None
+    ) -> _Pieces:
+        request = self._read(model, operation)
+        model.is_pending |= not request.forward_only
+        loss_pass = self._adapters.begin(
+            model.key,
+            request.data,
+            request.loss_fn,
+            request.config,
+            backward=not request.forward_only,
+            operation=f"operation {operation.seq}",
+            companies=companies,
+        )
+        while loss_pass.num_left:
+            yield loss_pass
+        result = loss_pass.result()
+        model.tokens += sum(len(datum.tokens) for datum in request.data)
+        model.history.passed(result.metrics, forward_only=request.forward_only)
+        mixed = any(one != ALONE for one in loss_pass.companies)
+        return OperationResult(
+            state="done",
+            body=write_result(result),
+            is_proto=True,
+            companies=loss_pass.companies if mixed else [],
+        )
+
+    def _read(self, model: TrainedModel, operation: ModelOperation) -> ForwardBackward:
+        """Read a request; the step behind one that cannot be read fails."""
+        is_forward = False
+        try:
+            body = plain_body(operation.body, is_zstd=operation.is_zstd)
+            message = parse_request(body)
+            is_forward = bool(message.forward_only)
+            return request_of(message)
+        except TinkermqError as error:
+            if not is_forward:
+                model.is_pending = True
+                called = f"operation {operation.seq}"
+                self._adapters.refuse(model.key, operation=called, reason=error.message)
+            raise
+
+    def _optim_step(self, model: TrainedModel, operation: ModelOperation) -> bytes:
+        body = OptimStepBody.parse(operation.body)
+        passed = model.history.take_passed()  # also where the step fails
+        params = body.params()
+        try:
+            metrics = self._adapters.optim_step(model.key, params)
+        except DataError:
+            model.is_pending = False  # it was forgotten
+            raise
+        model.is_pending = False
+        model.history.stepped({**passed, **metrics})
+        return _json({"metrics": metrics})
+
+    def _save(self, model: TrainedModel, operation: ModelOperation) -> bytes:
+        body = SaveWeightsBody.parse(operation.body)
+        kind = _KINDS[operation.kind]
+        session = body.sampling_session_seq_id
+        passing = kind == "sampler_weights" and session is not None
+        body.check_kind(passing=passing)
+        name = f"passing-{operation.seq}" if passing else body.name()
+        checkpoint = CheckpointName(operation.name.model, kind, name)
+        moves = body.kind == "inflight"
+        named = SamplerName.of_checkpoint
+        sampler = named(operation.name.model.session, session or 0, checkpoint, moves=moves)
+        about = body.model_dump(include={"ttl_seconds", "overwrite", "age_encryption_recipients"})
+        about |= {"passing": passing, "time": operation.time}
+        about |= {"user_metadata": metadata_of(body.user_metadata)}
+        save = self._kept.checkpoints.save
+        saved = save(self._adapters, model, checkpoint, operation.seq, about)
+        if moves:
+            self._kept.inflight.move(saved)
+        if passing:
+            return _json(
+                {"type": operation.kind, "path": None, "sampling_session_id": str(sampler)}
+            )
+        told: dict[str, Any] = {"type": operation.kind, "path": str(checkpoint)}
+        if kind == "external_weights":
+            told["size_bytes"] = saved.size_bytes
+        return _json(told)
+
+    def _missing(self, _: TrainedModel, operation: ModelOperation) -> bytes:
+        raise StateError(
+            f"operation {operation.seq} of {operation.model} never came",
+            hint="the client died, or left a number out; those behind it go on",
+        )
+
+
+def as_failure(error: TinkermqError) -> OperationResult:
+    """Return the result of what an error has ended."""
+    said = f"{error.message} ({error.hint})" if error.hint else error.message
+    mistake = error.is_mistake or 400 <= error.status < 500
+    return OperationResult(state="failed", error=said, category="user" if mistake else "server")
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value).encode()

@@ -1,0 +1,142 @@
+"""Whose turn it is: deficit round robin over users, by tokens and their weights.
+
+A user whose turn it is computes pieces of work, each at most a micro-batch, until what it was given
+for this round is used; then the next one is. Who comes anew goes before those who have had a round,
+once: a user with little to do waits for one piece of another, not for a round of all. Pure.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+
+import structlog
+
+from ...broker.client.rpc import call
+from ...schemas.tinker.sessions import TenantShares, TrainerUsage
+from ...schemas.wire.errors import ExhaustedError, TinkermqError
+from ...schemas.wire.subjects import rpc
+from ..runtime import JobContext
+
+
+class FairTurns:
+    """The users who have something to be done, in the order of their turns."""
+
+    def __init__(self, quantum: int) -> None:
+        """Give the user of the largest weight `quantum` tokens in each round."""
+        self.weights: dict[str, float] = {}
+        """Of users; 1 for those that are not there."""
+        self._quantum = quantum
+        self._left: dict[str, float] = {}
+        self._fresh: deque[str] = deque()
+        self._waiting: deque[str] = deque()
+
+    def choose(self, ready: Collection[str]) -> str | None:
+        """Return the user whose turn it is among those who have something to be done, or None."""
+        known = {*self._fresh, *self._waiting}
+        for user in ready:
+            if user not in known:
+                self._left[user] = self._share(user, ready) + min(0.0, self._left.get(user, 0.0))
+                self._fresh.append(user)
+        while ready:
+            queue = self._fresh or self._waiting
+            user = queue[0]
+            if user not in ready:
+                self._pass_over(queue)
+            elif self._left[user] > 0:
+                return user
+            else:
+                self._left[user] += self._share(user, ready)
+                self._waiting.append(queue.popleft())
+        return None
+
+    def charge(self, user: str, tokens: float) -> None:
+        """Note what a piece of a user's work has cost."""
+        self._left[user] = self._left.get(user, 0.0) - tokens
+
+    def _share(self, user: str, ready: Collection[str]) -> float:
+        """Return a user's tokens of one round."""
+        largest = max(self.weights.get(one, 1.0) for one in ready)
+        return self._quantum * self.weights.get(user, 1.0) / largest
+
+    def _pass_over(self, queue: "deque[str]") -> None:
+        """Let a user who has nothing to be done go, who came anew only behind all others."""
+        user = queue.popleft()
+        if queue is self._fresh and self._waiting:
+            self._waiting.append(user)
+        elif self._left[user] >= 0:
+            del self._left[user]  # debts stay until they are paid
+
+
+# What users of a trainer or sampler have used and may use: told and asked of the scheduler.
+
+EACH_S = 4.0
+_TIMEOUT_S = 10.0
+_MOST = 1000
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+class Shares:
+    """The users' weights and quotas, as of a few seconds ago; while nobody tells, the last ones."""
+
+    def __init__(
+        self,
+        context: JobContext,
+        weights: dict[str, float],
+        used: Callable[[], dict[str, int]],
+        *,
+        sampler: str = "",
+    ) -> None:
+        """Tell what is `used`, and set the `weights` of users' turns.
+
+        What a `sampler` of that name has used begins with it; a trainer's, with its service.
+        """
+        self._context = context
+        self._weights = weights
+        self._used = used
+        self._sampler, self._since = sampler, time.time()
+        self._told: dict[str, int] = {}
+        self._left: dict[str, int] = {}
+
+    def check(self, user: str) -> None:
+        """Raise ExhaustedError if a user has used all tokens that the quota has."""
+        left = self._left.get(user)
+        if left is not None and self._used().get(user, 0) - self._told.get(user, 0) >= left:
+            raise ExhaustedError(
+                f"user {user!r} has used all tokens of the quota (max_tinker_tokens)",
+                hint=f"an admin may raise it: tinkermq user quota {user} --tinker-tokens",
+            )
+
+    async def follow(self) -> None:
+        """Tell and ask every few seconds, for ever."""
+        while True:
+            try:
+                await self.ask()
+            except TinkermqError as error:
+                _log.debug("no_shares", reason=error.message)
+            await asyncio.sleep(EACH_S)
+
+    async def ask(self) -> None:
+        """Tell what was used, and take over what the scheduler says; raises TinkermqError."""
+        scope, used = self._context.scope, self._used()
+        for part in _parts(used):
+            shares = await call(
+                self._context.broker,
+                rpc(scope.user, "scheduler", "tinker-usage"),
+                TrainerUsage(job=scope.job, tokens=part, sampler=self._sampler, since=self._since),
+                TenantShares,
+                timeout_s=_TIMEOUT_S,
+                waiting_for="the scheduler",
+            )
+            self._told |= part
+            for user, share in shares.users.items():
+                self._weights[user] = share.weight
+                self._left.pop(user, None)
+                if share.tokens_left is not None:
+                    self._left[user] = share.tokens_left
+
+
+def _parts(used: dict[str, int]) -> list[dict[str, int]]:
+    users = sorted(used)
+    starts = range(0, len(users), _MOST)
+    return [{user: used[user] for user in users[start : start + _MOST]} for start in starts]

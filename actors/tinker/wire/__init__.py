@@ -1,1 +1,0 @@
-"""How the Tinker API words operations and results: protobuf and JSON bodies."""

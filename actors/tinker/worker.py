@@ -1,0 +1,364 @@
+"""Does the operations of all models: piece by piece, in the one thread that computes.
+
+A result is stored before anybody hears of it. A model's state is written behind an `optim_step`,
+and its log is trimmed there.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+from ...broker.operations import OperationLog
+from ...schemas.tinker.names import OperationName
+from ...schemas.tinker.operation import Company, ModelOperation, OperationResult
+from ...schemas.wire.errors import MessageError, ModelError, StateError, StorageError
+from ..runtime import JobContext
+from ..training.parallel import torch_thread
+from .adapter_cache import Residence, States
+from .apply import Applying, as_failure
+from .models import Models, TrainedModel
+from .operations import Adapters, Doing, Piece
+from .replaying.archive import Archive
+
+# Pieces of operations, as the trainer's thread does them: one, or a loss and others beside it.
+
+
+class Turn(NamedTuple):
+    """An operation that may be gone on with."""
+
+    model: TrainedModel
+    operation: ModelOperation
+    companies: Sequence[Company] | None
+    """Beside whom it was computed before, if it was."""
+
+
+class Pieces:
+    """Does the next pieces of operations."""
+
+    def __init__(self, applying: Applying, residence: Residence, *, micro_tokens: int) -> None:
+        """Compute about `micro_tokens` at once, if there are losses of several models."""
+        self._applying = applying
+        self._residence = residence
+        self._micro_tokens = micro_tokens
+
+    def do(self, turn: Turn, others: Sequence[Turn]) -> list[tuple[Turn, Piece]]:
+        """Do the next piece of an operation; raises StorageError where there is no room.
+
+        If that is a micro-batch, those of `others` are computed with it that fit. Returns what came
+        of each that was done.
+        """
+        piece = self._begun(turn)
+        if piece is not None:
+            return [(turn, piece)]
+        waiting, done = self._company(turn, others)
+        losses = [_doing(one).loss for one in waiting]
+        tokens = [loss.next_tokens for loss in losses]
+        try:
+            computed = self._applying.advance(losses)
+        except Exception as error:  # noqa: BLE001  it is the operation's result
+            return [*done, self._noted(turn, _doing(turn).failed(error))]
+        for one, loss, num in zip(waiting, losses, tokens, strict=True):
+            if loss in computed:
+                _doing(one).computed()
+                done.append((one, num))
+        return done
+
+    def _company(
+        self, turn: Turn, others: Sequence[Turn]
+    ) -> tuple[list[Turn], list[tuple[Turn, Piece]]]:
+        """Return the turns whose losses wait to be computed, and what came of others' beginning."""
+        waiting: list[Turn] = [turn]
+        done: list[tuple[Turn, Piece]] = []
+        room = self._micro_tokens - _doing(turn).loss.next_tokens
+        for one in others:
+            if room <= 0:
+                break
+            if not self._residence.fits(one.model):
+                continue  # nobody is written down for company
+            piece = self._begun(one)
+            if piece is not None:
+                done.append((one, piece))
+                continue
+            waiting.append(one)
+            room -= _doing(one).loss.next_tokens
+        return waiting, done
+
+    def _begun(self, turn: Turn) -> Piece | None:
+        """Begin an operation unless it is begun, and go on up to its next micro-batch: None."""
+        model = turn.model
+        if model.doing is None:
+            try:
+                self._residence.admit(model)
+            except ModelError as error:
+                return as_failure(error).model_copy(update={"category": "server"})
+            begun = self._applying.begin(model, turn.operation, turn.companies)
+            model.doing = Doing(begun)
+        piece = model.doing.next()
+        return piece if piece is None else self._noted(turn, piece)[1]
+
+    def _noted(self, turn: Turn, piece: Piece) -> tuple[Turn, Piece]:
+        if isinstance(piece, OperationResult):
+            self._residence.note(turn.model)
+        return turn, piece
+
+
+def _doing(turn: Turn) -> Doing:
+    assert turn.model.doing is not None
+    return turn.model.doing
+
+
+T = TypeVar("T")
+_SAVES = frozenset({"save_weights", "save_weights_for_sampler", "save_weights_external"})
+SAVE_OPERATIONS, SAVE_BYTES = 64, 32 << 20
+"""A model's state is written when so much stands in the log behind the last one."""
+_IDLE_S = 5.0
+GAP_S = 600.0
+"""How long operations wait for one that has not come."""
+_LOOK_S = 1.0
+_SWEEP_S = 30.0
+_NO_ROOM_S = 0.05
+"""How soon it is looked again whether a model may leave the memory for one that waits."""
+_FULL_S = 1.0
+_MOST_BESIDE = 32
+"""Models looked at that may be computed beside another."""
+
+
+class Worker:
+    """Does what is to be done, one piece after the other."""
+
+    def __init__(
+        self,
+        context: JobContext,
+        adapters: Adapters,
+        applying: Applying,
+        states: States,
+        models: Models,
+        log: OperationLog,
+        archive: Archive,
+        *,
+        gap_s: float,
+    ) -> None:
+        """Do the operations that wait in `models`; `archive` keeps what was done."""
+        self._context = context
+        self._adapters = adapters
+        self._states = states
+        self._models = models
+        self._log = log
+        self._archive = archive
+        self._gap_s = gap_s
+        tinker = context.config.tinker
+        self.residence = Residence(
+            adapters,
+            states,
+            models,
+            most=tinker.adapters_in_memory,
+            most_bytes=tinker.adapters_mb << 20,
+        )
+        self._idle_s = tinker.idle_s
+        self._mixed = tinker.mixed_micro_batches
+        self._pieces = Pieces(applying, self.residence, micro_tokens=tinker.micro_batch_tokens)
+        self._thread = torch_thread(context.config.learner.threads)
+        self._arrived = asyncio.Event()
+        self._changed = asyncio.Condition()
+        self._gaps: dict[str, tuple[int, float]] = {}
+
+    def wake(self) -> None:
+        """Say that an operation has come."""
+        self._arrived.set()
+
+    async def until_applied(self, model: TrainedModel, seq: int) -> None:
+        """Wait until an operation of a model has taken effect, or never will."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: model.applied >= seq or model.broken is not None)
+
+    async def work(self, sweep: Callable[[], Awaitable[object]]) -> None:
+        """Do one piece after the other, and look after those that wait, for ever."""
+        looked = swept = time.monotonic()
+        while True:
+            if (now := time.monotonic()) - looked > _LOOK_S:
+                await self._look(now)
+                looked = now
+            if now - swept > _SWEEP_S:
+                await sweep()
+                swept = now
+            chosen = self._models.choose(self.residence.who_may_work())
+            if chosen is not None:
+                await self._advance(*chosen)
+                continue
+            self._arrived.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_NO_ROOM_S if self._models.has_ready else _LOOK_S):
+                    await self._arrived.wait()
+
+    async def save_all(self) -> None:
+        """Write the states of all models that are in memory and have nothing pending."""
+        for model in self._models:
+            await self._save(model)
+
+    async def forget(self, model: TrainedModel) -> None:
+        """Forget a model of which nothing is to be done; its named checkpoints stay."""
+        self._models.remove(model)
+        await self._log.forget(model.user, model.name)
+        await self._in_thread(partial(self._drop, model))
+
+    def _drop(self, model: TrainedModel) -> None:
+        self.residence.drop(model)
+        self._states.forget(model)
+
+    async def _advance(self, model: TrainedModel, operation: ModelOperation) -> None:
+        """Do the next piece of an operation, and what of others can be computed with it."""
+        if model.doing is None:
+            result = await self._saved_before(model, operation)
+            if operation.kind in _SAVES:
+                await self._log.check_claim()
+            if result is not None:
+                await self._finish(model, operation, result)
+                return
+        turn = Turn(model, operation, await self._past(model, operation))
+        others: list[Turn] = []
+        if self._mixed and operation.kind == "forward_backward":
+            beside = self._models.beside(model, self.residence.who_may_work())[:_MOST_BESIDE]
+            others = [Turn(*one, await self._past(*one)) for one in beside]
+        try:
+            done = await self._in_thread(partial(self._pieces.do, turn, others))
+        except StorageError as error:  # nobody can be written down: there is no room meanwhile
+            await self._context.event("trainer_has_no_room", f"{error.message} ({error.hint})")
+            await asyncio.sleep(_FULL_S)
+            return
+        for one, piece in done:
+            if isinstance(piece, OperationResult):
+                await self._finish(one.model, one.operation, piece)
+            else:
+                self._models.charge(one.model, piece)
+                self._context.progressed()
+
+    async def _past(
+        self, model: TrainedModel, operation: ModelOperation
+    ) -> Sequence[Company] | None:
+        """Return beside whom an operation was computed of which somebody was told the result."""
+        if model.doing is not None or operation.seq > model.logged:
+            return None
+        result = await self._stored(model, operation.name)
+        return None if result is None else result.companies
+
+    async def _finish(
+        self, model: TrainedModel, operation: ModelOperation, result: OperationResult
+    ) -> None:
+        """Store the result of an operation, and tell it."""
+        if not await self._log.put_result(model.user, operation.name, result):
+            await self._compare(model, operation.name, result)
+        await self._keep(model, operation, result)
+        self._models.applied(model, operation)
+        model.doing = None
+        model.used = time.monotonic()
+        self._context.progressed()
+        if operation.kind == "load_weights" and result.state == "done":
+            await self._save(model)  # what it has loaded may be deleted once that is told
+        async with self._changed:
+            self._changed.notify_all()
+        if operation.kind == "optim_step" and self._is_long(model):
+            await self._save(model)
+
+    async def _keep(
+        self, model: TrainedModel, operation: ModelOperation, result: OperationResult
+    ) -> None:
+        """Keep an operation for those who want to do the session again; the rest goes on anyway."""
+        try:
+            await self._in_thread(partial(self._archive.add, model.user, operation, result))
+        except OSError as error:
+            text = f"operation {operation.name} was not kept: {error.strerror}"
+            await self._context.event("operation_not_kept", text)
+
+    async def _saved_before(
+        self, model: TrainedModel, operation: ModelOperation
+    ) -> OperationResult | None:
+        """Return the result of a save that a trainer before this one has done.
+
+        What it saved may have been deleted since, so it is not done again.
+        """
+        if operation.kind not in _SAVES or operation.seq > model.logged:
+            return None
+        return await self._stored(model, operation.name)
+
+    async def _stored(self, model: TrainedModel, name: OperationName) -> OperationResult | None:
+        """Return the result that stands in the log; None, and an event, where it is none."""
+        try:
+            return await self._log.result(model.user, name)
+        except MessageError as error:
+            text = f"the result of {name} of {model.user} cannot be read: {error.message}"
+            await self._context.event("result_unreadable", text, operation=str(name))
+            return None
+
+    async def _compare(
+        self, model: TrainedModel, name: OperationName, result: OperationResult
+    ) -> None:
+        """Say so where an operation that was done again had another result."""
+        before = await self._stored(model, name)
+        if before is not None and (before.state, before.body) != (result.state, result.body):
+            text = f"operation {name} of {model.user} had another result when it was done again"
+            await self._context.event("replay_differs", text, operation=str(name))
+
+    def _is_long(self, model: TrainedModel) -> bool:
+        behind = model.applied - model.saved
+        return behind >= SAVE_OPERATIONS or model.tail_bytes >= SAVE_BYTES
+
+    async def _save(self, model: TrainedModel) -> None:
+        """Write a model's state, unless gradients are pending, and trim its log."""
+        if model.doing is not None or model.applied == model.saved:
+            return  # what is done in memory may be ahead of what has been told
+        if model.is_pending or not self.residence.is_resident(model):
+            return
+        if self._models.find(model.user, model.name) is not model:
+            return  # it is being forgotten
+        await self._log.check_claim()
+        await self._in_thread(partial(self._states.save, self._adapters, model))
+        since, model.saved, model.tail_bytes = model.saved + 1, model.applied, 0
+        await self._log.trim(model.user, model.name, model.saved, since)
+
+    async def _look(self, now: float) -> None:
+        """Save models that are idle, write down what is long so, end gaps that nobody closes."""
+        await self._log.check_claim()
+        for model in self._models:
+            if model.has_gap:
+                await self._end_gap(model, now)
+            else:
+                self._gaps.pop(model.key, None)
+            if not model.waiting and now - model.used > _IDLE_S:
+                await self._save(model)
+        await self._in_thread(partial(self.residence.leave_idle, self._idle_s))
+
+    async def _end_gap(self, model: TrainedModel, now: float) -> None:
+        """Let those behind a number that never comes go on, once they have waited long enough."""
+        seq = model.applied + 1
+        gap, since = self._gaps.setdefault(model.key, (seq, now))
+        if gap != seq:
+            self._gaps[model.key] = (seq, now)
+        elif now - since > self._gap_s:
+            await self._log.append(
+                model.user, ModelOperation(kind="missing", model=str(model.name), seq=seq, body=b"")
+            )
+            try:
+                found = await self._log.find(model.user, OperationName(model.name, seq))
+            except MessageError as error:
+                await self.leave(model, seq, error.message)
+                return
+            if found is None:
+                raise StateError(f"operation {seq} of {model.key} is in the log and cannot be read")
+            self._models.enqueue(model.user, found)
+            self._arrived.set()
+
+    async def leave(self, model: TrainedModel, seq: int, reason: str) -> None:
+        """Do nothing of a model from an operation on that cannot be read; tell it once."""
+        if seq <= model.applied or seq in model.unreadable:
+            return
+        model.unreadable[seq] = reason
+        text = f"nothing of {model.key} is done from operation {seq} on: {reason}"
+        await self._context.event("operation_unreadable", text, model=model.key)
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)

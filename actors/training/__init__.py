@@ -1,0 +1,1 @@
+"""One optimiser step: advantages, losses, corrections, packing, model, optimiser, ranks, checkpoint."""

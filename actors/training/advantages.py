@@ -1,0 +1,634 @@
+"""Advantages: how rewards become a weight for each generated token.
+
+Shapes: N generated tokens, S sequences, P places (tokens of a sequence, or its turns), K turns.
+Every function takes the whole batch, not a micro-batch: groups and whitening need all of it. They
+compute in float64 and return float32. A sequence is whatever is rewarded as one: an episode, or
+one of its turns (`samples.py`).
+
+A group whose rewards are all equal gets exactly 0. A group of one has no baseline: mean 0, std 1.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from ...schemas.wire.errors import ConfigError
+from .batch import BatchCalls
+from .registry import choose
+from .sequences import by_sequence, is_last_of_sequence, lengths_by_sequence, reward_to_go
+
+# What advantages are computed from.
+#
+# Shape letters: N generated tokens, S samples, C components of the reward.
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """What the advantage functions read; each says what it needs beyond the first three."""
+
+    rewards_S: Tensor
+    """Outcome reward: the return of each episode."""
+    group_S: Tensor
+    """int64: the task group of each sequence."""
+    seq_N: Tensor
+    """int64: the sequence of each generated token."""
+    token_rewards_N: Tensor | None = None
+    """Reward on each token, a turn's on its last one; default: `rewards_S` on the last token."""
+    turn_N: Tensor | None = None
+    """int64: the turn of each token within its sequence, from 0; needed by the two by turns."""
+    state_N: Tensor | None = None
+    """int64: the observation that the token's turn answers, equal ids for equal ones; gigpo."""
+    components_SC: Tensor | None = None
+    """Rewards of each sequence by component; needed by gdpo."""
+    baseline_S: Tensor | None = None
+    """Reward of the greedy episode of the same task; needed by remax."""
+    values_N: Tensor | None = None
+    """The critic's value before each token; needed by gae."""
+    lone_S: Tensor | None = None
+    """bool: sequences that nobody of their task can be compared with: those get 0."""
+    owner_S: Tensor | None = None
+    """int64: the episode of each sequence, where one may have several with equal `group_S`."""
+    calls: BatchCalls | None = None
+    """The calls of agents' episodes, in place of turns that follow each other."""
+    kept_N: Tensor | None = None
+    """bool: tokens that are trained, default all; those over which a batch is whitened."""
+    gamma: float = 1.0
+    """Discount: per token in reinforce_pp and gae, per turn in grpo_per_turn and gigpo."""
+
+    @property
+    def num_seqs(self) -> int:
+        """Number of sequences, those without generated tokens included."""
+        return len(self.rewards_S)
+
+
+# What an element of a batch is compared with: the statistics of those with the same key.
+#
+# Where elements belong to episodes, an episode counts once for each key, however many of its
+# elements have it: each of them weighs as one part of it.
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Statistics of the peers of each element, broadcast back to the elements."""
+
+    count: Tensor
+    """Elements with its key; episodes, where elements belong to some."""
+    mean: Tensor
+    std: Tensor
+    mine: Tensor
+    """The mean of its own episode; the element itself where there are no episodes."""
+
+
+def peers_of(values: Tensor, key: Tensor, owner: Tensor | None = None) -> Peers:
+    """Compare each value with those of the same key; `owner` is the episode of each.
+
+    Where all are equal the mean is that value itself, so that the deviation is exactly 0 and not
+    a rounding error that a division by a tiny std would blow up.
+    """
+    num_keys = int(key.max()) + 1 if len(key) else 0
+    zeros = values.new_zeros(num_keys)
+    if owner is None:
+        count = torch.bincount(key, minlength=num_keys)
+        mean = zeros.index_add(0, key, values) / count.clamp(min=1)
+        squares = zeros.index_add(0, key, (values - mean[key]) ** 2)
+        mine = values
+    else:
+        count, mean, squares, mine = _by_owner(values, key, owner, num_keys)
+    std = (squares / (count - 1).clamp(min=1)).sqrt()
+    lowest = zeros.scatter_reduce(0, key, values, reduce="amin", include_self=False)[key]
+    highest = zeros.scatter_reduce(0, key, values, reduce="amax", include_self=False)[key]
+    equal, alone = lowest == highest, (count == 1)[key]
+    mean = torch.where(equal, values, mean[key]).masked_fill(alone, 0.0)
+    std = std[key].masked_fill(equal, 0.0).masked_fill(alone, 1.0)
+    return Peers(count[key], mean, std, mine)
+
+
+def _by_owner(
+    values: Tensor, key: Tensor, owner: Tensor, num_keys: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return count, mean and sum of squares of each key, and the mean of each value's episode."""
+    num_owners = int(owner.max()) + 1 if len(owner) else 0
+    pair: Any = key * num_owners + owner  # torch leaves `unique` untyped
+    pairs, of_pair = cast("tuple[Tensor, Tensor]", pair.unique(return_inverse=True))
+    in_pair = torch.bincount(of_pair, minlength=len(pairs))
+    key_of_pair = torch.div(pairs, max(num_owners, 1), rounding_mode="floor")
+    zeros = values.new_zeros(num_keys)
+    means = values.new_zeros(len(pairs)).index_add(0, of_pair, values) / in_pair
+    count = torch.bincount(key_of_pair, minlength=num_keys)
+    mean = zeros.index_add(0, key_of_pair, means) / count.clamp(min=1)
+    deviations = (values - mean[key]) ** 2 / in_pair[of_pair]
+    return count, mean, zeros.index_add(0, key, deviations), means[of_pair]
+
+
+# Values: what a critic's estimates become, and what the critic is trained towards.
+#
+# Pure functions. Shapes: N generated tokens, S sequences. V_t is the value before token t is
+# generated. Observation tokens are in none of the arrays, so the value after a turn's last token
+# is that of the next turn's first.
+
+
+@dataclass(frozen=True)
+class Values:
+    """What a critic says of a batch before a step."""
+
+    values_N: Tensor
+    """Value before each token."""
+    after_S: Tensor | None = None
+    """Value at the end of each sequence whose game would have gone on, 0 for others; None: nothing
+    is expected behind any end."""
+
+
+@dataclass(frozen=True)
+class ValueTargets:
+    """What a critic's updates of one step read, over the whole batch."""
+
+    values_N: Tensor
+    """Its values before the step."""
+    returns_N: Tensor
+    """What they should have been."""
+    sample_N: Tensor
+    """int64: the sample of each token (`samples.py`)."""
+    kept_N: Tensor
+    """bool: tokens that the critic is trained on."""
+
+
+def generalized_advantage(
+    rewards_N: Tensor,
+    values_N: Tensor,
+    seq_N: Tensor,
+    num_seqs: int,
+    gamma: float | Tensor,
+    lam: float | Tensor,
+) -> Tensor:
+    """A_t = δ_t + γλ A_{t+1} with δ_t = r_t + γ V_{t+1} − V_t: float64[N] (arXiv 1506.02438).
+
+    `gamma` and `lam` may be float64[N], those between each token and the next. Nothing follows the
+    last token of a sequence. `advantage + value` is the return that the critic is trained towards.
+    """
+    rewards_SP, place_N = by_sequence(rewards_N.double(), seq_N, num_seqs)
+    values_SP, _ = by_sequence(values_N.double(), seq_N, num_seqs)
+    gamma_SP, lam_SP = (_laid_out(one, seq_N, num_seqs) for one in (gamma, lam))
+    delta_SP = rewards_SP - values_SP
+    delta_SP[:, :-1] += (gamma_SP * values_SP.roll(-1, 1))[:, :-1]
+    return reward_to_go(delta_SP, gamma_SP * lam_SP)[seq_N, place_N]
+
+
+def _laid_out(value: float | Tensor, seq_N: Tensor, num_seqs: int) -> Tensor:
+    """Return float64[S, P], or one number for all."""
+    if not isinstance(value, Tensor):
+        return torch.tensor(value, dtype=torch.float64, device=seq_N.device)
+    return by_sequence(value.double(), seq_N, num_seqs)[0]
+
+
+def between_tokens(
+    within: float, turns: float | None, seq_N: Tensor, turn_N: Tensor | None
+) -> float | Tensor:
+    """Return what counts between each token and the next: float64[N] where turns have their own."""
+    if turns is None or turn_N is None:
+        return within
+    ends_N = is_last_of_sequence(seq_N)
+    ends_N[:-1] |= turn_N[1:] != turn_N[:-1]
+    ours_N = torch.full_like(ends_N, within, dtype=torch.float64)
+    return ours_N.masked_fill(ends_N, turns)
+
+
+def advantage_over_chains(
+    rewards_N: Tensor, values_N: Tensor, calls: BatchCalls, gamma: float, lam: float
+) -> Tensor:
+    """Return the same over the chains of calls of agents' episodes: float64[N]."""
+    values_N = values_N.double()
+    delta_N = rewards_N.double() + gamma * calls.next_values(values_N) - values_N
+    return calls.to_go(delta_N, gamma * lam)
+
+
+def value_loss(
+    values_N: Tensor, before_N: Tensor, returns_N: Tensor, clip: float
+) -> tuple[Tensor, Tensor]:
+    """½ max((V − R)², (clip(V, V_old ± ε) − R)²) of each token, and where the clip counts.
+
+    The clip keeps an update near the values that the advantages were made with (the value clip of
+    PPO's first implementation).
+    """
+    plain_N = (values_N - returns_N) ** 2
+    bounded_N = (values_N.clamp(before_N - clip, before_N + clip) - returns_N) ** 2
+    return torch.maximum(plain_N, bounded_N) / 2, bounded_N > plain_N
+
+
+def explained_variance(values_N: Tensor, returns_N: Tensor) -> float:
+    """1 − Var(R − V) / Var(R): 1 is a perfect critic, 0 a constant one; 0 for equal returns."""
+    if not len(returns_N):
+        return 0.0
+    variance = float(returns_N.double().var(correction=0))
+    if variance == 0:
+        return 0.0
+    return 1 - float((returns_N.double() - values_N.double()).var(correction=0)) / variance
+
+
+AdvantageFn = Callable[..., Tensor]
+_EPSILON = 1e-6
+"""The ε that is added to stds and means."""
+_WHITEN_EPSILON = 1e-8
+"""The ε that is added to the variance of a batch."""
+
+
+def _groups(inputs: AdvantageInputs) -> tuple[Tensor, Tensor, Peers]:
+    rewards_S = inputs.rewards_S.double()
+    group_S: Any = inputs.group_S  # torch leaves `unique` untyped
+    key_S: Tensor = group_S.unique(return_inverse=True)[1]
+    peers = peers_of(rewards_S, key_S, inputs.owner_S)
+    if inputs.lone_S is not None:
+        peers = replace(peers, mean=torch.where(inputs.lone_S, rewards_S, peers.mean))
+    return rewards_S, key_S, peers
+
+
+def _to_tokens(advantages_S: Tensor, inputs: AdvantageInputs) -> Tensor:
+    return advantages_S[inputs.seq_N].float()
+
+
+def _token_rewards(inputs: AdvantageInputs) -> Tensor:
+    if inputs.token_rewards_N is not None:
+        return inputs.token_rewards_N.double()
+    outcome_N = inputs.rewards_S.double()[inputs.seq_N]
+    return outcome_N * is_last_of_sequence(inputs.seq_N)
+
+
+def _whiten(values_N: Tensor, kept_N: Tensor | None) -> Tensor:
+    kept_n = values_N if kept_N is None else values_N[kept_N]
+    if not len(kept_n) or kept_n.min() == kept_n.max():
+        return torch.zeros_like(values_N)
+    return (values_N - kept_n.mean()) * torch.rsqrt(kept_n.var() + _WHITEN_EPSILON)
+
+
+def grpo(
+    inputs: AdvantageInputs,
+    *,
+    std: Literal["group", "batch", "none"] = "group",
+) -> Tensor:
+    """(R − mean) / (std + ε) in the group, unbiased std (DeepSeekMath, arXiv 2402.03300).
+
+    With std=batch the std is that of all rewards of the batch, so that easy and hard tasks weigh
+    the same (arXiv 2508.08221); with std=none nothing is divided by.
+    """
+    rewards_S, key_S, peers = _groups(inputs)
+    if std == "none":
+        return _to_tokens(rewards_S - peers.mean, inputs)
+    of_episodes = _by_episode(inputs, key_S, peers)
+    if std == "group" or len(of_episodes) < 2:
+        return _to_tokens((rewards_S - peers.mean) / (peers.std + _EPSILON), inputs)
+    return _to_tokens((rewards_S - peers.mean) / (of_episodes.std() + _EPSILON), inputs)
+
+
+def _by_episode(inputs: AdvantageInputs, key_S: Tensor, peers: Peers) -> Tensor:
+    """Return one reward for each episode: the mean of its sequences, where it has several."""
+    if inputs.owner_S is None:
+        return peers.mine
+    pair_S: Any = key_S * (int(inputs.owner_S.max()) + 1) + inputs.owner_S
+    pairs, of_pair_S = pair_S.unique(return_inverse=True)
+    return peers.mine.new_zeros(len(pairs)).index_put((of_pair_S,), peers.mine)
+
+
+def gdpo(inputs: AdvantageInputs, *, weights: Sequence[float] = (1.0,)) -> Tensor:
+    """Σ_c w_c (R_c − mean) / (std + ε) in the group, whitened over the batch (arXiv 2601.05242).
+
+    Each of the C components is normalised by itself: one that varies little counts as much as one
+    that varies much.
+    """
+    if inputs.components_SC is None:
+        raise ConfigError(
+            "advantage=gdpo got no components",
+            hint="set algorithm.reward_components, or choose advantage=grpo",
+        )
+    _, key_S, _ = _groups(inputs)
+    total_S = inputs.rewards_S.new_zeros(inputs.num_seqs, dtype=torch.float64)
+    for component_S, weight in zip(inputs.components_SC.double().T, weights, strict=True):
+        peers = peers_of(component_S, key_S)
+        mean_S = peers.mean
+        if inputs.lone_S is not None:
+            mean_S = torch.where(inputs.lone_S, component_S, mean_S)
+        total_S += weight * (component_S - mean_S) / (peers.std + _EPSILON)
+    if len(total_S) < 2:
+        return _to_tokens(total_S, inputs)
+    return _to_tokens((total_S - total_S.mean()) / (total_S.std() + _EPSILON), inputs)
+
+
+def gpg(inputs: AdvantageInputs) -> Tensor:
+    """α (R − mean), α = episodes over those whose reward is not 0 (GPG, arXiv 2504.02546)."""
+    rewards_S, key_S, peers = _groups(inputs)
+    of_episodes = _by_episode(inputs, key_S, peers)
+    scale = len(of_episodes) / max(int((of_episodes != 0).sum()), 1)
+    return _to_tokens(scale * (rewards_S - peers.mean), inputs)
+
+
+def passk(inputs: AdvantageInputs) -> Tensor:
+    """The lead of a group's best episode on its second, over the std (arXiv 2503.19595).
+
+    All others get 0, and so does the best where it is not better: what is trained is that one of
+    the group is good.
+    """
+    rewards_S, key_S, peers = _groups(inputs)
+    owner_S = torch.arange(len(rewards_S)) if inputs.owner_S is None else inputs.owner_S
+    owner_S = owner_S.to(rewards_S.device)
+    advantages_S = torch.zeros_like(rewards_S)
+    for key in range(int(key_S.max()) + 1 if len(key_S) else 0):
+        here = key_S == key
+        best = int(torch.where(here, rewards_S, -torch.inf).argmax())
+        of_best = here & (owner_S == owner_S[best])
+        if bool((here & ~of_best).any()):
+            lead = rewards_S[best] - rewards_S[here & ~of_best].max()
+            advantages_S[of_best] = lead.clamp(min=0) / (peers.std[best] + _EPSILON)
+    return _to_tokens(advantages_S, inputs)
+
+
+def dr_grpo(inputs: AdvantageInputs) -> Tensor:
+    """R − mean: without the std, which overweights easy and hard tasks (arXiv 2503.20783).
+
+    Its loss is summed and divided by a constant length: `loss_agg=seq-mean-token-sum-norm`.
+    """
+    rewards_S, _, peers = _groups(inputs)
+    return _to_tokens(rewards_S - peers.mean, inputs)
+
+
+def rloo(inputs: AdvantageInputs) -> Tensor:
+    """G/(G−1) · (R − mean): each episode against the mean of the others (arXiv 2402.14740)."""
+    rewards_S, _, peers = _groups(inputs)
+    scale_S = torch.where(peers.count > 1, peers.count / (peers.count - 1).clamp(min=1), 1.0)
+    among_S = rewards_S - peers.mine  # those of one episode
+    return _to_tokens(among_S + scale_S * (peers.mine - peers.mean), inputs)
+
+
+def reinforce_pp(inputs: AdvantageInputs) -> Tensor:
+    """Discounted reward-to-go per token, whitened over the batch (arXiv 2501.03262)."""
+    if inputs.calls is not None:
+        returns_N = inputs.calls.to_go(_token_rewards(inputs), inputs.gamma)
+        return _whiten(returns_N, inputs.kept_N).float()
+    rewards_SP, place_N = by_sequence(_token_rewards(inputs), inputs.seq_N, inputs.num_seqs)
+    returns_SP = reward_to_go(rewards_SP, inputs.gamma)
+    return _whiten(returns_SP[inputs.seq_N, place_N], inputs.kept_N).float()
+
+
+def reinforce_pp_baseline(inputs: AdvantageInputs) -> Tensor:
+    """R − group mean, whitened over the batch's tokens (arXiv 2501.03262)."""
+    rewards_S, _, peers = _groups(inputs)
+    return _whiten((rewards_S - peers.mean)[inputs.seq_N], inputs.kept_N).float()
+
+
+def remax(inputs: AdvantageInputs) -> Tensor:
+    """R − R(greedy episode of the same task) (arXiv 2310.10505)."""
+    if inputs.baseline_S is None:
+        raise ConfigError(
+            "advantage=remax got no greedy baseline",
+            hint="run one greedy episode per task, or choose advantage=grpo",
+        )
+    return _to_tokens(inputs.rewards_S.double() - inputs.baseline_S.double(), inputs)
+
+
+def opo(inputs: AdvantageInputs) -> Tensor:
+    """R − Σ len·R / Σ len: the length-weighted baseline (arXiv 2505.23585)."""
+    rewards_S, key_S, peers = _groups(inputs)
+    lengths_S = lengths_by_sequence(inputs.seq_N, inputs.num_seqs).double()
+    zeros = rewards_S.new_zeros(len(rewards_S))
+    weighted = zeros.index_add(0, key_S, lengths_S * rewards_S)
+    total = zeros.index_add(0, key_S, lengths_S)
+    baseline_S = (weighted / total.clamp(min=1.0))[key_S]
+    equal_or_alone_S = (peers.std == 0) | (peers.count == 1)
+    return _to_tokens(rewards_S - torch.where(equal_or_alone_S, peers.mean, baseline_S), inputs)
+
+
+def maxrl(inputs: AdvantageInputs) -> Tensor:
+    """(R − mean) / (mean + ε): hard tasks weigh more. Rewards must be at least 0."""
+    rewards_S, _, peers = _groups(inputs)
+    if len(rewards_S) and rewards_S.min() < 0:
+        raise ConfigError(
+            f"advantage=maxrl divides by the group's mean reward; a reward is "
+            f"{float(rewards_S.min()):g}",
+            hint="give rewards of at least 0, or choose advantage=grpo",
+        )
+    scale_S = torch.where(peers.count > 1, peers.mean + _EPSILON, 1.0)
+    return _to_tokens((rewards_S - peers.mean) / scale_S, inputs)
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """The turns of all sequences, those that were played."""
+
+    returns_K: Tensor
+    """R_t = r_t + γ R_{t+1}."""
+    seq_K: Tensor
+    turn_K: Tensor
+    of_token_N: Tensor
+    """The turn of each token, as an index into the others."""
+    num_turns: int
+
+
+def _turns(inputs: AdvantageInputs, name: str) -> _Turns:
+    if inputs.turn_N is None:
+        raise ConfigError(
+            f"advantage={name} got no turns", hint="pass turn_N, or choose advantage=grpo"
+        )
+    seq_N, turn_N = inputs.seq_N, inputs.turn_N
+    num_turns = int(turn_N.max()) + 1 if len(turn_N) else 0
+    rewards_SP = inputs.rewards_S.new_zeros(inputs.num_seqs, num_turns, dtype=torch.float64)
+    rewards_SP.index_put_((seq_N, turn_N), _token_rewards(inputs), accumulate=True)
+    returns_SP = reward_to_go(rewards_SP, inputs.gamma)
+    place_N: Any = seq_N * num_turns + turn_N  # torch leaves `unique` untyped
+    place_K, of_token_N = place_N.unique(return_inverse=True)
+    return _Turns(
+        returns_SP.flatten()[place_K],
+        place_K // max(num_turns, 1),
+        place_K % max(num_turns, 1),
+        of_token_N,
+        num_turns,
+    )
+
+
+def _call_turns(inputs: AdvantageInputs, calls: BatchCalls) -> _Turns:
+    returns_K = calls.returns_by_call(_token_rewards(inputs), inputs.gamma)
+    depth_K = torch.zeros_like(calls.next_K)
+    return _Turns(returns_K, calls.episode_K, depth_K, calls.call_N, 1)
+
+
+def grpo_per_turn(inputs: AdvantageInputs) -> Tensor:
+    """R_t = r_t + γ R_{t+1} per turn, normalised among the group's episodes at the same turn.
+
+    A turn that only one episode of its group reached has nothing to be compared with: 0.
+    """
+    if inputs.calls is not None:
+        return _per_call(inputs, inputs.calls)
+    turns = _turns(inputs, "grpo_per_turn")
+    _, key_S, group = _groups(inputs)
+    peers = peers_of(turns.returns_K, key_S[turns.seq_K] * turns.num_turns + turns.turn_K)
+    normalised_K = (turns.returns_K - peers.mean) / (peers.std + _EPSILON)
+    lonely_K = (peers.count == 1) & (group.count[turns.seq_K] > 1)
+    return normalised_K.masked_fill(lonely_K, 0.0)[turns.of_token_N].float()
+
+
+def grpo_per_step(inputs: AdvantageInputs) -> Tensor:
+    """R_t = r_t + γ R_{t+1} per turn, less the mean of the first returns R_0, over their std.
+
+    It is OpenTinker's estimator of that name, after GTPO (arXiv 2511.17052), but that a group whose
+    first returns are all equal gets 0: divided by their std of 0 it would grow without bound.
+    """
+    turns = _turns(inputs, "grpo_per_step")
+    _, key_S, _ = _groups(inputs)
+    first_K = turns.turn_K == 0
+    seq_F = turns.seq_K[first_K]
+    peers = peers_of(turns.returns_K[first_K], key_S[seq_F])
+    mean_S = turns.returns_K.new_zeros(inputs.num_seqs).index_put((seq_F,), peers.mean)
+    std_S = torch.ones_like(mean_S).index_put((seq_F,), peers.std)
+    normalised_K = (turns.returns_K - mean_S[turns.seq_K]) / (std_S[turns.seq_K] + _EPSILON)
+    equal_K = (std_S == 0)[turns.seq_K]
+    return normalised_K.masked_fill(equal_K, 0.0)[turns.of_token_N].float()
+
+
+def _per_call(inputs: AdvantageInputs, calls: BatchCalls) -> Tensor:
+    """Return R_c = r_c + γ R of the call that it led to, normalised among calls of its key."""
+    returns_K = calls.returns_by_call(_token_rewards(inputs), inputs.gamma)
+    peers = peers_of(returns_K, calls.key_K, calls.episode_K)
+    normalised_K = (returns_K - peers.mean) / (peers.std + _EPSILON)
+    lonely_K = (peers.count == 1) & (calls.group_size_K > 1)
+    return normalised_K.masked_fill(lonely_K, 0.0)[calls.call_N].float()
+
+
+def gigpo(
+    inputs: AdvantageInputs,
+    *,
+    step_weight: float = 1.0,
+    std: Literal["group", "none"] = "group",
+) -> Tensor:
+    """A_E + ω A_S: what the episode is worth in its group, and the turn at its observation.
+
+    A_E is that of grpo. A_S normalises R_t = r_t + γ R_{t+1} among the group's turns that answer
+    an equal observation; a turn whose observation came once gets 0 (arXiv 2505.10978). std=none is
+    F_norm = 1: both are deviations from means, divided by nothing.
+    """
+    turns = _turns(inputs, "gigpo") if inputs.calls is None else _call_turns(inputs, inputs.calls)
+    if inputs.state_N is None:
+        raise ConfigError(
+            "advantage=gigpo got no observations", hint="pass state_N, or choose advantage=grpo"
+        )
+    _, key_S, _ = _groups(inputs)
+    group_K = key_S[turns.seq_K] if inputs.calls is None else inputs.calls.group_K
+    state_K = torch.zeros_like(turns.seq_K)
+    state_K[turns.of_token_N] = inputs.state_N
+    num_states = int(state_K.max()) + 1 if len(state_K) else 0
+    peers = peers_of(turns.returns_K, group_K * num_states + state_K)
+    scale_K = 1.0 if std == "none" else peers.std + _EPSILON
+    normalised_K = (turns.returns_K - peers.mean) / scale_K
+    step_N = normalised_K.masked_fill(peers.count == 1, 0.0)[turns.of_token_N]
+    return grpo(inputs, std=std) + step_weight * step_N.float()
+
+
+def gae(
+    inputs: AdvantageInputs,
+    *,
+    gae_lambda: float = 1.0,
+    by_length: float | None = None,
+    turn_gamma: float | None = None,
+    turn_lambda: float | None = None,
+) -> Tensor:
+    """Generalised advantage over the generated tokens, whitened over the batch (PPO).
+
+    With `by_length` α, λ of a sequence of l tokens is 1 − 1/(αl), at least 0 (VAPO, arXiv
+    2504.05118). `turn_gamma` and `turn_lambda` count from a turn's last token to the next one.
+    """
+    if inputs.values_N is None:
+        raise ConfigError(
+            "advantage=gae got no values", hint="train a critic, or choose advantage=grpo"
+        )
+    rewards_N, values_N = _token_rewards(inputs), inputs.values_N
+    if inputs.calls is not None:
+        if by_length is not None:
+            raise ConfigError(
+                "algorithm.gae_lambda_length is not built for the calls of agent programs",
+                hint="set algorithm.gae_lambda",
+            )
+        advantages_N = advantage_over_chains(
+            rewards_N, values_N, inputs.calls, inputs.gamma, gae_lambda
+        )
+        return _whiten(advantages_N, inputs.kept_N).float()
+    between = (inputs.seq_N, inputs.turn_N)
+    gamma = between_tokens(inputs.gamma, turn_gamma, *between)
+    lam = between_tokens(gae_lambda, turn_lambda, *between)
+    if by_length is not None:
+        lengths_S = lengths_by_sequence(inputs.seq_N, inputs.num_seqs).double()
+        lam = (1 - 1 / (by_length * lengths_S.clamp(min=1))).clamp(min=0)[inputs.seq_N]
+    advantages_N = generalized_advantage(
+        rewards_N, values_N, inputs.seq_N, inputs.num_seqs, gamma, lam
+    )
+    return _whiten(advantages_N, inputs.kept_N).float()
+
+
+ADVANTAGES: dict[str, AdvantageFn] = {
+    "grpo": grpo,
+    "gdpo": gdpo,
+    "dr_grpo": dr_grpo,
+    "gpg": gpg,
+    "passk": passk,
+    "rloo": rloo,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "remax": remax,
+    "opo": opo,
+    "maxrl": maxrl,
+    "grpo_per_turn": grpo_per_turn,
+    "grpo_per_step": grpo_per_step,
+    "gigpo": gigpo,
+    "gae": gae,
+}
+
+
+def compute_advantages(name: str, inputs: AdvantageInputs, **options: Any) -> Tensor:
+    """Compute the advantage of each generated token: float32[N].
+
+    `options` are the keyword arguments of the function called `name`.
+    """
+    return choose(ADVANTAGES, "advantage", name)(inputs, **options)
+
+
+# Shaping: what an episode's length adds to its reward, before advantages are computed.
+#
+# Shapes: S sequences. Lengths are tokens after the first prompt, observations included.
+
+
+def overlong_penalty(
+    lengths_S: Tensor,
+    max_len: int,
+    buffer: int,
+    factor: float = 1.0,
+    cut_S: Tensor | None = None,
+) -> Tensor:
+    """Give the soft penalty of DAPO for lengths in the last `buffer` tokens: float32[S], ≤ 0.
+
+    min(−(len − (max_len − buffer)) / buffer · factor, 0), arXiv 2503.14476; the whole factor for
+    an episode that a limit cut (bool[S]), though it be one of less than `max_len` tokens.
+    """
+    if not 0 < buffer <= max_len:
+        raise ConfigError(
+            f"overlong_buffer is {buffer}, the longest response has {max_len} tokens",
+            hint=f"set algorithm.overlong_buffer between 1 and {max_len}",
+        )
+    excess_S = lengths_S.float() - (max_len - buffer)
+    penalty_S = (-excess_S / buffer * factor).clamp(max=0.0)
+    return penalty_S if cut_S is None else penalty_S.masked_fill(cut_S, -factor)
+
+
+def length_reward(
+    lengths_S: Tensor, group_S: Tensor, solved_S: Tensor, coef: float = 1.0
+) -> Tensor:
+    """Reward short episodes within their group: float32[S] (Kimi k1.5, arXiv 2501.12599 §2.3.3).
+
+    λ = ½ − (len − shortest) / (longest − shortest), for an episode that is not solved at most 0;
+    0 in a group whose episodes are all of one length.
+    """
+    lengths_S = lengths_S.double()
+    bounds = lengths_S.new_zeros(int(group_S.max()) + 1)
+    shortest_S, longest_S = (
+        bounds.scatter_reduce(0, group_S, lengths_S, reduce=reduce, include_self=False)[group_S]
+        for reduce in ("amin", "amax")
+    )
+    share_S = (lengths_S - shortest_S) / (longest_S - shortest_S).clamp(min=1)
+    lambda_S = torch.where(longest_S > shortest_S, 0.5 - share_S, 0.0)
+    return (coef * torch.where(solved_S, lambda_S, lambda_S.clamp(max=0.0))).float()

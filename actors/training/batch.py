@@ -1,0 +1,657 @@
+"""From the groups of a batch to the flat arrays that advantages and losses work on.
+
+Shape letters: N generated tokens, S sequences.
+"""
+
+# torch leaves some of its methods untyped.
+# pyright: reportUnknownMemberType=false
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ...schemas.agent import CallPlaces
+from ...schemas.rollout import Group, Teaching, Trajectory, episodes_of, return_of
+from ...schemas.wire.errors import DataError
+from ...schemas.wire.images import images_of, shows_later
+from ..policy.vision import ImageReader
+from .micro_batch import TokenSequence
+from .sequences import (
+    by_sequence,
+    is_last_of_sequence,
+    lengths_by_sequence,
+    reward_to_go,
+    sum_by_sequence,
+)
+
+# Calls of agents' episodes in a batch: a tree in place of turns that follow each other.
+#
+# A call has at most one that it led to, so what later calls earned reaches it on one way, a
+# chain. Chains of an episode end at its last call, or where nothing came of an answer: there the
+# episode's own reward stands, or, within a branch that is credited with its own, that of the
+# branch.
+#
+# Shape letters: N generated tokens, S sequences (rows), E episodes, K calls, B branches.
+
+_COLUMNS = (
+    "next",
+    "key",
+    "episode",
+    "group",
+    "group_size",
+    "observed",
+    "rewards",
+    "outcome",
+)
+
+
+@dataclass(frozen=True)
+class BatchCalls:
+    """The calls of one batch, in the order of its tokens, and its branches with rewards."""
+
+    call_N: Tensor
+    """int64: the call of each generated token."""
+    next_K: Tensor
+    """int64: the call that each led to, -1: none."""
+    key_K: Tensor
+    """int64: calls with equal numbers are compared: of one task, role and depth."""
+    episode_K: Tensor
+    """int64: the episode of each call."""
+    group_K: Tensor
+    """int64: its task."""
+    group_size_K: Tensor
+    """int64: episodes of its task."""
+    observed_K: Tensor
+    """int64: tokens before it that were new to the model."""
+    rewards_K: Tensor
+    """float64: what was posted for it."""
+    outcome_K: Tensor
+    """float64: its episode's own reward."""
+    branch_K: Tensor
+    """int64: the innermost branch with a reward that it is in, -1: none."""
+    branch_reward_B: Tensor
+    """float64: what was posted for the branch."""
+    branch_key_B: Tensor
+    """int64: branches with equal numbers are compared: of one task and role."""
+    branch_episode_B: Tensor
+    """int64: its episode."""
+
+    @property
+    def num(self) -> int:
+        """Number of calls."""
+        return len(self.next_K)
+
+    def to(self, device: torch.device) -> "BatchCalls":
+        """Copy every tensor to a device."""
+        return BatchCalls(**{one.name: getattr(self, one.name).to(device) for one in fields(self)})
+
+    def own_chains(self) -> "BatchCalls":
+        """Return the same calls with chains that end where their branches do, with their rewards.
+
+        What is in no branch ends where it leads into one, with the episode's reward.
+        """
+        goes_on_K = self.next_K >= 0
+        goes_on_K &= self.branch_K[self.next_K] == self.branch_K
+        outcome_K = self.outcome_K
+        if len(self.branch_reward_B):
+            outcome_K = torch.where(
+                self.branch_K >= 0, self.branch_reward_B[self.branch_K], outcome_K
+            )
+        return replace(self, next_K=self.next_K.masked_fill(~goes_on_K, -1), outcome_K=outcome_K)
+
+    def of_tokens(self, kept_N: Tensor) -> "BatchCalls":
+        """Return the calls of some of the tokens; no chain may lead out of them."""
+        old_k, call_n = _unique(self.call_N[kept_N])
+        number_K = torch.full((self.num + 1,), -1, dtype=torch.int64, device=old_k.device)
+        number_K[old_k] = torch.arange(len(old_k), device=old_k.device)
+        names = [one.name for one in fields(self) if one.name.endswith("_K")]
+        kept = {name: getattr(self, name)[old_k] for name in names}
+        return replace(self, **{**kept, "call_N": call_n, "next_K": number_K[kept["next_K"]]})
+
+    def token_rewards(self, further_N: Tensor) -> Tensor:
+        """Return what each token earns: `further_N`, and at calls' ends what was posted there."""
+        rewards_K = self.rewards_K + self.outcome_K.masked_fill(self.next_K >= 0, 0.0)
+        last_N = is_last_of_sequence(self.call_N)
+        rewards_N = further_N.double()
+        rewards_N[last_N] += rewards_K[self.call_N[last_N]]
+        return rewards_N
+
+    def to_go(self, values_N: Tensor, gamma: float) -> Tensor:
+        """G_t = x_t + γ G_{t+1} over the tokens of each chain: float64[N]."""
+        values_KP, place_N = by_sequence(values_N.double(), self.call_N, self.num)
+        lengths_K = lengths_by_sequence(self.call_N, self.num)
+        first_K = reward_to_go(values_KP, gamma)[:, 0] if len(place_N) else values_N.double()
+        first_K = self._over_chains(first_K, gamma ** lengths_K.double())
+        last_N = is_last_of_sequence(self.call_N)
+        next_K = self.next_K[self.call_N[last_N]]
+        onward = torch.where(next_K >= 0, first_K[next_K], 0.0)
+        values_N = values_N.double().clone()
+        values_N[last_N] += gamma * onward
+        values_KP, _ = by_sequence(values_N, self.call_N, self.num)
+        return reward_to_go(values_KP, gamma)[self.call_N, place_N]
+
+    def returns_by_call(self, rewards_N: Tensor, gamma: float) -> Tensor:
+        """R_c = r_c + γ R of the call that it led to: float64[K]."""
+        rewards_K = rewards_N.new_zeros(self.num, dtype=torch.float64)
+        rewards_K = rewards_K.index_add(0, self.call_N, rewards_N.double())
+        return self._over_chains(rewards_K, torch.full_like(rewards_K, gamma))
+
+    def next_values(self, values_N: Tensor) -> Tensor:
+        """Return the value after each token: before the next one of its chain, or 0."""
+        first_N = torch.ones_like(self.call_N, dtype=torch.bool)
+        first_N[1:] = self.call_N[1:] != self.call_N[:-1]
+        values_K = values_N[first_N]
+        last_N = is_last_of_sequence(self.call_N)
+        after_N = torch.zeros_like(values_N)
+        after_N[:-1] = values_N[1:]
+        next_K = self.next_K[self.call_N[last_N]]
+        after_N[last_N] = torch.where(next_K >= 0, values_K[next_K], 0.0)
+        return after_N
+
+    def _over_chains(self, values_K: Tensor, factor_K: Tensor) -> Tensor:
+        """Add to each call, times its factor, what the one that it led to came to.
+
+        A call leads to a later one, but its row may stand before.
+        """
+        values, factors = (cast("list[float]", one.tolist()) for one in (values_K, factor_K))
+        nexts = cast("list[int]", self.next_K.tolist())
+        for call in reversed(_in_order(nexts)):
+            if nexts[call] >= 0:
+                values[call] += factors[call] * values[nexts[call]]
+        return torch.tensor(values, dtype=torch.float64, device=values_K.device)
+
+
+def calls_of(groups: Sequence[Group], call_N: np.ndarray[Any, Any]) -> BatchCalls | None:
+    """Return the calls of a batch, whose tokens' are given; None for episodes without."""
+    rows = [item for group in groups for item in group.sampled]
+    if all(item.calls is None for item in rows):
+        return None
+    made = _Collected()
+    for task, group in enumerate(groups):
+        for episode in group.episodes:
+            made.add_episode(task, len(group.episodes), episode)
+    return made.calls(call_N)
+
+
+class _Collected:
+    """Gathers what the rows of a batch say of their calls."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
+        self._branch_of: list[int] = []
+        self._branches: list[tuple[float, int, int]] = []
+        self._keys: dict[tuple[Any, ...], int] = {}
+        self._num_episodes = 0
+
+    def add_episode(self, task: int, num_episodes: int, rows: Sequence[Trajectory]) -> None:
+        """Add the rows of one of a task's episodes."""
+        first = len(self._branch_of)
+        places = [item.calls or _in_a_row(item) for item in rows]
+        numbers = [(row, int(n)) for row, one in enumerate(places) for n in one.numbers]
+        # Rows that say nothing of their calls number them from 0 each.
+        told = {n: first + at for at, (row, n) in enumerate(numbers) if rows[row].calls}
+        branches = self._add_branches(task, places)
+        at = first
+        for item, one in zip(rows, places, strict=True):
+            own = {int(n): at + place for place, n in enumerate(one.numbers)}
+            known = told if item.calls else own
+            at += len(own)
+            self._columns["next"] += [known.get(int(n), -1) for n in one.nexts]
+            self._columns["key"] += [
+                self._key(task, role, int(depth))
+                for role, depth in zip(one.roles, one.depths, strict=True)
+            ]
+            self._columns["observed"] += one.observed.tolist()
+            self._columns["rewards"] += one.rewards.tolist()
+            self._branch_of += [branches.get(int(n), -1) for n in one.branches]
+        num = at - first
+        self._columns["episode"] += [self._num_episodes] * num
+        self._columns["group"] += [task] * num
+        self._columns["group_size"] += [num_episodes] * num
+        self._columns["outcome"] += [sum(one.outcome for one in places)] * num
+        self._num_episodes += 1
+
+    def _add_branches(self, task: int, places: Sequence[CallPlaces]) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for branch in (branch for one in places for branch in one.rewarded):
+            found[branch.call] = len(self._branches)
+            key = self._key(task, branch.role)
+            self._branches.append((branch.reward, key, self._num_episodes))
+        return found
+
+    def _key(self, *parts: Any) -> int:
+        return self._keys.setdefault(parts, len(self._keys))
+
+    def calls(self, call_N: np.ndarray[Any, Any]) -> BatchCalls:
+        """Return all that was added."""
+        rewards, keys, episodes = zip(*self._branches, strict=True) if self._branches else [()] * 3
+        columns = {f"{name}_K": _numbers(values) for name, values in self._columns.items()}
+        return BatchCalls(
+            call_N=torch.from_numpy(call_N).long(),
+            **{
+                **columns,
+                "rewards_K": columns["rewards_K"].double(),
+                "outcome_K": columns["outcome_K"].double(),
+            },
+            branch_K=_numbers(self._branch_of),
+            branch_reward_B=torch.tensor(rewards, dtype=torch.float64),
+            branch_key_B=_numbers(keys),
+            branch_episode_B=_numbers(episodes),
+        )
+
+
+def _in_a_row(item: Trajectory) -> CallPlaces:
+    """Return the places of a row that says nothing of its calls: one after the other."""
+    num = len(item.turn_ends)
+    turns = np.arange(num, dtype=np.int32)
+    mask = np.concatenate([item.mask, [0]])
+    starts = np.flatnonzero(np.diff(mask, prepend=0) == 1)
+    befores = np.concatenate([[0], item.turn_ends[:-1] + 1])
+    firsts = starts[np.searchsorted(starts, befores)] if len(starts) else befores
+    return CallPlaces(
+        numbers=turns,
+        nexts=np.append(turns[1:], -1).astype(np.int32),
+        depths=turns,
+        observed=(firsts - befores).astype(np.int32),
+        rewards=item.rewards,
+        branches=np.full(num, -1, np.int32),
+        roles=[item.kind] * num,
+    )
+
+
+def _in_order(nexts: Sequence[int]) -> list[int]:
+    """Order calls so that each stands before the one that it led to."""
+    waiting = [0] * len(nexts)
+    for to in nexts:
+        if to >= 0:
+            waiting[to] += 1
+    order = [call for call, num in enumerate(waiting) if not num]
+    for call in order:  # it grows meanwhile
+        to = nexts[call]
+        if to >= 0:
+            waiting[to] -= 1
+            if not waiting[to]:
+                order.append(to)
+    return order
+
+
+def _numbers(values: Sequence[Any]) -> Tensor:
+    is_float = any(isinstance(value, float) for value in values)
+    return torch.tensor(list(values), dtype=torch.float64 if is_float else torch.int64)
+
+
+def _unique(numbers_n: Tensor) -> tuple[Tensor, Tensor]:
+    numbers: Any = numbers_n  # torch leaves `unique` untyped
+    return cast("tuple[Tensor, Tensor]", numbers.unique(return_inverse=True))
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """One batch: its sequences in order, and what is known of their generated tokens."""
+
+    sequences: list[TokenSequence]
+    """Ids and mask of each sequence."""
+    seq_N: Tensor
+    """int64: the sequence of each generated token."""
+    turn_N: Tensor
+    """int64: its turn, from 0; those of an episode's further rows follow."""
+    token_rewards_N: Tensor
+    """float32: a turn's reward on the turn's last token, 0 elsewhere."""
+    behaviour_N: Tensor
+    """float32: log-prob recorded by the engine."""
+    versions_N: Tensor
+    """int64: version that produced the token."""
+    episode_S: Tensor
+    """int64: the episode that each sequence is a row of, ascending; mostly its only one."""
+    rewards_S: Tensor
+    """float32: return of each sequence's episode."""
+    group_S: Tensor
+    """int64: the sequences that are compared: those of one task, and of one role in it."""
+    lengths_S: Tensor
+    """int64: tokens after the first prompt, observations included."""
+    truncated_S: Tensor
+    """bool: a token limit ended a row of the episode or cut its last turn."""
+    timed_out_S: Tensor
+    """bool: a step of the episode took its game too long."""
+    unfinished_S: Tensor
+    """bool: a limit of turns or tokens ended the sequence, and its game would have gone on."""
+    fresh_N: Tensor | None
+    """bool: tokens that are trained; the others are too old, and count in rewards alone. None:
+    all are trained."""
+    teaching: list[Teaching | None]
+    """What is for the teacher of each sequence, or came from it."""
+    kinds: list[str]
+    """What each sequence is of its episode: main, sub-agent and so on; empty: all of it."""
+    sources: list[str]
+    """Data source of each sequence's row; empty where it has none."""
+    calls: BatchCalls | None
+    """Where the turns stand in trees of calls; None: one after the other."""
+    components_EC: Tensor | None
+    """float64: rewards of each episode by component; None: it has none."""
+    baseline_E: Tensor | None
+    """float32, by episode: return of the greedy one of the task, where there is one."""
+
+    def to(self, device: torch.device) -> "TrainingBatch":
+        """Copy every tensor to a device."""
+        moved = {
+            name: value.to(device)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        return replace(self, **moved, calls=None if self.calls is None else self.calls.to(device))
+
+    def fresh_of(self, values_N: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return places and values of the tokens that are not too old, as one part."""
+        fresh_N = self.fresh_N
+        if fresh_N is None:
+            fresh_N = torch.ones_like(values_N, dtype=torch.bool)
+        return [(fresh_N.nonzero().squeeze(1), values_N[fresh_N])]
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens."""
+        return len(self.seq_N)
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences."""
+        return len(self.sequences)
+
+
+def assemble(
+    groups: Sequence[Group], oldest: int = 0, components: Sequence[str] = ()
+) -> TrainingBatch:
+    """Lay the trajectories of the groups out flat, in order; greedy baselines are not trained.
+
+    Nor are tokens of versions before `oldest`. `components` are names of numbers in `info`.
+    """
+    members = [group.sampled for group in groups]
+    trajectories = [trajectory for group in members for trajectory in group]
+    rows_E = np.array([len(rows) for group in groups for rows in group.episodes])
+    episode_S = np.repeat(np.arange(len(rows_E)), rows_E)
+    first_E = np.cumsum(rows_E) - rows_E
+    lengths_S = np.array([len(item.mask) for item in trajectories])
+    first_S = np.cumsum(lengths_S) - lengths_S
+    turns_S = np.array([len(item.turn_ends) for item in trajectories])
+    at_N = np.flatnonzero(np.concatenate([item.mask for item in trajectories]) == 1)
+    seq_N = np.repeat(np.arange(len(trajectories)), lengths_S)[at_N]
+    # The last token of every turn, as a place in the whole batch: ascending, like `at_N`.
+    ends_K = np.concatenate([item.turn_ends for item in trajectories]) + np.repeat(first_S, turns_S)
+    rewards_K = np.concatenate([item.rewards for item in trajectories])
+    rewards_N = np.zeros(len(at_N), dtype=np.float32)
+    rewards_N[np.searchsorted(at_N, ends_K)] = rewards_K
+    first_turn_S = np.cumsum(turns_S) - turns_S
+    first_turn_E = first_turn_S[first_E]
+    cut_S = np.array([item.ended_by == "length" for item in trajectories])
+    hung_S = np.array([item.finish == "timeout" for item in trajectories])
+    limited_S = np.array([item.finish in ("turns", "length") for item in trajectories])
+    prompts_S = at_N[np.searchsorted(seq_N, np.arange(len(trajectories)))] - first_S
+    versions_N = np.concatenate([item.versions for item in trajectories])[at_N]
+    fresh_N = versions_N >= oldest
+    turns_N = np.searchsorted(ends_K, at_N)
+    return TrainingBatch(
+        sequences=[
+            TokenSequence(
+                item.token_ids,
+                item.mask,
+                images_of(item.messages, group.images),
+                experts=item.experts,
+                branches=item.episode >= 0 or bool(item.kind) or shows_later(item.messages),
+            )
+            for group in groups
+            for item in group.sampled
+        ],
+        seq_N=_tensor(seq_N),
+        turn_N=_tensor(turns_N - first_turn_E[episode_S[seq_N]]),
+        token_rewards_N=_tensor(rewards_N),
+        behaviour_N=_tensor(np.concatenate([item.logprobs for item in trajectories])[at_N]),
+        versions_N=_tensor(versions_N).long(),
+        episode_S=_tensor(episode_S),
+        rewards_S=_tensor(np.add.reduceat(rewards_K, first_turn_E)[episode_S]),
+        group_S=_tensor(_peers(members)),
+        lengths_S=_tensor(lengths_S - prompts_S),
+        truncated_S=_tensor(np.logical_or.reduceat(cut_S, first_E)[episode_S]),
+        timed_out_S=_tensor(np.logical_or.reduceat(hung_S, first_E)[episode_S]),
+        unfinished_S=_tensor(limited_S),
+        fresh_N=None if fresh_N.all() else _tensor(fresh_N),
+        teaching=[item.teaching for item in trajectories],
+        kinds=[item.kind for item in trajectories],
+        sources=[item.data_source for item in trajectories],
+        calls=calls_of(groups, turns_N),
+        components_EC=_components(groups, components),
+        baseline_E=_baselines(groups),
+    )
+
+
+def _peers(members: Sequence[Sequence[Trajectory]]) -> NDArray[np.int64]:
+    """Number the sets of trajectories that share task and role, in order."""
+    numbers: dict[tuple[int, str], int] = {}
+    keys = [(group, item.role) for group, found in enumerate(members) for item in found]
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
+
+
+def _tensor(array: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(array)
+
+
+def select(batch: TrainingBatch, keep_S: Tensor) -> tuple[list[TokenSequence], Tensor]:
+    """Return the chosen sequences, and the places of their tokens in the whole batch."""
+    chosen = cast(list[bool], keep_S.tolist())
+    sequences = [item for item, keep in zip(batch.sequences, chosen, strict=True) if keep]
+    return sequences, torch.nonzero(keep_S[batch.seq_N]).flatten()
+
+
+def minibatches(batch: TrainingBatch, count: int) -> list[Tensor]:
+    """Split the groups into contiguous minibatches; return which sequences each has: bool[S]."""
+    groups = torch.arange(int(batch.group_S.max()) + 1, device=batch.group_S.device)
+    parts = torch.tensor_split(groups, count)
+    return [torch.isin(batch.group_S, part) for part in parts if len(part)]
+
+
+def ends_of(batch: TrainingBatch, chosen_S: Tensor) -> TrainingBatch:
+    """Return a batch whose only generated tokens stand behind the last ones of some sequences.
+
+    What is predicted of them is seen from the sequence's end.
+    """
+    chosen = chosen_S.nonzero().squeeze(1)
+    sequences = list(batch.sequences)
+    for place in cast("list[int]", chosen.tolist()):
+        one = sequences[place]
+        end = int(np.flatnonzero(one.mask)[-1]) + 1
+        ids = np.append(one.token_ids[:end], one.token_ids[end - 1])
+        mask = np.zeros_like(ids)
+        mask[-1] = 1
+        sequences[place] = TokenSequence(ids, mask, one.images)
+    return replace(batch, sequences=sequences, seq_N=chosen)
+
+
+def components_of(rows: Sequence[Trajectory], names: Sequence[str]) -> list[float]:
+    """Return the numbers that an episode's game told under these names at its end.
+
+    Raises DataError for one that is no number.
+    """
+    told = rows[0].info
+    for name in names:
+        if not isinstance(told.get(name), int | float):
+            raise DataError(
+                f"algorithm.reward_components.{name}: the game told {told.get(name)!r:.40} under "
+                "this name in `info` at an episode's end",
+                hint=f"it must be a number; there are {', '.join(sorted(map(str, told)))[:200]}",
+            )
+    return [float(told[name]) for name in names]
+
+
+def _components(groups: Sequence[Group], names: Sequence[str]) -> Tensor | None:
+    if not names:
+        return None
+    episodes = [rows for group in groups for rows in group.episodes]
+    return torch.tensor([components_of(rows, names) for rows in episodes], dtype=torch.float64)
+
+
+def _baselines(groups: Sequence[Group]) -> Tensor | None:
+    greedy = [[item for item in group.trajectories if item.greedy] for group in groups]
+    if not all(greedy):
+        return None
+    counts = torch.tensor([len(group.episodes) for group in groups])
+    returns = [return_of(episodes_of(rows)[0]) for rows in greedy]
+    return torch.tensor(returns).repeat_interleave(counts)
+
+
+# Whether the model that learns can read a group, before the group may become part of a batch.
+
+
+def check_readable(
+    group: Group, model: nn.Module, image_reader: ImageReader | None, components: Sequence[str]
+) -> None:
+    """Raise DataError for a group that the model cannot read.
+
+    The reward's `components` must be told. Images must be in the prompts, but for a model that
+    reads text alone, for which they are there for people to look at.
+    """
+    for rows in group.episodes:
+        components_of(rows, components)
+    if image_reader is None:
+        return
+    for item in group.sampled:
+        _check_images(item, group, model, image_reader)
+
+
+def _check_images(item: Trajectory, group: Group, model: nn.Module, reader: ImageReader) -> None:
+    images = images_of(item.messages, group.images)
+    prompt = item.token_ids[: int(item.mask.argmax())]
+    if images:
+        # Those of a tool's result stand behind the first answer, as some of a conversation do.
+        is_later = item.kind or shows_later(item.messages)
+        until = int(item.turn_ends[-1]) if is_later else len(prompt)
+        seen = reader.see(model, item.token_ids[:until], images)
+        if item.mask[seen.places_Q].any():
+            raise DataError(
+                "the policy generated an image's token before the last image",
+                hint="image tokens may stand in what was given to the policy alone",
+            )
+    elif (prompt == reader.token_id).any():
+        raise DataError(
+            "a prompt holds image tokens, its messages no images",
+            hint="the messages of a trajectory must hold what the policy saw",
+        )
+
+
+# Samples: what is rewarded and weighed as one, the whole episode or each of its turns.
+#
+# A turn as a sample has the conversation before it as its prompt. Every turn only appends to that
+# conversation, so the log-probs are those of the episode's one forward pass: only rewards,
+# advantages and all that is computed by sequence are taken by turn. Turns are compared with those
+# of the same number in the group's other episodes, so that long episodes do not weigh more. An
+# episode of several rows is one sample: its tokens follow each other, row by row.
+#
+# Shape letters: N generated tokens, S sequences (episodes), M samples.
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples of one batch, in order."""
+
+    sample_N: Tensor
+    """int64: the sample of each generated token."""
+    group_M: Tensor
+    """int64: samples with an equal number are compared with each other."""
+    num: int
+    """Number of samples."""
+    lone_M: Tensor | None = None
+    """bool: what is compared with nothing though its group has more: a turn that no other episode
+    reached, an episode all others of which are set apart."""
+
+
+def renumber(sample_n: Tensor) -> tuple[Tensor, Tensor]:
+    """Number the samples of some of the tokens from 0; also return their numbers in the batch."""
+    numbers_M, local_n = _unique(sample_n)
+    return local_n, numbers_M
+
+
+def without_peers(samples: Samples, batch: TrainingBatch, apart_S: Tensor) -> Samples:
+    """Compare the samples of some sequences (bool[S]) with no other, and no other with them."""
+    seq_M = torch.zeros_like(samples.group_M).scatter(0, samples.sample_N, batch.seq_N)
+    before_M = samples.group_M
+    own_M = int(before_M.max()) + 1 + torch.arange(samples.num, device=before_M.device)
+    group_M = torch.where(apart_S[seq_M], own_M, before_M)
+    is_left_M = torch.bincount(group_M)[group_M] == 1
+    lone_M = is_left_M & (torch.bincount(before_M)[before_M] > 1)
+    if samples.lone_M is not None:
+        lone_M |= samples.lone_M
+    return replace(samples, group_M=group_M, lone_M=lone_M)
+
+
+def episodes(batch: TrainingBatch) -> Samples:
+    """Take each episode as one sample, however many rows it has."""
+    episode_S = batch.episode_S
+    begins_S = torch.diff(episode_S, prepend=episode_S[:1] - 1) > 0
+    group_E = batch.group_S[begins_S]
+    return Samples(episode_S[batch.seq_N], group_E, len(group_E))
+
+
+def turns(batch: TrainingBatch) -> Samples:
+    """Take each turn as one sample."""
+    num_turns = int(batch.turn_N.max()) + 1
+    place_M, sample_N = _unique(batch.seq_N * num_turns + batch.turn_N)
+    seq_M = place_M // num_turns
+    group_M = batch.group_S[seq_M] * num_turns + place_M % num_turns
+    has_peers_M = torch.bincount(batch.group_S)[batch.group_S[seq_M]] > 1
+    lone_M = (torch.bincount(group_M)[group_M] == 1) & has_peers_M
+    return Samples(sample_N, group_M, len(place_M), lone_M)
+
+
+def returns_by_turn(batch: TrainingBatch, rewards_N: Tensor, gamma: float) -> Tensor:
+    """Add γ R_{t+1} to the last token of each turn, so that a turn sums up to R_t: float32[N]."""
+    by_turn = turns(batch)
+    rewards_M = sum_by_sequence(rewards_N.double(), by_turn.sample_N, by_turn.num)
+    last_N = is_last_of_sequence(by_turn.sample_N)
+    seq_M, turn_M = batch.seq_N[last_N], batch.turn_N[last_N]
+    rewards_SP = rewards_M.new_zeros(batch.num_seqs, int(batch.turn_N.max()) + 1)
+    rewards_SP[seq_M, turn_M] = rewards_M
+    later_M = reward_to_go(rewards_SP, gamma)[seq_M, turn_M] - rewards_M
+    returns_N = rewards_N.clone()
+    returns_N[last_N] += later_M.to(rewards_N.dtype)
+    return returns_N
+
+
+def answered_states(batch: TrainingBatch) -> Tensor:
+    """Number the observations that turns answer, equal ones alike: int64[N].
+
+    The observation of the first turn is the prompt.
+    """
+    known: dict[bytes, int] = {}
+    if batch.calls is not None:
+        return _observed_by_calls(batch, batch.calls, known)
+    states: list[NDArray[np.int64]] = []
+    turn_N: NDArray[np.int64] = batch.turn_N.cpu().numpy()
+    ends = np.cumsum([int(item.mask.sum()) for item in batch.sequences])
+    for sequence, turn_n in zip(batch.sequences, np.split(turn_N, ends[:-1]), strict=True):
+        at = np.flatnonzero(sequence.mask)
+        firsts = np.flatnonzero(np.diff(turn_n, prepend=-1))
+        begins = np.concatenate([[0], at[firsts[1:] - 1] + 1])
+        state_of_turn = [
+            known.setdefault(sequence.token_ids[begin:end].tobytes(), len(known))
+            for begin, end in zip(begins, at[firsts], strict=True)
+        ]
+        states.append(np.array(state_of_turn)[turn_n - turn_n[0]])
+    return torch.from_numpy(np.concatenate(states)).to(batch.turn_N.device)
+
+
+def _observed_by_calls(batch: TrainingBatch, calls: BatchCalls, known: dict[bytes, int]) -> Tensor:
+    observed_K: NDArray[np.int64] = calls.observed_K.cpu().numpy()
+    call_N: NDArray[np.int64] = calls.call_N.cpu().numpy()
+    ends = np.cumsum([int(item.mask.sum()) for item in batch.sequences])
+    states = np.zeros(len(call_N), np.int64)
+    for sequence, end in zip(batch.sequences, ends, strict=True):
+        at = np.flatnonzero(sequence.mask)
+        call_n = call_N[end - len(at) : end]
+        for first in np.flatnonzero(np.diff(call_n, prepend=-1)):
+            seen = sequence.token_ids[at[first] - observed_K[call_n[first]] : at[first]]
+            state = known.setdefault(seen.tobytes(), len(known))
+            states[end - len(at) : end][call_n == call_n[first]] = state
+    return torch.from_numpy(states).to(batch.turn_N.device)

@@ -1,0 +1,357 @@
+"""Checkpoints: a Hugging Face folder with the learner's state beside it, written atomically.
+
+`checkpoints/step_000040/` holds what `from_pretrained` loads; its `learner/` holds the optimiser
+state, `state.json`, and the critic where there is one; its `policies/<role>/` the like for roles
+with a policy of their own. Several ranks write the optimiser state together (`optimizer.py`); any
+number of ranks reads what any number has written. A checkpoint is written to a hidden folder and
+renamed; `latest` is a link to the newest. Master weights are float32, and so are the saved ones.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import structlog
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from ...schemas.wire.errors import NotFoundError, StorageError, TinkermqError
+from ..policy.lora import policy_tensors
+from ..policy.policies import policy_folder
+from ..policy.saving import (
+    check_reread,
+    flush,
+    flush_entries,
+    save_model,
+    save_plain_weights,
+    storage_error,
+    unsavable,
+)
+from ..storage.digests import check_digests, checkpoint_name, write_digests
+from .optimizer import save_optimizer
+from .parallel import Parallel, whole
+from .state import LearnerState
+
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+_STATE = "learner/state.json"
+OPTIMIZER = "learner/optimizer"
+"""A folder that several ranks wrote, or with `.pt` the file of one."""
+_REPLACED = ".replaced_"
+_DAMAGED = "damaged_"
+_TRIAL = ".trial"
+_KEPT = "kept_weights_"
+
+
+class CheckpointJudge(Protocol):
+    """Knows which checkpoints are good."""
+
+    def best(self, steps: Sequence[int]) -> int | None:
+        """Return the best of these steps; None where that is not known."""
+        ...
+
+    def spared(self, steps: Sequence[int]) -> set[int]:
+        """Return those of these steps whose checkpoints stay."""
+        ...
+
+
+class CheckpointStore:
+    """The checkpoints of one run."""
+
+    def __init__(self, run_dir: Path, *, keep_last: int, keep_every: int) -> None:
+        self.folder = run_dir / "checkpoints"
+        self._keep_last = keep_last
+        self._keep_every = keep_every
+        self.judged: CheckpointJudge | None = None
+        """Who knows which checkpoint is the best, and is kept; None: nobody does."""
+
+    def save(self, state: LearnerState, write: Callable[[Path], None]) -> Path:
+        """Write a checkpoint and return its folder; on an error nothing earlier is lost.
+
+        `write` makes the folder that it is given and writes all but the state into it.
+
+        Raises StorageError with path and free space when it cannot be written.
+        """
+        final = self.folder / checkpoint_name(state.step)
+        temporary = self.folder / f".{final.name}.{os.getpid()}"
+        try:
+            self._remove_leftovers()
+            write(temporary)
+            state.has_digests = True
+            (temporary / _STATE).write_text(state.model_dump_json(indent=1))
+            write_digests(temporary)
+            flush(temporary)
+            self._put_in_place(temporary, final)
+            self._point_latest(final)
+            self.remove_old()
+        except Exception as error:
+            failure = storage_error(final, error)  # before room is made again
+            shutil.rmtree(temporary, ignore_errors=True)
+            if failure is None:
+                raise
+            raise failure from error
+        return final
+
+    def path(self, step: int) -> Path:
+        """Return the folder of the checkpoint after `step`."""
+        final = self.folder / checkpoint_name(step)
+        replaced = self.folder / (_REPLACED + checkpoint_name(step))
+        return final if final.exists() or not replaced.exists() else replaced
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a checkpoint, ascending."""
+        return [step for step in self._named() if (self.path(step) / _STATE).is_file()]
+
+    def _named(self) -> list[int]:
+        """Return the steps after which a folder is named, ascending."""
+        if not self.folder.is_dir():
+            return []
+        names = [path.name.removeprefix(_REPLACED) for path in self.folder.iterdir()]
+        return sorted({int(name[5:]) for name in names if name.startswith("step_")})
+
+    def latest(self) -> Path | None:
+        """Return the newest checkpoint, or None."""
+        steps = self.steps()
+        return self.path(steps[-1]) if steps else None
+
+    def latest_whole(self) -> tuple[Path | None, list[TinkermqError]]:
+        """Return the newest checkpoint all of whose files are as they were written, or None.
+
+        Newer ones that are damaged are put aside as `damaged_step_…`, the last one of them is
+        kept; also returns what is wrong with them.
+        """
+        damaged: list[TinkermqError] = []
+        for step in reversed(self._named()):
+            folder = self.path(step)
+            try:
+                load_state(folder)
+            except (StorageError, NotFoundError) as error:
+                damaged.append(error)
+                self.put_aside(folder, step)
+                continue
+            if damaged:
+                self._point_latest(folder)
+            return folder, damaged
+        return None, damaged
+
+    def before_latest(self) -> LearnerState | None:
+        """Return the state of the checkpoint before the newest, unchecked; None where none is."""
+        steps = self.steps()
+        return _read_state(self.path(steps[-2])) if len(steps) > 1 else None
+
+    def first_seqs(self) -> dict[int, int]:
+        """Return the first entry of the log behind each checkpoint, unchecked, by step."""
+        return {step: _read_state(self.path(step)).log_seq for step in self.steps()}
+
+    @property
+    def keeps_one_before(self) -> bool:
+        """Whether another checkpoint is kept beside the newest."""
+        return self._keep_last > 1
+
+    def put_aside(self, folder: Path, step: int) -> None:
+        """Count a checkpoint no more: it becomes `damaged_step_…`, the last one of them is kept."""
+        for earlier in self.folder.glob(f"{_DAMAGED}*"):
+            shutil.rmtree(earlier, ignore_errors=True)
+        folder.rename(self.folder / f"{_DAMAGED}{checkpoint_name(step)}")
+
+    def _put_in_place(self, temporary: Path, final: Path) -> None:
+        """Give a checkpoint its name; one of the same step counts until the new one is there."""
+        replaced = self.folder / (_REPLACED + final.name)
+        if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)
+        temporary.rename(final)
+        flush_entries(self.folder)
+        if replaced.exists():
+            shutil.rmtree(replaced)
+
+    def _point_latest(self, final: Path) -> None:
+        self._point("latest", final)
+
+    def _point(self, name: str, final: Path) -> None:
+        link = self.folder.parent / name
+        temporary = self.folder.parent / f".{name}.{os.getpid()}"
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(final.relative_to(self.folder.parent))
+        temporary.replace(link)
+
+    def remove_old(self) -> None:
+        """Remove what is not kept, and let `best` lead to the best that is left."""
+        steps = self.steps()
+        spared: set[int] = set()
+        if self.judged is not None:
+            spared = self.judged.spared(steps)
+            if (best := self.judged.best(steps)) is not None:
+                self._point("best", self.path(best))
+        for step in steps[: -self._keep_last]:
+            if step not in spared and not (self._keep_every and step % self._keep_every == 0):
+                gone = self.folder / f".{checkpoint_name(step)}.{os.getpid()}"
+                self.path(step).rename(gone)  # a folder is whole as long as it has its name
+                shutil.rmtree(gone)
+
+    def _remove_leftovers(self) -> None:
+        for path in self.folder.glob(".step_*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def load_state(folder: Path) -> LearnerState:
+    """Read the learner's state of a checkpoint whose files are as they were written.
+
+    Raises StorageError that names a damaged file, NotFoundError when it has no state.
+    """
+    check_digests(folder)
+    file = folder / _STATE
+    if not file.is_file():
+        raise NotFoundError(
+            f"{folder} is not a checkpoint of a learner: it has no {_STATE}",
+            hint="name a folder such as outputs/<run>/checkpoints/step_000040",
+        )
+    state = _read_state(folder)
+    check_digests(folder, required=state.has_digests)
+    return state
+
+
+def _read_state(folder: Path) -> LearnerState:
+    try:
+        return LearnerState.model_validate_json((folder / _STATE).read_bytes())
+    except (OSError, ValidationError) as error:
+        raise StorageError(
+            f"checkpoint {folder} is damaged: {_STATE} cannot be read",
+            hint="take another checkpoint of the run (`RUN@STEP`), or restore the file",
+        ) from error
+
+
+def save_policy(
+    folder: Path,
+    model: nn.Module,
+    tokenizer: Any,
+    optimizer: torch.optim.Optimizer,
+    parallel: Parallel,
+) -> Callable[[], None]:
+    """Write a model folder with the state of its optimiser beside it; all ranks do so together.
+
+    What needs the others is done at once. What is returned writes the rest, which needs nobody.
+    """
+    finish_optimizer = save_optimizer(folder / OPTIMIZER, model, optimizer, parallel)
+    weights = gather_weights(model, parallel) if parallel.sharded else None
+
+    def finish() -> None:
+        if parallel.rank != 0:
+            return
+        (folder / "learner").mkdir(parents=True, exist_ok=parallel.sharded)
+        save_model(model, folder, weights)
+        tokenizer.save_pretrained(folder)
+        finish_optimizer()
+
+    return finish
+
+
+def save_form(folder: Path, model: nn.Module, tokenizer: Any) -> None:
+    """Write a model folder without the weights; this rank alone does."""
+    (folder / "learner").mkdir(parents=True)
+    save_model(model, folder, {})
+    tokenizer.save_pretrained(folder)
+
+
+def try_saving(
+    run_dir: Path,
+    write: Callable[[Path], None],
+    tokenizer: Any,
+    settings: GenerationConfig | None,
+    *,
+    trust_remote_code: bool = False,
+) -> None:
+    """Save a checkpoint of the untrained model, read it again, and remove it.
+
+    `write` is what checkpoints are written by, or what leaves the weights out; `settings` are
+    those of generation that the model came with. Raises ModelError
+    for what cannot be saved, StorageError for a disk that cannot be written.
+    """
+    place = run_dir / _TRIAL
+    shutil.rmtree(place, ignore_errors=True)
+    try:
+        folder = CheckpointStore(place, keep_last=1, keep_every=0).save(LearnerState(), write)
+        load_state(folder)
+        check_reread(folder, tokenizer, settings, trust_remote_code=trust_remote_code)
+    except StorageError as error:
+        cause = error.__cause__
+        if error.is_full or cause is None or isinstance(cause, OSError):
+            raise
+        raise unsavable("the model", cause) from error
+    except TinkermqError:
+        raise
+    except Exception as error:  # a library's, or code that came with the model
+        raise unsavable("the model", error) from error
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def keep_weights(
+    places: Sequence[Path],
+    step: int,
+    policies: Mapping[str, Mapping[str, Tensor]],
+    write_form: Callable[[Path], None],
+) -> Path:
+    """Write the weights of each policy plainly, into the first of the places that takes them.
+
+    For a checkpoint that could not be written: nothing but safetensors is needed. What else
+    `write_form` can write of a model folder is beside them. Those kept before are removed. Returns
+    the folder. Raises StorageError where no place takes them.
+    """
+    failure: Exception | None = None
+    for place in places:
+        folder = place / f"{_KEPT}{checkpoint_name(step)}"
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            write_form(folder)
+        except Exception as error:  # noqa: BLE001  a library's: it may be why this is needed
+            _log.warning("form_not_written", folder=str(folder), error=str(error))
+        try:
+            for policy, tensors in policies.items():
+                _keep(policy_folder(folder, policy), tensors)
+            flush(folder)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            failure = error
+            continue
+        for earlier in place.glob(f"{_KEPT}*"):
+            if earlier != folder:
+                shutil.rmtree(earlier, ignore_errors=True)
+        return folder
+    raise StorageError(
+        f"the weights of step {step} could not be written to {', '.join(map(str, places))}: "
+        f"{failure}",
+        hint="free some space, or choose another output_dir",
+    ) from failure
+
+
+def _keep(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write the weights of a policy under the names by which the libraries look for them."""
+    critic = {name: one for name, one in tensors.items() if name.startswith("critic.")}
+    rest = {name: one for name, one in tensors.items() if name not in critic}
+    is_adapter = any(name.startswith("base_model.model.") for name in rest)
+    save_plain_weights(rest, folder / f"{'adapter_' * is_adapter}model.safetensors")
+    if critic:
+        save_plain_weights(critic, folder / "critic.safetensors")
+
+
+def gather_weights(model: nn.Module, parallel: Parallel) -> dict[str, Tensor] | None:
+    """Gather what is trained of a model on the first rank, on its CPU; None on the others.
+
+    Tied weights are the same tensor under each of their names. All ranks do so together.
+    """
+    gathered: dict[int, Tensor] = {}
+    named: dict[str, Tensor] = {}
+    changing = {id(tensor) for tensor in policy_tensors(model).values()}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in changing:
+            continue
+        if id(tensor) not in gathered:
+            full = whole(tensor.detach())
+            gathered[id(tensor)] = full.cpu() if parallel.rank == 0 else full.new_empty(0)
+        named[name] = gathered[id(tensor)]
+    return named if parallel.rank == 0 else None

@@ -1,0 +1,282 @@
+"""Credit: from a batch's rewards to the advantage of each generated token, as configured.
+
+Shape letters: N generated tokens, S sequences, E episodes, M samples.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...schemas.config.job import JobConfig
+from .advantages import (
+    AdvantageInputs,
+    Values,
+    ValueTargets,
+    advantage_over_chains,
+    between_tokens,
+    compute_advantages,
+    generalized_advantage,
+    length_reward,
+    overlong_penalty,
+    peers_of,
+)
+from .batch import (
+    BatchCalls,
+    Samples,
+    TrainingBatch,
+    answered_states,
+    episodes,
+    returns_by_turn,
+    turns,
+    without_peers,
+)
+from .losses import rewards_with_kl
+from .sequences import is_last_of_sequence, lengths_by_sequence, sum_by_sequence
+
+
+@dataclass(frozen=True)
+class Credit:
+    """What the tokens of a batch have earned."""
+
+    samples: Samples
+    rewards_E: Tensor
+    """What each episode earned, with all that the configuration adds and takes off."""
+    advantages_N: Tensor
+    targets: ValueTargets | None
+    """What the critic is trained towards; None without one."""
+    kept_S: Tensor
+    """bool: sequences that are trained; the others are in no loss and in no denominator."""
+    kept_N: Tensor
+    """bool: tokens that are trained, so too."""
+
+    def of_top_entropy(self, entropy_N: Tensor, share: float) -> "Credit":
+        """Leave credit with the share of the trained tokens that have the highest entropy.
+
+        The quantile is that of all of them, interpolated (arXiv 2506.01939). The others stay in
+        what losses are divided by.
+        """
+        ordered = entropy_N[self.kept_N].double().sort().values
+        if share == 1 or not len(ordered):
+            return self
+        at = (1 - share) * (len(ordered) - 1)
+        low = int(at)
+        high = min(low + 1, len(ordered) - 1)
+        least = ordered[low] + (at - low) * (ordered[high] - ordered[low])
+        return replace(self, advantages_N=self.advantages_N.masked_fill(entropy_N < least, 0.0))
+
+
+def assign_credit(
+    config: JobConfig,
+    batch: TrainingBatch,
+    old_N: Tensor | None,
+    reference_N: Tensor | None,
+    values: Values | None,
+    own: Callable[[AdvantageInputs], Tensor] | None = None,
+) -> Credit:
+    """Compute the advantages of a batch, by the configuration's function or the user's `own`.
+
+    `old_N` and `reference_N` are read where a KL enters the rewards; `values` are the critic's.
+    An episode that is masked (`overlong_filter`) still counts in its group's mean and std, as in
+    TRL, but not where a whole batch is whitened; and so do tokens that are too old. One that took
+    its game too long (`env.on_step_timeout=mask`) counts nowhere: nobody knows what it is worth.
+    """
+    algorithm = config.algorithm
+    cut_S = batch.truncated_S
+    kept_S = ~cut_S if algorithm.overlong_filter else torch.ones_like(cut_S)
+    if config.env.on_step_timeout == "mask":
+        kept_S = kept_S & ~batch.timed_out_S
+    kept_N = kept_S[batch.seq_N]
+    if batch.fresh_N is not None:
+        kept_N = kept_N & batch.fresh_N
+        kept_S = lengths_by_sequence(batch.seq_N[kept_N], batch.num_seqs) > 0
+    by_turn = algorithm.sample == "turn"
+    samples = turns(batch) if by_turn else episodes(batch)
+    if config.env.on_step_timeout == "mask" and bool(batch.timed_out_S.any()):
+        samples = without_peers(samples, batch, batch.timed_out_S)
+    earned_N = _rewards(config, batch, old_N, reference_N)
+    rewards_N = earned_N
+    if by_turn and algorithm.turn_reward == "return":
+        rewards_N = returns_by_turn(batch, earned_N, algorithm.discount)
+    values_N = None if values is None else values.values_N
+    if values is not None and values.after_S is not None:
+        rewards_N = _with_ends(rewards_N, values.after_S, batch.seq_N, algorithm.end_discount)
+    inputs = AdvantageInputs(
+        rewards_S=sum_by_sequence(rewards_N, samples.sample_N, samples.num),
+        group_S=samples.group_M,
+        seq_N=samples.sample_N,
+        token_rewards_N=rewards_N,
+        turn_N=batch.turn_N,
+        state_N=answered_states(batch) if algorithm.advantage == "gigpo" else None,
+        components_SC=batch.components_EC,
+        baseline_S=batch.baseline_E,
+        values_N=values_N,
+        lone_S=samples.lone_M,
+        kept_N=kept_N,
+        gamma=algorithm.token_discount,
+    )
+    compute = own or partial(compute_advantages, algorithm.advantage, **_options(config))
+    advantages_N = _advantages(config, batch, inputs, compute)
+    whole = episodes(batch)
+    return Credit(
+        samples,
+        sum_by_sequence(earned_N, whole.sample_N, whole.num),
+        advantages_N.masked_fill(~kept_N, 0.0),
+        None if values_N is None else _targets(config, batch, samples, inputs, kept_N),
+        kept_S,
+        kept_N,
+    )
+
+
+def _with_ends(rewards_N: Tensor, after_S: Tensor, seq_N: Tensor, gamma: float) -> Tensor:
+    """Add what is expected behind the end of each sequence to its last token."""
+    last_N = is_last_of_sequence(seq_N)
+    return rewards_N + gamma * after_S[seq_N] * last_N
+
+
+def _advantages(
+    config: JobConfig,
+    batch: TrainingBatch,
+    inputs: AdvantageInputs,
+    compute: Callable[[AdvantageInputs], Tensor],
+) -> Tensor:
+    """Compare episodes, and branches that are credited with rewards of their own.
+
+    `own`: tokens of such a branch have its advantage, the others that of the episode; `both`: they
+    have the sum.
+    """
+    if batch.calls is None:
+        return compute(inputs)
+    inputs = _with_calls(inputs, batch, batch.calls)
+    mode = config.algorithm.branch_credit
+    branch_N = batch.calls.branch_K[batch.calls.call_N]
+    if mode == "episode" or not bool((branch_N >= 0).any()):
+        return compute(inputs)
+    own = _with_calls(inputs, batch, batch.calls.own_chains())
+    inside_N = branch_N >= 0
+    if mode == "both":
+        advantages_N = compute(inputs)
+    else:
+        advantages_N = torch.zeros_like(batch.behaviour_N)
+        outside = _of_tokens(own, ~inside_N)
+        advantages_N[~inside_N] = compute(outside)
+    branches = _of_tokens(_by_branch(own, batch.calls), inside_N)
+    advantages_N[inside_N] += compute(branches)
+    return advantages_N
+
+
+def _with_calls(
+    inputs: AdvantageInputs, batch: TrainingBatch, calls: BatchCalls
+) -> AdvantageInputs:
+    """Let advantages by turn and by token follow chains of calls."""
+    posted_N = batch.token_rewards_N
+    further_N = inputs.token_rewards_N if inputs.token_rewards_N is not None else posted_N
+    return replace(inputs, calls=calls, token_rewards_N=calls.token_rewards(further_N - posted_N))
+
+
+def _by_branch(inputs: AdvantageInputs, calls: BatchCalls) -> AdvantageInputs:
+    """Take each branch with a reward as one sequence; for tokens that are in one."""
+    key_B, episode_B = calls.branch_key_B, calls.branch_episode_B
+    size_B = torch.bincount(inputs.group_S)[inputs.group_S[episode_B]]
+    is_only_B = peers_of(calls.branch_reward_B, key_B, episode_B).count == 1
+    return replace(
+        inputs,
+        rewards_S=calls.branch_reward_B,
+        group_S=key_B,
+        owner_S=episode_B,
+        seq_N=calls.branch_K[calls.call_N].clamp(min=0),
+        lone_S=is_only_B & (size_B > 1),
+    )
+
+
+def _of_tokens(inputs: AdvantageInputs, kept_N: Tensor) -> AdvantageInputs:
+    """Return what advantages of some of the tokens are computed from."""
+    names = ("seq_N", "token_rewards_N", "turn_N", "state_N", "values_N", "kept_N")
+    given = {name: getattr(inputs, name) for name in names}
+    kept: dict[str, Any] = {
+        name: None if value is None else value[kept_N] for name, value in given.items()
+    }
+    calls = inputs.calls
+    return replace(inputs, **kept, calls=None if calls is None else calls.of_tokens(kept_N))
+
+
+def _options(config: JobConfig) -> dict[str, Any]:
+    algorithm = config.algorithm
+    if algorithm.advantage == "gae":
+        return {
+            "gae_lambda": algorithm.gae_lambda,
+            "by_length": algorithm.gae_lambda_length,
+            "turn_gamma": algorithm.turn_gamma,
+            "turn_lambda": algorithm.turn_lambda,
+        }
+    if algorithm.advantage == "grpo":
+        return {"std": algorithm.advantage_std}
+    if algorithm.advantage == "gdpo":
+        return {"weights": list(algorithm.reward_components.values())}
+    if algorithm.advantage == "gigpo":
+        return {"step_weight": algorithm.step_weight, "std": algorithm.advantage_std}
+    return {}
+
+
+def _rewards(
+    config: JobConfig, batch: TrainingBatch, old_N: Tensor | None, reference_N: Tensor | None
+) -> Tensor:
+    """Return the reward of each token, with what the configuration adds and takes off."""
+    algorithm = config.algorithm
+    rewards_N = batch.token_rewards_N.clone()
+    last_N = is_last_of_sequence(batch.seq_N)
+    if algorithm.overlong_buffer:
+        rewards_N[last_N] += overlong_penalty(
+            batch.lengths_S,
+            config.rollout.response_limit,
+            algorithm.overlong_buffer,
+            algorithm.overlong_factor,
+            batch.truncated_S,
+        )
+    if algorithm.length_coef:
+        solved_S = batch.rewards_S > config.evaluation.success_reward
+        rewards_N[last_N] += length_reward(
+            batch.lengths_S, batch.group_S, solved_S, algorithm.length_coef
+        )
+    if old_N is not None and reference_N is not None and algorithm.kl_in == "reward":
+        rewards_N = rewards_with_kl(
+            algorithm.kl_estimator, rewards_N, old_N, reference_N, algorithm.kl_coef
+        )
+    return rewards_N
+
+
+def _targets(
+    config: JobConfig,
+    batch: TrainingBatch,
+    samples: Samples,
+    inputs: AdvantageInputs,
+    kept_N: Tensor,
+) -> ValueTargets:
+    algorithm = config.algorithm
+    values_N, rewards_N = inputs.values_N, inputs.token_rewards_N
+    assert values_N is not None
+    assert rewards_N is not None
+    gamma, own = algorithm.token_discount, config.critic.gae_lambda
+    gae_lambda = algorithm.gae_lambda if own is None else own
+    if batch.calls is None:
+        between = (samples.sample_N, batch.turn_N)
+        advantages_N = generalized_advantage(
+            rewards_N,
+            values_N,
+            samples.sample_N,
+            samples.num,
+            between_tokens(gamma, algorithm.turn_gamma, *between),
+            between_tokens(gae_lambda, algorithm.turn_lambda if own is None else None, *between),
+        )
+    else:
+        is_own = algorithm.branch_credit == "own"
+        calls = batch.calls.own_chains() if is_own else batch.calls
+        by_call = _with_calls(inputs, batch, calls)
+        assert by_call.token_rewards_N is not None
+        advantages_N = advantage_over_chains(
+            by_call.token_rewards_N, values_N, calls, gamma, gae_lambda
+        )
+    return ValueTargets(values_N, (advantages_N + values_N).float(), samples.sample_N, kept_N)

@@ -1,0 +1,208 @@
+"""The critic of PPO: a model of its own that estimates what an episode will still earn.
+
+It is a decoder like the policy's with one output, the value, in place of the vocabulary. It reads
+the same packed rows, so the value of a token stands at the column that predicts the token. The
+value layer starts at 0: a new critic says 0 everywhere, and advantages are plain returns.
+"""
+
+# torch leaves some of its methods untyped, safetensors its paths.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ...schemas.config.job import JobConfig
+from ...schemas.config.sections import LearnerConfig
+from .advantages import ValueTargets, explained_variance, value_loss
+from .batch import renumber
+from .checkpoint import gather_weights
+from .losses import Denominators, aggregate
+from .micro_batch import MicroBatch
+from .model import Scorer
+from .optimizer import load_optimizer, make_optimizer, save_optimizer
+from .parallel import Parallel, divided, whole
+
+_WEIGHTS = "learner/critic.safetensors"
+_OPTIMIZER = "learner/critic_optimizer"
+
+
+class ValueModel(nn.Module):
+    """A decoder with a value for each column."""
+
+    def __init__(self, model: PreTrainedModel, learner: LearnerConfig, parallel: Parallel) -> None:
+        """Take the decoder of a causal language model, and put it where it computes.
+
+        Raises ModelError when it cannot read packed rows.
+        """
+        super().__init__()
+        width = int(cast(Any, model).config.get_text_config().hidden_size)
+        self.value_head = nn.Linear(width, 1)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+        self.decoder: nn.Module = cast(Any, model).get_decoder()
+        mine = {id(each) for each in self.parameters()}
+        for parameter in model.parameters():
+            parameter.requires_grad_(id(parameter) in mine)
+        cast(Any, model).value_head = self.value_head  # divided over the ranks with the rest of it
+        inside = parallel.place(model, learner, in_float32=[self.value_head])
+        self._scorer = Scorer(model, temperature=1.0, dtype=learner.dtype, inside=inside)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self._scorer.device
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the output layer, as transformers names that of language models."""
+        return self.value_head
+
+    def values(self, packed: MicroBatch) -> Tensor:
+        """Return the value before each of the N tokens, with gradient where enabled."""
+        return self._scorer.inside.run(lambda: self._values(packed))
+
+    def _values(self, packed: MicroBatch) -> Tensor:
+        states_UD, place_N = self._scorer.states_UD(packed)
+        return self.value_head(states_UD.float())[place_N, 0]
+
+
+class Critic:
+    """The value model with its optimiser."""
+
+    def __init__(self, model: PreTrainedModel, config: JobConfig, parallel: Parallel) -> None:
+        """Make a new critic of a causal language model's weights."""
+        self.model = ValueModel(model, config.learner, parallel)
+        self._config = config
+        self._parallel = parallel
+        self.optimizer = make_optimizer(self.model, config.learner, config.critic.lr)
+        self._targets: ValueTargets
+        self._sums: dict[str, float] = {}
+        self._num_tokens = 0
+        self._norms: list[float] = []
+
+    @torch.no_grad()
+    def values_of(self, micros: list[MicroBatch], num_tokens: int) -> Tensor:
+        """Return the values of a whole batch, of which this rank has a share: float32[N]."""
+        values_N = torch.zeros(num_tokens, device=self.model.device)
+        for micro in micros:
+            values_N[micro.index_N] = self.model.values(micro)
+        return self._parallel.add_up(values_N)
+
+    def begin_step(self, rate: float, targets: ValueTargets) -> None:
+        """Begin a step at a learning rate, and forget what the last one measured."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self._targets = targets
+        self._sums, self._num_tokens, self._norms = {}, 0, []
+
+    def update(self, micros: list[MicroBatch], denominators: Denominators) -> None:
+        """Make one optimiser update; one whose gradient is not finite is left out."""
+        self.optimizer.zero_grad()
+        for micro in micros:
+            self._accumulate(micro, denominators)
+        clip = self._config.learner.grad_clip
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+        self._norms.append(float(whole(norm)))
+        if math.isfinite(self._norms[-1]):
+            self.optimizer.step()
+
+    def _accumulate(self, micro: MicroBatch, denominators: Denominators) -> None:
+        targets = self._targets
+        kept_N = targets.kept_N[micro.index_N]
+        index_N = micro.index_N[kept_N]
+        values_N = self.model.values(micro)
+        if micro.is_empty:
+            values_N.sum().backward()  # only to gather and reduce with the others
+            return
+        values_N = values_N[kept_N]
+        loss_N, clipped_N = value_loss(
+            values_N,
+            targets.values_N[index_N],
+            targets.returns_N[index_N],
+            self._config.critic.clip,
+        )
+        sample_N, numbers_M = renumber(targets.sample_N[index_N])
+        part = denominators.of_part(sample_N, numbers_M)
+        loss = aggregate(self._config.algorithm.loss_agg, loss_N, sample_N, len(numbers_M), part)
+        loss.backward()
+        self._num_tokens += len(index_N)
+        measured = {"vf_loss": loss, "vf_clipfrac": clipped_N.sum(), "vpred_mean": values_N.sum()}
+        for name, value in measured.items():
+            self._sums[name] = self._sums.get(name, 0.0) + float(value.detach())
+
+    def numbers(self) -> dict[str, float]:
+        """Name what the step measured on all ranks as metrics."""
+        finite = [norm for norm in self._norms if math.isfinite(norm)]
+        kept_N = self._targets.kept_N
+        values_N, returns_N = self._targets.values_N[kept_N], self._targets.returns_N[kept_N]
+        ranks = self._parallel.gather((self._sums, self._num_tokens))
+        num_tokens = sum(number for _, number in ranks)
+
+        def total(name: str) -> float:
+            return sum(sums.get(name, 0.0) for sums, _ in ranks)
+
+        return {
+            "critic/lr": float(self.optimizer.param_groups[0]["lr"]),
+            "critic/vf_loss": total("vf_loss") / len(self._norms),
+            "critic/vf_clipfrac": total("vf_clipfrac") / max(num_tokens, 1),
+            "critic/vpred_mean": total("vpred_mean") / max(num_tokens, 1),
+            "critic/vf_explained_var": explained_variance(values_N, returns_N),
+            "critic/skipped_updates": float(len(self._norms) - len(finite)),
+            **({"critic/grad_norm": sum(finite) / len(finite)} if finite else {}),
+            **spread("critic/values", values_N),
+            **spread("critic/returns", returns_N),
+        }
+
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    def begin_save(self, folder: Path) -> Callable[[], None]:
+        """Write what the ranks write together; return what is left to this one, in that order."""
+        optimizer = save_optimizer(folder / _OPTIMIZER, self.model, self.optimizer, self._parallel)
+        weights = gather_weights(self.model, self._parallel)
+
+        def finish() -> None:
+            if weights is not None:
+                contiguous = {name: value.contiguous() for name, value in weights.items()}
+                save_file(contiguous, folder / _WEIGHTS)
+            optimizer()
+
+        return finish
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return all weights, whole and on the CPU; all ranks ask for them together."""
+        return {name: whole(value).cpu() for name, value in self.model.state_dict().items()}
+
+    def load(self, folder: Path) -> bool:
+        """Take weights and optimiser state from a checkpoint; False when it has no critic.
+
+        Only the checkpoint of another run, which a fork starts from, may have none.
+        """
+        if not (folder / _WEIGHTS).is_file():
+            return False
+        mine = self.model.state_dict()
+        saved = saved_critic(folder)
+        self.model.load_state_dict({name: divided(saved[name], mine[name]) for name in mine})
+        load_optimizer(folder / _OPTIMIZER, self.model, self.optimizer)
+        return True
+
+
+def spread(name: str, values: Tensor) -> dict[str, float]:
+    """Give mean, largest and smallest value as metrics; none where there are no values."""
+    if not len(values):
+        return {}
+    return {
+        f"{name}/mean": float(values.mean()),
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
+    }
+
+
+def saved_critic(folder: Path) -> dict[str, Tensor]:
+    """Return the critic's weights of a checkpoint that has one."""
+    return load_file(folder / _WEIGHTS)

@@ -1,0 +1,443 @@
+"""The ranks of a learner as the training step sees them: FSDP2 over processes, wherever they are.
+
+Each rank holds a part of every weight (`torch.distributed.fsdp.fully_shard`, arXiv 2304.11277) and
+computes a part of the batch. A layer's weights are gathered while it computes; gradients are summed
+over the ranks, never averaged: losses are divided by counts over the whole batch. With replicas the
+ranks are rows of a mesh (HSDP): weights are divided and gathered within a row, and gradients summed
+within it, then over the rows. A rank alone, the usual case, holds everything, and all of this does
+nothing.
+"""
+
+# torch and transformers leave some of their methods untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# torch leaves some of its methods untyped, and its stores out of `__all__`.
+# pyright: reportUnknownMemberType=false, reportPrivateImportUsage=false
+
+import asyncio
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ...broker.weights.payloads import TensorBytes
+from ...schemas.config.sections import LearnerConfig
+from ...schemas.wire.errors import ConfigError
+from ..policy.lora import policy_tensors
+from ..policy.policies import prefix_of
+from ..weights.broadcast_group import Store, open_store, own_address, reach_store
+from ..weights.tensors import DTYPES
+from .attention import SequenceGroup, divide_attention
+
+# The repeated layers of a model: what ranks gather, and torch.compile translates, one at a time.
+#
+# Compiling one layer serves all of its kind: they share its code. Rows and columns are dynamic,
+# so that micro-batches of other sizes are not compiled anew. Hooks of FSDP2 and the recomputation
+# of activations stay outside of what is compiled.
+
+_MAX_VARIANTS = 64
+"""Of one layer's code: with and without gradients, masks, dropout; more is an error of torch's."""
+
+
+def repeated_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that transformers names as those not to be split, in order."""
+    kinds: set[str] = set(cast(Any, model)._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in kinds]
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Compile the decoder's layers at their first use; each is one graph, or an error.
+
+    Raises ConfigError where torch cannot compile anything.
+    """
+    _require_compiler()
+    torch.compiler.config.recompile_limit = _MAX_VARIANTS
+    decoder: nn.Module = cast(Any, model).get_decoder()
+    inside = {id(module) for module in decoder.modules()}
+    for layer in repeated_layers(model):
+        if id(layer) in inside:
+            layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True)
+
+
+def _require_compiler() -> None:
+    """Compile something small, where the models are computed."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.compile(torch.sin)(torch.ones(2, device=device))
+    except (RuntimeError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"learner.compile=true, and torch cannot compile on this machine: {reason}",
+            hint="install a C++ compiler (Debian: g++) and Python's headers (python3-dev), or "
+            "remove learner.compile",
+        ) from error
+
+
+T = TypeVar("T")
+COLLECTIVE_DEADLINE_S = 600.0
+"""A rank that is waited for longer than this has failed, and with it the learner."""
+LOOPBACK_ADDRESS = "127.0.0.1"
+
+
+class Inside(nn.Module):
+    """A model in its place; what is computed with its weights runs in here, where they are whole.
+
+    As a module around the model it is where FSDP2 gathers the weights that belong to no layer.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device | None = None) -> None:
+        """Wrap a model that computes on `device`, by default where its weights are."""
+        super().__init__()
+        self.model = model
+        self.device = next(model.parameters()).device if device is None else device
+        self.gathered_dtype: torch.dtype | None = None
+        """What weights are cast to when they are gathered, if that is not what they are kept in."""
+
+    def forward(self, work: Callable[[], T]) -> T:
+        """Run some computation; its tensors may have gradients."""
+        return work()
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Run some computation, and give the gathered weights back if no backward pass will."""
+        result = self(work)
+        if isinstance(self, FSDPModule) and not torch.is_grad_enabled():
+            self.reshard()
+        return result
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of a learner meet before they connect to each other."""
+
+    store: Store
+    """A TCPStore at rank 0."""
+    address: str
+    """Where that is."""
+    own_address: str
+    """Where this rank listens for the others."""
+    name: str
+    """What this meeting is called there, known to nobody else."""
+    apart: bool
+    """Whether each rank has GPUs of its own, not one of those that all of them see."""
+
+    @classmethod
+    def open(cls, address: str = LOOPBACK_ADDRESS, *, apart: bool = False) -> "Meeting":
+        """Be met, as rank 0, at an address of this machine; by default no other reaches it."""
+        return cls(open_store(address), address, address, secrets.token_hex(16), apart)
+
+    def told(self) -> dict[str, Any]:
+        """Return what other ranks are told, as JSON can write it."""
+        told = {"address": self.address, "port": self.store.port}
+        return {**told, "name": self.name, "apart": self.apart}
+
+    @classmethod
+    def reach(cls, told: Mapping[str, Any]) -> "Meeting":
+        """Come to what was told; ProcessGroupFailed where it cannot be reached."""
+        address, port = told["address"], told["port"]
+        store = reach_store(address, port)
+        return cls(store, address, own_address(address, port), told["name"], told["apart"])
+
+
+class Parallel:
+    """One rank among those that train together."""
+
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        device: torch.device | None = None,
+        mesh: DeviceMesh | None = None,
+        sequence: SequenceGroup | None = None,
+    ) -> None:
+        """A rank that computes on `device` (default: where the model is), of a mesh if sharded.
+
+        `sequence`: with which it divides each sequence.
+        """
+        self.rank = rank
+        self.size = size
+        self._device = device
+        self._mesh = mesh
+        self.sequence = sequence
+
+    @classmethod
+    def alone(cls) -> "Parallel":
+        """Return the only rank, which holds everything, on the GPU if there is one."""
+        return cls(device=torch.device("cuda") if torch.cuda.is_available() else None)
+
+    @classmethod
+    def join(cls, rank: int, config: LearnerConfig, meeting: "Meeting") -> "Parallel":
+        """Meet the other ranks; to be left with `leave`.
+
+        Raises ConfigError for what this machine does not have.
+        """
+        place, beside = (0, 1) if meeting.apart else (rank, config.ranks)
+        device = device_of(place, beside, config, torch.cuda.device_count())
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        # Ranks listen on one interface only. NCCL has one for all groups of a process, also for one
+        # that sends weights elsewhere.
+        interface = interface_of(meeting.own_address)
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore(meeting.name, meeting.store),
+            rank=rank,
+            world_size=config.ranks,
+            timeout=timedelta(seconds=COLLECTIVE_DEADLINE_S),
+        )
+        mesh = _mesh_of(device, config)
+        return cls(rank, config.ranks, device, mesh, _sequence_of(rank, config.context_parallel))
+
+    def leave(self) -> None:
+        """Give up the connections to the other ranks."""
+        if self._mesh is not None:
+            dist.destroy_process_group()
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the weights are held in parts."""
+        return self._mesh is not None
+
+    @property
+    def num_shares(self) -> int:
+        """In how many parts the sequences of a batch are dealt out."""
+        return self.size if self.sequence is None else self.size // self.sequence.size
+
+    @property
+    def share(self) -> int:
+        """Which of the parts this rank computes, alone or with its neighbours."""
+        return self.rank if self.sequence is None else self.rank // self.sequence.size
+
+    @property
+    def filled_by_another(self) -> bool:
+        """Whether rank 0 alone reads weights, and this one gets its parts from there."""
+        return self.rank > 0
+
+    def place(
+        self, model: nn.Module, config: LearnerConfig, in_float32: Sequence[nn.Module] = ()
+    ) -> Inside:
+        """Put a model where it computes, in parts where it is sharded; all ranks together.
+
+        Its weights are those that rank 0 has. Modules `in_float32` compute with float32 weights,
+        whatever the rest of the model does.
+        """
+        if self._device is not None and not self.sharded:
+            model.to(self._device)
+        inside = Inside(model, self._device)
+        if self._mesh is None:
+            return inside
+        if self.sequence is not None:
+            divide_attention(model, self.sequence)
+        values = [] if self.rank else [tensor.detach() for tensor in _tensors(inside)]
+        gathered_dtype = None if config.dtype == "float32" else DTYPES[config.dtype]
+        options: dict[str, Any] = {
+            "mesh": self._mesh,
+            "mp_policy": MixedPrecisionPolicy(gathered_dtype, reduce_dtype=torch.float32),
+            "offload_policy": CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy(),
+        }
+        for layer in repeated_layers(model):
+            fully_shard(layer, **options)
+        for layer in in_float32:
+            exact: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
+            fully_shard(layer, **options | exact)
+        fully_shard(inside, **options)
+        for module in inside.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        inside.gathered_dtype = gathered_dtype
+        if self.size > 1:
+            self._hand_out(inside, values)
+        return inside
+
+    @torch.no_grad()
+    def _hand_out(self, inside: Inside, values: list[Tensor]) -> None:
+        """Give all ranks their parts of what rank 0 has whole, one tensor after the other."""
+        for place, tensor in enumerate(_tensors(inside)):
+            value = values[place] if values else torch.empty(tensor.shape, dtype=tensor.dtype)
+            value = value.to(self._device)
+            if isinstance(tensor, DTensor):
+                value = distribute_tensor(value, tensor.device_mesh, tensor.placements).to_local()
+                tensor = tensor.to_local()
+            else:
+                dist.broadcast(value, 0)
+            tensor.copy_(value)
+
+    def largest(self, number: int) -> int:
+        """Return the largest of all ranks' numbers."""
+        return max(self.gather(number))
+
+    def gather(self, value: T) -> list[T]:
+        """Return what each rank has, by rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def add_up(self, values: Tensor) -> Tensor:
+        """Return the sums over all ranks."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+
+def _mesh_of(device: torch.device, config: LearnerConfig) -> DeviceMesh:
+    """Return the mesh of all ranks: neighbours hold one copy of the model."""
+    if config.replicas == 1:
+        return init_device_mesh(device.type, (config.ranks,))
+    return init_device_mesh(
+        device.type,
+        (config.replicas, config.ranks // config.replicas),
+        mesh_dim_names=("replicate", "shard"),
+    )
+
+
+def _sequence_of(rank: int, size: int) -> SequenceGroup | None:
+    """Return the neighbours of a rank that divide sequences with it."""
+    if size == 1:
+        return None
+    group, _ = dist.new_subgroups(size)
+    return SequenceGroup(group, size, rank % size)
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def interface_of(address: str) -> str:
+    """Return the network interface that has an address of this machine.
+
+    Raises ConfigError where none has it.
+    """
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in addresses):
+            return name
+    raise ConfigError(
+        f"no network interface of this machine has the address {address}",
+        hint="start the node with an address of the broker that is not translated on the way",
+    )
+
+
+def device_of(place: int, num_ranks: int, config: LearnerConfig, num_gpus: int) -> torch.device:
+    """Return where the rank at `place` of so many computes, that all see so many GPUs.
+
+    Raises ConfigError for what such a machine cannot do.
+    """
+    if not num_gpus:
+        if config.cpu_offload:
+            raise ConfigError(
+                "learner.cpu_offload=true and this learner has no GPU: everything is in the "
+                "machine's memory already",
+                hint="remove learner.cpu_offload, or run the job on a node with GPUs",
+            )
+        return torch.device("cpu")
+    if num_gpus < num_ranks:
+        raise ConfigError(
+            f"learner.ranks={config.ranks} and this learner has {num_gpus} GPUs",
+            hint=f"set learner.slots={config.ranks} on a node of GPUs, or lower learner.ranks",
+        )
+    return torch.device("cuda", place)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor with all its parts, on every rank; all ranks ask for it together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def divided(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's part of a whole tensor, divided as another one is that is its like.
+
+    All ranks ask for it together. What is divided already stays as it is, and so do counts.
+    """
+    if isinstance(tensor, DTensor) or not isinstance(like, DTensor) or not tensor.ndim:
+        return tensor
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
+
+
+@torch.no_grad()
+def whole_tensors(
+    model: nn.Module, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield what changes from version to version, once for tied tensors, one gathered at a time.
+
+    With `dtype` floating-point tensors have that one. All ranks go through it together.
+    """
+    seen: set[int] = set()
+    for name, tensor in policy_tensors(model).items():
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        yield name, whole(tensor.detach().to(kept))
+
+
+def snapshot(models: Mapping[str, nn.Module], dtype: torch.dtype) -> dict[str, TensorBytes]:
+    """Copy what changes from version to version, of each policy, once for tied tensors."""
+    tensors: dict[str, TensorBytes] = {}
+    for policy, model in models.items():
+        for name, tensor in whole_tensors(model, dtype):
+            copy = tensor.to("cpu", copy=True).contiguous()
+            raw: Any = copy.flatten().view(torch.uint8).numpy()
+            tensors[f"{prefix_of(policy)}{name}"] = TensorBytes(
+                str(copy.dtype).removeprefix("torch."), tuple(copy.shape), memoryview(raw)
+            )
+    return tensors
+
+
+def torch_thread(num_threads: int) -> ThreadPoolExecutor:
+    """Return an executor of one fresh thread, in which torch computes with so many CPU threads.
+
+    How sums are split between CPU threads decides their last bits, and torch keeps the number for
+    each thread that computes: one that has computed before another number was set goes on with the
+    old one. So what must come to the same bits again has a thread of its own, which sets it first.
+    """
+    torch.set_num_threads(num_threads)
+    return ThreadPoolExecutor(
+        1, thread_name_prefix="torch", initializer=torch.set_num_threads, initargs=(num_threads,)
+    )
+
+
+async def once_in_torch(num_threads: int, work: Callable[[], T]) -> T:
+    """Run `work` with so many CPU threads, in a thread that ends with it.
+
+    A thread that has computed keeps OpenMP's workers for as long as it lives, and where there are
+    more of them than cores, all of them sleep at each barrier, where they would else be awake: two
+    threads then compute hardly faster than one.
+    """
+    thread = torch_thread(num_threads)
+    try:
+        return await asyncio.get_running_loop().run_in_executor(thread, work)
+    finally:
+        thread.shutdown(wait=False)  # who is cancelled does not wait for a model to be loaded
+
+
+def check_num_threads(num_threads: int) -> None:
+    """Raise ConfigError where the thread that calls this computes with another number of threads.
+
+    A limit of the environment (OMP_THREAD_LIMIT) goes before what is set.
+    """
+    found = torch.get_num_threads()
+    if found != num_threads:
+        raise ConfigError(
+            f"torch computes with {found} CPU threads here, and learner.threads is {num_threads}: "
+            "sums would be split otherwise, and their last bits differ",
+            hint="unset OMP_THREAD_LIMIT and OMP_DYNAMIC",
+        )

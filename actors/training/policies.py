@@ -1,0 +1,207 @@
+"""Every policy of a job with its optimiser: one step trains them all, each on its own roles.
+
+A policy is trained on the conversations of the roles that it plays and on nothing else: its
+advantages, loss and gradient norm are those that a job of its own would compute.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ...broker.weights.payloads import TensorBytes
+from ...schemas.config.job import JobConfig
+from ...schemas.rollout import Group
+from ...schemas.wire.errors import ConfigError
+from ..policy.lora import policy_tensors
+from ..policy.policies import MAIN, policy_config, policy_folder, policy_names
+from .batch import assemble
+from .model import load_model
+from .parallel import Parallel, snapshot
+from .rank_commands import Order, Ranks
+from .shared_files import folder_here
+from .step import StepReport, Trainer
+
+
+def load_models(
+    config: JobConfig, folder: Path | None, *, hollow: bool = False
+) -> dict[str, PreTrainedModel]:
+    """Load the model of every policy, from a checkpoint if there is one.
+
+    With `hollow` no weights are read: another rank has them.
+
+    Raises ConfigError for models that do not read the same tokens, and for a checkpoint that has
+    no policy for a role.
+    """
+    models = {
+        name: load_model(
+            policy_config(config, name).model,
+            config.learner,
+            _source(folder, name),
+            lora=config.lora,
+            seed=config.seed,
+            hollow=hollow,
+        )
+        for name in policy_names(config)
+    }
+    sizes = {name: vocab_size(model) for name, model in models.items()}
+    odd = [name for name, size in sizes.items() if size != sizes[MAIN]]
+    if odd:
+        raise ConfigError(
+            f"policies.{odd[0]} has a vocabulary of {sizes[odd[0]]}, the model one of "
+            f"{sizes[MAIN]}: all policies of a job share one tokenizer",
+            hint="take models of one family",
+        )
+    return models
+
+
+def _source(folder: Path | None, policy: str) -> Path | None:
+    source = None if folder is None else policy_folder(folder, policy)
+    if source is not None and not source.is_dir():
+        raise ConfigError(
+            f"policies.{policy}: checkpoint {folder} has no policy for this role",
+            hint="fork a run that trained one, or start a new run",
+        )
+    return source
+
+
+def vocab_size(model: PreTrainedModel) -> int:
+    """Return the number of tokens that a model knows."""
+    return int(cast(Any, model.config).get_text_config().vocab_size)
+
+
+class Policies:
+    """The trainers of a job, by policy."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        models: Mapping[str, PreTrainedModel],
+        *,
+        total_steps: int,
+        folder: Path | None = None,
+        ranks: Ranks | None = None,
+        parallel: Parallel | None = None,
+    ) -> None:
+        """Give each model an optimiser; `folder` is the checkpoint that they come from.
+
+        `ranks` are the others that do what is done here; `parallel` is the place among them.
+        """
+        self.total_steps = total_steps
+        self._ranks = ranks or Ranks(config)
+        self.trainers: dict[str, Trainer] = {
+            name: Trainer(
+                model, policy_config(config, name), total_steps=total_steps, parallel=parallel
+            )
+            for name, model in models.items()
+        }
+        if folder is not None:
+            for name, trainer in self.trainers.items():
+                trainer.restore(policy_folder(folder, name))
+
+    @classmethod
+    def open(
+        cls,
+        config: JobConfig,
+        models: Mapping[str, PreTrainedModel],
+        ranks: Ranks,
+        *,
+        total_steps: int,
+        folder: Path | None,
+    ) -> "Policies":
+        """Give each model an optimiser, together with the other ranks of this learner."""
+        with ranks.beginning(folder, total_steps) as parallel, folder_here(folder, parallel):
+            return cls(
+                config,
+                models,
+                total_steps=total_steps,
+                folder=folder,
+                ranks=ranks,
+                parallel=parallel,
+            )
+
+    def save(self, folder: Path, tokenizer: Any) -> None:
+        """Write every policy into the folder of a checkpoint."""
+        with self._ranks.doing(Order("save", {"folder": str(folder)})):
+            writes = [
+                trainer.begin_save(policy_folder(folder, name), tokenizer)
+                for name, trainer in self.trainers.items()
+            ]
+            for finish in writes:
+                finish()
+
+    def save_form(self, folder: Path, tokenizer: Any) -> None:
+        """Write all of a checkpoint but weights and optimisers; no other rank is asked."""
+        for name, trainer in self.trainers.items():
+            trainer.save_form(policy_folder(folder, name), tokenizer)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what is trained, and so of a checkpoint without optimisers."""
+        return sum(
+            tensor.numel() * tensor.element_size()
+            for model in self.models.values()
+            for tensor in policy_tensors(model).values()
+        )
+
+    def snapshot(self, dtype: torch.dtype) -> dict[str, TensorBytes]:
+        """Copy what changes from version to version, of each policy, as it is published."""
+        with self._ranks.doing(Order("gather", {"dtype": str(dtype).removeprefix("torch.")})):
+            return snapshot(self.models, dtype)
+
+    def gather(self) -> dict[str, dict[str, Tensor]]:
+        """Return all that is trained, whole and on the CPU, by policy; critics as `critic.*`."""
+        with self._ranks.doing(Order("gather", {"dtype": None})):
+            return {name: trainer.weights() for name, trainer in self.trainers.items()}
+
+    @property
+    def models(self) -> dict[str, nn.Module]:
+        """The models, by policy."""
+        return {name: trainer.model for name, trainer in self.trainers.items()}
+
+    def check_readable(self, group: Group) -> None:
+        """Raise DataError for a group that the policies of its roles cannot read."""
+        for name, trainer in self.trainers.items():
+            if (own := self._of(name, group)) is not None:
+                trainer.check_readable(own)
+
+    def step(
+        self, groups: Sequence[Group], step: int, oldest: int = 0, seqs: Sequence[int] = ()
+    ) -> StepReport:
+        """Train one batch; the version of all policies is `step` afterwards.
+
+        Tokens of versions before `oldest` are context. A policy none of whose roles had a turn
+        stays as it is. `seqs` say where the groups stand in the rollout log, for ranks that read
+        them there.
+        """
+        with self._ranks.doing(Order("step", {"step": step, "oldest": oldest}, groups, seqs)):
+            return self._step(groups, step, oldest)
+
+    def _step(self, groups: Sequence[Group], step: int, oldest: int) -> StepReport:
+        numbers: dict[str, float] = {}
+        model_s = 0.0
+        for name, trainer in self.trainers.items():
+            own = [group for group in (self._of(name, group) for group in groups) if group]
+            if not own:
+                continue
+            report = trainer.step(
+                assemble(own, oldest, [*trainer.config.algorithm.reward_components]), step
+            )
+            label = f"policy/{name}/" if name else ""
+            numbers |= {f"{label}{key}": value for key, value in report.numbers.items()}
+            model_s += report.model_s
+        return StepReport(numbers, model_s)
+
+    def _of(self, name: str, group: Group) -> Group | None:
+        """Return the part of a group that a policy played, or None."""
+        if len(self.trainers) == 1:
+            return group
+        played = [
+            item
+            for item in group.trajectories
+            if (item.role if item.role in self.trainers else MAIN) == name
+        ]
+        return group.model_copy(update={"trajectories": played}) if played else None

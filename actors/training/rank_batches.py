@@ -1,0 +1,164 @@
+"""The micro-batches of one rank: its share of the sequences, packed.
+
+All ranks go through the same number of micro-batches, and in each through the same layers, since
+they gather weights together: a rank with fewer gets empty ones, and one without images where
+another has some looks at an image that stands nowhere.
+
+Shape letters: S sequences.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from ...schemas.config.sections import LearnerConfig
+from ..policy.vision import ImageReader, SeenImages, probe_image
+from .attention import flatten
+from .batch import TrainingBatch, select
+from .micro_batch import MicroBatch, TokenSequence, columns_of, share_sequences
+from .model import Scorer
+from .packed_images import unseen
+from .packing import pack
+from .parallel import Parallel
+
+
+class RankPacker:
+    """Divides sequences over the ranks, and packs those of this one."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scorer: Scorer,
+        learner: LearnerConfig,
+        parallel: Parallel,
+        image_reader: ImageReader | None,
+    ) -> None:
+        """`image_reader` reads images for a model that sees them."""
+        self._model = model
+        self._scorer = scorer
+        self._learner = learner
+        self._parallel = parallel
+        self._image_reader = image_reader
+        self._shares_prompts = learner.share_prompts and not scorer.flat_rows
+
+    def pack(self, batch: TrainingBatch, keep_S: Tensor) -> list[MicroBatch]:
+        """Pack this rank's share of the sequences that are kept."""
+        packed = [self._divided(one) for one in self._pack_share(batch, self._share(batch, keep_S))]
+        missing = self._parallel.largest(len(packed)) - len(packed)
+        packed += [MicroBatch.empty(self._scorer.device)] * missing
+        if self._parallel.size == 1 or self._image_reader is None:
+            return packed
+        seeing = self._parallel.gather([micro.images is not None for micro in packed])
+        together = [any(ranks) for ranks in zip(*seeing, strict=True)]
+        return [
+            self._looking(micro) if sees and micro.images is None else micro
+            for micro, sees in zip(packed, together, strict=True)
+        ]
+
+    def _divided(self, micro: MicroBatch) -> MicroBatch:
+        """Return what is computed here of rows that other ranks have, too."""
+        sequence = self._parallel.sequence
+        if sequence is None:
+            return micro
+        micro = flatten(micro) if self._scorer.flat_rows else micro
+        return columns_of(micro, sequence.place, sequence.size)
+
+    def _looking(self, micro: MicroBatch) -> MicroBatch:
+        assert self._image_reader is not None
+        seen = unseen(self._image_reader.read([probe_image()]), micro.position_ids_BT)
+        return replace(micro, images=seen)
+
+    def _share(self, batch: TrainingBatch, keep_S: Tensor) -> Tensor:
+        """Mark those of the sequences that this rank computes: bool[S]."""
+        if self._parallel.num_shares == 1:
+            return keep_S
+        chosen_s = torch.nonzero(keep_S).flatten()
+        shares = share_sequences(
+            select(batch, keep_S)[0],
+            ranks=self._parallel.num_shares,
+            hidden_size=self._scorer.hidden_size,
+            share_prompts=self._shares_prompts,
+        )
+        mine = torch.tensor(shares[self._parallel.share], dtype=torch.int64, device=keep_S.device)
+        return torch.zeros_like(keep_S).index_fill(0, chosen_s[mine], True)
+
+    def _pack_share(self, batch: TrainingBatch, keep_S: Tensor) -> list[MicroBatch]:
+        sequences, index_N = select(batch, keep_S)
+        if not sequences:
+            return []
+        packed = pack(
+            sequences,
+            row_tokens=self._learner.row_tokens,
+            microbatch_tokens=self._learner.microbatch_tokens,
+            share_prompts=self._shares_prompts,
+            hidden_size=self._scorer.hidden_size,
+            see=self._see,
+        )
+        moved = (micro.to(self._scorer.device) for micro in packed)
+        return [replace(micro, index_N=index_N[micro.index_N]) for micro in moved]
+
+    def _see(self, sequence: TokenSequence) -> SeenImages | None:
+        if self._image_reader is None or not sequence.images:
+            return None
+        return self._image_reader.see(self._model, sequence.token_ids, sequence.images)
+
+
+# Sums over the tokens of a step, over all its micro-batches and ranks.
+
+OF_THE_UPDATES = ("pg_loss", "kl_loss", "teacher_loss")
+"""What only an update has."""
+
+
+@dataclass
+class StepSums:
+    """What adds up over the micro-batches and updates of a step."""
+
+    totals: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """Metric name to the sum over the tokens."""
+    tokens: int = 0
+    """Generated tokens that were seen."""
+    norms: list[float] = field(default_factory=list[float])
+    """Gradient norm of each update; not finite: the update was left out."""
+    old: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
+    """Places of all generated tokens, and their log-probs before the update."""
+
+    def include(self, totals: dict[str, Tensor]) -> None:
+        """Add sums of further tokens."""
+        for name, value in totals.items():
+            before = self.totals.get(name)
+            self.totals[name] = value if before is None else before + value
+
+    def add(self, values: dict[str, Tensor], index_N: Tensor, old_N: Tensor) -> None:
+        """Add the sums of a micro-batch whose N tokens stand at `index_N` of the batch."""
+        self.include(values)
+        self.tokens += len(index_N)
+        self.old.append((index_N, old_N))
+
+    def of_all(self, parallel: Parallel) -> "StepSums":
+        """Put together what all ranks have; norms are those of all shares already."""
+        if parallel.size == 1:
+            return self
+        totals = {name: value.cpu() for name, value in self.totals.items()}
+        old = [(index_N.cpu(), old_N.cpu()) for index_N, old_N in self.old]
+        together = StepSums(norms=self.norms)
+        for other in parallel.gather(replace(self, totals=totals, old=old)):
+            together.include(other.totals)
+            together.tokens += other.tokens
+            together.old += other.old
+        return together
+
+    def numbers(self) -> dict[str, float]:
+        """Name the sums as metrics; what no micro-batch measured is left out.
+
+        Losses are of the updates, all else is a mean over all generated tokens of the batch.
+        """
+        finite = [norm for norm in self.norms if math.isfinite(norm)]
+        found = {"actor/skipped_updates": float(len(self.norms) - len(finite))}
+        if finite:
+            found["actor/grad_norm"] = sum(finite) / len(finite)
+        for name, total in self.totals.items():
+            per_update = name in OF_THE_UPDATES
+            found[f"actor/{name}"] = float(total) / (len(self.norms) if per_update else self.tokens)
+        return found

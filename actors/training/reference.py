@@ -1,0 +1,124 @@
+"""The reference policy, to which a KL is taken: frozen, or following the policy.
+
+It is what the run began with, or a model of the user's. With `ema` it moves a little towards the
+policy after each step, with `reset_every` it becomes the policy every so many steps (as in ProRL,
+arXiv 2505.24864). One that moves is part of checkpoints, so a run that goes on, or is replayed, has
+the same.
+
+A policy that is an adapter is compared with its base, or with the adapter it began with: no second
+model is loaded, and what moves is the adapter alone.
+"""
+
+# torch leaves some of its methods untyped, safetensors its paths.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from ...schemas.config.algorithm import ReferenceConfig
+from ...schemas.wire.errors import ConfigError
+from ..policy.lora import has_adapter, initial_adapter, other_adapter, policy_tensors
+from .model import Scorer
+from .parallel import Parallel, divided, whole
+
+_FILE = "learner/reference.safetensors"
+
+
+class Reference:
+    """The reference of one policy."""
+
+    def __init__(
+        self,
+        config: ReferenceConfig,
+        model: nn.Module,
+        path: str,
+        scorer: Scorer,
+        load: Callable[[str], Scorer],
+    ) -> None:
+        """`model` is the policy, which began as `path` and is scored by `scorer`.
+
+        `load` opens a frozen model by its folder. Raises ConfigError for a model that cannot follow
+        the policy, since their weights have other shapes.
+        """
+        self._config = config
+        self._model = model
+        self._is_adapter = config.path is None and has_adapter(model)
+        if self._is_adapter:
+            self.scorer = scorer
+            mine = policy_tensors(model)
+            begun = zip(initial_adapter(model, path), mine.values(), strict=True)
+            self._tensors = dict(zip(mine, (divided(*one) for one in begun), strict=True))
+        else:
+            self.scorer = load(config.path or path)
+            self._tensors = dict(self.scorer.inside.model.named_parameters())
+        if config.moves:
+            self._check_alike()
+
+    def _check_alike(self) -> None:
+        mine = self._policy()
+        shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        if shapes != {name: tensor.shape for name, tensor in mine.items()}:
+            raise ConfigError(
+                f"algorithm.reference.path={self._config.path}: its weights have other shapes than "
+                "the policy's, and it cannot follow it",
+                hint="take a model of the same kind, or remove algorithm.reference.ema and "
+                "reset_every",
+            )
+
+    def _policy(self) -> dict[str, Tensor]:
+        if self._is_adapter:
+            return policy_tensors(self._model)
+        return dict(self._model.named_parameters())
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[Scorer]:
+        """Return what scores by the reference; it is for use in here."""
+        if not self._is_adapter:
+            yield self.scorer
+            return
+        with other_adapter(self._model, list(self._tensors.values())):
+            yield self.scorer
+
+    @torch.no_grad()
+    def follow(self, step: int) -> None:
+        """Move after a step, as configured."""
+        config = self._config
+        resets = bool(config.reset_every) and step % config.reset_every == 0
+        if not resets and config.ema is None:
+            return
+        share = 1.0 if resets or config.ema is None else 1 - config.ema
+        policy = self._policy()
+        for name, tensor in self._tensors.items():
+            if share == 1.0:
+                tensor.copy_(policy[name])
+            else:
+                tensor.lerp_(policy[name].detach(), share)
+
+    def begin_save(self, parallel: Parallel) -> Callable[[Path], None]:
+        """Gather what moves, together with the other ranks; return what writes it into a folder."""
+        if not self._config.moves:
+            return lambda folder: None
+        gathered: dict[str, Tensor] = {}
+        for name, tensor in self._tensors.items():
+            full = whole(tensor.detach())  # by all ranks; only the first keeps it
+            if parallel.rank == 0:
+                gathered[name] = full.cpu().contiguous()
+        return lambda folder: save_file(gathered, folder / _FILE) if gathered else None
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> bool:
+        """Take what has moved from a checkpoint; False where it has none that fits."""
+        file = folder / _FILE
+        if not self._config.moves:
+            return True
+        if not file.is_file():
+            return False
+        saved = load_file(file)
+        for name, tensor in self._tensors.items():
+            tensor.copy_(divided(saved[name], tensor))
+        return True

@@ -1,0 +1,167 @@
+"""What the learner must remember besides weights and optimiser: part of each checkpoint."""
+
+import bisect
+from collections.abc import Iterable, Iterator
+
+from pydantic import BaseModel, Field
+
+from ...schemas.rollout import Group, episodes_of, num_too_old
+from ...schemas.task import Dropped, Task
+
+
+class Waste(BaseModel):
+    """What was generated and never trained, since the start of the run; part of checkpoints."""
+
+    tokens_generated: int = 0
+    """All of them, those of failed tries included."""
+    tokens_finished: int = 0
+    """Those of episodes that finished."""
+    tokens_trained: int = 0
+    episodes_finished: int = 0
+    episodes_trained: int = 0
+
+    def add(self, group: Group, *, trained: bool, oldest: int = 0) -> None:
+        """Count one group whose fate is decided; tokens of versions before `oldest` are waste."""
+        tokens = sum(item.num_generated for item in group.trajectories)
+        self.add_failed(tokens + group.tokens_wasted + sum(group.tokens_cut))
+        self.tokens_finished += tokens
+        episodes = len(episodes_of(group.trajectories))
+        self.episodes_finished += episodes
+        if trained:
+            self.tokens_trained += tokens - num_too_old(group.sampled, oldest)
+            self.episodes_trained += episodes
+
+    def add_failed(self, tokens: int) -> None:
+        """Count the tokens of tries that failed."""
+        self.tokens_generated += tokens
+
+    def numbers(self) -> dict[str, float]:
+        """Share of generated tokens that were not trained, and how lengths compare."""
+        if not self.tokens_finished or not self.episodes_trained:
+            return {}
+        trained_mean = self.tokens_trained / self.episodes_trained
+        finished_mean = self.tokens_finished / self.episodes_finished
+        return {
+            "rollout/wasted_share": 1 - self.tokens_trained / self.tokens_generated,
+            "rollout/trained_over_generated_length": trained_mean / finished_mean,
+        }
+
+
+class LearnerState(BaseModel):
+    """What the learner must remember besides weights and optimiser."""
+
+    has_digests: bool = False
+    """Whether the checkpoint was written with the digests of its files."""
+    step: int = 0
+    """Optimiser steps done; also the policy's version."""
+    total_steps: int = 0
+    """Steps that the job has in all."""
+    batch_seq: int = 0
+    """Sequence of the last batch record that is part of the weights: the frontier."""
+    log_seq: int = 1
+    """Every earlier entry of the rollout log has been decided on."""
+    decided_seqs: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
+    """Later entries that have been decided on, too, as half-open ranges."""
+    next_task: int = 0
+    """Number of the next task."""
+    next_index: int = 0
+    """Position in the data order of the next task."""
+    trained: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
+    """Numbers of trained tasks, as half-open ranges."""
+    dropped: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
+    """Numbers of tasks that were dropped; each has given its admission credit back."""
+    indices: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
+    """Positions in the data order whose fate is decided, as half-open ranges."""
+    owed: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
+    """(number, data position) of dropped tasks that are still to be issued again."""
+    owed_tries: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
+    """(number, times it came back unusable) of those that did."""
+    owed_tasks: list[Task] = Field(default_factory=list[Task])
+    """Clients' tasks that were dropped and are still to be issued again."""
+    unrecorded: list[Dropped] = Field(default_factory=list[Dropped])
+    """What was dropped since the last batch record; the next one names it."""
+    judged_seq: int = 0
+    """The run was given up for groups up to this entry of the log, of which none was trained."""
+    dropped_by_reason: dict[str, int] = Field(default_factory=dict[str, int])
+    """How many groups were dropped, by reason."""
+    bound: int = 0
+    """The staleness bound in force, where it is chosen; 0: not yet."""
+    success: list[tuple[int, float, float]] = Field(default_factory=list[tuple[int, float, float]])
+    """(task, episodes, solved ones) of the curriculum, newer episodes counting more."""
+    kept_choices: list[tuple[int, int, int]] = Field(default_factory=list[tuple[int, int, int]])
+    """(data position, task, version) of choices that are still to be issued again."""
+    waste: Waste = Field(default_factory=Waste)
+    """What was generated and trained so far."""
+
+
+# Sets of task numbers that stay small: half-open ranges, as numbers come nearly in order.
+#
+# What a step asks of them takes no longer the more ranges there are: the numbers before each
+# range are counted once, and again only behind a place that has changed.
+
+
+class NumberSet:
+    """A set of non-negative integers, stored as ascending, disjoint ranges [start, end)."""
+
+    def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self._before: list[int] = []
+        """How many numbers come before each range, as far as it was counted."""
+        for start, end in ranges:
+            self._add_range(start, end)
+
+    def add(self, number: int) -> None:
+        """Add one number."""
+        self._add_range(number, number + 1)
+
+    def update(self, other: "NumberSet") -> None:
+        """Add every number of another set."""
+        for start, end in other.ranges():
+            self._add_range(start, end)
+
+    def __contains__(self, number: int) -> bool:
+        at = bisect.bisect_right(self._starts, number) - 1
+        return at >= 0 and number < self._ends[at]
+
+    def __len__(self) -> int:
+        return self.count_below(self._ends[-1]) if self._ends else 0
+
+    def __iter__(self) -> Iterator[int]:
+        for start, end in self.ranges():
+            yield from range(start, end)
+
+    def count_below(self, limit: int) -> int:
+        """Count the numbers under `limit`."""
+        at = bisect.bisect_left(self._starts, limit) - 1
+        if at < 0:
+            return 0
+        while len(self._before) <= at:
+            last = len(self._before) - 1
+            size = self._ends[last] - self._starts[last] if self._before else 0
+            self._before.append(self._before[-1] + size if self._before else 0)
+        return self._before[at] + min(self._ends[at], limit) - self._starts[at]
+
+    def gaps(self, limit: int) -> Iterator[int]:
+        """Give the numbers under `limit` that are not in the set, ascending."""
+        after = 0
+        for start, end in self.ranges():
+            yield from range(after, min(start, limit))
+            after = end
+        yield from range(after, limit)
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """Return the ranges, ascending."""
+        return list(zip(self._starts, self._ends, strict=True))
+
+    def _add_range(self, start: int, end: int) -> None:
+        if start >= end:
+            return
+        first = bisect.bisect_left(self._ends, start)
+        last = bisect.bisect_right(self._starts, end)
+        if first < last:
+            start = min(start, self._starts[first])
+            end = max(end, self._ends[last - 1])
+        self._starts[first:last] = [start]
+        self._ends[first:last] = [end]
+        del self._before[first + 1 :]

@@ -1,0 +1,356 @@
+"""One training step: advantages, packing, losses, gradients, one version.
+
+The step is a pure function of the policy, the batch and the step's number: trained again from the
+same state it gives the same bits. Of several ranks each computes its share of the sequences, and
+all come to the same advantages, gradients and numbers.
+
+Shape letters: N generated tokens, S sequences.
+"""
+
+# torch leaves some of its methods untyped.
+# pyright: reportUnknownMemberType=false
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import structlog
+import torch
+from torch import Tensor, nn
+
+from ...schemas.config.job import JobConfig
+from ...schemas.rollout import Group
+from ..policy.experts import RouterReplay
+from ..policy.lora import set_dropout
+from ..policy.vision import Processor, load_image_reader
+from .advantages import Values
+from .batch import TrainingBatch, check_readable, ends_of, minibatches
+from .checkpoint import OPTIMIZER, save_form, save_policy
+from .credit import assign_credit
+from .critic import Critic, spread
+from .custom import own_function
+from .distillation import Teachers, check_same_language
+from .losses import Denominators
+from .micro_batch import MicroBatch
+from .model import Scorer, load_model, load_reference
+from .objective import EntropyBonus, Objective, StepInputs
+from .off_policy import batch_mismatch
+from .optimizer import load_optimizer, make_optimizer, rate_of
+from .parallel import Inside, Parallel, whole, whole_tensors
+from .rank_batches import OF_THE_UPDATES, RankPacker, StepSums
+from .reference import Reference
+
+_log = structlog.get_logger()
+
+
+@dataclass
+class StepReport:
+    """What a step measured."""
+
+    numbers: dict[str, float]
+    """Metric name to value."""
+    model_s: float
+    """Seconds spent in the step."""
+
+
+class Trainer:
+    """The policy with its optimiser, the frozen reference and the critic where they are needed."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: JobConfig,
+        *,
+        total_steps: int,
+        parallel: Parallel | None = None,
+    ) -> None:
+        """`parallel` is the place among other ranks, by default none but this, on the CPU.
+
+        Raises ModelError when the model cannot be trained in packed rows.
+        """
+        self.model = model
+        self.config = config
+        self.total_steps = total_steps
+        self._parallel = parallel or Parallel()
+        learner = config.learner
+        self.image_reader = load_image_reader(
+            config.model.path, trust_remote_code=config.model.trust_remote_code
+        )
+        self._replay = RouterReplay(model) if config.algorithm.router_replay else None
+        inside = self._parallel.place(model, learner)
+        self._trained = [weight for weight in model.parameters() if weight.requires_grad]
+        self.optimizer = make_optimizer(model, learner, learner.lr)
+        self._objective = Objective(config)
+        self._scorer = self._scorer_of(model, inside, self._replay)
+        self._packer = RankPacker(model, self._scorer, learner, self._parallel, self.image_reader)
+        self._reference = self._make_reference() if config.algorithm.kl_coef else None
+        self._entropy = EntropyBonus(config.algorithm.entropy_coef)
+        self._own_advantage = own_function("advantage", config.algorithm.own_advantage)
+        self._teachers = Teachers(config, self._scorer, self._frozen, self._packer, self._parallel)
+        self.critic = self._make_critic() if config.algorithm.advantage == "gae" else None
+
+    def _make_reference(self) -> Reference:
+        algorithm, path = self.config.algorithm, self.config.model.path
+        if algorithm.reference.path is not None:
+            key = "algorithm.reference.path"
+            check_same_language(self.config, algorithm.reference.path, key)
+        return Reference(algorithm.reference, self.model, path, self._scorer, self._frozen)
+
+    def _frozen(self, path: str) -> Scorer:
+        """Return what scores by a model that is not trained."""
+        config = self.config.model.model_copy(update={"path": path})
+        learner = self.config.learner
+        loaded = load_reference(config, learner, hollow=self._parallel.filled_by_another)
+        frozen = cast(nn.Module, loaded)
+        return self._scorer_of(frozen, self._parallel.place(frozen, learner))
+
+    def _make_critic(self) -> Critic:
+        config = self.config
+        start = load_model(
+            config.model,
+            config.learner,
+            config.critic.path or config.model.path,
+            hollow=self._parallel.filled_by_another,
+        )
+        return Critic(start, config, self._parallel)
+
+    def _scorer_of(
+        self, model: nn.Module, inside: Inside, replay: RouterReplay | None = None
+    ) -> Scorer:
+        temperature, dtype = self.config.rollout.temperature, self.config.learner.dtype
+        return Scorer(model, temperature=temperature, dtype=dtype, inside=inside, replay=replay)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return what is trained, whole and on the CPU; all ranks ask for it together."""
+        policy = {name: value.cpu() for name, value in whole_tensors(self.model)}
+        critic = {} if self.critic is None else self.critic.weights()
+        return policy | {f"critic.{name}": value for name, value in critic.items()}
+
+    def save(self, folder: Path, tokenizer: Any) -> None:
+        """Write model, tokenizer, what reads images, optimiser and critic, and make the folder."""
+        self.begin_save(folder, tokenizer)()
+
+    def save_form(self, folder: Path, tokenizer: Any) -> None:
+        """Write all of a checkpoint but weights and optimiser."""
+        save_form(folder, self.model, Processor(tokenizer, self.image_reader))
+
+    def begin_save(self, folder: Path, tokenizer: Any) -> Callable[[], None]:
+        """Write what the ranks write together; return what is left to this one.
+
+        A rank that cannot write that leaves nobody waiting.
+        """
+        processor = Processor(tokenizer, self.image_reader)
+        policy = save_policy(folder, self.model, processor, self.optimizer, self._parallel)
+        critic = None if self.critic is None else self.critic.begin_save(folder)
+        reference = None if self._reference is None else self._reference.begin_save(self._parallel)
+
+        def finish() -> None:
+            policy()
+            if critic is not None:
+                critic()
+            if self._parallel.rank != 0:
+                return
+            if reference is not None:
+                reference(folder)
+            if self.config.algorithm.entropy_target is not None:
+                self._entropy.save(folder)
+
+        return finish
+
+    def check_readable(self, group: Group) -> None:
+        """Raise DataError for a group that the model cannot read, as it is configured."""
+        if self._replay is not None:
+            self._replay.check(group)
+        self._teachers.check(group)
+        components = list(self.config.algorithm.reward_components)
+        check_readable(group, self.model, self.image_reader, components)
+
+    def restore(self, folder: Path) -> None:
+        """Take the optimiser's state from a checkpoint, and what else it has of what moves."""
+        load_optimizer(folder / OPTIMIZER, self.model, self.optimizer)
+        if self.critic is not None and not self.critic.load(folder):
+            _log.info("critic_is_new", checkpoint=str(folder))
+        if self._reference is not None and not self._reference.load(folder):
+            _log.info("reference_is_new", checkpoint=str(folder))
+        if self.config.algorithm.entropy_target is not None:
+            self._entropy.load(folder)
+
+    def step(self, batch: TrainingBatch, step: int) -> StepReport:
+        """Train one batch; the policy's version is `step` afterwards.
+
+        An update whose gradient is not finite is left out and counted.
+        """
+        torch.manual_seed(self.config.seed * 1_000_003 + step)
+        start, learner = time.perf_counter(), self.config.learner
+        batch = batch.to(self._scorer.device)
+        rate = self._set_learning_rate(step)
+        old_N, entropy_N, reference_N = self._scores_before(batch)
+        values = self._values(batch)
+        own = None if self._own_advantage is None else self._own_advantage.advantage
+        credit = assign_credit(self.config, batch, old_N, reference_N, values, own)
+        if entropy_N is not None:
+            credit = credit.of_top_entropy(entropy_N, self.config.algorithm.entropy_share)
+        credit, targets, taught = self._teachers.guide(credit, batch, old_N)
+        sample_N, advantages_N = credit.samples.sample_N, credit.advantages_N
+        kept_N = credit.kept_N
+        objective, parts = self._objective, (kept_N, sample_N, advantages_N)
+        weights_N = objective.whole_batch_weights(batch, old_N, *parts)
+        trained, counted_N = objective.without_dropped(batch, kept_N, weights_N)
+        before = (old_N, reference_N, weights_N)
+        entropy_coef = self._entropy.of_step(self.config.algorithm)
+        inputs = StepInputs(
+            trained, sample_N, step - 1, advantages_N, *before, entropy_coef, targets
+        )
+        if self.critic is not None and credit.targets is not None:
+            self.critic.begin_step(self._rate(step, self.config.critic.lr), credit.targets)
+        sums = StepSums()
+        for part_S in minibatches(batch, learner.num_minibatches) * learner.batch_epochs:
+            kept_S = part_S & credit.kept_S
+            of_part_N = part_S[batch.seq_N]
+            if step > self.config.critic.warmup_steps:
+                counted = self._denominators(sample_N[of_part_N & counted_N], credit.samples.num)
+                self._update(inputs, part_S, kept_S, counted, sums)
+            if self.critic is not None:
+                kept = self._denominators(sample_N[of_part_N & kept_N], credit.samples.num)
+                self.critic.update(self._packer.pack(batch, kept_S), kept)
+        sums = sums.of_all(self._parallel)
+        if self._reference is not None:
+            self._reference.follow(step)
+        numbers = {
+            "actor/lr": rate,
+            **({"actor/entropy_coef": entropy_coef} if entropy_coef else {}),
+            **sums.numbers(),
+            **taught,
+            **objective.dropped_share(weights_N, kept_N),
+            **({} if entropy_N is None else {"actor/entropy": float(entropy_N.mean())}),
+            **spread("critic/advantages", advantages_N[kept_N]),
+            **spread("critic/rewards", credit.rewards_E),
+            **({} if self.critic is None else self.critic.numbers()),
+            "training/num_samples": float(credit.samples.num),
+            **batch_mismatch(sums.old if old_N is None else batch.fresh_of(old_N), batch, step - 1),
+        }
+        if "actor/entropy" in numbers:
+            self._entropy.measured(self.config.algorithm, numbers["actor/entropy"])
+        return StepReport(numbers, time.perf_counter() - start)
+
+    # -- named parts of the step -------------------------------------------------------------
+
+    def _set_learning_rate(self, step: int) -> float:
+        rate = self._rate(step, self.config.learner.lr)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def _rate(self, step: int, base: float) -> float:
+        return rate_of(self.config.learner, step, base, self.total_steps)
+
+    def _scores_before(
+        self, batch: TrainingBatch
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Score all tokens by π_o (log-probs and entropies) and by the reference.
+
+        Each only where it is needed.
+        """
+        needs_old = self._objective.needs_old(
+            self.config.learner.num_updates, self.config.lora.dropout
+        )
+        if not needs_old and self._reference is None:
+            return None, None, None
+        everything = self._packer.pack(batch, _all(batch))
+        old_N, entropy_N = None, None
+        if needs_old:
+            old_N, entropy_N = self._score_all(everything, batch, self._scorer)
+        if self._reference is None:
+            return old_N, entropy_N, None
+        everything = [
+            replace(micro, experts_BTLK=None) for micro in everything
+        ]  # it chooses itself
+        with self._reference.in_place() as scorer:
+            return old_N, entropy_N, self._score_all(everything, batch, scorer)[0]
+
+    @torch.no_grad()
+    def _score_all(
+        self, micros: list[MicroBatch], batch: TrainingBatch, scorer: Scorer
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probs and entropies of all tokens, of which this rank computes its share."""
+        logprobs_N, entropy_N = torch.zeros(2, batch.num_tokens, device=scorer.device)
+        for micro in micros:
+            scores = scorer.score(micro)
+            logprobs_N[micro.index_N] = scores.logprobs_N
+            entropy_N[micro.index_N] = scores.entropy_N
+        return self._parallel.add_up(logprobs_N), self._parallel.add_up(entropy_N)
+
+    def _values(self, batch: TrainingBatch) -> Values | None:
+        """Ask the critic, where there is one, for the value before each token, and behind some."""
+        critic, pack = self.critic, self._packer.pack
+        if critic is None:
+            return None
+        values_N = critic.values_of(pack(batch, _all(batch)), batch.num_tokens)
+        if not self.config.critic.bootstrap_cut or not bool(batch.unfinished_S.any()):
+            return Values(values_N)
+        after = ends_of(batch, batch.unfinished_S)
+        after_s = critic.values_of(pack(after, batch.unfinished_S), after.num_tokens)
+        after_S = torch.zeros_like(batch.rewards_S).masked_scatter(batch.unfinished_S, after_s)
+        return Values(values_N, after_S)
+
+    def _denominators(self, sample_n: Tensor, num_samples: int) -> Denominators:
+        length = self.config.algorithm.loss_agg_length or self.config.rollout.max_response_tokens
+        return Denominators.of(sample_n, length, num_samples)
+
+    def _update(
+        self,
+        inputs: StepInputs,
+        part_S: Tensor,
+        kept_S: Tensor,
+        denominators: Denominators,
+        sums: StepSums,
+    ) -> None:
+        """Make one optimiser update on some of the sequences, of which those kept are trained.
+
+        Those that move no weight are only scored, for the metrics.
+        """
+        batch = inputs.batch
+        self.optimizer.zero_grad()
+        keep_S = kept_S & self._objective.has_gradient(inputs)
+        self._measure(inputs, part_S & ~keep_S, denominators, sums)
+        set_dropout(self.model, on=True)
+        for micro in self._packer.pack(batch, keep_S):
+            scores = self._scorer.score(micro, self._objective.asked(inputs, micro))
+            if micro.is_empty:
+                scores.logprobs_N.sum().backward()  # only to gather and reduce with the others
+                continue
+            result = self._objective.loss(inputs, micro, scores, denominators)
+            result.loss.backward()
+            sums.add(result.sums, result.index_N, result.old_N)
+        set_dropout(self.model, on=False)
+        norm = whole(nn.utils.clip_grad_norm_(self._trained, self.config.learner.grad_clip))
+        sums.norms.append(float(norm))
+        if math.isfinite(sums.norms[-1]):
+            self._require_gradients()
+            self.optimizer.step()
+
+    @torch.no_grad()
+    def _measure(
+        self, inputs: StepInputs, rest_S: Tensor, denominators: Denominators, sums: StepSums
+    ) -> None:
+        """Measure sequences that take no part in an update: a forward pass, and no other."""
+        for micro in self._packer.pack(inputs.batch, rest_S):
+            scores = self._scorer.score(micro, self._objective.asked(inputs, micro))
+            if micro.is_empty or self._objective.is_too_old(inputs, micro):
+                continue
+            result = self._objective.loss(inputs, micro, scores, denominators)
+            measured = {name: n for name, n in result.sums.items() if name not in OF_THE_UPDATES}
+            sums.add(measured, result.index_N, result.old_N)
+
+    def _require_gradients(self) -> None:
+        """A batch without any gradient still counts as a step: momentum and decay go on."""
+        for parameter in self._trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+
+def _all(batch: TrainingBatch) -> Tensor:
+    return torch.ones_like(batch.group_S, dtype=torch.bool)

@@ -1,0 +1,298 @@
+"""The learner's side: holds the versions that are published, and hands them out in rounds.
+
+The newest two versions lie in memory, a third while it is published. Older ones that somebody
+needs, and all that must outlive this process, are files in the run folder; the rest a restarted
+learner publishes anew, as it trains from its checkpoint on. Between the rounds nothing runs; within
+one a thread sends, and whoever asks meanwhile has the next.
+"""
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import structlog
+import torch
+from torch import Tensor
+
+from ...broker.client.connection import Broker
+from ...broker.client.rpc import Service
+from ...broker.weights.history import joined
+from ...broker.weights.payloads import read_file, remove_file, write_file
+from ...schemas.weights import JoinRound, Round, TensorEntry
+from ...schemas.wire.errors import NotFoundError
+from ...schemas.wire.subjects import JobScope
+from .broadcast_group import (
+    FORM_S,
+    MEET_S,
+    ProcessGroup,
+    ProcessGroupFailed,
+    Store,
+    off_loop,
+    open_store,
+    own_address,
+    server_of,
+)
+from .broadcast_receiver import JOIN_S
+from .tensors import fingerprint
+
+_IN_MEMORY = 2
+_WINDOW_S = 0.2
+"""How long a round waits for others to ask; not at all once all of the last one have."""
+_CONNECTED_S = 60.0
+_GROUPS_PER_STORE = 1000
+"""A place to meet remembers all groups that met there, so it is given up after so many."""
+_log = structlog.get_logger()
+
+
+class _Held(NamedTuple):
+    entries: list[TensorEntry]
+    payload: Tensor
+    """uint8[N] in the machine's memory."""
+
+
+@dataclass(frozen=True)
+class _Asker:
+    request: JoinRound
+    place: asyncio.Future[Round]
+    until: float
+    """When it will have given up, in the loop's time."""
+
+
+class _Wanted(NamedTuple):
+    location: str
+    num_bytes: int
+    device: Literal["cpu", "cuda"]
+
+
+@dataclass
+class _Last:
+    """The group of the last round to a kind of device."""
+
+    group: ProcessGroup
+    members: list[str]
+
+
+class Sender:
+    """Holds payloads, and sends each to those who ask for it."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        scope: JobScope,
+        folder: Path,
+        device: torch.device | None = None,
+        *,
+        window_s: float = _WINDOW_S,
+        meet_s: float = MEET_S,
+    ) -> None:
+        """Send from `device`, by default the CPU; `folder` takes what must outlive this process."""
+        self._broker = broker
+        self._scope = scope
+        self._folder = folder
+        self._device = device or torch.device("cpu")
+        self._window_s = window_s
+        self._meet_s = meet_s
+        self._newest = -1
+        self._held: dict[str, _Held] = {}
+        self._waiting: dict[_Wanted, dict[str, _Asker]] = {}
+        self._asked = asyncio.Event()
+        self._address = ""
+        self._store: Store | None = None
+        self._num_groups = 0
+        self._last: dict[str, _Last] = {}
+
+    # What is held -----------------------------------------------------------------------------
+
+    async def put(
+        self, version: int, entries: list[TensorEntry], views: Sequence[memoryview]
+    ) -> tuple[str, str]:
+        """Hold a copy of a payload; return its location and digest. Raises StorageError."""
+        payload = await asyncio.to_thread(_copied, views)
+        digest = await asyncio.to_thread(fingerprint, payload)
+        older = list(self._held)[:-_IN_MEMORY]
+        await self.secure(older)
+        for location in older:
+            self._held.pop(location, None)
+        location = f"v{version}-{uuid.uuid4().hex[:8]}"
+        self._held[location] = _Held(entries, payload)
+        self._newest = max(self._newest, version)
+        return location, digest
+
+    async def holds(self, location: str) -> bool:
+        """Whether a payload is in memory, or a file."""
+        return location in self._held or await asyncio.to_thread(self._file(location).is_file)
+
+    async def secure(self, locations: Iterable[str]) -> None:
+        """Write payloads that are in memory alone into files. Raises StorageError."""
+        for location in locations:
+            held, file = self._held.get(location), self._file(location)
+            if held is not None and not await asyncio.to_thread(file.is_file):
+                await asyncio.to_thread(write_file, file, held.entries, [_view_of(held.payload)])
+
+    async def remove(self, location: str) -> None:
+        """Forget a payload; harmless if it is gone."""
+        self._held.pop(location, None)
+        await asyncio.to_thread(remove_file, self._file(location))
+
+    def _file(self, location: str) -> Path:
+        return self._folder / f"{location}.safetensors"
+
+    async def _payload(self, wanted: _Wanted) -> Tensor:
+        """Return uint8[N] in the machine's memory. Raises NotFoundError, StorageError."""
+        held = self._held.get(wanted.location)
+        if held is not None:
+            return held.payload
+        file = self._file(wanted.location)
+        _, payload = await asyncio.to_thread(read_file, file, wanted.num_bytes)
+        return torch.as_tensor(np.frombuffer(payload, np.uint8))
+
+    # Rounds -----------------------------------------------------------------------------------
+
+    async def open(self, service: Service) -> None:
+        """Answer receivers from now on; `serve` sends to them. Raises DeadlineError."""
+        deadline = self._broker.clock() + _CONNECTED_S
+        await self._broker.wait_connected(deadline, waiting_for="the broker")
+        self._address = await asyncio.to_thread(own_address, *server_of(self._broker))
+        self._store = await asyncio.to_thread(open_store, self._address)
+        await service.endpoint("weights", self._scope.weights_join, JoinRound, self._join)
+
+    async def serve(self) -> None:
+        """Send to those who ask, one round after the other, for ever."""
+        assert self._store is not None  # it was opened
+        try:
+            while True:
+                await self._until_asked()
+                wanted = next(iter(self._waiting))
+                await self._window(wanted)
+                await self._round(wanted, self._waiting.pop(wanted), self._store)
+                if self._num_groups >= _GROUPS_PER_STORE:
+                    await self._move_on()
+        finally:
+            for device in list(self._last):
+                self._leave(device)
+
+    async def _move_on(self) -> None:
+        """Open another place to meet; receivers connect to it as to that of a new learner."""
+        self._store = await asyncio.to_thread(open_store, self._address)
+        self._num_groups = 0
+        waiting, self._waiting = self._waiting, {}
+        for asker in [one for askers in waiting.values() for one in askers.values()]:
+            asker.place.set_result(self._answer("connect", self._store))
+
+    async def _join(self, request: JoinRound) -> Round:
+        """Give a receiver a place in the next round of what it asks for."""
+        assert self._store is not None  # it listens only then
+        if request.port != self._store.port:
+            return self._answer("connect", self._store)
+        if not await self.holds(request.location):
+            is_past = request.version <= self._newest
+            return self._answer("removed" if is_past else "later", self._store)
+        device = request.device if self._device.type == "cuda" else "cpu"
+        loop = asyncio.get_running_loop()
+        asker = _Asker(request, loop.create_future(), loop.time() + JOIN_S)
+        wanted = _Wanted(request.location, request.num_bytes, device)
+        askers = self._waiting.setdefault(wanted, {})
+        if request.receiver in askers:  # it has given up that request
+            askers[request.receiver].place.set_result(self._answer("later", self._store))
+        askers[request.receiver] = asker
+        self._asked.set()
+        return await asker.place
+
+    def _answer(self, answer: Literal["connect", "later", "removed"], store: Store) -> Round:
+        return Round(answer=answer, address=self._address, port=store.port)
+
+    async def _until_asked(self) -> None:
+        while not self._waiting:
+            self._asked.clear()
+            await self._asked.wait()
+
+    async def _window(self, wanted: _Wanted) -> None:
+        """Wait a moment for others who want the same, or until all of the last round have asked."""
+        loop = asyncio.get_running_loop()
+        last, opened = self._last.get(wanted.device), loop.time()
+        while last is None or not set(last.members) <= set(self._waiting[wanted]):
+            left_s = opened + self._window_s - loop.time()
+            if left_s <= 0:
+                return
+            self._asked.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._asked.wait()
+
+    async def _round(self, wanted: _Wanted, asked: Mapping[str, _Asker], store: Store) -> None:
+        """Send to those who asked; whom it does not reach asks again."""
+        now = asyncio.get_running_loop().time()
+        askers = {name: one for name, one in asked.items() if one.until > now}
+        for late in asked.keys() - askers.keys():
+            asked[late].place.set_result(self._answer("later", store))
+        if not askers:
+            return
+        try:
+            payload = await self._payload(wanted)
+        except NotFoundError:  # since they asked
+            for asker in askers.values():
+                asker.place.set_result(self._answer("removed", store))
+            return
+        try:
+            group = await self._group(askers, wanted.device, store)
+            await off_loop(lambda: group.send(payload), f"weights {wanted.location}")
+        except (ProcessGroupFailed, TimeoutError) as error:
+            _log.warning("weights_round_failed", members=len(askers), error=str(error))
+            self._leave(wanted.device)
+
+    async def _group(
+        self, askers: Mapping[str, _Asker], device: Literal["cpu", "cuda"], store: Store
+    ) -> ProcessGroup:
+        """Tell the askers their places and return their group: the last one, or another."""
+        last = self._last.get(device)
+        again = last is not None and _are_all_of(last, askers)
+        members = last.members if last and again else list(askers)
+        name = last.group.name if last and again else uuid.uuid4().hex
+        size = 1 + len(members)
+        for rank, member in enumerate(members, 1):
+            place = Round(
+                answer="place",
+                address=self._address,
+                port=store.port,
+                group=name,
+                device=device,
+                rank=rank,
+                size=size,
+            )
+            askers[member].place.set_result(place)
+        if last and again:
+            return last.group
+        self._leave(device)
+        self._num_groups += 1
+        own = self._device if device == "cuda" else torch.device("cpu")
+        group = await off_loop(
+            lambda: ProcessGroup.meet(store, name, 0, size, own, self._address, self._meet_s),
+            f"group {name}",
+            FORM_S,
+        )
+        self._last[device] = _Last(group, members)
+        return group
+
+    def _leave(self, device: str) -> None:
+        last = self._last.pop(device, None)
+        if last is not None:
+            last.group.leave()
+
+
+def _are_all_of(last: _Last, askers: Mapping[str, _Asker]) -> bool:
+    """Whether exactly the members of a group ask, and none has left it."""
+    stayed = {name for name, one in askers.items() if one.request.group == last.group.name}
+    return stayed == set(askers) == set(last.members)
+
+
+def _copied(views: Sequence[memoryview]) -> Tensor:
+    return torch.as_tensor(np.frombuffer(joined(views), np.uint8))
+
+
+def _view_of(payload: Tensor) -> memoryview:
+    return payload.numpy().data

@@ -1,0 +1,86 @@
+"""The weights of a job, as its learner, generators, evaluators and servers open them."""
+
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+
+from ...broker.weights.payloads import TensorBytes
+from ...broker.weights.store import SeenFiles, WeightStore
+from ...schemas.config.job import JobConfig
+from ...schemas.config.sections import model_paths
+from ...schemas.wire.subjects import JobScope
+from ..policy.devices import own_device
+from ..policy.policies import MAIN, prefix_of
+from ..runtime import JobContext
+from .broadcast_receiver import BroadcastReceiver
+from .broadcast_sender import Sender
+from .tensors import DTYPES, TensorSource
+
+
+def open_weights(context: JobContext, sender: Sender | None = None) -> WeightStore:
+    """Open the weight store of a job with the transport that its configuration names.
+
+    A learner gives the `sender` of that transport, if it has one.
+    """
+    config = context.config.weights
+    device = device_of_new_weights(context.config)
+    return WeightStore(
+        context.broker,
+        context.scope,
+        config.transport,
+        folder=config.folder or context.run_dir / "weights",
+        chunk_bytes=config.chunk_bytes,
+        differences=config.differences,
+        whole_every=config.whole_every,
+        holder=sender,
+        receiver=BroadcastReceiver(context.broker, context.scope, device),
+        files=SeenFiles([*model_paths(context.config).values()]),
+        shared_bytes=config.shared_bytes,
+        stock_digest=config.stock_digest,
+    )
+
+
+def make_sender(context: JobContext) -> Sender | None:
+    """Return what holds and sends the versions of a learner, for the transport that needs it."""
+    if context.config.weights.transport != "nccl":
+        return None
+    return Sender(context.broker, context.scope, context.run_dir / "weights", own_device())
+
+
+def follow_weights(context: JobContext, job: str) -> WeightStore:
+    """Open the weights of another job of the same user, however they travel."""
+    scope = JobScope(context.scope.user, job)
+    receiver = BroadcastReceiver(context.broker, scope, device_of_new_weights(context.config))
+    shared_bytes = context.config.weights.shared_bytes
+    return WeightStore(context.broker, scope, receiver=receiver, shared_bytes=shared_bytes)
+
+
+def device_of_new_weights(config: JobConfig) -> torch.device:
+    """Return where the engine of this process takes new weights from.
+
+    vLLM's GPUs belong to processes of its own, which read new weights from memory.
+    """
+    if config.generator.engine == "vllm":
+        return torch.device("cpu")
+    return own_device()
+
+
+def as_sources(tensors: Mapping[str, TensorBytes], policy: str = MAIN) -> dict[str, TensorSource]:
+    """Give the fetched tensors of a policy in the form that an engine takes."""
+    prefix = prefix_of(policy)
+    return {
+        name.removeprefix(prefix): _source(item)
+        for name, item in tensors.items()
+        if (name.startswith(prefix) if prefix else "/" not in name)
+    }
+
+
+def _source(item: TensorBytes) -> TensorSource:
+    """Return bytes in memory as they are, those on a GPU as a tensor."""
+    data = item.data
+    if not isinstance(data, torch.Tensor):
+        return item.dtype, item.shape, cast("memoryview", data)
+    dtype = DTYPES[item.dtype]
+    aligned = data.storage_offset() % dtype.itemsize == 0
+    return (data if aligned else data.clone()).view(dtype).view(item.shape)

@@ -1,0 +1,471 @@
+"""What may be asked of the scheduler, on behalf of the connection's user."""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from ..schemas.control import MAX_TRACED_STEPS, ControlReply, ControlRequest
+from ..schemas.job import (
+    ConfigureRequest,
+    JobList,
+    JobRecord,
+    JobReply,
+    JobRequest,
+    LabelRequest,
+    ListRequest,
+    PriorityRequest,
+    ResumeRequest,
+    ScaleRequest,
+    StopRequest,
+    SubmissionFinding,
+    SubmissionFindings,
+    SubmitRequest,
+)
+from ..schemas.user import ListUsers, UserInfo, UserList
+from ..schemas.wire.errors import (
+    BrokerError,
+    BusyError,
+    ConfigError,
+    NobodyAnswersError,
+    StateError,
+    StorageError,
+)
+from ..schemas.wire.ids import new_id
+from ..schemas.wire.message import Empty, Message
+from .client.connection import Broker
+from .client.faults import shown_url
+from .client.rpc import call
+
+if TYPE_CHECKING:
+    from ..schemas.job import SecretName
+    from ..schemas.machines import MachineList
+    from ..schemas.node import DamagedRecords, GameCheckReply, NodeStatus
+    from ..schemas.tinker.operation import ModelInfo, TrainerOffer
+    from ..schemas.user import QuotaReply
+
+
+# A request that is sent again until it is answered, for a flood of somebody else may cost it.
+#
+# It is dropped with the connection that a flood has filled (`request_connection`), or waits
+# behind it. So whoever asks such a service sends a request that may be sent twice. While nobody
+# answers, another service may be about to take over.
+
+R = TypeVar("R", bound=Message)
+
+ATTEMPT_S = 5.0
+"""After which a request is sent again; a late reply to the one before counts as well."""
+_LEAST_S = 0.1
+_PAUSE_S = 0.1
+
+
+async def call_service(
+    broker: Broker,
+    subject: str,
+    request: Message,
+    reply_model: type[R],
+    *,
+    timeout_s: float,
+    absent_s: float,
+    absent: BrokerError,
+    waiting_for: str,
+) -> R:
+    """Ask a service of the pool; raises `absent` when nobody answers for `absent_s`."""
+    patience, deadline = (time.monotonic() + seconds for seconds in (absent_s, timeout_s))
+    while True:
+        try:
+            return await repeated_call(
+                broker, subject, request, reply_model, deadline=deadline, waiting_for=waiting_for
+            )
+        except NobodyAnswersError as error:
+            if time.monotonic() >= patience:
+                raise absent from error
+            await asyncio.sleep(_PAUSE_S)
+
+
+async def repeated_call(
+    broker: Broker,
+    subject: str,
+    request: Message,
+    reply_model: type[R],
+    *,
+    deadline: float,
+    waiting_for: str,
+    attempt_s: float = ATTEMPT_S,
+) -> R:
+    """Return the first reply to a request that is sent every `attempt_s`.
+
+    `deadline` is one of `time.monotonic`. Raises what `call` raises.
+    """
+    sent: set[asyncio.Task[R]] = set()
+    try:
+        while True:
+            asking = call(
+                broker,
+                subject,
+                request,
+                reply_model,
+                timeout_s=max(deadline - time.monotonic(), _LEAST_S),
+                waiting_for=waiting_for,
+                idempotent=True,
+            )
+            sent.add(asyncio.create_task(asking, name=subject))
+            answered, _ = await asyncio.wait(
+                sent, timeout=attempt_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if answered:
+                return answered.pop().result()
+    finally:
+        for one in sent:
+            one.cancel()
+        await asyncio.gather(*sent, return_exceptions=True)
+
+
+TIMEOUT_S = 30.0
+_TAKEOVER_S = 6.0
+
+
+def new_request_id() -> str:
+    """Return an id under which a submission can be sent again without making a second job."""
+    return new_id()
+
+
+class SchedulerCalls:
+    """The scheduler that leads; every call may be sent again."""
+
+    def __init__(self, broker: Broker) -> None:
+        self.broker = broker
+
+    async def get(self, job: str) -> JobRecord:
+        """Return one job, by its id or the name of its run; raises NotFoundError."""
+        return await self._change("get", JobRequest(job=job))
+
+    async def told_jobs(self, *, widest: bool = False, archived: bool = False) -> list[JobRecord]:
+        """Return all jobs, newest first, those that wait with their place in the queue.
+
+        With `widest` an admin is told of everybody's; with `archived` of those that were, too.
+        """
+        records: list[JobRecord] = []
+        after = ""
+        while True:
+            request = ListRequest(all=True, widest=widest, archived=archived, after=after)
+            page = await self._ask("list", request, JobList)
+            records += page.records
+            if not page.after:
+                return records
+            after = page.after
+
+    async def submit(
+        self,
+        config: Mapping[str, Any],
+        *,
+        kind: Literal["train", "infer", "eval", "sft", "tinker"] = "train",
+        configured: bool = True,
+        fork_of: str | None = None,
+        weights_only: bool = False,
+        follow: str | None = None,
+        adapters: Sequence[str] = (),
+        request_id: str | None = None,
+        priority: int = 0,
+        secrets: "Mapping[SecretName, str] | None" = None,
+    ) -> JobRecord:
+        """Submit a job; the same `request_id` returns the same job.
+
+        `secrets` travel and are kept sealed, and are removed when the job ends.
+        """
+        request = SubmitRequest(
+            request_id=request_id or new_request_id(),
+            kind=kind,
+            config=dict(config),
+            configured=configured,
+            fork_of=fork_of,
+            weights_only=weights_only,
+            follow=follow,
+            adapters=list(adapters),
+            priority=priority,
+            sealed=await self._sealed(secrets) if secrets else b"",
+        )
+        return await self._change("submit", request)
+
+    async def try_out(
+        self,
+        config: Mapping[str, Any],
+        *,
+        kind: Literal["train", "infer", "eval", "sft", "tinker"] = "train",
+        fork_of: str | None = None,
+        weights_only: bool = False,
+    ) -> list[SubmissionFinding]:
+        """Return what scheduler and nodes would say of a job, which is not submitted."""
+        request = SubmitRequest(
+            request_id=new_request_id(),
+            kind=kind,
+            config=dict(config),
+            fork_of=fork_of,
+            weights_only=weights_only,
+        )
+        return (await self._ask("try", request, SubmissionFindings)).findings
+
+    async def hand_over(self, job: str, secrets: "Mapping[SecretName, str]") -> JobRecord:
+        """Give a job secrets, beside those that it has."""
+        from ..schemas.job import SecretsRequest
+
+        request = SecretsRequest(job=job, sealed=await self._sealed(secrets))
+        return await self._change("secrets", request)
+
+    async def check_game(
+        self, config: Mapping[str, Any], look: Literal["game", "model"] = "game"
+    ) -> "GameCheckReply":
+        """Return what a node of the pool found when it played a job's game without a model.
+
+        With `look` at the model it says what the code of the run finds in model, template, adapter
+        and conversations; nothing where no node can look. Raises GameError where none could play,
+        ModelError, and what `submit` raises for such a job.
+        """
+        from ..schemas.node import GameCheckReply, GameCheckRequest
+
+        request = GameCheckRequest(request_id=new_request_id(), config=dict(config), look=look)
+        while True:
+            reply = await self._ask("check_game", request, GameCheckReply)
+            if reply.done:
+                return reply
+
+    async def _sealed(self, secrets: "Mapping[SecretName, str]") -> bytes:
+        from ..schemas.job import JobSecrets, SealingKey
+        from .users.credentials import close_seal  # only who has a secret loads the cryptography
+
+        key = await self._ask("key", Empty(), SealingKey)
+        return close_seal(key.public, JobSecrets(user=self.broker.user, values=dict(secrets)))
+
+    async def configure(self, job: str, config: Mapping[str, Any], *, start: bool) -> JobRecord:
+        """Lay keys over the configuration of a job that has not started; maybe start it."""
+        return await self._change(
+            "configure", ConfigureRequest(job=job, config=dict(config), start=start)
+        )
+
+    async def stop(self, job: str, *, now: bool = False, complete: bool = False) -> JobRecord:
+        """Stop a job, with a checkpoint unless `now`."""
+        return await self._change("stop", StopRequest(job=job, now=now, complete=complete))
+
+    async def pause(self, job: str) -> JobRecord:
+        """Let a running job stand still; `resume` lets it go on."""
+        return await self._change("pause", JobRequest(job=job))
+
+    async def archive(self, job: str) -> JobRecord:
+        """Put the streams of a job that has ended into its run folder."""
+        return await self._change("archive", JobRequest(job=job))
+
+    async def unarchive(self, job: str) -> JobRecord:
+        """Bring the streams of an archived job back."""
+        return await self._change("unarchive", JobRequest(job=job))
+
+    async def delete(self, job: str) -> JobRecord:
+        """Remove a job that has ended, with all that is stored of it."""
+        return await self._change("delete", JobRequest(job=job))
+
+    async def resume(self, job: str, config: Mapping[str, Any] | None = None) -> JobRecord:
+        """Let a paused job go on, and one that has ended, from its last checkpoint.
+
+        `config` is laid over the configuration of one that has ended, and refused otherwise.
+        """
+        return await self._change("resume", ResumeRequest(job=job, config=dict(config or {})))
+
+    async def scale(
+        self, job: str, role: Literal["generator", "environment", "server"], count: int
+    ) -> JobRecord:
+        """Change the number of generators, environment hosts or servers."""
+        return await self._change("scale", ScaleRequest(job=job, role=role, count=count))
+
+    async def priority(self, job: str, priority: int) -> JobRecord:
+        """Change the priority of a job that waits."""
+        return await self._change("priority", PriorityRequest(job=job, priority=priority))
+
+    async def label(
+        self,
+        job: str,
+        *,
+        tags: Sequence[str] | None = None,
+        group: str | None = None,
+        notes: str | None = None,
+    ) -> JobRecord:
+        """Change what a job is found by; None leaves it, an empty group takes the job out of its.
+
+        Raises MessageError for what cannot be a tag or a group.
+        """
+        named = None if tags is None else list(tags)
+        request = LabelRequest(job=job, tags=named, group=group, notes=notes)
+        return await self._change("label", request)
+
+    async def nodes(self) -> "list[NodeStatus]":
+        """Return the nodes of the pool, by name."""
+        from ..schemas.node import NodeList
+
+        return (await self._ask("nodes", Empty(), NodeList)).nodes
+
+    async def machines(self) -> "MachineList":
+        """Return what came of asking a cluster for machines."""
+        from ..schemas.machines import MachineList
+
+        return await self._ask("machines", Empty(), MachineList)
+
+    async def trainers(self) -> "list[TrainerOffer]":
+        """Return the base models that anybody may train on through the Tinker API."""
+        from ..schemas.tinker.operation import TrainerOffers
+
+        return (await self._ask("trainers", Empty(), TrainerOffers)).offers
+
+    async def take_checkpoint(self, path: str) -> "ModelInfo":
+        """Let programs written for Tinker load `tinker://RUN@STEP`; return what that holds.
+
+        Raises NotFoundError, ConfigError for a run without an adapter, QuotaError.
+        """
+        from ..schemas.tinker.checkpoints import TakeCheckpoint
+        from ..schemas.tinker.operation import ModelInfo
+
+        return await self._ask("take_checkpoint", TakeCheckpoint(path=path), ModelInfo)
+
+    async def damaged(self) -> "DamagedRecords":
+        """Return the user's records that cannot be read; of the whole pool for admins."""
+        from ..schemas.node import DamagedRecords
+
+        return await self._ask("damaged", Empty(), DamagedRecords)
+
+    async def trouble(self) -> str:
+        """Say what keeps the pool from going on, as its scheduler sees it; empty if nothing."""
+        from ..schemas.node import NodeList
+
+        return (await self._ask("nodes", Empty(), NodeList)).trouble
+
+    async def quota(self) -> "QuotaReply":
+        """Return what the user's jobs may hold, and do hold."""
+        from ..schemas.user import QuotaReply
+
+        return await self._ask("quota", Empty(), QuotaReply)
+
+    async def _change(self, method: str, request: Message) -> JobRecord:
+        return (await self._ask(method, request, JobReply)).record
+
+    async def _ask(self, method: str, request: Message, reply: type[R]) -> R:
+        """Ask the scheduler that leads, again while it is busy."""
+        patience = time.monotonic() + _TAKEOVER_S
+        while True:
+            try:
+                return await call_service(
+                    self.broker,
+                    self.broker.rpc("scheduler", method),
+                    request,
+                    reply,
+                    timeout_s=TIMEOUT_S,
+                    absent_s=_TAKEOVER_S,
+                    absent=BrokerError(
+                        f"no scheduler is connected to the broker at {shown_url(self.broker.url)}",
+                        hint="start one: `tinkermq up`, or `python -m tinkermq.actors.scheduler`",
+                    ),
+                    waiting_for="the scheduler",
+                )
+            except BusyError as error:
+                if time.monotonic() + error.retry_after_s > patience:
+                    raise
+                await asyncio.sleep(error.retry_after_s)
+
+
+# What the owner of a job asks its learner for directly.
+
+DEADLINE_S = 600.0
+_LIVE = frozenset({"RUNNING", "PAUSED"})
+
+
+async def write_checkpoint(broker: Broker, record: JobRecord) -> str:
+    """Have the learner of a job write a checkpoint between two steps; return its folder there.
+
+    Raises StateError for a job that does not train, StorageError when the disk is full,
+    DeadlineError after ten minutes.
+    """
+    _refuse_idle(
+        record,
+        "checkpoint to write",
+        "ask while a training job runs; one that ends has written its last checkpoint",
+    )
+    request = ControlRequest(verb="checkpoint", reason="asked for")
+    reply = await _ask(broker, record, request, "checkpoint")
+    folder = reply.detail["folder"]
+    if folder is None:
+        raise StorageError(
+            f"the learner of {record.name} could not write a checkpoint",
+            hint=f"its last event says why: `tinkermq watch {record.name}`",
+        )
+    return str(folder)
+
+
+async def trace_steps(broker: Broker, record: JobRecord, steps: int) -> list[str]:
+    """Have the learner of a job write torch's traces of its next steps; return their files there.
+
+    There are fewer when the run ends before. Raises ConfigError for too many, StateError for
+    a job that does not train, StorageError for a full disk, DeadlineError after ten minutes.
+    """
+    if not 1 <= steps <= MAX_TRACED_STEPS:
+        raise ConfigError(
+            f"{steps} steps cannot be traced at a time",
+            hint=f"ask for 1 to {MAX_TRACED_STEPS}: --steps 3",
+        )
+    _refuse_idle(record, "step to trace", "ask while a training job runs")
+    request = ControlRequest(verb="profile", reason="asked for", steps=steps)
+    reply = await _ask(broker, record, request, "next steps")
+    return [str(file) for file in reply.detail["files"]]
+
+
+def _refuse_idle(record: JobRecord, wanted: str, hint: str) -> None:
+    if not record.trains or record.state not in _LIVE:
+        what = f"is {record.state}" if record.trains else "trains nothing"
+        raise StateError(f"job {record.name} {what}, so there is no {wanted}", hint=hint)
+
+
+async def _ask(
+    broker: Broker, record: JobRecord, request: ControlRequest, what: str
+) -> ControlReply:
+    return await call(
+        broker,
+        broker.control(record.scope, "learner"),
+        request,
+        ControlReply,
+        timeout_s=DEADLINE_S,
+        waiting_for=f"the learner's {what} of {record.name}",
+    )
+
+
+# What may be asked of the auth service about users, on behalf of the connection's user.
+
+USERS_TIMEOUT_S = 20.0
+_BACK_S = 6.0
+"""For how long an auth service may be away that a pool with users has."""
+
+
+async def ask_users(broker: Broker, method: str, request: Message, reply: type[R]) -> R:
+    """Ask on `rpc.<user>.users.<method>`; every request may be sent again, and is.
+
+    Raises AuthError where only admins may, BrokerError at a pool without users.
+    """
+    return await call_service(
+        broker,
+        broker.rpc("users", method),
+        request,
+        reply,
+        timeout_s=USERS_TIMEOUT_S,
+        absent_s=_BACK_S if broker.is_limited else 0.0,
+        absent=BrokerError(
+            f"the pool at {shown_url(broker.url)} has no users: no auth service answers",
+            hint="`tinkermq init` makes the secrets of a pool with authentication; where "
+            "it has them, see `tinkermq doctor`",
+        ),
+        waiting_for="the auth service",
+    )
+
+
+async def all_users(broker: Broker) -> list[UserInfo]:
+    """Return all users by name, for admins."""
+    users: list[UserInfo] = []
+    while True:
+        after = users[-1].user if users else ""
+        page = await ask_users(broker, "list", ListUsers(after=after), UserList)
+        users += page.users
+        if not page.more or not page.users:
+            return users

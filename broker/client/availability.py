@@ -1,0 +1,319 @@
+"""Whether the broker is there, for how long it was, and who waits for it.
+
+Waiting for the broker is not a failure of whoever waits. A connection that is *patient* (every
+actor's, and that of a client that follows a run) waits for as long as it takes: its clock, by which
+its deadlines are counted, stands still while the broker is away, and what the broker does not
+answer or has no room for is asked again. Who waits says so: in the log, and by `trouble`, which
+heartbeats carry. A connection that is not patient gives up at its deadlines.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import nats.errors
+import structlog
+from nats.aio.client import Client
+
+from ...schemas.wire.errors import BrokerError
+from ...schemas.wire.subjects import stream_of
+from ..fair_queue import Rates
+from . import faults
+from .faults import TRANSIENT, ConnectionLost, NoResponders, Refused, missing
+from .replies import Callbacks, Replies, checked
+
+if TYPE_CHECKING:
+    from .connection import Broker
+    from .store_subjects import StoreSubjects
+
+
+TOLD_AFTER_S = 5.0
+_TOLD_EVERY_S = 60.0
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+class Trouble(NamedTuple):
+    """A wait that has lasted for long although the connection is up."""
+
+    text: str
+    """For what, and what may be wrong."""
+    since: float
+    """Seconds since the epoch."""
+
+
+class Availability:
+    """The state of one connection as those see it who wait for it."""
+
+    def __init__(self) -> None:
+        """Be away and not patient."""
+        self.is_patient = False
+        self.outlasts_refusal = False
+        """Whether a refusal after a reconnect is waited out: who checks keys may be away."""
+        self.is_connected = False
+        self._changed = asyncio.Event()
+        self._away_s = 0.0
+        self._away_since: float | None = None
+        self._came = float("-inf")
+        self.unanswered: dict[object, Trouble] = {}
+        """What waits have lasted for long although the connection is up."""
+
+    def clock(self) -> float:
+        """Return the seconds of the loop's clock without those a patient connection was away."""
+        now = time.monotonic()
+        return (now if self._away_since is None else self._away_since) - self._away_s
+
+    def came(self) -> None:
+        """Take notice that the connection is up."""
+        self._count()
+        self._away_since = None
+        self.is_connected = True
+        self._came = time.monotonic()
+        self._changed.set()
+
+    def went(self) -> None:
+        """Take notice that the connection is lost."""
+        self.is_connected = False
+        if self.is_patient and self._away_since is None:
+            self._away_since = time.monotonic()
+        self._changed.set()
+
+    def up_for(self, seconds: float) -> bool:
+        """Whether it is so long that the connection last came up."""
+        return time.monotonic() - self._came > seconds
+
+    def set_patient(self, patient: bool) -> None:
+        """Wait for the broker for as long as it takes, or from now on by the deadlines."""
+        self._count()
+        self.is_patient = patient
+        self._away_since = time.monotonic() if patient and not self.is_connected else None
+        self._changed.set()
+
+    def wake(self) -> None:
+        """Let those who wait look again: the connection is closed for good."""
+        self._changed.set()
+
+    async def wait(self, deadline: float, is_over: "asyncio.Event") -> None:
+        """Wait until the connection is up or closed for good; TimeoutError at `deadline`.
+
+        The deadline is one of `clock`: a patient connection has none while the broker is away.
+        """
+        while not self.is_connected and not is_over.is_set():
+            self._changed.clear()
+            left_s = None if self.is_patient else deadline - self.clock()
+            async with asyncio.timeout(left_s):
+                await self._changed.wait()
+
+    @property
+    def trouble(self) -> Trouble | None:
+        """Say what the broker does not do; None while all is well, and while it is away."""
+        return next(iter(self.unanswered.values()), None) if self.is_connected else None
+
+    def _count(self) -> None:
+        if self._away_since is not None:
+            self._away_s += time.monotonic() - self._away_since
+            self._away_since = None
+
+
+class Unanswered:
+    """One wait for an answer that does not come although the connection is up."""
+
+    def __init__(self, availability: Availability, waiting_for: str) -> None:
+        self._availability = availability
+        self._waiting_for = waiting_for
+        self._since: float | None = None
+        self._next_word = 0.0
+
+    def __enter__(self) -> "Unanswered":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._availability.unanswered.pop(self, None) is not None:
+            _log.info("broker_wait_over", waited_for=self._waiting_for)
+
+    def note(self, why: str) -> None:
+        """Take notice of one more attempt that came to nothing, and say so now and then."""
+        now = time.monotonic()
+        if self._since is None or not self._availability.is_connected:
+            self._since, self._next_word = now, now + TOLD_AFTER_S
+        elif now >= self._next_word:
+            self._next_word = now + _TOLD_EVERY_S
+            since = time.time() - (now - self._since)
+            self._availability.unanswered[self] = Trouble(f"{self._waiting_for}: {why}", since)
+            _log.warning("broker_does_not_answer", waiting_for=self._waiting_for, reason=why)
+
+
+# What nats-py tells only to a callback, turned into errors.
+#
+# A server that refuses a user who was let in before is asked again more slowly, for its auth
+# service may be starting; after half a minute the connection is closed for good, unless it is an
+# actor's.
+
+RECONNECT_WAIT_S = 0.05
+REFUSED_WAIT_S = 1.0
+REFUSED_FOR_S = 30.0
+_DROPPED_S = 5.0
+"""Between two complaints about messages of one subscription that were dropped."""
+
+
+class Complaints:
+    """Takes the errors of one connection."""
+
+    def __init__(
+        self,
+        url: str,
+        user: str,
+        client: Client,
+        replies: Callable[[], Replies],
+        availability: Availability,
+    ) -> None:
+        self._availability = availability
+        self.callbacks = Callbacks[Callable[[BrokerError], None]]()
+        self.last: Exception | None = None
+        """The last error since the connection was up."""
+        self.expects: asyncio.Future[BrokerError] | None = None
+        """Takes a refusal while the first connect is under way."""
+        self._url = url
+        self._user = user
+        self._client = client
+        self._replies = replies
+        self._refused_since: float | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._dropped = Rates(1 / _DROPPED_S, 1)
+
+    def expect_refusal(self) -> "asyncio.Future[BrokerError]":
+        """Return the future of a refusal at the first connect."""
+        self.expects = asyncio.get_running_loop().create_future()
+        return self.expects
+
+    def forget(self) -> None:
+        """Take notice that the connection is up again."""
+        self.last = self._refused_since = None
+        self._client.options["reconnect_time_wait"] = RECONNECT_WAIT_S
+
+    async def take(self, error: Exception) -> None:
+        """Take what nats-py tells only to its error callback."""
+        self.last = error
+        if denied := faults.denied_subject(error):
+            refusal = faults.denied(self._user, *denied)
+            self._replies().deny(denied[1], refusal)
+            self.report("subject_denied", refusal)
+        elif isinstance(error, nats.errors.SlowConsumerError):
+            if self._dropped.take(error.subject, time.monotonic()) is not None:
+                self.report("messages_dropped", faults.dropped(error.subject))
+        elif faults.is_refusal(error):
+            self._refuse(error)
+        elif self._client.is_connected and not isinstance(error, nats.errors.UnexpectedEOF):
+            _log.warning("broker_error", error=repr(error))
+
+    def _refuse(self, error: Exception) -> None:
+        refusal = faults.refused(self._url, self._user, error)
+        if self.expects is not None:
+            if not self.expects.done():
+                self.expects.set_result(refusal)
+            return
+        now = time.monotonic()
+        if self._refused_since is None:
+            self._refused_since = now
+            self._client.options["reconnect_time_wait"] = REFUSED_WAIT_S
+            self.report("connection_refused", refusal)
+        elif self._availability.outlasts_refusal or self._client.is_closed:
+            return
+        elif now - self._refused_since > REFUSED_FOR_S:
+            self._closing = asyncio.create_task(self._client.close(), name="close refused")
+
+    def report(self, event: str, error: BrokerError) -> None:
+        """Log an error and hand it to whoever wants to know."""
+        _log.error(event, message=error.message, hint=error.hint)
+        for callback in self.callbacks:
+            callback(error)
+
+
+# Doing something idempotent until the broker answers.
+
+T = TypeVar("T")
+
+RETRY_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 1.0
+_LOOK_S = 2.0
+
+
+async def persist(
+    broker: "Broker", attempt: Callable[[], Awaitable[T]], deadline_s: float, waiting_for: str
+) -> T:
+    """Attempt it again and again; see `Broker.retry`."""
+    deadline, missed = broker.clock() + deadline_s, float("inf")
+    pause_s = RETRY_PAUSE_S
+    with Unanswered(broker.availability, waiting_for) as unanswered:
+        while True:
+            await broker.wait_connected(deadline, waiting_for=waiting_for)
+            try:
+                return await attempt()
+            except NoResponders as error:
+                missed = min(missed, broker.clock())
+                if not _is_absent(broker, missed, deadline):
+                    await asyncio.sleep(RETRY_PAUSE_S)
+                    continue
+                if not broker.is_patient or await _has_jetstream(broker):
+                    if error.stream:
+                        raise missing(error.stream) from error
+                    raise
+                unanswered.note("its JetStream is off")
+            except Refused as error:
+                waits = broker.is_patient and error.is_passing
+                if not waits and (not error.is_unsettled or _is_over(broker, deadline)):
+                    raise
+                unanswered.note(f"{error.description}: is the storage of nats-server full?")
+            except (ConnectionLost, TimeoutError, *TRANSIENT) as error:
+                if not broker.is_patient and _is_over(broker, deadline):
+                    raise broker.late(waiting_for) from error
+                unanswered.note("no answer; is the disk of nats-server full?")
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S) if broker.is_patient else pause_s
+
+
+async def look_for_stream(broker: "Broker", store: "StoreSubjects", subject: str) -> None:
+    """Raise NoResponders if the stream is gone that was to store a message on `subject`.
+
+    The server says so by itself unless somebody listens there, as all do who mirror a bucket or
+    follow a run: then the message has arrived, and nobody ever confirms it. For guests the store
+    proxy looks. Log lines are left out: nothing waits for them, and the nodes, which write those of
+    all jobs, have no right to look.
+    """
+    stream = stream_of(subject)
+    if not store.asks_jetstream or stream == subject or stream.endswith("-log"):
+        return
+    try:
+        if store.passes(stream):
+            await broker.request(f"{store.direct_get(stream)}.{subject}", timeout_s=_LOOK_S)
+        else:
+            place = store.api(f"STREAM.INFO.{stream}")
+            checked((await broker.request(place, timeout_s=_LOOK_S)).data, place)
+    except NoResponders:
+        raise
+    except (BrokerError, TimeoutError) as error:
+        if isinstance(error, Refused) and error.is_absent:
+            raise NoResponders(f"no stream stores {subject}") from error
+        return  # the broker is slow, or away: the same is asked again
+
+
+def _is_over(broker: "Broker", deadline: float) -> bool:
+    return broker.clock() + RETRY_PAUSE_S >= deadline
+
+
+def _is_absent(broker: "Broker", missed: float, deadline: float) -> bool:
+    """Whether whoever reconnects or is elected has had the time to answer."""
+    return broker.settled and broker.clock() >= min(missed + broker.absent_s, deadline)
+
+
+async def _has_jetstream(broker: "Broker") -> bool:
+    """Whether the server stores messages at all; a guest cannot know, and takes it for true."""
+    if broker.is_guest:
+        return True
+    try:
+        await broker.api("INFO")
+    except NoResponders:
+        return False
+    except (BrokerError, TimeoutError):
+        return True
+    return True

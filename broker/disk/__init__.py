@@ -1,1 +1,0 @@
-"""Files of ours on disks that may be full."""

@@ -1,0 +1,180 @@
+"""Runs the requests of many users in turn, and refuses a user who has too many.
+
+Each user has a bounded number that run and a bounded number that wait; of those that wait the users
+take turns. So a flood of one user costs the others a turn each, never a place, and what a service
+holds is bounded by the number of users.
+"""
+
+import asyncio
+import contextlib
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+Work = Callable[[], Coroutine[Any, Any, None]]
+
+MAX_RUNNING = 256
+WAITING_PER_RUNNING = 8
+MAX_BYTES = 64 << 20
+"""Of the requests of one user that wait or run."""
+DEFAULT_BOUND = 16
+_YIELD_EVERY = 64
+
+
+class FairQueue:
+    """Work of many users."""
+
+    def __init__(self, *, max_running: int = MAX_RUNNING) -> None:
+        """Hold nothing."""
+        self.bound: Callable[[str], int | None] = lambda _: DEFAULT_BOUND
+        """How many requests of a user may run at once; None: as many as run in all."""
+        self.num_refused = 0
+        """Requests that were not taken, so far."""
+        self._max_running = max_running
+        self._waiting: OrderedDict[str, deque[tuple[Work, int]]] = OrderedDict()
+        self._running: dict[str, int] = {}
+        self._bytes: dict[str, int] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._taken = 0
+
+    async def give_way(self) -> None:
+        """Let other tasks run now and then: to be awaited for each request that is taken."""
+        self._taken += 1
+        if self._taken % _YIELD_EVERY == 0:
+            await asyncio.sleep(0)
+
+    def submit(self, user: str, work: Work, num_bytes: int = 0) -> bool:
+        """Run a request of a user when it is its turn; False: he has too many, it is not taken.
+
+        `num_bytes` is what it keeps in memory until it has ended.
+        """
+        waiting, held = self._waiting.get(user), self._bytes.get(user, 0)
+        full = waiting is not None and len(waiting) >= WAITING_PER_RUNNING * self._most(user)
+        if full or (held and held + num_bytes > MAX_BYTES):
+            self.num_refused += 1
+            return False
+        self._bytes[user] = held + num_bytes
+        self._waiting.setdefault(user, deque()).append((work, num_bytes))
+        self._start_next()
+        return True
+
+    async def settle(self, deadline_s: float) -> None:
+        """Drop what waits, and give what runs some time to end."""
+        self._waiting.clear()
+        self._bytes.clear()
+        if self._tasks:
+            _, late = await asyncio.wait(set(self._tasks), timeout=deadline_s)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late)
+
+    def _most(self, user: str) -> int:
+        bound = self.bound(user)
+        return self._max_running if bound is None else min(max(bound, 1), self._max_running)
+
+    def _start_next(self) -> None:
+        """Start what may run; whose turn it was goes to the end of the line."""
+        for _ in range(len(self._waiting)):
+            if len(self._tasks) >= self._max_running:
+                return
+            user, waiting = self._waiting.popitem(last=False)
+            if self._running.get(user, 0) < self._most(user):
+                self._start(user, *waiting.popleft())
+            if waiting:
+                self._waiting[user] = waiting
+
+    def _start(self, user: str, work: Work, num_bytes: int) -> None:
+        self._running[user] = self._running.get(user, 0) + 1
+        task = asyncio.create_task(work(), name=f"request of {user}")
+        self._tasks.add(task)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            self._running[user] -= 1
+            self._bytes[user] = max(self._bytes.get(user, 0) - num_bytes, 0)
+            if not self._running[user]:
+                del self._running[user]
+            if not self._bytes[user]:
+                del self._bytes[user]
+            self._start_next()
+
+        task.add_done_callback(ended)
+
+
+class Turns:
+    """What one at a time may do; of those that wait, the users take turns.
+
+    For pieces of work that take the loop, or the broker, for long: requests of one user that run
+    beside each other then cost the others one such piece, not one of each.
+    """
+
+    def __init__(self) -> None:
+        """Nobody has the turn."""
+        self._is_taken = False
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+
+    @contextlib.asynccontextmanager
+    async def turn(self, user: str) -> AsyncIterator[None]:
+        """Have the turn for a while."""
+        if self._is_taken:
+            waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(user, deque()).append(waiting)
+            try:
+                await waiting
+            except asyncio.CancelledError:
+                if waiting.done() and not waiting.cancelled():
+                    self._pass_on()  # it was given the turn meanwhile
+                raise
+        self._is_taken = True
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            user, waiting = self._waiting.popitem(last=False)
+            following = waiting.popleft()
+            if waiting:
+                self._waiting[user] = waiting
+            if not following.done():
+                following.set_result(None)
+                return
+        self._is_taken = False
+
+
+# How often something may happen, for each of many keys. Pure: time is given.
+
+MAX_KEYS = 10_000
+
+
+class Rates:
+    """Lets `burst` events of a key through at once, and `per_s` of them in the long run."""
+
+    def __init__(self, per_s: float, burst: int, *, max_keys: int = MAX_KEYS) -> None:
+        """Know no key; of more than `max_keys` those heard of least lately are forgotten."""
+        self._per_s = per_s
+        self._burst = burst
+        self._max_keys = max_keys
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._left_out: dict[str, int] = {}
+
+    @property
+    def num_keys(self) -> int:
+        """How many keys are remembered."""
+        return max(len(self._left), len(self._left_out))
+
+    def take(self, key: str, now: float) -> int | None:
+        """Return None for an event over the bound, else how many of its key were before it."""
+        left, since = self._left.pop(key, (float(self._burst), now))
+        left = min(left + (now - since) * self._per_s, float(self._burst))
+        allowed = left >= 1
+        self._left[key] = (left - 1 if allowed else left, now)
+        if len(self._left) > self._max_keys:
+            gone, _ = self._left.popitem(last=False)
+            self._left_out.pop(gone, None)
+        if not allowed:
+            self._left_out[key] = self._left_out.get(key, 0) + 1
+            return None
+        return self._left_out.pop(key, 0)

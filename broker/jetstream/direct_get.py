@@ -1,0 +1,239 @@
+"""Reading stored messages by sequence, without a consumer.
+
+A direct get answers from the stream itself, in batches, and needs no right to create consumers.
+Used for keys, single log entries and the chunks of objects; live tails are in `reader.py`.
+"""
+
+import asyncio
+import base64
+import json
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar
+
+from nats.aio.msg import Msg
+
+from ...schemas.wire.errors import BrokerError, TinkermqError
+from ..client.connection import Broker, NoResponders
+from ..client.faults import Refused, nobody_listens
+from ..client.nats_internals import (
+    DESCRIPTION,
+    END_OF_BATCH,
+    NO_RESPONDERS,
+    NOT_FOUND,
+    SEQUENCE,
+    STATUS,
+    header,
+    parse_headers,
+    status_of,
+)
+from ..client.parts import Inbox
+from ..client.replies import checked
+
+BATCH_MESSAGES = 1000
+BATCH_BYTES = 16 * 2**20
+_BATCH_TIMEOUT_S = 5.0
+_NO_MESSAGE = 10037
+_IN_FLIGHT_PAUSE_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMessage:
+    """One message of a stream."""
+
+    subject: str
+    seq: int
+    payload: bytes
+    headers: dict[str, str]
+
+
+Batch: TypeAlias = tuple[list[StoredMessage], bool]
+"""Messages in order, and whether there may be more."""
+
+
+async def get_last(broker: Broker, stream: str, subject: str) -> StoredMessage | None:
+    """Return the last message on `subject`, or None; a single attempt."""
+    place, request = broker.last_get(stream, subject)
+    return stored_message(await broker.request(place, request), stream)
+
+
+async def get_newest(broker: Broker, stream: str, subjects: str) -> StoredMessage | None:
+    """Return the newest message that a stream still has on `subjects` (with wildcards), or None.
+
+    A single attempt; in a cluster the stream's leader is asked.
+    """
+    api = f"$JS.API.STREAM.MSG.GET.{stream}"
+    place = api if broker.replication.reads_leader else broker.direct_get(stream)
+    request = json.dumps({"last_by_subj": subjects}).encode()
+    return stored_message(await broker.request(place, request), stream)
+
+
+async def get_last_behind(
+    broker: Broker, stream: str, subject: str, seq: int
+) -> StoredMessage | None:
+    """Return the last message on `subject`; for whoever was told that there is one behind `seq`.
+
+    In a cluster it may have been accepted and not yet stored, so this waits a little for it.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + broker.replication.lag_s
+    while True:
+        found = await get_last(broker, stream, subject)
+        if (found is not None and found.seq > seq) or loop.time() >= deadline:
+            return found
+        await asyncio.sleep(_IN_FLIGHT_PAUSE_S)
+
+
+async def get_seq(broker: Broker, stream: str, seq: int) -> StoredMessage | None:
+    """Return the message at `seq`, or None if there is none (any more); a single attempt."""
+    request = json.dumps({"seq": seq}).encode()
+    return stored_message(await broker.request(broker.direct_get(stream), request), stream)
+
+
+def stored_message(reply: Msg, stream: str) -> StoredMessage | None:
+    """Turn the reply to a get, from a replica or the leader, into a message; None for none."""
+    headers = reply.headers or {}
+    if not headers:
+        return _of_leader(reply, stream)
+    if SEQUENCE in headers:
+        return StoredMessage(headers["Nats-Subject"], int(headers[SEQUENCE]), reply.data, headers)
+    if (status := header(reply, STATUS)) == NOT_FOUND:
+        return None
+    raise BrokerError(
+        f"a direct get was refused: {status} {header(reply, DESCRIPTION)}",
+        hint="look at the stream with `nats stream info`",
+    )
+
+
+def _of_leader(reply: Msg, stream: str) -> StoredMessage | None:
+    """Read the leader's answer: JSON, with the message inside."""
+    try:
+        message = checked(reply.data, f"a read of {stream}")["message"]
+    except Refused as error:
+        if error.err_code == _NO_MESSAGE:
+            return None
+        if error.is_absent:
+            raise NoResponders("nobody answers a read", stream=stream) from error
+        raise
+    _, headers = parse_headers(base64.b64decode(message.get("hdrs", "")))
+    payload = base64.b64decode(message.get("data", ""))
+    return StoredMessage(message["subject"], int(message["seq"]), payload, headers)
+
+
+async def get_all(
+    broker: Broker, stream: str, subject: str, from_seq: int = 1
+) -> list[StoredMessage]:
+    """Return all messages on `subject` (wildcards allowed) in order, in bounded batches.
+
+    A message that is replaced meanwhile (a key that is written again) may come twice.
+    Each batch is one attempt; raises what `Broker.request` raises.
+    """
+    found: list[StoredMessage] = []
+    seq = from_seq
+    while True:
+        messages, more = await get_batch(broker, stream, seq, subject)
+        found += messages
+        if not more:
+            return found
+        seq = messages[-1].seq + 1
+
+
+async def get_batch(broker: Broker, stream: str, seq: int, subject: str) -> Batch:
+    """Return the next messages on `subject` from `seq` on, and whether there may be more."""
+    inbox = BatchInbox(broker)
+    try:
+        return await inbox.get(stream, seq, subject)
+    finally:
+        await inbox.close()
+
+
+class BatchInbox:
+    """Receives batches of stored messages, one after the other."""
+
+    def __init__(
+        self, broker: Broker, max_messages: int = BATCH_MESSAGES, max_bytes: int = BATCH_BYTES
+    ) -> None:
+        """Bound the batches."""
+        self._broker = broker
+        self._bounds = {"batch": max_messages, "max_bytes": max_bytes}
+        self._inbox = Inbox(broker)
+
+    async def get(self, stream: str, seq: int, subject: str) -> Batch:
+        """Return the next messages on `subject` from `seq` on, and whether there may be more.
+
+        A single attempt: raises ConnectionLost, NoResponders, TimeoutError, and BrokerError for
+        a user who may not ask.
+        """
+        self._inbox.drain()  # of an attempt that was given up
+        request = {"seq": seq, "next_by_subj": subject, **self._bounds}
+        place = self._broker.direct_get(stream)
+        answers = await self._inbox.ask(place, json.dumps(request).encode())
+        messages: list[StoredMessage] = []
+        while True:
+            reply = await self._inbox.next(_BATCH_TIMEOUT_S)
+            if reply.subject != answers:
+                continue
+            status = status_of(reply)
+            if status == NO_RESPONDERS:
+                raise nobody_listens(place, reply.headers or {})
+            if status == END_OF_BATCH:
+                return messages, int(header(reply, "Nats-Num-Pending") or 0) > 0
+            message = stored_message(reply, stream)
+            if message is None:
+                return messages, False
+            messages.append(message)
+
+    async def close(self) -> None:
+        """Unsubscribe."""
+        await self._inbox.close()
+
+
+# Many questions in one message: what is asked for within one turn of the event loop.
+
+K = TypeVar("K", bound=Hashable)
+Q = TypeVar("Q")
+R = TypeVar("R")
+
+
+class Together(Generic[K, Q, R]):
+    """Gathers, by key, what is asked for within one turn of the event loop."""
+
+    def __init__(
+        self, send: Callable[[K, list[Q]], Awaitable[Sequence[R | TinkermqError]]]
+    ) -> None:
+        """`send(key, questions)` returns an answer or an error for each question, in order."""
+        self._send = send
+        self._asked: dict[K, list[tuple[Q, asyncio.Future[R]]]] = {}
+        self._sending: set[asyncio.Task[None]] = set()
+
+    def ask(self, key: K, question: Q) -> "asyncio.Future[R]":
+        """Return the future of the answer."""
+        loop = asyncio.get_running_loop()
+        asked = self._asked.get(key)
+        if asked is None:
+            asked = self._asked[key] = []
+            loop.call_soon(self._go, key)
+        future: asyncio.Future[R] = loop.create_future()
+        asked.append((question, future))
+        return future
+
+    def _go(self, key: K) -> None:
+        task = asyncio.create_task(self._answer(key, self._asked.pop(key)), name=f"ask {key}")
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+    async def _answer(self, key: K, asked: list[tuple[Q, "asyncio.Future[R]"]]) -> None:
+        try:
+            answers = await self._send(key, [question for question, _ in asked])
+        except Exception as error:  # noqa: BLE001  handed on to those who asked
+            for _, future in asked:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        for (_, future), answer in zip(asked, answers, strict=True):
+            if future.done():
+                continue
+            if isinstance(answer, TinkermqError):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)

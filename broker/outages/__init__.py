@@ -1,1 +1,0 @@
-"""What a connection does while the broker is away, or stores nothing."""

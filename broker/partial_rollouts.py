@@ -1,0 +1,182 @@
+"""Episodes that are being played, written down piece by piece, so that another generator goes on.
+
+Each episode has a subject of its own. Who holds the task appends there with the last sequence that
+it has seen on the subject as the expected one, so the server itself refuses whoever was overtaken.
+The next holder of the task first appends a segment without tokens, the takeover: from then on what
+its predecessor has in hand is refused, however late it wakes. The number of the task's delivery
+keeps a predecessor from taking the episode back. (A queue that was made anew counts from 1: its
+first holders drop the task until the count has caught up.)
+
+What is refused here is what goes on being written; that a group is trained once is the rollout
+log's promise, with or without segments.
+"""
+
+import asyncio
+
+import structlog
+
+from ..schemas.rollout import Segment
+from ..schemas.wire.errors import MessageError, TinkermqError
+from ..schemas.wire.fitting import most_bytes
+from ..schemas.wire.subjects import JobScope
+from .client.connection import Broker
+from .client.faults import Refused
+from .client.nats_internals import EXPECTED_SEQ
+from .jetstream.direct_get import StoredMessage, get_all, get_last_behind
+
+APPEND_DEADLINE_S = 60.0
+_PAUSE_S = 0.02
+
+_log = structlog.get_logger()
+
+
+class Fenced(TinkermqError):
+    """The task was given to somebody else, who has taken the episode over."""
+
+    code = "fenced"
+
+
+class SegmentWriter:
+    """The right to append to one episode's segments, until a later delivery takes it over."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        scope: JobScope,
+        task: int,
+        episode: int,
+        *,
+        delivery: int,
+        writer: str,
+    ) -> None:
+        """`delivery` says how often the task was handed out, `writer` to whom, uniquely."""
+        self.delivery = delivery
+        self.writer = writer
+        self._broker = broker
+        self._stream = scope.stream_segment
+        self._subject = scope.segment(task, episode)
+        self._waiting_for = f"segments of task {task}"
+        self._last_seq = 0
+
+    async def take_over(self) -> list[Segment]:
+        """Fence off the holders before this one; return what they wrote, from its beginning on.
+
+        At a task's first delivery there are none, and nothing is asked. Raises Fenced when a later
+        delivery has taken the episode already.
+        """
+        while self.delivery > 1:
+            messages = await self._read()
+            found = _parsed(messages)
+            if found and found[-1].delivery >= self.delivery:
+                self._check_own(messages[-1])
+            kept = unbroken(found)
+            last = kept[-1] if kept else Segment.empty(delivery=1, writer="", start=0)
+            takeover = Segment.empty(
+                delivery=self.delivery,
+                writer=self.writer,
+                episode=last.episode,
+                host=last.host,
+                seed=last.seed,
+                start=last.end,
+            )
+            self._last_seq = messages[-1].seq if messages else 0
+            try:
+                await self.append(takeover)
+            except Fenced:  # its holder is alive and has just written more, or a later one came
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            return kept
+        return []
+
+    async def append(self, segment: Segment) -> bool:
+        """Append a segment; False when there is no room for it, or it is larger than a message.
+
+        Raises Fenced when somebody else has appended or the task is over, DeadlineError while the
+        broker is away.
+        """
+        payload = segment.to_bytes()
+        if len(payload) > (most := most_bytes(self._broker.max_payload_bytes)):
+            _log.warning(
+                "segment_too_large", subject=self._subject, num_bytes=len(payload), most=most
+            )
+            return False
+        while True:
+            try:
+                self._last_seq = await self._broker.append(
+                    self._subject,
+                    payload,
+                    headers={EXPECTED_SEQ: str(self._last_seq)},
+                    deadline_s=APPEND_DEADLINE_S,
+                    waiting_for=self._waiting_for,
+                )
+                return True
+            except Refused as error:
+                if error.is_full:
+                    _log.warning("segments_full", stream=self._stream, reason=error.description)
+                    return False
+                if not error.is_overtaken:
+                    raise
+            found = await self._last()
+            if found is None:
+                raise Fenced(f"{self._subject} was removed: somebody else has finished the task")
+            self._check_own(found)
+            self._last_seq = found.seq  # an earlier append of ours, whose answer was lost
+            if found.payload == payload:
+                return True
+
+    async def _last(self) -> StoredMessage | None:
+        return await self._broker.retry(
+            lambda: get_last_behind(self._broker, self._stream, self._subject, self._last_seq),
+            deadline_s=APPEND_DEADLINE_S,
+            waiting_for=self._waiting_for,
+        )
+
+    def _check_own(self, found: StoredMessage) -> None:
+        """Raise Fenced for a segment that somebody else has written."""
+        by = next(iter(_parsed([found])), None)
+        if by is None or by.writer != self.writer:
+            whom = f"{by.writer} (delivery {by.delivery})" if by else "somebody else"
+            raise Fenced(
+                f"{self._subject} was taken over by {whom}; this was delivery {self.delivery}",
+                hint="nothing is to be done: its group is that of whoever is first",
+            )
+
+    async def _read(self) -> list[StoredMessage]:
+        return await self._broker.retry(
+            lambda: get_all(self._broker, self._stream, self._subject),
+            deadline_s=APPEND_DEADLINE_S,
+            waiting_for=self._waiting_for,
+        )
+
+
+async def purge_segments(broker: Broker, scope: JobScope, task: int) -> None:
+    """Remove all segments of a task; harmless when there are none."""
+    verb = f"STREAM.PURGE.{scope.stream_segment}"
+    await broker.retry(
+        lambda: broker.api(verb, {"filter": scope.segment(task)}),
+        deadline_s=APPEND_DEADLINE_S,
+        waiting_for=f"segments of task {task} to be removed",
+    )
+
+
+def unbroken(segments: list[Segment]) -> list[Segment]:
+    """Return the segments since the episode last began; none where one of them is missing."""
+    kept: list[Segment] = []
+    for segment in segments:
+        if segment.start == 0:
+            kept = [segment]
+        elif not kept or segment.start != kept[-1].end:
+            return []
+        else:
+            kept.append(segment)
+    return kept
+
+
+def _parsed(messages: list[StoredMessage]) -> list[Segment]:
+    found: list[Segment] = []
+    for message in messages:
+        try:
+            found.append(Segment.from_bytes(message.payload))
+        except MessageError as error:
+            _log.error("segment_malformed", subject=message.subject, error=error.message)
+    return found

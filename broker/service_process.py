@@ -1,0 +1,87 @@
+"""The ties between a process and others: its parent's end is its own, its secrets are nobody's."""
+
+import asyncio
+import contextlib
+import ctypes
+import itertools
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncGenerator, Callable
+
+_PR_SET_PDEATHSIG = 1
+_LIBC: ctypes.CDLL | None = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> Callable[[], None]:
+    """Return what a child runs before all else: the kernel signals it when `parent` dies.
+
+    Nothing may be imported between fork and exec, so all is loaded before. Elsewhere than on
+    Linux it does nothing.
+    """
+
+    def in_child() -> None:
+        if _LIBC is not None:
+            _LIBC.prctl(_PR_SET_PDEATHSIG, number)
+            if os.getppid() != parent:  # it died before the line above
+                os._exit(1)
+
+    return in_child
+
+
+def erase_variable(name: str) -> str:
+    """Take a variable out of the environment and return its value, empty without one.
+
+    Neither this process's children nor, on Linux, those who read `/proc/<pid>/environ` find it.
+    """
+    value = os.environ.get(name, "")
+    if _LIBC is not None:
+        start = f"{name}=".encode()
+        variables = ctypes.POINTER(ctypes.c_void_p).in_dll(_LIBC, "environ")
+        for address in itertools.takewhile(bool, (variables[n] for n in itertools.count())):
+            text = ctypes.string_at(address)
+            if text.startswith(start):
+                ctypes.memset(address + len(start), 0, len(text) - len(start))
+    os.environ.pop(name, None)
+    return value
+
+
+# What a service tells systemd: that it is ready, that its loop still turns, that it stops.
+#
+# The protocol is that of sd_notify(3): a datagram to the socket that `NOTIFY_SOCKET` names.
+# Without that variable nothing is told.
+
+
+@contextlib.asynccontextmanager
+async def told_to_systemd() -> AsyncGenerator[None, None]:
+    """Tell systemd READY now and STOPPING at the end, and WATCHDOG twice in each interval.
+
+    A loop that is blocked for longer than the unit's WatchdogSec ends as a restart.
+    """
+    address = os.environ.pop("NOTIFY_SOCKET", "")  # it is for this process only
+    if not address:
+        yield
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel:
+        channel.setblocking(False)
+        channel.connect("\0" + address[1:] if address.startswith("@") else address)
+        _tell(channel, "READY=1")
+        beating = asyncio.create_task(_beat(channel), name="systemd watchdog")
+        try:
+            yield
+        finally:
+            beating.cancel()
+            _tell(channel, "STOPPING=1")
+
+
+async def _beat(channel: socket.socket) -> None:
+    interval_s = int(os.environ.get("WATCHDOG_USEC", "0")) / 1e6
+    while interval_s:
+        _tell(channel, "WATCHDOG=1")
+        await asyncio.sleep(interval_s / 2)
+
+
+def _tell(channel: socket.socket, text: str) -> None:
+    with contextlib.suppress(OSError):  # systemd restarts, or its queue is full: the next one does
+        channel.send(text.encode())

@@ -1,0 +1,155 @@
+"""Conversations to learn from: rows of parquet or JSONL with the column `messages`.
+
+Images stand in the messages as bytes or data URLs, or in a column `images` in the order of their
+places in the text.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..schemas.config.job import EnvConfig
+from ..schemas.env import Split
+from ..schemas.wire.errors import DataError
+from ..schemas.wire.images import encoded_image, replace_images
+from .chat_messages import Origin, read_conversation, read_tools
+from .datasets import Dataset, Record, any_columns, parse_task, place_images, read_images
+
+
+@dataclass(frozen=True)
+class ChatRow:
+    """One conversation."""
+
+    messages: list[dict[str, Any]]
+    """Chat messages, as chat templates take them."""
+    tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """Schemas of the tools that the assistant could call."""
+    where: str = ""
+    """File and row."""
+
+
+class ChatData:
+    """The conversations of some files."""
+
+    def __init__(self, paths: Sequence[str | Path]) -> None:
+        """Open the files; DataError names the one that cannot be used, and why."""
+        self._rows = Dataset(paths, check=_check_columns)
+
+    def __len__(self) -> int:
+        """Return the number of conversations."""
+        return len(self._rows)
+
+    def row(self, number: int) -> ChatRow:
+        """Decode a row; DataError for one that holds no conversation."""
+        row, where = self._rows.row(number)
+        messages = read_conversation(row.get("messages"), Origin("messages", where))
+        seen = _with_images(messages, row, where)
+        return ChatRow(seen, read_tools(row.get("tools"), Origin("tools", where)), where)
+
+    def check_row(self, number: int) -> ChatRow:
+        """Decode a row; DataError for one in which the assistant says nothing, too."""
+        row = self.row(number)
+        if not any(message["role"] == "assistant" for message in row.messages):
+            raise DataError(
+                f"the assistant says nothing in {row.where}",
+                hint="its messages are what is learnt: leave the row out",
+            )
+        return row
+
+    def close(self) -> None:
+        """Give the files back."""
+        self._rows.close()
+
+
+def _check_columns(columns: Iterable[str], where: str) -> None:
+    present = list(columns)
+    if "messages" not in present:
+        raise DataError(
+            f"{where} has no column messages; its columns are {', '.join(present) or 'none'}",
+            hint="name the column with the chat messages `messages`",
+        )
+
+
+def _with_images(
+    messages: Sequence[dict[str, Any]], row: Mapping[str, Any], where: str
+) -> list[dict[str, Any]]:
+    """Return the messages of a row with all images as bytes, those of its column `images`, too.
+
+    DataError names the row.
+    """
+    images = read_images(row.get("images"), where)
+    try:
+        return replace_images(place_images(messages, images), encoded_image)
+    except DataError as error:
+        raise DataError(f"{where}: {error.message}", hint=error.hint) from error
+
+
+# The data that a host serves episodes from.
+
+RECENT = 64
+"""Decoded rows that are kept: the episodes of a group ask for the same one."""
+
+
+class HostData:
+    """Training and validation rows of a job; both absent for a game that generates its states."""
+
+    def __init__(self, config: EnvConfig, seed: int, *, needs_answers: bool = True) -> None:
+        """Open the files; `seed` decides which validation rows are used, alike on every host.
+
+        Without `needs_answers` a row is whatever a program takes for a task.
+        """
+        rows = Dataset if needs_answers else _tasks
+        self._train = rows(config.train_data) if config.train_data else None
+        self._val = None
+        if config.val_data:
+            self._val = rows(config.val_data).shuffled(seed, config.num_val)
+        self.num_train = len(self._train) if self._train else None
+        self.num_val = self._count_val(config)
+        self._recent: OrderedDict[tuple[Split, int], Record] = OrderedDict()
+
+    def _count_val(self, config: EnvConfig) -> int:
+        if self._val is not None:
+            return len(self._val)
+        return config.num_val if self._train is None else 0
+
+    def record(self, split: Split, sample: int | None) -> Record | None:
+        """Return a row, or None for an episode whose state the game generates."""
+        if sample is None:
+            return None
+        known = self._recent.get((split, sample))
+        return known if known is not None else self._decode(split, sample)
+
+    def source(self, split: Split, sample: int | None) -> str:
+        """Return the data source of a row; empty where there is none."""
+        try:
+            record = self.record(split, sample)
+        except DataError:
+            return ""  # the start of the episode tells of it
+        return record.data_source if record is not None else ""
+
+    def _decode(self, split: Split, sample: int) -> Record | None:
+        dataset = self._train if split == "train" else self._val
+        if dataset is None:
+            if self._train is None and split == "val":
+                return None  # validation of a generated game: the sample only numbers its seed
+            raise DataError(
+                f"row {sample} was asked for, but there is no {split} data",
+                hint=f"set env.{split}_data, or ask with a seed and without a row",
+            )
+        record = dataset.record(sample)
+        self._recent[split, sample] = record
+        if len(self._recent) > RECENT:
+            self._recent.popitem(last=False)
+        return record
+
+    def close(self) -> None:
+        """Give the files back."""
+        for dataset in (self._train, self._val):
+            if dataset is not None:
+                dataset.close()
+
+
+def _tasks(paths: list[str]) -> Dataset:
+    return Dataset(paths, any_columns, parse_task)

@@ -1,1 +1,0 @@
-"""Data of games: conversations, and files that travel."""

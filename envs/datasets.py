@@ -1,0 +1,749 @@
+"""Datasets on disk: parquet and JSONL, any row at once, without holding them in memory.
+
+A file is mapped into memory with an index of where its rows end, and rows are decoded one by one
+when asked for: a JSONL file as it is, a parquet file after it has been unpacked to a temporary
+one.
+"""
+
+import bisect
+import contextlib
+import itertools
+import json
+import math
+import mmap
+import random
+import subprocess
+import sys
+import tempfile
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import msgpack  # pyright: ignore[reportMissingTypeStubs] - it has none
+
+from ..schemas.wire.codec import read_json
+from ..schemas.wire.errors import (
+    DataError,
+    MessageError,
+    StorageError,
+    TinkermqError,
+    error_from_reply,
+)
+from ..schemas.wire.foreign import blaming, plain_value, words_of
+from ..schemas.wire.images import encoded_image
+from .chat_messages import Origin, are_messages, read_conversation, shorten
+from .game import ChatMessage
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
+    from pyarrow.parquet import ParquetFile
+
+
+# One row of a dataset, in verl's columns or as `prompt` and `answer`.
+
+TRUTH_COLUMNS = ("reward_model", "answer", "ground_truth")
+"""Where the gold answer may stand."""
+IMAGE_TAG = "<image>"
+_NOTHING = frozenset({"", "none", "null", "nan", "<na>"})
+"""What programs write for a value that is not there."""
+
+
+class RowError(DataError):
+    """A row that cannot be used; the message names it."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A prompt and what is needed to judge its answer."""
+
+    prompt: list[ChatMessage]
+    """Chat messages, as chat templates take them; empty where the game words its own prompt."""
+    ground_truth: Any
+    """The gold answer."""
+    data_source: str = ""
+    """Where the row comes from; empty: the game's own name."""
+    extra_info: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Whatever else the row says."""
+    images: list[Any] = field(default_factory=list[Any])
+    """Encoded images, in the order of the `<image>` tags of the prompt."""
+    where: str = ""
+    """File and row."""
+    columns: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Whatever else the row of a program's task has."""
+
+    def messages(self) -> list[ChatMessage]:
+        """Return a fresh copy of the prompt, each `<image>` tag replaced by its image.
+
+        Raises DataError that names the row: for other than one image for each tag, and for what of
+        its prompt cannot travel.
+        """
+        try:
+            return plain_value(place_images(self.prompt, self.images), "prompt")
+        except (DataError, MessageError) as error:
+            raise RowError(f"{self.where or 'a row'}: {error.message}", hint=error.hint) from error
+
+
+def check_columns(columns: Iterable[str], where: str) -> None:
+    """Raise DataError unless the columns hold a prompt and a gold answer."""
+    present = list(columns)
+    truth = " or ".join(("reward_model (with ground_truth)", *TRUTH_COLUMNS[1:]))
+    for missing, found in (
+        ("prompt", "prompt" in present),
+        (truth, any(name in present for name in TRUTH_COLUMNS)),
+    ):
+        if not found:
+            raise DataError(
+                f"{where} has no column {missing}; its columns are {', '.join(present) or 'none'}",
+                hint="name the columns as verl does (prompt, reward_model.ground_truth, "
+                "data_source, extra_info), or prompt and answer",
+            )
+
+
+def parse_record(row: Mapping[str, Any], where: str) -> Record:
+    """Read a row; a DataError names `where`, and the column."""
+    row = _plain_values(row)
+    check_columns(row, where)
+    return Record(
+        prompt=_parse_prompt(row["prompt"], where),
+        ground_truth=_ground_truth(row, where),
+        data_source=_source(row, where),
+        extra_info=read_map(row.get("extra_info"), "extra_info", where),
+        images=read_images(row.get("images"), where),
+        where=where,
+    )
+
+
+def any_columns(columns: Iterable[str], where: str) -> None:
+    """Take any columns: the row is a program's task."""
+
+
+def parse_task(row: Mapping[str, Any], where: str) -> Record:
+    """Read a row that is a program's task: no column of it has to be there."""
+    row = _plain_values(row)
+    known = {"prompt", "data_source", "extra_info", "images", *TRUTH_COLUMNS}
+    return Record(
+        prompt=[] if row.get("prompt") is None else _parse_prompt(row["prompt"], where),
+        ground_truth=_truth_if_any(row),
+        data_source=_source(row, where),
+        extra_info=read_map(row.get("extra_info"), "extra_info", where),
+        images=read_images(row.get("images"), where),
+        where=where,
+        columns={name: value for name, value in row.items() if name not in known},
+    )
+
+
+def read_map(value: Any, column: str, where: str) -> dict[str, Any]:
+    """Return the map that stands in a column: as one, as JSON text, or as a list of its entries.
+
+    None and what programs write for it is an empty one. Raises DataError for anything else.
+    """
+    found = _from_json(value, "{")
+    if isinstance(found, Mapping):
+        return {str(key): item for key, item in cast("Mapping[Any, Any]", found).items()}
+    if _is_absent(found):
+        return {}
+    entries = cast("list[Any]", found) if isinstance(found, list) else []
+    if all(isinstance(one, list) and len(cast("list[Any]", one)) == 2 for one in entries):
+        if entries:  # parquet's map type
+            return {str(key): item for key, item in entries}
+        if isinstance(found, list):
+            return {}
+    raise DataError(
+        f"column {column} of {where} is {shorten(value)}",
+        hint="write a map there, or one as JSON text",
+    )
+
+
+def read_images(value: Any, where: str) -> list[Any]:
+    """Return the images of a row: a list of them, or a single one.
+
+    An image is the bytes of a file, a map that holds them under `bytes`, or a data URL; a list may
+    stand as JSON text. Raises DataError for what is no image, naming its place.
+    """
+    found = _from_json(value, "[{")
+    if _is_absent(found):
+        return []
+    images = cast("list[Any]", found) if isinstance(found, list) else [found]
+    for number, image in enumerate(images):
+        try:
+            encoded_image({"image": image})
+        except DataError as error:
+            raise DataError(
+                f"image {number} in column images of {where}: {error.message}", hint=error.hint
+            ) from error
+    return images
+
+
+def _source(row: Mapping[str, Any], where: str) -> str:
+    value = row.get("data_source")
+    if _is_absent(value):
+        return ""
+    if not isinstance(value, str | int | float):
+        raise DataError(
+            f"column data_source of {where} is {shorten(value)}",
+            hint="name there where the row comes from, as a text",
+        )
+    return str(value)
+
+
+def _is_absent(value: Any) -> bool:
+    """Whether a column that may be empty is: null, NaN, or what programs write for them."""
+    return not isinstance(value, list | Mapping | bytes) and is_no_answer(value)
+
+
+def _from_json(value: Any, openings: str) -> Any:
+    """Return what a text holds as JSON where it begins like that; anything else as it is."""
+    if not isinstance(value, str) or not value.strip().startswith(tuple(openings)):
+        return value
+    try:
+        return read_json(value)
+    except ValueError:
+        return value
+
+
+def _plain_values(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with lists and numbers of Python in place of NumPy's, as pandas gives them."""
+    return {name: _plain(value) for name, value in row.items()}
+
+
+def _plain(value: Any) -> Any:
+    if callable(to_list := getattr(value, "tolist", None)):  # NumPy's, which is not needed here
+        return _plain(to_list())
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in cast("Sequence[Any]", value)]
+    return value
+
+
+def _truth_if_any(row: Mapping[str, Any]) -> Any:
+    """Return the gold answer of a row; None where it has none."""
+    reward_model = _from_json(row.get("reward_model"), "{")
+    if isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
+        return cast("Any", reward_model["ground_truth"])
+    found = (row[name] for name in TRUTH_COLUMNS[1:] if row.get(name) is not None)
+    return next(found, None)
+
+
+def _parse_prompt(value: Any, where: str) -> list[ChatMessage]:
+    """Read a prompt: a text that the user says, or chat messages, which may stand as JSON text."""
+    if isinstance(value, str) and value and not are_messages(value):
+        return [{"role": "user", "content": value}]
+    if value == []:
+        return []
+    if not are_messages(value):
+        raise DataError(
+            f"the prompt of {where} is {shorten(value)}",
+            hint="a prompt is a text, or a list of chat messages with role and content; an empty "
+            "list where the game words it",
+        )
+    return read_conversation(value, Origin("prompt", where))
+
+
+def answer_text(ground_truth: Any) -> str:
+    """Return a gold answer as text, for a game that compares texts.
+
+    Raises DataError for one that is neither a text nor a number: its form as text would be some
+    program's, and no answer.
+    """
+    if is_no_answer(ground_truth) or not isinstance(ground_truth, str | int | float):
+        raise DataError(
+            f"the gold answer {shorten(ground_truth)} is neither a text nor a number",
+            hint="write it into the data as the policy shall say it",
+        )
+    return str(ground_truth)
+
+
+def is_no_answer(value: Any) -> bool:
+    """Whether a value stands for a missing one: null, NaN, nothing, or what a program wrote then.
+
+    A list without any answer is one of them, too.
+    """
+    if isinstance(value, str):
+        return value.strip().lower() in _NOTHING
+    if isinstance(value, float):
+        return math.isnan(value)
+    if isinstance(value, list | tuple):
+        return all(is_no_answer(each) for each in cast("Sequence[Any]", value))
+    if isinstance(value, Mapping):
+        return all(is_no_answer(each) for each in cast("Mapping[Any, Any]", value).values())
+    return value is None
+
+
+def _ground_truth(row: Mapping[str, Any], where: str) -> Any:
+    reward_model = _from_json(row.get("reward_model"), "{")
+    found = {name: row[name] for name in TRUTH_COLUMNS[1:] if row.get(name) is not None}
+    if isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
+        found = {"reward_model.ground_truth": cast("Any", reward_model["ground_truth"])}
+    for name, value in found.items():
+        if is_no_answer(value):
+            raise DataError(
+                f"{where} has no gold answer: {name} is {shorten(value)}",
+                hint="fill it, or leave the row out of the data",
+            )
+        return value
+    raise DataError(
+        f"{where} has no gold answer: reward_model is {shorten(reward_model)}",
+        hint="fill reward_model.ground_truth, or the column answer",
+    )
+
+
+def place_images(messages: Sequence[ChatMessage], images: Sequence[Any]) -> list[ChatMessage]:
+    """Return copies of the messages of a row with its images in their places.
+
+    A place is an `<image>` tag of a text, or a part `{"type": "image"}` that holds none. Without
+    images a tag is text. Raises DataError unless there is one image for each place.
+    """
+    if not images:
+        return [dict(message) for message in messages]
+    rest = iter(images)
+    placed = [_with_images(message, rest) for message in messages]
+    if (left := len(list(rest))) > 0:
+        raise DataError(
+            f"a row has {len(images)} images, its prompt names {len(images) - left}",
+            hint=f"write one {IMAGE_TAG} tag into the prompt for each image",
+        )
+    return placed
+
+
+def _with_images(message: ChatMessage, images: Iterator[Any]) -> ChatMessage:
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = cast("list[Any]", content)
+        return {**message, "content": [_filled(part, images) for part in parts]}
+    if not isinstance(content, str) or IMAGE_TAG not in content:
+        return dict(message)
+    parts: list[dict[str, Any]] = []
+    for number, text in enumerate(content.split(IMAGE_TAG)):
+        if number:
+            parts.append({"type": "image", "image": _next_image(images, content)})
+        if text:
+            parts.append({"type": "text", "text": text})
+    return {**message, "content": parts}
+
+
+def _filled(part: Any, images: Iterator[Any]) -> Any:
+    if not isinstance(part, Mapping):
+        return part
+    fields = cast("Mapping[str, Any]", part)
+    if fields.get("type") != "image" or fields.get("image") is not None:
+        return fields
+    return {**fields, "image": _next_image(images, repr(fields))}
+
+
+def _next_image(images: Iterator[Any], content: str) -> Any:
+    image = next(images, None)
+    if image is None:
+        raise DataError(
+            f"a prompt has more {IMAGE_TAG} tags than its row has images: {shorten(content)}",
+            hint="give one image per tag in the column images",
+        )
+    return image
+
+
+# Unpack a parquet file to rows that can be read one by one without pyarrow.
+#
+# A compressed row group cannot be entered in its middle, and pyarrow takes more memory than all
+# else in an environment host; so a file is unpacked once, by a process that then ends. The result
+# is a file of msgpack maps and a file of the places where they end.
+#
+# A struct of a parquet file has the keys of all rows, null where a row has none: in the columns
+# that hold chat messages and tools those keys are left out. A null that somebody wrote there
+# looks the same and goes, too; it stays in a column of maps (`map<string, …>`), and in JSON text.
+
+MESSAGE_COLUMNS = frozenset({"messages", "prompt", "chosen", "rejected", "tools"})
+"""Columns that hold chat messages, or tools."""
+BATCH_ROWS = 1024
+"""Rows that are in memory at the same time."""
+_packb = cast("Callable[..., bytes]", msgpack.packb)  # pyright: ignore[reportUnknownMemberType]
+
+
+def unpack_parquet(path: Path, rows: Path, ends: Path) -> None:
+    """Write the rows of a parquet file to `rows`, and where each ends to `ends`.
+
+    Works in a process of its own, unless pyarrow is loaded here anyway. Raises DataError for a
+    file that is no parquet, StorageError when the rows cannot be written.
+    """
+    if "pyarrow" in sys.modules:
+        _unpack(path, rows, ends)
+        return
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, str(path), str(rows), str(ends)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode == 2:
+        raise error_from_reply(*json.loads(done.stdout))
+    if done.returncode != 0:
+        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise DataError(
+            f"{path} was not unpacked: the process for it ended with {done.returncode}: {last}",
+            hint="see whether `python -c 'import pyarrow.parquet'` works here",
+        )
+
+
+def _unpack(path: Path, rows: Path, ends: Path) -> None:
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as packed:
+            _write(packed, rows, ends)
+    except DataError as error:
+        raise DataError(f"{path}: {error.message}", hint=error.hint) from error
+    except pyarrow.ArrowInvalid as error:
+        raise DataError(f"{path} is not a parquet file: {error}", hint="write it again") from error
+    except pyarrow.ArrowException as error:
+        raise DataError(
+            f"{path} cannot be read as parquet: {error}",
+            hint="write it again, with a codec that this pyarrow has",
+        ) from error
+    except OSError as error:
+        if error.errno is None:  # Arrow's own, of a page that is damaged
+            raise DataError(
+                f"{path} is damaged: {error}", hint="copy or write the file again"
+            ) from error
+        raise StorageError(
+            f"{path} cannot be unpacked to {rows.parent}: {error}",
+            hint="free some space there, or set TMPDIR to a larger disk",
+        ) from error
+
+
+def _write(packed: "ParquetFile", rows: Path, ends: Path) -> None:
+    places = array("Q")
+    place = 0
+    with rows.open("wb") as file:
+        batches = packed.iter_batches(BATCH_ROWS)  # pyright: ignore[reportUnknownMemberType] - stubs
+        for batch in batches:
+            for row in _decoded(batch, len(places)):
+                place += file.write(_packb(row, default=str))
+                places.append(place)
+    with ends.open("wb") as file:
+        places.tofile(file)
+
+
+def _decoded(batch: "RecordBatch", first: int) -> list[dict[str, Any]]:
+    """Return the rows of a batch; DataError names the first that is not UTF-8, and its column."""
+    try:
+        rows = batch.to_pylist()
+        for name in MESSAGE_COLUMNS.intersection(batch.schema.names):
+            kind = cast("Any", batch.column(name)).type
+            for row in rows:
+                row[name] = _without_filled(row[name], kind)
+        return rows
+    except UnicodeDecodeError:
+        for number in range(len(batch)):
+            for column in batch.schema.names:
+                try:
+                    batch.column(column).slice(number, 1).to_pylist()
+                except UnicodeDecodeError as error:
+                    raise DataError(
+                        f"column {column} of row {first + number} is text that is not UTF-8: "
+                        f"{error}",
+                        hint="write the file again with its text decoded as what it is",
+                    ) from error
+        raise
+
+
+def _without_filled(value: Any, kind: Any) -> Any:
+    """Return a value without the keys that its arrow type fills in as null; maps are maps."""
+    from pyarrow import types
+
+    if value is None:
+        return None
+    if types.is_struct(kind):
+        fields = cast("list[Any]", cast("Any", kind).fields)
+        present = [field for field in fields if value[field.name] is not None]
+        return {field.name: _without_filled(value[field.name], field.type) for field in present}
+    if types.is_map(kind):
+        return {key: _without_filled(inner, kind.item_type) for key, inner in value}
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return [_without_filled(inner, kind.value_type) for inner in value]
+    return value
+
+
+def main(argv: Sequence[str]) -> int:
+    """Unpack one file; an error of ours goes to standard output, as JSON, with exit code 2."""
+    path, rows, ends = (Path(argument) for argument in argv)
+    try:
+        _unpack(path, rows, ends)
+    except TinkermqError as error:
+        sys.stdout.write(json.dumps([error.code, error.message, error.hint]))
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+
+
+_unpackb = cast("Callable[..., Any]", msgpack.unpackb)  # pyright: ignore[reportUnknownMemberType]
+
+
+class RowFile(Protocol):
+    """Rows of one file, by their number."""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        ...
+
+    def row(self, number: int) -> Mapping[str, Any]:
+        """Decode one row; DataError with file, row and column for one that cannot be read."""
+        ...
+
+    def columns(self) -> list[str]:
+        """Return the names of the first row's columns, whatever they hold."""
+        ...
+
+    def close(self) -> None:
+        """Give the file back."""
+        ...
+
+
+class Dataset:
+    """The rows of one or more files, in the files' order or in that of a seed."""
+
+    def __init__(
+        self,
+        paths: Sequence[str | Path],
+        check: Callable[[Iterable[str], str], None] = check_columns,
+        parse: Callable[[Mapping[str, Any], str], Record] = parse_record,
+    ) -> None:
+        """Open the files; DataError names the one that cannot be used, and why.
+
+        `check` raises DataError for columns that are not the wanted ones, `parse` reads a row.
+        """
+        if not paths:
+            raise DataError("a dataset has no files", hint="set env.train_data")
+        self.paths = [Path(path).expanduser() for path in paths]
+        with contextlib.ExitStack() as opened:
+            self._files = [_open_file(path, opened, check) for path in self.paths]
+            self._closing = opened.pop_all()
+        self._ends = list(itertools.accumulate(len(file) for file in self._files))
+        self._order: list[int] | None = None
+        self._parse = parse
+
+    def shuffled(self, seed: int, limit: int) -> "Dataset":
+        """Keep the first `limit` rows after a shuffle that the seed alone decides."""
+        total = len(self)
+        shuffler = random.Random(seed)  # noqa: S311 - a data order, not a secret
+        self._order = shuffler.sample(range(total), min(limit, total))
+        return self
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return self._ends[-1] if self._order is None else len(self._order)
+
+    def record(self, number: int) -> Record:
+        """Decode row `number`; DataError for one that does not exist or cannot be read."""
+        row, where = self.row(number)
+        with blaming(lambda error: _unreadable(error, where)):
+            return self._parse(row, where)
+
+    def row(self, number: int) -> tuple[Mapping[str, Any], str]:
+        """Return row `number` as it stands in its file, and where that is."""
+        if not 0 <= number < len(self):
+            raise DataError(
+                f"row {number} does not exist: {self._names()} has {len(self)} rows",
+                hint="all hosts of a job must read the same files",
+            )
+        number = number if self._order is None else self._order[number]
+        index = bisect.bisect_right(self._ends, number)
+        local = number - (self._ends[index - 1] if index else 0)
+        return self._files[index].row(local), f"row {local} of {self.paths[index]}"
+
+    def close(self) -> None:
+        """Give the files back."""
+        self._closing.close()
+
+    def _names(self) -> str:
+        return ", ".join(str(path) for path in self.paths)
+
+
+def _unreadable(error: BaseException, where: str) -> TinkermqError:
+    """Return what is raised of a row whose form was not foreseen."""
+    if isinstance(error, TinkermqError):
+        return error
+    return DataError(
+        f"{where} cannot be read: {words_of(error)}",
+        hint="see how its columns look beside those of other rows",
+    )
+
+
+def is_dataset_name(path: Path) -> bool:
+    """Whether a file of this name can be a dataset at all."""
+    return path.suffix in _READERS
+
+
+def _open_file(
+    path: Path, opened: contextlib.ExitStack, check: Callable[[Iterable[str], str], None]
+) -> RowFile:
+    if not path.is_file():
+        raise DataError(
+            f"there is no dataset file {str(path)!r}",
+            hint="give a path that the environment host can read; the examples' make_data.py "
+            "scripts write theirs",
+        )
+    reader = _READERS.get(path.suffix)
+    if reader is None:
+        raise DataError(
+            f"{path} is neither parquet nor JSONL",
+            hint="name the file .parquet, .jsonl or .ndjson",
+        )
+    file = reader(path)
+    opened.callback(file.close)
+    if not len(file):
+        raise DataError(f"{path} has no rows", hint="write at least one row into it")
+    check(file.columns(), f"row 0 of {path}")
+    return file
+
+
+class _MappedRows:
+    """Rows that stand one after the other in a file mapped into memory."""
+
+    def __init__(self, path: Path, mapped: Path) -> None:
+        self._path = path
+        self._ends = array("Q")
+        self._map: mmap.mmap | None = None
+        with mapped.open("rb") as file:
+            if mapped.stat().st_size:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def _bytes(self, number: int) -> bytes:
+        assert self._map is not None
+        return self._map[self._ends[number - 1] if number else 0 : self._ends[number]]
+
+    def close(self) -> None:
+        if self._map is not None:
+            self._map.close()
+
+
+class _JsonLines(_MappedRows):
+    """The lines of a JSONL file as it is; lines without text belong to the one that follows."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, path)
+        self._index_lines()
+
+    def _index_lines(self) -> None:
+        if self._map is None:
+            return
+        end = 0
+        for line in iter(self._map.readline, b""):
+            end += len(line)
+            if not line.isspace():
+                self._ends.append(end)
+
+    def row(self, number: int) -> Mapping[str, Any]:
+        raw = self._bytes(number)
+        found = self._decode(number, raw)
+        if b"\\ud" in raw or b"\\uD" in raw:  # the only way in which half a character gets here
+            for column, value in found.items():
+                self._check_text(number, column, value)
+        return found
+
+    def columns(self) -> list[str]:
+        return list(self._decode(0, self._bytes(0)))
+
+    def _decode(self, number: int, raw: bytes) -> Mapping[str, Any]:
+        try:
+            value = json.loads(raw.decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"row {number} of {self._path} is not valid JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise DataError(
+                f"row {number} of {self._path} is not a JSON object",
+                hint="write one object on each line",
+            )
+        return cast("dict[str, Any]", value)
+
+    def _check_text(self, number: int, column: str, value: Any) -> None:
+        try:
+            json.dumps([column, value], ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"row {number} of {self._path} has half a character (a lone surrogate, "
+                f"{str(error.object)[error.start]!a}) in the column {column!a}",
+                hint="an emoji is one character, or two escapes (\\ud83d\\ude00): a text was cut "
+                "between the two; mend the text, or leave the row out",
+            ) from error
+
+
+class _Parquet(_MappedRows):
+    """The rows of a parquet file, unpacked to a temporary file that lives as long as its map."""
+
+    def __init__(self, path: Path) -> None:
+        with tempfile.TemporaryDirectory(prefix="tinkermq-data-") as folder:
+            rows, ends = Path(folder) / "rows", Path(folder) / "ends"
+            unpack_parquet(path, rows, ends)
+            super().__init__(path, rows)
+            self._ends.frombytes(ends.read_bytes())
+
+    def row(self, number: int) -> Mapping[str, Any]:
+        return _unpackb(self._bytes(number), raw=False, strict_map_key=False)
+
+    def columns(self) -> list[str]:
+        return list(self.row(0))
+
+
+_READERS = {".parquet": _Parquet, ".jsonl": _JsonLines, ".ndjson": _JsonLines}
+
+
+# Write datasets: one writer for the data makers of all games.
+
+
+def verl_row(
+    prompt: str, ground_truth: Any, *, data_source: str, split: str, index: int
+) -> dict[str, Any]:
+    """Return a row in verl's columns for a prompt of one user message."""
+    return {
+        "data_source": data_source,
+        "prompt": [{"role": "user", "content": prompt}],
+        "reward_model": {"style": "rule", "ground_truth": ground_truth},
+        "extra_info": {"split": split, "index": index},
+    }
+
+
+@dataclass(frozen=True)
+class DataMaker:
+    """The `make_data` of a game whose rows are drawn."""
+
+    row: Callable[[random.Random, str, int], Mapping[str, Any]]
+    """Draws the row of a split at an index."""
+
+    def __call__(
+        self, folder: str | Path, num_train: int = 2048, num_val: int = 256, seed: int = 0
+    ) -> tuple[Path, Path]:
+        """Write `train.parquet` and `val.parquet` in verl's columns; return their paths."""
+        rng = random.Random(seed)  # noqa: S311 - tasks, not secrets
+
+        def write(split: str, count: int) -> Path:
+            rows = (self.row(rng, split, index) for index in range(count))
+            return write_rows(Path(folder) / f"{split}.parquet", rows)
+
+        return write("train", num_train), write("val", num_val)
+
+
+def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    """Write rows to a `.parquet` or `.jsonl` file, making its folder; return its path."""
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.suffix == ".parquet":
+        _write_parquet(file, list(rows))
+    elif file.suffix == ".jsonl":
+        file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    else:
+        raise DataError(f"{file} is neither .parquet nor .jsonl", hint="choose one of the two")
+    return file
+
+
+def _write_parquet(file: Path, rows: list[Mapping[str, Any]]) -> None:
+    import pyarrow.parquet
+
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, file)  # pyright: ignore[reportUnknownMemberType] - stubs

@@ -1,1 +1,0 @@
-"""Boards of two players, and who plays on them."""

@@ -1,1 +1,0 @@
-"""What a job learns by: advantage, loss, correction, reference, teacher, critic."""

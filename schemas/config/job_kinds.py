@@ -1,0 +1,153 @@
+"""What the configuration of an SFT job implies: `sft.data` decides most of `algorithm`."""
+
+import re
+from collections.abc import Mapping
+from posixpath import normpath
+from typing import Any, cast
+
+from pydantic import Field, field_validator
+
+from .sections import Rule, Section
+
+_IMPLIED: dict[str, dict[str, Any]] = {
+    "rollout": {"group_size": 1, "temperature": 1.0},
+    "algorithm": {"loss": "sft", "correction": "none"},
+    "training": {"staleness_policy": "train", "tasks": "data", "curriculum": "none"},
+}
+_READ = frozenset(
+    {
+        *_IMPLIED["algorithm"],
+        "loss_agg",
+        "loss_agg_length",
+        "kl_coef",
+        "kl_estimator",
+        "reference",
+        "entropy_coef",
+        "entropy_target",
+        "entropy_coef_step",
+    }
+)
+"""Keys of `algorithm` that such a job reads."""
+_NO_GAME: dict[str, Any] = {"game": "", "hosts": 0, "num_val": 0}
+
+
+class SftConfig(Section):
+    """What an SFT job learns from: conversations."""
+
+    data: list[str] = Field(default_factory=list[str])
+    """Parquet or JSONL files, on the pool, with the column `messages`: conversations in which the
+    assistant's messages are learnt; `tools` and `images` may stand beside it. Empty: not an SFT
+    job."""
+
+
+SFT_RULES = (
+    Rule(
+        "algorithm.loss=sft",
+        lambda job: job.algorithm.loss == "sft" and not job.sft.data,
+        "needs sft.data, and a job of kind sft",
+    ),
+    Rule(
+        "policies",
+        lambda job: job.policies and job.sft.data,
+        "of an SFT job are not built: train them by reinforcement, or one policy",
+    ),
+    Rule(
+        "self_play.past_share",
+        lambda job: job.self_play.past_share and job.sft.data,
+        "has no effect in an SFT job: remove it",
+    ),
+    Rule(
+        "algorithm.reference",
+        lambda job: "reference" in job.algorithm.model_fields_set and not job.algorithm.kl_coef,
+        "has no effect while algorithm.kl_coef is {algorithm.kl_coef!r}: remove it, or set "
+        "algorithm.kl_coef",
+    ),
+)
+
+
+def settle_sft(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tree of an SFT job with what it implies; any other tree as it is.
+
+    Raises ValueError for a key that would have no effect.
+    """
+    tree = dict(values)
+    if not _section(tree, "sft").get("data"):
+        return tree
+    tree.setdefault("env", _NO_GAME)
+    for key in _section(tree, "algorithm"):
+        if key not in _READ:
+            raise ValueError(f"algorithm.{key} has no effect in an SFT job: remove it")
+    for name, implied in _IMPLIED.items():
+        given = _section(tree, name)
+        for key, value in implied.items():
+            if given.get(key, value) != value:
+                raise ValueError(
+                    f"{name}.{key}={given[key]} has no effect in an SFT job, where it is {value}: "
+                    "remove it"
+                )
+        tree[name] = {**given, **implied}
+    return tree
+
+
+def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a section given as a map; empty for one that is missing or a model already."""
+    found = tree.get(name)
+    return cast("Mapping[str, Any]", found) if isinstance(found, Mapping) else {}
+
+
+# What the configuration of a service for the Tinker API implies: it trains what its users send.
+
+_BASE = re.compile(r"/?[A-Za-z0-9][A-Za-z0-9._/-]*")
+_TINKER_IMPLIED: dict[str, Any] = {"game": "", "hosts": 0, "num_val": 0}
+
+
+class TinkerConfig(Section):
+    """A base model that many users train adapters of, through the Tinker API."""
+
+    base: str = Field(default="", max_length=200)
+    """Name under which programs ask for the base model (`base_model`), such as
+    `Qwen/Qwen3.5-9B-Base`; an absolute path is a name, too. Empty: not such a service."""
+    max_rank: int = Field(default=64, ge=1, le=1024)
+    """Largest rank of an adapter."""
+    adapters_in_memory: int = Field(default=256, ge=1, le=100_000)
+    """Adapters, with their optimisers, that the trainer has in memory at the same time; those that
+    were not used for the longest time are written down, and come back with their next operation."""
+    adapters_mb: int = Field(default=16 << 10, ge=1, le=1 << 30)
+    """Megabytes that these may have: weights, gradients and two moments of each."""
+    idle_s: float = Field(default=600.0, gt=0)
+    """Seconds after which an adapter that nobody uses is written down in any case."""
+    sampled_at_once: int = Field(default=16, ge=1, le=1024)
+    """Adapters that one sampler holds, and decodes with in one batch; further ones wait until
+    one is idle."""
+    checkpoint_mb: int = Field(default=64 << 10, ge=1, le=1 << 30)
+    """Megabytes of checkpoints that one user may have; saving fails beyond."""
+    history_mb: int = Field(default=64 << 10, ge=0, le=1 << 30)
+    """Megabytes of operations that are kept in the run's folder once they have taken effect, so
+    that `tinkermq replay` can do a session again; those of the models that rest longest go first.
+    0: none are kept."""
+    micro_batch_tokens: int = Field(default=8192, ge=16)
+    """Tokens that are computed at once, of one model."""
+    mixed_micro_batches: bool = False
+    """Let micro-batches of several models be computed in one pass where they fit: faster for many
+    small ones. The last bits of a result then depend on which those were; that is kept with the
+    result, so that operations done again after a crash, and replays, come to the same bits."""
+
+    @field_validator("base")
+    @classmethod
+    def _check_base(cls, base: str) -> str:
+        """Raise ValueError for what programs could not ask for, or not tell apart."""
+        if base and (_BASE.fullmatch(base) is None or base != normpath(base)):
+            raise ValueError(
+                f"{base!r} is no name of a base model: take one such as org/model, or the absolute "
+                "path of its folder, of letters, digits, '.', '_', '-' and single '/'"
+            )
+        return base
+
+
+def settle_tinker(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tree of such a service with what it implies; any other tree as it is."""
+    tree = dict(values)
+    section = cast("Mapping[str, Any]", tree.get("tinker") or {})
+    if section.get("base"):
+        tree.setdefault("env", dict(_TINKER_IMPLIED))
+    return tree
