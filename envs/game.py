@@ -26,7 +26,7 @@ from ..schemas.wire.foreign import (
     words_of,
 )
 from ..schemas.wire.message import MAX_CHARS
-from .tool_calls import behind_reasoning
+from .reasoning import behind_reasoning
 
 ChatMessage = dict[str, Any]
 """One chat message: `role` and `content`."""

@@ -23,22 +23,13 @@ from docs.generate import message_modules, pages
 from docs.recordings import MAX_FILE_BYTES
 from docs.topics import STORES, TOPICS
 from docs.typed_config import TARGET, typed_config
-from tests.support.pages import (
-    PAGES,
-    ROOT,
-    Block,
-    blocks,
-    of_language,
-    prose,
-    save,
-    succeed,
-)
+from tests.support.pages import PAGES, ROOT, Block, blocks, of_language, prose, save, succeed
 from tests.support.stack import Stack
 
 FIRST_GAME = ROOT / "docs" / "tutorials" / "1-first-game.md"
 DEPLOYED = sorted(path for path in (ROOT / "deploy").rglob("*") if path.is_file())
 PORTS = {4222, 6222, 8222, 8780}
-"""NATS for clients, between servers, for monitoring; the gateway; and a reward model."""
+"""NATS for clients, between servers, for monitoring; and the gateway."""
 ADDRESS = re.compile(r"(?:localhost|nats|example\.org|\d+(?:\.\d+){3}):(\d{2,5})\b")
 
 

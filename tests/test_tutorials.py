@@ -9,7 +9,7 @@ import pytest
 from tests.support.pages import Block, blocks, environment, matches, run, save, succeed
 
 DOCS = Path(__file__).parents[1] / "docs"
-TUTORIALS = [*sorted((DOCS / "tutorials").glob("*.md")), DOCS / "multi-agent.md"]
+TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
 
 
 class Reader:

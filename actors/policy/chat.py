@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
 import numpy as np
 
 from ...envs.agents.replies import THINK
-from ...envs.tool_calls import opened_by
+from ...envs.reasoning import opened_by
 from ...schemas.config.job import JobConfig, ModelConfig
 from ...schemas.wire.errors import DataError, ModelError
 from ...schemas.wire.images import encoded_image, image_parts, images_of, replace_images

@@ -33,19 +33,19 @@ from benchmarks.stack import REPOSITORY
 PAGE = REPOSITORY / "docs" / "learning.md"
 
 
-def staleness(measure: Measure) -> Iterator[str]:
+def areas() -> Iterator[str]:
     """Each correction at each lag, against a lag of 0."""
     table = Table("staleness")
     lags = [lag for lag in table.lags if lag]
     for game in STEPS:
         synchronous = table.of(game, "none", 0)
         yield ""
-        yield f"**{game}**: {mean(map(measure, synchronous)):.3f} at η = 0"
+        yield f"**{game}**: {mean(map(area, synchronous)):.3f} at η = 0"
         yield ""
         yield _row(["", *(f"η = {lag}" for lag in lags)])
         yield _row(["---"] * (len(lags) + 1))
         for method in table.methods:
-            found = [table.difference(game, (method, lag), ("none", 0), measure) for lag in lags]
+            found = [table.difference(game, (method, lag), ("none", 0), area) for lag in lags]
             if any(found):
                 yield _row([method, *("" if one is None else str(one) for one in found)])
 
@@ -201,8 +201,6 @@ _CACHE_LINES = (
     Line("% of trained tokens in episodes of several versions", 1, _told("mixed_episodes", 100)),
     Line("% of trained tokens behind a swap in their turn", 1, _told("old_cache", 100)),
     Line("mismatch of log-probs at lag 0, 10⁻³", 2, _told("mismatch", 1000)),
-    Line("largest ratio of a step at lag 0", 3, _told("mismatch_max_ratio")),
-    Line("tokens at lag 0", 0, _told("fresh_tokens")),
     Line("ms paused at a swap", 1, _told("paused_ms")),
     Line("mean lag", 2, _told("lag_mean")),
     Line("CPU seconds", 1, _told("train_cpu_s")),
@@ -230,8 +228,7 @@ def _yes(value: bool) -> str:
 
 
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
-    "areas": lambda: staleness(area),
-    "finals": lambda: staleness(final),
+    "areas": areas,
     "tests": tests,
     "choices": choices,
     "distillation": distillation,

@@ -242,7 +242,7 @@ def _converted(convert: Callable[[Any], T], key: str, value: Any) -> T:
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"{key}={value!r} cannot be used: {error}",
-            hint="see docs/training.md for what OpenTinker's keys become",
+            hint="see docs/opentinker.md for what OpenTinker's keys become",
         ) from error
 
 

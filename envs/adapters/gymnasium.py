@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Literal, cast
 from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import GameError
 from ..game import AbstractGame, StepResult
+from ..reasoning import tagged_or_last_line
 from ..registry import extra, import_quietly
 from ..running.episodes import GlobalRandom
-from ..tool_calls import tagged_or_last_line
 
 _COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
 _COLOURED = re.compile(r"\x1b\[([0-9;]+)m(.*?)\x1b\[0m", re.DOTALL)

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Literal
 
 from ...schemas.wire.errors import GameError
 from ..game import AbstractGame, StepResult
+from ..reasoning import tagged
 from ..registry import extra
 from ..running.episodes import GlobalRandom
-from ..tool_calls import tagged
 
 FULL_SCORE = 1.0
 _UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, SyntaxError)

@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Literal, cast
 
 from ...schemas.wire.errors import GameError
 from ..game import AbstractGame, StepResult
+from ..reasoning import behind_reasoning
 from ..registry import extra
 from ..running.episodes import GlobalRandom
-from ..tool_calls import behind_reasoning
 
 Opponent = Callable[[str, random.Random], str]
 """Answers what it is shown with a move; draws from the generator given."""

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
 from ...schemas.wire.errors import GameError
+from ..reasoning import behind_reasoning
 from ..registry import extra
-from ..tool_calls import behind_reasoning
 
 ANDROID_WORLD = extra("android_world", "android-world")
 _ANSWER_S = 2.0

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..game import AbstractGame, ChatMessage, StepResult
 from ..prompt import open_game
-from ..tool_calls import behind_reasoning
+from ..reasoning import behind_reasoning
 from .row_games import SYMBOLS, Board, O, Player, X, make_player, random_player
 
 WIN, LOSS, DRAW = 10.0, -10.0, 0.0

@@ -7,7 +7,7 @@ stands in a program, or was considered on the way, does not count. Pure.
 import re
 from fractions import Fraction
 
-from ..tool_calls import behind_reasoning
+from ..reasoning import behind_reasoning
 from .quantity import clean, is_balanced, read_quantity, same_unit, without_units
 
 MAX_ANSWER_CHARS = 1000

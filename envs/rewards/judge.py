@@ -24,7 +24,7 @@ from ...schemas.wire.errors import (
 )
 from ...schemas.wire.images import plain_text
 from ...schemas.wire.subjects import JobScope
-from ..tool_calls import behind_reasoning
+from ..reasoning import behind_reasoning
 from .endpoint import Case, HttpSource, RefusedError, Score, SourceUnusableError, again
 
 _JUDGE_PROMPT = """\

@@ -1,7 +1,7 @@
 """The action is what stands in the last tag, or the last line."""
 
 import pytest
-from tinkermq.envs.tool_calls import tagged, tagged_or_last_line
+from tinkermq.envs.reasoning import tagged, tagged_or_last_line
 
 
 @pytest.mark.parametrize(
