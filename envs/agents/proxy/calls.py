@@ -1,14 +1,14 @@
-"""A call while it is asked for and answered, whoever of the program's requests waits for it.
+"""The calls of a program while they are asked for and answered.
 
-It outlives the request that began it: a program's client that hangs up and sends the same again
-finds it, and a generator that dies is followed by another, who goes on behind what was told.
+A call outlives the request that began it: a program's client that hangs up and sends the same again
+finds it, and a generator that dies is followed by another one, which goes on behind what came.
 """
 
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ import structlog
 
 from ....broker.client.connection import Broker
 from ....broker.client.parts import SharedInbox, ask_parts
-from ....schemas.agent import CallDelivered, CallPart, CallRequest, CancelCall
+from ....schemas.agent import CallDelivered, CallDelta, CallPart, CallRequest, CancelCall
 from ....schemas.wire.errors import (
     BrokerError,
     ConflictError,
@@ -27,19 +27,107 @@ from ....schemas.wire.errors import (
     NobodyAnswersError,
     TinkermqError,
 )
+from ...model_apis.answers import FinishReason, TokenLogprob
 from ..episode import ContextTooLong, EpisodeLimit, EpisodeOver
-from .errors import NobodyPlays, TooLarge
-from .gathered import GatheredAnswer
+from .exchange import NobodyPlays, TooLarge
 
 if TYPE_CHECKING:
     from .open_episodes import EpisodeSubjects, OpenEpisode
 
+MAX_LEFT = 64
+"""Calls of one episode whose programs have gone, and that are kept for a while."""
 _LARGE = 64 << 10
 """Bytes of a request that is packed in a thread: the loop serves others meanwhile."""
 _PASSING = (NobodyAnswersError, DeadlineError, BrokerError, ConflictError)
 _LASTING = (DeniedError, LogInRefusedError)
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class GatheredChoice:
+    """One choice as far as it has come."""
+
+    texts: list[str]
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish: FinishReason | None = None
+    token_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    """Of each token by itself, where asked for."""
+
+    def add(self, delta: CallDelta) -> None:
+        """Take more of it."""
+        if delta.text:
+            self.texts.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.versions += delta.versions
+        tops = [
+            tuple(zip(*top, strict=True))
+            for top in zip(delta.top_tokens, delta.top_logprobs, strict=True)
+        ]
+        tops += [()] * (len(delta.tokens) - len(tops))
+        for text, logprob, top in zip(delta.tokens, delta.logprobs, tops, strict=False):
+            likeliest = tuple(TokenLogprob(*other) for other in top)
+            self.token_logprobs.append(TokenLogprob(text, logprob, likeliest))
+        self.finish = delta.finish or self.finish
+
+    def as_delta(self, number: int) -> CallDelta:
+        """Return all of it as one delta."""
+        return CallDelta(
+            choice=number,
+            text="".join(self.texts),
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            versions=self.versions,
+            finish=self.finish,
+        )
+
+
+class GatheredAnswer:
+    """The answer to one call."""
+
+    def __init__(self, num_choices: int) -> None:
+        """Begin with nothing."""
+        self.head: CallPart | None = None
+        """The first part that holds anything."""
+        self.choices = [GatheredChoice([], [], [], []) for _ in range(num_choices)]
+        self.calls: list[int] = []
+        """Numbers of the choices among the episode's calls, once it is whole."""
+        self.delivery = 0
+        """Of the task, as the newest of those who answer has it."""
+        self.num_parts = 0
+        self.is_whole = False
+
+    def add(self, part: CallPart) -> None:
+        """Take the next part."""
+        self.num_parts += 1
+        self.delivery = max(self.delivery, part.delivery)
+        if self.head is None and (part.names or part.last):
+            self.head = part
+        for delta in part.deltas:
+            self.choices[delta.choice].add(delta)
+        if part.last:
+            self.calls = part.calls
+            self.is_whole = True
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens of all choices."""
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+    def begun(self) -> CallPart | None:
+        """Return all of it as one part, for a generator that goes on with it; None for nothing."""
+        if self.head is None:
+            return None
+        deltas = [
+            choice.as_delta(number)
+            for number, choice in enumerate(self.choices)
+            if choice.token_ids or choice.finish
+        ]
+        whole = {"index": 0, "last": False, "deltas": deltas, "calls": [], "prompt_ids": []}
+        return self.head.model_copy(update=whole)
 
 
 @dataclass(frozen=True)
@@ -101,13 +189,13 @@ class CallAsker:
     async def look_up(self, name: str) -> None:
         """See to it that the call which a program names is known, if it is one."""
 
-    async def tell_delivered(
+    async def report_delivered(
         self, subjects: "EpisodeSubjects", calls: list[int], *, whole: bool
     ) -> None:
         """Say whether a program has the end of an answer."""
-        told = CallDelivered(calls=calls, whole=whole)
+        delivered = CallDelivered(calls=calls, whole=whole)
         with contextlib.suppress(TinkermqError):  # unknown, then, until a later call shows it
-            await self.broker.publish(subjects.delivered, told.to_bytes())
+            await self.broker.publish(subjects.delivered, delivered.to_bytes())
 
 
 class RunningCall:
@@ -149,7 +237,7 @@ class RunningCall:
             self._listeners.discard(woken)
 
     def end(self, error: TinkermqError) -> None:
-        """Answer no further: who waits is told the error."""
+        """Stop with an error, which every request that waits for it gets."""
         if not self.is_over:
             self.error = error
         self._task.cancel()
@@ -164,7 +252,7 @@ class RunningCall:
         if self.is_delivered:
             return
         self.is_delivered = whole
-        await self._asker.tell_delivered(self._opened.subjects, self.answer.calls, whole=whole)
+        await self._asker.report_delivered(self._opened.subjects, self.answer.calls, whole=whole)
 
     def _wake(self) -> None:
         for woken in self._listeners:
@@ -237,10 +325,82 @@ class RunningCall:
                 self._wake()
 
     def _again(self, attempt: int) -> CallRequest:
-        """Return the request with what was told of its answer."""
+        """Return the request with what has come of its answer."""
         again = {
             "request": f"{self.request.request}-{attempt}",
             "begun": self.answer.begun(),
             "is_retry": True,
         }
         return self.request.model_copy(update=again)
+
+
+class ProgramCalls:
+    """Finds the call that a repeated request means.
+
+    A request repeats another if it says so, or if nobody waits for the other any more, whose
+    program has gone before it had the whole answer. All others are new samples.
+    """
+
+    def __init__(self, adopt_s: float) -> None:
+        """Keep a call `adopt_s` for a program that comes back."""
+        self._adopt_s = adopt_s
+        self._calls: dict[bytes, list[RunningCall]] = {}
+        self._left: dict[RunningCall, asyncio.TimerHandle] = {}
+
+    def __iter__(self) -> Iterator[RunningCall]:
+        """Yield all."""
+        return iter([call for calls in self._calls.values() for call in calls])
+
+    def join(self, digest: bytes, *, is_marked: bool) -> RunningCall | None:
+        """Return the call that a request with this digest repeats, if there is one."""
+        waiting = [call for call in self._calls.get(digest, ()) if call.error is None]
+        left = [call for call in waiting if not call.num_listeners]
+        joined = left or (waiting if is_marked else [])
+        if not joined:
+            return None
+        if timer := self._left.pop(joined[-1], None):
+            timer.cancel()
+        return joined[-1]
+
+    def add(self, digest: bytes, call: RunningCall) -> None:
+        """Take a new call."""
+        self._calls.setdefault(digest, []).append(call)
+
+    def leave(self, digest: bytes, call: RunningCall) -> None:
+        """Forget a call that has arrived or failed; keep another one, if nobody waits for it."""
+        if call.is_delivered or call.error is not None:
+            self._forget(digest, call)
+        elif not call.num_listeners and call in self._calls.get(digest, ()):
+            loop = asyncio.get_running_loop()
+            self._left[call] = loop.call_later(self._adopt_s, self._give_up, digest, call)
+            if len(self._left) > MAX_LEFT:
+                oldest = next(iter(self._left))
+                self._left[oldest].cancel()
+                self._give_up(_digest_of(self._calls, oldest), oldest)
+
+    def end(self, error: TinkermqError) -> list[RunningCall]:
+        """End all of them; return them."""
+        for timer in self._left.values():
+            timer.cancel()
+        ended = list(self)
+        for call in ended:
+            call.end(error)
+        self._left.clear()
+        self._calls.clear()
+        return ended
+
+    def _give_up(self, digest: bytes, call: RunningCall) -> None:
+        call.end(EpisodeOver("its program has gone"))
+        self._forget(digest, call)
+
+    def _forget(self, digest: bytes, call: RunningCall) -> None:
+        self._left.pop(call, None)
+        calls = self._calls.get(digest, [])
+        if call in calls:
+            calls.remove(call)
+        if not calls:
+            self._calls.pop(digest, None)
+
+
+def _digest_of(calls: dict[bytes, list[RunningCall]], call: RunningCall) -> bytes:
+    return next(digest for digest, same in calls.items() if call in same)

@@ -4,14 +4,11 @@ import json
 from typing import Any
 
 import pytest
-from tinkermq.actors.gateway.openai.body import (
-    BodyError,
-    ChatBody,
-    CompletionBody,
-    parse_body,
-    query_of,
-)
-from tinkermq.schemas.infer import Decoding
+from tinkermq.actors.gateway.openai.answering import read_query
+from tinkermq.envs.model_apis.answers import ModelApi
+from tinkermq.envs.model_apis.chat import CHAT, COMPLETIONS
+from tinkermq.envs.model_apis.request import RequestError
+from tinkermq.schemas.infer import ChatRequest, CompletionRequest, Decoding
 from tinkermq.schemas.output_format import OutputFormat
 
 TOOLS: list[Any] = [
@@ -21,13 +18,19 @@ TOOLS: list[Any] = [
 ASKED: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
-def chat(**fields: Any) -> ChatBody:
-    return parse_body(json.dumps({**ASKED, **fields}).encode(), ChatBody)
+def read(api: ModelApi, **fields: Any) -> ChatRequest | CompletionRequest:
+    return read_query(json.dumps(fields).encode(), api)[1]
+
+
+def chat(**fields: Any) -> ChatRequest:
+    query = read(CHAT, **{**ASKED, **fields})
+    assert isinstance(query, ChatRequest)
+    return query
 
 
 def test_a_chat_becomes_a_servers_request() -> None:
-    body = chat(n=2, stop="END", max_completion_tokens=7, temperature=0, seed=3, top_p=0.5)
-    decoding = body.request().decoding
+    query = chat(n=2, stop="END", max_completion_tokens=7, temperature=0, seed=3, top_p=0.5)
+    decoding = query.decoding
     assert (decoding.num_choices, decoding.stop, decoding.max_tokens) == (2, ["END"], 7)
     assert (decoding.temperature, decoding.seed, decoding.top_p) == (0, 3, 0.5)
 
@@ -35,13 +38,13 @@ def test_a_chat_becomes_a_servers_request() -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
-        ({"top_logprobs": 3}, None, "no effect without logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs", "no effect without logprobs"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "less than or equal to 20"),
         ({"frequency_penalty": 2.5}, "frequency_penalty", "less than or equal to 2"),
         ({"presence_penalty": "high"}, "presence_penalty", "valid number"),
         ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
         ({"response_format": {"type": "grammar"}}, "response_format.type", "give json_schema"),
-        ({"response_format": "json"}, "response_format", "valid dictionary"),
+        ({"response_format": "json"}, "response_format", "is no object"),
         ({"tool_choice": "required"}, "tool_choice", "and with tools required"),
         ({"tool_choice": "maybe", "tools": TOOLS}, "tool_choice", "give auto or none"),
         (
@@ -62,16 +65,25 @@ def test_a_chat_becomes_a_servers_request() -> None:
         ({"skip_special_tokens": False}, "skip_special_tokens", "not supported"),
         ({"min_p": 0.1}, "min_p", "not supported"),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),
-        ({"n": 0}, "n", "greater than or equal to 1"),
-        ({"messages": []}, "messages", "at least 1"),
-        ({"stream_options": {"include_usage": True}}, None, "without stream"),
+        ({"n": 0}, "n", "at least 1"),
+        ({"n": 129}, "n", "less than or equal to 128"),
+        ({"messages": []}, "messages", "is empty"),
+        (
+            {"stream_options": {"include_usage": True}},
+            "stream_options.include_usage",
+            "without stream",
+        ),
+        ({"temperature": ""}, "temperature", "valid number"),
+        ({"seed": "one"}, "seed", "valid integer"),
+        ({"stop": ["x"] * 17}, "stop", "at most 16"),
+        ({"messages": [{"role": "bard", "content": "x"}]}, "messages[0].role", "'bard'"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(
-    fields: dict[str, Any], param: str | None, said: str
+    fields: dict[str, Any], param: str, said: str
 ) -> None:
-    with pytest.raises(BodyError) as caught:
-        query_of(chat(**fields))
+    with pytest.raises(RequestError) as caught:
+        chat(**fields)
     assert caught.value.param == param
     assert said in str(caught.value)
 
@@ -129,8 +141,7 @@ ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools
     ],
 )
 def test_the_form_of_an_answer_reaches_the_server(fields: Any, wanted: dict[str, Any]) -> None:
-    asked = query_of(chat(**fields))
-    assert asked.decoding.format == OutputFormat(**wanted)
+    assert chat(**fields).decoding.format == OutputFormat(**wanted)
 
 
 def test_penalties_and_likeliest_tokens_reach_the_server() -> None:
@@ -139,12 +150,13 @@ def test_penalties_and_likeliest_tokens_reach_the_server() -> None:
         "frequency_penalty": -1.0,
         "repetition_penalty": 1.2,
     }
-    decoding = query_of(chat(**told, logprobs=True, top_logprobs=5)).decoding
+    decoding = chat(**told, logprobs=True, top_logprobs=5).decoding
     assert decoding == Decoding(**told, top_logprobs=5)
     text = {"model": "m", "prompt": "hi", "logprobs": 3, "response_format": {"type": "json_object"}}
-    body = parse_body(json.dumps({**text, **told}).encode(), CompletionBody)
     wanted = OutputFormat(json_schema={"type": "object"})
-    assert query_of(body).decoding == Decoding(**told, top_logprobs=3, format=wanted)
+    assert read(COMPLETIONS, **text, **told).decoding == Decoding(
+        **told, top_logprobs=3, format=wanted
+    )
 
 
 def test_values_that_ask_for_nothing_are_taken() -> None:
@@ -154,19 +166,19 @@ def test_values_that_ask_for_nothing_are_taken() -> None:
     chat(stream_options={"include_usage": False}, function_call="auto", modalities=["text"])
     chat(stream=True, stream_options={"include_usage": True, "include_obfuscation": False})
     chat(min_p=0.0, repetition_penalty=1.0, skip_special_tokens=True, ignore_eos=False, best_of=1)
-    assert chat(stop=["", "END"]).request().decoding.stop == ["END"]
-    assert chat(stop="").request().decoding.stop == []
+    assert chat(stop=["", "END"]).decoding.stop == ["END"]
+    assert chat(stop="").decoding.stop == []
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]"])
 def test_a_body_that_is_no_object_is_refused(raw: bytes) -> None:
-    with pytest.raises(BodyError, match="the body is not"):
-        parse_body(raw, ChatBody)
+    with pytest.raises(RequestError, match="the body is n"):
+        read_query(raw, CHAT)
 
 
 def test_messages_reach_the_template_as_text_and_maps() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    body = chat(
+    query = chat(
         messages=[
             {"role": "developer", "content": "be brief"},
             {
@@ -177,7 +189,7 @@ def test_messages_reach_the_template_as_text_and_maps() -> None:
             {"role": "tool", "tool_call_id": "1", "content": "4"},
         ]
     )
-    system, user, assistant, tool = body.request().messages
+    system, user, assistant, tool = query.messages
     assert system == {"role": "system", "content": "be brief"}
     assert user["content"] == "2+2"
     assert assistant["content"] == ""
@@ -190,7 +202,7 @@ def test_an_image_comes_in_a_data_url() -> None:
         {"type": "text", "text": "What is"},
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw=="}},
     ]
-    (message,) = chat(messages=[{"role": "user", "content": parts}]).request().messages
+    (message,) = chat(messages=[{"role": "user", "content": parts}]).messages
     assert message["content"] == [parts[0], {"type": "image", "image": b"\x89PNG"}]
 
 
@@ -205,8 +217,8 @@ def test_an_image_comes_in_a_data_url() -> None:
     ],
 )
 def test_an_image_from_elsewhere_is_refused(part: Any, words: str) -> None:
-    with pytest.raises(BodyError, match=words):
-        chat(messages=[{"role": "user", "content": [part]}]).request()
+    with pytest.raises(RequestError, match=words):
+        chat(messages=[{"role": "user", "content": [part]}])
 
 
 @pytest.mark.parametrize(
@@ -214,11 +226,60 @@ def test_an_image_from_elsewhere_is_refused(part: Any, words: str) -> None:
     [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2]], [[1], [2]])],
 )
 def test_prompts_come_as_texts_or_token_ids(prompt: Any, prompts: Any) -> None:
-    body = parse_body(json.dumps({"model": "m", "prompt": prompt}).encode(), CompletionBody)
-    assert body.request().prompts == prompts
+    query = read(COMPLETIONS, model="m", prompt=prompt)
+    assert isinstance(query, CompletionRequest)
+    assert query.prompts == prompts
 
 
 def test_tools_are_left_out_when_none_shall_be_called() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
-    assert chat(tools=tools).request().tools == tools
-    assert chat(tools=tools, tool_choice="none").request().tools == []
+    assert chat(tools=tools).tools == tools
+    assert chat(tools=tools, tool_choice="none").tools == []
+    custom: dict[str, Any] = {"type": "custom", "custom": {"name": "run"}}
+    parameters = {
+        "type": "object",
+        "properties": {"input": {"type": "string"}},
+        "required": ["input"],
+    }
+    described = {"name": "run", "description": "", "parameters": parameters}
+    shown = chat(tools=[*tools, custom]).tools
+    assert shown == [*tools, {"type": "function", "function": described}]
+
+
+def test_fields_of_messages_that_only_a_template_knows_reach_it() -> None:
+    named = {"role": "user", "content": "hi", "name": "ada"}
+    assert chat(messages=[named]).messages == [named]
+
+
+@pytest.mark.parametrize("prompt", [None, [], [[]], ["a", 1], [1.5], [[True]], {"a": 1}])
+def test_a_prompt_is_texts_or_token_ids(prompt: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        read(COMPLETIONS, model="m", prompt=prompt)
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"n": 129}, "n"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"echo": True}, "echo"),
+        ({"messages": [1]}, "messages"),
+        ({"stateful": True}, "stateful"),
+    ],
+)
+def test_what_a_completion_cannot_do_is_refused_by_name(fields: Any, param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        read(COMPLETIONS, **{"model": "m", "prompt": "a", **fields})
+    assert caught.value.param == param
+
+
+def test_any_whole_number_is_a_seed_and_a_top_k_of_minus_one_is_none() -> None:
+    for api, more in ((CHAT, ASKED), (COMPLETIONS, {"model": "m", "prompt": "a"})):
+        decoding = read(api, **more, seed=-1, top_k=-1).decoding
+        assert (decoding.seed, decoding.top_k) == ((1 << 63) - 1, 0)
+    with pytest.raises(RequestError, match="top_k"):
+        chat(top_k=-2)

@@ -4,13 +4,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from ....schemas.wire.images import data_url
-from ..messages import CanonicalCall, CanonicalMessage, Picture, joined
-from ..replies import Piece, ReasoningPiece, TextPiece
-from .answer import Answered, AnswerHead, Usage, event
-from .chat import custom_call
-from .formats import output_format, read_format, read_tool_choice
-from .request import Fields, ModelRequest, RequestError, content_of, sampling_of, tools_of
+from ...schemas.wire.images import data_url
+from ..agents.messages import CanonicalCall, CanonicalMessage, Picture, joined
+from ..agents.replies import Piece, ReasoningPiece, TextPiece
+from .answers import AnswerHead, FinishReason, ModelApi, NewTokens, Usage, event, openai_error
+from .request import (
+    Fields,
+    ModelRequest,
+    RequestError,
+    custom_call,
+    output_format,
+    read_content,
+    read_format,
+    read_openai_tools,
+    read_sampling,
+    read_tool_choice,
+)
 
 _SAMPLING = ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty")
 _ECHOED: Mapping[str, Any] = {
@@ -55,7 +64,7 @@ def read_response(body: Any) -> ModelRequest:
             _add(messages, item, left_out)
     if not messages:
         raise RequestError("input is empty", param="input")
-    tools, tools_left_out = tools_of(fields, nested=False)
+    tools, tools_left_out = read_openai_tools(fields, nested=False)
     single = "parallel_tool_calls" if fields.any("parallel_tool_calls") is False else ""
     choice = read_tool_choice(fields.any("tool_choice"), tools, single=single)
     text = Fields(fields.any("text") or {}, "text")
@@ -71,7 +80,8 @@ def read_response(body: Any) -> ModelRequest:
         custom_tools=_custom_tools(fields),
         echo=_echo(body),
         model=fields.text("model"),
-        overruled=sampling_of(fields, _SAMPLING),
+        return_token_ids=fields.flag("return_token_ids"),
+        sampling=read_sampling(fields, _SAMPLING),
         without_effect=(
             *left_out,
             *tools_left_out,
@@ -104,7 +114,7 @@ def _add(messages: list[CanonicalMessage], item: Fields, left_out: list[str]) ->
     """Add an item: what the assistant reasons, says and calls in a row is one message."""
     kind = item.text("type", "message")
     if kind in _OUTPUTS:
-        output = content_of(item, "output")
+        output = read_content(item, "output")
         messages.append(CanonicalMessage("tool", output, call_id=item.text("call_id")))
         return
     message = _message(item) if kind == "message" else _part_of_turn(item, kind)
@@ -118,7 +128,7 @@ def _add(messages: list[CanonicalMessage], item: Fields, left_out: list[str]) ->
 
 def _message(item: Fields) -> CanonicalMessage:
     role = item.text("role", "user")
-    content = content_of(item)
+    content = read_content(item)
     if role in ("system", "developer"):
         return CanonicalMessage("system", content)
     if role == "user":
@@ -135,9 +145,9 @@ def _part_of_turn(item: Fields, kind: str) -> CanonicalMessage | None:
     elif kind == "custom_tool_call":
         call = custom_call(item.text("name"), item.text("input"), item.text("call_id"))
     elif kind == "reasoning":
-        texts = content_of(item) or content_of(item, "summary")
-        told = "".join(text for text in texts if isinstance(text, str))
-        return CanonicalMessage("assistant", reasoning=told or None)
+        texts = read_content(item) or read_content(item, "summary")
+        reasoning = "".join(text for text in texts if isinstance(text, str))
+        return CanonicalMessage("assistant", reasoning=reasoning or None)
     else:
         return None
     return CanonicalMessage("assistant", calls=(call,))
@@ -169,14 +179,14 @@ def input_items(messages: Sequence[CanonicalMessage], name: str) -> Iterator[dic
             call_id = message.call_id
             yield item("fc", "function_call_output", call_id=call_id, output=message.text)
         elif message.content:
-            content = [_told_part(part, message.role) for part in message.content]
+            content = [_worded_part(part, message.role) for part in message.content]
             yield item("msg", "message", role=message.role, content=content)
         for call in message.calls:
-            said = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
-            yield item("fc", "function_call", **said)
+            called = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
+            yield item("fc", "function_call", **called)
 
 
-def _told_part(part: str | Picture, role: str) -> dict[str, Any]:
+def _worded_part(part: str | Picture, role: str) -> dict[str, Any]:
     if isinstance(part, Picture):
         return {"type": "input_image", "detail": "auto", "image_url": data_url(part.encoded)}
     if role == "assistant":
@@ -185,25 +195,17 @@ def _told_part(part: str | Picture, role: str) -> dict[str, Any]:
 
 
 class ResponseAnswer:
-    """One answer, as one object or as the events of a stream."""
+    """An answer of Responses, which has one choice; see `Answer`."""
 
-    def __init__(
-        self,
-        head: AnswerHead,
-        *,
-        custom_tools: frozenset[str] = frozenset(),
-        echo: Mapping[str, Any] = _ECHOED,
-    ) -> None:
-        """Word an answer.
-
-        `custom_tools` are those that take any text, `echo` is told of the request.
-        """
+    def __init__(self, head: AnswerHead, request: ModelRequest) -> None:
+        """Word the answer to a request."""
         self._head = head
-        self._echo = echo
-        self._custom = custom_tools
+        self._echo = request.echo or _ECHOED
+        self._custom = request.custom_tools
         self._numbers = count()
         self._output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
+        self._status = "completed"
 
     def start(self, usage: Usage) -> Iterator[str]:
         """Yield the first events, which tell no counts."""
@@ -211,41 +213,38 @@ class ResponseAnswer:
         for kind in ("created", "in_progress"):
             yield self._event(f"response.{kind}", response=self._response("in_progress"))
 
-    def push(self, piece: Piece) -> Iterator[str]:
-        """Take more of the answer; yield it as events."""
-        if isinstance(piece, CanonicalCall):
-            yield from self._close()
-            yield from self._call(piece)
-            return
-        kind = "message" if isinstance(piece, TextPiece) else "reasoning"
-        if self._open is None or self._open["type"] != kind:
-            yield from self._close()
-            yield from self._begin(kind)
-        assert self._open is not None
-        self._open["content"][0]["text"] += piece.text
-        name = "reasoning_text" if isinstance(piece, ReasoningPiece) else "output_text"
-        logprobs: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-        yield self._event(f"response.{name}.delta", **self._part(), delta=piece.text, **logprobs)
-
-    def fail(self, told: dict[str, Any]) -> str:
-        """Return the event that ends an answer which cannot go on; `told` as OpenAI words it."""
-        error = told["error"]
-        code = "rate_limit_exceeded" if error["type"] == "rate_limit_error" else "server_error"
-        said = {"code": code, "message": error["message"]}
-        return self._event("response.failed", response={**self._response("failed"), "error": said})
-
-    def finish(
-        self, answered: Answered, usage: Usage, extra: Mapping[str, Any] | None = None
+    def push(
+        self, pieces: Sequence[Piece], choice: int = 0, tokens: NewTokens | None = None
     ) -> Iterator[str]:
-        """End the answer; `extra` is told besides."""
-        yield from self._close()
-        kind = "incomplete" if answered == "length" else "completed"
-        whole = {**self.whole(answered, usage), **(extra or {})}
-        yield self._event(f"response.{kind}", response=whole)
+        """Add to the answer; yield it as events, which tell no tokens."""
+        del choice, tokens
+        for piece in pieces:
+            if isinstance(piece, CanonicalCall):
+                yield from self._close()
+                yield from self._call(piece)
+            else:
+                yield from self._add(piece)
 
-    def whole(self, answered: Answered, usage: Usage) -> dict[str, Any]:
+    def finish(self, reason: FinishReason, choice: int = 0, stop: str = "") -> Iterator[str]:
+        """End the last item."""
+        del choice, stop
+        self._status = "incomplete" if reason == "length" else "completed"
+        yield from self._close()
+
+    def end(self, usage: Usage, extra: Mapping[str, Any] | None = None) -> Iterator[str]:
+        """Yield the last event, which has the whole answer."""
+        whole = {**self.whole(usage), **(extra or {})}
+        yield self._event(f"response.{self._status}", response=whole)
+
+    def fail(self, error: Mapping[str, Any]) -> str:
+        """Return the event that ends a stream which cannot go on."""
+        fields = error["error"]
+        code = "rate_limit_exceeded" if fields["type"] == "rate_limit_error" else "server_error"
+        failed = {"error": {"code": code, "message": fields["message"]}}
+        return self._event("response.failed", response={**self._response("failed"), **failed})
+
+    def whole(self, usage: Usage) -> dict[str, Any]:
         """Return the answer as one object, once it is finished."""
-        status = "incomplete" if answered == "length" else "completed"
         counts = {
             "input_tokens": usage.prompt,
             "input_tokens_details": {"cached_tokens": usage.reused, "cache_write_tokens": 0},
@@ -253,8 +252,8 @@ class ResponseAnswer:
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage.prompt + usage.generated,
         }
-        why = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        return {**self._response(status), "incomplete_details": why, "usage": counts}
+        why = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
+        return {**self._response(self._status), "incomplete_details": why, "usage": counts}
 
     def _response(self, status: str) -> dict[str, Any]:
         return {
@@ -269,6 +268,18 @@ class ResponseAnswer:
             **self._echo,
             "usage": None,
         }
+
+    def _add(self, piece: TextPiece | ReasoningPiece) -> Iterator[str]:
+        """Add to the open item, or begin one of the piece's kind."""
+        kind = "message" if isinstance(piece, TextPiece) else "reasoning"
+        if self._open is None or self._open["type"] != kind:
+            yield from self._close()
+            yield from self._begin(kind)
+        assert self._open is not None
+        self._open["content"][0]["text"] += piece.text
+        name = "output_text" if kind == "message" else "reasoning_text"
+        logprobs: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        yield self._event(f"response.{name}.delta", **self._part(), delta=piece.text, **logprobs)
 
     def _begin(self, kind: str) -> Iterator[str]:
         name = f"{'msg' if kind == 'message' else 'rs'}_{self._head.id}_{len(self._output)}"
@@ -313,8 +324,8 @@ class ResponseAnswer:
         yield self._event("response.output_item.added", **place, item={**item, field: ""})
         place["item_id"] = item["id"]
         yield self._event(f"response.{name}.delta", **place, delta=sent)
-        told = {} if is_custom else {"name": call.name}
-        yield self._event(f"response.{name}.done", **place, **told, **{field: sent})
+        named = {} if is_custom else {"name": call.name}
+        yield self._event(f"response.{name}.done", **place, **named, **{field: sent})
         yield from self._done({**item, field: sent, "status": "completed"})
 
     def _done(self, item: dict[str, Any]) -> Iterator[str]:
@@ -330,5 +341,8 @@ class ResponseAnswer:
             "content_index": 0,
         }
 
-    def _event(self, kind: str, **said: Any) -> str:
-        return event({"type": kind, "sequence_number": next(self._numbers), **said}, kind)
+    def _event(self, kind: str, **fields: Any) -> str:
+        return event({"type": kind, "sequence_number": next(self._numbers), **fields}, kind)
+
+
+RESPONSES = ModelApi("responses", "resp_", read_response, ResponseAnswer, openai_error)

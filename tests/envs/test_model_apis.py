@@ -1,4 +1,4 @@
-"""The dialects as their makers' own libraries read and write them."""
+"""The model APIs as their makers' own libraries read and write them."""
 
 import json
 import threading
@@ -13,23 +13,13 @@ import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from tinkermq.envs.agents.dialects.answer import Answered, AnswerHead, Usage
-from tinkermq.envs.agents.dialects.chat import ChatCompletionAnswer, read_chat
-from tinkermq.envs.agents.dialects.messages_api import (
-    MessagesAnswer,
-    messages_error,
-    read_messages,
-)
-from tinkermq.envs.agents.dialects.request import ModelRequest, RequestError
-from tinkermq.envs.agents.dialects.responses import ResponseAnswer, read_response
 from tinkermq.envs.agents.messages import CanonicalCall, CanonicalMessage, canonical_history
-from tinkermq.envs.agents.replies import (
-    Piece,
-    ReasoningPiece,
-    ReplyReader,
-    TextPiece,
-    parse_reply,
-)
+from tinkermq.envs.agents.replies import Piece, ReasoningPiece, ReplyReader, TextPiece, parse_reply
+from tinkermq.envs.model_apis.answers import AnswerHead, FinishReason, ModelApi, Usage
+from tinkermq.envs.model_apis.chat import CHAT, read_chat
+from tinkermq.envs.model_apis.messages import MESSAGES, messages_error, read_messages
+from tinkermq.envs.model_apis.request import ModelRequest, RequestError
+from tinkermq.envs.model_apis.responses import RESPONSES, read_response
 from tinkermq.schemas.output_format import OutputFormat
 
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query":  "é x", "n": 1.0}}\n</tool_call>'
@@ -104,32 +94,14 @@ def served() -> Iterator[tuple[str, list[Served]]]:
         thread.join()
 
 
-def chat_told(request: ModelRequest, pieces: list[Piece], ended: Answered) -> Any:
-    answer = ChatCompletionAnswer(HEAD, 1, include_usage=request.include_usage)
-    events = [*answer.start()]
-    for piece in pieces:
-        events += answer.push(piece)
-    events += answer.finish(ended)
-    events += answer.end(USAGE)
-    return "".join(events) if request.stream else answer.whole(USAGE)
-
-
-def worded(answer: ResponseAnswer | MessagesAnswer, request: ModelRequest, *told: Any) -> Any:
+def worded(api: ModelApi, request: ModelRequest, pieces: list[Piece], end: FinishReason) -> Any:
     """Return an answer's events where a stream is asked for, else the whole."""
-    pieces, ended = told
+    answer = api.answer(HEAD, request)
     events = [*answer.start(USAGE)]
     for piece in pieces:
-        events += answer.push(piece)
-    events += answer.finish(ended, USAGE)
-    return "".join(events) if request.stream else answer.whole(ended, USAGE)
-
-
-def response_told(request: ModelRequest, pieces: list[Piece], ended: Answered) -> Any:
-    return worded(ResponseAnswer(HEAD), request, pieces, ended)
-
-
-def messages_told(request: ModelRequest, pieces: list[Piece], ended: Answered) -> Any:
-    return worded(MessagesAnswer(HEAD), request, pieces, ended)
+        events += answer.push([piece])
+    events += answer.finish(end)
+    return "".join([*events, *answer.end(USAGE)]) if request.stream else answer.whole(USAGE)
 
 
 @cache
@@ -182,34 +154,34 @@ def ask_messages(url: str, stream: bool) -> tuple[Any, list[dict[str, Any]]]:
     return made, [*asked["messages"], {"role": "assistant", "content": content}]
 
 
-DIALECTS = {
-    "chat": (read_chat, chat_told, ask_chat, "messages"),
-    "responses": (read_response, response_told, ask_responses, "input"),
-    "messages": (read_messages, messages_told, ask_messages, "messages"),
+APIS = {
+    "chat": (CHAT, ask_chat, "messages"),
+    "responses": (RESPONSES, ask_responses, "input"),
+    "messages": (MESSAGES, ask_messages, "messages"),
 }
 
 
 @pytest.mark.parametrize("text", ANSWERS.values(), ids=ANSWERS)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("name", APIS)
 def test_what_a_library_reads_and_sends_back_is_what_was_answered(
-    served: tuple[str, list[Served]], dialect: str, stream: bool, text: str
+    served: tuple[str, list[Served]], name: str, stream: bool, text: str
 ) -> None:
     url, answers = served
-    read, told, ask, key = DIALECTS[dialect]
+    api, ask, key = APIS[name]
     pieces, reply = pieces_of(text)
     seen: list[ModelRequest] = []
 
     def answer(path: str, body: dict[str, Any]) -> Any:
-        seen.append(read(body))
-        return told(seen[-1], pieces, "stop")
+        seen.append(api.read(body))
+        return worded(api, seen[-1], pieces, "stop")
 
     answers.append(answer)
     _, history = ask(url, stream)
     assert seen[0].stream == stream
     assert seen[0].messages == (CanonicalMessage("user", ("go",)),)
     assert [tool["function"]["name"] for tool in seen[0].tools] == ["search"]
-    echoed = read({"model": "m", key: history}).messages
+    echoed = api.read({"model": "m", key: history}).messages
     assert echoed[0] == seen[0].messages[0]
     if reply.content or reply.calls or reply.reasoning:
         (back,) = echoed[1:]
@@ -221,7 +193,7 @@ def test_what_a_library_reads_and_sends_back_is_what_was_answered(
 def test_each_event_and_answer_of_responses_has_the_shape_of_openais_own_types(text: str) -> None:
     pieces, _ = pieces_of(text)
     request = read_response({"input": "go", "stream": True})
-    events = response_told(request, pieces, "length").split("\n\n")[:-1]
+    events = worded(RESPONSES, request, pieces, "length").split("\n\n")[:-1]
     read: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)  # pyright: ignore[reportArgumentType]
     numbers: list[int] = []
     for event in events:
@@ -230,12 +202,12 @@ def test_each_event_and_answer_of_responses_has_the_shape_of_openais_own_types(t
         assert name == f"event: {value['type']}"
         numbers.append(read.validate_python(value).sequence_number)
     assert numbers == list(range(len(events)))
-    whole = response_told(read_response({"input": "go"}), pieces, "length")
+    whole = worded(RESPONSES, read_response({"input": "go"}), pieces, "length")
     assert Response.model_validate(whole).status == "incomplete"
 
 
 @pytest.mark.parametrize(
-    ("dialect", "body", "param", "message"),
+    ("name", "body", "param", "message"),
     [
         ("chat", [], "", "the body is no object"),
         ("chat", {"messages": []}, "messages", "messages is empty"),
@@ -279,16 +251,15 @@ def test_each_event_and_answer_of_responses_has_the_shape_of_openais_own_types(t
         ),
     ],
 )
-def test_what_cannot_be_served_is_named(dialect: str, body: Any, param: str, message: str) -> None:
-    read = DIALECTS[dialect][0]
+def test_what_cannot_be_served_is_named(name: str, body: Any, param: str, message: str) -> None:
     with pytest.raises(RequestError) as raised:
-        read(body)
+        APIS[name][0].read(body)
     assert raised.value.param == param
     assert message in raised.value.message
     assert message in json.dumps(messages_error(raised.value, 400))
 
 
-def test_a_conversation_is_the_same_in_all_dialects() -> None:
+def test_a_conversation_is_the_same_in_all_apis() -> None:
     """System, user, reasoning, two calls, their results in another order, and a question."""
     arguments = '{"query": "x"}'
     ids = ("call00001", "call00002")
@@ -403,4 +374,4 @@ def test_what_has_no_effect_is_listed_and_hosted_tools_are_left_out() -> None:
         "prompt_cache_key",
     )
     assert request.format == OutputFormat(functions=["shell"])
-    assert request.overruled == {"temperature": 0}
+    assert request.sampling == {"temperature": 0}

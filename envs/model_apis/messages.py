@@ -1,24 +1,25 @@
 """Anthropic's Messages."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ....schemas.wire.errors import TinkermqError
-from ..messages import CanonicalCall, CanonicalMessage, Picture, joined
-from ..replies import Piece, TextPiece
-from .answer import Answered, AnswerHead, Usage, event
-from .formats import output_format, read_format, read_tool_choice
+from ...schemas.wire.errors import TinkermqError
+from ..agents.messages import CanonicalCall, CanonicalMessage, Picture, joined
+from ..agents.replies import Piece, TextPiece
+from .answers import AnswerHead, FinishReason, ModelApi, NewTokens, Usage, event, text_of
 from .request import (
     Fields,
     ModelRequest,
     RequestError,
-    content_of,
     function_tool,
-    part_of,
-    picture_of,
-    sampling_of,
-    text_of,
+    output_format,
+    read_content,
+    read_format,
+    read_part,
+    read_picture,
+    read_sampling,
+    read_tool_choice,
 )
 
 _SAMPLING = ("temperature", "top_p", "top_k")
@@ -29,7 +30,7 @@ def read_messages(body: Any) -> ModelRequest:
     fields = Fields(body)
     messages: list[CanonicalMessage] = []
     if fields.any("system"):
-        messages.append(CanonicalMessage("system", content_of(fields, "system")))
+        messages.append(CanonicalMessage("system", read_content(fields, "system")))
     for message in fields.objects("messages"):
         messages += _messages(message)
     if not fields.items("messages"):
@@ -52,7 +53,8 @@ def read_messages(body: Any) -> ModelRequest:
         stream=fields.flag("stream"),
         is_prefill=messages[-1].role == "assistant",
         model=fields.text("model"),
-        overruled=sampling_of(fields, _SAMPLING),
+        return_token_ids=fields.flag("return_token_ids"),
+        sampling=read_sampling(fields, _SAMPLING),
         without_effect=(
             *left_out,
             *fields.unread(),
@@ -71,7 +73,7 @@ def _messages(message: Fields) -> Iterator[CanonicalMessage]:
     if role not in ("user", "system"):
         raise RequestError(f"{message.name('role')} is {role!r}", param=message.name("role"))
     if isinstance(message.any("content"), str | None):
-        yield CanonicalMessage(role, content_of(message))
+        yield CanonicalMessage(role, read_content(message))
         return
     parts: list[str | Picture] = []
     for block in message.objects("content"):
@@ -88,21 +90,21 @@ def _messages(message: Fields) -> Iterator[CanonicalMessage]:
 
 def _result(block: Fields) -> tuple[str | Picture, ...]:
     if isinstance(block.any("content"), str | None):
-        return content_of(block)
+        return read_content(block)
     return joined(_part(part) for part in block.objects("content"))
 
 
 def _part(block: Fields) -> str | Picture:
     if block.text("type") != "image":
-        return part_of(block)
+        return read_part(block)
     source = Fields(block.any("source"), block.name("source"))
     url = source.text("url") or f"data:{source.text('media_type')};base64,{source.text('data')}"
-    return picture_of({"type": "image_url", "image_url": {"url": url}}, block)
+    return read_picture({"type": "image_url", "image_url": {"url": url}}, block)
 
 
 def _assistant(message: Fields) -> CanonicalMessage:
     if isinstance(message.any("content"), str | None):
-        return CanonicalMessage("assistant", content_of(message))
+        return CanonicalMessage("assistant", read_content(message))
     parts: list[str | Picture] = []
     calls: list[CanonicalCall] = []
     thoughts: list[str] = []
@@ -133,47 +135,61 @@ def _tools(fields: Fields) -> tuple[tuple[dict[str, Any], ...], list[str]]:
 
 
 class MessagesAnswer:
-    """One answer, as one object or as the events of a stream."""
+    """An answer of Messages, which has one choice; see `Answer`."""
 
-    def __init__(self, head: AnswerHead) -> None:
-        """Word an answer."""
+    def __init__(self, head: AnswerHead, request: ModelRequest) -> None:
+        """Word the answer to a request."""
+        del request
         self._head = head
         self._blocks: list[dict[str, Any]] = []
         self._is_open = False
-        self.stop_sequence: str | None = None
-        """The stop text that ended it, where that is known."""
+        self._reason = "end_turn"
+        self._stop: str | None = None
 
     def start(self, usage: Usage) -> Iterator[str]:
         """Yield the first event, with the counts of the prompt."""
         yield _event("message_start", message=self._message(None, usage))
 
-    def push(self, piece: Piece) -> Iterator[str]:
-        """Take more of the answer; yield it as events."""
-        if isinstance(piece, CanonicalCall):
-            yield from self._close()
-            yield from self._call(piece)
-        elif isinstance(piece, TextPiece):
-            yield from self._add("text", piece.text, {"type": "text", "text": ""})
-        else:
-            empty = {"type": "thinking", "thinking": "", "signature": ""}
-            yield from self._add("thinking", piece.text, empty)
-
-    def fail(self, told: dict[str, Any]) -> str:
-        """Return the event that ends an answer which cannot go on: `messages_error`'s words."""
-        return event(told, "error")
-
-    def finish(
-        self, answered: Answered, usage: Usage, extra: Mapping[str, Any] | None = None
+    def push(
+        self, pieces: Sequence[Piece], choice: int = 0, tokens: NewTokens | None = None
     ) -> Iterator[str]:
-        """End the answer; `extra` is told besides."""
+        """Add to the answer; yield it as events, which tell no tokens."""
+        del choice, tokens
+        for piece in pieces:
+            if isinstance(piece, CanonicalCall):
+                yield from self._close()
+                yield from self._call(piece)
+            elif isinstance(piece, TextPiece):
+                yield from self._add("text", piece.text, {"type": "text", "text": ""})
+            else:
+                empty = {"type": "thinking", "thinking": "", "signature": ""}
+                yield from self._add("thinking", piece.text, empty)
+
+    def finish(self, reason: FinishReason, choice: int = 0, stop: str = "") -> Iterator[str]:
+        """End the last block."""
+        del choice
+        self._stop = stop or None
+        if any(block["type"] == "tool_use" for block in self._blocks):
+            self._reason = "tool_use"
+        elif stop:
+            self._reason = "stop_sequence"
+        else:
+            self._reason = "max_tokens" if reason == "length" else "end_turn"
         yield from self._close()
-        ended = {"stop_reason": self._reason(answered), "stop_sequence": self.stop_sequence}
-        yield _event("message_delta", delta=ended, usage=_counts(usage), **(extra or {}))
+
+    def end(self, usage: Usage, extra: Mapping[str, Any] | None = None) -> Iterator[str]:
+        """Yield the last events."""
+        delta = {"stop_reason": self._reason, "stop_sequence": self._stop}
+        yield _event("message_delta", delta=delta, usage=_worded_usage(usage), **(extra or {}))
         yield _event("message_stop")
 
-    def whole(self, answered: Answered, usage: Usage) -> dict[str, Any]:
+    def fail(self, error: Mapping[str, Any]) -> str:
+        """Return the event that ends a stream which cannot go on."""
+        return event(error, "error")
+
+    def whole(self, usage: Usage) -> dict[str, Any]:
         """Return the answer as one object, once it is finished."""
-        return self._message(self._reason(answered), usage)
+        return self._message(self._reason, usage)
 
     def _message(self, reason: str | None, usage: Usage) -> dict[str, Any]:
         return {
@@ -183,16 +199,9 @@ class MessagesAnswer:
             "model": self._head.model,
             "content": list(self._blocks),
             "stop_reason": reason,
-            "stop_sequence": self.stop_sequence,
-            "usage": _counts(usage),
+            "stop_sequence": self._stop,
+            "usage": _worded_usage(usage),
         }
-
-    def _reason(self, answered: Answered) -> str:
-        if any(block["type"] == "tool_use" for block in self._blocks):
-            return "tool_use"
-        if self.stop_sequence is not None:
-            return "stop_sequence"
-        return "max_tokens" if answered == "length" else "end_turn"
 
     def _add(self, kind: str, text: str, empty: dict[str, Any]) -> Iterator[str]:
         if not self._is_open or self._blocks[-1]["type"] != kind:
@@ -229,7 +238,7 @@ class MessagesAnswer:
         yield from self._close()
 
 
-def _counts(usage: Usage) -> dict[str, int]:
+def _worded_usage(usage: Usage) -> dict[str, int]:
     """Return the counts; what was reused is not among `input_tokens` there."""
     return {
         "input_tokens": usage.prompt - usage.reused,
@@ -239,8 +248,8 @@ def _counts(usage: Usage) -> dict[str, int]:
     }
 
 
-def _event(kind: str, **said: Any) -> str:
-    return event({"type": kind, **said}, kind)
+def _event(kind: str, **fields: Any) -> str:
+    return event({"type": kind, **fields}, kind)
 
 
 _KINDS = {
@@ -256,3 +265,7 @@ def messages_error(error: TinkermqError, status: int) -> dict[str, Any]:
     """Return an error in the words of Messages."""
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": text_of(error)}}
+
+
+_PING = event({"type": "ping"}, "ping")
+MESSAGES = ModelApi("messages", "msg_", read_messages, MessagesAnswer, messages_error, _PING)
