@@ -1,10 +1,14 @@
-"""Images of containers as the roots of programs' walls.
+"""Images of containers as the roots of programs' sandboxes.
 
 Podman or docker, whichever knows the image, writes its files out, once for all hosts of a user on a
-machine; nothing of it is run by them. A program then stands behind the same walls as any other,
-with the image's files in place of the machine's. They lie in the temporary folder while a host
-uses them: the last one that ends removes them, and those of hosts that were killed are removed by
-the next one that starts.
+machine; nothing of it is run by them. A program then runs in the same sandbox as any other, with
+the image's files in place of the machine's. They lie in the temporary folder while a host uses
+them: the last one that ends removes them, and those of hosts that were killed are removed by the
+next one that starts.
+
+What runs first in a sandbox is written in Python, and an image may have none, or another C library.
+So the interpreter, its standard library and the shared libraries that it loads are shown one by
+one, and it is started by the dynamic loader that it was built for.
 """
 
 import contextlib
@@ -13,14 +17,17 @@ import json
 import os
 import shutil
 import subprocess
+import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ....schemas.wire.errors import SandboxError
-from ..programs.folders import is_own_folder, remove_tree
+from .folders import is_own_folder, remove_tree
 
 _TOOLS = ("podman", "docker")
 _PREFIX = "tinkermq-image-"
@@ -28,6 +35,14 @@ _ASK_S, _UNPACK_S, _PAUSE_S = 60.0, 1800.0, 0.2
 _SHOWN_CHARS = 500
 _FOLDERS = ("proc", "dev", "tmp", "etc", "episode")
 _FILES = ("etc/passwd", "etc/group", "etc/hosts", "etc/resolv.conf")
+_LOADER, _LIBRARIES, _HOME = "/.tinkermq/loader", "/.tinkermq/libraries", "/.tinkermq/python"
+_PYTHON = f"{_HOME}/bin/python3"
+IN_IMAGE = (_LOADER, "--library-path", _LIBRARIES, _PYTHON)
+"""The words that start it there."""
+_LOADED = """
+import ctypes, json, marshal, os, resource, shutil, socket
+print(open("/proc/self/maps").read())
+"""
 
 
 class ImageRoot:
@@ -39,10 +54,10 @@ class ImageRoot:
         Raises SandboxError, with the remedy, for a machine without podman and docker, an image
         that neither has, and files that cannot be written out.
         """
-        tool, told = _find(name)
-        self.environment = _variables(told)
+        tool, facts = _find(name)
+        self.environment = _variables(facts)
         """What the image sets for its programs."""
-        number = str(told.get("Id", "")).rpartition(":")[2]
+        number = str(facts.get("Id", "")).rpartition(":")[2]
         self._folder = Path(tempfile.gettempdir(), f"{_PREFIX}{os.getuid()}-{number[:32]}")
         self.path = self._folder / "root"
         """What its programs see as `/`."""
@@ -112,22 +127,22 @@ def _find(name: str) -> tuple[str, dict[str, Any]]:
             hint="apt-get install podman (dnf install podman) where environment hosts run, or "
             "remove agent.image",
         )
-    said: list[str] = []
+    reasons: list[str] = []
     for tool in tools:
         done = _run([tool, "image", "inspect", name])
         if done.returncode == 0:
             with contextlib.suppress(ValueError, LookupError, TypeError):
                 return tool, dict(json.loads(done.stdout)[0])
-        said.append(f"{Path(tool).name} says: {_last_line(done.stderr)}")
+        reasons.append(f"{Path(tool).name} says: {_last_line(done.stderr)}")
     raise SandboxError(
-        f"agent.image={name!r} is not on this machine; {'; '.join(said)}",
+        f"agent.image={name!r} is not on this machine; {'; '.join(reasons)}",
         hint=f"pull or build it where environment hosts run, as the user of the host: "
         f"{Path(tools[0]).name} pull {name}",
     )
 
 
-def _variables(told: dict[str, Any]) -> dict[str, str]:
-    config: Any = told.get("Config") or {}
+def _variables(facts: dict[str, Any]) -> dict[str, str]:
+    config: Any = facts.get("Config") or {}
     pairs = [str(one).partition("=") for one in config.get("Env") or ()]
     return {name: value for name, _, value in pairs}
 
@@ -161,9 +176,9 @@ def _unpack(tool: str, name: str, root: Path) -> None:
         _run([tool, "rm", "-f", container])
 
 
-def _unwritten(name: str, said: str) -> SandboxError:
+def _unwritten(name: str, reason: str) -> SandboxError:
     return SandboxError(
-        f"the files of agent.image={name!r} cannot be written out: {said}",
+        f"the files of agent.image={name!r} cannot be written out: {reason}",
         hint="see the room in the host's temporary folder ($TMPDIR)",
     )
 
@@ -175,8 +190,8 @@ def _run(command: Sequence[str]) -> "subprocess.CompletedProcess[bytes]":
         return subprocess.CompletedProcess(command, 1, b"", str(error).encode())
 
 
-def _last_line(said: bytes) -> str:
-    lines = said.decode(errors="replace").strip().splitlines()
+def _last_line(output: bytes) -> str:
+    lines = output.decode(errors="replace").strip().splitlines()
     return lines[-1][:_SHOWN_CHARS] if lines else "nothing"
 
 
@@ -237,3 +252,50 @@ def _remove(folder: Path) -> None:
     if os.getuid():
         subprocess.run(["chmod", "-R", "u+rwX", str(folder)], check=False, capture_output=True)
     remove_tree(folder)
+
+
+@cache
+def interpreter_files() -> dict[str, Path]:
+    """Return what is shown, by its path in the sandbox; SandboxError if that is not known."""
+    python = Path(os.path.realpath(sys.executable))
+    standard = Path(sysconfig.get_path("stdlib")).resolve()
+    loaded = _loaded(python)
+    loader = next((one for one in loaded if one.name.startswith(("ld-", "ld."))), None)
+    if loader is None:
+        raise SandboxError(
+            f"the dynamic loader of {python} is not known: programs cannot be run in an image",
+            hint="remove agent.image, or run the host with a Python of the system",
+        )
+    libraries = {
+        name: one
+        for one in loaded
+        if not one.is_relative_to(standard)
+        for name in _library_names(one)
+    }
+    inner = f"{_HOME}/{sys.platlibdir}/python{sys.version_info[0]}.{sys.version_info[1]}"
+    return {
+        _LOADER: loader,
+        _PYTHON: python,
+        inner: standard,
+        **{f"{_LIBRARIES}/{name}": path for name, path in libraries.items()},
+    }
+
+
+def _loaded(python: Path) -> list[Path]:
+    """Return the shared libraries that it loads."""
+    command = [str(python), "-I", "-S", "-B", "-c", _LOADED]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_ASK_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise SandboxError(
+            f"{python} does not start by itself: {error}", hint="see its installation"
+        ) from error
+    words = (line.split(maxsplit=5) for line in done.stdout.decode().splitlines())
+    mapped = {Path(found[5]) for found in words if len(found) > 5 and found[5].startswith("/")}
+    return sorted(path for path in mapped if ".so" in path.name)
+
+
+def _library_names(library: Path) -> set[str]:
+    """Return the names under which others know a library: links beside it."""
+    stem = library.name.partition(".so")[0]
+    return {one.name for one in library.parent.glob(f"{stem}.so*") if one.samefile(library)}
