@@ -91,6 +91,12 @@ libc.capset((ctypes.c_uint * 2)(0x20080522, 0), (ctypes.c_uint * 6)())
 os.execvp(sys.argv[2], sys.argv[2:])
 """
 """Runs before the game: gives up every right, for good, and becomes somebody else."""
+_CLOSE = """
+import os, sys
+os.closerange(3, 1 << 20)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+"""Runs before a learner: a folder that bubblewrap was handed open would lead out by `..`."""
 
 
 class EnclosedChild:
@@ -166,7 +172,7 @@ class Enclosure:
             # disks may be slow
             arguments = await asyncio.to_thread(self._arguments, wanted, handles)
             arguments += ["--bind", str(sandboxes.path), str(SOCKET)]
-            program, given = list(command if learns else _dropped(command)), {**environment}
+            program, given = _closed(command) if learns else _dropped(command), {**environment}
             if not shares:
                 variables = {n: v for n, v in variables.items() if n not in _NEEDS_NETWORK}
                 forwarder = Forwarder(environment.get(URL_VARIABLE, ""))
@@ -271,6 +277,11 @@ def _dropped(command: Sequence[str]) -> list[str]:
     if user is None:
         return list(command)
     return [sys.executable, "-I", "-S", "-c", _DROP, str(user), *command]
+
+
+def _closed(command: Sequence[str]) -> list[str]:
+    """Return what runs a program with no file open but the usual three."""
+    return [sys.executable, "-I", "-S", "-c", _CLOSE, *command]
 
 
 async def _start(
