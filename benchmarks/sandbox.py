@@ -16,8 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from tinkermq.envs.sandbox.bubblewrap import Bubblewrap
-from tinkermq.envs.sandbox.settings import SandboxSettings
+from tinkermq.envs.sandbox.interpreters import LocalCodeSandbox, SandboxSettings
 
 from benchmarks.report import Report, parser
 
@@ -30,7 +29,7 @@ print("done")
 Run = Callable[[str], str]
 
 
-def enclosed(sandbox: Bubblewrap) -> Run:
+def enclosed(sandbox: LocalCodeSandbox) -> Run:
     """Return a function that runs a program in a sandbox of its own."""
 
     def run(code: str) -> str:
@@ -65,7 +64,7 @@ def main() -> int:
     rounds = 1 if arguments.quick else arguments.rounds
     seconds = 0.05 if arguments.quick else arguments.seconds
     cores = len(os.sched_getaffinity(0))
-    sandbox = Bubblewrap(SandboxSettings(packages=[]))
+    sandbox = LocalCodeSandbox(SandboxSettings(packages=[]))
     report = Report("sandbox", "Programs of a model in the sandbox", quick=arguments.quick)
     report.note(sandbox.self_test())
     code = COMPUTE.format(seconds=seconds)

@@ -27,8 +27,8 @@ from ..runtime import EXIT_CRASHED, EXIT_DONE, EXIT_DRAINED, EXIT_FAILED
 from .backoff import FIRST_DELAY_S, Backoff
 from .children import Child, NotStarted, StartChild
 from .command import actor_environment
-from .enclosure import StartRefused
 from .output import ActorOutput, LogFile, SendLines
+from .sandbox import StartRefused
 
 STOP_DEADLINE_S = 20.0
 PIPE_DEADLINE_S = 1.0

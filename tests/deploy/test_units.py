@@ -293,21 +293,20 @@ async def a_generator(systemd: Systemd, scope: JobScope) -> Broker:
 # -- the sandbox under the units' hardening --------------------------------------------------------
 
 SELF_TEST = (
-    "from tinkermq.envs.sandbox.bubblewrap import Bubblewrap\n"
-    "from tinkermq.envs.sandbox.settings import SandboxSettings\n"
-    "print(Bubblewrap(SandboxSettings(packages=[])).self_test())"
+    "from tinkermq.envs.sandbox.interpreters import LocalCodeSandbox, SandboxSettings\n"
+    "print(LocalCodeSandbox(SandboxSettings(packages=[])).self_test())"
 )
 ENCLOSED = """
 import asyncio, sys
-from tinkermq.actors.node.enclosure import Enclosure
+from tinkermq.actors.node.sandbox import SandboxStarter
 from tinkermq.schemas.node import WantedActor
-program = "from tinkermq.envs.sandbox.shared import shared_sandbox\\n" \
-    "from tinkermq.envs.sandbox.settings import SandboxSettings\\n" \
+program = "from tinkermq.envs.sandbox.served import shared_sandbox\\n" \
+    "from tinkermq.envs.sandbox.interpreters import SandboxSettings\\n" \
     "print(shared_sandbox(SandboxSettings(packages=[])).self_test())"
 wanted = {"user": "ada", "job": "j", "name": "e", "role": "environment", "run_dir": "/runs/ada/r"}
 async def main():
     command = [sys.executable, "-c", program]
-    child = await Enclosure().start(command, WantedActor.model_validate(wanted), {}, 1)
+    child = await SandboxStarter().start(command, WantedActor.model_validate(wanted), {}, 1)
     return await child.wait()
 sys.exit(asyncio.run(main()))
 """

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from tinkermq.actors.folders.roots import MODELS_VARIABLE, ROOTS_VARIABLE
-from tinkermq.actors.node.enclosure import FOLDERS_VARIABLE
+from tinkermq.actors.node.sandbox import FOLDERS_VARIABLE
 from tinkermq.actors.scheduler.submission.access import AUTHORS_VARIABLE
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.feed import read_metrics, read_traces

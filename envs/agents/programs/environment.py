@@ -13,7 +13,7 @@ from ...game import ChatMessage
 from ...record import TRUTH_COLUMNS, Record
 from ...running.episodes import Opening
 from ..episode import ProgramEpisode
-from .walls import GRADER, HOME, TASK, TMP, WORK
+from .sandbox import GRADER, HOME, TASK, TMP, WORK
 
 INPUT = f"{TASK}/input.json"
 ROW = f"{TASK}/row.json"

@@ -16,13 +16,13 @@ from types import ModuleType
 
 import pytest
 from tinkermq.actors.folders.roots import MODELS_VARIABLE
-from tinkermq.actors.node.enclosure import (
+from tinkermq.actors.node.process import ActorProcess
+from tinkermq.actors.node.sandbox import (
     FOLDERS_VARIABLE,
     VARIABLES_VARIABLE,
-    Enclosure,
+    SandboxStarter,
     check_programs,
 )
-from tinkermq.actors.node.process import ActorProcess
 from tinkermq.envs.sandbox.watch import first_child
 from tinkermq.schemas.node import WantedActor
 from tinkermq.schemas.wire.errors import SandboxError
@@ -77,10 +77,10 @@ def source_of(module: ModuleType, of: str = "__main__") -> str:
 
 def process(wanted: WantedActor, sink: Sink, *command: str) -> ActorProcess:
     """Return a program behind walls, watched as a node does."""
-    walls = Enclosure()
+    sandboxes = SandboxStarter()
     return ActorProcess(
         wanted,
-        start=lambda wanted, given, output: walls.start(command, wanted, given, output),
+        start=lambda wanted, given, output: sandboxes.start(command, wanted, given, output),
         nats_url="nats://127.0.0.1:1",
         send=sink,
     )
@@ -170,9 +170,9 @@ async def test_a_learner_with_code_of_its_owner_is_shown_what_it_may_read_alone(
     roots = {"output_roots": [str(tmp_path / "runs")]}
     wanted = learner(tmp_path / "runs/ada/r", tmp_path / named).model_copy(update=roots)
     with pytest.raises(OSError, match=r"functions of user 'ada' may not be shown .*MODEL_FOLDERS"):
-        await Enclosure().start(["true"], wanted, {}, 1)
+        await SandboxStarter().start(["true"], wanted, {}, 1)
     allowed = learner(tmp_path / "runs/ada/r", tmp_path / "models/m").model_copy(update=roots)
-    assert await (await Enclosure().start(["true"], allowed, {}, 1)).wait() == 0
+    assert await (await SandboxStarter().start(["true"], allowed, {}, 1)).wait() == 0
 
 
 @pytest.mark.parametrize("place", ["fork", "adapters", "models", "."])
@@ -183,7 +183,7 @@ async def test_a_run_folder_that_leads_elsewhere_is_not_shown(tmp_path: Path, pl
         run.mkdir()
     (run / place).symlink_to(tmp_path / "secrets")
     with pytest.raises(OSError, match="cannot be shown to functions of its owner"):
-        await Enclosure().start(["true"], learner(run), {}, 1)
+        await SandboxStarter().start(["true"], learner(run), {}, 1)
 
 
 async def test_a_learner_with_code_of_its_owner_changes_no_copy_that_others_read(
@@ -213,7 +213,7 @@ async def test_the_keys_of_a_job_stand_in_the_environment_of_its_program_alone(
     (tmp_path / "run").mkdir()
     told = ["sh", "-c", 'test -n "$TINKERMQ_CREDENTIALS" && exec sleep 60']
     keys = {"TINKERMQ_CREDENTIALS": "the-key"}
-    child = await Enclosure().start(told, learner(tmp_path / "run"), keys, 1)
+    child = await SandboxStarter().start(told, learner(tmp_path / "run"), keys, 1)
     try:
         first = 0
 
@@ -331,8 +331,8 @@ async def test_a_game_is_nobody_and_has_no_rights(tmp_path: Path) -> None:
 
 PROGRAMS = """
 import contextlib, json, sys
-from tinkermq.envs.sandbox.settings import SandboxSettings
-from tinkermq.envs.sandbox.shared import shared_sandbox
+from tinkermq.envs.sandbox.interpreters import SandboxSettings
+from tinkermq.envs.sandbox.served import shared_sandbox
 sandbox = shared_sandbox(SandboxSettings(packages=[], processes=6))
 with contextlib.closing(sandbox.session()) as session:
     for code in sys.argv[1:]:

@@ -1,10 +1,14 @@
-"""Images of containers as the roots of programs' walls.
+"""Images of containers as the roots of programs' sandboxes.
 
 Podman or docker, whichever knows the image, writes its files out, once for all hosts of a user on a
-machine; nothing of it is run by them. A program then stands behind the same walls as any other,
-with the image's files in place of the machine's. They lie in the temporary folder while a host
-uses them: the last one that ends removes them, and those of hosts that were killed are removed by
-the next one that starts.
+machine; nothing of it is run by them. A program then runs in the same sandbox as any other, with
+the image's files in place of the machine's. They lie in the temporary folder while a host uses
+them: the last one that ends removes them, and those of hosts that were killed are removed by the
+next one that starts.
+
+What runs first in a sandbox is written in Python, and an image may have none, or another C library.
+So the interpreter, its standard library and the shared libraries that it loads are shown one by
+one, and it is started by the dynamic loader that it was built for.
 """
 
 import contextlib
@@ -13,14 +17,17 @@ import json
 import os
 import shutil
 import subprocess
+import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ....schemas.wire.errors import SandboxError
-from ..programs.folders import is_own_folder, remove_tree
+from .folders import is_own_folder, remove_tree
 
 _TOOLS = ("podman", "docker")
 _PREFIX = "tinkermq-image-"
@@ -28,6 +35,14 @@ _ASK_S, _UNPACK_S, _PAUSE_S = 60.0, 1800.0, 0.2
 _SHOWN_CHARS = 500
 _FOLDERS = ("proc", "dev", "tmp", "etc", "episode")
 _FILES = ("etc/passwd", "etc/group", "etc/hosts", "etc/resolv.conf")
+_LOADER, _LIBRARIES, _HOME = "/.tinkermq/loader", "/.tinkermq/libraries", "/.tinkermq/python"
+_PYTHON = f"{_HOME}/bin/python3"
+IN_IMAGE = (_LOADER, "--library-path", _LIBRARIES, _PYTHON)
+"""The words that start it there."""
+_LOADED = """
+import ctypes, json, marshal, os, resource, shutil, socket
+print(open("/proc/self/maps").read())
+"""
 
 
 class ImageRoot:
@@ -237,3 +252,50 @@ def _remove(folder: Path) -> None:
     if os.getuid():
         subprocess.run(["chmod", "-R", "u+rwX", str(folder)], check=False, capture_output=True)
     remove_tree(folder)
+
+
+@cache
+def interpreter_files() -> dict[str, Path]:
+    """Return what is shown, by its path in the sandbox; SandboxError if that is not known."""
+    python = Path(os.path.realpath(sys.executable))
+    standard = Path(sysconfig.get_path("stdlib")).resolve()
+    loaded = _loaded(python)
+    loader = next((one for one in loaded if one.name.startswith(("ld-", "ld."))), None)
+    if loader is None:
+        raise SandboxError(
+            f"the dynamic loader of {python} is not known: programs cannot be run in an image",
+            hint="remove agent.image, or run the host with a Python of the system",
+        )
+    libraries = {
+        name: one
+        for one in loaded
+        if not one.is_relative_to(standard)
+        for name in _library_names(one)
+    }
+    inner = f"{_HOME}/{sys.platlibdir}/python{sys.version_info[0]}.{sys.version_info[1]}"
+    return {
+        _LOADER: loader,
+        _PYTHON: python,
+        inner: standard,
+        **{f"{_LIBRARIES}/{name}": path for name, path in libraries.items()},
+    }
+
+
+def _loaded(python: Path) -> list[Path]:
+    """Return the shared libraries that it loads."""
+    command = [str(python), "-I", "-S", "-B", "-c", _LOADED]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_ASK_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise SandboxError(
+            f"{python} does not start by itself: {error}", hint="see its installation"
+        ) from error
+    words = (line.split(maxsplit=5) for line in done.stdout.decode().splitlines())
+    mapped = {Path(found[5]) for found in words if len(found) > 5 and found[5].startswith("/")}
+    return sorted(path for path in mapped if ".so" in path.name)
+
+
+def _library_names(library: Path) -> set[str]:
+    """Return the names under which others know a library: links beside it."""
+    stem = library.name.partition(".so")[0]
+    return {one.name for one in library.parent.glob(f"{stem}.so*") if one.samefile(library)}

@@ -1,4 +1,4 @@
-"""What a text says an episode is worth: a number, or an object with `reward`."""
+"""Parses what a program or its reward command writes: a number, or an object with `reward`."""
 
 import json
 import math
@@ -13,40 +13,40 @@ _FORM = 'a number, or {"reward": number, "success": true or false, "info": {…}
 
 
 @dataclass(frozen=True)
-class Worth:
-    """A reward and what else was said of the episode."""
+class ProgramReward:
+    """A reward, and what else was written about the episode."""
 
     reward: float
     success: bool | None = None
     info: dict[str, Any] = field(default_factory=dict[str, Any])
 
-    def told(self) -> dict[str, Any]:
-        """Return what the generator is told besides the reward."""
+    def facts(self) -> dict[str, Any]:
+        """Return what the generator gets besides the reward."""
         return self.info if self.success is None else {**self.info, "success": self.success}
 
 
-def read_worth(text: str, whose: str) -> Worth:
-    """Read what `whose` wrote; RewardError for what is no reward."""
+def parse_reward(text: str, whose: str) -> ProgramReward:
+    """Parse what `whose` wrote; RewardError for what is no reward."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         raise _refusal(text, whose, "is neither a number nor JSON") from None
     if not isinstance(value, dict):
-        return Worth(checked_number(value, text, whose))
-    told = cast("dict[str, Any]", value)
-    if unknown := sorted(set(told) - {"reward", "success", "info"}):
+        return ProgramReward(checked_number(value, text, whose))
+    fields = cast("dict[str, Any]", value)
+    if unknown := sorted(set(fields) - {"reward", "success", "info"}):
         raise _refusal(text, whose, f"has the key {unknown[0]!r}, which means nothing")
-    success, info = told.get("success"), told.get("info", {})
+    success, info = fields.get("success"), fields.get("info", {})
     if not isinstance(success, bool | None):
         raise _refusal(text, whose, f"has success={success!r}")
     if not isinstance(info, dict):
         raise _refusal(text, whose, f"has info={info!r}")
-    reward = checked_number(told.get("reward"), text, whose)
+    reward = checked_number(fields.get("reward"), text, whose)
     try:
         plain = plain_value(cast("dict[str, Any]", info), "info")
     except MessageError as error:
         raise _refusal(text, whose, f"cannot travel ({error.message})") from error
-    return Worth(reward, success, plain)
+    return ProgramReward(reward, success, plain)
 
 
 def checked_number(value: Any, text: str, whose: str) -> float:

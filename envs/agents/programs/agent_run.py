@@ -1,14 +1,22 @@
-"""The life of one program: its folder, its setup, its run, its end, its reward."""
+"""One run of an agent program: its folder, its setup, the program, its outcome, its reward.
+
+A program that has not called the model has nothing to be trained from. One that crashed is tried
+again, and so is, once, one that was stuck; the last try counts as it is, as does what the model's
+own limits have ended.
+"""
 
 import asyncio
+import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeAlias
 
 from ....schemas.config.agent import AgentConfig
-from ....schemas.wire.errors import RewardError, SandboxError
+from ....schemas.wire.errors import GameError, RewardError, SandboxError
 from ...game import ChatMessage, StepResult
 from ...running.episodes import Opening
-from ..episode import Outcome, ProgramEpisode
+from ..episode import NoCalls, Outcome, ProgramEpisode
 from .environment import (
     INPUT,
     REWARD,
@@ -24,16 +32,34 @@ from .environment import (
 )
 from .folders import ProgramFolder
 from .launcher import ModelEndpoint, ProgramLauncher, Running
-from .outcomes import Ending, How, check_counts, earns_failed_reward
-from .walls import PORT, Reach, grader_mounts
-from .worth import Worth, checked_number, read_worth
+from .reward_parsing import ProgramReward, checked_number, parse_reward
+from .sandbox import PORT, Reach, grader_mounts
 
-_WORTH_BYTES = 64 << 10
+_REWARD_BYTES = 64 << 10
 _LOOKS_WHILE_OPEN = 10
 _SHOWN_CHARS = 1000
+How: TypeAlias = Literal["exit", "said", "timeout", "stuck", "memory", "disk"]
+"""By itself, after it said so, or by a limit."""
+_FAILED = ("failed", "timeout", "stuck", "crash")
 
 
-class ProgramLife:
+class ProgramCrashed(GameError):
+    """A program that ended with an error, or hung, after it had called the model."""
+
+    code: ClassVar[str] = "program_crashed"
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a program ended."""
+
+    how: How
+    exit_code: int
+    printed: str
+    """The end of what it printed."""
+
+
+class AgentRun:
     """One try of one episode."""
 
     def __init__(
@@ -58,7 +84,7 @@ class ProgramLife:
             opening.episode, task_input(opening), opening.seed, opening.split, job
         )
 
-    async def live(self, begun: Callable[[], None]) -> StepResult:
+    async def play(self, begun: Callable[[], None]) -> StepResult:
         """Run the program to its end; `begun` is called when it has started.
 
         Raises SandboxError, GameError, NoCalls or RewardError for an episode that does not count.
@@ -70,17 +96,17 @@ class ProgramLife:
                 await self._set_up(folder)
             ending = await self._run(folder, begun)
             outcome = check_counts(ending, self.episode, self._config, self._max_tries)
-            worth = await self._worth(folder, outcome)
+            reward = await self._reward(folder, outcome)
         told = {
             **self.episode.told(),
-            **worth.told(),
+            **reward.facts(),
             "outcome": outcome,
             "exit_code": ending.exit_code,
             "output": ending.printed,
         }
         if ending.how in ("memory", "disk"):
             told["limit"] = ending.how
-        return StepResult("", worth.reward, done=True, info=told)
+        return StepResult("", reward.reward, done=True, info=told)
 
     # -- setup ---------------------------------------------------------------------------------
 
@@ -184,35 +210,35 @@ class ProgramLife:
 
     # -- its reward ----------------------------------------------------------------------------
 
-    async def _worth(self, folder: ProgramFolder, outcome: Outcome) -> Worth:
-        """Return what the episode is worth; RewardError if nothing says it."""
+    async def _reward(self, folder: ProgramFolder, outcome: Outcome) -> ProgramReward:
+        """Return the reward of the episode; RewardError if nothing gives one."""
         try:
-            return await self._found_worth(folder)
+            return await self._given_reward(folder)
         except RewardError as error:
             if earns_failed_reward(outcome):
-                return Worth(self._config.failed_reward, info={"no_reward": error.message})
+                return ProgramReward(self._config.failed_reward, info={"no_reward": error.message})
             raise
 
-    async def _found_worth(self, folder: ProgramFolder) -> Worth:
+    async def _given_reward(self, folder: ProgramFolder) -> ProgramReward:
         posted = self.episode.reward
         if posted is not None:
-            return Worth(checked_number(posted, repr(posted), "the program"))
+            return ProgramReward(checked_number(posted, repr(posted), "the program"))
         if self._config.reward:
             return await self._graded(folder)
         written = await self._launcher.blocking(
-            lambda: folder.read("task", _name(REWARD), _WORTH_BYTES)
+            lambda: folder.read("task", _name(REWARD), _REWARD_BYTES)
         )
         if written is not None and written.strip():
-            return read_worth(written.decode("utf-8", "replace"), "the program")
+            return parse_reward(written.decode("utf-8", "replace"), "the program")
         if self.episode.has_partial_rewards:
-            return Worth(0.0)  # its calls have theirs
+            return ProgramReward(0.0)  # its calls have theirs
         raise RewardError(
             "the program has ended, and nothing says what it is worth",
             hint="set agent.reward, write a number into the file that TINKERMQ_REWARD names, or "
             "post one to the episode's URL",
         )
 
-    async def _graded(self, folder: ProgramFolder) -> Worth:
+    async def _graded(self, folder: ProgramFolder) -> ProgramReward:
         """Run the reward command in a copy of the program's folder."""
         config = self._config
         environment = reward_variables(config, self.episode)
@@ -228,9 +254,9 @@ class ProgramLife:
                 how = await _by_itself(running, config.reward_timeout_s)
                 exit_code = await running.program.kill()
         printed = running.program.printed
-        lines = printed.out.text(_WORTH_BYTES).strip().splitlines()
+        lines = printed.out.text(_REWARD_BYTES).strip().splitlines()
         if how == "exit" and exit_code == 0 and lines:
-            return read_worth(lines[-1], "agent.reward")
+            return parse_reward(lines[-1], "agent.reward")
         words = {"timeout": f"took longer than agent.reward_timeout_s={config.reward_timeout_s:g}"}
         failed = words.get(how, _ended(how, exit_code)) if lines or exit_code else "printed nothing"
         raise RewardError(
@@ -242,6 +268,70 @@ class ProgramLife:
         write_json(folder["task"] / _name(INPUT), self.episode.task_input)
         write_json(folder["task"] / _name(ROW), whole_row(self._opening))
         folder.give_away("task")
+
+
+def outcome_of(ending: Ending, episode: ProgramEpisode) -> Outcome:
+    """Return what an ending is called."""
+    if ending.how in ("timeout", "stuck"):
+        return ending.how
+    if episode.status:
+        return episode.status
+    return "done" if ending.how == "exit" and ending.exit_code == 0 else "crash"
+
+
+def earns_failed_reward(outcome: Outcome) -> bool:
+    """Whether an episode that ended so has a reward though nobody gives it one."""
+    return outcome in _FAILED
+
+
+def check_counts(
+    ending: Ending, episode: ProgramEpisode, config: AgentConfig, max_tries: int
+) -> Outcome:
+    """Return the outcome of an episode that counts.
+
+    Raises NoCalls, and ProgramCrashed for one that is to be tried again.
+    """
+    outcome = outcome_of(ending, episode)
+    if not episode.num_calls:
+        raise NoCalls(
+            f"the program {_described(ending, config)} without one answered call of the model",
+            hint=f"{_last_words(ending)}; it finds the model by OPENAI_BASE_URL, OPENAI_API_KEY, "
+            "ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY",
+        )
+    tries = try_number(episode.episode)
+    again = {"crash": tries < max_tries, "stuck": tries == 1 < max_tries}.get(outcome, False)
+    if again and config.on_crash == "retry" and not episode.limit:
+        raise ProgramCrashed(
+            f"the program {_described(ending, config)} after {episode.num_calls} calls",
+            hint=f"{_last_words(ending)}; the last of rollout.max_tries={max_tries} tries counts, "
+            "each with agent.on_crash=score",
+        )
+    return outcome
+
+
+def try_number(episode: str) -> int:
+    """Return which try of an episode an id stands for: they end with `-<n>`; others are the first.
+
+    A try that was lost with its host is counted, too: the one that counts may come a try sooner.
+    """
+    found = re.search(r"-(\d{1,6})\Z", episode)
+    return int(found[1]) if found else 1
+
+
+def _described(ending: Ending, config: AgentConfig) -> str:
+    words = {
+        "said": "said that it had ended",
+        "timeout": f"ran out of time (agent.timeout_s={config.timeout_s:g})",
+        "stuck": f"made no call for agent.idle_s={config.idle_s:g} s",
+        "memory": f"held more than agent.memory_mb={config.memory_mb}",
+        "disk": f"wrote more than agent.disk_mb={config.disk_mb}",
+    }
+    return words.get(ending.how, f"exited with code {ending.exit_code}")
+
+
+def _last_words(ending: Ending) -> str:
+    said = ending.printed.strip()[-_SHOWN_CHARS:]
+    return f"it printed at last: {said}" if said else "it printed nothing"
 
 
 async def _by_itself(running: Running, limit_s: float) -> How:
