@@ -298,7 +298,7 @@ def _rights(sandbox: Sandbox) -> list[str]:
         return ["--unshare-user", *who, "--cap-drop", "ALL"]
     if unprivileged_user() is None:
         return ["--unshare-user", "--uid", _NOBODY, "--gid", _NOBODY, "--cap-drop", "ALL"]
-    rights = ["CAP_SETUID", "CAP_SETGID", *(["CAP_SETPCAP"] if sandbox.drops_bounding_set else [])]
+    rights = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")
     return ["--cap-drop", "ALL", *(word for one in rights for word in ("--cap-add", one))]
 
 
@@ -310,7 +310,6 @@ def _orders(
     environment = program.environment
     orders = {
         "user": user,
-        "drops_bounding_set": sandbox.drops_bounding_set,
         "limits": dict(sandbox.limits),
         "is_ended_first": sandbox.is_ended_first,
         "listens": list(sandbox.listens),

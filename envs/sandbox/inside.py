@@ -16,7 +16,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-_DROP_BOUNDING_SET = 24
+_DROP_FROM_BOUNDING_SET = 24
 _CAPABILITIES_3 = 0x20080522
 _MANY_FILES = 1 << 20
 
@@ -33,7 +33,7 @@ def main() -> None:
         if orders["is_ended_first"]:
             be_ended_first()
         if orders["user"]:
-            become(orders["user"], orders["drops_bounding_set"])
+            become(orders["user"])
         take_limits(orders["limits"])
         lead_session()
         os.chdir(orders["folder"])
@@ -96,31 +96,17 @@ def be_ended_first() -> None:
         pass
 
 
-def become(user: int, drops_bounding_set: bool) -> None:
-    """Give up the rights of root, and its number."""
-    if drops_bounding_set:
-        drop_bounding_set()
+def become(user: int) -> None:
+    """Give up the number of root and every right, for good."""
+    import ctypes
+
+    libc, right = ctypes.CDLL(None), 0
+    while not libc.prctl(_DROP_FROM_BOUNDING_SET, right, 0, 0, 0):
+        right += 1
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
-    if drops_bounding_set:
-        drop_capabilities()
-
-
-def drop_bounding_set() -> None:
-    """Give up every right for good: nothing that is started later can have it."""
-    import ctypes
-
-    right = 0
-    while not ctypes.CDLL(None).prctl(_DROP_BOUNDING_SET, right, 0, 0, 0):
-        right += 1
-
-
-def drop_capabilities() -> None:
-    """Give up what the change of the user may have left."""
-    import ctypes
-
-    ctypes.CDLL(None).capset((ctypes.c_uint * 2)(_CAPABILITIES_3, 0), (ctypes.c_uint * 6)())
+    libc.capset((ctypes.c_uint * 2)(_CAPABILITIES_3, 0), (ctypes.c_uint * 6)())
 
 
 def take_limits(limits: "dict[str, int]") -> None:

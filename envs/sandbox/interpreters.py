@@ -171,7 +171,6 @@ def code_sandbox(settings: SandboxSettings) -> Sandbox:
             "MSGQUEUE": 0,
             "MEMLOCK": 0,
         },
-        drops_bounding_set=False,  # an interpreter is started for each episode, and is to be quick
         has_internet_sockets=False,
     )
 

@@ -65,9 +65,6 @@ class Sandbox:
     """The user that root becomes; None: another one at each start, which nobody is."""
     is_caller: bool = False
     """Whether it keeps the number of the user who starts it, without any right."""
-    drops_bounding_set: bool = True
-    """Whether root also drops the bounding set. It takes 15 ms and is a second lock: there are no
-    new privileges in any sandbox."""
     has_network: bool = False
     """Whether it shares the host's network; else it has an empty one."""
     listens: Sequence[str] = ()

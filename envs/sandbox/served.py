@@ -73,7 +73,7 @@ class ServedCodeSandbox:
     def self_test(self) -> str:
         """Let the server prove its sandbox; SandboxError says what fails and the remedy."""
         _connected(self._settings).close()
-        return "the node runs programs outside of this game's sandbox, and its own encloses them"
+        return "the node runs programs in sandboxes that enclose them, outside of this game's"
 
 
 class ServedCodeSession:

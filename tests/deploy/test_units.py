@@ -340,7 +340,7 @@ def closed_folder(path: Path) -> Path | None:
     ("name", "text", "said"),
     [
         ("node", SELF_TEST, "encloses programs (user namespaces"),
-        ("node", ENCLOSED, "its sandbox encloses them"),
+        ("node", ENCLOSED, "in sandboxes that enclose them"),
         ("environment@", SELF_TEST, "encloses programs (user namespaces"),
     ],
 )

@@ -502,6 +502,12 @@ def successes(*, inside: bool = True) -> list[str]:
     return [name for name, attempt in tries.items() if comes_off(attempt)]
 
 
+def inner_successes(around: Outside) -> list[str]:
+    """Return the names of the tries that came off of those that need no run folder."""
+    _told.append(around)
+    return [name for name, attempt in _INSIDE_ONLY.items() if comes_off(attempt)]
+
+
 if __name__ == "__main__":
     _told.append(Outside(*json.loads(sys.argv[1])))
     print(json.dumps(successes(inside=len(sys.argv) < 3)))

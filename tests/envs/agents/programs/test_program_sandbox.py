@@ -2,14 +2,12 @@
 
 import json
 import os
-import shutil
 import socket
 import sys
 
 import pytest
 from tinkermq.schemas.wire.errors import ConfigError, SandboxError, TinkermqError
 
-from tests.support import hostile
 from tests.support.waiting import until
 
 from .conftest import hosting
@@ -121,14 +119,6 @@ async def test_two_programs_see_nothing_of_each_other():
             result = await host.end(episode)
             found = json.loads(result.info["output"].splitlines()[-1])
             assert found == [["/episode/work/mine"], 2, True]
-
-
-async def test_nothing_that_a_program_tries_leaves_its_walls(play, tmp_path):
-    shutil.copy(hostile.__file__, tmp_path / "hostile.py")
-    for network in ("model", "open"):
-        before = "sys.path.insert(0, '.')\nimport hostile"
-        tries = "hostile.successes()"
-        assert await told(play, tries, before, network=network, files=str(tmp_path)) == []
 
 
 async def test_a_program_reaches_the_model_and_no_other_address(play):
