@@ -29,7 +29,7 @@ print("done")
 Run = Callable[[str], str]
 
 
-def enclosed(sandbox: LocalCodeSandbox) -> Run:
+def sandboxed(sandbox: LocalCodeSandbox) -> Run:
     """Return a function that runs a program in a sandbox of its own."""
 
     def run(code: str) -> str:
@@ -70,10 +70,10 @@ def main() -> int:
     code = COMPUTE.format(seconds=seconds)
     ways: dict[str, Callable[[], float]] = {
         f"sandbox, {cores} at once": lambda: together(
-            enclosed(sandbox), code, arguments.programs, cores
+            sandboxed(sandbox), code, arguments.programs, cores
         ),
         f"no sandbox, {cores} at once": lambda: together(plain, code, arguments.programs, cores),
-        "sandbox, an empty program": lambda: together(enclosed(sandbox), "print('done')", 1, 1),
+        "sandbox, an empty program": lambda: together(sandboxed(sandbox), "print('done')", 1, 1),
         "no sandbox, an empty program": lambda: together(plain, "print('done')", 1, 1),
     }
     taken: dict[str, list[float]] = {name: [] for name in ways}

@@ -28,7 +28,7 @@ _MAX_JSON_BYTES = 8 << 20
 _BIG = frozenset({"tokenizer.json", "vocab.json"})
 """Words of a language, no names of files."""
 _WRITTEN = frozenset({"output_dir", "weights.folder"})
-_ENCLOSED = ("env.", "agent.")
+_SANDBOXED = ("env.", "agent.")
 
 
 class Lead(NamedTuple):
@@ -58,9 +58,9 @@ def leads(config: JobConfig, more: Mapping[str, str] | None = None) -> Iterator[
                 continue
             if "/" in path or os.path.lexists(place):
                 yield Lead(name, path, "", Path(os.path.realpath(place)))
-            # games and programs read what `env` and `agent` name, behind walls, which links do not
+            # games and programs read what `env` and `agent` name, in sandboxes, which links do not
             # lead out of
-            if key not in _WRITTEN and not key.startswith(_ENCLOSED) and _is_folder(place):
+            if key not in _WRITTEN and not key.startswith(_SANDBOXED) and _is_folder(place):
                 for via, target in _links(place, name):
                     yield Lead(name, path, via, target)
 

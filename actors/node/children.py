@@ -91,14 +91,14 @@ def programs(command: Callable[[WantedActor], list[str]]) -> StartChild:
 class ActorStarter:
     """Starts the actors of a node, each in the cheapest way."""
 
-    def __init__(self, *, enclose_games: bool = False) -> None:
+    def __init__(self, *, sandbox_games: bool = False) -> None:
         """Start nothing yet: the fork server comes with the first actor that needs it.
 
-        With `enclose_games`, environment hosts see nothing of other jobs, nor do learners that run
+        With `sandbox_games`, environment hosts see nothing of other jobs, nor do learners that run
         functions of their job's owner.
         """
         self._server = ForkServer()
-        self._sandboxes = SandboxStarter() if enclose_games else None
+        self._sandboxes = SandboxStarter() if sandbox_games else None
 
     async def start(
         self,

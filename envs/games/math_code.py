@@ -57,7 +57,7 @@ class MathCodeGame(AbstractGame):
         max_output_chars: int = 2000,
         system_prompt: str | None = None,
     ) -> None:
-        """Prepare an episode; the first of a process proves that the sandbox encloses.
+        """Prepare an episode; the first of a process runs the self-test of the sandbox.
 
         Raises SandboxError where it does not, ConfigError for settings that cannot be used.
         """

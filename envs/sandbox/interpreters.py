@@ -67,7 +67,7 @@ class SandboxSettings(Section):
     """Limits of one program, and what it finds; `sandbox` among the arguments of a game."""
 
     backend: Literal["bubblewrap"] = "bubblewrap"
-    """What encloses the program."""
+    """What the sandbox is made with."""
     time_s: float = Field(default=10.0, gt=0, le=3600)
     """Seconds that the programs of one turn may run, by the clock."""
     memory_mb: int = Field(default=512, ge=64, le=1 << 20)

@@ -154,7 +154,7 @@ def _exactly(connection: socket.socket, length: int) -> bytes:
 
 
 def _connected(settings: SandboxSettings) -> socket.socket:
-    """Return a session's connection; the server has proven by then that its sandbox encloses."""
+    """Return a session's connection; the server has tested its sandbox by then."""
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(str(SOCKET))

@@ -296,7 +296,7 @@ SELF_TEST = (
     "from tinkermq.envs.sandbox.interpreters import LocalCodeSandbox, SandboxSettings\n"
     "print(LocalCodeSandbox(SandboxSettings(packages=[])).self_test())"
 )
-ENCLOSED = """
+IN_SANDBOX = """
 import asyncio, sys
 from tinkermq.actors.node.sandbox import SandboxStarter
 from tinkermq.schemas.node import WantedActor
@@ -310,7 +310,7 @@ async def main():
     return await child.wait()
 sys.exit(asyncio.run(main()))
 """
-"""The same in an environment host of a pool with users, which is behind walls itself."""
+"""The same in an environment host of a pool with users, which is in a sandbox itself."""
 AS_SERVICE = ("--reuid=65534", "--regid=65534", "--clear-groups")
 NO_RIGHTS = ("--no-new-privs", "--bounding-set=-all", "--inh-caps=-all")
 OPENED = """
@@ -340,7 +340,7 @@ def closed_folder(path: Path) -> Path | None:
     ("name", "text", "said"),
     [
         ("node", SELF_TEST, "encloses programs (user namespaces"),
-        ("node", ENCLOSED, "in sandboxes that enclose them"),
+        ("node", IN_SANDBOX, "in sandboxes that enclose them"),
         ("environment@", SELF_TEST, "encloses programs (user namespaces"),
     ],
 )

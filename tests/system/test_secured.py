@@ -92,7 +92,7 @@ def operator(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[
     made.keys["root"] = told["api_key"]
     try:
         words = ("up", "--port", "0", "--slots", "8", "--json")
-        # games of the tests are found there, also by environment hosts behind walls
+        # games of the tests are found there, also by environment hosts in sandboxes
         roots = {ROOTS_VARIABLE: str(tmp_path_factory.getbasetemp())}
         given = {"WANDB_MODE": "offline", "PYTHONPATH": str(REPOSITORY), **roots}
         given |= {AUTHORS_VARIABLE: "bob", MODELS_VARIABLE: str(model.parent)}
@@ -231,7 +231,7 @@ async def test_two_users_train_and_neither_reaches_the_others_job(
         settings = {**config, "name": f"run-{name}", "env": {**config["env"], **snoop}}
         if name == "ada":  # two actors, one of which tells the other what to do
             settings["learner"] = {**config["learner"], "ranks": 2, "slots": 2}
-        else:  # a learner with code of its owner's, behind walls
+        else:  # a learner with code of its owner's, in a sandbox
             settings["algorithm"] = {"own_loss": "tests.support.nosy_loss:nosy"}
             for secret in (operator.home, tmp_path / "nothing"):
                 nosy = {**settings, "model": {**settings["model"], "tokenizer": str(secret)}}

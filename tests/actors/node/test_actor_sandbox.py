@@ -1,4 +1,4 @@
-"""Walls around hosted games: what a program behind them sees, and how it is ended."""
+"""The sandbox of hosted games and of learners with functions of users: what it shows, its end."""
 
 import asyncio
 import contextlib
@@ -76,7 +76,7 @@ def source_of(module: ModuleType, of: str = "__main__") -> str:
 
 
 def process(wanted: WantedActor, sink: Sink, *command: str) -> ActorProcess:
-    """Return a program behind walls, watched as a node does."""
+    """Return a program in a sandbox, watched as a node does."""
     sandboxes = SandboxStarter()
     return ActorProcess(
         wanted,
@@ -292,7 +292,7 @@ with contextlib.closing(sandbox.session()) as session:
 """
 
 
-async def test_a_game_behind_walls_has_programs_run_that_are_bounded_and_enclosed(
+async def test_programs_of_a_hosted_game_run_in_sandboxes_of_their_own_with_limits(
     tmp_path: Path,
 ) -> None:
     fork_on = "import os, time\nfor _ in range(50):\n  if not os.fork(): time.sleep(1000)"
@@ -412,7 +412,7 @@ def sleepers() -> list[int]:
         ("PATH", "/nowhere", "apt-get install bubblewrap"),
     ],
 )
-async def test_where_no_game_can_be_enclosed_none_runs(
+async def test_where_there_can_be_no_sandbox_no_game_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, said: str
 ) -> None:
     monkeypatch.setenv(variable, value.format(tmp=tmp_path))

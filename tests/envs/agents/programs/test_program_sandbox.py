@@ -1,4 +1,4 @@
-"""What a program sees and may do behind its walls, and what it may not."""
+"""What an agent program sees and may do in its sandbox, and what it may not."""
 
 import json
 import os

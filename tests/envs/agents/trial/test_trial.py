@@ -1,4 +1,4 @@
-"""Programs tried out behind their walls: what is found of them, and that bad ones are told of."""
+"""Programs tried out in their sandboxes: what is found of them, and that bad ones are told of."""
 
 import json
 from collections.abc import Awaitable, Callable
