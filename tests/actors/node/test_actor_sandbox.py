@@ -28,6 +28,7 @@ from tinkermq.schemas.node import WantedActor
 from tinkermq.schemas.wire.errors import SandboxError
 
 from tests.support import hostile, hostile_learner
+from tests.support.altered_bubblewrap import path_without
 from tests.support.processes import alive
 from tests.support.waiting import PATIENCE_S, until
 
@@ -421,6 +422,17 @@ async def test_where_there_can_be_no_sandbox_no_game_runs(
     await asyncio.wait_for(actor.run(), PATIENCE_S)
     assert actor.status.state == "failed"
     assert said.format(tmp=tmp_path) in actor.status.error
+
+
+@pytest.mark.parametrize("role", ["environment", "learner"])
+async def test_an_actor_does_not_start_in_a_sandbox_that_does_not_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    monkeypatch.setenv("PATH", path_without(tmp_path, "--seccomp", 2))
+    wanted = learner(tmp_path / "runs/ada/r") if role == "learner" else host(tmp_path / "runs")
+    (tmp_path / "runs/ada/r").mkdir(parents=True)
+    with pytest.raises(OSError, match=r"the sandbox does not hold: .*calls are not filtered"):
+        await SandboxStarter().start(["true"], wanted, {}, 1)
 
 
 def test_programs_of_users_are_shown_their_own_runs_and_what_the_operator_names(

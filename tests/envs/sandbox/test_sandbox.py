@@ -10,21 +10,25 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tinkermq.envs.sandbox import bubblewrap
 from tinkermq.envs.sandbox.interpreters import (
     MAX_CODE_BYTES,
     LocalCodeSandbox,
     Outcome,
     SandboxSettings,
+    code_sandbox,
 )
-from tinkermq.envs.sandbox.self_test import check_answer
+from tinkermq.envs.sandbox.self_test import check_answer, prove
 from tinkermq.envs.sandbox.served import listen_at, shared_sandbox
 from tinkermq.envs.sandbox.watch import descendants
 from tinkermq.schemas.wire.errors import ConfigError, SandboxError
 
 from tests.envs.sandbox.conftest import LIMITS, num_open_files
+from tests.support.altered_bubblewrap import path_without
 from tests.support.waiting import PATIENCE_S
 
 
@@ -200,6 +204,37 @@ def test_what_programs_can_do_without_may_be_refused(monkeypatch, tmp_path, opti
     assert told in sandbox.self_test()
     with contextlib.closing(sandbox.session()) as session:
         assert session.run("6 * 7").text == "42\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "number", "words"),
+    [
+        ("--unshare-net", 1, "it reaches a network"),
+        ("--unshare-pid", 1, "it shows processes of the host"),
+        ("--seccomp", 2, "system calls are not filtered"),
+        ("--size", 2, "its disk is not limited"),
+    ],
+)
+def test_the_self_test_finds_what_bubblewrap_does_not_do(
+    monkeypatch, tmp_path, option, number, words
+):
+    settings = SandboxSettings(packages=[], **LIMITS)
+    sandbox = replace(code_sandbox(settings), has_internet_sockets=True)
+    prove(sandbox)
+    monkeypatch.setenv("PATH", path_without(tmp_path, option, number))
+    with pytest.raises(SandboxError, match=words):
+        prove(sandbox)
+
+
+def test_nothing_runs_if_whoever_starts_a_sandbox_ends_before_it_has_given_orders():
+    ours, theirs = socket.socketpair()
+    with theirs:
+        words = [sys.executable, "-c", bubblewrap._INSIDE, str(theirs.fileno())]
+        inside = subprocess.Popen(words, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE)
+    with ours:
+        assert ours.recv(1) == b"R"
+    assert b"whoever started the sandbox has ended" in inside.communicate(timeout=PATIENCE_S)[1]
+    assert inside.returncode == 1
 
 
 def test_the_answer_of_the_self_test_names_each_wall_that_is_missing():
