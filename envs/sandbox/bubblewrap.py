@@ -48,8 +48,8 @@ class SandboxStartError(SandboxError):
 
     def __init__(self, output: str) -> None:
         """`output` is what bubblewrap and Python printed."""
-        said = output.strip() or "it ended without a word"
-        super().__init__(f"the sandbox does not start: {said}", hint=remedy(said))
+        printed = output.strip() or "it ended without a word"
+        super().__init__(f"the sandbox does not start: {printed}", hint=remedy(printed))
         self.output = output
         """What bubblewrap and Python printed."""
 
@@ -148,9 +148,9 @@ def bubblewrap_program() -> str:
     return found
 
 
-def remedy(said: str) -> str:
+def remedy(output: str) -> str:
     """Return what to do about an error of bubblewrap."""
-    if "namespace" in said or "Operation not permitted" in said or "uid map" in said:
+    if "namespace" in output or "Operation not permitted" in output or "uid map" in output:
         return (
             "let processes make namespaces: sysctl kernel.unprivileged_userns_clone=1 (Debian), "
             "kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu), user.max_user_namespaces "
@@ -362,7 +362,7 @@ class _Files:
     channel: socket.socket
     theirs: socket.socket
     about: int
-    """Where bubblewrap tells the first process."""
+    """Where bubblewrap reports the first process."""
     about_in: int
     output: int
     """What is printed until the program runs."""
@@ -379,15 +379,15 @@ class _Files:
         return cls(*socket.socketpair(), *os.pipe(), *os.pipe(), own, deadline)
 
     def first_process(self) -> int:
-        """Return the first process of the sandbox; EOFError if bubblewrap tells none."""
-        told = b""
-        while b"}" not in told:
+        """Return the first process of the sandbox; EOFError if bubblewrap reports none."""
+        report = b""
+        while b"}" not in report:
             self._wait_for(self.about)
             chunk = os.read(self.about, _CHUNK)
             if not chunk:
                 raise EOFError
-            told += chunk
-        return int(told.split(b'"child-pid":')[1].split(b",")[0].strip(b" \n}"))
+            report += chunk
+        return int(report.split(b'"child-pid":')[1].split(b",")[0].strip(b" \n}"))
 
     def give(self, orders: bytes, sockets: list[socket.socket]) -> str | None:
         """Give `inside.py` its orders once it runs, and collect the sockets that it hands out.

@@ -2,9 +2,9 @@
 
 Started as `python -c <this file> FD` by `bubblewrap.py`; it imports nothing of ours, and little at
 all, since each start waits for it. Its orders come by marshal after a length of four bytes, over a
-socket that closes as the program begins; what is said before, after a `!`, is why it cannot. Where
-a program is to reach something outside of its own network, it listens in here and hands the sockets
-out: whoever accepts is outside.
+socket that closes as the program begins; a message before that, after a `!`, says why it cannot.
+Where a program is to reach something outside of its own network, it listens in here and hands the
+sockets out: whoever accepts is outside.
 """
 
 import marshal

@@ -277,9 +277,9 @@ class Interpreter:
             if len(printed) > settings.output_kb << 10:
                 return "output"
             if self._done in ready:
-                said = os.read(self._done, 1)
+                end = os.read(self._done, 1)
                 self._collect(printed)
-                return "ok" if said == b"." else "error" if said else "exited"
+                return "ok" if end == b"." else "error" if end else "exited"
             now = time.monotonic()
             if now > deadline:
                 return "time"
@@ -393,7 +393,7 @@ class LocalCodeSession:
             )
         try:
             self._interpreter = self._sandbox.start()
-        except SandboxError:
+        except BaseException:
             self._sessions.release()
             raise
         # an episode that is forgotten takes its sandbox with it

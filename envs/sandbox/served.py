@@ -90,8 +90,8 @@ class ServedCodeSession:
         if self._connection is None:
             self._connection = _connected(self._settings)
             weakref.finalize(self, self._connection.close)
-        told = _asked(self._connection, {"code": code, "time_s": time_s})
-        return Outcome(told["text"], told["status"], told["seconds"])
+        reply = _request(self._connection, {"code": code, "time_s": time_s})
+        return Outcome(reply["text"], reply["status"], reply["seconds"])
 
     def close(self) -> None:
         """End whatever runs in it."""
@@ -158,7 +158,7 @@ def _connected(settings: SandboxSettings) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(str(SOCKET))
-        _asked(connection, settings.model_dump(exclude_defaults=True))
+        _request(connection, settings.model_dump(exclude_defaults=True))
     except OSError as error:
         connection.close()
         raise _lost() from error
@@ -168,15 +168,15 @@ def _connected(settings: SandboxSettings) -> socket.socket:
     return connection
 
 
-def _asked(connection: socket.socket, message: dict[str, Any]) -> dict[str, Any]:
+def _request(connection: socket.socket, message: dict[str, Any]) -> dict[str, Any]:
     try:
         send_frame(connection, message)
-        told = receive_frame(connection)
+        reply = receive_frame(connection)
     except (OSError, EOFError) as error:
         raise _lost() from error
-    if "error" in told:
-        raise error_from_reply(told["code"], told["error"], told["hint"])
-    return told
+    if "error" in reply:
+        raise error_from_reply(reply["code"], reply["error"], reply["hint"])
+    return reply
 
 
 def _lost() -> SandboxError:
@@ -217,8 +217,8 @@ def _session(connection: socket.socket) -> None:
     send_frame(connection, {})
     with contextlib.closing(sandbox.session()) as session:
         while True:
-            asked = receive_frame(connection)
-            code, time_s = asked.get("code"), asked.get("time_s")
+            request = receive_frame(connection)
+            code, time_s = request.get("code"), request.get("time_s")
             if not isinstance(code, str) or not isinstance(time_s, float | int | None):
                 return
             try:

@@ -97,7 +97,7 @@ class AgentRun:
             ending = await self._run(folder, begun)
             outcome = check_counts(ending, self.episode, self._config, self._max_tries)
             reward = await self._reward(folder, outcome)
-        told = {
+        info = {
             **self.episode.told(),
             **reward.facts(),
             "outcome": outcome,
@@ -105,8 +105,8 @@ class AgentRun:
             "output": ending.printed,
         }
         if ending.how in ("memory", "disk"):
-            told["limit"] = ending.how
-        return StepResult("", reward.reward, done=True, info=told)
+            info["limit"] = ending.how
+        return StepResult("", reward.reward, done=True, info=info)
 
     # -- setup ---------------------------------------------------------------------------------
 

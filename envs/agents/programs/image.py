@@ -54,10 +54,10 @@ class ImageRoot:
         Raises SandboxError, with the remedy, for a machine without podman and docker, an image
         that neither has, and files that cannot be written out.
         """
-        tool, told = _find(name)
-        self.environment = _variables(told)
+        tool, facts = _find(name)
+        self.environment = _variables(facts)
         """What the image sets for its programs."""
-        number = str(told.get("Id", "")).rpartition(":")[2]
+        number = str(facts.get("Id", "")).rpartition(":")[2]
         self._folder = Path(tempfile.gettempdir(), f"{_PREFIX}{os.getuid()}-{number[:32]}")
         self.path = self._folder / "root"
         """What its programs see as `/`."""
@@ -127,22 +127,22 @@ def _find(name: str) -> tuple[str, dict[str, Any]]:
             hint="apt-get install podman (dnf install podman) where environment hosts run, or "
             "remove agent.image",
         )
-    said: list[str] = []
+    reasons: list[str] = []
     for tool in tools:
         done = _run([tool, "image", "inspect", name])
         if done.returncode == 0:
             with contextlib.suppress(ValueError, LookupError, TypeError):
                 return tool, dict(json.loads(done.stdout)[0])
-        said.append(f"{Path(tool).name} says: {_last_line(done.stderr)}")
+        reasons.append(f"{Path(tool).name} says: {_last_line(done.stderr)}")
     raise SandboxError(
-        f"agent.image={name!r} is not on this machine; {'; '.join(said)}",
+        f"agent.image={name!r} is not on this machine; {'; '.join(reasons)}",
         hint=f"pull or build it where environment hosts run, as the user of the host: "
         f"{Path(tools[0]).name} pull {name}",
     )
 
 
-def _variables(told: dict[str, Any]) -> dict[str, str]:
-    config: Any = told.get("Config") or {}
+def _variables(facts: dict[str, Any]) -> dict[str, str]:
+    config: Any = facts.get("Config") or {}
     pairs = [str(one).partition("=") for one in config.get("Env") or ()]
     return {name: value for name, _, value in pairs}
 
@@ -176,9 +176,9 @@ def _unpack(tool: str, name: str, root: Path) -> None:
         _run([tool, "rm", "-f", container])
 
 
-def _unwritten(name: str, said: str) -> SandboxError:
+def _unwritten(name: str, reason: str) -> SandboxError:
     return SandboxError(
-        f"the files of agent.image={name!r} cannot be written out: {said}",
+        f"the files of agent.image={name!r} cannot be written out: {reason}",
         hint="see the room in the host's temporary folder ($TMPDIR)",
     )
 
@@ -190,8 +190,8 @@ def _run(command: Sequence[str]) -> "subprocess.CompletedProcess[bytes]":
         return subprocess.CompletedProcess(command, 1, b"", str(error).encode())
 
 
-def _last_line(said: bytes) -> str:
-    lines = said.decode(errors="replace").strip().splitlines()
+def _last_line(output: bytes) -> str:
+    lines = output.decode(errors="replace").strip().splitlines()
     return lines[-1][:_SHOWN_CHARS] if lines else "nothing"
 
 

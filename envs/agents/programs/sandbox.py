@@ -85,9 +85,9 @@ class ProgramSandboxes:
         """Return a program's variables, behind what an image sets: only its PATH goes before."""
         if self._image is None:
             return own
-        told = self._image.environment
-        path = self._config.environment.get("PATH") or told.get("PATH") or _PATH
-        return {**told, **own, "PATH": path}
+        of_image = self._image.environment
+        path = self._config.environment.get("PATH") or of_image.get("PATH") or _PATH
+        return {**of_image, **own, "PATH": path}
 
     def sandbox(
         self, folder: ProgramFolder, reach: Reach, more: Mapping[str, Path] | None = None
