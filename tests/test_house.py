@@ -388,10 +388,9 @@ ON_DISK = {
 NOT_IN_RUN_FOLDERS = {
     "actors/folders/links.py": "looks where links of a folder lead, and opens nothing there",
     "actors/gateway/pages/render.py": "its own pages",
-    "actors/node/enclosure.py": "the machine's devices",
     "actors/node/fork_server.py": "its own threads",
     "actors/node/machine.py": "where the names of nodes are held",
-    "actors/node/sandboxes.py": "a folder that it made for a socket",
+    "actors/node/sandbox.py": "the machine's devices, and a folder that it made for a socket",
     "actors/scheduler/machines/ray.py": "a key that the operator named",
 }
 
