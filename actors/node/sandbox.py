@@ -39,6 +39,7 @@ from ...broker.programs.process import die_with
 from ...envs.dataset import is_dataset_name
 from ...envs.sandbox.bubblewrap import Program, SandboxProcess, start_in_thread
 from ...envs.sandbox.sandbox import (
+    SYSTEM_ETC,
     Mount,
     Sandbox,
     etc_mounts,
@@ -67,11 +68,8 @@ _VARIABLES = frozenset(
     | {"https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", CA_VARIABLE}
     | {"TINKERMQ_DEBUG", "TINKERMQ_LOG_LEVEL"}
 )
-_ETC = (
-    *("alternatives", "ca-certificates", "fonts", "group", "host.conf", "hosts", "ld.so.cache"),
-    *("ld.so.conf", "ld.so.conf.d", "localtime", "mime.types", "nsswitch.conf", "passwd", "pki"),
-    *("protocols", "resolv.conf", "services", "ssl", "timezone"),
-)
+_ETC = (*SYSTEM_ETC, "group", "passwd")
+_ETC_OF_NETWORK = ("hosts", "resolv.conf")
 _ROOMS = ("actors", "broker", "clients", "envs", "schemas")
 _OPTIONS = ("-I", "-S", "-B", "-X", "utf8")
 _WHO = {"USER": "nobody", "LOGNAME": "nobody"}
@@ -86,7 +84,6 @@ _NEEDS_NETWORK = frozenset(
     | {"MLFLOW_TRACKING_URI"}
 )
 """Of no use without one, and they may hold passwords."""
-_OF_NETWORK = ("hosts", "resolv.conf")
 _COPIES = ("fork", "adapters", "models")
 """Folders of a run that the scheduler makes, and other actors read."""
 _PAUSE_S = 1.0
@@ -214,7 +211,7 @@ def actor_sandbox(
         shown.append(Path(authority))
     if unprivileged_user() is not None and not learns:
         _refuse_unreadable([*shown, *data.values()])
-    etc = [name for name in _ETC if shares or name not in _OF_NETWORK]
+    etc = (*_ETC, *(_ETC_OF_NETWORK if shares else ()))
     return Sandbox(
         python=(sys.executable, *_OPTIONS),
         mounts=(

@@ -19,6 +19,7 @@ from ....schemas.config.agent import AgentConfig
 from ....schemas.wire.errors import ConfigError
 from ...sandbox.bubblewrap import bubblewrap_program
 from ...sandbox.sandbox import (
+    SYSTEM_ETC,
     Mount,
     Sandbox,
     etc_mounts,
@@ -38,11 +39,6 @@ PORT = 48_470
 Reach: TypeAlias = Literal["model", "open", "none"]
 """What a program's network leads to."""
 _PLACES = {"work": WORK, "home": HOME, "task": TASK, "tmp": TMP}
-_ETC = (
-    *("alternatives", "ca-certificates", "fonts", "host.conf", "ld.so.cache", "ld.so.conf"),
-    *("ld.so.conf.d", "localtime", "mime.types", "nsswitch.conf", "pki", "protocols"),
-    *("services", "ssl", "timezone"),
-)
 _OWN_ETC = ("passwd", "group", "hosts")
 _OPTIONS = ("-I", "-S", "-B", "-X", "utf8")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -127,7 +123,7 @@ class ProgramSandboxes:
             yield from system_mounts()
         else:
             yield from (readable(place, path) for place, path in interpreter_files().items())
-        shown = _ETC if self._image is None else ()
+        shown = SYSTEM_ETC if self._image is None else ()
         yield from etc_mounts((*shown, *(("resolv.conf",) if is_open else ())))
         yield from (readable(f"/etc/{name}", folder["etc"] / name) for name in _OWN_ETC)
 
