@@ -200,7 +200,7 @@ async def test_programs_of_a_user_see_nothing_of_the_pool(
     await broker.close()
 
 
-async def test_a_game_that_a_node_tries_stands_behind_the_walls_of_hosted_ones(
+async def test_a_game_that_a_node_tries_runs_in_the_sandbox_of_hosted_ones(
     operator: Operator, tmp_path: Path
 ) -> None:
     (tmp_path / "runs").mkdir()
