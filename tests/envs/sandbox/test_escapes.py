@@ -192,6 +192,17 @@ for file in range(4096):
         found.append(-file)
     except OSError:
         pass
+for process in ("1", str(os.getppid())):
+    try:
+        held = os.listdir(f"/proc/{process}/fd")
+    except OSError:
+        continue
+    for file in held:
+        try:
+            os.stat(f"/proc/{process}/fd/{file}/" + "../" * 32 + SECRET)
+            found.append(f"{process}: {file}")
+        except OSError:
+            pass
 print(json.dumps(found))
 """
 
