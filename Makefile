@@ -12,7 +12,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip -qq
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart venv programs accept-gpu test test-long test-vllm test-vllm-engine \
+.PHONY: help quickstart venv programs test test-gpu test-long test-vllm test-vllm-engine \
   test-vllm-stack extras ray test-ray agents test-agents tinker test-tinker locks sbom audit lint format check docs site screenshots bench bench-quick
 
 help:  ## List the targets
@@ -29,10 +29,14 @@ test: $(VENV)/dev.stamp programs  ## Run the whole default suite
 test-long: $(VENV)/dev.stamp programs ray  ## Run the tests that take longer: more games and ways to learn
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m long
 
-# A machine with GPUs: install what its extras need first (docs/gpu.md). DEVICE=cpu is the small form.
+# A machine with GPUs: install its extras first (docs/gpu.md). DEVICE=cpu is a small form without a
+# GPU. Each module has a process of its own, so that an error of CUDA fails that module and no other.
 DEVICE := gpu
-accept-gpu: $(VENV)/worker.stamp  ## Check what holds on this machine's GPUs, and write a report
-	$(BIN)/tinkermq doctor --gpu --device $(DEVICE)
+ON_cpu := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
+test-gpu: $(VENV)/dev.stamp  ## Run the tests of a machine with GPUs; DEVICE=cpu without one
+	@failed=0; for module in tests/gpu/test_*.py; do \
+	  DEVICE=$(DEVICE) $(ON_$(DEVICE)) $(BIN)/python -m pytest -q -m gpu_machine $$module || failed=1; \
+	done; exit $$failed
 
 # vLLM's CPU build pins other packages than development does. Two of them do not fit its torch, which
 # keeps it from being imported, and are only for sound: they are taken out again. Of torchvision the

@@ -18,9 +18,7 @@ from .generator.episodes.chat import make_chat, open_chat
 from .models.lora import base_of, is_adapter
 from .models.model_folder import (
     check_model_folder,
-    is_reward_model,
     load_causal_lm,
-    load_model_config,
     load_policy,
 )
 from .models.writing import check_saving
@@ -62,26 +60,19 @@ def _chat(config: JobConfig) -> str:
 
 
 def _rows(config: JobConfig) -> str:
-    """Tokenise conversations or pairs as the job's generators do."""
-    from ..envs.data.pair_data import check_row, open_rows
-    from .generator.episodes.demonstrations import spoken_of
+    """Tokenise conversations as the job's generators do."""
+    from ..envs.data.chat_data import ChatData
+    from .generator.episodes.demonstrations import tokenise_row
 
     chat, until = open_chat(config.model), time.monotonic() + ROWS_S
-    told: list[str] = []
-    for key, files in (("data", config.sft.data), ("val_data", config.sft.val_data)):
-        if not files:
-            continue
-        with contextlib.closing(open_rows(config.sft, files)) as data:
-            longest, number = 0, 0
-            while number < len(data) and (number == 0 or time.monotonic() < until):
-                row = data.row(number)
-                check_row(row)
-                spoken = spoken_of(row, chat, config.rollout.max_tokens)
-                longest = max([longest, *(len(one.token_ids) for one in spoken)])
-                number += 1
-            some = "" if number == len(data) else f" the first {number:,} of"
-            told.append(f"sft.{key}:{some} {len(data):,} rows, up to {longest} tokens")
-    return "; ".join(told)
+    with contextlib.closing(ChatData(config.sft.data)) as data:
+        longest, number = 0, 0
+        while number < len(data) and (number == 0 or time.monotonic() < until):
+            spoken = tokenise_row(data.check_row(number), chat, config.rollout.max_tokens)
+            longest = max(longest, len(spoken.token_ids))
+            number += 1
+        some = "" if number == len(data) else f" the first {number:,} of"
+        return f"sft.data:{some} {len(data):,} rows, up to {longest} tokens"
 
 
 def _weights(model: ModelConfig) -> str:
@@ -92,9 +83,6 @@ def _weights(model: ModelConfig) -> str:
     check_model_folder(path)
     if not Path(path).is_dir():
         return f"{path} is the hub's: not looked at"
-    trust = model.trust_remote_code
-    if is_reward_model(load_model_config(path, trust_remote_code=trust)):
-        return "those of a reward model: not looked at"
     tensors: dict[str, Any] = _meta_model(model, path).state_dict()
     wanted = {name: tuple(one.shape) for name, one in tensors.items()}
     stored = stored_shapes(Path(path))
@@ -177,8 +165,5 @@ def _saving(config: JobConfig) -> str:
     path = model.path
     while is_adapter(path):
         path = base_of(path)
-    trust = model.trust_remote_code
-    if is_reward_model(load_model_config(path, trust_remote_code=trust)):
-        return "that of a reward model is tried as the run starts"
-    check_saving(path, model.tokenizer or model.path, trust_remote_code=trust)
+    check_saving(path, model.tokenizer or model.path, trust_remote_code=model.trust_remote_code)
     return "all but the weights was written and read again"

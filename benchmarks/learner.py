@@ -4,7 +4,7 @@
         [--sequences 16] [--steps 5] [--attention flash_attention_2] [--checkpointing]
 
 Random weights of Qwen2's sizes, bfloat16 on a GPU. What both sides do and what is counted stands in
-`actors/acceptance/measuring/learner_step.py`. A third side is ours with `learner.compile`; the time
+`benchmarks/learner_step.py`. A third side is ours with `learner.compile`; the time
 of its first step, in which it compiles, stands beside. Without a GPU a small model of the same
 class is measured in float32 unless sizes are named, which says that all runs and nothing about a
 GPU. One process: several ranks are proven equal in tests, and their speed is measured nowhere yet.
@@ -16,7 +16,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tinkermq.actors.acceptance.measuring.learner_step import (
+from tinkermq.actors.learner.packing.balance import cost, longest_first
+from transformers.utils import logging
+
+from benchmarks.learner_step import (
     OVER_TRANSFORMERS,
     StepSequences,
     StepWay,
@@ -24,11 +27,8 @@ from tinkermq.actors.acceptance.measuring.learner_step import (
     our_step,
     plain_step,
 )
-from tinkermq.actors.acceptance.measuring.sizes import SIZES, save_random_weights
-from tinkermq.actors.learner.packing.balance import cost, longest_first
-from transformers.utils import logging
-
 from benchmarks.report import Report, parser
+from benchmarks.sizes import SIZES, save_random_weights
 
 
 def report_balance(report: Report) -> None:

@@ -18,8 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tinkermq.actors.acceptance.measuring.learner_step import timed
-from tinkermq.actors.acceptance.measuring.sizes import SIZES
 from tinkermq.actors.learner.algorithms.training_batch import TrainingBatch, assemble
 from tinkermq.actors.learner.packing.packing import pack
 from tinkermq.actors.learner.training.model import load_model
@@ -31,7 +29,9 @@ from tinkermq.schemas.task import Task
 from transformers import Qwen2ForCausalLM
 from transformers.utils import logging
 
+from benchmarks.learner_step import timed
 from benchmarks.report import Report, parser
+from benchmarks.sizes import SIZES
 
 
 @dataclass(frozen=True)

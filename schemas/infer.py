@@ -71,8 +71,6 @@ class ChatRequest(Message):
     """Tell the text and the log-prob of each token as well."""
     token_ids: bool = False
     """Tell the tokens of the prompt as well."""
-    stateful: bool = False
-    """Continue what was said before by its tokens, where they are known, instead of its text."""
     deadline_s: float = Field(default=600.0, gt=0, le=MAX_DEADLINE_S)
     """Longest time that the answer may take."""
 
@@ -166,12 +164,6 @@ class InferPart(Part):
     """Digest of all tokens that the model knows, with `scores`: equal for equal tokenizers."""
     is_thinking: bool = False
     """Whether the prompt has opened the reasoning of the answer; with `prompt_tokens`."""
-    reused_tokens: int = 0
-    """Of the prompt: those of earlier calls, as they were; with `prompt_tokens`."""
-    rendered: Literal["", "first", "unknown", "edited", "template", "fields"] | None = None
-    """Of a stateful chat: why what was said before is not, or not all, continued by its tokens:
-    nothing was (first), it is not known here (unknown), it was changed (edited), the template
-    cannot (template), or a message has fields of its own (fields); with `prompt_tokens`."""
 
 
 class PlayRequest(Message):

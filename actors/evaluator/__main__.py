@@ -7,11 +7,6 @@ from ..runtime import JobContext, run_job_actor
 
 
 async def _main(context: JobContext) -> None:
-    if context.record.kind == "sft" and context.config.sft.val_data:
-        from .held_out_pairs import run_pair_evaluator
-
-        await run_pair_evaluator(context)
-        return
     from .evaluator import run_evaluator
 
     await run_evaluator(context)

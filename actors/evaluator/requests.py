@@ -25,9 +25,7 @@ _log = structlog.get_logger()
 class Requests:
     """What is asked of an evaluator, oldest version first."""
 
-    def __init__(
-        self, context: JobContext, measure: Measure, check: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, context: JobContext, measure: Measure, check: Callable[[], None]) -> None:
         """`check` raises what ends the evaluator, where a version could not be measured."""
         self._context = context
         self._measure = measure

@@ -33,8 +33,6 @@ from .training.step import StepReport
 _LOOK_S = 2.0
 _WINDOW = 20
 _BOTTLENECK_EVERY_S = 5.0
-_OF_SFT = ("actor/", "dpo/", "reward_model/")
-"""What the steps of an SFT job measure."""
 _MAX_TABLE_CHARS = 20_000
 _FLUSH_S = 5.0
 """So long a learner that ends early waits for trackers to take what they were told."""
@@ -227,7 +225,7 @@ class Reporter:
         """Return what the groups and the step tell; rewards and lag mean nothing in an SFT job."""
         config = self.context.config
         if config.sft.data:
-            told = {key: n for key, n in report.numbers.items() if key.startswith(_OF_SFT)}
+            told = {key: n for key, n in report.numbers.items() if key.startswith("actor/")}
             return {**demonstration_numbers(groups), **told}
         numbers = group_numbers(
             groups,

@@ -10,17 +10,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import GenerationConfig
 
 from ...broker.batches import BatchLog
 from ...broker.disk.room import in_thread, with_room
 from ...broker.observe.tracking import TrackedRun, Tracker, make_trackers
 from ...broker.rollouts import RolloutLog
-from ...envs.data.pair_data import open_rows
+from ...envs.data.chat_data import ChatData
 from ...envs.serving.remote import Environments
 from ...schemas.batch import BatchRecord
 from ...schemas.config.job import JobConfig
-from ...schemas.config.sft import SftConfig
 from ...schemas.wire.errors import StorageError, TinkermqError, root_cause
 from ..models.lora import refuse_other_kind
 from ..models.model_folder import load_generation_config, load_tokenizer
@@ -118,9 +116,7 @@ async def _try_saving(context: JobContext, policies: Policies, tokenizer: Any) -
     is_small = policies.num_bytes <= _TRIED_WHOLE_BYTES
     save = policies.save if is_small else policies.save_form
     model = context.config.model
-    settings: GenerationConfig | None = None
-    if not context.config.sft.trains_rewards:
-        settings = await asyncio.to_thread(load_generation_config, model.path)
+    settings = await asyncio.to_thread(load_generation_config, model.path)
     trial = partial(
         try_saving,
         context.run_dir,
@@ -275,7 +271,7 @@ async def _num_rows(context: JobContext) -> int | None:
     """
     config = context.config
     if config.sft.data:
-        return await asyncio.to_thread(_num_sft_rows, config.sft)
+        return await asyncio.to_thread(_num_sft_rows, config.sft.data)
     if config.training.tasks == "external" and config.training.num_steps is not None:
         return None
     environments = Environments(context.broker, context.scope, config.env, context.missing)
@@ -286,8 +282,8 @@ async def _num_rows(context: JobContext) -> int | None:
         raise deserted(config.limits.idle_s) from None
 
 
-def _num_sft_rows(config: SftConfig) -> int:
-    with contextlib.closing(open_rows(config)) as data:
+def _num_sft_rows(files: list[str]) -> int:
+    with contextlib.closing(ChatData(files)) as data:
         return len(data)
 
 

@@ -1,6 +1,5 @@
 """Open a Hugging Face model folder, and say what is wrong with one that cannot be opened."""
 
-from collections.abc import Collection
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -129,12 +128,6 @@ def sees_images(config: "PreTrainedConfig") -> bool:
     return config.model_type in VISION_TYPES
 
 
-def is_reward_model(config: "PreTrainedConfig") -> bool:
-    """Whether a folder's model says a score in place of tokens."""
-    kinds = cast("list[str] | None", getattr(config, "architectures", None)) or []
-    return any(kind.endswith("ForSequenceClassification") for kind in kinds)
-
-
 def auto_class(config: "PreTrainedConfig") -> Any:
     """Return transformers' class that makes models of a configuration."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -168,29 +161,32 @@ def load_causal_lm(
         untie(base, path)
         return base if hollow else merge(base, path).eval()
     config = load_model_config(path, trust_remote_code=trust_remote_code, hollow=hollow)
-    if is_reward_model(config):
-        raise ModelError(
-            f"{path} holds a reward model, which generates nothing",
-            hint="serve it with `python -m tinkermq.actors.rewarding`, or name a language model",
-        )
+    _require_language_model(config, path)
     auto = auto_class(config)
-    return build_hollow(auto, config, options) if hollow else load_weights(auto, path, options)
+    return _build_hollow(auto, config, options) if hollow else _load_weights(auto, path, options)
 
 
-def load_weights(
-    auto: Any, path: str, options: dict[str, Any], new: Collection[str] = ()
-) -> "PreTrainedModel":
-    """Load a model by one of transformers' classes; tensors called `new` are 0 where it has none.
+def _require_language_model(config: "PreTrainedConfig", path: str) -> None:
+    """Raise ModelError for a classifier: transformers would load it with a random output layer."""
+    kinds = cast("list[str] | None", getattr(config, "architectures", None)) or []
+    if any(kind.endswith("ForSequenceClassification") for kind in kinds):
+        raise ModelError(
+            f"{path} holds a classifier or reward model ({', '.join(kinds)}), which generates "
+            "nothing",
+            hint="name a language model; a reward model is used through env.reward with "
+            "source=endpoint",
+        )
 
-    Raises ModelError for other weights that are missing, and for a model that the class lacks.
+
+def _load_weights(auto: Any, path: str, options: dict[str, Any]) -> "PreTrainedModel":
+    """Load a model by one of transformers' classes.
+
+    Raises ModelError for weights that are missing, and for a model that the class lacks.
     """
     from safetensors import SafetensorError
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    told = logging.get_verbosity()
-    if new:
-        logging.set_verbosity_error()  # its report would tell of them as of a mistake
     try:
         loaded = cast(
             "tuple[PreTrainedModel, dict[str, Any]]",
@@ -206,12 +202,8 @@ def load_weights(
             f"model {path} cannot be loaded: {error}",
             hint=f"`{auto.__name__}.from_pretrained` must be able to open it",
         ) from error
-    finally:
-        logging.set_verbosity(told)
     model, info = loaded
-    for name in set(info["missing_keys"]) & set(new):
-        model.get_parameter(name).data.zero_()
-    missing = sorted(set(info["missing_keys"]) - set(new))
+    missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(
             f"the weights of model {path} lack {len(missing)} tensors: {', '.join(missing[:5])}",
@@ -220,7 +212,7 @@ def load_weights(
     return model.eval()
 
 
-def build_hollow(
+def _build_hollow(
     auto: Any, config: "PreTrainedConfig", options: dict[str, Any]
 ) -> "PreTrainedModel":
     """Make a model whose weights are not read, for somebody else to fill."""

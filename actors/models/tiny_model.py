@@ -38,12 +38,6 @@ CHAT_TEMPLATE = (
 )
 """One token for the role, the content, one token for the end: it only ever appends."""
 
-TOOLS_TEMPLATE = (
-    "{%- for tool in tools or [] -%}{{ tool['function']['name'] + ' ' }}{%- endfor -%}"
-    + CHAT_TEMPLATE
-)
-"""The same behind the names of the tools."""
-
 
 def make_tokenizer(
     more: Sequence[str] = (), words: Sequence[str] = ()

@@ -40,7 +40,6 @@ from ..generator.engine.token_grammar import TokenGrammar
 from ..generator.episodes.chat import ChatTokenizer
 from ..generator.episodes.output_grammar import OutputGrammars, opens_reasoning
 from ..generator.episodes.text_stream import TextStream
-from .conversations import Conversations, StatefulPrompt
 from .prompt_scores import score_prompts
 
 Request = ChatRequest | CompletionRequest
@@ -174,8 +173,6 @@ class _Prompt:
 
     ids: list[int]
     images: Sequence[bytes] = ()
-    stateful: StatefulPrompt | None = None
-    """Where it is continued by its tokens."""
     opened: str = ""
     """The mark by which a chat's prompt opens the reasoning; the answer's text begins with it."""
     is_thinking: bool = False
@@ -187,10 +184,6 @@ class _Head:
 
     def __init__(self, request: Request, prompts: Sequence[_Prompt]) -> None:
         self._fields: dict[str, Any] = {"prompt_tokens": sum(len(one.ids) for one in prompts)}
-        if isinstance(request, ChatRequest) and request.stateful:
-            stateful = prompts[0].stateful
-            self._fields["reused_tokens"] = stateful.num_reused if stateful else 0
-            self._fields["rendered"] = stateful.rendered if stateful else "fields"
         self._fields["is_thinking"] = any(one.is_thinking for one in prompts)
         self._ids = [one.ids for one in prompts] if request.token_ids else []
 
@@ -211,11 +204,8 @@ class Answers:
         *,
         max_context: int,
         max_open: int,
-        conversations: Conversations | None = None,
     ) -> None:
         """`max_open` bounds the choices that are generated or wait at the same time."""
-        self.conversations = Conversations(chat) if conversations is None else conversations
-        """What can be continued by its tokens."""
         self._engine = engine
         self._chat = chat
         self._grammars = OutputGrammars(chat)
@@ -229,16 +219,7 @@ class Answers:
         messages = read_conversation(request.messages, Origin("messages", is_request=True))
         tools = read_tools(request.tools, Origin("tools", is_request=True))
         request = request.model_copy(update={"messages": messages, "tools": tools})
-        return await self._answer(request, [await self._prompt(request)], tell)
-
-    async def _prompt(self, request: ChatRequest) -> _Prompt:
-        stateful = await self.conversations.prepare(request) if request.stateful else None
-        if stateful is None:
-            return await asyncio.to_thread(self._read, request)
-        prepared = stateful.prepared
-        ids = prepared.prompt_ids.tolist()
-        opened = self._chat.opened(ids)
-        return _Prompt(ids, prepared.images, stateful, opened, prepared.thinking)
+        return await self._answer(request, [await asyncio.to_thread(self._read, request)], tell)
 
     def _read(self, request: ChatRequest) -> _Prompt:
         """Return the tokens and the images of a conversation; it may hold whatever msgpack can."""
@@ -373,9 +354,6 @@ class Answers:
             choice.end(generation)
         else:
             choice.set_whole(generation)
-        if prompt.stateful is not None:
-            stateful, number = prompt.stateful, choice.number
-            await self.conversations.keep(stateful, number, choice.drawn, generation)
         changed.set()
 
     async def _stream(

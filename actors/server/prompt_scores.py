@@ -40,13 +40,3 @@ def pieces(prompt: int, scores: PromptScores) -> list[PromptScore]:
         )
         for start in range(0, len(scores.logprobs), rows)
     ]
-
-
-def put_together(told: Sequence[PromptScore]) -> PromptScores:
-    """Return the scores of one prompt from its pieces, in order."""
-    return PromptScores(
-        *(
-            np.concatenate([getattr(piece, name) for piece in told])
-            for name in ("logprobs", "top_ids", "top_logprobs")
-        )
-    )

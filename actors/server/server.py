@@ -210,7 +210,5 @@ class Server:
         """Put the engine's figures into the heartbeat."""
         context = self._context
         while True:
-            for answers in self._answers.values():
-                answers.conversations.forget_idle()
             tell_engine(context, self._engine.stats(), requests=self._parts.num_running)
             await asyncio.sleep(_STATS_S)

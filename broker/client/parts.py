@@ -30,9 +30,10 @@ from ...schemas.wire.foreign import ends_this_task
 from ...schemas.wire.message import Message
 from ...schemas.wire.reply import ErrorReply, Part
 from ..outages.flushing import flush
-from .connection import Broker, ConnectionLost, Listening
+from .connection import Broker, ConnectionLost
 from .headers import NO_RESPONDERS, status_of
 from .inbox import Inbox, SharedInbox
+from .listening import Listening
 from .nats_internals import reply_of
 from .rpc import RequestContext, Service, allowed_reply
 

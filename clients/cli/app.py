@@ -38,7 +38,7 @@ _GROUPS: dict[str, list[_Command]] = {
     ],
     "Runs": [
         _Command("train", "runs.train:train", "Submit a training job and watch it."),
-        _Command("sft", "runs.train:sft", "Submit a job that learns from conversations or pairs."),
+        _Command("sft", "runs.train:sft", "Submit a job that learns from conversations."),
         _Command("sweep", "runs.sweep:sweep", "Train a run for each combination of values."),
         _Command("ps", "runs.runs:ps", "List runs."),
         _Command("watch", "runs.train:watch", "Watch a run live."),
@@ -119,7 +119,7 @@ _GROUPS: dict[str, list[_Command]] = {
         ),
         _Command("agent new", "agents.new_agent:new", "Make a folder with an agent of your own."),
         _Command(
-            "agent check", "agents.check:check", "See what a program makes of a model's answers."
+            "agent check", "agents.check:check", "Run a program once against a scripted model."
         ),
         _Command("agent play", "agents.play:play", "Be the model of an agent program yourself."),
         _Command("agent host", "agents.host:host", "Host a run's programs in this process."),

@@ -32,7 +32,6 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
     "sft": (
         Example("tinkermq sft sft.yaml sft.data=[chats.jsonl] name=warm", "learn, and watch"),
         Example("tinkermq train train.yaml --from warm", "go on by playing"),
-        Example("tinkermq sft dpo.yaml sft.data=[pairs.jsonl]", "prefer the chosen answers"),
     ),
     "sweep": (
         Example(
@@ -93,7 +92,7 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
     ),
     "agent new": (Example("tinkermq agent new my-agent", "a program that asks openai's client"),),
     "agent check": (
-        Example("tinkermq agent check agent.yaml --row 0 --once", "one episode, one run"),
+        Example("tinkermq agent check agent.yaml --row 0", "the first row of the data"),
     ),
     "env new": (
         Example("tinkermq env new my-game", "on rows of a dataset"),

@@ -15,7 +15,6 @@ _DATA_KEYS = (
     ("env", "train_data"),
     ("env", "val_data"),
     ("sft", "data"),
-    ("sft", "val_data"),
 )
 
 

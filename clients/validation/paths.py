@@ -25,7 +25,7 @@ def resolve_paths(
     for key in {"path", "tokenizer"} & model.keys():
         if model[key] is not None:
             model[key] = _existing(str(model[key]))
-    for section, keys in (("env", {"train_data", "val_data"}), ("sft", {"data", "val_data"})):
+    for section, keys in (("env", {"train_data", "val_data"}), ("sft", {"data"})):
         data: dict[str, Any] = resolved.get(section) or {}
         for key in keys & data.keys():
             data[key] = [_existing(str(path)) for path in data[key]]

@@ -43,8 +43,18 @@ class ChatData:
         """Decode a row; DataError for one that holds no conversation."""
         row, where = self._rows.row(number)
         messages = read_conversation(row.get("messages"), Origin("messages", where))
-        seen = with_images(messages, row, where)
+        seen = _with_images(messages, row, where)
         return ChatRow(seen, read_tools(row.get("tools"), Origin("tools", where)), where)
+
+    def check_row(self, number: int) -> ChatRow:
+        """Decode a row; DataError for one in which the assistant says nothing, too."""
+        row = self.row(number)
+        if not any(message["role"] == "assistant" for message in row.messages):
+            raise DataError(
+                f"the assistant says nothing in {row.where}",
+                hint="its messages are what is learnt: leave the row out",
+            )
+        return row
 
     def close(self) -> None:
         """Give the files back."""
@@ -60,7 +70,7 @@ def _check_columns(columns: Iterable[str], where: str) -> None:
         )
 
 
-def with_images(
+def _with_images(
     messages: Sequence[dict[str, Any]], row: Mapping[str, Any], where: str
 ) -> list[dict[str, Any]]:
     """Return the messages of a row with all images as bytes, those of its column `images`, too.

@@ -15,6 +15,7 @@ from .algorithms.critic import CriticConfig
 from .episode import RolloutConfig
 from .learner import LearnerConfig
 from .lora import LoraConfig
+from .removed import without_removed
 from .reward import RewardConfig
 from .rules import broken_rules
 from .section import MAX_NOTES, MAX_TAGS, MAX_WAIT_S, OWN_FUNCTION, Label, Section, when
@@ -362,8 +363,8 @@ class JobConfig(Section):
 
     @property
     def has_evaluator(self) -> bool:
-        """Whether versions are validated: by a game, or by held-out pairs."""
-        return self.env.num_val > 0 or bool(self.sft.val_data)
+        """Whether versions are validated, by a game."""
+        return self.env.num_val > 0
 
     @property
     def generator_slots(self) -> int:
@@ -392,7 +393,8 @@ class JobConfig(Section):
         """Fill in what an SFT or agent job implies, and refuse what would have no effect in one."""
         if not isinstance(values, dict):
             return values
-        return settle_tinker(settle_agent(settle_sft(cast("dict[str, Any]", values))))
+        known = without_removed(cast("dict[str, Any]", values))
+        return settle_tinker(settle_agent(settle_sft(known)))
 
     @model_validator(mode="after")
     def _no_broken_rule(self) -> Self:

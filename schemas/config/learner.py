@@ -23,10 +23,9 @@ class LearnerConfig(Section):
     context_parallel: int = Field(default=1, ge=1, le=64)
     """Neighbouring ranks that compute the columns of each row together (Ulysses): a rank holds the
     activations of a part of it. It divides the number of ranks, and those of the model's heads."""
-    optimizer: Literal["adamw", "muon", "adamw_8bit"] = "adamw"
+    optimizer: Literal["adamw", "muon"] = "adamw"
     """adamw; muon: the momentum of the hidden layers' matrices, an adapter's too, made orthogonal,
-    with AdamW for embeddings, output layer, norms and biases; adamw_8bit: AdamW that keeps its two
-    moments of matrices in 8 bits each, a quarter of the memory."""
+    with AdamW for embeddings, output layer, norms and biases."""
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate; muon's updates are as large as AdamW's at the same rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -54,9 +53,8 @@ class LearnerConfig(Section):
     batch_epochs: int = Field(default=1, ge=1, le=64)
     """Times that a batch is gone through, with `num_minibatches` updates each; ratios and clips are
     those to the policy before the first."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Compute dtype; master weights and optimiser state are float32. In float16 the loss is scaled,
-    and an update whose gradient is not finite is left out and halves the scale."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute dtype; master weights and optimiser state are float32."""
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the weights that generators get."""
     row_tokens: int = Field(default=4096, ge=16)

@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails
 
 from ..wire.errors import ConfigError
 from .job import JobConfig
+from .removed import without_removed
 from .yaml_values import MAX_DEPTH, read_argument, read_value, type_at
 
 MAX_VALUES = 100_000
@@ -111,7 +112,11 @@ def check_keys(values: dict[str, Any]) -> None:
     closest known key, or the key and its value.
     """
     _refuse_strange(values)
-    _refuse_unknown(values, JobConfig, "")
+    try:
+        known = without_removed(values)
+    except ValueError as error:
+        raise ConfigError(str(error)[:_MAX_SHOWN]) from error
+    _refuse_unknown(known, JobConfig, "")
     try:
         JobConfig.model_validate(values)
     except ValidationError as error:

@@ -9,13 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tinkermq.actors.check_job import check_job
-from tinkermq.actors.learner.preferences.reward_model import load_reward_model
 from tinkermq.actors.models.model_folder import load_causal_lm, load_policy, load_tokenizer
 from tinkermq.actors.models.tiny_model import TinyKind, save_tiny_model
 from tinkermq.actors.models.tiny_vision_model import save_tiny_vision_model
 from tinkermq.envs.write_data import write_rows
-from tinkermq.schemas.config.job import JobConfig, ModelConfig
-from tinkermq.schemas.config.learner import LearnerConfig
+from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.lora import LoraConfig
 
 TEMPLATE, ROWS, WEIGHTS, ADAPTER, SAVING = (
@@ -79,14 +77,11 @@ def test_a_model_that_sees_has_no_faults(tmp_path: Path) -> None:
     assert faults(tmp_path / "m", lora={"rank": 2}) == {}
 
 
-def test_a_reward_model_that_is_trained_on_has_no_faults(model: Path, tmp_path: Path) -> None:
-    config = ModelConfig(path=str(model))
-    load_reward_model(config, LearnerConfig()).save_pretrained(tmp_path / "r")
-    load_tokenizer(str(model)).save_pretrained(tmp_path / "r")  # pyright: ignore[reportUnknownMemberType]
-    pair = {"prompt": "hi", "chosen": "ho", "rejected": "no"}
-    data = [str(write_rows(tmp_path / "pairs.jsonl", [pair]))]
-    for path in (model, tmp_path / "r"):
-        assert faults(path, sft={"data": data, "objective": "reward"}) == {}
+def test_a_reward_model_is_refused_by_name(model: Path) -> None:
+    edit(model / "config.json", architectures=["Qwen2ForSequenceClassification"])
+    said = faults(model)[WEIGHTS]
+    assert "holds a classifier or reward model (Qwen2ForSequenceClassification)" in said
+    assert "env.reward" in said
 
 
 def test_a_tokenizer_longer_than_the_embedding_is_told(model: Path) -> None:

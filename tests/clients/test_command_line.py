@@ -194,23 +194,6 @@ def test_a_dry_run_reads_every_conversation(cli: Cli, tmp_path: Path) -> None:
     assert "the assistant says nothing in row 1 of" in silent.err
 
 
-def test_a_dry_run_reads_every_pair(cli: Cli, tmp_path: Path) -> None:
-    pairs, file = tmp_path / "pairs.jsonl", tmp_path / "dpo.yaml"
-    rows = [{"prompt": "2+2", "chosen": "4", "rejected": text} for text in ("5", "4")]
-    pairs.write_text(f"{json.dumps(rows[0])}\n")
-    data = f"[{pairs}]"
-    file.write_text(
-        f"model: {{path: some/model}}\nsft: {{data: {data}, objective: dpo, val_data: {data}}}\n"
-    )
-    sound = cli("sft", str(file), "--from", "other-run@40", "--dry-run")
-    assert sound.code == 0, sound.err
-    assert "1 pairs, 1 held out" in sound.out
-    pairs.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    equal = cli("sft", str(file), "--dry-run")
-    assert equal.code == 2
-    assert "chosen and rejected of row 1 of" in equal.err
-
-
 def test_an_sft_job_needs_conversations(cli: Cli, config: Path) -> None:
     outcome = cli("sft", str(config))
     assert outcome.code == 2

@@ -21,7 +21,6 @@ from tinkermq.envs.chat_messages import (
     with_text_arguments,
 )
 from tinkermq.envs.data.chat_data import ChatData
-from tinkermq.envs.data.pair_data import PairData
 from tinkermq.envs.dataset import Dataset
 from tinkermq.envs.write_data import write_rows
 from tinkermq.schemas.infer import ChatRequest
@@ -78,13 +77,6 @@ def of_json_text(folder: Path, chat: list[dict[str, Any]]) -> list[dict[str, Any
     return ChatData([write_rows(folder / "a.parquet", rows)]).row(0).messages
 
 
-def of_pairs(folder: Path, chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    other = [*chat[:-1], {"role": "assistant", "content": "no"}]
-    rows = [{"chosen": chat, "rejected": other}]
-    pair = PairData([write_rows(folder / "a.jsonl", rows)]).row(0)
-    return [*pair.prompt, *pair.chosen]
-
-
 def of_prompt(folder: Path, chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
     rows = [{"prompt": chat, "answer": "x"}]
     return Dataset([write_rows(folder / "a.jsonl", rows)]).record(0).messages()
@@ -104,7 +96,6 @@ def of_program(folder: Path, chat: list[dict[str, Any]]) -> list[dict[str, Any]]
 ORIGINS: list[Callable[[Path, list[dict[str, Any]]], list[dict[str, Any]]]] = [
     of_jsonl,
     of_json_text,
-    of_pairs,
     of_prompt,
     of_body,
     of_program,
@@ -209,17 +200,15 @@ NO_OBJECTS = [
 
 
 @pytest.mark.parametrize("arguments", [*NO_OBJECTS, [1], 3, True])
-@pytest.mark.parametrize("column", ["messages", "chosen", "prompt"])
+@pytest.mark.parametrize("column", ["messages", "prompt"])
 def test_arguments_that_are_no_object_are_refused_with_file_row_and_column(
     tmp_path: Path, column: str, arguments: Any
 ) -> None:
     chat = [ASKED, spelled(name="write", arguments=arguments), RESULT, DONE]
-    good = {"messages": CHAT, "chosen": CHAT, "prompt": CHAT, "answer": "x"}
-    good["rejected"] = [*CHAT[:-1], {"role": "assistant", "content": "no"}]
+    good = {"messages": CHAT, "prompt": CHAT, "answer": "x"}
     path = write_rows(tmp_path / "a.jsonl", [good, {**good, column: chat}])
-    opened = {"messages": ChatData, "chosen": PairData}.get(column)
     with pytest.raises(DataError) as caught:
-        opened([path]).row(1) if opened else Dataset([path]).record(1)
+        ChatData([path]).row(1) if column == "messages" else Dataset([path]).record(1)
     place = f"{column}[1].tool_calls[0].function.arguments of row 1 of {path} is {arguments!r}"
     assert place in caught.value.message
     assert "no JSON object" in caught.value.message
@@ -363,22 +352,13 @@ def test_keys_that_parquet_fills_in_are_left_out(tmp_path: Path) -> None:
     assert read[2] == RESULT
 
 
-@pytest.mark.parametrize("column", ["prompt", "chosen", "rejected"])
-def test_keys_that_parquet_fills_in_are_left_out_of_prompts_and_pairs(
-    tmp_path: Path, column: str
-) -> None:
+def test_keys_that_parquet_fills_in_are_left_out_of_prompts(tmp_path: Path) -> None:
     rows = [
-        {column: [ASKED, {"role": "assistant", "content": "a", "name": "ada"}], "answer": "x"},
-        {column: [ASKED, {"role": "assistant", "content": "b", "name": None}], "answer": "x"},
+        {"prompt": [ASKED, {"role": "assistant", "content": "a", "name": "ada"}], "answer": "x"},
+        {"prompt": [ASKED, {"role": "assistant", "content": "b", "name": None}], "answer": "x"},
     ]
-    others = {"chosen", "rejected"} - {column} if column != "prompt" else ()
-    for row in rows:
-        row.update({name: [ASKED, {"role": "assistant", "content": "z"}] for name in others})
     path = write_rows(tmp_path / "a.parquet", rows)
-    if column == "prompt":
-        read = Dataset([path]).record(1).messages()[1]
-    else:
-        read = getattr(PairData([path]).row(1), column)[0]
+    read = Dataset([path]).record(1).messages()[1]
     assert read == {"role": "assistant", "content": "b"}
 
 

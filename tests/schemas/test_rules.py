@@ -10,24 +10,11 @@ SFT = ["sft.data=[chats.jsonl]"]
 AGENT = ["env.game=agent", "agent.command=[run.sh]"]
 BY_TURN = ["algorithm.advantage=gae", "algorithm.sample=turn"]
 REPLAY = ["algorithm.router_replay=true"]
-DPO = [*SFT, "sft.objective=dpo"]
-REWARD = [*SFT, "sft.objective=reward"]
 EXAMPLES = [
     ["algorithm.loss=sft"],
-    ["algorithm.loss=dpo"],
     ["policies.low=m", *SFT],
     ["self_play.past_share=0.5", *SFT],
     ["algorithm.reference.path=m"],
-    ["lora.rank=4", "lora.dropout=0.1", *DPO],
-    ["lora.rank=4", "env.game=''", *REWARD],
-    REWARD,
-    ["sft.val_data=[pairs.jsonl]", *DPO],
-    [
-        "sft.val_data=[pairs.jsonl]",
-        "env.num_val=0",
-        "algorithm.reference.ema=0.9",
-        *DPO,
-    ],
     ["model.attn_implementation=flash_attention_2"],
     ["policies.low=m", "lora.rank=4"],
     ["algorithm.loss=gspo", "algorithm.own_loss=m:f"],
@@ -86,7 +73,7 @@ EXAMPLES = [
     ["learner.ranks=2", "learner.slots=2", "learner.context_parallel=2", "algorithm.loss=gspo"],
     ["learner.ranks=2", "learner.slots=2", "learner.context_parallel=2", "learner.compile=true"],
     ["learner.optimizer=muon", "learner.cpu_offload=true"],
-    ["learner.optimizer=adamw_8bit", "tinker.base=m"],
+    ["learner.optimizer=muon", "tinker.base=m"],
     ["generator.engine=vllm", "generator.tensor_parallel=2"],
     ["generator.max_context=1024"],
     ["algorithm.overlong_buffer=4096"],

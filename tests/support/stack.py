@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
@@ -45,10 +45,13 @@ class Stack:
         folder: Path,
         *,
         slots: int = 32,
+        node_options: Sequence[str] | None = None,
         apart: Path | None = None,
         network: Network | None = None,
     ) -> None:
         """Keep everything below `folder`; nothing is started yet.
+
+        `node_options` say what nodes give away, in place of `slots`.
 
         Below `apart` each node sees files of its own (needs root): they share no disk. With a
         `network` each node is on a machine of its own name there, and the broker is on the bridge.
@@ -57,7 +60,7 @@ class Stack:
         host = "127.0.0.1" if network is None else network.outside
         self.server = NatsServer(folder / "nats", host=host)
         self.jobs: list[Job] = []
-        self._slots = slots
+        self._node_options = ["--slots", str(slots)] if node_options is None else node_options
         self._apart = apart
         self._network = network
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -100,7 +103,7 @@ class Stack:
         name = name or role
         command = [sys.executable, "-m", f"tinkermq.actors.{role}", "--nats", self.url_for(name)]
         if role == "node":
-            command += ["--name", name, "--slots", str(self._slots)]
+            command += ["--name", name, *self._node_options]
             command = [*self._with_own_files(name), *command]
             if self._network is not None:
                 if not self._network.has(name):

@@ -1,4 +1,4 @@
-"""Runs of other optimisers and of float16 go on from their checkpoints and are replayed."""
+"""Runs of Muon go on from their checkpoints and are replayed."""
 
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.parametrize(
     "learner",
     [
-        {"optimizer": "muon", "dtype": "float16", "num_minibatches": 2},
-        {"optimizer": "adamw_8bit"},
+        {"optimizer": "muon", "dtype": "bfloat16", "num_minibatches": 2},
         {"optimizer": "muon", "ranks": 2, "slots": 2},
     ],
     ids=str,

@@ -16,7 +16,6 @@ from ....envs.agents.replies import (
 )
 from ....envs.tool_calls import ToolText
 from ....schemas.infer import Delta, InferPart, PromptScore
-from .asking import headers_of
 from .body import ChatBody, CompletionBody
 
 DONE = "data: [DONE]\n\n"
@@ -46,18 +45,13 @@ class Answer:
         self._vocabulary = ""
         self._model = ""
         self._usage: dict[str, Any] = _usage(0, 0)
-        self.headers: dict[str, str] = {}
-        """What is told of a stateful answer besides."""
 
     def take(self, part: InferPart) -> None:
         """Take the next part."""
         self._model = part.model or self._model
         self._prompt_ids = part.prompt_token_ids or self._prompt_ids
-        self.headers = headers_of(part) or self.headers
         if part.last:
             self._usage = _usage(part.prompt_tokens, part.completion_tokens)
-            if part.rendered is not None:
-                self._usage["prompt_tokens_details"] = {"cached_tokens": part.reused_tokens}
         self._vocabulary = part.vocabulary or self._vocabulary
         if part.is_thinking and self._has_form:
             for choice in self._choices:

@@ -1,12 +1,13 @@
 """How the model endpoints read a body, and give up when nobody waits for an answer any more."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
+from ....envs.agents.dialects.request import RequestError
 from ....schemas.infer import InferPart
 from ..limits import MAX_INFERENCE_BYTES
 
@@ -14,24 +15,30 @@ T = TypeVar("T")
 
 LARGE = 64 << 10
 """Bytes of a body that is read in a thread: the loop answers others meanwhile."""
-STATEFUL = "x-tinkermq-stateful"
-"""A header that says what `stateful` does in a body."""
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _GONE_S = 0.5
 _CLIENT_CLOSED = 499
 
 
-def is_stateful(request: Request) -> bool:
-    """Whether a request's headers ask for a conversation that is continued by its tokens."""
-    return request.headers.get(STATEFUL, "").lower() in ("1", "true")
+def refuse_stateful(request: Request) -> None:
+    """Raise RequestError for the header of stateful chats, which were removed."""
+    if "x-tinkermq-stateful" in request.headers:
+        raise _stateful_error("the header 'x-tinkermq-stateful'", "")
 
 
-def headers_of(part: InferPart) -> dict[str, str]:
-    """Return what is told of a stateful answer: how much was continued, or why not all was."""
-    if part.rendered is None:
-        return {}
-    told = {"x-tinkermq-reused": str(part.reused_tokens)}
-    return {**told, "x-tinkermq-rendered": part.rendered} if part.rendered else told
+def refuse_stateful_body(body: Mapping[str, Any]) -> None:
+    """Raise RequestError for a body that names `stateful`, which was removed."""
+    if body.get("stateful") is not None:
+        raise _stateful_error("the parameter 'stateful'", "stateful")
+
+
+def _stateful_error(name: str, param: str) -> RequestError:
+    return RequestError(
+        f"{name} was removed: a served model continues the text of a conversation, not its tokens",
+        param=param,
+        hint="leave it out; an agent's episodes continue by tokens, for others send token ids to "
+        "/v1/completions",
+    )
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

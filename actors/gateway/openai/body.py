@@ -36,6 +36,7 @@ from ....schemas.output_format import (
 )
 from ....schemas.wire.codec import read_json
 from ....schemas.wire.errors import ConfigError, DataError, MessageError
+from .asking import refuse_stateful_body
 
 B = TypeVar("B", bound="_Body")
 
@@ -137,7 +138,6 @@ class ChatBody(_Body):
     parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
-    stateful: bool = False
 
     @model_validator(mode="after")
     def _tells_logprobs(self) -> Self:
@@ -180,7 +180,6 @@ class ChatBody(_Body):
             stream=self.stream,
             logprobs=self.logprobs,
             token_ids=self.return_token_ids,
-            stateful=self.stateful,
         )
 
 
@@ -216,13 +215,14 @@ class CompletionBody(_Body):
 
 
 def parse_body(raw: bytes, model: type[B]) -> B:
-    """Read a request body; BodyError names the parameter that cannot be used."""
+    """Read a request body; BodyError or RequestError names what cannot be used."""
     try:
         value: Any = read_json(raw)
     except MessageError as error:
         raise BodyError(f"the body is not valid JSON: {error.message}") from error
     if not isinstance(value, dict):
         raise BodyError("the body is not a JSON object")
+    refuse_stateful_body(cast("dict[str, Any]", value))
     fields = {
         key: given
         for key, given in cast("dict[str, Any]", value).items()

@@ -31,9 +31,9 @@ from .asking import (
     LARGE,
     STREAM_HEADERS,
     first_of,
-    headers_of,
-    is_stateful,
     read_body,
+    refuse_stateful,
+    refuse_stateful_body,
     unless_gone,
 )
 from .served_models import ServedModels
@@ -55,8 +55,6 @@ _WHY = {
     "thinking": "how much a model thinks is set by its chat template: leave it out",
     "truncation": "a conversation that is too long is refused: shorten it",
 }
-_EXTRAS = {"return_token_ids": "token_ids", "stateful": "stateful"}
-"""What may stand in a body besides, and what it is called in a server's request."""
 _SAMPLED = (
     "temperature",
     "top_p",
@@ -130,38 +128,37 @@ class Dialects:
         self, request: Request, broker: Broker, dialect: Dialect, words: Words
     ) -> Response:
         """Answer one request as `broker`'s user."""
+        refuse_stateful(request)
         raw = await read_body(request)
         large = len(raw) > LARGE
         read = await asyncio.to_thread(_read, raw, dialect) if large else _read(raw, dialect)
-        asked, extras = read
+        asked, token_ids = read
         model = await self._models.find(broker, asked.model)
-        update = {**extras, "adapter": model.adapter}
-        if is_stateful(request):
-            update["stateful"] = True
+        update = {"token_ids": token_ids, "adapter": model.adapter}
         query = _query(asked).model_copy(update=update)
         parts = model.ask(broker, query)
         if not asked.stream:
-            told, headers = await unless_gone(request, _whole(parts, dialect, asked, query))
-            return JSONResponse(told, headers=headers)
+            return JSONResponse(await unless_gone(request, _whole(parts, dialect, asked, query)))
         first = await first_of(parts)
         return StreamingResponse(
             _stream(first, parts, dialect, asked, query, words),
             media_type="text/event-stream",
-            headers={**STREAM_HEADERS, **headers_of(first)},
+            headers=STREAM_HEADERS,
         )
 
 
-def _read(raw: bytes, dialect: Dialect) -> tuple[ModelRequest, dict[str, bool]]:
-    """Read a body, and what this server takes besides; RequestError names what has no effect."""
+def _read(raw: bytes, dialect: Dialect) -> tuple[ModelRequest, bool]:
+    """Read a body, and whether it asks for tokens; RequestError names what has no effect."""
     try:
         value: Any = read_json(raw)
     except MessageError as error:
         raise RequestError(f"the body is not valid JSON: {error.message}") from error
-    extras: dict[str, bool] = {}
+    token_ids = False
     if isinstance(value, dict):
         body = cast("dict[str, Any]", value)
-        extras = {field: _flag(body, name) for name, field in _EXTRAS.items() if name in body}
-        value = {name: given for name, given in body.items() if name not in _EXTRAS}
+        refuse_stateful_body(body)
+        token_ids = Fields(body).flag("return_token_ids")
+        value = {name: given for name, given in body.items() if name != "return_token_ids"}
     asked = dialect.read(value)
     unknown = [name for name in asked.overruled or {} if name not in _SAMPLED]
     for name in (*asked.without_effect, *unknown):
@@ -183,11 +180,7 @@ def _read(raw: bytes, dialect: Dialect) -> tuple[ModelRequest, dict[str, bool]]:
             param="messages",
             hint="end with a message of the user, or continue the text with /v1/completions",
         )
-    return asked, extras
-
-
-def _flag(body: dict[str, Any], name: str) -> bool:
-    return Fields(body).flag(name)
+    return asked, token_ids
 
 
 def _query(asked: ModelRequest) -> ChatRequest:
@@ -220,7 +213,6 @@ class _Reading:
         self.answer = dialect.answer(head, asked, query.decoding)
         self.usage = Usage(0, 0)
         self.answered: Answered = "stop"
-        self.headers: dict[str, str] = {}
         self._reader = ReplyReader(call_name(query.request), calls=bool(query.tools))
         self._tokens: dict[str, list[int]] | None = None
         if query.token_ids:
@@ -228,12 +220,11 @@ class _Reading:
 
     def start(self, part: InferPart) -> Iterator[str]:
         """Yield the first events, which the first part has the counts for."""
-        self.usage = Usage(part.prompt_tokens, 0, part.reused_tokens)
+        self.usage = Usage(part.prompt_tokens, 0)
         yield from self.answer.start(self.usage)
 
     def push(self, part: InferPart) -> Iterator[str]:
         """Take a part; yield what is new as events."""
-        self.headers = headers_of(part) or self.headers
         if self._tokens is not None and part.prompt_token_ids:
             self._tokens["prompt_token_ids"] = part.prompt_token_ids[0]
         for delta in part.deltas:
@@ -244,7 +235,7 @@ class _Reading:
                 self.answer.stop_sequence = delta.stop
             yield from self._said(self._reader.push(delta.text))
         if part.last:
-            self.usage = Usage(part.prompt_tokens, part.completion_tokens, part.reused_tokens)
+            self.usage = Usage(part.prompt_tokens, part.completion_tokens)
 
     def end(self) -> Iterator[str]:
         """Yield the last events."""
@@ -257,8 +248,7 @@ class _Reading:
         if self._tokens is None:
             return {}
         prompt, said = self._tokens["prompt_token_ids"], self._tokens["token_ids"]
-        told = {"reused": self.usage.reused, "prompt_token_ids": prompt}
-        return {"tinkermq": {**told, "answers": [{"token_ids": said}]}}
+        return {"tinkermq": {"prompt_token_ids": prompt, "answers": [{"token_ids": said}]}}
 
     def _said(self, pieces: list[Piece]) -> Iterator[str]:
         for piece in pieces:
@@ -270,8 +260,8 @@ async def _whole(
     dialect: Dialect,
     asked: ModelRequest,
     query: ChatRequest,
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return an answer as one object, and the headers that go with it."""
+) -> dict[str, Any]:
+    """Return an answer as one object."""
     reading: _Reading | None = None
     async with aclosing(parts):
         async for part in parts:
@@ -280,7 +270,7 @@ async def _whole(
     reading = reading or _Reading(dialect, asked, query, "")
     _exhaust(reading.end())
     whole = reading.answer.whole(reading.answered, reading.usage)
-    return {**whole, **reading.extra}, reading.headers
+    return {**whole, **reading.extra}
 
 
 async def _stream(

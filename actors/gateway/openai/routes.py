@@ -19,7 +19,7 @@ from starlette.routing import Route
 from ....broker.client.connection import Broker
 from ....envs.agents.dialects.messages_api import messages_error
 from ....envs.agents.dialects.request import RequestError, text_of
-from ....schemas.infer import ChatRequest, CompletionRequest, InferPart
+from ....schemas.infer import CompletionRequest, InferPart
 from ....schemas.wire.errors import TinkermqError
 from ..tinker.trainers import Trainers
 from .answer import Answer, event
@@ -27,9 +27,8 @@ from .asking import (
     LARGE,
     STREAM_HEADERS,
     first_of,
-    headers_of,
-    is_stateful,
     read_body,
+    refuse_stateful,
     unless_gone,
 )
 from .body import BodyError, ChatBody, CompletionBody, parse_body, query_of
@@ -110,22 +109,20 @@ class OpenAI:
         self, request: Request, model: type[ChatBody] | type[CompletionBody]
     ) -> Response:
         broker = await self._sessions.broker(request)  # nobody's body is read
+        refuse_stateful(request)
         body = await _parsed(await read_body(request), model)
         model_asked = await self._models.find(broker, body.model)
         query = query_of(body).model_copy(update={"adapter": model_asked.adapter})
-        if isinstance(query, ChatRequest) and is_stateful(request):
-            query = query.model_copy(update={"stateful": True})
         num_prompts = len(query.prompts) if isinstance(query, CompletionRequest) else 1
         answer = Answer(body, query.request, num_prompts * body.n)
         parts = model_asked.ask(broker, query)
         if not body.stream:
-            told = await unless_gone(request, _whole(parts, answer))
-            return JSONResponse(told, headers=answer.headers)
+            return JSONResponse(await unless_gone(request, _whole(parts, answer)))
         first = await first_of(parts)
         return StreamingResponse(
             _stream(first, parts, answer),
             media_type="text/event-stream",
-            headers={**STREAM_HEADERS, **headers_of(first)},
+            headers=STREAM_HEADERS,
         )
 
 

@@ -1,15 +1,13 @@
 """The generator of an SFT job: the episodes that it appends are conversations of the data.
 
 A task names a row. Its group is one trajectory whose generated tokens are what the assistant said,
-with log-prob 0 (who wrote the data was certain) and the version that the task asks for; that of a
-pair is two, first the chosen answer with reward 1, then the rejected one with reward 0. All behind
+with log-prob 0 (who wrote the data was certain) and the version that the task asks for. All behind
 the log is as in any job: batches, checkpoints, resuming, replay, looking at rollouts. No model is
 loaded here; a row costs a fraction of a millisecond.
 """
 
 import asyncio
 import time
-from typing import Any
 
 import numpy as np
 import structlog
@@ -17,7 +15,6 @@ import structlog
 from ....broker.rollouts import RolloutLog
 from ....broker.tasks import Lease, TaskQueue
 from ....envs.data.chat_data import ChatData, ChatRow
-from ....envs.data.pair_data import PairData, PairRow, open_rows
 from ....schemas.config.job import JobConfig
 from ....schemas.rollout import Group, Trajectory
 from ....schemas.task import Blame, Task
@@ -36,7 +33,7 @@ async def run_demonstrations(context: JobContext) -> None:
     """Append the rows that the learner asks for, until told to stop."""
     config = context.config
     chat = (await asyncio.to_thread(open_chat, config.model)).at(context.record.created)
-    data = await asyncio.to_thread(open_rows, config.sft)
+    data = await asyncio.to_thread(ChatData, config.sft.data)
     await context.serve_control()
     demonstrations = Demonstrations(context, data, chat)
     try:
@@ -48,7 +45,7 @@ async def run_demonstrations(context: JobContext) -> None:
 class Demonstrations:
     """Turns tasks into groups of the rollout log."""
 
-    def __init__(self, context: JobContext, data: ChatData | PairData, chat: ChatTokenizer) -> None:
+    def __init__(self, context: JobContext, data: ChatData, chat: ChatTokenizer) -> None:
         self._context = context
         self._data = data
         self._chat = chat
@@ -84,16 +81,16 @@ class Demonstrations:
 
 
 def demonstrate(
-    task: Task, data: ChatData | PairData, chat: ChatTokenizer, config: JobConfig, source: str
+    task: Task, data: ChatData, chat: ChatTokenizer, config: JobConfig, source: str
 ) -> Group:
-    """Return the group of a task: its row as one trajectory, or two of a pair.
+    """Return the group of a task: its row as one trajectory.
 
     Raises GroupFailed for a row that cannot be learnt from.
     """
     now = time.time()
     try:
-        trajectories = _trajectories(task, data, chat, config.rollout.max_tokens)
-        group = Group(task=task, trajectories=trajectories, source=source, started=now)
+        trajectory = _trajectory(task, data, chat, config.rollout.max_tokens)
+        group = Group(task=task, trajectories=[trajectory], source=source, started=now)
         return group.with_shared_images().model_copy(update={"finished": time.time()})
     except DataError as error:
         raise _failed(task, error, source, now) from error
@@ -115,84 +112,39 @@ def _failed(task: Task, error: TinkermqError, source: str, started: float) -> Gr
     return GroupFailed(group, blame, 1)
 
 
-def _trajectories(
-    task: Task, data: ChatData | PairData, chat: ChatTokenizer, max_tokens: int
-) -> list[Trajectory]:
+def _trajectory(task: Task, data: ChatData, chat: ChatTokenizer, max_tokens: int) -> Trajectory:
     if task.sample is None:
         raise DataError(f"task {task.task} names no row")
     row = data.row(task.sample)
-    answers = spoken_of(row, chat, max_tokens)
-    if isinstance(row, ChatRow):
-        return [_trajectory(task, answers[0], row.messages)]
-    told = [row.prompt + answer for answer in (row.chosen, row.rejected)]
-    return [
-        _trajectory(task, spoken, messages, reward)
-        for spoken, messages, reward in zip(answers, told, (1.0, 0.0), strict=True)
-    ]
-
-
-def spoken_of(row: ChatRow | PairRow, chat: ChatTokenizer, max_tokens: int) -> list[Conversation]:
-    """Tokenise what a row holds: one conversation, or the two of a pair.
-
-    Raises DataError for one that is too long, ModelError for what the template does not take; both
-    name the row.
-    """
-    try:
-        if isinstance(row, PairRow):
-            return pair_conversations(row, chat, max_tokens)
-        spoken = chat.conversation(row.messages, row.tools)
-    except ModelError as error:
-        raise ModelError(f"{row.where}: {error.message}", hint=error.hint) from error
-    _check_length(spoken, row.where, max_tokens)
-    return [spoken]
-
-
-def pair_conversations(row: PairRow, chat: ChatTokenizer, max_tokens: int) -> list[Conversation]:
-    """Tokenise the chosen answer and the rejected one, each behind the prompt, which is context.
-
-    Raises DataError for one that is too long, ModelError for what the template does not take.
-    """
-    num_before = sum(message["role"] == "assistant" for message in row.prompt)
-    found: list[Conversation] = []
-    for name, answer in (("chosen", row.chosen), ("rejected", row.rejected)):
-        spoken = chat.conversation([*row.prompt, *answer], row.tools)
-        _check_length(spoken, f"{name} of {row.where}", max_tokens)
-        found.append(_behind(spoken, num_before))
-    return found
-
-
-def _behind(spoken: Conversation, num_turns: int) -> Conversation:
-    """Return a conversation whose first turns of the assistant are context."""
-    if not num_turns:
-        return spoken
-    mask = spoken.mask.copy()
-    mask[: spoken.turn_ends[num_turns - 1] + 1] = 0
-    return Conversation(spoken.token_ids, mask, spoken.turn_ends[num_turns:])
-
-
-def _check_length(spoken: Conversation, where: str, max_tokens: int) -> None:
-    length = len(spoken.token_ids)
-    if length > max_tokens:
-        raise DataError(
-            f"{where} has {length} tokens, rollout.max_prompt_tokens + "
-            f"rollout.max_response_tokens is {max_tokens}",
-            hint=f"raise them to {length} together, or shorten the data",
-        )
-
-
-def _trajectory(
-    task: Task, spoken: Conversation, messages: list[dict[str, Any]], reward: float = 0.0
-) -> Trajectory:
+    spoken = tokenise_row(row, chat, max_tokens)
     said = spoken.mask == 1
-    rewards = np.zeros(len(spoken.turn_ends), np.float32)
-    rewards[-1] = reward
     return Trajectory(
         token_ids=spoken.token_ids,
         mask=spoken.mask.astype(np.uint8),
         logprobs=np.zeros(len(said), np.float32),
         versions=np.where(said, task.min_version, -1).astype(np.int32),
         turn_ends=spoken.turn_ends,
-        rewards=rewards,
-        messages=messages,
+        rewards=np.zeros(len(spoken.turn_ends), np.float32),
+        messages=row.messages,
         seed=task.seed,
     )
+
+
+def tokenise_row(row: ChatRow, chat: ChatTokenizer, max_tokens: int) -> Conversation:
+    """Tokenise the conversation of a row.
+
+    Raises DataError for one that is too long, ModelError for what the template does not take; both
+    name the row.
+    """
+    try:
+        spoken = chat.conversation(row.messages, row.tools)
+    except ModelError as error:
+        raise ModelError(f"{row.where}: {error.message}", hint=error.hint) from error
+    length = len(spoken.token_ids)
+    if length > max_tokens:
+        raise DataError(
+            f"{row.where} has {length} tokens, rollout.max_prompt_tokens + "
+            f"rollout.max_response_tokens is {max_tokens}",
+            hint=f"raise them to {length} together, or shorten the data",
+        )
+    return spoken

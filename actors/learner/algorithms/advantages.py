@@ -29,6 +29,10 @@ from .sequences import (
 from .values import advantage_over_chains, between_tokens, generalized_advantage
 
 AdvantageFn = Callable[..., Tensor]
+_EPSILON = 1e-6
+"""The ε that is added to stds and means."""
+_WHITEN_EPSILON = 1e-8
+"""The ε that is added to the variance of a batch."""
 
 
 def _groups(inputs: AdvantageInputs) -> tuple[Tensor, Tensor, Peers]:
@@ -52,18 +56,17 @@ def _token_rewards(inputs: AdvantageInputs) -> Tensor:
     return outcome_N * is_last_of_sequence(inputs.seq_N)
 
 
-def _whiten(values_N: Tensor, epsilon: float, kept_N: Tensor | None) -> Tensor:
+def _whiten(values_N: Tensor, kept_N: Tensor | None) -> Tensor:
     kept_n = values_N if kept_N is None else values_N[kept_N]
     if not len(kept_n) or kept_n.min() == kept_n.max():
         return torch.zeros_like(values_N)
-    return (values_N - kept_n.mean()) * torch.rsqrt(kept_n.var() + epsilon)
+    return (values_N - kept_n.mean()) * torch.rsqrt(kept_n.var() + _WHITEN_EPSILON)
 
 
 def grpo(
     inputs: AdvantageInputs,
     *,
     std: Literal["group", "batch", "none"] = "group",
-    epsilon: float = 1e-6,
 ) -> Tensor:
     """(R − mean) / (std + ε) in the group, unbiased std (DeepSeekMath, arXiv 2402.03300).
 
@@ -75,8 +78,8 @@ def grpo(
         return _to_tokens(rewards_S - peers.mean, inputs)
     of_episodes = _by_episode(inputs, key_S, peers)
     if std == "group" or len(of_episodes) < 2:
-        return _to_tokens((rewards_S - peers.mean) / (peers.std + epsilon), inputs)
-    return _to_tokens((rewards_S - peers.mean) / (of_episodes.std() + epsilon), inputs)
+        return _to_tokens((rewards_S - peers.mean) / (peers.std + _EPSILON), inputs)
+    return _to_tokens((rewards_S - peers.mean) / (of_episodes.std() + _EPSILON), inputs)
 
 
 def _by_episode(inputs: AdvantageInputs, key_S: Tensor, peers: Peers) -> Tensor:
@@ -88,9 +91,7 @@ def _by_episode(inputs: AdvantageInputs, key_S: Tensor, peers: Peers) -> Tensor:
     return peers.mine.new_zeros(len(pairs)).index_put((of_pair_S,), peers.mine)
 
 
-def gdpo(
-    inputs: AdvantageInputs, *, weights: Sequence[float] = (1.0,), epsilon: float = 1e-6
-) -> Tensor:
+def gdpo(inputs: AdvantageInputs, *, weights: Sequence[float] = (1.0,)) -> Tensor:
     """Σ_c w_c (R_c − mean) / (std + ε) in the group, whitened over the batch (arXiv 2601.05242).
 
     Each of the C components is normalised by itself: one that varies little counts as much as one
@@ -108,10 +109,10 @@ def gdpo(
         mean_S = peers.mean
         if inputs.lone_S is not None:
             mean_S = torch.where(inputs.lone_S, component_S, mean_S)
-        total_S += weight * (component_S - mean_S) / (peers.std + epsilon)
+        total_S += weight * (component_S - mean_S) / (peers.std + _EPSILON)
     if len(total_S) < 2:
         return _to_tokens(total_S, inputs)
-    return _to_tokens((total_S - total_S.mean()) / (total_S.std() + epsilon), inputs)
+    return _to_tokens((total_S - total_S.mean()) / (total_S.std() + _EPSILON), inputs)
 
 
 def gpg(inputs: AdvantageInputs) -> Tensor:
@@ -122,7 +123,7 @@ def gpg(inputs: AdvantageInputs) -> Tensor:
     return _to_tokens(scale * (rewards_S - peers.mean), inputs)
 
 
-def passk(inputs: AdvantageInputs, *, epsilon: float = 1e-6) -> Tensor:
+def passk(inputs: AdvantageInputs) -> Tensor:
     """The lead of a group's best episode on its second, over the std (arXiv 2503.19595).
 
     All others get 0, and so does the best where it is not better: what is trained is that one of
@@ -138,7 +139,7 @@ def passk(inputs: AdvantageInputs, *, epsilon: float = 1e-6) -> Tensor:
         of_best = here & (owner_S == owner_S[best])
         if bool((here & ~of_best).any()):
             lead = rewards_S[best] - rewards_S[here & ~of_best].max()
-            advantages_S[of_best] = lead.clamp(min=0) / (peers.std[best] + epsilon)
+            advantages_S[of_best] = lead.clamp(min=0) / (peers.std[best] + _EPSILON)
     return _to_tokens(advantages_S, inputs)
 
 
@@ -159,20 +160,20 @@ def rloo(inputs: AdvantageInputs) -> Tensor:
     return _to_tokens(among_S + scale_S * (peers.mine - peers.mean), inputs)
 
 
-def reinforce_pp(inputs: AdvantageInputs, *, epsilon: float = 1e-8) -> Tensor:
+def reinforce_pp(inputs: AdvantageInputs) -> Tensor:
     """Discounted reward-to-go per token, whitened over the batch (arXiv 2501.03262)."""
     if inputs.calls is not None:
         returns_N = inputs.calls.to_go(_token_rewards(inputs), inputs.gamma)
-        return _whiten(returns_N, epsilon, inputs.kept_N).float()
+        return _whiten(returns_N, inputs.kept_N).float()
     rewards_SP, place_N = by_sequence(_token_rewards(inputs), inputs.seq_N, inputs.num_seqs)
     returns_SP = reward_to_go(rewards_SP, inputs.gamma)
-    return _whiten(returns_SP[inputs.seq_N, place_N], epsilon, inputs.kept_N).float()
+    return _whiten(returns_SP[inputs.seq_N, place_N], inputs.kept_N).float()
 
 
-def reinforce_pp_baseline(inputs: AdvantageInputs, *, epsilon: float = 1e-8) -> Tensor:
+def reinforce_pp_baseline(inputs: AdvantageInputs) -> Tensor:
     """R − group mean, whitened over the batch's tokens (arXiv 2501.03262)."""
     rewards_S, _, peers = _groups(inputs)
-    return _whiten((rewards_S - peers.mean)[inputs.seq_N], epsilon, inputs.kept_N).float()
+    return _whiten((rewards_S - peers.mean)[inputs.seq_N], inputs.kept_N).float()
 
 
 def remax(inputs: AdvantageInputs) -> Tensor:
@@ -197,7 +198,7 @@ def opo(inputs: AdvantageInputs) -> Tensor:
     return _to_tokens(rewards_S - torch.where(equal_or_alone_S, peers.mean, baseline_S), inputs)
 
 
-def maxrl(inputs: AdvantageInputs, *, epsilon: float = 1e-6) -> Tensor:
+def maxrl(inputs: AdvantageInputs) -> Tensor:
     """(R − mean) / (mean + ε): hard tasks weigh more. Rewards must be at least 0."""
     rewards_S, _, peers = _groups(inputs)
     if len(rewards_S) and rewards_S.min() < 0:
@@ -206,7 +207,7 @@ def maxrl(inputs: AdvantageInputs, *, epsilon: float = 1e-6) -> Tensor:
             f"{float(rewards_S.min()):g}",
             hint="give rewards of at least 0, or choose advantage=grpo",
         )
-    scale_S = torch.where(peers.count > 1, peers.mean + epsilon, 1.0)
+    scale_S = torch.where(peers.count > 1, peers.mean + _EPSILON, 1.0)
     return _to_tokens((rewards_S - peers.mean) / scale_S, inputs)
 
 
@@ -250,22 +251,22 @@ def _call_turns(inputs: AdvantageInputs, calls: BatchCalls) -> _Turns:
     return _Turns(returns_K, calls.episode_K, depth_K, calls.call_N, 1)
 
 
-def grpo_per_turn(inputs: AdvantageInputs, *, epsilon: float = 1e-6) -> Tensor:
+def grpo_per_turn(inputs: AdvantageInputs) -> Tensor:
     """R_t = r_t + γ R_{t+1} per turn, normalised among the group's episodes at the same turn.
 
     A turn that only one episode of its group reached has nothing to be compared with: 0.
     """
     if inputs.calls is not None:
-        return _per_call(inputs, inputs.calls, epsilon)
+        return _per_call(inputs, inputs.calls)
     turns = _turns(inputs, "grpo_per_turn")
     _, key_S, group = _groups(inputs)
     peers = peers_of(turns.returns_K, key_S[turns.seq_K] * turns.num_turns + turns.turn_K)
-    normalised_K = (turns.returns_K - peers.mean) / (peers.std + epsilon)
+    normalised_K = (turns.returns_K - peers.mean) / (peers.std + _EPSILON)
     lonely_K = (peers.count == 1) & (group.count[turns.seq_K] > 1)
     return normalised_K.masked_fill(lonely_K, 0.0)[turns.of_token_N].float()
 
 
-def grpo_per_step(inputs: AdvantageInputs, *, epsilon: float = 1e-6) -> Tensor:
+def grpo_per_step(inputs: AdvantageInputs) -> Tensor:
     """R_t = r_t + γ R_{t+1} per turn, less the mean of the first returns R_0, over their std.
 
     It is OpenTinker's estimator of that name, after GTPO (arXiv 2511.17052), but that a group whose
@@ -278,16 +279,16 @@ def grpo_per_step(inputs: AdvantageInputs, *, epsilon: float = 1e-6) -> Tensor:
     peers = peers_of(turns.returns_K[first_K], key_S[seq_F])
     mean_S = turns.returns_K.new_zeros(inputs.num_seqs).index_put((seq_F,), peers.mean)
     std_S = torch.ones_like(mean_S).index_put((seq_F,), peers.std)
-    normalised_K = (turns.returns_K - mean_S[turns.seq_K]) / (std_S[turns.seq_K] + epsilon)
+    normalised_K = (turns.returns_K - mean_S[turns.seq_K]) / (std_S[turns.seq_K] + _EPSILON)
     equal_K = (std_S == 0)[turns.seq_K]
     return normalised_K.masked_fill(equal_K, 0.0)[turns.of_token_N].float()
 
 
-def _per_call(inputs: AdvantageInputs, calls: BatchCalls, epsilon: float) -> Tensor:
+def _per_call(inputs: AdvantageInputs, calls: BatchCalls) -> Tensor:
     """Return R_c = r_c + γ R of the call that it led to, normalised among calls of its key."""
     returns_K = calls.returns_by_call(_token_rewards(inputs), inputs.gamma)
     peers = peers_of(returns_K, calls.key_K, calls.episode_K)
-    normalised_K = (returns_K - peers.mean) / (peers.std + epsilon)
+    normalised_K = (returns_K - peers.mean) / (peers.std + _EPSILON)
     lonely_K = (peers.count == 1) & (calls.group_size_K > 1)
     return normalised_K.masked_fill(lonely_K, 0.0)[calls.call_N].float()
 
@@ -297,7 +298,6 @@ def gigpo(
     *,
     step_weight: float = 1.0,
     std: Literal["group", "none"] = "group",
-    epsilon: float = 1e-6,
 ) -> Tensor:
     """A_E + ω A_S: what the episode is worth in its group, and the turn at its observation.
 
@@ -316,10 +316,10 @@ def gigpo(
     state_K[turns.of_token_N] = inputs.state_N
     num_states = int(state_K.max()) + 1 if len(state_K) else 0
     peers = peers_of(turns.returns_K, group_K * num_states + state_K)
-    scale_K = 1.0 if std == "none" else peers.std + epsilon
+    scale_K = 1.0 if std == "none" else peers.std + _EPSILON
     normalised_K = (turns.returns_K - peers.mean) / scale_K
     step_N = normalised_K.masked_fill(peers.count == 1, 0.0)[turns.of_token_N]
-    return grpo(inputs, std=std, epsilon=epsilon) + step_weight * step_N.float()
+    return grpo(inputs, std=std) + step_weight * step_N.float()
 
 
 def gae(
@@ -329,7 +329,6 @@ def gae(
     by_length: float | None = None,
     turn_gamma: float | None = None,
     turn_lambda: float | None = None,
-    epsilon: float = 1e-8,
 ) -> Tensor:
     """Generalised advantage over the generated tokens, whitened over the batch (PPO).
 
@@ -350,7 +349,7 @@ def gae(
         advantages_N = advantage_over_chains(
             rewards_N, values_N, inputs.calls, inputs.gamma, gae_lambda
         )
-        return _whiten(advantages_N, epsilon, inputs.kept_N).float()
+        return _whiten(advantages_N, inputs.kept_N).float()
     between = (inputs.seq_N, inputs.turn_N)
     gamma = between_tokens(inputs.gamma, turn_gamma, *between)
     lam = between_tokens(gae_lambda, turn_lambda, *between)
@@ -360,7 +359,7 @@ def gae(
     advantages_N = generalized_advantage(
         rewards_N, values_N, inputs.seq_N, inputs.num_seqs, gamma, lam
     )
-    return _whiten(advantages_N, epsilon, inputs.kept_N).float()
+    return _whiten(advantages_N, inputs.kept_N).float()
 
 
 ADVANTAGES: dict[str, AdvantageFn] = {

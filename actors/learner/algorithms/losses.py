@@ -291,11 +291,6 @@ def sft(inputs: LossInputs) -> TokenLoss:
     return -inputs.logprobs_N, {}
 
 
-def dpo(inputs: LossInputs) -> TokenLoss:
-    """−A log π with the weights of pairs as A (`preferences/`). Statistics: none."""
-    return -inputs.advantages_N * inputs.logprobs_N, {}
-
-
 LOSSES: dict[str, LossFn] = {
     "ppo": ppo,
     "gspo": gspo,
@@ -310,7 +305,6 @@ LOSSES: dict[str, LossFn] = {
     "vespo": vespo,
     "reinforce": reinforce,
     "sft": sft,
-    "dpo": dpo,
 }
 
 

@@ -7,7 +7,6 @@ instead of training nothing, or anything.
 Shape letters: N generated tokens.
 """
 
-import hashlib
 import importlib
 import inspect
 import sys
@@ -76,11 +75,6 @@ class OwnFunction:
         if not bool(((kept_N == 0) | (kept_N == 1)).all()):
             raise self.wrong("returned marks that are neither 0 nor 1", "return a bool tensor")
         return kept_N
-
-    def source_digest(self) -> str:
-        """Return the SHA-256 of the file that it stands in; empty for one without."""
-        file = inspect.getsourcefile(self._call)
-        return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
 
     def _find(self, target: str) -> Callable[[Any], Any]:
         module_name, _, name = self._place(target).partition(":")

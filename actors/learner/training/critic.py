@@ -27,7 +27,6 @@ from ..packing.micro_batch import MicroBatch
 from .checkpoint import gather_weights
 from .model import Scorer
 from .optimizer import load_optimizer, make_optimizer, save_optimizer
-from .optimizers.loss_scale import LossScale
 from .parallel import Parallel, divided, whole
 
 _WEIGHTS = "learner/critic.safetensors"
@@ -82,7 +81,6 @@ class Critic:
         self._config = config
         self._parallel = parallel
         self.optimizer = make_optimizer(self.model, config.learner, config.critic.lr)
-        self._loss_scale = LossScale(self.optimizer, config.learner.dtype)
         self._targets: ValueTargets
         self._sums: dict[str, float] = {}
         self._num_tokens = 0
@@ -109,10 +107,9 @@ class Critic:
         for micro in micros:
             self._accumulate(micro, denominators)
         clip = self._config.learner.grad_clip
-        self._loss_scale.unscale()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), clip)
         self._norms.append(float(whole(norm)))
-        if self._loss_scale.is_good(self._norms[-1]):
+        if math.isfinite(self._norms[-1]):
             self.optimizer.step()
 
     def _accumulate(self, micro: MicroBatch, denominators: Denominators) -> None:
@@ -133,7 +130,7 @@ class Critic:
         sample_N, numbers_M = renumber(targets.sample_N[index_N])
         part = denominators.of_part(sample_N, numbers_M)
         loss = aggregate(self._config.algorithm.loss_agg, loss_N, sample_N, len(numbers_M), part)
-        self._loss_scale.backward(loss)
+        loss.backward()
         self._num_tokens += len(index_N)
         measured = {"vf_loss": loss, "vf_clipfrac": clipped_N.sum(), "vpred_mean": values_N.sum()}
         for name, value in measured.items():
@@ -152,7 +149,6 @@ class Critic:
 
         return {
             "critic/lr": float(self.optimizer.param_groups[0]["lr"]),
-            **self._loss_scale.numbers("critic"),
             "critic/vf_loss": total("vf_loss") / len(self._norms),
             "critic/vf_clipfrac": total("vf_clipfrac") / max(num_tokens, 1),
             "critic/vpred_mean": total("vpred_mean") / max(num_tokens, 1),

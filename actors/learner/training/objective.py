@@ -30,7 +30,7 @@ from ..own.functions import own_function
 from ..packing.micro_batch import MicroBatch
 from .model import Asked, TokenScores
 
-_GRADIENT_AT_ZERO = frozenset({"clip_cov", "dpo", "dppo", "kl_cov", "sft"})
+_GRADIENT_AT_ZERO = frozenset({"clip_cov", "dppo", "kl_cov", "sft"})
 """Losses in which tokens of advantage 0 have a part, too."""
 
 
@@ -87,8 +87,6 @@ class Objective:
         proximal policy is there to do without one.
         """
         algorithm = self._algorithm
-        if algorithm.loss == "dpo":
-            return False  # pairs are weighed anew before each update
         interpolated = algorithm.correction == "decoupled" and algorithm.proximal == "loglinear"
         return (
             (num_updates > 1 and not interpolated)

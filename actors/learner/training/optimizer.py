@@ -30,14 +30,12 @@ from torch.distributed.tensor import DTensor
 from ....broker.disk.room import remedy
 from ....schemas.config.learner import LearnerConfig
 from ....schemas.wire.errors import ConfigError, StorageError
-from ...models.weight_tensors import DTYPES
-from .optimizers.adamw_8bit import AdamW8bit
-from .optimizers.loss_scale import GOOD_UPDATES, SCALE
-from .optimizers.matrices import MatrixOptimizer, adamw, not_hidden, split
-from .optimizers.muon import Muon
+from .optimizers.muon import MUON, Muon, split
 from .parallel import Parallel, divided
 from .shared_files import folder_of_all
 
+_REMOVED = "adamw_8bit"
+"""An optimiser of earlier versions, whose states are told apart from AdamW's."""
 _UNREADABLE = "resume from an earlier checkpoint of the run, or fork its weights"
 
 
@@ -49,17 +47,25 @@ def make_optimizer(
     The rate is another one for a critic.
     """
     trained = [weight for weight in model.parameters() if weight.requires_grad]
-    match config.optimizer:
-        case "adamw":
-            return adamw(trained, config, learning_rate)
-        case "adamw_8bit":
-            matrices, rest = split(trained, apart=set())
-            rule = AdamW8bit(config.betas, config.eps)
-        case "muon":
-            matrices, rest = split(trained, apart=not_hidden(model))
-            half = torch.bfloat16 if DTYPES[config.dtype].itemsize == 2 else torch.float32
-            rule = Muon(config.muon_momentum, half)
-    return MatrixOptimizer(matrices, rest, rule, config, learning_rate)
+    if config.optimizer == "adamw":
+        return _adamw(trained, config, learning_rate)
+    matrices, rest = split(model, trained)
+    of_rest = _adamw(rest, config, learning_rate) if rest else None
+    return Muon(matrices, of_rest, config, learning_rate)
+
+
+def _adamw(
+    parameters: list[nn.Parameter], config: LearnerConfig, learning_rate: float
+) -> torch.optim.AdamW:
+    """Return torch's AdamW with the learner's settings but for the rate."""
+    return torch.optim.AdamW(
+        parameters,
+        lr=learning_rate,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
 
 
 def save_optimizer(
@@ -117,10 +123,6 @@ def _load_together(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
     _require_same(folder, optimizer, {name.rpartition(".")[2] for name in saved})
     has_begun = any(name.startswith("optimizer.state.") for name in saved)
     state = _state(model, optimizer) if has_begun else _settings(optimizer)
-    for group in state["param_groups"]:
-        for name in (SCALE, GOOD_UPDATES):
-            if not any(each.endswith(f".{name}") for each in saved):
-                group.pop(name, None)  # that of another dtype had none: it stays as it is
     try:
         with _alone_without_a_warning():
             load({"optimizer": state}, checkpoint_id=folder, no_dist=_is_whole(model))
@@ -169,14 +171,15 @@ def _require_same(path: Path, optimizer: torch.optim.Optimizer, saved: set[str])
     if (found := _kind(saved)) != wanted:
         raise ConfigError(
             f"{path} is the state of learner.optimizer={found}, and this run has {wanted}",
-            hint=f"set learner.optimizer={found}, or begin a new run with the checkpoint's "
-            "weights: `tinkermq train CONFIG --from RUN@STEP`",
+            hint=("" if found == _REMOVED else f"set learner.optimizer={found}, or ")
+            + "begin a new run with the checkpoint's weights: `tinkermq train CONFIG --from "
+            "RUN@STEP`",
         )
 
 
 def _kind(names: set[str]) -> str:
     """Return the optimiser among whose settings there are these."""
-    return next((rule.name for rule in (Muon, AdamW8bit) if rule.name in names), "adamw")
+    return next((name for name in (MUON, _REMOVED) if name in names), "adamw")
 
 
 def _is_whole(model: nn.Module) -> bool:

@@ -19,8 +19,6 @@ from ....schemas.wire.errors import ConfigError
 from ...models.lora import policy_tensors
 from ...models.policies import MAIN, policy_config, policy_folder, policy_names
 from ..algorithms.training_batch import assemble
-from ..preferences.reward_model import load_reward_model
-from ..preferences.reward_trainer import RewardTrainer
 from .model import load_model
 from .orders import Order, Ranks
 from .parallel import Parallel, snapshot
@@ -38,8 +36,6 @@ def load_models(
     Raises ConfigError for models that do not read the same tokens, and for a checkpoint that has
     no policy for a role.
     """
-    if config.sft.trains_rewards:
-        return {MAIN: load_reward_model(config.model, config.learner, folder, hollow=hollow)}
     models = {
         name: load_model(
             policy_config(config, name).model,
@@ -78,7 +74,7 @@ def vocab_size(model: PreTrainedModel) -> int:
 
 
 class Policies:
-    """The trainers of a job, by policy; of a reward model in the place of one."""
+    """The trainers of a job, by policy."""
 
     def __init__(
         self,
@@ -96,9 +92,8 @@ class Policies:
         """
         self.total_steps = total_steps
         self._ranks = ranks or Ranks(config)
-        trainer = RewardTrainer if config.sft.trains_rewards else Trainer
-        self.trainers: dict[str, Trainer | RewardTrainer] = {
-            name: trainer(
+        self.trainers: dict[str, Trainer] = {
+            name: Trainer(
                 model, policy_config(config, name), total_steps=total_steps, parallel=parallel
             )
             for name, model in models.items()

@@ -10,10 +10,10 @@ Shape letters: N generated tokens, S sequences.
 # torch leaves some of its methods untyped.
 # pyright: reportUnknownMemberType=false
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,7 +36,6 @@ from ..distillation.language import check_same_language
 from ..distillation.teachers import Teachers
 from ..own.functions import own_function
 from ..packing.micro_batch import MicroBatch
-from ..preferences.preferences import Preferences, check_pair
 from ..regularisation.entropy_bonus import EntropyBonus
 from ..regularisation.reference import Reference
 from .checkpoint import OPTIMIZER, save_form, save_policy
@@ -44,7 +43,6 @@ from .critic import Critic, spread
 from .model import Scorer, load_model, load_reference
 from .objective import Objective, StepInputs
 from .optimizer import load_optimizer, make_optimizer
-from .optimizers.loss_scale import LossScale
 from .parallel import Inside, Parallel, whole, whole_tensors
 from .rank_packer import RankPacker
 from .schedules import rate_of
@@ -90,12 +88,10 @@ class Trainer:
         inside = self._parallel.place(model, learner)
         self._trained = [weight for weight in model.parameters() if weight.requires_grad]
         self.optimizer = make_optimizer(model, learner, learner.lr)
-        self._loss_scale = LossScale(self.optimizer, learner.dtype)
         self._objective = Objective(config)
         self._scorer = self._scorer_of(model, inside, self._replay)
         self._packer = RankPacker(model, self._scorer, learner, self._parallel, self.image_reader)
-        compares = config.algorithm.kl_coef or config.algorithm.loss == "dpo"
-        self._reference = self._make_reference() if compares else None
+        self._reference = self._make_reference() if config.algorithm.kl_coef else None
         self._entropy = EntropyBonus(config.algorithm.entropy_coef)
         self._own_advantage = own_function("advantage", config.algorithm.own_advantage)
         self._teachers = Teachers(config, self._scorer, self._frozen, self._packer, self._parallel)
@@ -174,8 +170,6 @@ class Trainer:
         if self._replay is not None:
             self._replay.check(group)
         self._teachers.check(group)
-        if self.config.algorithm.loss == "dpo":
-            check_pair(group)
         components = list(self.config.algorithm.reward_components)
         check_readable(group, self.model, self.image_reader, components)
 
@@ -210,8 +204,7 @@ class Trainer:
         objective, parts = self._objective, (kept_N, sample_N, advantages_N)
         weights_N = objective.whole_batch_weights(batch, old_N, *parts)
         trained, counted_N = objective.without_dropped(batch, kept_N, weights_N)
-        preferences = self._preferences(batch, reference_N)
-        before = (old_N, None if preferences else reference_N, weights_N)
+        before = (old_N, reference_N, weights_N)
         entropy_coef = self._entropy.of_step(self.config.algorithm)
         inputs = StepInputs(
             trained, sample_N, step - 1, advantages_N, *before, entropy_coef, targets
@@ -224,10 +217,6 @@ class Trainer:
             of_part_N = part_S[batch.seq_N]
             if step > self.config.critic.warmup_steps:
                 counted = self._denominators(sample_N[of_part_N & counted_N], credit.samples.num)
-                if preferences is not None:
-                    score = partial(self._score_part, batch)
-                    weighed_N = preferences.advantages(part_S, score)
-                    inputs = replace(inputs, advantages_N=weighed_N)
                 self._update(inputs, part_S, kept_S, counted, sums)
             if self.critic is not None:
                 kept = self._denominators(sample_N[of_part_N & kept_N], credit.samples.num)
@@ -237,11 +226,9 @@ class Trainer:
             self._reference.follow(step)
         numbers = {
             "actor/lr": rate,
-            **self._loss_scale.numbers("actor"),
             **({"actor/entropy_coef": entropy_coef} if entropy_coef else {}),
             **sums.numbers(),
             **taught,
-            **({} if preferences is None else preferences.numbers()),
             **objective.dropped_share(weights_N, kept_N),
             **({} if entropy_N is None else {"actor/entropy": float(entropy_N.mean())}),
             **spread("critic/advantages", advantages_N[kept_N]),
@@ -253,13 +240,6 @@ class Trainer:
         if "actor/entropy" in numbers:
             self._entropy.measured(self.config.algorithm, numbers["actor/entropy"])
         return StepReport(numbers, time.perf_counter() - start)
-
-    def pair_rewards(self, batch: TrainingBatch) -> Tensor:
-        """Return β log π/π_ref of the answers of pairs (DPO): float64[P, 2]."""
-        batch = batch.to(self._scorer.device)
-        preferences = self._preferences(batch, self._scores_before(batch)[2])
-        assert preferences is not None
-        return preferences.rewards(self._score_part(batch, _all(batch)))
 
     # -- named parts of the step -------------------------------------------------------------
 
@@ -295,15 +275,6 @@ class Trainer:
         ]  # it chooses itself
         with self._reference.in_place() as scorer:
             return old_N, entropy_N, self._score_all(everything, batch, scorer)[0]
-
-    def _preferences(self, batch: TrainingBatch, reference_N: Tensor | None) -> Preferences | None:
-        if self.config.algorithm.loss != "dpo" or reference_N is None:
-            return None
-        return Preferences(self.config.sft, batch, reference_N)
-
-    def _score_part(self, batch: TrainingBatch, part_S: Tensor) -> Tensor:
-        """Return the log-probs of some sequences, among those of all: float32[N]."""
-        return self._score_all(self._packer.pack(batch, part_S), batch, self._scorer)[0]
 
     @torch.no_grad()
     def _score_all(
@@ -357,13 +328,12 @@ class Trainer:
                 scores.logprobs_N.sum().backward()  # only to gather and reduce with the others
                 continue
             result = self._objective.loss(inputs, micro, scores, denominators)
-            self._loss_scale.backward(result.loss)
+            result.loss.backward()
             sums.add(result.sums, result.index_N, result.old_N)
         set_dropout(self.model, on=False)
-        self._loss_scale.unscale()
         norm = whole(nn.utils.clip_grad_norm_(self._trained, self.config.learner.grad_clip))
         sums.norms.append(float(norm))
-        if self._loss_scale.is_good(sums.norms[-1]):
+        if math.isfinite(sums.norms[-1]):
             self._require_gradients()
             self.optimizer.step()
 

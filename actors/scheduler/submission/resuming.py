@@ -20,7 +20,6 @@ _KEPT = (
     ("lora", "the run goes on with the model of its checkpoint"),
     (_OPTIMIZER, "the checkpoint holds the state of that one"),
     ("sft.data", "the order of its tasks hangs on it"),
-    ("sft.objective", "the run goes on with the model of its checkpoint"),
     ("training.batch_size", "how many tasks may be issued is counted by it from the first step on"),
     ("training.curriculum", "the checkpoint remembers what it has chosen by it"),
 )

@@ -90,7 +90,7 @@ class TrialSubmission:
         """Return what nodes say of what actors of the pool would read; clients read their own."""
         is_hosted = config.env.hosts > 0
         env = [*config.env.train_data, *config.env.val_data] if is_hosted else []
-        files = list(dict.fromkeys([*env, *config.sft.data, *config.sft.val_data]))
+        files = list(dict.fromkeys([*env, *config.sft.data]))
         game = config.env.game if is_hosted and not config.agent.runs_programs else None
         if not files and not game:
             return []
@@ -118,7 +118,7 @@ class TrialSubmission:
     async def having_model(self, record: JobRecord, config: JobConfig) -> list[str]:
         """Return the nodes that have the model of a job, all of which its owner may know."""
         reader = self.submission.reader(record.user, [Path(one) for one in record.output_roots])
-        read = [*model_paths(config).values(), *config.sft.data, *config.sft.val_data]
+        read = [*model_paths(config).values(), *config.sft.data]
         if not all([await asyncio.to_thread(reader.may_know, one) for one in read]):
             return []
         nodes = self._reconciler.nodes()

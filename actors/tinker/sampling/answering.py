@@ -6,7 +6,7 @@ from, is told by the subject.
 
 import asyncio
 import contextlib
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 
 import structlog
@@ -19,15 +19,12 @@ from ....schemas.wire.errors import BusyError, DeadlineError, MessageError
 from ....schemas.wire.subjects import rpc, user_of_rpc
 from ...generator.episodes.chat import ChatTokenizer, open_chat
 from ...server.answers import Answers
-from ...server.conversations import Conversations
 from .engines import SampledAdapters
 from .metered import EngineOfUser, MeteredEngine
 from .snapshots import Snapshot
 
 MAX_ANSWERS = 4096
 """Answers of one user that are generated or wait."""
-_KEPT, _KEPT_BYTES = 16, 16 << 20
-"""Adapters whose conversations are kept to be continued by their tokens, and bytes of each."""
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -55,7 +52,6 @@ class PathAnswers:
         self._opening = asyncio.Lock()
         self._chat: ChatTokenizer | None = None
         self._num_open: Counter[str] = Counter()
-        self._conversations: OrderedDict[tuple[str, str], Conversations] = OrderedDict()
 
     async def open(self, broker: Broker, parts: PartsService, service: str) -> None:
         """Answer from now on, beside other samplers of the service."""
@@ -73,13 +69,6 @@ class PathAnswers:
 
         await broker.listen(rpc("*", service, "cancel"), cancel)
 
-    def forget_idle(self) -> None:
-        """Forget conversations that nobody has continued for long."""
-        for key, kept in list(self._conversations.items()):
-            kept.forget_idle()
-            if not len(kept):
-                del self._conversations[key]
-
     async def _answer(
         self, request: ChatRequest | CompletionRequest, tell: Tell[InferPart], user: str
     ) -> InferPart:
@@ -94,7 +83,6 @@ class PathAnswers:
                     lambda: request.adapter,
                     max_context=self._max_context,
                     max_open=MAX_ANSWERS,
-                    conversations=self._continued(request, user, adapter, chat),
                 )
                 if isinstance(request, ChatRequest):
                     return await answers.chat(request, tell)
@@ -124,25 +112,6 @@ class PathAnswers:
             if self._chat is None:
                 self._chat = await asyncio.to_thread(open_chat, self._model, must_chat=False)
         return self._chat
-
-    def _continued(
-        self,
-        request: ChatRequest | CompletionRequest,
-        user: str,
-        adapter: str,
-        chat: ChatTokenizer,
-    ) -> Conversations | None:
-        """Return what a user has been told by an adapter, where that is to be gone on with."""
-        if not isinstance(request, ChatRequest) or not request.stateful:
-            return None
-        key = (user, adapter)
-        found = self._conversations.get(key)
-        if found is None:
-            found = self._conversations[key] = Conversations(chat, max_bytes=_KEPT_BYTES)
-        self._conversations.move_to_end(key)
-        while len(self._conversations) > _KEPT:
-            self._conversations.popitem(last=False)
-        return found
 
     @contextlib.contextmanager
     def _counted(self, user: str, request: ChatRequest | CompletionRequest) -> Iterator[None]:

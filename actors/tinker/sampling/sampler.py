@@ -123,7 +123,6 @@ class Sampler:
                 continue
             swept = time.monotonic()
             self._sweep()
-            self._answers.forget_idle()
             self._context.numbers["adapters"] = float(self._adapters.num_held)
             if (failure := self._engine.failure) is not None:
                 raise failure

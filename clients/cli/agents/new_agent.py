@@ -53,7 +53,7 @@ def new(name: str, /, *, kind: Kind = "openai", into: Path = Path()) -> int:
     say(f"made {literal(str(folder))}")
     steps = {
         f"cd {folder}": "the agent",
-        "tinkermq agent check agent.yaml": "run it against a model by a script",
+        "tinkermq agent check agent.yaml": "run it against a scripted model",
         "tinkermq agent play agent.yaml": "be its model yourself",
         "make train": "let a tiny model learn to use the tool, in some minutes",
         "tinkermq train agent.yaml": "train a model under it",

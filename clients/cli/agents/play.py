@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ....broker.client.connection import Broker
+from ....envs.agents.agent_check import function_of, tool_name, write_call
 from ....envs.agents.episode import EpisodeOver
+from ....envs.agents.local_run import LocalCall, LocalRun, open_program
 from ....envs.agents.messages import CanonicalMessage
-from ....envs.agents.trial.calls import Placement, TrialCall
-from ....envs.agents.trial.script import function_of, tool_call, tool_name
-from ....envs.agents.trial.trial import TrialRun, trial
 from ....schemas.wire.codec import read_json
 from ....schemas.wire.errors import MessageError
 from ..output import note, say_plain
@@ -49,11 +48,11 @@ def play(config: Path, /, *overrides: str, row: int | None = None, seed: int = 0
     patient = {"timeout_s": _A_DAY_S, "idle_s": max(job.agent.idle_s, job.agent.timeout_s)}
     job = job.model_copy(update={"agent": job.agent.model_copy(update=patient)})
 
-    async def work(broker: Broker) -> TrialRun:
+    async def work(broker: Broker) -> LocalRun:
         person = TypingPerson()
-        async with trial(broker, job) as here:
+        async with open_program(broker, job) as program:
             note(_HELP)
-            return await here.run(person, row=row, seed=seed, until=lambda _: person.has_quit)
+            return await program.run(person.say, row=row, seed=seed, stop=person.has_quit)
 
     return _conclude(with_private_broker(work))
 
@@ -63,32 +62,32 @@ class TypingPerson:
 
     def __init__(self) -> None:
         """Wait for the first call."""
-        self.has_quit = False
-        """Whether nothing more is answered."""
+        self.has_quit = asyncio.Event()
+        """Set when nothing more is answered."""
         self._lines = TypedLines()
         self._turn = asyncio.Lock()
         self._tools: Sequence[Mapping[str, Any]] = ()
 
-    async def say(self, call: TrialCall, placement: Placement) -> str:
+    async def say(self, call: LocalCall) -> str:
         """Show a call, and return what is typed; raises EpisodeOver at the end of the input."""
         async with self._turn:  # calls beside each other wait
-            self._show(call, placement)
-            while not self.has_quit:
+            self._show(call)
+            while not self.has_quit.is_set():
                 typed = await self._typed()
                 if typed is None or typed == "/quit":
-                    self.has_quit = True
+                    self.has_quit.set()
                 elif (answer := self._read(typed, call)) is not None:
                     return answer
         raise EpisodeOver("the person who was the model has left")
 
-    def _show(self, call: TrialCall, placement: Placement) -> None:
-        where = "" if placement.parent is None else f", continues {placement.parent}"
-        say_plain(f"--- call {call.number}{where}{', streamed' if call.is_streamed else ''}")
-        if call.tools != self._tools:
-            self._tools = call.tools
-            for tool in call.tools:
+    def _show(self, call: LocalCall) -> None:
+        where = "" if call.parent is None else f", continues {call.parent.call.number}"
+        say_plain(f"--- call {call.number}{where}{', streamed' if call.request.stream else ''}")
+        if call.request.tools != self._tools:
+            self._tools = call.request.tools
+            for tool in self._tools:
                 say_plain(_tool_line(tool))
-        for message in call.history[len(call.history) - placement.num_new :]:
+        for message in call.new_messages:
             say_plain(_shown(message))
 
     async def _typed(self) -> str | None:
@@ -103,7 +102,7 @@ class TypingPerson:
             if not line.endswith(_CONTINUES):
                 return "\n".join(lines)
 
-    def _read(self, typed: str, call: TrialCall) -> str | None:
+    def _read(self, typed: str, call: LocalCall) -> str | None:
         """Return an answer in the form in which models write it; None for one that is none."""
         try:
             return "\n".join(_answer_line(line, call) for line in typed.split("\n"))
@@ -112,13 +111,13 @@ class TypingPerson:
             return None
 
 
-def _answer_line(line: str, call: TrialCall) -> str:
+def _answer_line(line: str, call: LocalCall) -> str:
     """Return a line as a model writes it; MessageError for a call that cannot be made."""
     if not line.startswith("/call "):
         return line
     _, _, rest = line.partition(" ")
     name, _, arguments = rest.strip().partition(" ")
-    names = [tool_name(tool) for tool in call.tools]
+    names = [tool_name(tool) for tool in call.request.tools]
     if name not in names:
         raise MessageError(
             f"there is no tool {name!r}", hint=f"there are {', '.join(names) or 'none'}"
@@ -129,7 +128,7 @@ def _answer_line(line: str, call: TrialCall) -> str:
         raise MessageError(f"{arguments!r} is not JSON", hint='write {"key": "value"}') from error
     if not isinstance(value, dict):
         raise MessageError(f"{arguments!r} is no object", hint='write {"key": "value"}')
-    return tool_call(name, arguments or "{}")
+    return write_call(name, arguments or "{}")
 
 
 def _tool_line(tool: Mapping[str, Any]) -> str:
@@ -146,7 +145,7 @@ def _shown(message: CanonicalMessage) -> str:
     )
 
 
-def _conclude(run: TrialRun) -> int:
+def _conclude(run: LocalRun) -> int:
     """Say how it ended; return the exit code."""
     if run.result is None:
         if run.error is not None:

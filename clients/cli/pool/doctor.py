@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ....broker.calls.scheduler import SchedulerCalls
 from ....broker.client.connection import Broker, connect
@@ -56,9 +56,6 @@ class Finding(NamedTuple):
 def doctor(
     *,
     gpu: bool = False,
-    device: Literal["gpu", "cpu"] = "gpu",
-    only: list[str] | None = None,
-    report: Path | None = None,
     common: Common = COMMON,
 ) -> int:
     """Check Python, packages, broker, scheduler, nodes, clock, model cache, GPU and disk.
@@ -66,17 +63,11 @@ def doctor(
     Parameters
     ----------
     gpu
-        Check instead what holds on this machine's GPUs: kernels, engines, ranks, speed and one run.
-        Ten minutes at most.
-    device
-        With --gpu: `cpu` runs the same checks, small, without a GPU.
-    only
-        With --gpu: the name of a check to run; may be repeated.
-    report
-        With --gpu: the JSON file to attach to an issue; default: tinkermq-acceptance.json.
+        Check this machine's GPUs instead: versions, devices, NCCL, the attention kernel and the
+        start of an engine. Seven minutes at most.
     """
     if gpu:
-        return _accept(device, only or [], report, as_json=common.json)
+        return _check_gpus(as_json=common.json)
     quiet_logs()
     findings = [_python(), _packages(), _server_binary(), _gpu(), _model_cache(), _sandbox()]
     findings += [_temporary(), _disk(), *_pool(common.nats_url)]
@@ -84,21 +75,15 @@ def doctor(
     return 0 if all(finding.ok for finding in findings) else FAILED
 
 
-def _accept(
-    device: Literal["gpu", "cpu"], only: Sequence[str], report: Path | None, *, as_json: bool
-) -> int:
+def _check_gpus(*, as_json: bool) -> int:
     """Run the checks of GPUs, which need torch, in a process of their own; return its code."""
     if find_spec("torch") is None:
         raise ConfigError(
-            "torch is not installed, which the checks of GPUs run",
+            "torch is not installed, which the checks of GPUs need",
             hint="on a machine of the pool: pip install 'tinkermq[worker]'",
         )
-    command = [sys.executable, "-m", "tinkermq.actors.acceptance", "--device", device]
-    for name in only:
-        command += ["--only", name]
-    command += ["--report", str(report)] if report else []
-    command += ["--json"] if as_json else []
-    return subprocess.run(command, check=False).returncode
+    command = [sys.executable, "-m", "tinkermq.actors.gpu_check"]
+    return subprocess.run(command + ["--json"] * as_json, check=False).returncode
 
 
 def show_findings(findings: list[Finding], *, as_json: bool) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ....broker.client.connection import Broker
 from ....envs.check import CheckResult, check_game
-from ....envs.data.pair_data import check_row, open_rows
+from ....envs.data.chat_data import ChatData
 from ....schemas.config.job import JobConfig
 from ....schemas.job import SubmissionFinding
 from ....schemas.node import GameCheckReply
@@ -31,7 +31,7 @@ from ..output import literal, note, print_json, say, say_plain
 from ..session import with_pool
 
 if TYPE_CHECKING:
-    from ....envs.agents.trial.report import TrialReport
+    from ....envs.agents.agent_check import AgentReport
 
 
 _ERRORS: dict[str, type[TinkermqError]] = {
@@ -258,16 +258,16 @@ def check_env(config: JobConfig) -> str:
 
 
 def check_agent(config: JobConfig) -> str:
-    """Run an agent job's program once against a scripted model, behind the walls of a pool's host.
+    """Run an agent job's program once against a scripted model, in the sandbox of a pool's host.
 
     Raises ConfigError or SandboxError where it cannot be run, GameError where it cannot be trained.
     """
     if config.agent.client or config.env.hosts == 0:
         return "its programs are run by clients: not checked"
-    from ....envs.agents.trial.check import check_program  # needs an HTTP server
+    from ....envs.agents.agent_check import check_program  # needs an HTTP server
 
-    async def work(broker: Broker) -> "TrialReport":
-        return await check_program(broker, config, seed=config.seed, tries_context=False)
+    async def work(broker: Broker) -> "AgentReport":
+        return await check_program(broker, config, seed=config.seed)
 
     report = with_private_broker(work)
     for finding in report.findings:
@@ -282,14 +282,10 @@ def check_agent(config: JobConfig) -> str:
 
 def check_rows(config: JobConfig) -> str:
     """Read every row of an SFT job's data; DataError for the first that cannot be learnt from."""
-    counts: list[int] = []
-    for files in filter(None, (config.sft.data, config.sft.val_data)):
-        with contextlib.closing(open_rows(config.sft, files)) as data:
-            for number in range(len(data)):
-                check_row(data.row(number))
-            counts.append(len(data))
-    what = "pairs" if config.sft.has_pairs else "conversations"
-    return f"{counts[0]} {what}" + "".join(f", {count} held out" for count in counts[1:])
+    with contextlib.closing(ChatData(config.sft.data)) as data:
+        for number in range(len(data)):
+            data.check_row(number)
+        return f"{len(data)} conversations"
 
 
 def needed_slots(config: JobConfig) -> int:

@@ -75,12 +75,12 @@ def sft(
     priority: int = 0,
     common: Common = COMMON,
 ) -> int:
-    """Submit a job that learns from conversations, or pairs of answers, and watch it.
+    """Submit a job that learns from conversations, and watch it.
 
     Parameters
     ----------
     config
-        YAML file; examples/sft.yaml is one, dpo.yaml and reward.yaml are others.
+        YAML file; examples/sft.yaml is one.
     overrides
         `section.key=value`, such as `learner.lr=1e-5 training.num_epochs=2`.
     from_
@@ -97,8 +97,7 @@ def sft(
     if not effective.sft.data:
         raise ConfigError(
             f"{config} names no conversations to learn from",
-            hint="set sft.data to parquet or JSONL files with the column messages, or with pairs "
-            "and sft.objective",
+            hint="set sft.data to parquet or JSONL files with the column messages",
         )
     return _begin(effective, from_, dry_run, detach=detach, priority=priority, common=common)
 
@@ -210,10 +209,6 @@ def _conclude(progress: RunProgress) -> None:
     if record.state == "FAILED":
         say(f"  tinkermq logs {record.name}      what its actors wrote")
         say(f"  tinkermq resume {record.name}    go on from the last checkpoint")
-    elif record.config.get("sft", {}).get("objective") == "reward":
-        say(
-            f"  python -m tinkermq.actors.rewarding {record.run_dir}/latest    be asked for rewards"
-        )
     elif record.kind == "sft":
         say(f"  tinkermq train CONFIG --from {record.name}    go on with a game, from its weights")
     else:

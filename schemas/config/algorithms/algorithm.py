@@ -65,7 +65,7 @@ class AlgorithmConfig(Section):
     """What an agent's branch with a reward of its own is credited with: the episode's, as all else;
     its own, compared with the branches of its role in the group; or the sum of both advantages."""
     loss: LossName = "ppo"
-    """Policy loss; SFT jobs have sft, the cross entropy, or dpo, by themselves."""
+    """Policy loss; SFT jobs have sft, the cross entropy, by themselves."""
     clip_low: float | None = Field(
         default=None,
         gt=0,

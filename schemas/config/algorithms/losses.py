@@ -16,7 +16,6 @@ LossName = Literal[
     "vespo",
     "reinforce",
     "sft",
-    "dpo",
 ]
 CORRECTING_LOSSES = ("dppo", "dppo_kl", "topr", "vespo")
 """Losses that correct for the behaviour policy by themselves."""

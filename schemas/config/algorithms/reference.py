@@ -1,4 +1,4 @@
-"""The reference policy, to which a KL is taken, or with which DPO compares."""
+"""The reference policy, to which a KL is taken."""
 
 from typing import Self
 
@@ -8,8 +8,7 @@ from ..section import Section
 
 
 class ReferenceConfig(Section):
-    """The policy to which a KL is taken, where `algorithm.kl_coef` asks for one, and with which DPO
-    compares; in no other job."""
+    """The policy to which a KL is taken, where `algorithm.kl_coef` asks for one."""
 
     path: str | None = Field(default=None, min_length=1, max_length=4096)
     """Model with the policy's tokenizer, as `model.path`; default: what the run began with."""

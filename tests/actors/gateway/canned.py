@@ -47,8 +47,6 @@ class Canned:
         told: dict[str, Any] = {"prompt_tokens": 3}
         if request.token_ids:
             told["prompt_token_ids"] = [[5, 6, 7]]
-        if isinstance(request, ChatRequest) and request.stateful:
-            told |= {"reused_tokens": 2, "rendered": "edited"}
         for number, word in enumerate(self.words):
             named: dict[str, Any] = {}
             if request.logprobs:

@@ -133,19 +133,31 @@ NOTHING_MESSAGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_tokens_and_stateful_conversations_are_told_as_of_episodes(
-    responses: AsyncOpenAI, messages: AsyncAnthropic, canned: Canned, stream: bool
+async def test_tokens_are_told_as_of_episodes(
+    responses: AsyncOpenAI, messages: AsyncAnthropic, stream: bool
 ) -> None:
-    body = {"return_token_ids": True, "stateful": True}
+    body = {"return_token_ids": True}
     made = await respond(responses, stream=stream, extra_body=body)
-    assert made.usage.input_tokens_details.cached_tokens == 2
-    told = {"reused": 2, "prompt_token_ids": [5, 6, 7], "answers": [{"token_ids": [0, 1, 2, 3, 4]}]}
+    told = {"prompt_token_ids": [5, 6, 7], "answers": [{"token_ids": [0, 1, 2, 3, 4]}]}
     assert made.to_dict()["tinkermq"] == told
     if not stream:  # this client's last message has no room for it
         other = await message(messages, extra_body=body)
         assert other.to_dict()["tinkermq"] == told
-        assert (other.usage.input_tokens, other.usage.cache_read_input_tokens) == (1, 2)
-    assert all(isinstance(one, ChatRequest) and one.stateful for one in canned.asked)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"extra_body": {"stateful": True}}, {"extra_headers": {"x-tinkermq-stateful": "true"}}],
+    ids=["body", "header"],
+)
+async def test_a_stateful_conversation_is_refused_as_removed(
+    responses: AsyncOpenAI, messages: AsyncAnthropic, canned: Canned, how: dict[str, Any]
+) -> None:
+    with pytest.raises(openai.BadRequestError, match="stateful' was removed"):
+        await respond(responses, **how)
+    with pytest.raises(anthropic.BadRequestError, match="stateful' was removed"):
+        await message(messages, **how)
+    assert not canned.asked
 
 
 async def test_values_that_ask_for_nothing_are_taken(

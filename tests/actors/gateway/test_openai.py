@@ -138,24 +138,12 @@ async def test_tokens_are_streamed_with_their_text(client: AsyncOpenAI) -> None:
 
 
 @pytest.mark.parametrize("how", [{"extra_body": {"stateful": True}}, {"extra_headers": STATEFUL}])
-async def test_a_stateful_chat_says_what_of_it_was_continued(
+async def test_a_stateful_chat_is_refused_as_removed(
     client: AsyncOpenAI, canned: Canned, how: dict[str, Any]
 ) -> None:
-    completions = client.chat.completions.with_raw_response
-    asked: Any = {"model": "my-run@4", "messages": ASKED, **how}
-    answer = await completions.create(**asked)
-    assert canned.asked[-1].to_map()["stateful"]
-    assert answer.headers["x-tinkermq-reused"] == "2"
-    assert answer.headers["x-tinkermq-rendered"] == "edited"
-    usage = answer.parse().usage
-    assert usage is not None
-    assert usage.prompt_tokens_details is not None
-    assert usage.prompt_tokens_details.cached_tokens == 2
-    stream = await completions.create(stream=True, **asked)
-    assert stream.headers["x-tinkermq-rendered"] == "edited"
-    _ = [chunk async for chunk in stream.parse()]
-    plain = await completions.create(model="my-run@4", messages=ASKED)
-    assert "x-tinkermq-reused" not in plain.headers
+    with pytest.raises(openai.BadRequestError, match="stateful' was removed"):
+        await client.chat.completions.create(model="my-run@4", messages=ASKED, **how)
+    assert not canned.asked
 
 
 async def test_an_unknown_model_is_404_and_names_those_there_are(client: AsyncOpenAI) -> None:

@@ -12,7 +12,6 @@ from tinkermq.actors.generator.episodes.demonstrations import demonstrate
 from tinkermq.actors.generator.episodes.groups import GroupFailed
 from tinkermq.actors.models.tiny_model import make_tokenizer
 from tinkermq.envs.data.chat_data import ChatData
-from tinkermq.envs.data.pair_data import PairData
 from tinkermq.envs.write_data import write_rows
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group, check_group
@@ -32,11 +31,11 @@ def data(tmp_path: Path) -> Iterator[ChatData]:
         yield data
 
 
-def demonstrated(data: ChatData | PairData, sample: int | None, objective: str = "sft") -> Any:
+def demonstrated(data: ChatData, sample: int | None) -> Any:
     config = JobConfig.model_validate(
         {
             "model": {"path": "m"},
-            "sft": {"data": ["c.jsonl"], "objective": objective},
+            "sft": {"data": ["c.jsonl"]},
             "rollout": {"max_prompt_tokens": 8, "max_turn_tokens": 8, "max_response_tokens": 16},
         }
     )
@@ -75,34 +74,6 @@ def test_a_row_that_cannot_be_learnt_is_given_up_with_the_reason(
         demonstrated(data, sample)
     assert caught.value.group.error == caught.value.blame
     assert caught.value.blame.boundary == "task"
-
-
-def test_the_group_of_a_pair_is_both_answers_and_what_stands_before_is_context(
-    tmp_path: Path,
-) -> None:
-    said = {"role": "assistant", "content": "4"}
-    before = [ASKED, {"role": "assistant", "content": "3"}, ASKED]
-    rows: list[dict[str, Any]] = [
-        {"prompt": "2+2", "chosen": "4", "rejected": "55"},
-        {
-            "prompt": before,
-            "chosen": [said, ASKED, said],
-            "rejected": [{"role": "assistant", "content": "6"}],
-        },
-        {"prompt": "2+2", "chosen": "4", "rejected": "5" * 36},
-    ]
-    with contextlib.closing(PairData([write_rows(tmp_path / "p.jsonl", rows)])) as pairs:
-        chat = ChatTokenizer(make_tokenizer())
-        for sample, words in ((0, ["4", "55"]), (1, ["44", "6"])):
-            group = demonstrated(pairs, sample, "dpo")
-            check_group(group, vocab_size=264, max_tokens=24, version=3)
-            made = [item.token_ids[item.mask == 1] for item in group.trajectories]
-            assert [chat.decode(ids) for ids in made] == words
-            assert [item.reward for item in group.trajectories] == [1.0, 0.0]
-        assert group.trajectories[0].rewards.tolist() == [0.0, 1.0], "on its last turn"
-        assert group.trajectories[1].messages == [*before, *rows[1]["rejected"]]
-        with pytest.raises(GroupFailed, match=r"rejected of row 2 of .* has \d+ tokens, rollout"):
-            demonstrated(pairs, 2, "dpo")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from tinkermq.actors.generator.episodes.chat import ChatTokenizer
 from tinkermq.envs.agents.dialects.chat import read_chat
 from tinkermq.envs.agents.replies import parse_reply
 from tinkermq.envs.data.chat_data import ChatData
-from tinkermq.envs.data.pair_data import PairData
 from tinkermq.envs.dataset import Dataset
 from tinkermq.envs.write_data import write_rows
 from tinkermq.schemas.infer import ChatRequest
@@ -303,13 +302,6 @@ def of_parquet(folder: Path, chat: list[Message], tools: Any) -> tuple[list[Mess
     return row.messages, row.tools
 
 
-def of_pairs(folder: Path, chat: list[Message], tools: Any) -> tuple[list[Message], Any]:
-    other = [*chat[:-1], {"role": "assistant", "content": "x"}]
-    row = {"chosen": chat, "rejected": json.dumps(other), "tools": tools}
-    pair = PairData([write_rows(folder / "a.jsonl", [row])]).row(0)
-    return [*pair.prompt, *pair.chosen], pair.tools
-
-
 def of_prompts(folder: Path, chat: list[Message], tools: Any) -> tuple[list[Message], Any]:
     path = write_rows(folder / "a.jsonl", [{"prompt": chat, "answer": "x"}])
     return Dataset([path]).record(0).messages(), tools
@@ -330,7 +322,6 @@ def of_programs(folder: Path, chat: list[Message], tools: Any) -> tuple[list[Mes
 ORIGINS: dict[str, Callable[..., tuple[list[Message], Any]]] = {
     "lines": of_lines,
     "parquet": of_parquet,
-    "pairs": of_pairs,
     "prompts": of_prompts,
     "requests": of_requests,
     "programs": of_programs,

@@ -18,7 +18,6 @@ from tinkermq.actors.learner.training.step import Trainer
 from tinkermq.actors.models.tiny_model import make_tokenizer
 from tinkermq.actors.models.vision import load_image_reader
 from tinkermq.envs.data.chat_data import ChatData
-from tinkermq.envs.data.pair_data import PairData
 from tinkermq.envs.write_data import write_rows
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group, check_group
@@ -57,15 +56,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_vision_model(tmp_path_factory.mktemp("model"), "qwen2_5_vl")
 
 
-def config_of(folder: Path, **sft: Any) -> JobConfig:
+def config_of(folder: Path) -> JobConfig:
     rollout = {"max_prompt_tokens": 64, "max_turn_tokens": 8, "max_response_tokens": 64}
-    given = {"model": {"path": str(folder)}, "sft": {"data": ["c"], **sft}, "rollout": rollout}
+    given = {"model": {"path": str(folder)}, "sft": {"data": ["c"]}, "rollout": rollout}
     return JobConfig.model_validate(given)
 
 
-def demonstrated(
-    data: ChatData | PairData, chat: ChatTokenizer, sample: int, config: JobConfig
-) -> Group:
+def demonstrated(data: ChatData, chat: ChatTokenizer, sample: int, config: JobConfig) -> Group:
     task = Task(task=sample, sample=sample, seed=1, group_size=config.rollout.group_size)
     return demonstrate(task, data, chat, config, "g-0")
 
@@ -164,16 +161,3 @@ def test_images_that_cannot_be_learnt_from_are_given_up_with_the_reason(
             pytest.raises(GroupFailed, match=words),
         ):
             demonstrated(data, chat, 0, config)
-
-
-def test_pairs_have_images_in_their_prompt(folder: Path, tmp_path: Path) -> None:
-    config = config_of(folder, objective="dpo")
-    pair = {"prompt": "<image>what?", "chosen": "a dot", "rejected": "a line", "images": [SMALL]}
-    file = write_rows(tmp_path / "pairs.parquet", [pair])
-    with contextlib.closing(PairData([file])) as data:
-        group = demonstrated(data, open_chat(config.model), 0, config)
-    assert group.images == [SMALL]
-    trainer = Trainer(load_model(config.model, config.learner), config, total_steps=1)
-    for row in group.trajectories:
-        assert int((row.token_ids == IMAGE_ID).sum()) == 4
-    trainer.check_readable(group)

@@ -10,7 +10,6 @@ import torch
 from tinkermq.actors.learner.training.critic import ValueModel
 from tinkermq.actors.learner.training.model import load_model
 from tinkermq.actors.learner.training.optimizer import make_optimizer
-from tinkermq.actors.learner.training.optimizers.matrices import MatrixOptimizer
 from tinkermq.actors.learner.training.optimizers.muon import Muon
 from tinkermq.actors.learner.training.parallel import Parallel
 from tinkermq.schemas.config.job import ModelConfig
@@ -44,9 +43,10 @@ def _plain(weight: np.ndarray, gradients: Gradients, rate: float) -> np.ndarray:
     return weight
 
 
-def _moved(weight: np.ndarray, gradients: Gradients, dtype: torch.dtype) -> torch.Tensor:
+def _moved(weight: np.ndarray, gradients: Gradients, dtype: str) -> torch.Tensor:
     parameter = nn.Parameter(torch.from_numpy(weight).float())
-    optimizer = MatrixOptimizer([parameter], [], Muon(0.95, dtype), LEARNER, LEARNER.lr)
+    learner = LEARNER.model_copy(update={"dtype": dtype})
+    optimizer = Muon([parameter], None, learner, LEARNER.lr)
     for gradient in gradients:
         parameter.grad = torch.from_numpy(gradient).float()
         optimizer.step()
@@ -66,7 +66,7 @@ def test_a_matrix_moves_by_the_formula(shape: tuple[int, ...]) -> None:
     else:  # many matrices
         each = [_plain(weight[at], [g[at] for g in gradients], LEARNER.lr) for at in range(3)]
         expected = np.stack(each)
-    made = _moved(weight, gradients, torch.float32).double().numpy()
+    made = _moved(weight, gradients, "float32").double().numpy()
     np.testing.assert_allclose(made, expected, rtol=0, atol=1e-6)
 
 
@@ -80,7 +80,7 @@ def test_in_bfloat16_it_is_torchs_muon_to_the_bit(shape: tuple[int, ...]) -> Non
     for gradient in gradients:
         parameter.grad = torch.from_numpy(gradient).float()
         theirs.step()
-    assert torch.equal(_moved(weight, gradients, torch.bfloat16), parameter.detach())
+    assert torch.equal(_moved(weight, gradients, "bfloat16"), parameter.detach())
 
 
 # -- which weights those are -----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Each optimiser, and float16, by two ranks: what one process trains, and each reads the other."""
+"""Muon by two ranks: what one process trains, and each reads the other."""
 
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,9 @@ torch.set_num_threads(1)
 
 WAYS: dict[str, tuple[dict[str, Any], float]] = {
     "muon": ({"optimizer": "muon"}, 1e-5),
-    "adamw_8bit": ({"optimizer": "adamw_8bit"}, 5e-4),
-    "float16": ({"dtype": "float16"}, 0.01),
     "muon, bfloat16": ({"optimizer": "muon", "dtype": "bfloat16"}, 0.05),
     "muon, adapter": ({"optimizer": "muon"}, 1e-5),
     "muon, critic": ({"optimizer": "muon"}, 1e-5),
-    "adamw_8bit, critic, float16": ({"optimizer": "adamw_8bit", "dtype": "float16"}, 0.02),
 }
 """How the learner trains, and how far ranks may be from one process, as a share of how far training
 moved that: Newton-Schulz in bfloat16 makes hundredths of a gradient's last bit."""

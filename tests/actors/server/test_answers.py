@@ -19,6 +19,7 @@ from tinkermq.schemas.infer import InferPart
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from tests.actors.generator.agents.programs import TOOLS, chat_of
 from tests.support.tokenizers import fallback, merging
 
 TOKENIZERS = {"bytes": make_tokenizer, "merging": merging, "fallback": fallback}
@@ -68,8 +69,9 @@ class Saying:
 class Asked:
     """A server's answers, worded by the gateway, of a model that says what it is told."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.chat = ChatTokenizer(tokenizer)
+    def __init__(self, tokenizer: PreTrainedTokenizerFast | ChatTokenizer) -> None:
+        is_chat = isinstance(tokenizer, ChatTokenizer)
+        self.chat = tokenizer if is_chat else ChatTokenizer(tokenizer)
         self.engine: Any = Saying()
         self.answers = Answers(self.engine, self.chat, lambda: "m", max_context=999, max_open=9)
 
@@ -227,3 +229,28 @@ async def test_a_chat_begins_as_its_template_says_and_no_other_way() -> None:
         CHAT["messages"], add_generation_prompt=True, return_dict=False
     )
     assert whole["prompt_token_ids"] == expected
+
+
+@pytest.mark.parametrize("text", ["hm\n</think>\n\nso", "maybe 5, or"], ids=["closed", "cut off"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_a_chat_begins_with_the_mark_of_the_reasoning_that_its_prompt_opened(
+    stream: bool, text: str
+) -> None:
+    asked = Asked(chat_of("qwen3_5_think"))
+    ids = [*asked.chat.encode(text), asked.chat.stop_token_ids[0]]
+    events = await asked.ask(ids, ChatBody, **CHAT, stream=stream)
+    choices = [choice for one in events for choice in one["choices"]]
+    parts = [one["delta" if stream else "message"].get("content") or "" for one in choices]
+    assert "".join(parts) == f"<think>\n{text}"
+
+
+async def test_a_special_mark_of_a_call_reaches_the_parser() -> None:
+    tokenizer = chat_of("qwen2_5")._tokenizer
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
+    asked = Asked(ChatTokenizer(tokenizer))
+    text = '<tool_call>{"name": "search", "arguments": {"q": "a"}}</tool_call>'
+    ids = asked.chat.encode(text)
+    assert tokenizer.decode(ids, skip_special_tokens=True) != text
+    (whole,) = await asked.ask(ids, ChatBody, **CHAT, tools=list(TOOLS))
+    (call,) = whole["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "search"

@@ -434,3 +434,63 @@ def test_a_step_without_data_goes_on_with_the_momentum(shared: AdapterTrainer) -
     shared.optim_step("m", AdamParams(1e-2))
     assert not same_bits(after, shared.tensors("m"))
     shared.evict("m")
+
+
+# -- a loss of the client's own: DPO, as the cookbook's recipe computes it -------------------------
+
+
+def pair(rng: np.random.Generator) -> list[Datum]:
+    """Return a chosen and a rejected answer to one prompt; the answers alone have weight."""
+    prompt = random_tokens(rng, int(rng.integers(3, 9)))
+    found: list[Datum] = []
+    for _ in range(2):
+        tokens = np.concatenate([prompt, random_tokens(rng, int(rng.integers(2, 9)))])
+        weights = (np.arange(1, len(tokens)) >= len(prompt)).astype(np.float32)
+        inputs = {"target_tokens": tokens[1:].astype(np.int64), "weights": weights}
+        found.append(Datum(tokens[:-1], inputs))
+    return found
+
+
+def dpo(now: list[Tensor], before: list[np.ndarray], data: list[Datum]) -> Tensor:
+    """−log σ(β(Δ_chosen − Δ_rejected)), the mean over pairs (arXiv 2305.18290)."""
+    gaps = [
+        ((p - torch.from_numpy(q)) * torch.from_numpy(one.inputs["weights"])).sum()
+        for p, q, one in zip(now, before, data, strict=True)
+    ]
+    leads = torch.stack(gaps[::2]) - torch.stack(gaps[1::2])
+    return -torch.nn.functional.logsigmoid(0.4 * leads).mean()
+
+
+def test_dpo_of_a_client_is_cross_entropy_with_the_weights_of_its_gradient(
+    shared: AdapterTrainer, base: Path, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(6)
+    data = [one for _ in range(3) for one in pair(rng)]
+    shared.create("dpo", SPEC)  # a fresh adapter is its base, the reference
+    before = shared.forward_backward("dpo", data, "cross_entropy", backward=False).logprobs
+    train(shared, "dpo", 1, 2)
+    shared.save("dpo", tmp_path / "begin", with_optimizer=False)
+    seen = shared.forward_backward("dpo", data, "cross_entropy", backward=False).logprobs
+    now = [torch.from_numpy(one).requires_grad_() for one in seen]
+    dpo(now, before, data).backward()
+    weighted = [
+        Datum(one.tokens, {**one.inputs, "weights": -np.asarray(p.grad)})
+        for one, p in zip(data, now, strict=True)
+    ]
+    told = shared.forward_backward("dpo", weighted, "cross_entropy")
+    descent = AdamParams(1.0, beta1=0.0, beta2=0.0, eps=1.0)  # keeps the size of the gradient
+    norm = shared.optim_step("dpo", descent)["grad_norm:mean"]
+    made = shared.tensors("dpo")
+    shared.evict("dpo")
+    for one, other in zip(told.logprobs, seen, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+    plain = PlainPeft(base, tmp_path / "begin")
+    ids = [torch.from_numpy(one.tokens.astype(np.int64))[None] for one in data]
+    logprobs = [plain.model(input_ids=each).logits[0].log_softmax(-1) for each in ids]
+    targets = [torch.from_numpy(one.inputs["target_tokens"])[:, None] for one in data]
+    theirs = [p.gather(1, at)[:, 0] for p, at in zip(logprobs, targets, strict=True)]
+    dpo(theirs, before, data).backward()
+    assert norm > 0.01
+    assert norm == pytest.approx(plain.optim_step(descent), rel=1e-4)
+    assert_near(made, plain.tensors())

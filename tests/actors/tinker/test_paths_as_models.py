@@ -209,19 +209,6 @@ async def test_a_path_answers_in_each_dialect_whole_and_streamed(served: Served)
     assert path not in [one.id for one in (await served.client.models.list()).data]
 
 
-async def test_a_conversation_goes_on_by_its_tokens(served: Served) -> None:
-    path = served.path("stateful", kind="weights")
-    create = served.client.chat.completions.with_raw_response.create
-    asked: Any = {"model": path, "max_tokens": 8, "temperature": 0}
-    asked["extra_headers"] = {"x-tinkermq-stateful": "1"}
-    first = await create(messages=ASKED, **asked)
-    said = first.parse().choices[0].message.content
-    more: Any = [*ASKED, {"role": "assistant", "content": said}, {"role": "user", "content": "so?"}]
-    second = await create(messages=more, **asked)
-    assert first.headers["x-tinkermq-rendered"] == "first"
-    assert int(second.headers["x-tinkermq-reused"]) > 0
-
-
 async def test_a_reader_who_leaves_ends_the_work_and_pays_for_what_was_drawn(
     served: Served,
 ) -> None:

@@ -1,1 +1,1 @@
-"""How weights are updated: the rules of optimisers, and the scale of a loss in float16."""
+"""How weights are updated where it is not by torch's AdamW."""

@@ -12,12 +12,15 @@ Shape letters: M and N rows and columns, the fewer first; leading dimensions are
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+
+from .....schemas.config.learner import LearnerConfig
 
 _LINEAR, _CUBIC, _QUINTIC = 3.4445, -4.7750, 2.0315
 """They make small singular values grow fastest; all end between 0.7 and 1.2."""
@@ -25,23 +28,54 @@ _STEPS = 5
 _EPS = 1e-7
 _RMS_OF_ADAMW = 0.2
 _MOMENTUM = "momentum_buffer"
+MUON = "muon"
+"""Marks the group of the matrices in a state."""
 
 
-class Muon:
-    """The rule of Muon, with Nesterov momentum and decoupled weight decay."""
+class Muon(torch.optim.Optimizer):
+    """Muon, with Nesterov momentum and decoupled weight decay, for hidden matrices; AdamW for the
+    rest.
 
-    name = "muon"
+    To whoever sets a learning rate, writes a checkpoint or divides the state over ranks it is an
+    optimiser like any other, with a group of parameters for each of the two.
+    """
 
-    def __init__(self, momentum: float, dtype: torch.dtype) -> None:
-        """Matrices are made orthogonal in `dtype`."""
-        self._momentum = momentum
-        self._dtype = dtype
+    def __init__(
+        self,
+        matrices: Sequence[nn.Parameter],
+        rest: torch.optim.AdamW | None,
+        config: LearnerConfig,
+        learning_rate: float,
+    ) -> None:
+        """`rest` updates all other parameters; None: there are no others."""
+        self._adamw = rest
+        # Of a learner that computes in 16 bits the matrices are made orthogonal in 16 bits, too.
+        self._dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+        own: dict[str, Any] = {
+            "params": list(matrices),
+            "lr": learning_rate,
+            "weight_decay": config.weight_decay,
+            MUON: True,
+            "momentum": config.muon_momentum,
+        }
+        groups = [own] if matrices else []
+        super().__init__([*groups, *(rest.param_groups if rest else [])], {})
 
-    def settings(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of it."""
-        return {"momentum": self._momentum}
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Make one update with the gradients that are there."""
+        assert closure is None
+        for group in self.param_groups:
+            if MUON in group:
+                moved = [weight for weight in group["params"] if weight.grad is not None]
+                self._update(moved, [self.state[weight] for weight in moved], group)
+        if self._adamw is not None:
+            # Both are replaced when a state is loaded.
+            self._adamw.param_groups = [group for group in self.param_groups if MUON not in group]
+            self._adamw.state = self.state
+            self._adamw.step()
 
-    def update(self, matrices: list[Tensor], states: list[dict[str, Any]], group: Any) -> None:
+    def _update(self, matrices: list[Tensor], states: list[dict[str, Any]], group: Any) -> None:
         """Move matrices by what their momentum is, made orthogonal."""
         share = dist.get_world_size() if _is_divided(matrices) else 1
         for begin in range(0, len(matrices), share):
@@ -109,3 +143,24 @@ def _part(whole: Tensor, like: Tensor) -> Tensor:
     mesh = like.device_mesh
     everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return everywhere.redistribute(mesh, like.placements)
+
+
+def split(
+    model: nn.Module, parameters: Sequence[nn.Parameter]
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the hidden matrices among parameters, and all else.
+
+    A tensor of more dimensions than two counts as many matrices where a model keeps its experts so.
+    """
+    apart = _not_hidden(model)
+    matrices = [each for each in parameters if each.ndim in (2, 3) and id(each) not in apart]
+    found = {id(each) for each in matrices}
+    return matrices, [each for each in parameters if id(each) not in found]
+
+
+def _not_hidden(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters of embeddings, convolutions and the output layer."""
+    output: nn.Module = cast(Any, model).get_output_embeddings()
+    kinds = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    modules = [module for module in model.modules() if isinstance(module, kinds)]
+    return {id(weight) for module in [*modules, output] for weight in module.parameters()}

@@ -1,1 +1,0 @@
-"""The checks themselves; each takes a `Setting` and returns `Found`, or raises why it cannot."""

@@ -1,1 +1,0 @@
-"""How fast a learner's step is, beside what it could be."""

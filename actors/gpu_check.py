@@ -1,0 +1,485 @@
+"""Quick checks of this machine's GPUs: `python -m tinkermq.actors.gpu_check [--json]`.
+
+`tinkermq doctor --gpu` runs this. Each check is a process of its own with a deadline, so that a
+crash, a hang or an error of CUDA fails that check and no other. Longer checks are in `tests/gpu`.
+"""
+
+import argparse
+import asyncio
+import faulthandler
+import json
+import multiprocessing
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as package_version
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+from pydantic import BaseModel, ConfigDict
+from rich.console import Console
+from rich.markup import escape
+
+from ..broker.programs.process import die_with
+from ..schemas.wire.errors import DeadlineError, EngineError, TinkermqError
+
+State = Literal["ok", "failed", "skipped"]
+_FAILED, _INTERRUPTED = 1, 130
+_MARKS: dict[State, str] = {
+    "ok": "[green]ok[/]     ",
+    "failed": "[red]failed[/] ",
+    "skipped": "[yellow]skipped[/]",
+}
+_PACKAGES = ("torch", "transformers", "vllm", "flash-attn")
+_LOG_CHARACTERS = 4000
+_MIN_CAPABILITY = 8.0
+"""The first compute capability with bfloat16."""
+_NUM_SUMS = 5
+_SUM_DEADLINE_S = 50.0
+_NUM_VALUES = 1 << 26
+
+
+class Check(NamedTuple):
+    """One line of the result."""
+
+    name: str
+    place: str
+    """`module:function`; the function returns what it measured, as text."""
+    deadline_s: float
+    hint: str
+    """What to do where it fails, if the error itself does not say it."""
+
+
+class GpuCheckResult(BaseModel):
+    """The result of one check."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    state: State
+    detail: str = ""
+    """What was measured, or why it failed or was skipped."""
+    hint: str = ""
+    """What to do then."""
+    seconds: float = 0.0
+    """From the start of its process to its end."""
+    log: str = ""
+    """The end of what its process wrote, where it failed."""
+
+
+class CheckSkipped(TinkermqError):
+    """A check that does not apply here; the message says why, the hint what would change it."""
+
+
+_HERE = "tinkermq.actors.gpu_check"
+DEVICE = Check("device", f"{_HERE}:check_device", 60, "install the torch that fits the driver")
+"""The check without which no other runs."""
+CHECKS = (
+    DEVICE,
+    Check(
+        "nccl",
+        f"{_HERE}:check_nccl",
+        90,
+        "run with NCCL_DEBUG=INFO; in containers, give more shared memory (--shm-size=8g)",
+    ),
+    Check(
+        "flash-attention",
+        f"{_HERE}:check_flash_attention",
+        60,
+        "leave model.attn_implementation at sdpa",
+    ),
+    Check("engine", f"{_HERE}:check_engine", 180, "docs/engines.md says what each engine needs"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all checks, print each as it ends, and return the exit code: 1 if one failed."""
+    parser = argparse.ArgumentParser(prog=f"python -m {_HERE}", description="Check the GPUs.")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    options = parser.parse_args(argv)
+    console = Console(stderr=options.json, soft_wrap=True, highlight=False)
+    versions = read_versions()
+    console.print("         " + escape(", ".join(" ".join(one) for one in versions.items())))
+    results: list[GpuCheckResult] = []
+    try:
+        for result in run_checks(CHECKS):
+            results.append(result)
+            _print_result(result, console)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    if options.json:
+        checks = [one.model_dump() for one in results]
+        sys.stdout.write(json.dumps({"versions": versions, "checks": checks}) + "\n")
+    return _FAILED if any(one.state == "failed" for one in results) else 0
+
+
+def read_versions() -> dict[str, str]:
+    """Return the versions of Python, of the NVIDIA driver, and of what computes on GPUs."""
+    versions = {"python": platform.python_version(), "driver": _read_driver_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = package_version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    return versions
+
+
+def _read_driver_version() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "none"
+    return done.stdout.partition("\n")[0].strip() or "none"
+
+
+def _print_result(result: GpuCheckResult, console: Console) -> None:
+    width = max(len(check.name) for check in CHECKS)
+    took = f"{result.seconds:4.0f} s" if result.seconds else " " * 6
+    mark = _MARKS[result.state]
+    console.print(f"{mark} {result.name:<{width}} {took}  {escape(result.detail)}")
+    if result.hint:
+        console.print(f"{'':{width + 17}}[dim]{escape(result.hint)}[/]")
+
+
+# -- one process for each check --------------------------------------------------------------------
+
+
+def run_checks(checks: Sequence[Check]) -> Iterator[GpuCheckResult]:
+    """Yield the result of each check as it ends; without a working device the rest is skipped."""
+    has_device = True
+    for check in checks:
+        if not has_device:
+            hint = "fix the device first"
+            yield GpuCheckResult(
+                name=check.name, state="skipped", detail="no GPU to use", hint=hint
+            )
+            continue
+        result = run_check(check)
+        has_device = check.name != DEVICE.name or result.state == "ok"
+        yield result
+
+
+def run_check(check: Check) -> GpuCheckResult:
+    """Run one check to its end or its deadline; no process of it is left then."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="tinkermq-gpu-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        code = _run_process(check, folder)
+        result = _read_result(folder) if code is not None else None
+        if result is None:
+            detail = _describe_end(code, check.deadline_s)
+            result = GpuCheckResult(name=check.name, state="failed", detail=detail, hint=check.hint)
+        failed = result.state == "failed"
+        log = (folder / "log").read_text(errors="replace")[-_LOG_CHARACTERS:] if failed else ""
+    return result.model_copy(update={"seconds": time.monotonic() - started, "log": log})
+
+
+def _run_process(check: Check, folder: Path) -> int | None:
+    """Return the exit code of a check's process; None past its deadline."""
+    (folder / "work").mkdir()
+    code = f"from {_HERE} import run_child; run_child({tuple(check)!r}, {str(folder / 'result')!r})"
+    command = [sys.executable, "-c", code]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, "TMPDIR": str(folder / "work")},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=die_with(os.getpid()),
+        )
+        try:
+            return process.wait(check.deadline_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            _kill_session(process)
+
+
+def _kill_session(process: subprocess.Popen[bytes]) -> None:
+    """Kill a check with all that it started; children with a session of their own die with it."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    finally:
+        process.wait()
+
+
+def _read_result(folder: Path) -> GpuCheckResult | None:
+    """Return the result that a process wrote; None where it ended before."""
+    try:
+        return GpuCheckResult.model_validate_json((folder / "result").read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def _describe_end(code: int | None, deadline_s: float) -> str:
+    if code is None:
+        return f"it had not ended after {deadline_s:g} s and was killed"
+    if code < 0:
+        return f"its process was ended by {signal.Signals(-code).name}"
+    return f"its process ended with code {code}"
+
+
+def run_child(check: tuple[str, str, float, str], file: str) -> None:
+    """Be the process of a check: write its result into a file, also where it failed."""
+    faulthandler.enable()
+    Path(file).write_text(_call_check(Check(*check)).model_dump_json())
+
+
+def _call_check(check: Check) -> GpuCheckResult:
+    module, _, function = check.place.partition(":")
+    try:
+        detail = getattr(import_module(module), function)()
+    except CheckSkipped as error:
+        return GpuCheckResult(
+            name=check.name, state="skipped", detail=error.message, hint=error.hint
+        )
+    except TinkermqError as error:
+        traceback.print_exc()
+        hint = error.hint or check.hint
+        return GpuCheckResult(name=check.name, state="failed", detail=error.message, hint=hint)
+    except Exception as error:  # noqa: BLE001  the boundary of a check
+        traceback.print_exc()
+        first = (str(error).strip().splitlines() or [""])[0]
+        detail = f"{type(error).__name__}: {first}".rstrip(": ")
+        return GpuCheckResult(name=check.name, state="failed", detail=detail, hint=check.hint)
+    return GpuCheckResult(name=check.name, state="ok", detail=detail)
+
+
+# -- the checks ------------------------------------------------------------------------------------
+
+
+def check_device() -> str:
+    """Find the GPUs and compute a sum on each; EngineError where one fails or there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise _missing_gpu_error(torch.__version__, torch.version.cuda)
+    cuda = cast("Any", torch.cuda)
+    names: list[str] = []
+    for index in range(torch.cuda.device_count()):
+        total = float(torch.ones(1000, device=f"cuda:{index}").sum())
+        if total != 1000:
+            raise EngineError(f"GPU {index} computed a sum of 1000 as {total}")
+        major, minor = cuda.get_device_capability(index)
+        if major + minor / 10 < _MIN_CAPABILITY:
+            raise EngineError(
+                f"GPU {index} has compute capability {major}.{minor}; bfloat16 needs "
+                f"{_MIN_CAPABILITY}",
+                hint="use learner.dtype=float32 and generator.dtype=float32 on this GPU",
+            )
+        found = cuda.get_device_properties(index)
+        names.append(f"{found.name} ({found.total_memory / 2**30:.0f} GiB)")
+    nccl = ".".join(map(str, cuda.nccl.version()))
+    return f"{', '.join(names)}; CUDA {torch.version.cuda}, NCCL {nccl}"
+
+
+def _missing_gpu_error(torch_version: str, cuda_version: str | None) -> EngineError:
+    if _read_driver_version() == "none":
+        return EngineError(
+            "this machine has no GPU: no NVIDIA driver answers",
+            hint="run this on a machine with an NVIDIA GPU and its driver (`nvidia-smi`); in a "
+            "container give it the GPUs (`--gpus all`)",
+        )
+    built_for = f"CUDA {cuda_version}" if cuda_version else "the CPU alone"
+    return EngineError(
+        f"the driver has GPUs, and torch {torch_version} cannot use them: it is built for "
+        f"{built_for}",
+        hint="install the same torch from PyPI's index, or the index of pytorch.org that fits the "
+        "driver, and unset CUDA_VISIBLE_DEVICES",
+    )
+
+
+def check_nccl() -> str:
+    """Sum over all GPUs of the machine, one process each."""
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    if not num_gpus:
+        raise CheckSkipped("NCCL connects GPUs, and there is none")
+    seconds = sum_over_ranks(num_gpus, _NUM_VALUES)
+    if num_gpus == 1:
+        return "sums over one GPU are exact"
+    num_bytes = 2 * (num_gpus - 1) / num_gpus * 4 * _NUM_VALUES
+    return f"sums over {num_gpus} GPUs are exact, {num_bytes / seconds / 1e9:.3g} GB/s on each link"
+
+
+def sum_over_ranks(num_ranks: int, num_values: int) -> float:
+    """Sum float32[N] over the ranks of a learner; return the seconds of the fastest sum.
+
+    Raises EngineError for a wrong sum, DeadlineError for a rank that does not finish.
+    """
+    from .learner.training.parallel import Meeting
+
+    context = multiprocessing.get_context("spawn")
+    pipes: list[Connection] = []
+    meeting = Meeting.open()
+    for rank in range(num_ranks):
+        ours, theirs = context.Pipe(duplex=False)
+        arguments = (rank, num_ranks, num_values, meeting.told(), theirs)
+        context.Process(target=_sum_as_rank, args=arguments, daemon=True).start()
+        theirs.close()
+        pipes.append(ours)
+    deadline = time.monotonic() + _SUM_DEADLINE_S
+    results = [_receive_sum(pipe, rank, deadline) for rank, pipe in enumerate(pipes)]
+    largest_error = max(error for error, _ in results)
+    if largest_error:
+        raise EngineError(f"a sum over {num_ranks} processes is wrong by {largest_error:g}")
+    return max(seconds for _, seconds in results)
+
+
+def _receive_sum(pipe: Connection, rank: int, deadline: float) -> tuple[float, float]:
+    if not pipe.poll(max(0.0, deadline - time.monotonic())):
+        raise DeadlineError(f"process {rank} summed nothing in {_SUM_DEADLINE_S:g} s")
+    try:
+        return pipe.recv()
+    except EOFError as error:
+        raise DeadlineError(f"process {rank} ended before it had summed anything") from error
+
+
+def _sum_as_rank(
+    rank: int, num_ranks: int, num_values: int, meeting: Mapping[str, Any], pipe: Connection
+) -> None:
+    """Be a rank: send the largest error and the seconds of the fastest sum."""
+    import torch
+
+    from ..schemas.config.learner import LearnerConfig
+    from .learner.training.parallel import Meeting, Parallel
+
+    config = LearnerConfig(ranks=num_ranks, slots=num_ranks)
+    parallel = Parallel.join(rank, config, Meeting.reach(dict(meeting)))
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    seconds: list[float] = []
+    error = 0.0
+    for _ in range(_NUM_SUMS):
+        values: Any = torch.full((num_values,), rank + 1.0, device=device)
+        started = time.perf_counter()
+        parallel.add_up(values)
+        error = max(error, float((values - num_ranks * (num_ranks + 1) / 2).abs().max()))
+        seconds.append(time.perf_counter() - started)
+    pipe.send((error, min(seconds)))
+    parallel.leave()
+
+
+def check_flash_attention() -> str:
+    """Compare flash-attention's packed kernel with torch's SDPA: outputs and gradients."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise CheckSkipped("flash-attention's kernels run on GPUs only, and there is none")
+    if find_spec("flash_attn") is None:
+        raise CheckSkipped("flash-attn is not installed", hint="pip install 'tinkermq[flash-attn]'")
+    output_error, gradient_error = _compare_attention((700, 1, 256, 1091))
+    detail = f"outputs differ by {output_error:.2g}, gradients by {gradient_error:.2g}"
+    if not (output_error <= 0.02 and gradient_error <= 0.05):
+        raise EngineError(f"{detail}; at most 0.02 and 0.05 come from rounding")
+    return detail
+
+
+def _compare_attention(lengths: tuple[int, ...]) -> tuple[float, float]:
+    """Return the largest differences of outputs and gradients of q, relative to the largest."""
+    import torch
+
+    heads, kv_heads, width = 8, 2, 64
+    cast("Any", torch).manual_seed(0)
+    q, k, v = (
+        torch.randn(sum(lengths), num, width, device="cuda", dtype=torch.bfloat16)
+        for num in (heads, kv_heads, kv_heads)
+    )
+    results: list[tuple[Any, Any]] = []
+    for attend in (_attend_flash, _attend_sdpa):
+        leaf = q.clone().requires_grad_()
+        output: Any = attend(leaf, k, v, lengths)
+        output.float().square().sum().backward()
+        results.append((output.detach().float(), cast("Any", leaf.grad).float()))
+    (flash, flash_gradient), (sdpa, sdpa_gradient) = results
+    return (
+        float((flash - sdpa).abs().max() / sdpa.abs().max()),
+        float((flash_gradient - sdpa_gradient).abs().max() / sdpa_gradient.abs().max()),
+    )
+
+
+def _attend_flash(q: Any, k: Any, v: Any, lengths: tuple[int, ...]) -> Any:
+    import torch
+
+    kernel: Any = import_module("flash_attn").flash_attn_varlen_func
+    ends = torch.tensor([0, *lengths], device=q.device).cumsum(0).to(torch.int32)
+    return kernel(q, k, v, ends, ends, max(lengths), max(lengths), causal=True)
+
+
+def _attend_sdpa(q: Any, k: Any, v: Any, lengths: tuple[int, ...]) -> Any:
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    outputs = [
+        scaled_dot_product_attention(
+            *(part.transpose(0, 1)[None] for part in parts), is_causal=True, enable_gqa=True
+        )[0].transpose(0, 1)
+        for parts in zip(*(each.split(lengths) for each in (q, k, v)), strict=True)
+    ]
+    return torch.cat(outputs)
+
+
+def check_engine() -> str:
+    """Start vLLM, or transformers where that is not installed, and generate some tokens."""
+    return asyncio.run(_generate("vllm" if find_spec("vllm") else "transformers"))
+
+
+async def _generate(engine_name: str) -> str:
+    import numpy as np
+    import torch
+
+    from ..schemas.config.job import JobConfig
+    from .generator.engine.engine import Sampling
+    from .generator.episodes.players import start_engine
+    from .models.tiny_model import save_tiny_model
+
+    num_prompts, num_tokens = 16, 32
+    with tempfile.TemporaryDirectory() as folder:
+        save_tiny_model(Path(folder), width=256, layers=4, heads=4, kv_heads=2)
+        dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+        generator: dict[str, Any] = {"engine": engine_name, "dtype": dtype}
+        generator |= {"compile": False, "kv_cache_mb": 256} if engine_name == "vllm" else {}
+        rollout = {"max_prompt_tokens": 64, "max_turn_tokens": 64, "max_response_tokens": 64}
+        config = JobConfig.model_validate(
+            {
+                "model": {"path": folder},
+                "env": {"game": "bandit"},
+                "rollout": rollout,
+                "generator": generator,
+            }
+        )
+        started = time.perf_counter()
+        engine = await start_engine(config)
+        start_s = time.perf_counter() - started
+        try:
+            prompts = np.random.default_rng(0).integers(8, 264, (num_prompts, 16), np.int32)
+            requests = (
+                engine.generate(prompt, Sampling(num_tokens), request_id=str(number))
+                for number, prompt in enumerate(prompts)
+            )
+            generations = await asyncio.gather(*requests)
+        finally:
+            await engine.close()
+    complete = sum(len(one.token_ids) == num_tokens for one in generations)
+    if complete != num_prompts:
+        raise EngineError(f"{engine_name} answered {complete} of {num_prompts} requests in full")
+    return f"{engine_name} started in {start_s:.1f} s and answered {num_prompts} requests"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Learning which of two answers is the better one: DPO, and reward models."""

@@ -1,1 +1,0 @@
-"""Serving a reward model over HTTP, as the reward of another job."""

@@ -1,0 +1,59 @@
+"""Models of random weights in the sizes that steps are measured with."""
+
+# transformers leaves some of its methods untyped.
+# pyright: reportUnknownMemberType=false
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tinkermq.actors.models.devices import own_device
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging
+
+SIZES = {
+    "small": Qwen2Config(
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=1024,
+        vocab_size=8192,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    ),
+    "0.5 B": Qwen2Config(
+        hidden_size=896,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        intermediate_size=4864,
+        vocab_size=151936,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+    ),
+    "1.5 B": Qwen2Config(
+        hidden_size=1536,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        intermediate_size=8960,
+        vocab_size=151936,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+    ),
+}
+"""The shapes of Qwen2.5's models, and one that a CPU trains."""
+
+
+def save_random_weights(config: Qwen2Config, folder: Path) -> int:
+    """Write a model of random weights, bfloat16 where there is a GPU; return how many it has."""
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    device = own_device()
+    with device:
+        model: Any = Qwen2ForCausalLM(config)
+    if device.type == "cuda":
+        model.to(torch.bfloat16)
+    model.save_pretrained(folder)
+    return sum(each.numel() for each in model.parameters())

@@ -1,0 +1,351 @@
+"""Runs a job's program once against a scripted model, and reports which calls would be trained."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, cast
+
+from ...broker.client.connection import Broker
+from ...schemas.config.job import JobConfig
+from ...schemas.wire.errors import RewardError
+from ..tool_calls import CLOSE, OPEN
+from .call_lines import WHY_NOT
+from .local_run import LocalAnswer, LocalCall, LocalRun, num_common, open_program
+from .replies import THINK, THOUGHT
+from .which_calls import WhyNot, main_root, why_untrained
+
+LIMIT_S = 120.0
+"""How long a program may take, unless its job allows less."""
+Level: TypeAlias = Literal["ok", "note", "fail"]
+"""Well; worth knowing; nothing can be trained."""
+
+
+@dataclass(frozen=True)
+class AgentFinding:
+    """One line about the program."""
+
+    level: Level
+    text: str
+    remedy: str = ""
+    """What to do about it, where there is something to do."""
+
+
+@dataclass(frozen=True)
+class CallReport:
+    """One call of the model."""
+
+    number: int
+    parent: int | None
+    """The call that it continues; None: a root."""
+    differs: str
+    """Why it continues no earlier call; empty: it does, or there is none."""
+    messages: int
+    """Of its history."""
+    new: int
+    """Of these, those behind the answer that it continues."""
+    tools: list[str]
+    """Names of the tools that it may call."""
+    streamed: bool
+    choices: int
+    refusal: str
+    """The code of the error that it got; empty: it was answered."""
+    trained: int
+    """How many of its answers would be trained, with the episode's reward."""
+    why: str
+    """Why they would be, or would not."""
+    main: bool
+    """Whether it belongs to the main conversation."""
+
+
+@dataclass(frozen=True)
+class AgentReport:
+    """The result of a check."""
+
+    ok: bool
+    """Whether episodes of the program can be trained."""
+    findings: list[AgentFinding]
+    calls: list[CallReport]
+    endpoints: dict[str, int]
+    """How often it sent which request: `POST /v1/responses`."""
+    without_effect: list[str]
+    """Fields that it sent and that change nothing."""
+    overruled: list[str]
+    """Sampling that it asked for, where the job's applies instead."""
+    rows: int
+    """Rows that the episode's calls make: leaves of their tree."""
+    outcome: str
+    """How it ended; empty: the episode does not count."""
+    reward: float | None
+    posted: dict[str, object]
+    """What it posted to the episode's own endpoints."""
+    output: str
+    """The end of what it printed."""
+
+
+async def check_program(
+    broker: Broker,
+    job: JobConfig,
+    *,
+    row: int | None = None,
+    seed: int = 0,
+    limit_s: float = LIMIT_S,
+) -> AgentReport:
+    """Run a job's program on one task, here, against a scripted model; return what was found.
+
+    Raises what `open_program` and `LocalProgram.run` raise.
+    """
+
+    async def speak(call: LocalCall) -> str:
+        return scripted_answer(call)
+
+    async with open_program(broker, job, limit_s=limit_s) as program:
+        return report_run(await program.run(speak, row=row, seed=seed), job.agent.train)
+
+
+# -- the script ------------------------------------------------------------------------------------
+
+_ENDS = ("final", "submit", "finish", "complete", "done")
+"""Words in the names of tools by which programs learn that the answer is final."""
+_MAX_DEPTH = 8
+
+
+def scripted_answer(call: LocalCall) -> str:
+    """Return an answer in the form in which models write tool calls.
+
+    The first answer calls a tool, if there is one; the next ends, by a tool for that or by a text.
+    Where the request demands a form, the answer has it. Answers hold what programs tend to change:
+    reasoning, white space, arguments spaced as no serialiser does.
+    """
+    tools = {name: tool for tool in call.request.tools if (name := tool_name(tool))}
+    called = {one.name for message in call.history for one in message.calls}
+    form = call.request.format
+    if form is not None and form.functions and (form.json_schema is None or not called):
+        allowed = sorted(form.functions, key=lambda name: (name in called, _is_end(name)))
+        return _call(tools[allowed[0]])
+    if form is not None:
+        return _spaced(example(form.json_schema, form.json_schema))
+    uncalled = [name for name in tools if not _is_end(name)] if not called else []
+    names = uncalled or [name for name in tools if _is_end(name)]
+    if names:
+        return f"{THINK}\nLet me look.\n{THOUGHT}\n\nI will  look it up.\n{_call(tools[names[0]])}"
+    return "  I think  that it is 42.\n\n"
+
+
+def write_call(name: str, arguments: str) -> str:
+    """Return a call as models write it; the spelling of the arguments is kept."""
+    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"{OPEN}\n{call}\n{CLOSE}"
+
+
+def function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the function of a tool that chat templates take."""
+    function: Any = tool.get("function")
+    return cast("Mapping[str, Any]", function) if isinstance(function, Mapping) else {}
+
+
+def tool_name(tool: Mapping[str, Any]) -> str:
+    """Return its name; empty for a tool without one."""
+    return str(function_of(tool).get("name") or "")
+
+
+def example(schema: Any, root: Any, depth: int = _MAX_DEPTH) -> Any:
+    """Return a value that fits a JSON Schema in most cases; `root` resolves its references."""
+    if not isinstance(schema, Mapping) or not depth:
+        return "x"
+    fields = cast("Mapping[str, Any]", schema)
+    reference = fields.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/"):
+        target: Any = root
+        for part in reference[2:].split("/"):
+            target = cast("Any", target).get(part) if isinstance(target, Mapping) else None
+        return example(target, root, depth - 1)
+    for name in ("const", "default"):
+        if fields.get(name) is not None:
+            return fields[name]
+    if fields.get("enum"):
+        return fields["enum"][0]
+    for name in ("anyOf", "oneOf", "allOf"):
+        if choices := [one for one in fields.get(name) or () if one != {"type": "null"}]:
+            return example(choices[0], root, depth - 1)
+    kind = fields.get("type")
+    if isinstance(kind, list):
+        kind = next((one for one in cast("list[Any]", kind) if one != "null"), "null")
+    properties: Mapping[str, Any] = fields.get("properties") or {}
+    if kind == "object" or properties:
+        names: Sequence[str] = fields.get("required") or list(properties)
+        return {name: example(properties.get(name), root, depth - 1) for name in names}
+    if kind == "array":
+        return [example(fields.get("items"), root, depth - 1)] * max(1, fields.get("minItems") or 1)
+    scalars = {"integer": fields.get("minimum", 2), "boolean": True, "null": None}
+    return {**scalars, "number": scalars["integer"]}.get(str(kind), "x")
+
+
+def _call(tool: Mapping[str, Any]) -> str:
+    parameters = function_of(tool).get("parameters") or {"type": "object"}
+    return write_call(tool_name(tool), _spaced(example(parameters, parameters)))
+
+
+def _spaced(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",  ", ":  "))
+
+
+def _is_end(name: str) -> bool:
+    return any(word in name.lower() for word in _ENDS)
+
+
+# -- the report ------------------------------------------------------------------------------------
+
+_APPEND = "append the assistant's message as the API returned it, and change nothing before it"
+
+
+def report_run(run: LocalRun, train: str) -> AgentReport:
+    """Return what was found in a run, by the job's `agent.train`."""
+    calls, answers = run.model.calls, run.model.answers
+    info = run.result.info if run.result is not None else {}
+    reports = _report_calls(run, train)
+    continued = {call.parent for call in calls}
+    num_rows = sum(answer not in continued for answer in answers)
+    findings = [*_judge_end(run), *_judge_calls(reports, train, num_rows)]
+    endpoints: Counter[str] = Counter()
+    for (request, _), number in run.requests.items():
+        endpoints[request] += number
+    return AgentReport(
+        ok=all(one.level != "fail" for one in findings),
+        findings=findings,
+        calls=reports,
+        endpoints=dict(endpoints),
+        without_effect=sorted({name for one in calls for name in one.request.without_effect}),
+        overruled=sorted({name for one in calls for name in one.request.sampled}),
+        rows=num_rows,
+        outcome=str(info.get("outcome", "")),
+        reward=run.result.reward if run.result is not None else None,
+        posted=_posted(run),
+        output=str(info.get("output", "")),
+    )
+
+
+def _report_calls(run: LocalRun, train: str) -> list[CallReport]:
+    answers = run.model.answers
+    left_out = run.episode.untrained if run.episode is not None else ()
+    why_not = why_untrained(answers, train, left_out)
+    main = main_root(answers)
+    return [
+        CallReport(
+            number=call.number,
+            parent=None if call.parent is None else call.parent.call.number,
+            differs=_difference(call, answers[: call.num_seen]),
+            messages=len(call.history),
+            new=len(call.new_messages),
+            tools=[tool_name(tool) for tool in call.request.tools],
+            streamed=call.request.stream,
+            choices=call.request.num_choices,
+            refusal=call.refusal,
+            trained=sum(not why_not[answer] for answer in call.answers),
+            why=_explain(call.answers, why_not, train),
+            main=any(answer.origin is main for answer in call.answers),
+        )
+        for call in run.model.calls
+    ]
+
+
+def _difference(call: LocalCall, earlier: Sequence[LocalAnswer]) -> str:
+    """Return why a call continues none of the earlier answers; empty where it does."""
+    if call.parent is not None or not earlier:
+        return ""
+    near = max(earlier, key=lambda one: (num_common(call.history, one.path), one.number))
+    common = num_common(call.history, near.path)
+    if common == len(near.path):
+        return f"other tools than call {near.call.number}"
+    if common == len(call.history):
+        return f"the history ends before the answer to call {near.call.number}"
+    return f"message {common} ({call.history[common].role}) differs from call {near.call.number}"
+
+
+def _explain(
+    answers: Sequence[LocalAnswer], why_not: Mapping[LocalAnswer, WhyNot], train: str
+) -> str:
+    """Return why the answers to a call are trained, or why they, or some of them, are not."""
+    reasons = [why for answer in answers if (why := why_not[answer])]
+    if reasons:
+        return WHY_NOT[reasons[0]]
+    if not answers:
+        return "it was not answered"
+    words = {"all": "every answer that arrives is", "main": "it is of the main conversation"}
+    words["alive"] = "it can have had a part in the outcome"
+    return words.get(train, f"by the pattern of agent.train={train}")
+
+
+def _posted(run: LocalRun) -> dict[str, object]:
+    if run.episode is None:
+        return {}
+    posted: dict[str, object] = {"status": run.episode.status, **run.episode.told()}
+    if run.episode.reward is not None:
+        posted["reward"] = run.episode.reward
+    return {name: value for name, value in posted.items() if value not in ("", {}, [])}
+
+
+def _judge_end(run: LocalRun) -> Iterator[AgentFinding]:
+    """Say how the program ended, and whether its reward could be read."""
+    if run.result is None:
+        if run.error is not None:
+            yield AgentFinding("fail", run.error.message, _error_remedy(run))
+        return
+    info = run.result.info
+    outcome, exit_code = str(info.get("outcome", "")), info.get("exit_code")
+    if outcome == "done":
+        yield AgentFinding("ok", f"ends by itself, exit code {exit_code}")
+    elif outcome == "failed":
+        yield AgentFinding("note", "says itself that it has failed (status=failed)")
+    elif outcome == "crash":
+        limit = f": it went over agent.{info['limit']}_mb" if "limit" in info else ""
+        yield AgentFinding(
+            "fail",
+            f"exits with code {exit_code}{limit}",
+            "a program that has done what it can exits with 0, whatever the model said",
+        )
+    else:
+        why = "its time was over" if outcome == "timeout" else "it made no call for too long"
+        yield AgentFinding(
+            "fail",
+            f"does not end by itself: {why}",
+            "see what it waits for; bound its turns by an option of its own",
+        )
+    if "no_reward" in info:
+        yield AgentFinding("fail", f"has no reward: {info['no_reward']}")
+    else:
+        yield AgentFinding("ok", f"has the reward {run.result.reward:g}")
+
+
+def _error_remedy(run: LocalRun) -> str:
+    assert run.error is not None
+    if isinstance(run.error, RewardError):
+        return f"{run.error.hint}\nit must also grade what a program leaves that has done nothing"
+    failed = [(request, status) for request, status in run.requests if status >= 400]
+    refused = f"; its {failed[0][0]} was answered {failed[0][1]}" if failed else ""
+    return run.error.hint + refused
+
+
+def _judge_calls(calls: Sequence[CallReport], train: str, num_rows: int) -> Iterator[AgentFinding]:
+    """Say how many calls would be trained, and how they continue each other."""
+    answered = [one for one in calls if not one.refusal]
+    num_trained = sum(bool(one.trained) for one in answered)
+    text = f"{num_trained} of {len(answered)} answered calls would be trained (agent.train={train})"
+    if answered and not num_trained:
+        yield AgentFinding("fail", text, "set agent.train to all, main, or another pattern")
+    elif answered:
+        yield AgentFinding("ok" if num_trained == len(answered) else "note", text)
+    further = calls[1:]
+    num_continuing = sum(one.parent is not None for one in further)
+    if further and num_continuing == len(further) and num_rows == 1:
+        yield AgentFinding("ok", "each call continues the one before it: one row")
+    elif further:
+        yield AgentFinding(
+            "note",
+            f"{num_rows} rows: {num_continuing} of {len(further)} further calls continue one "
+            f"before them, {len(further) - num_continuing} begin a conversation of their own",
+            _APPEND if num_continuing < len(further) else "",
+        )
+    for code, number in Counter(one.refusal for one in calls if one.refusal).items():
+        remedy = "end the program when its calls are used up" if code == "episode_limit" else ""
+        yield AgentFinding("note", f"{number} calls were refused with {code}", remedy)

@@ -1,0 +1,377 @@
+"""Runs a job's program on this machine, with a model of the caller's in the pool's place."""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from ...broker.client.connection import Broker
+from ...broker.client.parts import PartsService, Tell
+from ...broker.client.rpc import Service
+from ...schemas.agent import CallDelta, CallPart, CallRequest, CancelCall
+from ...schemas.config.job import JobConfig
+from ...schemas.wire.errors import ConfigError, DataError, NotFoundError, TinkermqError
+from ...schemas.wire.subjects import JobScope
+from ..data.host_data import HostData
+from ..game import StepResult
+from ..running.episodes import Opening
+from .episode import EpisodeLimit, ProgramEpisode
+from .messages import CanonicalMessage, canonical_history
+from .programs.runner import ProgramRunner
+from .proxy.exchange import HttpExchange
+from .proxy.proxy import ModelProxy
+from .replies import call_name, parse_reply
+from .which_calls import digest_of
+from .wire import history_of
+
+SCOPE = JobScope("local", "agent-check")
+MAX_CALLS = 64
+"""Calls that are answered, unless the job allows fewer."""
+_PIECE_CHARACTERS = 8
+"""Of a streamed answer, in one part; each is a token."""
+
+
+@dataclass(eq=False)
+class LocalCall:
+    """One call of the model by the program."""
+
+    number: int
+    """Its place in the order in which the calls came."""
+    request: CallRequest
+    history: Sequence[CanonicalMessage]
+    """All that it was given."""
+    parent: "LocalAnswer | None"
+    """The answer that it continues; None: a root."""
+    num_seen: int
+    """Answers that there were when it came."""
+    answers: "Sequence[LocalAnswer]" = ()
+    """None where it was refused."""
+    refusal: str = ""
+    """The code of the error that it got."""
+
+    @property
+    def new_messages(self) -> Sequence[CanonicalMessage]:
+        """The messages of its history behind the answer that it continues."""
+        return self.history[0 if self.parent is None else len(self.parent.path) :]
+
+
+@dataclass(eq=False, frozen=True)
+class LocalAnswer:
+    """One answer to a call: an `AnsweredCall` of `which_calls`."""
+
+    call: LocalCall
+    number: int
+    """Its place among all answers of the episode."""
+    reply: CanonicalMessage
+    follows: "LocalAnswer | None" = None
+    """None: only a chat template knows which histories it writes anew."""
+    delivered: bool = True
+
+    @property
+    def path(self) -> list[CanonicalMessage]:
+        """The history with which a call continues it."""
+        return [*self.call.history, self.reply]
+
+    @property
+    def parent(self) -> "LocalAnswer | None":
+        """The answer before it on its path."""
+        return self.call.parent
+
+    @property
+    def root(self) -> "LocalAnswer":
+        """The first answer of its path."""
+        return self if self.parent is None else self.parent.root
+
+    @property
+    def origin(self) -> "LocalAnswer":
+        """The first answer of its history."""
+        return self.root
+
+    @property
+    def given(self) -> Sequence[CanonicalMessage]:
+        """The messages that are new in its prompt."""
+        return self.call.new_messages
+
+    @property
+    def context(self) -> bytes:
+        """Digest of its tools."""
+        return digest_of(self.call.request.tools)
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether it may call tools."""
+        return bool(self.call.request.tools)
+
+    @property
+    def num_seen(self) -> int:
+        """Answers that there were when it was asked for."""
+        return self.call.num_seen
+
+    @property
+    def num_generated(self) -> int:
+        """Characters of the answer, in the place of tokens."""
+        return max(1, len(self.reply.text))
+
+    @property
+    def digest(self) -> bytes:
+        """Of equal conversations the earliest is the main one."""
+        return (-self.number).to_bytes(8, signed=True)
+
+
+Speak: TypeAlias = Callable[[LocalCall], Awaitable[str]]
+"""Returns an answer, in the form in which models write tool calls; may raise a refusal."""
+
+
+def num_common(history: Sequence[CanonicalMessage], path: Sequence[CanonicalMessage]) -> int:
+    """Return how many messages at the beginning agree."""
+    pairs = zip(history, path, strict=False)
+    agreeing = (number for number, (one, other) in enumerate(pairs) if not one.agrees(other))
+    return next(agreeing, min(len(history), len(path)))
+
+
+class LocalModel:
+    """Answers the calls of one program in a generator's place."""
+
+    def __init__(self, broker: Broker, speak: Speak, max_calls: int) -> None:
+        """Answer what `speak` returns, `max_calls` times."""
+        self.calls: list[LocalCall] = []
+        """In the order in which they came."""
+        self.answers: list[LocalAnswer] = []
+        """In the order in which they were given."""
+        self._broker = broker
+        self._speak = speak
+        self._max_calls = max_calls
+
+    @contextlib.asynccontextmanager
+    async def answering(self, episode: str) -> AsyncIterator[None]:
+        """Within, the calls of an episode are answered."""
+        service = await Service.start(
+            self._broker, name="tinkermq-model", description=f"the model of episode {episode}"
+        )
+        parts = PartsService(self._broker, service)
+        calls = await parts.listen(
+            SCOPE.episode(episode, "call"), CallRequest, CallPart, self._answer
+        )
+        cancels = await self._broker.listen(
+            SCOPE.episode(episode, "cancel"),
+            lambda message: parts.cancel(CancelCall.from_bytes(message.data).request),
+        )
+        try:
+            yield
+        finally:
+            await calls.stop()
+            await cancels.stop()
+            await service.stop(drain_s=0)
+
+    async def _answer(self, request: CallRequest, tell: Tell[CallPart]) -> CallPart:
+        history = self._history(request)
+        names = [_name(request, choice) for choice in range(request.num_choices)]
+        if request.count_only:
+            return CallPart(num_prompt=_num_characters(history), names=names[:1])
+        call = self._enter(request, history)
+        try:
+            if call.number >= self._max_calls:
+                raise EpisodeLimit(f"the episode has had its {self._max_calls} calls")
+            texts = [await self._speak(call) for _ in names]
+        except TinkermqError as error:
+            call.refusal = error.code
+            raise
+        head = CallPart(
+            names=names,
+            has_tools=bool(request.tools),
+            num_prompt=_num_characters(history),
+            num_reused=_num_characters(history) - _num_characters(call.new_messages),
+            parent=None if call.parent is None else call.parent.number,
+        )
+        call.answers = [
+            LocalAnswer(call, number, parse_reply(text, name, calls=bool(request.tools)))
+            for number, (name, text) in enumerate(zip(names, texts, strict=True), len(self.answers))
+        ]
+        self.answers += call.answers
+        await tell(head)
+        for choice, text in enumerate(texts):
+            for delta in _deltas(choice, text):
+                await tell(CallPart(deltas=[delta]))
+        return CallPart(calls=[one.number for one in call.answers])
+
+    def _history(self, request: CallRequest) -> list[CanonicalMessage]:
+        new = canonical_history(history_of(request))
+        if request.previous is None:
+            return new
+        if request.previous >= len(self.answers):
+            raise NotFoundError(
+                f"the episode has no answer {request.previous} that could be continued",
+                hint="send the whole history",
+            )
+        return [*self.answers[request.previous].path, *new]
+
+    def _enter(self, request: CallRequest, history: list[CanonicalMessage]) -> LocalCall:
+        """Add a call; it continues the longest path that its history begins with."""
+        continued = [
+            one
+            for one in self.answers
+            if one.call.request.tools == request.tools
+            and num_common(history, one.path) == len(one.path)
+        ]
+        parent = max(continued, key=lambda one: len(one.path), default=None)
+        call = LocalCall(len(self.calls), request, history, parent, len(self.answers))
+        self.calls.append(call)
+        return call
+
+
+def _name(request: CallRequest, choice: int) -> str:
+    return call_name(request.request.partition("-")[0], choice)
+
+
+def _num_characters(messages: Sequence[CanonicalMessage]) -> int:
+    return sum(len(message.text) for message in messages)
+
+
+def _deltas(choice: int, text: str) -> Iterator[CallDelta]:
+    """Yield an answer piece by piece: a token for each character."""
+    for start in range(0, len(text), _PIECE_CHARACTERS):
+        piece = text[start : start + _PIECE_CHARACTERS]
+        yield CallDelta(
+            choice=choice,
+            text=piece,
+            token_ids=[ord(letter) for letter in piece],
+            logprobs=[0.0] * len(piece),
+            versions=[0] * len(piece),
+        )
+    yield CallDelta(choice=choice, finish="stop")
+
+
+# -- the program -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LocalRun:
+    """The end of one program."""
+
+    model: LocalModel
+    """Its calls."""
+    episode: ProgramEpisode | None
+    """What it posted; None: it did not start."""
+    requests: Counter[tuple[str, int]]
+    """How often it sent which HTTP request (`POST /v1/responses`) and got which status."""
+    result: StepResult | None
+    """Its end and its reward; None: the episode does not count."""
+    error: TinkermqError | None = None
+    """Why not."""
+
+
+@dataclass(eq=False)
+class _Seen:
+    episode: ProgramEpisode | None = None
+    requests: Counter[tuple[str, int]] = field(default_factory=Counter[tuple[str, int]])
+
+
+class _ObservedProxy(ModelProxy):
+    """A proxy that records the episode of its program, and the requests."""
+
+    def __init__(self, broker: Broker) -> None:
+        self.seen = _Seen()
+        super().__init__(broker, SCOPE, seen=self._record)
+
+    def open(self, episode: ProgramEpisode) -> None:
+        self.seen.episode = episode
+        super().open(episode)
+
+    def _record(self, exchange: HttpExchange, path: str) -> None:
+        request = f"{exchange.method} /v1/{path}"[:200] if path else f"{exchange.method} /"
+        self.seen.requests[request, exchange.status] += 1
+
+
+class LocalProgram:
+    """The program of a job on this machine."""
+
+    def __init__(
+        self, broker: Broker, job: JobConfig, runner: ProgramRunner, proxy: _ObservedProxy
+    ) -> None:
+        """Take what `open_program` has prepared."""
+        self._broker = broker
+        self._job = job
+        self._runner = runner
+        self._proxy = proxy
+        self._num_runs = 0
+
+    async def run(
+        self,
+        speak: Speak,
+        *,
+        row: int | None = None,
+        seed: int = 0,
+        stop: asyncio.Event | None = None,
+    ) -> LocalRun:
+        """Run the program on a task to its end, or until `stop` is set.
+
+        Raises DataError for a row that is not there.
+        """
+        opening = await asyncio.to_thread(self._opening, row, seed)
+        seen = self._proxy.seen = _Seen()
+        model = LocalModel(self._broker, speak, min(MAX_CALLS, self._job.agent.max_calls))
+        result, error = None, None
+        async with model.answering(opening.episode):
+            try:
+                result = await self._run_to_end(opening, stop or asyncio.Event())
+            except TinkermqError as failure:
+                error = failure
+            finally:
+                self._runner.drop(opening.episode)
+        return LocalRun(model, seen.episode, seen.requests, result, error)
+
+    async def _run_to_end(self, opening: Opening, stop: asyncio.Event) -> StepResult | None:
+        await self._runner.reset(opening)
+        ending = asyncio.ensure_future(self._runner.step(opening.episode, ""))
+        stopping = asyncio.ensure_future(stop.wait())
+        try:
+            await asyncio.wait({ending, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            return await ending if ending.done() else None
+        finally:
+            ending.cancel()
+            stopping.cancel()
+
+    def _opening(self, row: int | None, seed: int) -> Opening:
+        self._num_runs += 1
+        with contextlib.closing(HostData(self._job.env, seed, needs_answers=False)) as data:
+            if data.num_train is None and row is not None:
+                raise DataError(
+                    f"row {row} was asked for, and the job has no env.train_data",
+                    hint="its tasks have seeds",
+                )
+            if data.num_train is not None and row is None:
+                row = seed % data.num_train
+            if data.num_train is not None and not 0 <= (row or 0) < data.num_train:
+                raise DataError(f"there is no row {row}: the training data has {data.num_train}")
+            record = data.record("train", row)
+        return Opening(f"check{self._num_runs}-1", seed, record)
+
+
+@contextlib.asynccontextmanager
+async def open_program(
+    broker: Broker, job: JobConfig, *, limit_s: float | None = None
+) -> AsyncIterator[LocalProgram]:
+    """Prepare to run a job's program here, in the sandbox that it has in a pool.
+
+    It may take `limit_s` at most, if that is less than the job allows. Raises ConfigError for a job
+    without a program, or whose command is not there, and SandboxError for a machine that cannot run
+    it.
+    """
+    if not job.agent.command:
+        raise ConfigError(
+            "this is no job with a program: agent.command is empty",
+            hint="set agent.command, or make an example: `tinkermq agent new NAME`",
+        )
+    limits = {} if limit_s is None else {"timeout_s": limit_s, "idle_s": limit_s}
+    agent = job.agent.model_copy(
+        update={name: min(most, getattr(job.agent, name)) for name, most in limits.items()}
+    )
+    proxy = _ObservedProxy(broker)
+    runner = ProgramRunner(agent, proxy, job=SCOPE.job)
+    try:
+        await runner.start()
+        yield LocalProgram(broker, job, runner, proxy)
+    finally:
+        await runner.stop()

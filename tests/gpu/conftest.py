@@ -1,0 +1,39 @@
+"""Tests of a machine with GPUs: `make test-gpu` runs them, `make test-gpu DEVICE=cpu` a small form.
+
+What a test measures it records with `record_property`; the figures follow behind the results, and
+are in the file of `--junitxml`.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.material import RandomPolicy
+
+
+@pytest.fixture(scope="session")
+def on_gpu() -> bool:
+    """Return whether the tests run on GPUs, else on the CPU with tiny sizes."""
+    if os.environ.get("DEVICE", "gpu") == "cpu":
+        return False
+    assert torch.cuda.is_available(), "torch finds no GPU; `tinkermq doctor --gpu` says why"
+    return True
+
+
+@pytest.fixture
+def policy(tmp_path: Path, on_gpu: bool) -> RandomPolicy:
+    """Return a small random model, whose heads any attention kernel of the device takes."""
+    return RandomPolicy.make(tmp_path / "model", on_gpu=on_gpu)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what was measured."""
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.getreports(outcome):
+            if report.when == "call" and report.user_properties:
+                terminalreporter.write_line(report.nodeid.rpartition("::")[2])
+                for name, value in report.user_properties:
+                    shown = f"{value:.4g}" if isinstance(value, float) else value
+                    terminalreporter.write_line(f"    {name}: {shown}")

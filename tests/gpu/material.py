@@ -1,0 +1,113 @@
+"""What the tests of GPUs compute with: a small random model, its learner, random tokens."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from tinkermq.actors.learner.packing.micro_batch import TokenSequence
+from tinkermq.actors.learner.packing.packing import pack
+from tinkermq.actors.learner.training.model import Scorer, load_model
+from tinkermq.actors.learner.training.parallel import Parallel
+from tinkermq.actors.models.tiny_model import save_tiny_model
+from tinkermq.schemas.config.job import JobConfig
+from torch import Tensor
+from transformers import PreTrainedModel
+
+MAX_TOKENS = 1024
+"""Of one sequence."""
+Attention = Literal["sdpa", "flash_attention_2"]
+
+
+@dataclass(frozen=True)
+class RandomPolicy:
+    """A model with random weights, in a folder."""
+
+    folder: Path
+    dtype: str
+    """bfloat16 on a GPU, else float32."""
+    vocab_size: int = 264
+
+    @classmethod
+    def make(cls, folder: Path, *, on_gpu: bool) -> "RandomPolicy":
+        """Write the model."""
+        width, layers, heads = (256, 4, 4) if on_gpu else (64, 2, 2)
+        save_tiny_model(folder, width=width, layers=layers, heads=heads, kv_heads=heads // 2)
+        return cls(folder, "bfloat16" if on_gpu else "float32")
+
+    def config(self, **sections: Mapping[str, Any]) -> JobConfig:
+        """Return a job with this model; `sections` replace those of the job."""
+        half = MAX_TOKENS // 2
+        return JobConfig.model_validate(
+            {
+                "model": {"path": str(self.folder)},
+                "env": {"game": "bandit"},
+                "rollout": {
+                    "max_prompt_tokens": 64,
+                    "max_turn_tokens": half,
+                    "max_response_tokens": half,
+                },
+                **sections,
+            }
+        )
+
+    def learner(self, attention: Attention = "sdpa") -> "ScoringLearner":
+        """Load it as a learner does, on this process's device."""
+        model = {"path": str(self.folder), "attn_implementation": attention}
+        config = self.config(model=model, learner={"dtype": self.dtype})
+        loaded = load_model(config.model, config.learner)
+        inside = Parallel.alone().place(loaded, config.learner)
+        scorer = Scorer(loaded, temperature=1.0, dtype=self.dtype, inside=inside)
+        return ScoringLearner(loaded, scorer)
+
+
+class ScoringLearner:
+    """A learner's model that only computes log-probs."""
+
+    def __init__(self, model: PreTrainedModel, scorer: Scorer) -> None:
+        self.model = model
+        self._scorer = scorer
+
+    @torch.no_grad()
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> Tensor:
+        """Return float32[N] on the CPU: of all generated tokens, in the order of the batch."""
+        logprobs_N = torch.zeros(sum(int(one.mask.sum()) for one in sequences))
+        for packed in pack(sequences, row_tokens=MAX_TOKENS, microbatch_tokens=4 * MAX_TOKENS):
+            score_N = self._scorer.score(packed).logprobs_N.float().cpu()
+            logprobs_N = logprobs_N.index_copy(0, packed.index_N.cpu(), score_N)
+        return logprobs_N
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Replace the weights, by their names of `state_dict()`."""
+        self.model.load_state_dict(dict(weights), strict=False)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return a copy of its weights on the CPU, each tied tensor once."""
+        return {
+            name: value.cpu().clone()
+            for name, value in self.model.state_dict().items()
+            if name != "lm_head.weight"
+        }
+
+
+def with_noise(weights: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Return weights with some noise added."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: value + 0.05 * torch.randn(value.shape, generator=generator)
+        for name, value in weights.items()
+    }
+
+
+def token_sequences(vocab_size: int, lengths: Sequence[int]) -> list[TokenSequence]:
+    """Draw sequences of random tokens; an eighth of each is its prompt."""
+    rng = np.random.default_rng(0)
+    return [
+        TokenSequence(
+            rng.integers(8, vocab_size, length).astype(np.int64),
+            (np.arange(length) >= max(1, length // 8)).astype(np.uint8),
+        )
+        for length in lengths
+    ]

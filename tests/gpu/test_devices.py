@@ -1,0 +1,64 @@
+"""The quick checks of `tinkermq doctor --gpu`, bfloat16, and sums over processes."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tinkermq.actors.gpu_check import CHECKS, Check, run_check, sum_over_ranks
+from tinkermq.actors.models.devices import own_device
+
+from benchmarks.learner_step import matrix_rate
+from tests.gpu.material import RandomPolicy, token_sequences
+
+pytestmark = [pytest.mark.gpu_machine, pytest.mark.timeout(300)]
+Record = Callable[[str, object], None]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+def test_a_quick_check_holds(check: Check, on_gpu: bool, record_property: Record) -> None:
+    result = run_check(check)
+    record_property(check.name, result.detail)
+    if result.state == "skipped":
+        pytest.skip(result.detail)
+    if check.name == "device" and not on_gpu:
+        assert result.state == "failed"
+        assert "no GPU" in result.detail or "built for the CPU" in result.detail
+        return
+    assert result.state == "ok", result
+
+
+def test_products_in_bfloat16_are_exact_enough_and_faster_than_in_float32(
+    on_gpu: bool, record_property: Record
+) -> None:
+    left, right = (torch.randn(512, 512, device=own_device(), dtype=torch.float64) for _ in "ab")
+    exact = left @ right
+    rounded = (left.bfloat16() @ right.bfloat16()).double()
+    assert float((rounded - exact).norm() / exact.norm()) <= 0.01
+    size = 8192 if on_gpu else 256
+    rates = {dtype: matrix_rate(dtype, size) for dtype in ("bfloat16", "float32")}
+    record_property("bfloat16 product, TFLOP/s", rates["bfloat16"] / 1e12)
+    record_property("over float32", rates["bfloat16"] / rates["float32"])
+    if on_gpu:
+        assert rates["bfloat16"] >= 2 * rates["float32"]
+
+
+def test_two_processes_sum_in_the_memory_of_the_machine(
+    on_gpu: bool, monkeypatch: pytest.MonkeyPatch, record_property: Record
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # each would want a GPU of its own
+    num_values = 1 << (24 if on_gpu else 16)
+    seconds = sum_over_ranks(2, num_values)
+    record_property("gloo, GB/s", 4 * num_values / seconds / 1e9)
+
+
+def test_the_learner_scores_packed_sequences_alike_with_flash_attention(
+    policy: RandomPolicy, on_gpu: bool, record_property: Record
+) -> None:
+    if not on_gpu:
+        pytest.skip("flash-attention's kernels run on GPUs only")
+    pytest.importorskip("flash_attn", reason="pip install 'tinkermq[flash-attn]'")
+    sequences = token_sequences(policy.vocab_size, [300, 40, 211])
+    flash_N = policy.learner("flash_attention_2").logprobs(sequences)
+    difference = float((flash_N - policy.learner("sdpa").logprobs(sequences)).abs().mean())
+    record_property("mean difference of log-probs", difference)
+    assert difference <= 0.02
