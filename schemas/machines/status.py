@@ -1,4 +1,4 @@
-"""What a pool asks of a cluster, and what the scheduler says of it."""
+"""Machines: what a pool has requested from a cluster, and how the scheduler reports it."""
 
 from typing import Literal
 
@@ -10,48 +10,48 @@ MachineState = Literal["asked", "coming", "here", "draining"]
 
 
 class MachineStatus(Message):
-    """One machine that the pool has asked for."""
+    """One machine that the pool has requested."""
 
     name: str
-    """Its name, which is that of its node."""
+    """Name, also that of its node."""
     state: MachineState
-    """asked: the cluster has not started it; coming: it has, and no node has joined yet; here: its
-    node has joined; draining: it is given back, or its time is up."""
+    """asked: requested, not started; coming: started, its node has not joined; here: its node has
+    joined; draining: being returned, or its time is up."""
     id: str = ""
-    """What the cluster calls it."""
+    """Id at the cluster."""
     started: float | None = None
-    """When the cluster started it, in seconds since the epoch."""
+    """Start, in seconds since the epoch."""
     ends: float | None = None
-    """When its time is up, in seconds since the epoch."""
+    """End of its time, in seconds since the epoch."""
     why: str = ""
-    """What the cluster says it waits for."""
+    """Reason why it is waiting, in the cluster's words."""
 
 
 class MachineList(Message):
-    """What came of asking for machines: reply of the scheduler's `machines`."""
+    """State of the requested machines: reply of the scheduler's `machines`."""
 
     on: str = ""
-    """Where machines are asked for; empty: nowhere, nodes are started by hand."""
+    """Where machines are requested; empty: nowhere, nodes are started by hand."""
     least: int = Field(default=0, ge=0)
-    """Machines that are kept."""
+    """Machines that are kept when idle."""
     most: int = Field(default=0, ge=0)
-    """Machines that there may be."""
+    """Largest number of machines."""
     slots: int = Field(default=0, ge=0)
-    """Slots of one machine."""
+    """Slots per machine."""
     slot_hours: float = Field(default=0.0, ge=0)
-    """Used since midnight (UTC), whether anything ran on them or not."""
+    """Slot-hours used since midnight (UTC), idle or not."""
     slot_hours_per_day: float | None = None
-    """Those that may be used in a day; None: any."""
+    """Slot-hours allowed per day; null: no bound."""
     machines: list[MachineStatus] = Field(default_factory=list[MachineStatus])
-    """By name."""
+    """Machines, sorted by name."""
     trouble: str = ""
-    """Why none come, in the cluster's words; empty while all is well."""
+    """Why none come, in the cluster's words; empty: no trouble."""
 
 
 class MachineSpending(Message):
-    """What machines have used of a day's budget, in the KV bucket of machines."""
+    """Use of a day's budget, in the KV bucket of machines."""
 
     day: int
     """Days since the epoch (UTC)."""
     seconds: dict[str, float] = Field(default_factory=dict[str, float])
-    """Seconds of that day in which each machine ran, by what the cluster calls it."""
+    """Seconds that each machine ran on that day, by its id at the cluster."""
