@@ -110,8 +110,8 @@ def _encoding() -> str:
     longest = f"{codec.MAX_CONTAINER_LENGTH:,}"
     return f"""\
 Every payload is a msgpack map with the keys below and `v`, the schema version (now
-{SCHEMA_VERSION}). A key without a default is required, an unknown key is ignored, an unknown `v` is
-refused. `tinkermq decode` prints a payload:
+{SCHEMA_VERSION}). A key's type and default stand in parentheses; without a default it is required.
+Unknown keys are ignored, an unknown `v` is refused. `tinkermq decode` prints a payload:
 `nats sub --translate "tinkermq decode" '{PREFIX}.job.>'`.
 
 A numeric array is msgpack extension type {array_codec.ARRAY_EXT}, little endian throughout:
@@ -224,6 +224,7 @@ def configuration_page() -> str:
         "value mean null. Maps of your own, such as `env.kwargs`, follow YAML 1.2's core schema: "
         "`1e-3` is a number, `007` is 7, `true` a boolean, and `yes`, `on`, `1_000` and "
         "`2024-11-25` are texts. Duplicate keys and YAML aliases are errors.",
+        "A key's type, bounds and default stand in parentheses; without a default it is required. "
         f"Unless a key says otherwise, a text has at most {defaults.MAX_CHARS:,} characters, a "
         f"list or map {defaults.MAX_ITEMS:,} entries, an integer lies within "
         f"±{defaults.MAX_NUMBER:,}, and a map of your own holds {defaults.MAX_TREE_VALUES:,} "
@@ -261,7 +262,7 @@ def _key(model: type[BaseModel], name: str) -> str:
     """Return the line of one key: name, type, default if it has one, and text."""
     field = model.model_fields[name]
     kind = type_text(field).replace(f" that matches `{OWN_FUNCTION}`", "")
-    default = "" if field.is_required() else f", default {default_text(field)}"
+    default = "" if field.is_required() else f", {default_text(field)}"
     text = text_of(model, name) + only_while(field)
     return f"- `{name}` ({kind}{default}){f': {text}' if text else ''}"
 

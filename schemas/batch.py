@@ -1,4 +1,4 @@
-"""Batch records: which groups each optimiser step trains, written before it trains them."""
+"""Batch records: the groups of each optimiser step, written before the step"""
 
 from typing import Literal
 
@@ -10,12 +10,12 @@ DropReason = Literal["stale", "equal_rewards", "filtered", "failed", "duplicate"
 
 
 class Dropped(Message):
-    """A log entry that the learner passed over, and why."""
+    """A log entry that the learner did not train, and why."""
 
     seq: int = Field(ge=1)
     """Sequence of the entry in the rollout log."""
     task: int | None
-    """Its task number; None when the entry is malformed."""
+    """Task number; null: the entry is malformed."""
     reason: DropReason
     """Why it is not trained."""
 
@@ -24,21 +24,21 @@ class BatchRecord(Message):
     """One optimiser step, appended to `batch` before the step is done.
 
     The expected last sequence of the append fences off a second learner. Training the records in
-    order from a checkpoint gives the same weights again.
+    order from a checkpoint reproduces the weights.
     """
 
     step: int = Field(ge=1)
-    """The step that trains this batch; the version becomes `step` by it."""
+    """The step, and the version that it makes."""
     seqs: list[int] = Field(min_length=1)
-    """Sequences in the rollout log, in the order in which they are trained."""
+    """Sequences in the rollout log, in training order."""
     tasks: list[int]
     """Task numbers of `seqs`."""
     dropped: list[Dropped] = Field(default_factory=list[Dropped])
-    """Entries decided on since the last record that are not trained."""
+    """Entries skipped since the last record."""
     oldest: int = Field(default=0, ge=0)
-    """Tokens of earlier versions are not trained in this step: they are context."""
+    """Tokens of earlier versions are context only, not trained."""
     seed: int = Field(ge=0)
-    """Seed of the step's own randomness."""
+    """Seed of the step's randomness."""
     digest: str
     """SHA-256 over the SHA-256 digests of the groups' payloads, in order."""
     learner: str

@@ -1,4 +1,4 @@
-"""The form that an answer must have: JSON of a schema, or calls of tools, or either of them.
+"""Structured output: JSON of a schema, or tool calls.
 
 `check_schema` says at once, with its place, what of a schema is malformed, too large or not
 supported; whether the rest can be decoded is said where it is compiled. Pure.
@@ -63,7 +63,7 @@ _FORMATS = (
 
 
 class SchemaError(ConfigError):
-    """A schema that no answer can be held to; names the place."""
+    """A JSON schema that cannot be enforced; names the place."""
 
     def __init__(self, message: str, *, place: str, hint: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -72,18 +72,19 @@ class SchemaError(ConfigError):
 
 
 class OutputFormat(Message):
-    """What an answer must be: JSON of `json_schema`, calls of `functions`; either, if both stand.
+    """Required form of an answer: JSON of `json_schema`, calls of `functions`, or either if both
+    are set.
 
-    Tokens that would lead elsewhere are not drawn, the end of the answer included until it is
-    complete; log-probs are those of the model alone.
+    Tokens that violate it are not drawn, nor is the end of the answer until it is complete.
+    Log-probs are those of the model alone.
     """
 
     json_schema: dict[str, Any] | bool | None = None
-    """The schema of a JSON answer; None: it is none."""
+    """Schema of a JSON answer; null: none."""
     functions: list[str] = Field(default_factory=list[str], max_length=1024)
-    """Names of the tools of which one at least is called."""
+    """Names of the tools, of which at least one is called."""
     is_single: bool = False
-    """Only one tool is called."""
+    """Exactly one tool is called."""
 
 
 def check_schema(schema: Any, place: str) -> None:

@@ -1,4 +1,4 @@
-"""Trajectories and groups: what generators and external agents append to the rollout log."""
+"""Trajectories and groups of the rollout log."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -26,64 +26,62 @@ Finish = Literal["done", "turns", "length", "timeout"]
 
 
 class Trajectory(Message):
-    """The token-level record of one episode.
+    """Token-level record of one episode.
 
     The four vectors have one entry per token of the whole conversation, prompt included.
     """
 
     token_ids: IntVector
-    """int32[T]: prompt, then generated tokens and observations in order."""
+    """int32[T]: prompt, generated tokens and observations, in order."""
     mask: MaskVector
     """uint8[T]: 1 where the policy generated the token, 0 elsewhere."""
     logprobs: FloatVector
-    """float32[T]: behaviour log-prob of each generated token before top-p/top-k; 0 elsewhere."""
+    """float32[T]: behaviour log-prob of generated tokens before top-p/top-k; 0 elsewhere."""
     versions: IntVector
-    """int32[T]: policy version that produced each generated token; -1 elsewhere."""
+    """int32[T]: policy version of generated tokens; -1 elsewhere."""
     experts: ExpertArray | None = None
-    """uint8[T - 1, L, M]: the M experts that read each token but the last, in each of L layers with
-    experts, as the engine computed the token first; None: not recorded (`algorithm.router_replay`).
-    """
+    """uint8[T - 1, L, M]: the M experts that read each token but the last in each of L expert
+    layers, when the engine first computed it; null: not recorded (`algorithm.router_replay`)."""
     teaching: Teaching | None = None
-    """What is for its teacher, or came from it (`algorithm.teacher`)."""
+    """Input for or output of its teacher (`algorithm.teacher`)."""
     turn_ends: IntVector
-    """int32[K]: position of the last generated token of each turn, ascending."""
+    """int32[K]: position of each turn's last generated token, ascending."""
     rewards: FloatVector
-    """float32[K]: the game's reward for each turn."""
+    """float32[K]: reward of each turn."""
     finish: Finish = "done"
-    """Why there was no further turn: the game said so, the turn limit, the token limit, or a step
-    that took the game too long (`env.on_step_timeout`)."""
+    """Why the episode ended: the game, the turn limit, the token limit, or a step timeout
+    (`env.on_step_timeout`)."""
     finish_reasons: list[Literal["stop", "length"]] = Field(
         default_factory=list[Literal["stop", "length"]]
     )
-    """Why each turn ended: by a stop token, or cut by its limit of tokens; empty: not told."""
+    """Why each turn ended: a stop token, or its token limit; empty: unknown."""
     role: str = ""
-    """Role that it was played in; empty in a game for one."""
+    """Role; empty in a single-agent game."""
     episode: int = Field(default=-1, ge=-1)
-    """Number of its episode within the group, where an episode has several rows: together they
-    count as one. -1: it is a whole episode."""
+    """Episode within the group, if an episode has several rows, which then count as one; -1: a
+    whole episode."""
     kind: str = Field(default="", max_length=32)
-    """What it is of its episode: main, sub-agent, compacted, edited or sample; empty: all."""
+    """Kind of row: main, sub-agent, compacted, edited or sample; empty: all."""
     calls: CallPlaces | None = None
-    """Where its turns stand among the calls of an agent's episode; None: one after the other."""
+    """Positions of its turns among an agent episode's calls; null: consecutive."""
     opponents: dict[str, int] = Field(default_factory=dict[str, int])
-    """Roles that an earlier version played, and that version; they have no trajectories."""
+    """Roles played by an earlier version, and that version; they have no trajectories."""
     greedy: bool = False
-    """This episode is the greedy baseline of remax: it is not trained."""
+    """The greedy baseline of remax, not trained."""
     seed: int = Field(default=0, ge=0)
-    """Seed of the game's random generator in this episode."""
+    """Seed of the game's random generator."""
     messages: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
-    """The conversation as chat messages, for people to read; its images are those that the policy
-    saw in the first prompt."""
+    """The conversation for people; its images are those of the first prompt."""
     info: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """What the game said in `info` at its last step."""
+    """`info` of the game's last step."""
     host: str = ""
-    """The environment host that ran the game."""
+    """Environment host of the game."""
     data_source: str = ""
-    """What the row of the data says of its origin; scores are told apart by it."""
+    """`data_source` of the row; scores are reported by it."""
     num_tries: int = Field(default=1, ge=1)
-    """1 + the number of earlier tries of this episode that failed."""
+    """1 + number of failed tries."""
     failures: list[Blame] = Field(default_factory=list[Blame])
-    """Why the earlier tries failed."""
+    """Why earlier tries failed."""
     generate_s: float = 0.0
     """Seconds spent waiting for the engine."""
     environment_s: float = 0.0
@@ -151,46 +149,43 @@ class Trajectory(Message):
 
 
 class Group(Message):
-    """All trajectories of one task, on `rollout.<n>`; appended once, by whoever is first.
+    """All trajectories of one task, on `rollout.<n>`; the first append wins.
 
-    A task that was given up has `error` set and no trajectories, so that the log holds the fate
-    of every number.
+    A failed task has `error` and no trajectories, so that the log holds the outcome of every
+    number.
     """
 
     max_bytes: ClassVar[int] = 64 << 20
-    """As much as a server can be set to take (`max_payload`)."""
+    """Largest size that a server can be configured for (`max_payload`)."""
 
     task: Task
-    """The task as it was issued."""
+    """The issued task."""
     trajectories: list[Trajectory] = Field(default_factory=list[Trajectory], max_length=1 << 16)
-    """One per episode, and per role in a game with roles; the greedy baseline, where asked for,
-    stands last. The rows of an agent's episode stand together, the main one first. A row that
-    begins as the one before it travels without that: its `shared` tells how many tokens, which are
-    not generated in this row, and how many messages are left out."""
+    """One per episode, and per role in a game with roles; a greedy baseline comes last. Rows of an
+    agent's episode are adjacent, the main one first. A row omits what it shares with the previous
+    one: `shared` holds the number of these tokens (none generated in this row) and messages."""
     images: list[bytes] = Field(default_factory=list[bytes])
-    """Encoded images that messages name by their place here, so that each travels once."""
+    """Encoded images, named in messages by their index here."""
     error: Blame | None = None
-    """Why the task was given up."""
+    """Why the task failed."""
     source: str
     """The generator or external agent that appended it."""
     kv_on_swap: Literal["keep", "recompute"] = "keep"
-    """What the engine did with the cache of running requests at a weight swap."""
+    """How the engine treats KV caches at a weight swap."""
     started: float = 0.0
-    """Seconds since the epoch at which the first episode began."""
+    """Start of the first episode, in seconds since the epoch."""
     finished: float = 0.0
-    """Seconds since the epoch at which the last episode ended."""
+    """End of the last episode, in seconds since the epoch."""
     tokens_wasted: int = Field(default=0, ge=0)
-    """Generated tokens of tries that failed and are not in `trajectories`."""
+    """Generated tokens of failed tries."""
     tokens_continued: int = Field(default=0, ge=0)
-    """Generated tokens of `trajectories` that a generator before this one had written down, and
-    that were not generated again."""
+    """Generated tokens of `trajectories` taken over from another generator's segments."""
     tokens_cut: list[int] = Field(default_factory=list[int])
-    """Generated tokens of each episode beyond `group_size`, which was cut when enough had ended:
-    lower bounds of their lengths."""
+    """Generated tokens of each oversampled episode that was cut: lower bounds of their lengths."""
     weights_s: float = Field(default=0.0, ge=0)
-    """Seconds for which its generator held the task and waited for weights as new as it asks."""
+    """Seconds that its generator waited for new enough weights."""
     time_use: dict[str, float] = Field(default_factory=dict[str, float])
-    """Seconds of the generator since its last group, by what it did (see `StepTrace`)."""
+    """Seconds since the generator's last group, by activity (see `StepTrace`)."""
 
     def named_at(self, at: str) -> str:
         """Return the subject of its task."""

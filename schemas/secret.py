@@ -1,4 +1,4 @@
-"""Secrets of a job: sealed by the client, opened by the scheduler, given to one process."""
+"""Secrets of jobs: sealed by the client, opened by the scheduler."""
 
 from typing import Annotated, Literal
 
@@ -15,23 +15,23 @@ MAX_SEALED_BYTES = 16 << 10
 
 
 class JobSecrets(Message):
-    """What a sealed text holds; never sent, stored or logged as it is."""
+    """Content of a sealed box; never sent, stored or logged in the clear."""
 
     user: str
-    """Who sealed it: a copied text opens for nobody else's job."""
+    """Who sealed it; a copy opens for no other user's job."""
     values: dict[SecretName, Annotated[str, Field(min_length=1, max_length=4096)]]
     """The secrets, by name."""
 
 
 class SealingKey(Message):
-    """The public key to which secrets are sealed: reply of the scheduler's `key`."""
+    """Public key for sealing secrets: reply of the scheduler's `key`."""
 
     public: bytes = Field(min_length=32, max_length=32)
     """An X25519 key."""
 
 
 class SecretsRequest(Request):
-    """Hand secrets over for a job that is there: `secrets`."""
+    """Set the secrets of an existing job: `secrets`."""
 
     job: str
     """Job id or run name."""
@@ -40,14 +40,14 @@ class SecretsRequest(Request):
 
 
 class SealedSecrets(Message):
-    """The secrets of a job, in the KV bucket of secrets until the job has ended."""
+    """Secrets of a job, in the KV bucket of secrets until the job ends."""
 
     sealed: bytes = Field(max_length=MAX_SEALED_BYTES)
     """JobSecrets in a sealed box."""
 
 
 class OpenRequest(Message):
-    """A node asks for what a process that it starts needs, on `rpc.node.secrets.open`."""
+    """A node requests the secrets of a process that it starts, on `rpc.node.secrets.open`."""
 
     user: str
     """Owner of the job."""
@@ -60,7 +60,7 @@ class OpenRequest(Message):
 
 
 class OpenedSecrets(Message):
-    """What the process gets in its environment."""
+    """Secrets for the process's environment."""
 
     values: dict[SecretName, str]
-    """The secrets, by name; empty for a process that needs none."""
+    """The secrets, by name; empty: it needs none."""

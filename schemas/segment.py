@@ -1,4 +1,4 @@
-"""Segments of an episode that is being played: what another generator needs to go on with it."""
+"""Segments: state of running episodes, from which another generator continues."""
 
 from typing import Any, Literal, Self
 
@@ -12,80 +12,79 @@ from .wire.subjects import NAME_PATTERN
 
 
 class LoggedCall(Message):
-    """One call of the model by a program, as it is written down; its tokens are the segment's."""
+    """One call of the model by a program; its tokens are the segment's."""
 
     parent: int | None = Field(default=None, ge=0)
-    """Number of the call that it continues; None: it is a root."""
+    """Call that it continues; null: none."""
     follows: int | None = Field(default=None, ge=0)
-    """Number of the call whose history it continues, rendered anew."""
+    """Call whose history it continues after rendering it anew."""
     context: bytes
     """Digest of the tools and of what else shapes the prompt."""
     given: list[CallMessage]
-    """The messages since its parent's answer."""
+    """Messages since the parent's answer."""
     num_given: int = Field(ge=0)
-    """Tokens of the segment that stand for them; the rest was generated."""
+    """Tokens of the segment for these messages; the rest is generated."""
     name: str
-    """With what the ids of its tool calls begin."""
+    """Prefix of its tool call ids."""
     has_tools: bool
-    """Whether what looks like a tool call is one."""
+    """Whether text that looks like a tool call is one."""
     is_thinking: bool
-    """Whether the prompt has opened the reasoning."""
+    """Whether the prompt has opened the answer's reasoning."""
     prefill: str = ""
-    """What the program wrote of the answer itself."""
+    """Beginning of the answer, written by the program."""
     text: str | None = None
-    """What the program was told, where that is more than its tokens say: up to a stop text."""
+    """Text sent to the program, if it differs from the tokens (cut at a stop text)."""
     finish: Literal["stop", "length"]
     """Why it ended."""
     num_seen: int = Field(ge=0)
-    """Calls that had ended when it was asked for."""
+    """Number of calls that had ended when it was requested."""
     branch: str = Field(default="", max_length=32)
-    """Why it is not the only continuation of its parent."""
+    """Why it is not its parent's only continuation."""
     masked: float = Field(default=0.0, ge=0)
-    """Sum over its tokens: which share of the probability the format of the answer took out of the
-    choice of each."""
+    """Sum over its tokens of the probability removed by the answer's format."""
     request: bytes
-    """Digest of what was asked for, prompt and limits: the same again may be answered by it."""
+    """Digest of the request, prompt and limits; it may answer an equal request."""
     asked: str = Field(default="", max_length=64)
-    """Id of the request, as the program's proxy made it: by it the proxy may ask again."""
+    """Id of the request from the program's proxy, for retries."""
 
 
 class Segment(Message):
     """What one episode gained since its last segment, on `segment.<n>.<e>`.
 
-    It is appended with the sequence of the segment before it as the expected last one of its
-    subject. One without tokens takes the episode over: its writer has the task now. The four
-    vectors go on where those of the segment before end; see `Trajectory`.
+    It is appended with the previous segment's sequence as the expected last one. A segment without
+    tokens takes the episode over for its writer. The four vectors continue those of the previous
+    segment; see `Trajectory`.
     """
 
     delivery: int = Field(ge=1)
-    """How often the task had been handed out when its writer got it; it never falls."""
+    """How often the task had been delivered when its writer got it; never decreases."""
     writer: str
     """The generator, its process and its lease of the task."""
     episode: str = ""
-    """Id of the episode at its environment host."""
+    """Episode id at its environment host."""
     host: str = Field(default="", pattern=f"^$|{NAME_PATTERN}")
-    """The environment host that holds the episode."""
+    """Environment host of the episode."""
     seed: int = Field(default=0, ge=0)
-    """Seed of the episode's sampling; its turns count up from it."""
+    """Seed of the episode's sampling; turns count up from it."""
     start: int = Field(ge=0)
-    """Position of the first token in the whole conversation. 0: the episode begins anew, and what
-    was appended before is void."""
+    """Position of the first token in the conversation. 0: the episode starts anew, and earlier
+    segments are void."""
     token_ids: IntVector
     """int32[T]: prompt, generated tokens and observations, in order."""
     mask: MaskVector
-    """uint8[T]: 1 where the policy generated the token."""
+    """uint8[T]: 1 where the policy generated the token, 0 elsewhere."""
     logprobs: FloatVector
-    """float32[T]: behaviour log-prob of each generated token; 0 elsewhere."""
+    """float32[T]: behaviour log-prob of generated tokens before top-p/top-k; 0 elsewhere."""
     versions: IntVector
-    """int32[T]: policy version that produced each generated token; -1 elsewhere."""
+    """int32[T]: policy version of generated tokens; -1 elsewhere."""
     turn_ends: list[int] = Field(default_factory=list[int])
-    """Positions of the last tokens of the turns that ended since the segment before."""
+    """Positions of the last tokens of turns that ended."""
     rewards: list[float] = Field(default_factory=list[float])
-    """The game's rewards for the turns that it answered since then."""
+    """Rewards of answered turns."""
     observations: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
-    """Its answers, as chat messages."""
+    """Observations, as chat messages."""
     call: LoggedCall | None = None
-    """In the episode of a program: the call whose tokens these are."""
+    """For programs: the call whose tokens these are."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

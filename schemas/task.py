@@ -1,4 +1,4 @@
-"""Tasks: one prompt each, to be rolled out `group_size` times."""
+"""Tasks: one prompt each, rolled out `group_size` times."""
 
 from typing import Any
 
@@ -13,36 +13,35 @@ from .wire.reply import MAX_CHARS
 class Task(Message):
     """One prompt to be rolled out, on the work-queue stream `task.<n>`.
 
-    It names a dataset row or a seed, never a prompt: the prompt is made in the environment host,
-    where the data is.
+    It names a data row or a seed. The environment host, which has the data, makes the prompt.
     """
 
     task: int = Field(ge=0)
     """Number of the task within its job."""
     sample: int | None = None
-    """Row of the training data, or None for a game that generates its states."""
+    """Row of the training data; null: the game generates its states."""
     seed: int = Field(ge=0)
-    """Seed of the group's episodes; each episode derives its own from it."""
+    """Seed of the group; episodes derive theirs from it."""
     index: int | None = Field(default=None, ge=0)
-    """Position in the job's data order; None for a task of a client's own."""
+    """Position in the job's data order; null: a client's own task."""
     item: int | None = Field(default=None, ge=0)
-    """What a curriculum chose: a row, or one of the seeds of a game that generates its states."""
+    """Choice of the curriculum: a row, or a seed."""
     chosen_at: int | None = Field(default=None, ge=0)
-    """Version after which it chose: by the success rates of the steps up to it."""
+    """Version after whose success rates it was chosen."""
     reissue_of: int | None = Field(default=None, ge=0)
-    """Number of the dropped task in whose place it stands."""
+    """Number of the dropped task that it replaces."""
     tries: int = Field(default=0, ge=0, le=100)
-    """How often it was issued before and came back as nothing that can be trained."""
+    """How often it was issued before without a trainable result."""
     min_version: int = Field(default=0, ge=0)
-    """A generator waits until its weights are at this version or newer."""
+    """Oldest version with which a generator may start it."""
     group_size: int = Field(ge=1, le=4096)
     """Number of episodes."""
     issued: float = 0.0
-    """Seconds since the epoch at which the learner issued it; 0: a client made it."""
+    """When the learner issued it, in seconds since the epoch; 0: a client made it."""
     greedy_baseline: bool = False
-    """Add one greedy episode, for the remax baseline."""
+    """Add a greedy episode, for remax."""
     reset_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments for the game's `reset`, from a client that publishes its own tasks."""
+    """Further arguments for the game's `reset`."""
 
     @property
     def identity(self) -> tuple[int | None, int | None, int | None, int]:
@@ -55,16 +54,16 @@ class Task(Message):
 
 
 class Blame(Message):
-    """Where and why something failed: exactly one boundary is blamed."""
+    """Where and why something failed, with exactly one boundary."""
 
     boundary: Boundary
-    """The boundary at which it failed."""
+    """The boundary that failed."""
     code: str
-    """The error's stable code."""
+    """Stable error code."""
     message: str
-    """What happened, with which value; a game's traceback where there is one."""
+    """What happened, with which value; a game's traceback if there is one."""
     hint: str = ""
-    """What to do next."""
+    """What to do about it."""
 
     @field_validator("message", "hint", mode="before")
     @classmethod
@@ -74,15 +73,15 @@ class Blame(Message):
 
 
 class DeadLetter(Message):
-    """A task given up after its last attempt, on `dead`."""
+    """A task that failed its last try, on `dead`."""
 
     task: Task
-    """The task as it was issued."""
+    """The issued task."""
     blame: Blame
     """The last error."""
     num_attempts: int = Field(ge=1)
-    """How often it was tried."""
+    """Number of tries."""
     source: str
-    """The generator that gave it up."""
+    """The generator that gave up."""
     time: float
     """Seconds since the epoch."""

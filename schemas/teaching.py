@@ -1,4 +1,4 @@
-"""What a teacher said of an episode, where it was asked before the episode entered the log."""
+"""Teachers: log-probs taken before an episode enters the log."""
 
 from typing import Self
 
@@ -10,14 +10,14 @@ from .wire.message import Message
 
 
 class Teaching(Message):
-    """What belongs to a trajectory of N generated tokens, for its teacher."""
+    """Teacher data of a trajectory with N generated tokens."""
 
     prompt: IntVector | None = None
-    """int32[P]: the first prompt as the teacher reads it; None: as the policy does."""
+    """int32[P]: the first prompt for the teacher; null: the policy's."""
     logprobs: FloatVector | None = None
-    """float32[N]: log-prob of each generated token to the teacher; None: the learner asks it."""
+    """float32[N]: the teacher's log-prob of each generated token; null: the learner computes it."""
     top_ids: IntMatrix | None = None
-    """int32[N, K]: the teacher's likeliest tokens in the place of each, where asked for."""
+    """int32[N, K]: the teacher's likeliest tokens at each position, if requested."""
     top_logprobs: FloatMatrix | None = None
     """float32[N, K]: their log-probs."""
 

@@ -14,25 +14,24 @@ class RolloutConfig(Section):
     group_size: int = Field(default=8, ge=1, le=MAX_EPISODES)
     """Episodes per task."""
     temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature; the learner computes log-probs at the same."""
+    """Sampling temperature, also for the learner's log-probs."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling; log-probs are recorded before it."""
     top_k: int = Field(default=0, ge=0)
     """Keep the k likeliest tokens; 0: all."""
     max_turns: int = Field(default=1, ge=1)
-    """Answers of the policy per episode; each one reaches the game."""
+    """Policy turns per episode."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
-    """A first prompt longer than this fails its task."""
+    """A task with a longer first prompt fails."""
     max_turn_tokens: int = Field(default=512, ge=1)
-    """Tokens the policy may generate in one turn; binds at generation."""
+    """Generated tokens per turn."""
     max_response_tokens: int = Field(default=2048, ge=1)
-    """Tokens after the first prompt, observations included; binds at generation."""
+    """Tokens after the first prompt, observations included."""
     max_tries: int = Field(default=3, ge=1, le=100)
-    """Tries of one episode before its task is given up."""
+    """Tries of an episode before its task fails."""
     oversample: int = Field(default=0, ge=0)
-    """Episodes of a task that are started beyond `group_size`: the first `group_size` to end are
-    its group, the others are cut. This favours short episodes; `rollout/oversample/*` tells by how
-    much."""
+    """Episodes started beyond `group_size`: the first `group_size` to end are the group, the others
+    are cut. This favours short episodes, measured by `rollout/oversample/*`."""
 
     @property
     def response_limit(self) -> int:

@@ -11,18 +11,17 @@ class LearnerConfig(Section):
     """The optimiser and its memory."""
 
     slots: int = Field(default=1, ge=1, le=64)
-    """Slots that the learner holds with all its ranks: linked GPUs of one node, or CPU shares."""
+    """Slots of the learner with all ranks: linked GPUs of one node, or CPU shares."""
     ranks: int = Field(default=1, ge=1, le=64)
-    """Actors over which model and batch are divided (FSDP2), each with as many of the slots."""
+    """Processes that share model and batch (FSDP2), with equal parts of the slots."""
     machines: int = Field(default=1, ge=1, le=64)
-    """Nodes over which the ranks may lie in equal parts. One is taken where one can hold them all;
-    a copy of the model (`replicas`) is never divided over more of them than it must."""
+    """Nodes over which the ranks may be spread equally, as few as needed."""
     replicas: int = Field(default=1, ge=1, le=64)
-    """Copies of the model among the ranks (HSDP): each is divided over ranks / replicas of them,
-    which have neighbouring slots; between copies only gradients travel."""
+    """Copies of the model among the ranks (HSDP), each sharded over ranks / replicas of them; only
+    gradients travel between copies."""
     context_parallel: int = Field(default=1, ge=1, le=64)
-    """Neighbouring ranks that compute the columns of each row together (Ulysses): a rank holds the
-    activations of a part of it. It divides the number of ranks, and those of the model's heads."""
+    """Neighbouring ranks that share the columns of each row (Ulysses), so that each holds
+    activations of a part. Must divide the ranks and the model's heads."""
     optimizer: Literal["adamw", "muon", "adamw_8bit"] = "adamw"
     """adamw; muon: the momentum of the hidden layers' matrices, an adapter's too, made orthogonal,
     with AdamW for embeddings, output layer, norms and biases; adamw_8bit: AdamW that keeps its two
@@ -36,21 +35,21 @@ class LearnerConfig(Section):
     min_lr_ratio: float = Field(
         default=0.0, ge=0, le=1, json_schema_extra=when("schedule", "linear", "cosine")
     )
-    """Learning rate at the last step, as a share of the peak."""
+    """Final learning rate, as a share of the peak."""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW."""
     eps: float = Field(default=1e-8, gt=0)
     """AdamW."""
     weight_decay: float = Field(default=0.01, ge=0)
-    """Share of each weight that an update takes away, times the learning rate."""
+    """Weight decay, times the learning rate."""
     muon_momentum: float = Field(
         default=0.95, ge=0, lt=1, json_schema_extra=when("optimizer", "muon")
     )
-    """Share of the momentum that stays from update to update (Nesterov)."""
+    """Momentum (Nesterov)."""
     grad_clip: float = Field(default=1.0, gt=0)
     """Largest gradient norm."""
     num_minibatches: int = Field(default=1, ge=1)
-    """Optimiser updates per batch, each on a part of it; all of them make one version."""
+    """Optimiser updates per batch and version, each on a part of it."""
     batch_epochs: int = Field(default=1, ge=1, le=64)
     """Times that a batch is gone through, with `num_minibatches` updates each; ratios and clips are
     those to the policy before the first."""
@@ -60,21 +59,19 @@ class LearnerConfig(Section):
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the weights that generators get."""
     row_tokens: int = Field(default=4096, ge=16)
-    """Sequences are packed into rows of at most this many tokens."""
+    """Sequences are packed into rows of up to this many tokens."""
     microbatch_tokens: int = Field(default=16384, ge=16)
-    """Tokens of one forward and backward pass; the rest is accumulated."""
+    """Tokens per forward and backward pass; gradients are accumulated."""
     share_prompts: bool = True
-    """Compute the prompt of a group once, not once per episode, and what rows of an agent's
-    episodes begin with in common once, too, as far as they fit into a row of `row_tokens`: some
-    multiple of the longest episode (same result; sdpa only)."""
+    """Compute a group's prompt, and common beginnings of an agent episode's rows, once, if they fit
+    into a row of `row_tokens`, some multiple of the longest episode (same result; sdpa only)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     compile: bool = False
-    """Translate the model's layers by torch.compile at their first use, which takes a minute or
-    more: same results but for rounding, in fewer and larger kernels. Needs a C++ compiler."""
+    """Use torch.compile for the model's layers: a minute or more at first use, equal results up to
+    rounding. Needs a C++ compiler."""
     cpu_offload: bool = False
-    """Keep master weights, gradients and optimiser state in the memory of the machine, not the
-    GPU's: slower, and refused without a GPU."""
+    """Keep master weights, gradients and optimiser state in CPU memory: slower; needs a GPU."""
     threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads for torch, of each rank."""
 

@@ -14,33 +14,33 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 class LoraConfig(Section):
-    """Low-rank adapters: with a rank, they are all that is trained, sent and saved."""
+    """Low-rank adapters: with a rank, only they are trained, sent and saved."""
 
     rank: int = Field(default=0, ge=0, le=1024)
-    """Rank of the adapters; 0: all weights are trained."""
+    """Rank; 0: all weights are trained."""
     alpha: int = Field(default=16, ge=1, json_schema_extra=when("rank"))
-    """What an adapter adds is multiplied by alpha / rank."""
+    """Adapters are scaled by alpha / rank."""
     targets: Literal["all-linear"] | list[str] = Field(
         default="all-linear", json_schema_extra=when("rank")
     )
-    """Names of the linear layers that get an adapter (`[q_proj, v_proj]`); all-linear: every one
-    but the output layer."""
+    """Names of the adapted linear layers (`[q_proj, v_proj]`); all-linear: all but the output
+    layer."""
     exclude: list[str] = Field(default_factory=list[str], json_schema_extra=when("rank"))
-    """Names of layers that get none all the same."""
+    """Names of layers without an adapter."""
     rank_pattern: dict[str, Annotated[int, Field(ge=1, le=1024)]] = Field(
         default_factory=dict[str, Annotated[int, Field(ge=1, le=1024)]],
         json_schema_extra=when("rank"),
     )
-    """Other ranks for some layers, by the end of a layer's name or a regular expression of it, as
-    PEFT's: `{layers.0.self_attn.q_proj: 4}`."""
+    """Other ranks by the end of a layer's name, or a regular expression, as in PEFT:
+    `{layers.0.self_attn.q_proj: 4}`."""
     alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(
         default_factory=dict[str, Annotated[float, Field(gt=0)]], json_schema_extra=when("rank")
     )
-    """Other alphas for some layers, named as in `rank_pattern`."""
+    """Other alphas, named as in `rank_pattern`."""
     rslora: bool = Field(default=False, json_schema_extra=when("rank"))
-    """Multiply by alpha / √rank instead of alpha / rank (rank-stabilised, arXiv 2312.03732)."""
+    """Scale by alpha / √rank (rank-stabilised, arXiv 2312.03732)."""
     dropout: float = Field(default=0.0, ge=0, lt=1, json_schema_extra=when("rank"))
-    """Share of an adapter's inputs that is left out at each update; log-probs are taken without."""
+    """Dropout of the adapters' inputs in updates; log-probs are computed without."""
 
     @property
     def is_uniform(self) -> bool:

@@ -12,59 +12,59 @@ _REMOTE = ("endpoint", "judge")
 
 
 class RewardConfig(Section):
-    """What an episode earns besides the game's own rewards. It is worked out where the game is
-    hosted, never on the server; a source that fails fails its episode, which is tried again."""
+    """Rewards besides the game's own, computed where the game is hosted. If a source fails, its
+    episode fails and is retried."""
 
     source: Literal["game", "function", "endpoint", "judge"] = "game"
-    """The game alone, a Python function, an HTTP endpoint, or a model that judges."""
+    """The game alone, a Python function, an HTTP endpoint, or a judge model."""
     per: Literal["episode", "turn"] = Field(
         default="episode", json_schema_extra=when("source", "function", *_REMOTE)
     )
-    """Asked once at the end of the episode, or after every turn."""
+    """Once at the end of the episode, or after every turn."""
     weight: float = Field(default=1.0, json_schema_extra=when("source", "function", *_REMOTE))
-    """Factor of what the source says."""
+    """Factor of the source's reward."""
     game_weight: float = Field(default=0.0, json_schema_extra=when("source", "function", *_REMOTE))
     """Factor of the game's own rewards, which are added."""
     function: str | None = Field(default=None, json_schema_extra=when("source", "function"))
-    """`package.module:function`, called as verl calls its own: `data_source`, `solution_str`,
-    `ground_truth`, `extra_info`, and `messages` and `info` where it takes them. It may be
-    `async def`: all its calls then wait in one event loop."""
+    """`package.module:function`, with verl's arguments: `data_source`, `solution_str`,
+    `ground_truth`, `extra_info`, and `messages` and `info` if it takes them. Async functions share
+    one event loop."""
     url: str | None = Field(
         default=None, pattern=r"^https?://", json_schema_extra=when("source", *_REMOTE)
     )
-    """Where the same is posted as JSON; of a judge, the base URL of an OpenAI-compatible API."""
+    """Endpoint that gets the same as JSON; for a judge the base URL of an OpenAI-compatible API."""
     key_variable: str | None = Field(default=None, json_schema_extra=when("url"))
-    """Environment variable of the environment host that holds the key for `url`."""
+    """Environment variable of the environment host with the key for `url`."""
     judge: str | None = Field(default=None, json_schema_extra=when("source", "judge"))
-    """Inference job that judges, by id or name, asked through the broker; or the model's name at
+    """Inference job that judges, by id or name, through the broker; or the model's name at
     `url`."""
     judge_prompt: str | None = Field(
         default=None, max_length=64 << 10, json_schema_extra=when("source", "judge")
     )
-    """What the judge reads: `$question` is the first user message, `$answer` the policy's last one,
-    `$ground_truth` the row's, `$conversation` all of it, `$scale` the best score. Default: grade
-    the answer. Its reply must end with a line `Score: N`, N a plain number, and is refused without
-    one: `$form` is the sentence that demands it, and a prompt that names neither is refused."""
+    """The judge's prompt: `$question` is the first user message, `$answer` the policy's last,
+    `$ground_truth` the row's, `$conversation` all, `$scale` the best score. Default: grade the
+    answer. The reply must end with a line `Score: N`; `$form` is the sentence that demands it, and
+    a prompt must contain one of the two."""
     judge_scale: float = Field(default=10.0, gt=0, json_schema_extra=when("source", "judge"))
-    """The judge's best score, which earns 1."""
+    """Best score, which earns 1."""
     judge_tokens: int = Field(default=256, ge=1, json_schema_extra=when("source", "judge"))
-    """Tokens that the judge may write; a reply that they cut is refused."""
+    """Tokens of the judge's reply; a longer one is refused."""
     judge_request: dict[str, Any] = Field(
         default_factory=dict[str, Any], json_schema_extra=when("url")
     )
-    """Further fields of the requests to a judge at `url`, such as `reasoning_effort`; null takes
-    one of ours out: `{max_tokens: null}`. Where the API names `max_tokens` or `temperature` as what
-    it refuses, it is asked with `max_completion_tokens`, or without a temperature."""
+    """Further fields of requests to a judge at `url`, such as `reasoning_effort`; null removes one:
+    `{max_tokens: null}`. An API that refuses `max_tokens` gets `max_completion_tokens`, one that
+    refuses `temperature` none."""
     timeout_s: float = Field(
         default=60.0, gt=0, le=86_400, json_schema_extra=when("source", "function", *_REMOTE)
     )
-    """Longest time that one reward may take, all tries together."""
+    """Time limit of one reward, with all tries."""
     tries: int = Field(default=4, ge=1, le=100, json_schema_extra=when("source", *_REMOTE))
-    """Tries while the endpoint or the judge cannot be reached, is busy or is slow."""
+    """Tries while endpoint or judge is unreachable, busy or slow."""
     max_requests: int = Field(
         default=64, ge=1, le=4096, json_schema_extra=when("source", "function", *_REMOTE)
     )
-    """Rewards that one host works out at the same time."""
+    """Concurrent rewards per host."""
 
     @model_validator(mode="after")
     def _requests_of_judges_alone(self) -> Self:

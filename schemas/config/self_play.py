@@ -9,11 +9,11 @@ class SelfPlayConfig(Section):
     """Earlier versions of the run as opponents, in games with roles."""
 
     past_share: float = Field(default=0.0, ge=0, le=1)
-    """Share of the tasks in which one role learns and an earlier version plays the others; in the
-    rest all roles are played by the present version, and learn."""
+    """Share of tasks in which one role learns and an earlier version plays the others; in the rest
+    all roles learn."""
     pool_every: int = Field(default=10, ge=1, json_schema_extra=when("past_share"))
-    """Versions of every so many steps are kept as opponents, the first one included."""
+    """Keep versions of every N steps as opponents, the first included."""
     pool_size: int = Field(default=4, ge=1, json_schema_extra=when("past_share"))
-    """The newest so many of them are played against."""
+    """Newest of them to play against."""
     redraw_every: int = Field(default=1, ge=1, json_schema_extra=when("past_share"))
-    """Versions after which a generator draws another opponent from the pool."""
+    """Versions after which a generator draws another opponent."""

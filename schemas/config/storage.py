@@ -35,10 +35,10 @@ def model_paths(job: "JobConfig") -> dict[str, str]:
 
 
 class StorageConfig(Section):
-    """A store that all machines of the pool reach, in the place of a disk that they share."""
+    """A store for pools whose machines share no disk."""
 
     url: str | None = Field(default=None, pattern=URL_PATTERN)
-    """Checkpoints are kept below this URL, too (`s3://bucket/prefix`, `gs://`, `file:///folder`):
-    a learner on a machine that has none of the run's files goes on from there. Machines need the
-    `storage` extra, and the store's credentials in their environment. `broker:` needs neither:
-    the broker keeps them, up to `limits.checkpoint_bytes`."""
+    """Keep checkpoints below this URL, too (`s3://bucket/prefix`, `gs://`, `file:///folder`), so
+    that a learner on another machine can continue. Needs the extra `storage`, and credentials in
+    the machines' environment. `broker:` needs neither: the broker keeps them, up to
+    `limits.checkpoint_bytes`."""

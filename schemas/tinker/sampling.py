@@ -1,4 +1,4 @@
-"""What is sampled under the Tinker API, and by whom."""
+"""Sampling through the Tinker API."""
 
 import base64
 import binascii
@@ -98,63 +98,63 @@ class SampleName:
 
 
 class SampleRequest(Message):
-    """Asks a sampler for continuations of a prompt, or what its tokens' log-probs are."""
+    """Request continuations of a prompt, or its log-probs."""
 
     source: str = Field(max_length=400)
-    """What is sampled from, as the name of a sampling session tells it."""
+    """Source of a sampling session: a path or base model."""
     request: str = Field(max_length=600)
-    """Id of the sampling session and number of the request: sent again, it is the same one."""
+    """Id of the sampling session and number of the request; a repeated one is the same."""
     body: bytes = Field(max_length=MAX_SAMPLE_BYTES)
-    """The JSON of the request, as it came."""
+    """JSON of the request."""
 
     max_bytes: ClassVar[int] = MAX_SAMPLE_BYTES + (4 << 10)
 
 
 class SampleTaken(Message):
-    """Says which sampler has taken a request."""
+    """The sampler that accepted a request."""
 
     actor: str
     num_samples: int
 
 
 class AwaitSample(Message):
-    """Asks a sampler for the result of a request that it has taken, or to end it."""
+    """Wait for a sample, or cancel it."""
 
     request: str = Field(max_length=600)
     wait_s: float = Field(default=25.0, ge=0, le=60)
     cancel: bool = False
-    """Nobody wants the result any more: it is sampled no further."""
+    """The result is no longer wanted."""
 
     max_bytes: ClassVar[int] = 2 << 10
 
 
 class FindSnapshot(Message):
-    """Asks a trainer, by one of its samplers, what a user's samples are drawn with now."""
+    """A sampler asks its trainer for the current weights of a user's samples."""
 
     user: str = Field(default="", pattern=_USER)
     path: str = Field(default="", max_length=400)
-    """The checkpoint; empty: only what the trainer's folder is known by."""
+    """Checkpoint path; empty: only identify the trainer's folder."""
     moves: bool = False
-    """Whether it is the least, and a later one is wanted."""
+    """Whether a later checkpoint is wanted if there is one."""
 
     max_bytes: ClassVar[int] = 2 << 10
 
 
 class FoundSnapshot(Message):
-    """Says which checkpoint it is."""
+    """The checkpoint to use."""
 
     mark: str
-    """Tells the trainer's folder from others: who has it there shares its disk."""
+    """Identifies the trainer's folder; a sampler that finds it shares the disk."""
     owner: str = ""
     path: str = ""
     seq: int = 0
-    """The operation that saved it."""
+    """Operation that saved it."""
     files: dict[str, int] = Field(default_factory=dict[str, int])
-    """Names and bytes of its files."""
+    """Sizes of its files, by name."""
 
 
 class FetchSnapshot(Message):
-    """Asks for a part of a file."""
+    """Request a part of a file."""
 
     user: str = Field(pattern=_USER)
     path: str = Field(max_length=400)
@@ -166,7 +166,7 @@ class FetchSnapshot(Message):
 
 
 class SnapshotPart(Message):
-    """A part of a file; empty behind its end."""
+    """A part of a file; empty: its end."""
 
     data: bytes
 

@@ -1,4 +1,4 @@
-"""What a user asks a trainer to show: its models, who waits for it, and curves."""
+"""What the dashboard shows of a Tinker service."""
 
 from typing import Any, ClassVar
 
@@ -9,26 +9,26 @@ from .operation import ModelInfo
 
 
 class AboutSessions(Message):
-    """Asks which models a user has, and who has how much to be done."""
+    """Request the user's models and the queue."""
 
     max_bytes: ClassVar[int] = 1 << 10
 
 
 class ModelShown(Message):
-    """One model of the user who asks, as it is now."""
+    """One of the user's models."""
 
     info: ModelInfo
     steps: int
     """Updates so far."""
     tokens: int = 0
-    """Computed for it, in `forward` and `forward_backward`."""
+    """Tokens computed in `forward` and `forward_backward`."""
     waiting: int
-    """Operations that wait for their turn."""
+    """Waiting operations."""
     waiting_bytes: int
     reason: str = ""
     """What they wait for."""
     idle_s: float | None = None
-    """Seconds since its last operation; None where that was before the trainer started."""
+    """Seconds since its last operation; null: that was before the trainer started."""
     last: dict[str, float] = Field(default_factory=dict[str, float])
     """Metrics of its newest step."""
 
@@ -39,14 +39,14 @@ class TenantShown(Message):
     user: str
     models: int
     tokens: int = 0
-    """Computed for them."""
+    """Tokens computed for the user."""
     waiting: int
-    """Operations that wait for their turn."""
+    """Waiting operations."""
     waiting_bytes: int
 
 
 class SessionsShown(Message):
-    """The user's models, and all users that have models here."""
+    """The user's models, and all users of the trainer."""
 
     base: str
     models: list[ModelShown] = Field(default_factory=list[ModelShown])
@@ -58,4 +58,4 @@ class ModelCurves(Message):
 
     shown: ModelShown
     points: dict[str, Any]
-    """`width` steps to a point, `x` their first steps, `series` by name with `y`, `low`, `high`."""
+    """`width` steps per point, `x` their first steps, `series` by name with `y`, `low`, `high`."""

@@ -1,4 +1,4 @@
-"""What users of a Tinker service have used, and what they may use."""
+"""Usage and shares of a Tinker service's users."""
 
 from typing import Annotated
 
@@ -8,39 +8,39 @@ from ..wire.message import Message, Request
 
 
 class TrainerUsage(Request):
-    """A trainer or sampler tells what its users have used, and asks for their shares."""
+    """A trainer or sampler reports its users' usage and requests their shares."""
 
     job: str
-    """Its job, of the user who asks."""
+    """Its job, of the requesting user."""
     sampler: str = Field(default="", max_length=80)
-    """The sampler that tells; empty: the trainer."""
+    """The reporting sampler; empty: the trainer."""
     since: float = 0.0
-    """When that sampler started: its tokens are those since."""
+    """Start of that sampler, from which its tokens count."""
     tokens: dict[str, Annotated[int, Field(ge=0)]] = Field(
         default_factory=dict[str, int], max_length=1000
     )
-    """Tokens computed for each user: for models in all of the service's life, or sampled."""
+    """Tokens by user: of a trainer in the service's life, of a sampler since its start."""
 
 
 class SamplerTokens(Message):
-    """What one sampler has last told."""
+    """Last report of one sampler."""
 
     since: float
-    """When it started."""
+    """Its start."""
     tokens: dict[str, int]
-    """What it has computed since, prompts included, by user."""
+    """Tokens computed since, prompts included, by user."""
 
 
 class TenantShare(Message):
-    """What one user has of a service."""
+    """One user's share of a service."""
 
     weight: float = 1.0
-    """In relation to other users."""
+    """Weight among the users."""
     tokens_left: int | None = None
-    """Tokens that the user's programs may still compute; null: no bound."""
+    """Tokens that the user may still compute; null: no bound."""
 
 
 class TenantShares(Message):
-    """The shares of the users whom a trainer has named."""
+    """Shares of the users that a trainer named."""
 
     users: dict[str, TenantShare] = Field(default_factory=dict[str, TenantShare])

@@ -13,7 +13,7 @@ from .ids import new_id
 from .message import Message
 
 _BOUNDS = ((Ge, "ge", "≥"), (Gt, "gt", ">"), (Le, "le", "≤"), (Lt, "lt", "<"))
-_LENGTHS = ((MinLen, "min_length", "at least"), (MaxLen, "max_length", "at most"))
+_LENGTHS = ((MinLen, "min_length", "≥"), (MaxLen, "max_length", "≤"))
 
 
 def type_text(field: FieldInfo) -> str:
@@ -31,9 +31,9 @@ def _bounds(field: FieldInfo) -> Iterator[str]:
         for kind, attribute, sign in _BOUNDS:
             if isinstance(rule, kind):
                 yield f" {sign} {getattr(rule, attribute):,}"
-        for kind, attribute, words in _LENGTHS:
+        for kind, attribute, sign in _LENGTHS:
             if isinstance(rule, kind):
-                yield f", {words} {getattr(rule, attribute):,} long"
+                yield f" {sign} {getattr(rule, attribute):,} long"
         pattern = getattr(rule, "pattern", None)
         if pattern is not None:
             yield f" that matches `{pattern}`"

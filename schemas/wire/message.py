@@ -131,7 +131,7 @@ class Request(Message):
 
 
 class Empty(Request):
-    """A request or reply that says nothing beyond having been sent."""
+    """A message without content."""
 
     max_bytes: ClassVar[int] = 1 << 10
 

@@ -1,4 +1,4 @@
-"""The reply to a request that failed."""
+"""Replies: errors and parts."""
 
 from typing import Self
 
@@ -12,18 +12,15 @@ MAX_CHARS = 8000
 
 
 class ErrorReply(Message):
-    """What a service answers when a request failed.
-
-    The headers `Nats-Service-Error-Code` and `Nats-Service-Error` say the same to the ordinary
-    tools.
-    """
+    """Reply to a request that failed. The headers `Nats-Service-Error-Code` and
+    `Nats-Service-Error` repeat it for NATS tools."""
 
     code: str
-    """Stable, machine-readable."""
+    """Stable error code."""
     message: str
     """What happened, with which value."""
     hint: str = ""
-    """What to do next."""
+    """What to do about it."""
 
     @classmethod
     def of(cls, code: str, message: str, hint: str = "") -> Self:
@@ -39,18 +36,15 @@ class ErrorReply(Message):
 
 
 class Part(Message):
-    """One of the messages that answer one request, when the answer comes bit by bit.
-
-    What extends it carries a piece of the answer; one that carries none says that the service is
-    still at work.
-    """
+    """One of several messages that answer a request. A part without content says that the service
+    is still working."""
 
     index: int = Field(default=0, ge=0)
-    """Number of the message, from 0: a gap means that one was lost."""
+    """Number of the part, from 0; a gap means a loss."""
     last: bool = False
-    """Nothing follows."""
+    """No part follows."""
     error: ErrorReply | None = None
-    """Why the answer ends here; only in the last one."""
+    """Why the answer ends here; in the last part only."""
 
 
 def _clean(told: object) -> str:

@@ -12,10 +12,8 @@ OF_WHOLE_SEQUENCES = ("geometric", "mis", "veto")
 
 
 class CorrectionMask(Section):
-    """Tokens that are not trained because the policy has moved too far from what drew them.
-
-    w = π_o/π_b of a token: the policy before the update over the one that generated it.
-    """
+    """Mask of tokens from which the policy has moved too far. w = π_o/π_b of a token: the policy
+    before the update over the generating one."""
 
     over: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] = "token"
     """What is dropped: a token by its own value; all of a sequence by the sum (of ratios: the

@@ -6,19 +6,19 @@ from ..section import Section
 
 
 class CriticConfig(Section):
-    """The critic, which `algorithm.advantage: gae` trains; betas, weight decay, clipping of
-    gradients, minibatches and memory are those of the learner."""
+    """The critic of `algorithm.advantage: gae`. Betas, weight decay, gradient clipping, minibatches
+    and memory are the learner's."""
 
     path: str | None = None
-    """Model whose weights it starts from; default: the policy's initial ones."""
+    """Model of its initial weights; default: the policy's initial ones."""
     lr: float = Field(default=1e-5, gt=0)
-    """Peak learning rate; it rises and falls as `learner.schedule` says."""
+    """Peak learning rate, scheduled as `learner.schedule`."""
     gae_lambda: float | None = Field(default=None, ge=0, le=1)
-    """λ of the returns that it is trained towards; default: `algorithm.gae_lambda`."""
+    """λ of the critic's returns; default: `algorithm.gae_lambda`."""
     bootstrap_cut: bool = False
-    """An episode that a limit of turns or tokens ended is worth at its end what the critic expects
-    there, in place of 0: its game would have gone on. One more pass over such episodes."""
+    """Value the end of an episode that a turn or token limit cut by the critic instead of 0; needs
+    one more pass over such episodes."""
     clip: float = Field(default=0.5, gt=0)
-    """An update is not rewarded for moving a value further than this from where it was."""
+    """Largest rewarded change of a value per update."""
     warmup_steps: int = Field(default=0, ge=0)
-    """First steps, in which only the critic is trained and the policy stays as it is."""
+    """First steps, in which only the critic is trained."""
