@@ -15,6 +15,10 @@ because absolute figures differ between machines.
 """
 
 
+_LEFT_OUT = ("CPU milliseconds per step", "Streams and buckets")
+"""Tables that scripts print for whoever looks for a cause; the page has their figures."""
+
+
 def page(results: Sequence[Result]) -> str:
     """Return the page."""
     parts = [_HEAD, _machine(results), _summary(results), *(_section(item) for item in results)]
@@ -65,6 +69,8 @@ def _section(result: Result) -> str:
         "",
     ]
     for table in result["tables"]:
+        if any(title in table["title"] for title in _LEFT_OUT):
+            continue
         parts += [f"{table['title']}:", "", _table(table["columns"], table["rows"])]
     for figure in result["figures"]:
         met = "met" if figure["met"] else "**missed**"

@@ -25,7 +25,7 @@ from tinkermq.schemas.bounds import defaults
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.section import OWN_FUNCTION, Section, only_while
 from tinkermq.schemas.wire import array_codec, codec, errors
-from tinkermq.schemas.wire.errors import InternalError, TinkermqError
+from tinkermq.schemas.wire.errors import TinkermqError
 from tinkermq.schemas.wire.field_docs import field_docs
 from tinkermq.schemas.wire.field_text import default_text, type_text
 from tinkermq.schemas.wire.message import SCHEMA_VERSION, Message, Request
@@ -156,10 +156,13 @@ def _link(model: type[Message] | None) -> str:
 
 
 def _message(model: type[Message], common: dict[str, str]) -> str:
-    """Return the section of one message: its own keys, then the common ones on one line."""
+    """Return the section of one message: its own keys; those that need no text share a line."""
     lines = {name: _key(model, name) for name in _own_keys(model)}
+    plain = [line.removeprefix("- ") for line in lines.values() if "): " not in line]
     shared = [f"`{name}`" for name, line in lines.items() if common.get(name) == line]
-    parts = [line for name, line in lines.items() if common.get(name) != line]
+    parts = [line for name, line in lines.items() if "): " in line and common.get(name) != line]
+    if plain:
+        parts.append(f"- {', '.join(plain)}")
     if shared:
         parts.append(f"- {', '.join(shared)}: [common](#common-keys)")
     about = _unwrap(inspect.getdoc(model) or "")
@@ -187,7 +190,6 @@ def _common_keys(models: Sequence[type[Message]]) -> dict[str, str]:
 def _error_codes() -> str:
     about = {found: _unwrap(inspect.getdoc(found) or "") for found in _errors()}
     del about[TinkermqError]
-    about[InternalError] = "Something that nobody foresaw; the log of the actor says what."
     rows = [
         (f"`{found.code}`", f"`{found.__name__}`", about[found])
         for found in sorted(about, key=lambda found: found.code)

@@ -44,7 +44,7 @@ def _type(annotation: Any) -> str:
     if annotation is None or annotation is type(None):
         return "null"
     if origin is Literal:
-        return " or ".join(f"`{value}`" for value in arguments)
+        return f"`{'|'.join(map(str, arguments))}`"
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_type(argument) for argument in arguments)
     if origin is list:
