@@ -43,12 +43,12 @@ def when(key: str, *values: Any) -> dict[str, Any]:
 
 
 def only_while(field: FieldInfo) -> str:
-    """Say under which values of another key a field is read, as Markdown; empty: always."""
+    """Return which values of another key a field needs, as Markdown; empty: none."""
     rule = _rule(field)
     if rule is None:
         return ""
-    values = " or ".join(f"`{value}`" for value in rule["values"])
-    return f" Only while `{rule['key']}` is {values or 'set'}."
+    values = "|".join(str(value) for value in rule["values"])
+    return f" Only with `{rule['key']}{f': {values}' if values else ''}`."
 
 
 def _rule(field: FieldInfo) -> dict[str, Any] | None:
