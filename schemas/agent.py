@@ -13,7 +13,7 @@ from .wire.reply import Part
 MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_OPEN_CALLS = 64
-"""Requests of one episode's program at the same time."""
+"""Concurrent requests of one episode's program."""
 Verb = Literal["call", "cancel", "delivered"]
 RequestId = Annotated[str, Field(min_length=1, max_length=64)]
 

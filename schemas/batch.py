@@ -1,4 +1,4 @@
-"""Batch records: the groups of each optimiser step, written before the step"""
+"""Batch records: the groups of each optimiser step, written before the step."""
 
 from typing import Literal
 

@@ -123,10 +123,10 @@ class RankState(Message):
 
 
 def rank_of(actor: str) -> int:
-    """Return the number of the rank that an actor of this name is: 3 for `rank-3`."""
+    """Return the rank number in an actor's name: 3 for `rank-3`."""
     return int(actor.removeprefix("rank-"))
 
 
 def rank_name(rank: int) -> str:
-    """Return the name of the actor that is a rank."""
+    """Return the actor name of a rank."""
     return f"rank-{rank}"

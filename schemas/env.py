@@ -112,7 +112,7 @@ class StepRequest(Message):
 
     @property
     def is_final(self) -> list[bool]:
-        """`final`, spelled out."""
+        """`final` with one value per episode."""
         return self.final or [False] * len(self.episodes)
 
 

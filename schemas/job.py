@@ -18,9 +18,9 @@ HOLDING_STATES: frozenset[str] = frozenset({"STARTING", "RUNNING", "PAUSED"})
 """States in which a job has actors on nodes."""
 FINAL_STATES: frozenset[str] = frozenset({"COMPLETED", "FAILED", "CANCELLED"})
 LAST_STEP = "last"
-"""Stands for a step in `run@step`: that of the run's newest checkpoint."""
+"""Step in `run@step`: the run's newest checkpoint."""
 BEST_STEP = "best"
-"""Stands for that of the checkpoint, of those that are left, with the best validation."""
+"""Step in `run@step`: the remaining checkpoint with the best validation."""
 Removal = Literal["no", "archive", "unarchive", "delete"]
 Role = Literal[
     "learner", "rank", "generator", "evaluator", "environment", "server", "trainer", "sampler"
@@ -35,14 +35,14 @@ MAY_FOLLOW: dict[str, frozenset[str]] = {
     "FAILED": frozenset({"QUEUED"}),
     "CANCELLED": frozenset({"QUEUED"}),
 }
-"""Which state may follow which; a final state is left only by `resume`."""
+"""Allowed transitions of states; final states are left only by `resume`."""
 
 
 MAX_PRIORITY = 10
 MAX_CONFIG_BYTES = 512 << 10
-"""Of a request that carries a configuration."""
+"""Size of a request with a configuration."""
 MAX_RECORD_BYTES = 1 << 20
-"""Of a job's record."""
+"""Size of a job's record."""
 Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 
 
@@ -165,7 +165,7 @@ class JobRecord(Message):
     """When it was last restored; it counts as ended then."""
 
     def named_at(self, at: str) -> str:
-        """Return the key of the job; the names of its actors and of other jobs are checked, too."""
+        """Return the key of the job; checks the names of its actors and of other jobs, too."""
         for actor in self.actors:
             token(actor.name, what="actor")
         for job in (self.follow, self.judge, *self.teachers.values()):
@@ -179,23 +179,23 @@ class JobRecord(Message):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The configuration as a job for the same thing takes it: without what names this one."""
+        """The configuration without the keys that name this job, for another job."""
         own = ("name", "tags", "group", "notes")
         return {key: value for key, value in self.config.items() if key not in own}
 
     @property
     def tags(self) -> list[str]:
-        """What the job is found by."""
+        """Tags of the job."""
         return [str(tag) for tag in self.config.get("tags") or ()]
 
     @property
     def group(self) -> str:
-        """The group that the job is in, or nothing."""
+        """Group of the job, or nothing."""
         return str(self.config.get("group") or "")
 
     @property
     def notes(self) -> str:
-        """What its owner wrote down of the job."""
+        """Notes of the job."""
         return str(self.config.get("notes") or "")
 
     @property

@@ -105,7 +105,7 @@ class Presence(Message):
 
 
 def readable(line: str) -> str:
-    """Return a structured log line as text; any other line as it is."""
+    """Return a structured log line as text; any other line unchanged."""
     try:
         entry = read_json(line)
     except ValueError:

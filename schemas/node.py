@@ -10,13 +10,13 @@ from .wire.message import Message, Request
 from .wire.subjects import NAME_PATTERN, JobScope, token
 
 MAX_SLOTS = 4096
-"""Slots of one node at most."""
+"""Largest number of slots of a node."""
 MUST_MATCH = ("tinkermq", "torch", "transformers", "cuda", "nccl")
-"""Packages whose versions the ranks of one learner must have in common."""
+"""Packages whose versions must be equal among the ranks of a learner."""
 CLOCK_BOUND_S = 2.0
-"""A clock that is further off than this is told."""
+"""Clock offset above which a node is reported."""
 MAX_TEXT_CHARS = 1_000
-"""Of what a check of a game says."""
+"""Length of a game check's texts."""
 _NAMED = 3
 
 
@@ -157,7 +157,7 @@ class NodeStatus(Message):
     """Seconds that its clock is ahead of the scheduler's; null: not measured yet."""
 
     def named_at(self, at: str) -> str:
-        """Return the node's name, which is its key; those of its actors are checked with it."""
+        """Return the node's name, its key; checks the names of its actors, too."""
         for actor in self.actors:
             JobScope(actor.user, actor.job)
             token(actor.name, what="actor")
@@ -165,9 +165,9 @@ class NodeStatus(Message):
 
 
 def differences(packages: Iterable[tuple[str, Mapping[str, str]]]) -> list[str]:
-    """Say which packages that must match do not, by node: `torch 2.6.0 on a, b; 2.5.1 on c`.
+    """Name packages with differing versions, by node: `torch 2.6.0 on a, b; 2.5.1 on c`.
 
-    Nodes that do not tell their packages are passed over.
+    Nodes without package information are skipped.
     """
     told = [(node, versions) for node, versions in packages if versions]
     found: list[str] = []

@@ -22,7 +22,7 @@ from .wire.shared_rows import with_shared, without_shared
 
 _MOST_KEYS = 1000
 Finish = Literal["done", "turns", "length", "timeout"]
-"""What ends an episode."""
+"""Why an episode ended."""
 
 
 class Trajectory(Message):
@@ -122,8 +122,7 @@ class Trajectory(Message):
 
     @property
     def ended_by(self) -> Finish:
-        """What ended the episode: `length` where its last turn was cut, whatever came of it, but
-        that it took the game too long."""
+        """Why the episode ended: `length` if its last turn was cut, unless a step timed out."""
         was_cut = self.finish_reasons[-1:] == ["length"] and self.finish != "timeout"
         return "length" if was_cut else self.finish
 
@@ -192,7 +191,7 @@ class Group(Message):
         return with_last(at, self.task.task)
 
     def to_bytes(self, **instead: Any) -> bytes:
-        """Pack to a msgpack map, with what rows of an episode have in common once."""
+        """Pack to a msgpack map, with common parts of an episode's rows once."""
         if not any(one.episode == more.episode >= 0 for one, more in pairwise(self.trajectories)):
             return super().to_bytes(**instead)  # each row is an episode, and vectors are not copied
         rows = without_shared([vars(item) for item in self.trajectories])
@@ -230,7 +229,7 @@ class Group(Message):
         return self
 
     def with_shared_images(self) -> "Group":
-        """Return the group with each of its images once; DataError for one that is not there."""
+        """Return the group with each image once; DataError for a missing one."""
         shared = dict[bytes, int]()
         trajectories = [
             item.model_copy(update={"messages": number_images(item.messages, shared, self.images)})
@@ -240,12 +239,12 @@ class Group(Message):
 
     @property
     def sampled(self) -> list[Trajectory]:
-        """The trajectories that are trained: all but the greedy baseline."""
+        """The trained trajectories: all but the greedy baseline."""
         return [trajectory for trajectory in self.trajectories if not trajectory.greedy]
 
     @property
     def episodes(self) -> list[list[Trajectory]]:
-        """The rows of each episode that is trained, its main row first; mostly it has one."""
+        """The rows of each trained episode, its main row first; usually one."""
         return episodes_of(self.sampled)
 
     @property
@@ -280,7 +279,7 @@ def episodes_of(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
 
 
 def return_of(rows: Sequence[Trajectory]) -> float:
-    """Return what an episode earned in all its rows."""
+    """Return the return of an episode over all its rows."""
     return sum(item.reward for item in rows)
 
 
@@ -293,10 +292,9 @@ def num_too_old(trajectories: Iterable[Trajectory], oldest: int) -> int:
 
 
 def with_cut_infos(group: Group, num_bytes: int, most: int) -> Group:
-    """Return a group that has `num_bytes` with so much less `info` that it has about `most`.
+    """Return a group of `num_bytes` with `info` cut to about `most` bytes in all.
 
-    What is cut of an `info` says so in it; see `cut_info`. Where that is not enough, the rest is
-    left as it was.
+    A cut `info` says so; see `cut_info`. If that does not suffice, the rest is unchanged.
     """
     sizes = [packed_bytes(item.info) for item in group.trajectories]
     left = sum(sizes) - (num_bytes - most)
@@ -316,7 +314,7 @@ def with_cut_infos(group: Group, num_bytes: int, most: int) -> Group:
 
 
 def _level(sizes: Sequence[int], most: int) -> int:
-    """Return the level to which the larger ones are cut so that the sum is `most`."""
+    """Return the size to which larger ones are cut so that the sum is `most`."""
     left = most
     for place, size in enumerate(sorted(sizes)):
         share = left // (len(sizes) - place)
@@ -327,7 +325,7 @@ def _level(sizes: Sequence[int], most: int) -> int:
 
 
 def largest_parts(group: Group, count: int = 3) -> list[str]:
-    """Name the largest parts of a group: field, episode and bytes."""
+    """Name the largest parts of a group by field, episode and bytes."""
     found: list[tuple[int, str]] = [(sum(map(len, group.images)), "images")]
     if group.task.reset_kwargs:
         found.append((packed_bytes(group.task.reset_kwargs), "task.reset_kwargs"))
@@ -341,7 +339,7 @@ def largest_parts(group: Group, count: int = 3) -> list[str]:
 
 
 def _named(name: str, value: Any, size: int) -> str:
-    """Return a field's name, with the key where one holds most of it."""
+    """Return a field's name, with the key that holds most of it."""
     if name == "info" and len(value) <= _MOST_KEYS:
         for key, part in value.items():
             if packed_bytes(part) > size // 2:
@@ -358,9 +356,9 @@ def _episode(item: Trajectory) -> tuple[str, int, bool]:
 
 
 def check_group(group: Group, *, vocab_size: int, max_tokens: int, version: int) -> None:
-    """Check the elements of a group's arrays, which validation at the boundary leaves alone.
+    """Check the elements of a group's arrays, which validation skips.
 
-    Raises MessageError naming the first rule that is broken.
+    Raises MessageError naming the first broken rule.
     """
     episodes = group.trajectories
     lengths = np.array([len(item.token_ids) for item in episodes])
@@ -402,7 +400,7 @@ def check_group(group: Group, *, vocab_size: int, max_tokens: int, version: int)
 
 
 def _further_rewards(episodes: Iterable[Trajectory]) -> NDArray[np.float64]:
-    """Return what was posted for calls, episodes and branches apart from the turns' rewards."""
+    """Return the rewards posted for calls, episodes and branches."""
     places = [item.calls for item in episodes if item.calls is not None]
     found = [one.outcome for one in places]
     found += [branch.reward for one in places for branch in one.rewarded]
@@ -416,7 +414,7 @@ def _turns_fit(
     ends: NDArray[np.int32],
     mask: NDArray[np.uint8],
 ) -> bool:
-    """Whether the turns of each trajectory ascend and end where the policy's tokens do."""
+    """Whether each trajectory's turns ascend and end at generated tokens."""
     starts = np.cumsum(lengths) - lengths
     if mask[starts].any() or ends.min() < 0 or (ends >= np.repeat(lengths, num_turns)).any():
         return False

@@ -7,7 +7,7 @@ from pydantic import Field
 from .wire.message import Message, Request
 
 SecretName = Literal["WANDB_API_KEY", "TINKERMQ_NOTIFY_URL", "TINKERMQ_TEACHER_KEY"]
-"""What a user may hand over with a job: the names of environment variables."""
+"""Environment variables that a user may pass to a job."""
 WANDB_KEY: SecretName = "WANDB_API_KEY"
 NOTIFY_URL: SecretName = "TINKERMQ_NOTIFY_URL"
 TEACHER_KEY: SecretName = "TINKERMQ_TEACHER_KEY"

@@ -95,12 +95,12 @@ class Segment(Message):
 
     @classmethod
     def empty(cls, **fields: Any) -> Self:
-        """Return one without tokens."""
+        """Return a segment without tokens."""
         ints, floats = np.empty(0, np.int32), np.empty(0, np.float32)
         mask = np.empty(0, np.uint8)
         return cls(token_ids=ints, mask=mask, logprobs=floats, versions=ints, **fields)
 
     @property
     def end(self) -> int:
-        """Position behind the last token."""
+        """Position after the last token."""
         return self.start + len(self.token_ids)

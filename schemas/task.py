@@ -45,7 +45,7 @@ class Task(Message):
 
     @property
     def identity(self) -> tuple[int | None, int | None, int | None, int]:
-        """What is played, whoever issued it and whenever: position, row, choice and seed."""
+        """What is played, independent of number and issuer: position, row, choice and seed."""
         return self.index, self.sample, self.item, self.seed
 
     def named_at(self, at: str) -> str:
@@ -68,7 +68,7 @@ class Blame(Message):
     @field_validator("message", "hint", mode="before")
     @classmethod
     def _travels(cls, value: Any) -> str:
-        """Take any text, as errors quote what games, data and models say."""
+        """Clean any text, since errors quote games, data and models."""
         return clean_text(value, MAX_CHARS)
 
 

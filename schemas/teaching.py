@@ -32,11 +32,11 @@ class Teaching(Message):
         return self
 
     def fits(self, num_generated: int) -> bool:
-        """Whether it is of a trajectory with so many generated tokens."""
+        """Whether it belongs to a trajectory with this many generated tokens."""
         return self.logprobs is None or len(self.logprobs) == num_generated
 
     def wrong(self, vocab_size: int) -> str:
-        """Say what is wrong with the elements of its arrays; empty: nothing is."""
+        """Return what is wrong with its arrays' elements; empty: nothing."""
         known = [one for one in (self.prompt, self.top_ids) if one is not None]
         if any(((one < 0) | (one >= vocab_size)).any() for one in known):
             return f"a teacher's token ids must be from 0 to {vocab_size - 1}"

@@ -59,7 +59,7 @@ class Quota(Message):
 BOUNDS = tuple(name for name in Quota.model_fields if name not in ("weight", "max_priority"))
 """The values of a quota that are bounds."""
 NO_BOUNDS = Quota.model_validate(dict.fromkeys(BOUNDS))
-"""What everybody has in a pool without users."""
+"""The quota in a pool without users."""
 
 
 class QuotaReply(Quota):

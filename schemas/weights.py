@@ -76,12 +76,12 @@ class Manifest(Message):
     """tinkermq version of the learner; empty: older than this key."""
 
     def named_at(self, at: str) -> str:
-        """Return the key of its version; any may be the latest."""
+        """Return the key of its version; any version may be the latest."""
         return at if at == LATEST else manifest_key(self.version)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes that were stored for it."""
+        """Bytes stored for it."""
         whole = self.num_bytes if self.location else 0
         return whole + sum(one.num_bytes for one in self.differences)
 

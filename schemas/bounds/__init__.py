@@ -1,1 +1,1 @@
-"""How large may be what users write: every field has a bound, its own or that of its kind."""
+"""Bounds of what users write: every field has its own, or its type's."""

@@ -1,4 +1,4 @@
-"""The configuration of agent programs: what is run in place of a game, and its limits."""
+"""Configuration of agent programs and their limits."""
 
 import re
 from collections.abc import Mapping
@@ -9,9 +9,9 @@ from pydantic import Field, field_validator
 from .section import MAX_WAIT_S, Section, when
 
 IMPLIED_OF_ENV = ("game", "hosts", "reset_timeout_s", "step_timeout_s", "on_step_timeout")
-"""Keys of the section `env` that follow from the section `agent`."""
+"""Keys of `env` implied by the section `agent`."""
 TRAIN_WORDS = ("all", "main", "alive")
-"""Values of `agent.train` that are no pattern."""
+"""Values of `agent.train` other than patterns."""
 _GAME = "agent"
 _MARGIN_S = 30.0
 
@@ -107,14 +107,14 @@ class AgentConfig(Section):
 
     @property
     def episode_s(self) -> float:
-        """How long an episode may take from its program's start to its reward."""
+        """Longest time from the program's start to its reward."""
         return self.timeout_s + self.grace_s + self.reward_timeout_s + _MARGIN_S
 
 
 def train_pattern(value: str) -> tuple[re.Pattern[str], bool]:
-    """Return the pattern in a value of `agent.train`, and whether what it matches is trained.
+    """Return the pattern of an `agent.train` value, and whether matching calls are trained.
 
-    Raises ValueError for a value that holds none.
+    Raises ValueError if there is none.
     """
     text = value.removeprefix("not ").strip()
     if len(text) < 3 or not (text.startswith("/") and text.endswith("/")):
@@ -130,15 +130,15 @@ def train_pattern(value: str) -> tuple[re.Pattern[str], bool]:
 
 
 def runs_programs(tree: Mapping[str, Any]) -> bool:
-    """Whether the episodes of a configuration, which may be incomplete, are those of programs."""
+    """Whether a configuration, perhaps incomplete, is one of agent programs."""
     given = _section(tree, "agent")
     return bool(given.get("command") or given.get("client"))
 
 
 def settle_agent(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree of an agent job with what it implies; any other tree as it is.
+    """Return an agent job's tree with implied keys; any other tree unchanged.
 
-    Raises ValueError for a key that would have no effect.
+    Raises ValueError for a key without effect.
     """
     tree = dict(values)
     given = _section(tree, "agent")
@@ -179,6 +179,6 @@ def settle_agent(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a section given as a map; empty for one that is missing or a model already."""
+    """Return a section given as a map; empty if it is missing or already a model."""
     found = tree.get(name)
     return cast("Mapping[str, Any]", found) if isinstance(found, Mapping) else {}

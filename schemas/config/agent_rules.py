@@ -1,9 +1,8 @@
-"""What a job cannot have whose episodes are those of agent programs.
+"""Options that agent programs exclude.
 
-A program branches: an episode is a tree of calls, and its rows are paths of that tree. Baselines,
-means over sequences and what is trained count episodes, in however many rows they stand. What goes
-from turn to turn follows the calls from one to the next that it led to. What takes a row for the
-whole episode is refused.
+A program's episode is a tree of calls, and its rows are paths of that tree. Baselines, sequence
+means and training count episodes, whatever their number of rows; per-turn values follow the calls.
+Options that need one row per episode are refused.
 """
 
 from collections.abc import Callable
@@ -140,6 +139,6 @@ _WITHOUT_PLACES = Rule(
 
 
 def why_no_rows(job: "JobConfig") -> str | None:
-    """Return why a job cannot train episodes of several rows; None where it can."""
+    """Return why a job cannot train episodes of several rows; None: it can."""
     rules = (*_ROWS, _WITHOUT_PLACES)
     return next((rule.sentence(job) for rule in rules if rule.when(job)), None)

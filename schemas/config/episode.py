@@ -1,11 +1,11 @@
-"""The configuration of episodes: how many, how they are sampled, and how long they may get."""
+"""Configuration of episodes: number, sampling, and length."""
 
 from pydantic import Field
 
 from .section import Section
 
 MAX_EPISODES = 4096
-"""Episodes of one task."""
+"""Largest group size."""
 
 
 class RolloutConfig(Section):
@@ -35,7 +35,7 @@ class RolloutConfig(Section):
 
     @property
     def response_limit(self) -> int:
-        """Tokens behind the first prompt at which an episode is cut."""
+        """Tokens after the first prompt at which an episode is cut."""
         return self.max_turn_tokens if self.max_turns == 1 else self.max_response_tokens
 
     @property

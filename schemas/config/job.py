@@ -1,8 +1,8 @@
 """The configuration of a job: one typed tree.
 
-The text below a field is its documentation everywhere: `--help`, the JSON schema, the reference
-page. `when(...)` marks a key that only some choices read; setting it under another choice is an
-error, because it would have no effect.
+The text below a field is its documentation in `--help`, the JSON schema and the reference page.
+`when(...)` marks a key that only some values of another key use; setting it under others is an
+error.
 """
 
 from typing import Annotated, Any, Literal, Self, cast
@@ -205,7 +205,7 @@ class TrainingConfig(Section):
 
     @property
     def largest_staleness(self) -> int:
-        """Largest bound that may come into force."""
+        """Largest bound that may apply."""
         return self.staleness_limit if self.max_staleness == "auto" else self.max_staleness
 
 
@@ -342,7 +342,7 @@ class JobConfig(Section):
 
     @property
     def episodes_at_once(self) -> int:
-        """Episodes that one generator has under way: of programs no more than have a place."""
+        """Concurrent episodes of one generator; programs are also limited by their places."""
         most = self.generator.max_episodes
         if not self.agent.runs_programs:
             return most
@@ -351,7 +351,7 @@ class JobConfig(Section):
 
     @property
     def keeps_segments(self) -> bool:
-        """Whether running episodes are written down."""
+        """Whether running episodes are logged."""
         return self.agent.runs_programs or self.generator.segment_tokens > 0
 
     @property
@@ -361,12 +361,12 @@ class JobConfig(Section):
 
     @property
     def generator_slots(self) -> int:
-        """Slots of one generator; that of an SFT job only reads data, which takes none."""
+        """Slots of one generator; an SFT job's only reads data and takes none."""
         return 0 if self.sft.data else self.generator.slots
 
     @property
     def own_functions(self) -> dict[str, str]:
-        """The user's own functions that the learner runs, by the key that names each."""
+        """The user's functions in the learner, by configuration key."""
         named = {
             f"{section}.{name}": value
             for section in ("algorithm", "training")
@@ -376,14 +376,14 @@ class JobConfig(Section):
         return {key: value for key, value in named.items() if value is not None}
 
     def with_model(self, path: str) -> "JobConfig":
-        """Return the same configuration for another model, with the tokenizer that lies there."""
+        """Return a copy for another model, with its tokenizer."""
         model = self.model.model_copy(update={"path": path, "tokenizer": None})
         return self.model_copy(update={"model": model})
 
     @model_validator(mode="before")
     @classmethod
     def _kind_settles_the_rest(cls, values: Any) -> Any:
-        """Fill in what an SFT or agent job implies, and refuse what would have no effect in one."""
+        """Add what an SFT or agent job implies, and refuse keys without effect."""
         if not isinstance(values, dict):
             return values
         return settle_tinker(settle_agent(settle_sft(cast("dict[str, Any]", values))))

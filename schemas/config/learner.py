@@ -1,4 +1,4 @@
-"""The learner, as a job configures it."""
+"""Configuration of the learner."""
 
 from typing import Literal
 
@@ -77,17 +77,17 @@ class LearnerConfig(Section):
 
     @property
     def num_updates(self) -> int:
-        """Optimiser updates for each batch."""
+        """Optimiser updates per batch."""
         return self.num_minibatches * self.batch_epochs
 
     @property
     def spread(self) -> list[int]:
-        """Over how many nodes the ranks may lie, in equal parts of whole copies; best first."""
+        """Numbers of nodes over which the ranks may be divided equally, best first."""
         whole = self.ranks // self.replicas
         parts = [n for n in range(1, self.machines + 1) if self.ranks % n == 0]
         return sorted(parts, key=lambda n: (n > 1 and (self.ranks // n) % whole > 0, n))
 
     @property
     def sharded(self) -> bool:
-        """Whether the weights are held in parts, by FSDP2."""
+        """Whether weights are sharded by FSDP2."""
         return self.ranks > 1 or self.cpu_offload

@@ -1,4 +1,4 @@
-"""Read a job's configuration: defaults, then the YAML file, then `key=value` overrides.
+"""Load a job's configuration: defaults, then the YAML file, then `key=value` overrides.
 
 An unknown key is an error that names the closest known one.
 """
@@ -27,7 +27,7 @@ _PLAIN = (str, int, float, bool, type(None), date)
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> JobConfig:
     """Return the effective configuration of a YAML file and `section.key=value` overrides.
 
-    Raises ConfigError, naming the key, for anything that cannot be used.
+    Raises ConfigError, naming the key, for invalid input.
     """
     values = read_yaml(path) if path is not None else {}
     for override in overrides:
@@ -36,7 +36,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> JobCo
 
 
 def read_yaml(path: str | Path, model: type[BaseModel] = JobConfig) -> dict[str, Any]:
-    """Read a YAML map from a file; `model` says of what type its keys are."""
+    """Read a YAML map from a file; `model` types its keys."""
     file = Path(path)
     if not file.is_file():
         raise ConfigError(
@@ -56,9 +56,9 @@ def read_yaml(path: str | Path, model: type[BaseModel] = JobConfig) -> dict[str,
 
 
 def parse_yaml(text: str, what: str, model: type[BaseModel] = JobConfig) -> dict[str, Any]:
-    """Return the YAML map that a text holds, none for an empty one; raises ConfigError.
+    """Return the YAML map of a text, empty for an empty one; raises ConfigError.
 
-    The type of a key in `model` says how its value is read, see `yaml_values`.
+    Values are read by the types of `model`, see `yaml_values`.
     """
     value = read_value(text, what, model)
     if value is None:
@@ -77,8 +77,8 @@ def apply_override(
 ) -> None:
     """Set `section.key=value` in a tree of maps.
 
-    The value is read as in a file, by the type that `model` has for the key (None: of a free map).
-    A text may stand without quotes whatever is in it.
+    The value is read as in a file, by the key's type in `model` (None: a free map). Texts need no
+    quotes.
     """
     key, separator, text = override.partition("=")
     if not separator or not key.strip():
@@ -96,7 +96,7 @@ def apply_override(
 
 
 def parse_config(values: dict[str, Any]) -> JobConfig:
-    """Validate a tree of maps; ConfigError says which key is wrong and what it could be."""
+    """Validate a tree of maps; ConfigError names the wrong key and alternatives."""
     check_keys(values)
     try:
         return JobConfig.model_validate(values)
@@ -105,10 +105,10 @@ def parse_config(values: dict[str, Any]) -> JobConfig:
 
 
 def check_keys(values: dict[str, Any]) -> None:
-    """Refuse unknown keys and wrong values of a configuration that is not complete yet.
+    """Refuse unknown keys and invalid values of an incomplete configuration.
 
-    What keys say of one another is left for the complete one. Raises ConfigError, naming the
-    closest known key, or the key and its value.
+    Rules between keys are checked once it is complete. Raises ConfigError, naming the key and its
+    value, or the closest known key.
     """
     _refuse_strange(values)
     _refuse_unknown(values, JobConfig, "")
@@ -121,7 +121,7 @@ def check_keys(values: dict[str, Any]) -> None:
 
 
 def _may_be_mended(problem: ErrorDetails) -> bool:
-    """Whether further keys can mend it: one is missing, or those of a section do not fit."""
+    """Whether further keys can fix it: one is missing, or keys of a section conflict."""
     if problem["type"] == "missing":
         return True
     model: Any = JobConfig
@@ -136,9 +136,9 @@ def _is_section(annotation: Any) -> bool:
 
 
 def _refuse_strange(values: dict[str, Any]) -> None:
-    """Raise ConfigError for what JSON could not say, and for more values than any job has.
+    """Raise ConfigError for values outside of JSON, and for too many values.
 
-    A configuration may come from anybody as msgpack, with arrays, bytes and keys that are none.
+    A configuration may arrive as msgpack with arrays, bytes and other keys.
     """
     left: list[tuple[str, int, Any]] = [("", 0, values)]
     num_values = 0
@@ -178,7 +178,7 @@ def _refuse_unknown(values: dict[str, Any], model: type[BaseModel], prefix: str)
 
 
 def _first_leaf(key: str, value: Any) -> str:
-    """Return the key with the first one inside, as people write it: `trainig.num_steps`."""
+    """Return the key with its first inner key, dotted: `trainig.num_steps`."""
     while isinstance(value, dict) and value:
         inner, value = next(iter(cast("dict[Any, Any]", value).items()))
         key = f"{key}.{inner}"

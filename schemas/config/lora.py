@@ -1,4 +1,4 @@
-"""Low-rank adapters, as a job configures them."""
+"""Configuration of low-rank adapters."""
 
 import math
 import re
@@ -10,7 +10,7 @@ from pydantic import Field
 from .section import Section, when
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""The file by which PEFT tells the folder of an adapter from that of a model."""
+"""PEFT's file that marks the folder of an adapter."""
 
 
 class LoraConfig(Section):
@@ -53,16 +53,16 @@ class LoraConfig(Section):
         return max(self.rank, *self.rank_pattern.values(), 0)
 
     def rank_of(self, layer: str) -> int:
-        """Return the rank of a layer, by its name in the model."""
+        """Return the rank of a layer by its name."""
         return self.rank_pattern.get(_pattern(self.rank_pattern, layer), self.rank)
 
     def scale_of(self, layer: str) -> float:
-        """Return what the product of a layer's adapter is multiplied by."""
+        """Return the factor of a layer's adapter."""
         alpha = self.alpha_pattern.get(_pattern(self.alpha_pattern, layer), self.alpha)
         rank = self.rank_of(layer)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
 
 def _pattern(patterns: Iterable[str], layer: str) -> str:
-    """Return the first pattern that a layer's name matches, as PEFT finds it; "" for none."""
+    """Return the first pattern that matches a layer's name, as PEFT does; "" for none."""
     return next((one for one in patterns if re.match(rf"(.*\.)?({one})$", layer)), "")

@@ -1,4 +1,4 @@
-"""The part of a job's configuration that says where rewards come from."""
+"""Configuration of rewards besides the game's own."""
 
 import string
 from typing import Any, Literal, Self
@@ -76,9 +76,9 @@ class RewardConfig(Section):
 
 
 def check_judge_prompt(reward: RewardConfig) -> None:
-    """Raise ConfigError for a judge's prompt that does not demand the form that scores are read in.
+    """Raise ConfigError for a judge's prompt that does not demand the score's form.
 
-    Every episode would fail: a judge that is not told the form answers in another.
+    Otherwise every episode would fail.
     """
     prompt = reward.judge_prompt
     if reward.source != "judge" or prompt is None:

@@ -1,7 +1,7 @@
-"""What the keys of a job's configuration say of one another: the one table of what is refused.
+"""Rules between configuration keys: one table of refused combinations.
 
-A key that is read only under one choice of its own section says so where it stands, by `when`. What
-spans sections, or compares values, is a row here.
+Conditions within a section are declared at the key by `when`. Rules that span sections or compare
+values are rows here.
 """
 
 from collections.abc import Callable, Iterator

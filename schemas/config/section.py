@@ -1,4 +1,4 @@
-"""A section of a configuration: it refuses keys that are unknown or have no effect."""
+"""Sections of a configuration: unknown keys and keys without effect are errors."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from .job import JobConfig
 
 MAX_WAIT_S = 86_400.0
-"""The longest wait that a configuration may ask for."""
+"""Longest configurable wait."""
 OWN_FUNCTION = (
     r"^([A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
     r"|[a-z][a-z0-9_-]*)$"
 )
-"""A function of the user's: `module:function`, or a name that a package has registered."""
+"""A user's function: `module:function`, or a name registered by a package."""
 MAX_TAGS = 32
 MAX_NOTES = 4000
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:/=+@-]{0,63}$")]
-"""What runs are found by: a tag, or the name of a group."""
+"""A tag, or the name of a group."""
 
 
 def when(key: str, *values: Any) -> dict[str, Any]:
-    """Say that a field is read only while `key` of the same section has one of `values`.
+    """Declare that a field is used only if `key` of the same section has one of `values`.
 
-    Without values: while it is set, to anything but 0.
+    Without values: if it is set and not 0.
     """
     return {"when": {"key": key, "values": list(values)}}
 
@@ -58,7 +58,7 @@ def _rule(field: FieldInfo) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Rule:
-    """A combination of values of several sections that is refused."""
+    """A refused combination of values of several sections."""
 
     key: str
     """What is refused, as the user wrote it; `{section.key}` stands for a value."""
@@ -73,7 +73,7 @@ class Rule:
 
 
 class Section(BaseModel):
-    """A part of the configuration: unknown keys are errors, and every value is bounded."""
+    """Base of sections: unknown keys are errors, and every value is bounded."""
 
     model_config = ConfigDict(extra="forbid", validate_default=True)
 
@@ -101,7 +101,7 @@ class Section(BaseModel):
         return self
 
     def _unmet(self, name: str) -> dict[str, Any] | None:
-        """Return the rule by which a field is not read: that of the key it names, or its own."""
+        """Return the rule by which a field is unused: its own, or that of the key it names."""
         rule = _rule(type(self).model_fields[name])
         if rule is None:
             return None

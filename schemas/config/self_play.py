@@ -1,4 +1,4 @@
-"""The configuration of self-play against earlier versions."""
+"""Configuration of self-play against earlier versions."""
 
 from pydantic import Field
 

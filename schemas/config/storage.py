@@ -1,4 +1,4 @@
-"""Where checkpoints and models lie that no path leads to on every machine."""
+"""Configuration of the store for checkpoints and models."""
 
 import re
 from typing import TYPE_CHECKING
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
     from .job import JobConfig
 
 BROKER = "broker:"
-"""In the place of a URL: the broker keeps the checkpoints."""
+"""Instead of a URL: the broker keeps the checkpoints."""
 URL_PATTERN = r"^(broker:|(s3|gs|file)://[A-Za-z0-9._/=+@-]+)$"
 _URL = re.compile(r"(s3|gs|file)://|broker:runs/")
 
 
 def is_url(value: str) -> bool:
-    """Whether a text names a place in a store rather than a folder or a model of the hub."""
+    """Whether a text is the URL of a store, not a folder or hub model."""
     return _URL.match(value) is not None
 
 
 def model_paths(job: "JobConfig") -> dict[str, str]:
-    """Return the models that a job names, by the key of each."""
+    """Return the models that a job names, by key."""
     named = {
         "model.path": job.model.path,
         "model.tokenizer": job.model.tokenizer,

@@ -1,4 +1,4 @@
-"""What the configuration of a service for the Tinker API implies: it trains what its users send."""
+"""Configuration of a Tinker service, and what it implies."""
 
 import re
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ class TinkerConfig(Section):
     @field_validator("base")
     @classmethod
     def _check_base(cls, base: str) -> str:
-        """Raise ValueError for what programs could not ask for, or not tell apart."""
+        """Raise ValueError for names that programs cannot request or distinguish."""
         if base and (_BASE.fullmatch(base) is None or base != normpath(base)):
             raise ValueError(
                 f"{base!r} is no name of a base model: take one such as org/model, or the absolute "
@@ -55,7 +55,7 @@ class TinkerConfig(Section):
 
 
 def settle_tinker(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree of such a service with what it implies; any other tree as it is."""
+    """Return a service's tree with implied keys; any other tree unchanged."""
     tree = dict(values)
     section = cast("Mapping[str, Any]", tree.get("tinker") or {})
     if section.get("base"):

@@ -44,7 +44,7 @@ _TAGS = frozenset({"str", "int", "float", "bool", "null", "map", "seq"})
 
 
 def core_value(text: str) -> Any:
-    """Return what an unquoted text is by YAML's core schema: null, boolean, number or text."""
+    """Return an unquoted text's value in YAML's core schema: null, boolean, number or text."""
     if text in _NULL:
         return None
     if text in _BOOLEANS:
@@ -63,7 +63,7 @@ def core_value(text: str) -> Any:
 
 
 def read_value(text: str, what: str, wanted: Any = Any) -> Any:
-    """Return the value of a YAML text for a key of the type `wanted`; ConfigError names `what`."""
+    """Return a YAML text's value for a key of type `wanted`; ConfigError names `what`."""
     try:
         events = iter(yaml.parse(text.removeprefix("\ufeff"), Loader=_LOADER))
         return _Builder(events, what).document(wanted)
@@ -77,9 +77,9 @@ def read_value(text: str, what: str, wanted: Any = Any) -> Any:
 
 
 def read_argument(text: str, what: str, wanted: Any) -> Any:
-    """Return the value of `key=value` for a key of the type `wanted`.
+    """Return the value of `key=value` for a key of type `wanted`.
 
-    For a text key it is what is written, with `#`, `:` and brackets, but for quotes around it all.
+    For a text key it is taken as written, with `#`, `:` and brackets, without enclosing quotes.
     """
     kinds = _kinds(wanted)
     if not text:
@@ -102,12 +102,12 @@ def _argument_text(text: str, kinds: Sequence[Any]) -> Any:
 
 
 def write_yaml(values: Mapping[str, Any]) -> str:
-    """Return a map as YAML that `read_value` reads as the same again."""
+    """Return a map as YAML that `read_value` reads back equally."""
     return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes texts that would be read as something else."""
+    """Quotes texts that would otherwise be read as another type."""
 
 
 def _quoted(_: _Dumper, text: str) -> yaml.ScalarNode:
@@ -119,7 +119,7 @@ _Dumper.add_representer(str, _quoted)
 
 
 def type_at(model: type[BaseModel] | None, path: Sequence[str]) -> Any:
-    """Return the type of a key, given as the names on the way to it; Any for one in a free map."""
+    """Return the type of a key, given by its path; Any within a free map."""
     wanted: Any = Any if model is None else model
     for name in path:
         wanted = _type_of_key(wanted, name)
@@ -127,7 +127,7 @@ def type_at(model: type[BaseModel] | None, path: Sequence[str]) -> Any:
 
 
 class _Builder:
-    """Builds values from the events of a parser."""
+    """Builds values from a parser's events."""
 
     def __init__(self, events: Iterator[Any], what: str) -> None:
         self._events = events
@@ -135,7 +135,7 @@ class _Builder:
         self._depth = 0
 
     def document(self, wanted: Any) -> Any:
-        """Return the one value of a stream, None for an empty one."""
+        """Return the single value of a stream, None if empty."""
         value: Any = None
         num_documents = 0
         for event in self._events:
@@ -211,7 +211,7 @@ class _Builder:
 
 
 def _scalar(text: str, kinds: Sequence[Any]) -> Any:
-    """Return an unquoted text as the first of the types that it can be."""
+    """Return an unquoted text as the first type that fits."""
     value = core_value(text)
     if Any in kinds or (value is None and NoneType in kinds):
         return value
@@ -229,7 +229,7 @@ def _scalar(text: str, kinds: Sequence[Any]) -> Any:
 
 
 def _kinds(wanted: Any) -> list[Any]:
-    """Return the types that a key may have, out of unions and annotations."""
+    """Return the types that a key may have, from unions and annotations."""
     origin = get_origin(wanted)
     if origin is Annotated:
         return _kinds(get_args(wanted)[0])

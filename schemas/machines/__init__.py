@@ -1,1 +1,1 @@
-"""Machines that a pool asks of a cluster: how it is configured, and what is told of them."""
+"""Machines that a pool requests from a cluster: configuration and status."""

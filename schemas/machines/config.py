@@ -13,7 +13,7 @@ from ..wire.errors import ConfigError
 Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:@-]*$", max_length=255)]
 
 _PLACES = {"slurm": "partition", "ray": "address"}
-"""What `KIND:PLACE` says of each kind."""
+"""Key that `KIND:PLACE` sets, by kind."""
 _CLUSTERS = when("kind", "slurm", "ray", "kubernetes")
 _KUBERNETES = when("kind", "kubernetes")
 
@@ -87,12 +87,12 @@ class MachinesConfig(Section):
 
     @classmethod
     def none(cls) -> "MachinesConfig":
-        """Return the configuration of a pool that asks nobody for machines."""
+        """Return the configuration of a pool that requests no machines."""
         return cls(most=0)
 
     @property
     def on(self) -> str:
-        """Where machines are asked for, as a person writes it; empty: nowhere."""
+        """Where machines are requested, for people; empty: nowhere."""
         if self.kind == "ssh":
             return f"ssh: {len(self.hosts)} hosts"
         if self.kind == "kubernetes":
@@ -101,9 +101,9 @@ class MachinesConfig(Section):
 
 
 def machines_config(text: str, *, credentials: str = "") -> MachinesConfig:
-    """Return what `slurm:PARTITION`, `ray:ADDRESS`, `none` or the path of a YAML file stands for.
+    """Return the configuration of `slurm:PARTITION`, `ray:ADDRESS`, `none` or a YAML file.
 
-    `credentials` of nodes are used where the file names none. Raises ConfigError.
+    `credentials` of nodes are used if the file names none. Raises ConfigError.
     """
     if text == "none":
         return MachinesConfig.none()

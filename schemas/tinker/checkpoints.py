@@ -8,10 +8,10 @@ from ..wire.message import Message, Request
 from .operation import ModelId
 
 MAX_METADATA_BYTES = 4 << 10
-"""Of what a user says about one run, checkpoint or session, as JSON."""
+"""Size of a user's metadata of a run, checkpoint or session, as JSON."""
 MAX_PAGE = 500
 PART_BYTES = 4 << 20
-"""Of a file that is read at once."""
+"""Size of one read of a file."""
 Metadata = dict[str, str]
 Path = Annotated[str, Field(max_length=400)]
 SessionId = Annotated[str, Field(min_length=1, max_length=80)]

@@ -1,4 +1,4 @@
-"""What an operation of the Tinker API trains on, how, and what comes of it."""
+"""Inputs, options and results of training operations of the Tinker API."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Datum:
-    """One sequence, and what its loss needs for each position."""
+    """One sequence, and its loss inputs per position."""
 
     tokens: NDArray[np.int32]
     """[T], the model's input."""
@@ -21,7 +21,7 @@ class Datum:
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """Which adapter a model trains."""
+    """The adapter of a model."""
 
     rank: int
     seed: int | None = None
@@ -32,7 +32,7 @@ class LoraSpec:
 
 @dataclass(frozen=True)
 class AdamParams:
-    """AdamW at one step, as `torch.optim.AdamW` has it."""
+    """Parameters of one AdamW step, as in `torch.optim.AdamW`."""
 
     learning_rate: float
     beta1: float = 0.9
@@ -45,7 +45,7 @@ class AdamParams:
 
 @dataclass(frozen=True)
 class LossResult:
-    """What a loss was, by datum and in sum."""
+    """Losses, per datum and in sum."""
 
     logprobs: list[NDArray[np.float32]]
     """Of each datum, in the shape of its `target_tokens`."""

@@ -20,13 +20,13 @@ OperationKind = Literal[
 ]
 _AT_0 = frozenset({"create_model", "load_weights", "missing"})
 MAX_BODY_BYTES = 7 << 20
-"""Of one operation, as it came: a request of the broker's size holds it and its names."""
+"""Size of one operation: with its names it fits into a request of the broker."""
 Seq = Annotated[int, Field(ge=0, le=MAX_SEQ)]
 ModelId = Annotated[str, Field(min_length=1, max_length=80)]
 
 
 class Company(NamedTuple):
-    """Beside how much of others' a micro-batch was computed, which decides its last bits."""
+    """Rows of other models computed with a micro-batch, which decide its last bits."""
 
     before: int = 0
     """Rows of others before its own; tokens, where the attention reads all rows as one."""
@@ -61,11 +61,11 @@ class ModelOperation(Message):
 
     @property
     def name(self) -> OperationName:
-        """Its name; raises NotFoundError for a model id that is none."""
+        """Its name; raises NotFoundError for an invalid model id."""
         return OperationName(ModelName.parse(self.model), self.seq)
 
     def check_place(self) -> None:
-        """Raise MessageError for what cannot stand at its number."""
+        """Raise MessageError for an operation that cannot have its number."""
         fits = self.kind in _AT_0 if self.seq == 0 else self.kind != "create_model"
         if not fits:
             raise MessageError(

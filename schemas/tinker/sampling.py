@@ -18,12 +18,12 @@ _USER = r"^([a-z0-9][a-z0-9_]{0,31})?$"
 _BASE = "base:"
 _MOVES = "inflight:"
 MAX_SAMPLE_BYTES = 4 << 20
-"""Of one request to sample."""
+"""Size of a sample request."""
 
 
 @dataclass(frozen=True)
 class SamplerName:
-    """A sampling session: what it samples from stands in its name, so that nobody keeps a table."""
+    """A sampling session; its name contains its source, so no table is needed."""
 
     session: str
     number: int
@@ -48,29 +48,29 @@ class SamplerName:
 
     @classmethod
     def of_base(cls, session: str, number: int, base: str) -> "SamplerName":
-        """Return the name of a session that samples from a base model."""
+        """Return the name of a session on a base model."""
         return cls(session, number, _BASE + base)
 
     @property
     def base(self) -> str | None:
-        """The base model that it samples from, or None: it samples from a checkpoint."""
+        """The base model, or None for a checkpoint."""
         return self.source.removeprefix(_BASE) if self.source.startswith(_BASE) else None
 
     @classmethod
     def of_checkpoint(
         cls, session: str, number: int, path: CheckpointName, *, moves: bool = False
     ) -> "SamplerName":
-        """Return the name of a session that samples from a checkpoint, or from later ones, too."""
+        """Return the name of a session on a checkpoint, or on later ones, too."""
         return cls(session, number, f"{_MOVES if moves else ''}{path}")
 
     @property
     def moves(self) -> bool:
-        """Whether its samples move on to the weights that are saved later."""
+        """Whether its samples use weights saved later."""
         return self.source.startswith(_MOVES)
 
     @property
     def checkpoint(self) -> CheckpointName:
-        """The checkpoint that it samples from, the oldest if it moves on; raises NotFoundError."""
+        """The checkpoint, the oldest if it moves; raises NotFoundError."""
         return CheckpointName.parse(self.source.removeprefix(_MOVES))
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class SamplerName:
 
 @dataclass(frozen=True)
 class SampleName:
-    """One request of a sampling session, and the sampler that has taken it."""
+    """One request of a sampling session, and its sampler."""
 
     sampler: SamplerName
     seq: int
@@ -88,7 +88,7 @@ class SampleName:
 
     @classmethod
     def parse(cls, text: str) -> "SampleName | None":
-        """Read a request id; None for one of another kind. Raises NotFoundError."""
+        """Read a request id; None for another kind. Raises NotFoundError."""
         if (found := _REQUEST.fullmatch(text)) is None:
             return None
         return cls(SamplerName.parse(found[1]), int(found[2]), found[3])

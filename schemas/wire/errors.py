@@ -1,15 +1,15 @@
 """The errors of the system.
 
-Every error says what happened, with which value, and what to do next. The three parts travel in
-an error reply (`code`, `message`, `hint`) and come back as the same class at the caller; a subclass
-without a code of its own comes back as its parent. What is decided from an error stands here as a
-fact of its class: nobody reads a message to decide.
+Every error has a stable `code`, a `message` (what happened, with which value) and a `hint` (what to
+do). They travel in an error reply and are raised as the same class at the caller; a subclass
+without its own code is raised as its parent. Decisions are made on attributes of the class, never
+on a message's text.
 """
 
 from typing import ClassVar, Literal, cast
 
 Boundary = Literal["engine", "environment", "sandbox", "reward", "task", "broker"]
-"""The parts of an episode that may be to blame for its failure."""
+"""Parts of an episode that can be blamed for its failure."""
 
 
 class TinkermqError(Exception):
@@ -254,12 +254,12 @@ def _subclasses(base: type[TinkermqError]) -> list[type[TinkermqError]]:
 
 
 def of_boundary(boundary: Boundary) -> type[TinkermqError]:
-    """Return the class of the errors that arise at a boundary."""
+    """Return the error class of a boundary."""
     return next(cls for cls in _subclasses(TinkermqError) if cls.boundary == boundary)
 
 
 def root_cause(raised: BaseException) -> BaseException:
-    """Return the one error inside an exception group, or the group's first."""
+    """Return the single error inside an exception group, or the group's first."""
     while isinstance(raised, BaseExceptionGroup):
         inner = cast("tuple[BaseException, ...]", raised.exceptions)
         named = [error for error in inner if isinstance(error, TinkermqError)]
@@ -268,7 +268,7 @@ def root_cause(raised: BaseException) -> BaseException:
 
 
 def error_from_reply(code: str, message: str, hint: str) -> TinkermqError:
-    """Rebuild the error class that a peer raised, from its error reply."""
+    """Return the error of an error reply, as its class."""
     # a subclass without a code of its own is private to its module: the parent stands for it
     by_code = {cls.code: cls for cls in reversed(_subclasses(TinkermqError)[1:])}
     return by_code.get(code, InternalError)(message, hint=hint)

@@ -1,4 +1,4 @@
-"""A field's type, bounds and default in words, as Markdown: for reference pages and `--help`."""
+"""Type, bounds and default of a field as Markdown, for reference pages and `--help`."""
 
 import types
 import typing
@@ -17,7 +17,7 @@ _LENGTHS = ((MinLen, "min_length", "≥"), (MaxLen, "max_length", "≤"))
 
 
 def type_text(field: FieldInfo) -> str:
-    """Return a field's type and bounds for people to read, as Markdown."""
+    """Return a field's type and bounds as Markdown."""
     arrays = [rule for rule in field.metadata if isinstance(rule, WithJsonSchema)]
     if arrays:
         return str((arrays[0].json_schema or {})["description"])
@@ -61,7 +61,7 @@ def _type(annotation: Any) -> str:
 
 
 def default_text(field: FieldInfo) -> str:
-    """Return a field's default for people to read, as Markdown."""
+    """Return a field's default as Markdown."""
     if field.is_required():
         return "required"
     if field.default_factory is new_id:

@@ -1,11 +1,11 @@
-"""Trees of maps, as configurations are before they are validated."""
+"""Trees of maps, such as unvalidated configurations."""
 
 from collections.abc import Mapping
 from typing import Any, cast
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with the leaves of `over` laid over it."""
+    """Return `base` overlaid with the leaves of `over`."""
     result = dict(base)
     for key, value in over.items():
         inner = result.get(key)

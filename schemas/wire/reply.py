@@ -8,7 +8,7 @@ from .errors import TinkermqError, error_from_reply
 from .message import Message
 
 MAX_CHARS = 8000
-"""Characters of a message or hint."""
+"""Length of a message or hint."""
 
 
 class ErrorReply(Message):
@@ -24,9 +24,9 @@ class ErrorReply(Message):
 
     @classmethod
     def of(cls, code: str, message: str, hint: str = "") -> Self:
-        """Make a reply of any text, also of what has no UTF-8 form (games and models say it).
+        """Make a reply of any text, also invalid Unicode from games and models.
 
-        What is longer than anybody reads is cut: a reply that is too large would be none.
+        Long texts are cut, so that the reply fits a message.
         """
         return cls(code=code, message=_clean(message), hint=_clean(hint))
 

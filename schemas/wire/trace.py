@@ -1,8 +1,8 @@
 """Traces: time use of training steps and their groups.
 
-Ids are those of the W3C's trace context, which OpenTelemetry speaks: each task is a trace, made by
-the learner. The header `traceparent` carries it along: with the task, with the episodes' resets,
-and with the group in the rollout log.
+Ids follow the W3C trace context, as in OpenTelemetry: each task is a trace, created by the learner.
+The header `traceparent` travels with the task, the episodes' resets, and the group in the rollout
+log.
 """
 
 import re
@@ -15,9 +15,9 @@ from .message import Message
 TRACEPARENT = "traceparent"
 """Name of the header."""
 GENERATOR_KINDS = ("swap", "generate", "environment", "weights", "other", "tasks")
-"""What a generator's time goes into; of several at once the first one counts."""
+"""Activities of a generator; of simultaneous ones the first counts."""
 HOST_KINDS = ("full", "play", "idle")
-"""What a host's time goes into."""
+"""Activities of a host."""
 _TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -32,12 +32,12 @@ def is_traceparent(value: str) -> bool:
 
 
 def trace_of(traceparent: str) -> str:
-    """Return the trace id, 32 hexadecimal digits; empty for what is no `traceparent`."""
+    """Return the trace id, 32 hexadecimal digits; empty if it is no `traceparent`."""
     return traceparent[3:35] if is_traceparent(traceparent) else ""
 
 
 def span_of(traceparent: str) -> str:
-    """Return the span id, 16 hexadecimal digits; empty for what is no `traceparent`."""
+    """Return the span id, 16 hexadecimal digits; empty if it is no `traceparent`."""
     return traceparent[36:52] if is_traceparent(traceparent) else ""
 
 

@@ -1,1 +1,1 @@
-"""What a job learns by: advantage, loss, correction, reference, teacher, critic."""
+"""Algorithm configuration: advantage, loss, correction, reference, teacher, critic."""

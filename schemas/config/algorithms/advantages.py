@@ -1,4 +1,4 @@
-"""Advantages, and ways to make one number of token losses, by name."""
+"""Names of advantages and of loss aggregations."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""The algorithm of a job: advantage, loss, off-policy correction, KL, and the critic."""
+"""Configuration of the algorithm: advantage, loss, off-policy correction, KL, and the critic."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, cast
@@ -219,12 +219,12 @@ class AlgorithmConfig(Section):
 
     @property
     def teachers(self) -> dict[str, str]:
-        """The teachers by data source; `""` for all that have none of their own."""
+        """Teachers by data source; `""`: for all others."""
         return {"": self.teacher} if isinstance(self.teacher, str) else dict(self.teacher or {})
 
     @property
     def loaded_teachers(self) -> dict[str, str]:
-        """Those that learners load, by data source."""
+        """Teachers that learners load, by data source."""
         return {
             source: name
             for source, name in self.teachers.items()
@@ -233,11 +233,11 @@ class AlgorithmConfig(Section):
 
     @property
     def asked_teachers(self) -> dict[str, str]:
-        """Those that generators ask, by data source."""
+        """Teachers that generators ask, by data source."""
         return {source: name for source, name in self.teachers.items() if is_asked(name)}
 
     def renamed(self, places: Mapping[str, str]) -> "AlgorithmConfig":
-        """Return the same with other names for teachers and reference, where there are some."""
+        """Return a copy with other names of teachers and reference."""
         teachers = {source: places.get(name, name) for source, name in self.teachers.items()}
         path = self.reference.path
         reference = self.reference.model_copy(update={"path": places.get(path or "", path)})
@@ -248,7 +248,7 @@ class AlgorithmConfig(Section):
 
     @property
     def weighs_whole_batches(self) -> bool:
-        """Whether the weights of the correction hang on the whole batch."""
+        """Whether correction weights depend on the whole batch."""
         return (
             self.correction == "m2po"
             or self.correction_normalise
@@ -257,7 +257,7 @@ class AlgorithmConfig(Section):
 
     @property
     def corrects_sequences(self) -> bool:
-        """Whether the correction keeps, drops or weighs a sequence as a whole."""
+        """Whether the correction treats a sequence as a whole."""
         by_weight = self.correction == "tis" and self.correction_level == "sequence"
         by_mask = any(mask.over != "token" for mask in self.correction_masks)
         return self.correction in OF_WHOLE_SEQUENCES or by_weight or by_mask
@@ -271,21 +271,21 @@ class AlgorithmConfig(Section):
 
     @property
     def token_discount(self) -> float:
-        """The discount from token to token (of advantages by turn: from turn to turn).
+        """The discount between tokens (for per-turn advantages: between turns).
 
-        Turns as samples that earn what follows them are discounted once, from turn to turn.
+        Turns as samples with returns are discounted once, between turns.
         """
         return 1.0 if self.sample == "turn" and self.turn_reward == "return" else self.discount
 
     @property
     def end_discount(self) -> float:
-        """The discount of what is expected behind an episode that a limit ended."""
+        """The discount of the value after an episode that a limit cut."""
         return self.token_discount if self.turn_gamma is None else self.turn_gamma
 
     @model_validator(mode="before")
     @classmethod
     def _some_losses_correct_by_themselves(cls, values: Any) -> Any:
-        """Let such a loss imply correction=none, and refuse another one."""
+        """Let self-correcting losses imply correction=none, and refuse any other."""
         if not isinstance(values, dict):
             return values
         given = cast("dict[str, Any]", values)

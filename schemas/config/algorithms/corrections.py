@@ -1,4 +1,4 @@
-"""Off-policy corrections by name, and the masks that go with any of them."""
+"""Names of off-policy corrections, and their masks."""
 
 from typing import Literal, Self
 
@@ -8,7 +8,7 @@ from ..section import Section
 
 CorrectionName = Literal["none", "tis", "icepop", "geometric", "mis", "veto", "decoupled", "m2po"]
 OF_WHOLE_SEQUENCES = ("geometric", "mis", "veto")
-"""Corrections that need all of a sequence at once."""
+"""Corrections that need a whole sequence at once."""
 
 
 class CorrectionMask(Section):

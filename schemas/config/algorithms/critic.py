@@ -1,4 +1,4 @@
-"""The critic of a job, where its advantage needs one."""
+"""Configuration of the critic."""
 
 from pydantic import Field
 

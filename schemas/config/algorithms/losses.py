@@ -1,4 +1,4 @@
-"""The policy losses by name, and what each has beside its clips."""
+"""Names and options of policy losses."""
 
 from typing import Literal
 
@@ -19,9 +19,9 @@ LossName = Literal[
     "dpo",
 ]
 CORRECTING_LOSSES = ("dppo", "dppo_kl", "topr", "vespo")
-"""Losses that correct for the behaviour policy by themselves."""
+"""Losses with an off-policy correction of their own."""
 LOSSES_OF_SEQUENCES = ("gspo", "gmpo", "topr", "vespo")
-"""Losses that need all of a sequence at once."""
+"""Losses that need a whole sequence at once."""
 _ABOVE_0, _AT_MOST_1 = (1e-6, 1e6), (1e-6, 1.0)
 LOSS_OPTIONS: dict[str, dict[str, tuple[float, float]]] = {
     "sapo": {"tau_pos": _ABOVE_0, "tau_neg": _ABOVE_0},
@@ -31,4 +31,4 @@ LOSS_OPTIONS: dict[str, dict[str, tuple[float, float]]] = {
     "dppo_kl": {"ratio_cap": _ABOVE_0},
     "vespo": dict.fromkeys(("k_pos", "lambda_pos", "k_neg", "lambda_neg"), _ABOVE_0),
 }
-"""What losses have beside their clips: each with its least and its greatest value."""
+"""Options of losses besides clips, with their bounds."""

@@ -27,5 +27,5 @@ class ReferenceConfig(Section):
 
     @property
     def moves(self) -> bool:
-        """Whether it changes as the policy is trained."""
+        """Whether it changes during training."""
         return self.ema is not None or self.reset_every > 0

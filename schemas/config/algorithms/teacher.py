@@ -1,21 +1,21 @@
-"""What a teacher of on-policy distillation is called, and which kind of teacher that is."""
+"""Names and kinds of teachers for on-policy distillation."""
 
 import re
 from urllib.parse import parse_qs, urlsplit, urlunsplit
 
 SELF = "self"
-"""The policy itself, as it is before each step, with what only a teacher may read."""
+"""The policy before each step, with a text that only a teacher reads."""
 _JOB = "job:"
 _CHECKPOINT = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}@(?:\d{1,9}|last|best)")
 
 
 def is_checkpoint(name: str) -> bool:
-    """Whether a name is that of a run's checkpoint, `RUN@STEP`, and not of a folder or a model."""
+    """Whether a name is a run's checkpoint, `RUN@STEP`, not a folder or model."""
     return _CHECKPOINT.fullmatch(name) is not None
 
 
 def served_job(name: str) -> str | None:
-    """Return the inference job that a teacher is, by its name or id; None for another kind."""
+    """Return the inference job that a teacher names; None for another kind."""
     return name.removeprefix(_JOB) if name.startswith(_JOB) else None
 
 
@@ -25,19 +25,19 @@ def is_endpoint(name: str) -> bool:
 
 
 def is_asked(name: str) -> bool:
-    """Whether generators ask a teacher as episodes end, in place of learners that load it."""
+    """Whether generators ask the teacher as episodes end; otherwise learners load it."""
     return is_endpoint(name) or served_job(name) is not None
 
 
 def endpoint(name: str) -> tuple[str, str]:
-    """Return the base URL of an endpoint, up to `/v1`, and the model that is asked there."""
+    """Return an endpoint's base URL, up to `/v1`, and its model."""
     parts = urlsplit(name)
     model = parse_qs(parts.query).get("model", [""])[0]
     return urlunsplit((parts.scheme, parts.netloc, parts.path.rstrip("/"), "", "")), model
 
 
 def why_no_teacher(name: str) -> str:
-    """Say what is wrong with the name of a teacher; empty: nothing is."""
+    """Return what is wrong with a teacher's name; empty: nothing."""
     if served_job(name) == "":
         return "job: names no job: write job:NAME, of one that `tinkermq serve` has started"
     if not is_endpoint(name):

@@ -1,4 +1,4 @@
-"""What the keys of teachers say of other sections (`rules.py` has all others)."""
+"""Rules between teachers and other sections (`rules.py` has all others)."""
 
 from ..section import Rule
 
