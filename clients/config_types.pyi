@@ -239,8 +239,8 @@ class AlgorithmConfigDict(TypedDict, total=False):
     """Reward of a turn as a sample: its own, or the discounted return from it."""
     branch_credit: Literal['episode', 'own', 'both']
     """Credit of an agent's branch with its own reward: the episode's; its own, compared with branches of its role in the group; or the sum of both advantages."""
-    loss: Literal['ppo', 'gspo', 'gmpo', 'cispo', 'sapo', 'clip_cov', 'kl_cov', 'dppo', 'dppo_kl', 'topr', 'vespo', 'reinforce', 'sft', 'dpo']
-    """Policy loss; SFT jobs have sft, the cross entropy, or dpo, by themselves."""
+    loss: Literal['ppo', 'gspo', 'gmpo', 'cispo', 'sapo', 'clip_cov', 'kl_cov', 'dppo', 'dppo_kl', 'topr', 'vespo', 'reinforce', 'sft']
+    """Policy loss; SFT jobs have sft, the cross entropy, by themselves."""
     clip_low: float | None
     """Lower clip; default 0.2 (ppo, clip_cov, dppo), 3e-4 (gspo), 0.4 (gmpo), 0.05 (dppo_kl), none (cispo, of the weight itself)."""
     clip_high: float | None
@@ -352,8 +352,8 @@ class LearnerConfigDict(TypedDict, total=False):
     """Copies of the model among the ranks (HSDP), each sharded over ranks / replicas of them; only gradients travel between copies."""
     context_parallel: int
     """Neighbouring ranks that share the columns of each row (Ulysses), so that each holds activations of a part. Must divide the ranks and the model's heads."""
-    optimizer: Literal['adamw', 'muon', 'adamw_8bit']
-    """adamw; muon: the momentum of the hidden layers' matrices, an adapter's too, made orthogonal, with AdamW for embeddings, output layer, norms and biases; adamw_8bit: AdamW that keeps its two moments of matrices in 8 bits each, a quarter of the memory."""
+    optimizer: Literal['adamw', 'muon']
+    """adamw; muon: the momentum of the hidden layers' matrices, an adapter's too, made orthogonal, with AdamW for embeddings, output layer, norms and biases."""
     lr: float
     """Peak learning rate; muon's updates are as large as AdamW's at the same rate."""
     schedule: Literal['constant', 'linear', 'cosine']
@@ -376,8 +376,8 @@ class LearnerConfigDict(TypedDict, total=False):
     """Optimiser updates per batch and version, each on a part of it."""
     batch_epochs: int
     """Times that a batch is gone through, with `num_minibatches` updates each; ratios and clips are those to the policy before the first."""
-    dtype: Literal['float32', 'bfloat16', 'float16']
-    """Compute dtype; master weights and optimiser state are float32. In float16 the loss is scaled, and an update whose gradient is not finite is left out and halves the scale."""
+    dtype: Literal['float32', 'bfloat16']
+    """Compute dtype; master weights and optimiser state are float32."""
     publish_dtype: Literal['float32', 'bfloat16']
     """Dtype of the weights that generators get."""
     row_tokens: int
@@ -415,21 +415,7 @@ class LoraConfigDict(TypedDict, total=False):
 
 class SftConfigDict(TypedDict, total=False):
     data: list[str]
-    """Parquet or JSONL files, on the pool, with the column `messages`: conversations in which the assistant's messages are learnt; `tools` and `images` may stand beside it. Pairs have `prompt`, `chosen` and `rejected`. Empty: not an SFT job."""
-    objective: Literal['sft', 'dpo', 'reward']
-    """What is learnt. sft: the assistant's messages; dpo: of pairs, that the policy prefers the chosen answer to the rejected one; reward: of pairs, a reward model in the policy's place."""
-    beta: float
-    """β: how much a pair may move the policy from `algorithm.reference`; the greater the less. Of the IPO loss its τ."""
-    dpo_loss: Literal['sigmoid', 'ipo']
-    """Loss of a pair: −log σ(β(Δ_chosen − Δ_rejected)), where Δ is log π/π_ref of an answer, or (Δ_chosen − Δ_rejected − 1/2β)² with Δ by token (IPO)."""
-    label_smoothing: float
-    """Share of the pairs that are taken to be labelled the wrong way round (cDPO)."""
-    sft_coef: float
-    """Weight of the cross entropy of the chosen answers, by token, beside the loss of pairs."""
-    center_coef: float
-    """Weight of (r_chosen + r_rejected)², which holds a reward model's scores around 0."""
-    val_data: list[str]
-    """Held-out pairs: on the versions that `training.test_freq` chooses, the share of them is told whose chosen answer wins (`val/mean_score`)."""
+    """Parquet or JSONL files, on the pool, with the column `messages`: conversations in which the assistant's messages are learnt; `tools` and `images` may stand beside it. Empty: not an SFT job."""
 
 class TinkerConfigDict(TypedDict, total=False):
     base: str

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import cast
 
 import tinkermq.schemas
-import tinkermq.schemas.machines
 import tinkermq.schemas.tinker
 import tinkermq.schemas.wire
 from pydantic import BaseModel
@@ -87,7 +86,7 @@ def message_modules() -> Iterator[tuple[str, list[type[Message]]]]:
     schemas = tinkermq.schemas
     found = [
         (info.name, f"{package.__name__}.{info.name}")
-        for package in (schemas, schemas.machines, schemas.tinker, schemas.wire)
+        for package in (schemas, schemas.tinker, schemas.wire)
         for info in pkgutil.iter_modules(package.__path__)
         if not info.ispkg
     ]
