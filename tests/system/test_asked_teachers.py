@@ -92,6 +92,7 @@ async def told_of_teacher(job: Job, teacher: Path) -> None:
         np.testing.assert_allclose(item.teaching.logprobs, wanted, atol=2e-4)
 
 
+@pytest.mark.long
 async def test_an_api_that_is_away_is_waited_for_and_the_run_is_replayed_to_the_bit(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:

@@ -1,7 +1,6 @@
 """Users' ways into a real pool: the command line, the Python clients, a game of one's own."""
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
@@ -19,12 +18,9 @@ from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.clients import (
     AsyncSchedulerClient,
     AsyncServiceClient,
-    AsyncTrajectoryPublisher,
     GameEnvironment,
-    make_trajectory,
 )
 from tinkermq.schemas.wire.errors import (
-    BrokerError,
     ConfigError,
     DataError,
     GameError,
@@ -40,7 +36,6 @@ from tests.clients.test_game_environment import EchoGame
 from tests.support.configs import UNHURRIED, small_job
 from tests.support.processes import listening_ports
 from tests.support.stack import Stack
-from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -80,6 +75,7 @@ async def test_the_names_of_opentinker_train_a_game_that_the_client_hosts(
     assert {0, 3} <= validated <= {0, 2, 3}
 
 
+@pytest.mark.long
 async def test_a_client_that_dies_comes_back_and_finds_its_run_waiting(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
@@ -173,29 +169,6 @@ async def test_a_job_that_can_never_fit_is_refused_at_once(stack: Stack, model: 
             await scheduler.submit_job(config)
 
 
-async def test_an_external_agent_trains_a_job_by_its_own_trajectories(
-    stack: Stack, model: Path, tmp_path: Path
-) -> None:
-    training = {"tasks": "external", "num_steps": 2, "batch_size": 2}
-    config = small_job(model, training=training, rollout={"group_size": 2})
-    async with AsyncSchedulerClient(stack.server.url, timeout=90) as scheduler:
-        job = await scheduler.submit_job({**config, "output_dir": str(tmp_path)})
-    async with AsyncTrajectoryPublisher(job["server_url"], source="my-agent") as publisher:
-
-        async def publish(reward: float) -> bool:
-            episodes = [_episode(reward), _episode(1 - reward)]
-            with contextlib.suppress(BrokerError):  # the learner is not up yet
-                await publisher.publish_group(episodes, timeout_s=60)
-                return True
-            return False
-
-        for reward in (0.0, 1.0, 0.0, 1.0):
-            await eventually(lambda reward=reward: publish(reward), "the learner", 90)
-    async with AsyncServiceClient(job["server_url"]) as client:
-        last = await asyncio.wait_for(client.fit(verbose=False), 90)
-    assert last["training_step_reward"] == 0.5
-
-
 def _started(words: list[str]) -> "subprocess.Popen[str]":
     """Start a user's process in a session of its own, with its output in pipes."""
     return subprocess.Popen(
@@ -218,10 +191,6 @@ def _until_a_step(process: "subprocess.Popen[str]") -> str:
         if line.startswith("step "):
             return "".join(seen)
     raise AssertionError(f"it ended: {''.join(seen)}{process.stderr.read()}")
-
-
-def _episode(reward: float) -> Any:
-    return make_trajectory([10, 11, 12, 13], [0, 0, 1, 1], [0, 0, -5.0, -5.0], reward, version=0)
 
 
 async def _assert_traced(file: Path) -> None:

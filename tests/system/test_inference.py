@@ -58,6 +58,7 @@ async def ask(stack: Stack, scope: JobScope, name: str, **fields: Any) -> list[I
         return [part async for part in parts]
 
 
+@pytest.mark.long
 async def test_a_model_folder_is_served_by_several_servers(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
@@ -152,6 +153,7 @@ async def _assert_prompts_are_scored(
             await openai.completions.create(model=name, prompt="2+2=", **wrong)
 
 
+@pytest.mark.long
 async def test_episodes_have_the_tokens_of_training_and_files_go_on_where_they_ended(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
@@ -207,6 +209,7 @@ async def test_episodes_have_the_tokens_of_training_and_files_go_on_where_they_e
         await run_inference_async(**{**settings, "temperature": 0.5})
 
 
+@pytest.mark.long
 async def test_served_episodes_are_those_of_the_generators_own_loop(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
@@ -271,6 +274,7 @@ async def test_a_server_that_is_killed_costs_no_episode(
         await client.cancel_job(described["job_id"])
 
 
+@pytest.mark.long
 async def test_a_game_that_fails_is_recorded_and_played_again_next_time(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:

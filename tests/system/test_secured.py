@@ -176,6 +176,7 @@ def processes_with(secret: str) -> list[str]:
     return lines
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 async def test_programs_of_a_user_see_nothing_of_the_pool(
     operator: Operator, model: Path, tmp_path: Path
@@ -283,6 +284,7 @@ async def test_two_users_train_and_neither_reaches_the_others_job(
         assert not files_with(key, tmp_path / "runs", operator.home / "logs")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 async def test_a_user_hosts_the_game_with_the_own_key(
     operator: Operator, model: Path, tmp_path: Path
@@ -307,6 +309,7 @@ async def test_a_user_hosts_the_game_with_the_own_key(
     assert done.state == "COMPLETED", done.reason
 
 
+@pytest.mark.long
 def test_a_user_serves_follows_and_infers_and_another_reaches_none_of_it(
     operator: Operator, model: Path, tmp_path: Path
 ) -> None:
@@ -357,6 +360,7 @@ def holders(secret: str) -> set[str]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 async def test_the_key_of_a_tracker_reaches_the_learner_and_stands_nowhere(
     operator: Operator, model: Path, tmp_path: Path

@@ -86,6 +86,7 @@ async def test_serve_in_one_line_and_infer_against_it(
         assert (await run(stack, "stop", row["run"])).code == 0
 
 
+@pytest.mark.long
 async def test_a_live_run_is_followed_to_its_newest_version(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
@@ -157,6 +158,7 @@ async def test_a_checkpoint_that_is_not_there_is_refused_at_once(
             await client.submit_inference_job(f"{trained.record.name}@3")
 
 
+@pytest.mark.long
 async def test_a_tokenizer_of_another_model_fails_the_job_with_both_sizes(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
