@@ -38,7 +38,6 @@ def benchmark(name: str) -> Any:
     return pytest.param(name, marks=pytest.mark.skipif(bool(missing), reason=reason))
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", [benchmark(name) for name in NAMES])
 def test_a_benchmark_runs_and_tells_its_figures(name: str, tmp_path: Path) -> None:
     file = tmp_path / "result.json"

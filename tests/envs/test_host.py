@@ -99,7 +99,12 @@ async def test_the_gold_answer_reaches_neither_prompt_nor_observation(
     async with hosting(broker, scope, "broken_games:TellingGame", workers=1, **data) as client:
         request = ResetRequest(episodes=["a"], split="train", sample=0, seed=0, wait_s=9)
         opened = await call(
-            broker, scope.env_reset, request, ResetReply, timeout_s=10, waiting_for="the host"
+            broker,
+            scope.env_reset,
+            request,
+            ResetReply,
+            timeout_s=PATIENCE_S,
+            waiting_for="the host",
         )
         assert truth not in str(opened)
         for turn in range(2):  # a first step, and the last one of the episode

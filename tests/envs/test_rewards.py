@@ -21,6 +21,8 @@ from tinkermq.schemas.infer import ChatRequest, Delta, InferPart
 from tinkermq.schemas.wire.errors import BusyError, ConfigError, RewardError
 from tinkermq.schemas.wire.subjects import JobScope
 
+from tests.support.waiting import PATIENCE_S
+
 
 def _function(name, **more):
     return {"source": "function", "function": f"reward_functions:{name}", **more}
@@ -36,7 +38,7 @@ async def _finish(client, episode, turn):
     request = StepRequest(episodes=[episode], turns=[turn], actions=[""], final=[True], wait_s=9)
     subject = client.scope.env(client.host.name, "step")
     reply = await call(
-        client.broker, subject, request, StepReply, timeout_s=10, waiting_for="the host"
+        client.broker, subject, request, StepReply, timeout_s=PATIENCE_S, waiting_for="the host"
     )
     for failed in reply.failed:
         raise failed.error.to_error()

@@ -19,7 +19,7 @@ from tinkermq.broker.programs.process import die_with
 
 from tests.support.certificates import Certificate
 from tests.support.configs import REPOSITORY
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE_S, eventually
 
 _STOP_S = 15.0
 
@@ -88,7 +88,7 @@ class Gateway:
         secure = urllib.request.HTTPSHandler(context=self._tls)
         opener = urllib.request.build_opener(_NoRedirect, secure)
         try:
-            with opener.open(request, timeout=60) as reply:
+            with opener.open(request, timeout=PATIENCE_S) as reply:
                 return Answer(reply.status, reply.read(), dict(reply.headers.items()))
         except urllib.error.HTTPError as error:
             with error:

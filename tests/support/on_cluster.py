@@ -19,7 +19,7 @@ from tinkermq.schemas.wire.errors import BrokerError
 from tests.clients.command import Outcome, tinkermq
 from tests.support.configs import REPOSITORY, small_job
 from tests.support.processes import alive
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE_S, eventually
 
 SLOW = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.3}, "num_val": 0}
 
@@ -41,7 +41,7 @@ class OnCluster:
         }
 
     async def command(self, *words: str) -> Outcome:
-        return await asyncio.to_thread(tinkermq, *words, env=self._environment, timeout=120)
+        return await asyncio.to_thread(tinkermq, *words, env=self._environment, timeout=PATIENCE_S)
 
     async def up(self, **config: Any) -> Broker:
         file = self._folder / "machines.yaml"
@@ -82,7 +82,7 @@ async def machines(pool: Pool, *states: str) -> MachineList:
         told = await pool.machines()
         return told if sorted(one.state for one in told.machines) == sorted(states) else None
 
-    return await eventually(look, f"machines that are {states}", 90)
+    return await eventually(look, f"machines that are {states}")
 
 
 async def job_is(pool: Pool, job: str, *states: str) -> JobRecord:
@@ -93,4 +93,4 @@ async def job_is(pool: Pool, job: str, *states: str) -> JobRecord:
             record = await pool.get(job)
             return record if record.state in states else None
 
-    return await eventually(look, f"a job that is {states}", 120)
+    return await eventually(look, f"a job that is {states}")

@@ -54,7 +54,7 @@ async def two_turns(task: dict[str, Any], model: AgentEpisode) -> float:
 
 async def trained(stack: Stack, config: dict[str, Any], program: Any, tmp_path: Path) -> Any:
     """Train with a function as the program; return the job's record when it has ended."""
-    async with AsyncSchedulerClient(stack.server.url, timeout=90) as scheduler:
+    async with AsyncSchedulerClient(stack.server.url, timeout=PATIENCE_S) as scheduler:
         job = await scheduler.submit_job({**config, "output_dir": str(tmp_path)})
         env = AgentEnvironment(program, config)
         async with AsyncServiceClient(job["server_url"]) as client:

@@ -36,6 +36,7 @@ from tests.clients.test_game_environment import EchoGame
 from tests.support.configs import UNHURRIED, small_job
 from tests.support.processes import listening_ports
 from tests.support.stack import Stack
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -90,21 +91,21 @@ client.set_config({args!r}, env)
 client.fit(env, num_steps=80)
 """
     with _started([sys.executable, "-c", script]) as process:
-        await asyncio.wait_for(asyncio.to_thread(_until_a_step, process), 120)
+        await asyncio.wait_for(asyncio.to_thread(_until_a_step, process), PATIENCE_S)
         process.send_signal(signal.SIGINT)
-        _, said = await asyncio.to_thread(process.communicate, timeout=120)
+        _, said = await asyncio.to_thread(process.communicate, timeout=PATIENCE_S)
     assert process.returncode == 130
     assert "Traceback" not in said
     for part in (f"run {job['name']} goes on", f"tinkermq stop {job['name']}", "hosted here"):
         assert part in said
     with _started([sys.executable, "-c", script]) as process:
-        await asyncio.wait_for(asyncio.to_thread(_until_a_step, process), 120)
+        await asyncio.wait_for(asyncio.to_thread(_until_a_step, process), PATIENCE_S)
         process.kill()
     async with AsyncServiceClient(job["server_url"]) as client:
         record = await client.status()
         assert record.state == "RUNNING"
         with GameEnvironment(EchoGame, args) as env:
-            last = await asyncio.wait_for(client.fit(env, verbose=False), 120)
+            last = await asyncio.wait_for(client.fit(env, verbose=False), PATIENCE_S)
     assert last["training/global_step"] == 80
 
 
@@ -114,7 +115,7 @@ async def test_a_job_that_fails_tells_its_reason_to_whoever_waits(
     config = small_job(
         model, env={"game": "tests.support.games:NoSuchGame"}, training={"num_steps": 2}
     )
-    async with AsyncSchedulerClient(stack.server.url, timeout=90) as scheduler:
+    async with AsyncSchedulerClient(stack.server.url, timeout=PATIENCE_S) as scheduler:
         # It fails while it starts, or just after.
         with pytest.raises(JobFailedError, match="has no game 'NoSuchGame'"):
             await _train_to_the_end(scheduler, {**config, "output_dir": str(tmp_path)})
@@ -159,7 +160,7 @@ async def test_what_cannot_work_is_refused_when_it_is_said(
 async def _train_to_the_end(scheduler: AsyncSchedulerClient, config: dict[str, Any]) -> None:
     job = await scheduler.submit_job(config)
     async with AsyncServiceClient(job["server_url"]) as client:
-        await asyncio.wait_for(client.fit(verbose=False), 90)
+        await asyncio.wait_for(client.fit(verbose=False), PATIENCE_S)
 
 
 async def test_a_job_that_can_never_fit_is_refused_at_once(stack: Stack, model: Path) -> None:
@@ -231,11 +232,11 @@ async def test_train_streams_and_control_c_detaches_without_stopping_the_run(
     file.write_text(yaml.safe_dump({**config, "output_dir": str(tmp_path), "name": "cli-run"}))
     words = ["train", str(file), "--nats-url", stack.server.url]
     with _started(command(words)) as process:
-        seen = await asyncio.wait_for(asyncio.to_thread(_until_a_step, process), 120)
+        seen = await asyncio.wait_for(asyncio.to_thread(_until_a_step, process), PATIENCE_S)
         assert "submitted cli-run" in seen
         assert "tinkermq stop cli-run" in seen
         process.send_signal(signal.SIGINT)
-        _, errors = await asyncio.to_thread(process.communicate, None, 30)
+        _, errors = await asyncio.to_thread(process.communicate, None, PATIENCE_S)
     assert process.returncode == 130
     assert "detached; the run goes on" in errors
     assert "Traceback" not in errors

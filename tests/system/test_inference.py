@@ -39,6 +39,7 @@ from tests.support.games import RaisesInStep, SlowBandit
 from tests.support.jobs import Job
 from tests.support.models import plain_logprobs
 from tests.support.stack import Stack
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -62,7 +63,7 @@ async def ask(stack: Stack, scope: JobScope, name: str, **fields: Any) -> list[I
 async def test_a_model_folder_is_served_by_several_servers(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
-    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=90) as client:
+    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=PATIENCE_S) as client:
         job = await client.submit_inference_job(
             str(model), num_gpus=2, max_model_len=256, config={"output_dir": str(tmp_path)}
         )
@@ -86,7 +87,7 @@ async def test_a_model_folder_is_served_by_several_servers(
 async def test_the_gateway_serves_a_real_model_to_the_official_client(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
-    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=90) as client:
+    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=PATIENCE_S) as client:
         job = await client.submit_inference_job(
             str(model), max_model_len=256, config={"output_dir": str(tmp_path)}
         )
@@ -214,7 +215,7 @@ async def test_served_episodes_are_those_of_the_generators_own_loop(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {"rollout": SHORT}
-    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=90) as client:
+    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=PATIENCE_S) as client:
         job = await client.submit_inference_job(
             str(model), config={"output_dir": str(tmp_path), **settings}
         )
@@ -248,7 +249,7 @@ async def test_a_server_that_is_killed_costs_no_episode(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
     config = {"output_dir": str(tmp_path), "generator": {"max_episodes": 6}, "rollout": SHORT}
-    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=90) as client:
+    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=PATIENCE_S) as client:
         described = await client.submit_inference_job(str(model), num_gpus=2, config=config)
         job = Job(stack, await JobStore(stack.broker).get("local", described["job_id"]))
         pid = await job.pid("server-1")
@@ -280,7 +281,7 @@ async def test_a_game_that_fails_is_recorded_and_played_again_next_time(
 ) -> None:
     output = tmp_path / "results.jsonl"
     config = {"output_dir": str(tmp_path), "rollout": SHORT}
-    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=90) as client:
+    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=PATIENCE_S) as client:
         job = await client.submit_inference_job(str(model), config=config)
         for tries in (1, 2):
             report = await run_inference_async(

@@ -13,7 +13,7 @@ from tinkermq.clients.pool import Pool
 from tests.support.kubernetes import Kubernetes
 from tests.support.on_cluster import SLOW, OnCluster, job_is, machines
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from tests.support.stack import Stack
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.timeout(300),
     pytest.mark.asyncio(loop_scope="session"),
 ]
 

@@ -21,11 +21,10 @@ from tinkermq.schemas.wire.errors import ConfigError, PlacementError
 from tests.clients.command import Outcome, tinkermq
 from tests.support.configs import REPOSITORY, small_job
 from tests.support.sshd import Sshd, lacking
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE_S, eventually
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(bool(lacking()), reason=f"no SSH server can be had: {lacking()}"),
 ]
 
@@ -111,7 +110,7 @@ async def test_a_job_brings_a_host_trains_there_and_lets_it_go(
     file.write_text(yaml.safe_dump({**hosts(sshd, tmp_path), "look_s": 0.5, "idle_s": 2}))
 
     async def command(*words: str) -> Outcome:
-        return await asyncio.to_thread(tinkermq, *words, env=environment, timeout=120)
+        return await asyncio.to_thread(tinkermq, *words, env=environment, timeout=PATIENCE_S)
 
     up = await command("up", "--on", str(file), "--port", "0", "--no-gateway", "--json")
     assert up.code == 0, up.err
@@ -129,9 +128,9 @@ async def test_a_job_brings_a_host_trains_there_and_lets_it_go(
                 told = await pool.machines()
                 return told if not told.machines else None
 
-            done = await eventually(ended, "the job's end", 120)
+            done = await eventually(ended, "the job's end")
             assert done.state == "COMPLETED", done.reason
-            assert (await eventually(gone, "no machine", 60)).slot_hours > 0
+            assert (await eventually(gone, "no machine")).slot_hours > 0
     finally:
         down = await command("down")
     assert down.code == 0, down.err

@@ -98,7 +98,6 @@ def test_a_check_that_there_is_none_of_and_a_report_that_cannot_be_written_are_s
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 def test_all_checks_hold_on_a_cpu(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     words = ("doctor", "--gpu", "--device", "cpu", "--report", str(report))

@@ -19,7 +19,7 @@ from tinkermq.schemas.agent import EpisodePost, EpisodePosted, ReportedCall
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.support.scripted_generator import Script, ScriptedGenerator
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 SAY = {"messages": [{"role": "user", "content": "Hello"}]}
 CHAT = "/v1/chat/completions"
@@ -64,7 +64,7 @@ def client_of(remote: RemoteEpisode, episode: ProgramEpisode) -> httpx.AsyncClie
         transport=httpx.ASGITransport(app=remote),  # type: ignore[arg-type]
         base_url="http://pool",
         headers={"authorization": f"Bearer {episode.key}"},
-        timeout=60,
+        timeout=PATIENCE_S,
     )
 
 
