@@ -91,8 +91,8 @@ async def test_a_service_that_takes_its_time_gives_signs_of_life(
     broker: Broker, scope: JobScope, counter: Counter
 ) -> None:
     counter.go_on.clear()
-    task = asyncio.create_task(last_part(asking(broker, scope, silence_s=1.0)))
-    await asyncio.sleep(1.5)  # longer than the silence that is borne
+    task = asyncio.create_task(last_part(asking(broker, scope, silence_s=3.0)))
+    await asyncio.sleep(4)  # longer than the silence that is borne
     assert not task.done()
     counter.go_on.set()
     assert (await task).model == "done"

@@ -32,7 +32,7 @@ async def brisk(
     broker: Broker, scope: JobScope, episode: ProgramEpisode
 ) -> AsyncIterator[ModelProxy]:
     """A proxy that soon takes silence for death."""
-    times = ProxyTimes(silence_s=1.0, pause_s=0.02, adopt_s=0.5)
+    times = ProxyTimes(silence_s=3.0, pause_s=0.02, adopt_s=0.5)
     async with ModelProxy(broker, scope, times=times) as proxy:
         proxy.open(episode)
         yield proxy

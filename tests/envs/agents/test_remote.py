@@ -54,7 +54,7 @@ async def remote_of(broker: Broker, key: str) -> RemoteEpisode:
     identity = read_episode_key(key)
     assert identity is not None
     own = await connect(broker.url, name="program", login=of_program(key, with_users=False))
-    times = HostTimes(report_s=0.1, first_s=0.2, away_s=0.2)
+    times = HostTimes(report_s=0.1, first_s=2.0, away_s=2.0)
     return RemoteEpisode(own, identity, key, BodyRoom(1 << 26), host_times=times)
 
 

@@ -100,7 +100,7 @@ import threading
 from tests.support.waiting import PATIENCE_S
 def stream():
     url = urlsplit(os.environ["OPENAI_BASE_URL"])
-    connection = http.client.HTTPConnection(url.netloc, timeout=PATIENCE_S)
+    connection = http.client.HTTPConnection(url.netloc, timeout=600)
     body = json.dumps({"messages": history, "stream": True})
     headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
     connection.request("POST", url.path + "/chat/completions", body, headers)
