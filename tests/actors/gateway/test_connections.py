@@ -351,7 +351,11 @@ class SdkClients:
         self._running[place] += 1
         try:
             while True:
-                answer = await self._clients[place].post(f"{self._api}/{path}", json=body)
+                try:
+                    answer = await self._clients[place].post(f"{self._api}/{path}", json=body)
+                except httpx.ReadError:  # refused while it was being sent: the answer is lost
+                    await asyncio.sleep(0.2)
+                    continue
                 if answer.status_code not in (429, 503):
                     return answer
                 self.refusals.append(answer)

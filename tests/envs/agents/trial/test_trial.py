@@ -97,7 +97,6 @@ reward()
 async def test_calls_beside_each_other_streams_and_choices_are_seen(tried: Try) -> None:
     report = await tried("""
 import threading
-from tests.support.waiting import PATIENCE_S
 def stream():
     url = urlsplit(os.environ["OPENAI_BASE_URL"])
     connection = http.client.HTTPConnection(url.netloc, timeout=600)
