@@ -98,7 +98,7 @@ $(VENV)-docs/docs.stamp:
 # A real Ray for the tests of pools on one; the pool speaks HTTP with it and needs nothing of it.
 ray: $(VENV)-ray/ray.stamp
 test-ray: $(VENV)/dev.stamp ray  ## Run the tests of a pool on Ray, with a cluster on this machine
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long tests/system/test_ray.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long -k "ray" tests/system
 
 $(VENV)-ray/ray.stamp:
 	@echo "installing Ray into $(VENV)-ray: 400 MB, once"

@@ -62,13 +62,13 @@ class OnCluster:
 
     def scheduler_pid(self) -> int:
         """Return the process of the scheduler that runs, waiting for one that is started again."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             state = Home(self._folder / "home").running()
             if state is not None and alive(state.children["scheduler"]):
                 return state.children["scheduler"]
             time.sleep(0.1)
-        raise TimeoutError("no scheduler was started again within 30 s")
+        raise TimeoutError("no scheduler was started again")
 
     async def submit(self, pool: Pool, model: Path, **sections: Any) -> JobRecord:
         config = {**small_job(model, **sections), "output_dir": str(self._folder / "runs")}
