@@ -405,7 +405,11 @@ async def sample_at_once(
 
 
 @pytest.mark.parametrize(
-    ("num", "limited"), [(400, True), (MAX_OF_HOLDER + NUM_RESERVED, False)], ids=["as told", "all"]
+    ("num", "limited"),
+    [
+        pytest.param(400, True, id="as told", marks=pytest.mark.long),
+        pytest.param(MAX_OF_HOLDER + NUM_RESERVED, False, id="all"),
+    ],
 )
 async def test_hundreds_of_samples_at_once_leave_room_for_health_and_pages(
     own_server: NatsServer, own_broker: Broker, tmp_path: Path, num: int, limited: bool
