@@ -21,8 +21,6 @@ from tests.support.certificates import Certificate
 from tests.support.configs import REPOSITORY
 from tests.support.waiting import PATIENCE_S, eventually
 
-_STOP_S = 15.0
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -146,7 +144,7 @@ async def run_gateway(
         await eventually(gateway.alive, "the gateway to answer")
         yield gateway
         gateway.process.terminate()  # a test may have killed the first one
-        code = await asyncio.to_thread(gateway.process.wait, _STOP_S)
+        code = await asyncio.to_thread(gateway.process.wait, PATIENCE_S)
         assert code == 0, gateway.log.read_text()
     finally:
         gateway.process.kill()
