@@ -213,8 +213,9 @@ async def test_a_game_that_a_node_tries_stands_behind_the_walls_of_hosted_ones(
         assert ("0 came off" in failed[0]["detail"]) == bool(words), failed
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 async def test_two_users_train_and_neither_reaches_the_others_job(
-    operator: Operator, model: Path, tmp_path: Path
+    operator: Operator, model: Path, tmp_path: Path, ranks: int
 ) -> None:
     config = {**small_job(model), "output_dir": str(tmp_path / "runs")}
     config["training"] = {**config["training"], "num_steps": 3}
@@ -227,9 +228,9 @@ async def test_two_users_train_and_neither_reaches_the_others_job(
             "game": "tests.support.games:Snoop",
             "kwargs": {"pattern": pattern.replace("/", "|")},
         }
-        settings = {**config, "name": f"run-{name}", "env": {**config["env"], **snoop}}
-        if name == "ada":  # two actors, one of which tells the other what to do
-            settings["learner"] = {**config["learner"], "ranks": 2, "slots": 2}
+        settings = {**config, "name": f"run-{name}-{ranks}", "env": {**config["env"], **snoop}}
+        if name == "ada":  # with two ranks: actors, one of which tells the other what to do
+            settings["learner"] = {**config["learner"], "ranks": ranks, "slots": ranks}
         else:  # a learner with code of its owner's, behind walls
             settings["algorithm"] = {"own_loss": "tests.support.nosy_loss:nosy"}
             for secret in (operator.home, tmp_path / "nothing"):
@@ -273,11 +274,12 @@ async def test_two_users_train_and_neither_reaches_the_others_job(
     for name, shown in (("root", {"ada", "bob"}), ("ada", {"ada"})):
         listed = operator.told("ps", "--everyone", "--all", key=name)
         assert {row["user"] for row in listed} == shown
-    assert operator.run("logs", "run-ada", key="ada").code == 0
-    assert operator.run("rollouts", "run-ada", key="ada").code == 0
-    assert operator.run("logs", "run-ada", key="bob").code != 0
-    attached = operator.run("attach", "run-ada", key="bob")
-    assert (attached.code, "there is no run 'run-ada'" in attached.err) == (2, True)
+    run = records["ada"].name
+    assert operator.run("logs", run, key="ada").code == 0
+    assert operator.run("rollouts", run, key="ada").code == 0
+    assert operator.run("logs", run, key="bob").code != 0
+    attached = operator.run("attach", run, key="bob")
+    assert (attached.code, f"there is no run '{run}'" in attached.err) == (2, True)
     for key in [*operator.keys.values(), "tmqj."]:
         assert not files_with(key, tmp_path / "runs", operator.home / "logs")
 
