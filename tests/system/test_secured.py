@@ -213,9 +213,11 @@ async def test_a_game_that_a_node_tries_stands_behind_the_walls_of_hosted_ones(
         assert ("0 came off" in failed[0]["detail"]) == bool(words), failed
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "own", [False, pytest.param(True, marks=pytest.mark.long)], ids=["plain", "ranks and own loss"]
+)
 async def test_two_users_train_and_neither_reaches_the_others_job(
-    operator: Operator, model: Path, tmp_path: Path, ranks: int
+    operator: Operator, model: Path, tmp_path: Path, own: bool
 ) -> None:
     config = {**small_job(model), "output_dir": str(tmp_path / "runs")}
     config["training"] = {**config["training"], "num_steps": 3}
@@ -228,10 +230,10 @@ async def test_two_users_train_and_neither_reaches_the_others_job(
             "game": "tests.support.games:Snoop",
             "kwargs": {"pattern": pattern.replace("/", "|")},
         }
-        settings = {**config, "name": f"run-{name}-{ranks}", "env": {**config["env"], **snoop}}
-        if name == "ada":  # with two ranks: actors, one of which tells the other what to do
-            settings["learner"] = {**config["learner"], "ranks": ranks, "slots": ranks}
-        else:  # a learner with code of its owner's, behind walls
+        settings = {**config, "name": f"run-{name}-{int(own)}", "env": {**config["env"], **snoop}}
+        if own and name == "ada":  # two actors, one of which tells the other what to do
+            settings["learner"] = {**config["learner"], "ranks": 2, "slots": 2}
+        if own and name == "bob":  # a learner with code of its owner's, behind walls
             settings["algorithm"] = {"own_loss": "tests.support.nosy_loss:nosy"}
             for secret in (operator.home, tmp_path / "nothing"):
                 nosy = {**settings, "model": {**settings["model"], "tokenizer": str(secret)}}
@@ -243,11 +245,11 @@ async def test_two_users_train_and_neither_reaches_the_others_job(
         assert not processes_with(operator.keys[name])
     for name, other in (("ada", "bob"), ("bob", "ada")):
         pool, record = Pool(brokers[name]), records[other]
-        own, theirs = JobScope(name, records[name].job), JobScope(other, record.job)
+        mine, theirs = JobScope(name, records[name].job), JobScope(other, record.job)
         listed = await pool.list_jobs(all=True)
         assert {one.user for one in listed} == {name}
         assert records[name].job in {one.job for one in listed}
-        metrics = await read_metrics(brokers[name], own)
+        metrics = await read_metrics(brokers[name], mine)
         assert metrics[-1].step == 3
         # a game in the pool, which the owner wrote, read nothing of any run and did nothing else
         assert {one.values["training_step_reward"] for one in metrics} == {0.0}
@@ -256,7 +258,7 @@ async def test_two_users_train_and_neither_reaches_the_others_job(
         for change in (pool.stop, pool.pause, pool.resume):
             with pytest.raises(NotFoundError):
                 await change(record.job)
-        assert [one.step for one in await read_traces(brokers[name], own, 2)] == [2, 3]
+        assert [one.step for one in await read_traces(brokers[name], mine, 2)] == [2, 3]
         with pytest.raises(BrokerError):
             await read_metrics(brokers[name], theirs)
         with pytest.raises(BrokerError):
