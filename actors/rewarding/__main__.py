@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         serve(given.folder, given.host, given.port, given.key_variable)
     except TinkermqError as error:
-        Console(stderr=True).print(str(error), style="red", markup=False)
+        Console(stderr=True, emoji=False).print(str(error), style="red", markup=False)
         return 2
     return 0
 
