@@ -376,7 +376,6 @@ ALSO_OUTSIDE = (
     "actors/storage/access.py",
     "actors/storage/checkpoint_folders.py",
     "actors/storage/removal.py",
-    "actors/storage/taken_checkpoints.py",
 )
 ON_DISK = {
     "os": "open link symlink scandir listdir walk rename replace unlink remove rmdir mkdir "

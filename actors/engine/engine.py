@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schemas.output_format import MAX_PENALTY, MAX_REPETITION, MAX_TOP_LOGPROBS
+from ...schemas.wire.array import FloatVector, IntVector
 from ...schemas.wire.bounds import MAX_TOP_K
 from ...schemas.wire.errors import ConfigError, EngineError, ModelError, NotFoundError
 from ..policy.vision import ImageReader
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "cancelled"]
 KvOnSwap = Literal["keep", "recompute"]
-IntVector: TypeAlias = NDArray[np.int32]
-FloatVector: TypeAlias = NDArray[np.float32]
 ExpertRecord: TypeAlias = NDArray[np.uint8]
 """uint8[tokens, layers, chosen]: the experts that read each token."""
 

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ...schemas.wire.array import IntVector
 from ..policy.grammar import GrammarState, MaskFiller
-from .engine import IntVector, Sampling
+from .engine import Sampling
 
 # What changes the choice of a row's next token beside temperature, top-p and top-k.
 #

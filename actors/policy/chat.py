@@ -29,9 +29,9 @@ import numpy as np
 
 from ...envs.reasoning import opened_by
 from ...schemas.config.job import JobConfig, ModelConfig
+from ...schemas.wire.array import IntVector
 from ...schemas.wire.errors import DataError, ModelError
 from ...schemas.wire.images import encoded_image, image_parts, images_of, replace_images
-from ..engine.engine import IntVector
 from .call_form import CallForm, find_call_form
 from .model_folder import (
     check_tokenizer,

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ...schemas.config.sections import LoraConfig
 from ...schemas.wire.errors import ModelError, TinkermqError
+from ..storage.adapters import base_of, is_adapter
 from ..storage.digests import check_digests
-from .lora import add_adapter, base_of, beside, is_adapter, merge, untie
+from .lora import add_adapter, beside, merge, untie
 
 if TYPE_CHECKING:
     import torch

@@ -9,8 +9,9 @@ from pathlib import Path
 from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import LoraConfig
 from ...schemas.job import JobRecord
+from ..storage.adapters import is_adapter
 from ..storage.digests import check_digests
-from .lora import config_of, is_adapter
+from .lora import config_of
 
 MAIN = ""
 

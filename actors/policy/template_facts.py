@@ -16,8 +16,8 @@ from ...envs.agents.messages import CanonicalCall, CanonicalMessage, joined, pic
 from ...envs.agents.replies import THINK, THOUGHT, parse_reply
 from ...envs.chat_messages import read_object
 from ...envs.tool_calls import FORMATS, CallFormat, certain_length, in_hermes_form
+from ...schemas.wire.array import IntVector
 from ...schemas.wire.errors import ModelError
-from ..engine.engine import IntVector
 from .chat import ChatTokenizer
 
 # New messages behind exact tokens, as a chat template writes them.

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ...schemas.wire.errors import DataError, ModelError
-from .lora import base_of, is_adapter
+from ..storage.adapters import base_of, is_adapter
 from .model_folder import load_model_config, sees_images
 
 if TYPE_CHECKING:

@@ -26,6 +26,7 @@ from ...envs.serving.remote import Environments, Start
 from ...schemas.config.job import RolloutConfig
 from ...schemas.rollout import Finish, Teaching, Trajectory
 from ...schemas.task import Blame
+from ...schemas.wire.array import IntVector
 from ...schemas.wire.errors import (
     Boundary,
     ConfigError,
@@ -36,7 +37,7 @@ from ...schemas.wire.errors import (
     TinkermqError,
 )
 from ...schemas.wire.trace import trace_of
-from ..engine.engine import Drawn, Engine, Generation, IntVector, OnToken, Sampling, nothing
+from ..engine.engine import Drawn, Engine, Generation, OnToken, Sampling, nothing
 from ..policy.chat import ChatMessage, ChatTokenizer
 from .recording import EpisodeRecorder, GameAt
 from .transcript import Transcript

@@ -9,7 +9,8 @@ import numpy as np
 
 from ...broker.client.parts import Tell
 from ...schemas.agent import CallDelta, CallPart, CallRequest
-from ..engine.engine import Drawn, FloatVector, Generation
+from ...schemas.wire.array import FloatVector
+from ..engine.engine import Drawn, Generation
 from ..policy.chat import ChatTokenizer
 from ..policy.template_facts import Tools, certain_text, read_text, reads_whole
 from ..policy.token_text import TextStream

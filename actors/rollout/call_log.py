@@ -21,9 +21,10 @@ from ...envs.agents.wire import packed, unpacked
 from ...envs.serving.remote import Environments
 from ...schemas.rollout import LoggedCall, Segment
 from ...schemas.task import Task
+from ...schemas.wire.array import FloatVector
 from ...schemas.wire.errors import DeadlineError
 from ...schemas.wire.subjects import JobScope
-from ..engine.engine import FloatVector, Generation
+from ..engine.engine import Generation
 from .call_tree import Attachment, Branch, CallTree
 from .exact_calls import ExactCalls, PreparedCall
 from .recording import EpisodeRecorder, TaskRecorder

@@ -22,7 +22,8 @@ from ...envs.agents.messages import CanonicalMessage, quotes
 from ...envs.agents.reading import Readers
 from ...envs.agents.which_calls import NO_TOOLS, WhyNot, main_root, system_of, why_untrained
 from ...schemas.agent import CallPlaces, RewardedBranch
-from ..engine.engine import FloatVector, Generation, IntVector
+from ...schemas.wire.array import FloatVector, IntVector
+from ..engine.engine import Generation
 
 Branch: TypeAlias = Literal[
     "", "sample", "edited", "template", "system", "tools", "compacted", "apart"

@@ -19,6 +19,7 @@ from ...schemas.infer import (
     InferPart,
     PromptScore,
 )
+from ...schemas.wire.array import IntVector
 from ...schemas.wire.errors import (
     BusyError,
     ConfigError,
@@ -28,15 +29,7 @@ from ...schemas.wire.errors import (
     root_cause,
 )
 from ...schemas.wire.images import images_of
-from ..engine.engine import (
-    Drawn,
-    Generation,
-    IntVector,
-    OnToken,
-    PromptScores,
-    Sampling,
-    tops_of,
-)
+from ..engine.engine import Drawn, Generation, OnToken, PromptScores, Sampling, tops_of
 from ..policy.chat import ChatTokenizer
 from ..policy.grammar import OutputGrammars, TokenGrammar, opens_reasoning
 from ..policy.template_facts import call_format, certain_text, told_text

@@ -8,7 +8,8 @@ import numpy as np
 from ...envs.agents.messages import CanonicalMessage, canonical_history, pictures_of
 from ...envs.agents.replies import THINK, ReplyReader
 from ...envs.agents.which_calls import digest_of
-from ..engine.engine import Generation, IntVector
+from ...schemas.wire.array import IntVector
+from ..engine.engine import Generation
 from ..policy.chat import ChatTokenizer
 from ..policy.grammar import TokenGrammar
 from ..policy.template_facts import HistoryRenderer, TemplateFacts, Tools, facts_of

@@ -27,6 +27,7 @@ from ...schemas.infer import (
 )
 from ...schemas.job import TEACHER_KEY
 from ...schemas.rollout import Group, Teaching, Trajectory
+from ...schemas.wire.array import IntVector
 from ...schemas.wire.errors import (
     BrokerError,
     BusyError,
@@ -37,7 +38,7 @@ from ...schemas.wire.errors import (
     TinkermqError,
 )
 from ...schemas.wire.subjects import JobScope
-from ..engine.engine import IntVector, PromptScores
+from ..engine.engine import PromptScores
 from ..policy.chat import ChatMessage, ChatTokenizer
 from ..runtime import JobContext
 

@@ -28,11 +28,12 @@ from ...schemas.wire.errors import MessageError, ModelError, NotFoundError
 from ..engine.engine import Engine, tell_engine
 from ..engine.weight_updates import WeightFollower
 from ..policy.chat import make_chat
-from ..policy.lora import base_of, config_of, is_adapter
+from ..policy.lora import config_of
 from ..policy.policies import MAIN, check_weights, config_of_checkpoint, config_of_folder
 from ..rollout.completions import Answers
 from ..rollout.players import load_base, start_engine
 from ..runtime import JobContext, settle_memory
+from ..storage.adapters import base_of, is_adapter
 from ..weights.job_weights import follow_weights
 from .play import EpisodePlayer
 

@@ -12,7 +12,7 @@ from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import BROKER, is_url, model_paths
 from ...schemas.job import JobRecord
 from ...schemas.wire.errors import ConfigError, StorageError
-from ..policy.lora import base_of, is_adapter
+from .adapters import base_of, is_adapter
 from .checkpoint_folders import checkpoint_folders
 
 ROOTS_VARIABLE = "TINKERMQ_OUTPUT_ROOTS"

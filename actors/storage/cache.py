@@ -24,6 +24,7 @@ from ...schemas.job import JobRecord
 from ...schemas.wire.errors import ModelError, StorageError
 from .digests import is_state
 from .opening import Stores
+from .trees import fetch_tree
 from .url_store import StoredObject, UrlStore
 
 FOLDER_VARIABLE = "TINKERMQ_CACHE"
@@ -225,8 +226,6 @@ def fetch_model(url: str, stores: Stores | None = None, *, weights_only: bool = 
     It is named by the digest of what the store's listing says: names, sizes and tags. Raises
     StorageError, ModelError.
     """
-    from .trees import fetch_tree  # needs safetensors, which not all who run actors have
-
     store = stores.open(url) if stores else UrlStore(url)
     files = [one for one in store.objects() if not (weights_only and is_state(one.name))]
     if not files:

@@ -6,7 +6,6 @@ that of its table, so what two learners write never mixes. It counts once its ta
 
 import asyncio
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -21,9 +20,9 @@ from ...schemas.job import JobRecord
 from ...schemas.wire.errors import NotFoundError, StorageError, TinkermqError
 from ...schemas.wire.subjects import JobScope
 from ..runtime import JobContext
-from .cache import url_of
+from .adapters import name_bases_by_url
 from .checkpoint_folders import checkpoint_name
-from .digests import TABLE, is_state, write_digests
+from .digests import TABLE, is_state
 from .opening import Store, Stores
 from .trees import fetch_tree, upload_tree
 from .url_store import StoredObject, UrlStore
@@ -286,29 +285,6 @@ def _split(url: str) -> tuple[str, str]:
         return BROKER, url.removeprefix(BROKER)
     root, *inside = url.rsplit("/", _BELOW_ROOT)
     return root, "/".join(inside)
-
-
-# Adapters on their way to a store name their base by its URL, not by a folder of this machine.
-
-_BASE = "base_model_name_or_path"
-
-
-def name_bases_by_url(checkpoint: Path) -> None:
-    """Rewrite the adapters of a copy made of hard links, whose originals stay as they are."""
-    changed = [_renamed(file) for file in checkpoint.rglob(ADAPTER_CONFIG)]
-    if any(changed):
-        (checkpoint / TABLE).unlink()
-        write_digests(checkpoint)
-
-
-def _renamed(file: Path) -> bool:
-    settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    url = url_of(str(settings.get(_BASE)))
-    if url is None:
-        return False
-    file.unlink()
-    file.write_text(json.dumps({**settings, _BASE: url}, indent=2), encoding="utf-8")
-    return True
 
 
 # Brings each checkpoint of a learner to its store, while training goes on.

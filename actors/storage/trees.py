@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 from ...schemas.wire.errors import StorageError
-from ..policy.saving import flush, storage_error
 from .digests import TABLE, digest_of, is_state, read_table
+from .files import flush, storage_error
 from .opening import Store
 from .url_store import StoredObject
 

@@ -25,15 +25,13 @@ from ..policy.lora import policy_tensors
 from ..policy.policies import policy_folder
 from ..policy.saving import (
     check_reread,
-    flush,
-    flush_entries,
     save_model,
     save_plain_weights,
-    storage_error,
     unsavable,
 )
 from ..storage.checkpoint_folders import checkpoint_name
 from ..storage.digests import check_digests, write_digests
+from ..storage.files import flush, flush_entries, storage_error
 from .optimizer import save_optimizer
 from .parallel import Parallel, whole
 from .state import LearnerState
@@ -90,7 +88,7 @@ class CheckpointStore:
             self._point_latest(final)
             self.remove_old()
         except Exception as error:
-            failure = storage_error(final, error)  # before room is made again
+            failure = storage_error(final, error, SafetensorError)  # before room is made again
             shutil.rmtree(temporary, ignore_errors=True)
             if failure is None:
                 raise

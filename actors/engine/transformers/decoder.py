@@ -19,6 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ....schemas.config.sections import LoraConfig
+from ....schemas.wire.array import IntVector
 from ....schemas.wire.errors import ModelError
 from ...policy.experts import RouterRecorder
 from ...policy.model_folder import load_model_config, load_policy
@@ -30,7 +31,7 @@ from ...policy.vision import (
     plain_inputs,
     probe_image,
 )
-from ..engine import ExpertRecord, IntVector
+from ..engine import ExpertRecord
 from .adapters import EngineAdapter, RowAdapters, RowsOfAdapters
 from .kv_cache import ATTENTION, CacheShape, SlotCache
 

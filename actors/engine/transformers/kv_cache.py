@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, Cache
 
-from ..engine import IntVector
+from ....schemas.wire.array import IntVector
 
 _SLOT_BLOCK = 16
 _TOKEN_BLOCK = 64

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ....schemas.wire.array import IntVector
 from ...policy.vision import SeenImages
-from ..engine import ExpertRecord, FinishReason, Generation, IntVector, Sampling
+from ..engine import ExpertRecord, FinishReason, Generation, Sampling
 from ..sampling import Draw, RowConstraint, RowParameters
 from .adapters import EngineAdapter
 

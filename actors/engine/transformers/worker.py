@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ....schemas.wire.array import IntVector
 from ....schemas.wire.errors import EngineError, TinkermqError
 from ...policy.vision import SeenImages
 from ..engine import (
@@ -24,7 +25,6 @@ from ..engine import (
     EngineStats,
     FinishReason,
     Generation,
-    IntVector,
     KvOnSwap,
     Meter,
     PromptScores,

@@ -35,13 +35,13 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from ....schemas.config.job import GeneratorConfig
+from ....schemas.wire.array import IntVector
 from ....schemas.wire.bounds import MAX_TOP_K
 from ....schemas.wire.errors import EngineError, ModelError
 from ..engine import (
     Concurrency,
     Drawn,
     Generation,
-    IntVector,
     KvOnSwap,
     Meter,
     OnToken,

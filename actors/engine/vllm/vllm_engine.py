@@ -15,16 +15,17 @@ import numpy as np
 
 from ....schemas.config.job import JobConfig
 from ....schemas.config.sections import LoraConfig
+from ....schemas.wire.array import IntVector
 from ....schemas.wire.errors import ConfigError, EngineError, ModelError
-from ...policy.lora import base_of, is_adapter, read_lora
+from ...policy.lora import read_lora
 from ...policy.model_folder import load_model_config, sees_images
 from ...policy.vision import ImageReader, Images, digest_of, load_image_reader
+from ...storage.adapters import base_of, is_adapter
 from ...weights.tensors import TensorSource
 from ..engine import (
     EngineStats,
     Generation,
     ImageReads,
-    IntVector,
     KvOnSwap,
     OnToken,
     PromptScores,
