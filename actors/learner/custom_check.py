@@ -1,7 +1,7 @@
-"""Check a function of the user's own on small random tensors: what `tinkermq algorithm check` runs.
+"""Check a user's function on small random tensors: what `tinkermq algorithm check` runs.
 
-`python -m tinkermq.actors.learner.custom_check KIND MODULE:FUNCTION`: one line of JSON. A process of
-its own, so that the command line needs no torch.
+`python -m tinkermq.actors.learner.custom_check KIND MODULE:FUNCTION` prints one line of JSON. It is
+a process of its own, so that the command line needs no torch.
 """
 
 # torch leaves some of its methods untyped.

@@ -1,9 +1,9 @@
 """Calls of programs in the log: each is written down before its program sees the end of an answer.
 
-They stand where other running episodes do (`broker/partial_rollouts.py`), fenced in the same way: who was
-overtaken can tell a program words, and end no answer. The next holder of the task has the tree of
-calls from there and answers on. Where the program itself has to start again, since its host has
-died, what it asks once more is answered from what was written down, token for token.
+They stand where other running episodes do (`broker/partial_rollouts.py`), fenced in the same way: a
+holder that was overtaken can send a program text, and end no answer. The next holder of the task
+has the tree of calls from there and answers on. Where the program itself has to start again, since
+its host has died, what it asks once more is answered from what was written down, token for token.
 """
 
 from collections import defaultdict, deque
