@@ -32,7 +32,7 @@ from ..policy.lora import policy_tensors
 from ..policy.policies import policy_folder, prefix_of
 from ..runtime import service_parser
 from ..storage.cache import with_checkpoints_here, with_models_here
-from ..storage.opening import Stores
+from ..storage.stores import Stores
 from ..training.checkpoint import CheckpointStore, load_state
 from ..training.critic import saved_critic
 from ..training.parallel import check_num_threads, torch_thread

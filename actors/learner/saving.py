@@ -19,8 +19,8 @@ from ...schemas.wire.errors import StorageError
 from ..policy.lora import has_adapter
 from ..policy.policies import MAIN
 from ..runtime import JobContext
-from ..storage.broker_store import BrokerStore
 from ..storage.checkpoints import CheckpointMirror, Uploads
+from ..storage.stores import BrokerStore
 from ..training.checkpoint import CheckpointStore
 from ..training.state import LearnerState
 from ..weights.job_weights import make_sender, open_weights

@@ -13,7 +13,7 @@ from ...schemas.config.sections import BROKER, is_url, model_paths
 from ...schemas.job import JobRecord
 from ...schemas.wire.errors import ConfigError, StorageError
 from .adapters import base_of, is_adapter
-from .checkpoint_folders import checkpoint_folders
+from .run_folders import checkpoint_folders
 
 ROOTS_VARIABLE = "TINKERMQ_OUTPUT_ROOTS"
 """Of the scheduler's environment: those folders, joined by `:`; the first is for jobs that name

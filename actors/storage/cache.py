@@ -23,9 +23,8 @@ from ...schemas.config.sections import is_url
 from ...schemas.job import JobRecord
 from ...schemas.wire.errors import ModelError, StorageError
 from .digests import is_state
-from .opening import Stores
+from .stores import StoredObject, Stores, UrlStore
 from .trees import fetch_tree
-from .url_store import StoredObject, UrlStore
 
 FOLDER_VARIABLE = "TINKERMQ_CACHE"
 """Of the environment of nodes: the folder; default `~/.cache/tinkermq`."""

@@ -11,8 +11,7 @@ from pathlib import Path, PurePosixPath
 from ...schemas.wire.errors import StorageError
 from .digests import TABLE, digest_of, is_state, read_table
 from .files import flush, storage_error
-from .opening import Store
-from .url_store import StoredObject
+from .stores import Store, StoredObject
 
 _THREADS = 4
 _FETCHES = 3

@@ -23,15 +23,10 @@ from transformers import GenerationConfig
 from ...schemas.wire.errors import NotFoundError, StorageError, TinkermqError
 from ..policy.lora import policy_tensors
 from ..policy.policies import policy_folder
-from ..policy.saving import (
-    check_reread,
-    save_model,
-    save_plain_weights,
-    unsavable,
-)
-from ..storage.checkpoint_folders import checkpoint_name
+from ..policy.saving import check_reread, save_model, save_plain_weights, unsavable
 from ..storage.digests import check_digests, write_digests
 from ..storage.files import flush, flush_entries, storage_error
+from ..storage.run_folders import checkpoint_name
 from .optimizer import save_optimizer
 from .parallel import Parallel, whole
 from .state import LearnerState

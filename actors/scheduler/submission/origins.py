@@ -23,11 +23,22 @@ from ....schemas.job import BEST_STEP, LAST_STEP, JobRecord, SubmitRequest
 from ....schemas.tinker.names import CheckpointName, is_path, run_in
 from ....schemas.tinker.operation import ModelInfo
 from ....schemas.wire.codec import merged
-from ....schemas.wire.errors import ConfigError, NotFoundError, QuotaError, StateError, StorageError
+from ....schemas.wire.errors import (
+    ConfigError,
+    NotFoundError,
+    QuotaError,
+    StateError,
+    StorageError,
+)
 from ...policy.lora import config_of
 from ...storage.adapters import base_of, is_adapter
-from ...storage.opening import Stores
-from ...storage.tinker_checkpoints import STATES, CheckpointFolders, StoredCheckpoint, missing
+from ...storage.stores import Stores
+from ...storage.tinker_checkpoints import (
+    STATES,
+    CheckpointFolders,
+    StoredCheckpoint,
+    missing,
+)
 from ..jobs.view import JobsView
 from .access import refuse_removed
 from .run_folder import find_checkpoint

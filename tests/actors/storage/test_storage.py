@@ -19,8 +19,8 @@ from tinkermq.actors.storage.checkpoints import (
     own_folder,
 )
 from tinkermq.actors.storage.digests import check_digests, write_digests
+from tinkermq.actors.storage.stores import UrlStore
 from tinkermq.actors.storage.trees import fetch_tree, upload_tree
-from tinkermq.actors.storage.url_store import UrlStore
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.wire.errors import (
     ConfigError,
