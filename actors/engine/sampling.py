@@ -1,13 +1,17 @@
 """Sampling for a whole batch, each row with its own parameters and its own random stream.
 
-Shape letters: B rows, V vocabulary.
-
 Random numbers are counter-based: the number of a token is a hash of the request's seed and the
 token's index (SplitMix64, Steele et al. 2014), so a row draws the same tokens whatever the rest of
 the batch does, and no generator object lives per request. One uniform picks the token from the
 cumulative distribution. Top-p and top-k draw from the whole distribution and draw again when the
 token is not among those they keep: the same distribution as renormalising over the kept ones,
 without sorting the vocabulary. Rows that keep so little that this takes long are sorted after all.
+
+Grammars take tokens out of the choice; penalties make tokens that an answer has already less
+likely. Both act on the logits that a token is drawn from. The log-probs that are recorded and
+trained are those of the logits before: a learner computes them without either.
+
+Shape letters: B rows, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -21,13 +25,7 @@ from ...schemas.wire.array import IntVector
 from ..policy.grammar import GrammarState, MaskFiller
 from .engine import Sampling
 
-# What changes the choice of a row's next token beside temperature, top-p and top-k.
-#
-# A grammar takes tokens out of the choice; penalties make tokens that an answer has already less
-# likely. Both act on the logits that a token is drawn from. The log-probs that are told and
-# trained are those of the logits before: a learner computes them without either.
-#
-# Shape letters: B rows, V vocabulary.
+# -- grammars and penalties ------------------------------------------------------------------------
 
 
 class RowConstraint:

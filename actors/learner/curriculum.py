@@ -3,11 +3,17 @@
 A task is chosen with a weight of p (1 − p), where p is the share of its episodes that were solved:
 what is always or never solved teaches nothing (learnability, arXiv 2408.15099). Newer episodes
 count more, unseen tasks weigh most, and a share of all choices is uniform, so that nothing is given
-up for good. A function of the user's may weigh them in its own way.
+up for good.
 
 The rates after step v are a function of the first v batch records and the groups that they name,
 and a choice is one of the job's seed, the position in the data order, and the rates after the
 version that the task names (`Task.chosen_at`): everything can be worked out again from the log.
+
+Custom filters and curricula decide which groups are trained, and how tasks weigh. Their decisions
+stand in the batch records and in the tasks, so a replay asks nobody; a learner that starts again
+asks anew, so they must answer the same for the same inputs.
+
+Shape letters: E episodes, I tasks.
 """
 
 import bisect
@@ -168,13 +174,7 @@ class Curriculum:
         )
 
 
-# Filters and curricula of the user's own: what they get, and what is made of their answers.
-#
-# They decide which groups are trained, and which tasks come next. What was decided stands in the
-# batch records and in the tasks, so a replay asks nobody; a learner that starts again asks anew,
-# so they must answer the same for the same inputs.
-#
-# Shape letters: E episodes, I tasks.
+# -- custom filters and curricula ------------------------------------------------------------------
 
 MOST_IN_A_ROW = 4096
 """Groups that a filter may leave out one after the other: a run that trains none has no end."""

@@ -1,4 +1,4 @@
-"""Telling what a step did: to the feed, to the trackers, and in one line what holds it up."""
+"""Reports each step: to the feed, to the trackers, and in one line what holds it up."""
 
 import asyncio
 import time
@@ -27,7 +27,7 @@ from .group_metrics import demonstration_numbers, group_numbers
 from .intake import Intake
 from .step_trace import StepTracer
 
-# How busy the cores of this machine are, by the kernel's counters.
+# -- how busy the cores of this machine are --------------------------------------------------------
 
 _IDLE = (3, 4)
 """Columns of time in which a core did nothing: idle, and waiting for a disk."""

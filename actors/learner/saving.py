@@ -1,4 +1,7 @@
-"""When the learner writes a checkpoint, and what it does with the log behind one."""
+"""When the learner writes a checkpoint and publishes weights, and what it does with the log then.
+
+New weights are a snapshot at once, sent in the background; versions that nobody needs are removed.
+"""
 
 import asyncio
 import time
@@ -245,7 +248,7 @@ def open_mirror(context: JobContext, *, tries: int = 6) -> CheckpointMirror | No
     )
 
 
-# Publishing new weights: snapshot at once, send in the background, remove what nobody needs.
+# -- publishing weights ----------------------------------------------------------------------------
 
 _KEEP_NEWEST = 2
 InTorch = Callable[[Callable[[], Any]], Awaitable[Any]]

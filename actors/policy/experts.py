@@ -1,6 +1,13 @@
-"""The routers of a mixture of experts: what chooses, in each layer, the experts that read a token.
+"""The routers of a mixture of experts: recording, and replaying, which experts read a token.
 
-Shape letters: X tokens, E experts of a layer, K of them that read a token, H hidden size.
+Generator and learner compute in different ways, and a router's choice is not continuous: what
+changes a hidden state by a thousandth may give a token other experts, and another log-prob. So the
+generator records its choices, and the learner computes with the same experts (R3, "Stabilizing MoE
+Reinforcement Learning by Aligning Training and Inference Routers", arXiv:2510.11370); how they are
+weighed is the learner's own, with gradients.
+
+Shape letters: B rows, T columns, X tokens of a forward pass, L layers with experts, E experts of a
+layer, K of them that read a token, H hidden size.
 """
 
 # torch leaves some of its methods untyped.
@@ -93,9 +100,7 @@ def _refused(reason: str) -> ModelError:
     )
 
 
-# Recording, where tokens are generated, which experts read them.
-#
-# Shape letters: X tokens of a forward pass, L layers with experts, K experts that read a token.
+# -- recording, in the generator -------------------------------------------------------------------
 
 
 class RouterRecorder:
@@ -120,15 +125,7 @@ class RouterRecorder:
         self._chosen[layer] = output[2]
 
 
-# Replaying, where a model learns, which experts read each token as it was generated (R3).
-#
-# Generator and learner compute in different ways, and a router's choice is not continuous: what
-# changes a hidden state by a thousandth may give a token other experts, and another log-prob.
-# With the generator's choices the learner computes with the experts that the generator computed
-# with; how they are weighed is the learner's own, with gradients ("Stabilizing MoE Reinforcement
-# Learning by Aligning Training and Inference Routers", arXiv:2510.11370).
-#
-# Shape letters: B rows, T columns, X tokens of a forward pass, L layers, K experts of a token.
+# -- replaying, in the learner ---------------------------------------------------------------------
 
 
 class RouterReplay:

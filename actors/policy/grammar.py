@@ -1,7 +1,11 @@
 """Grammars over tokens: which token may follow those that an answer has so far.
 
-A grammar is a text in llguidance's form of Lark and says all of an answer, the token that ends it
-included. What it allows depends on the answer's tokens alone, so that an answer which was begun
+A grammar is a text in llguidance's form of Lark and says all of an answer: reasoning, where the
+prompt has opened it, then JSON or calls of tools, as the model's chat template writes them, and the
+token that ends the turn. White space within JSON is bounded, so that no model can go on with it for
+ever.
+
+What a grammar allows depends on the answer's tokens alone, so that an answer which was begun
 elsewhere goes on, and newer weights change nothing of it. Compiling is bounded: by the size of the
 text, by the library's own limits on states and steps, and by a deadline in a thread of its own.
 """
@@ -245,11 +249,7 @@ def _reason(told: str) -> str:
     )
 
 
-# From the form that an answer must have to a grammar over the tokens of one model.
-#
-# The grammar says the whole answer: reasoning, where the prompt has opened it, then JSON or calls
-# of tools, as the model's chat template writes them, and a token that ends the turn. White space
-# within JSON is bounded, so that no model can go on with it for ever.
+# -- the grammar of an output format ---------------------------------------------------------------
 
 _SPACE = r"( |\n {0,24})?"
 """One space, or a line's end and an indentation."""

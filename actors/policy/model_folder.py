@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
 
 
-# Why a model of the hub, `owner/name`, cannot be had: told apart by classes of errors.
+# -- models of the hub -----------------------------------------------------------------------------
 
 _HUB_S = 5.0
 

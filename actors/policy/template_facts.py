@@ -1,6 +1,15 @@
 """What a model's chat template can do for programs, found out by rendering, once at start-up.
 
-What it cannot do costs rows or tools, never exactness; it is told as an event.
+What the policy said is never rendered again. To learn what a template writes between the end of a
+turn and the next one, a short conversation with the *shape* of the turn is rendered instead: the
+same calls, with their names and ids, and a mark where the last of it would stand. What follows the
+mark is what follows the turn. Templates look back at names and ids, so a plain text in place of the
+turn would not do; and they rewrite what came long before, so what stands before the mark is not
+looked at.
+
+Whether that is the true continuation is proved for each template at start-up, by rendering it
+behind other histories. What a template cannot do is logged, and costs rows or tools, never
+exactness: there the whole history is rendered as a root of its own.
 """
 
 import json
@@ -19,19 +28,6 @@ from ...envs.tool_calls import FORMATS, CallFormat, certain_length, in_hermes_fo
 from ...schemas.wire.array import IntVector
 from ...schemas.wire.errors import ModelError
 from .chat import ChatTokenizer
-
-# New messages behind exact tokens, as a chat template writes them.
-#
-# What the policy said is never rendered again. To learn what a template writes between the end of
-# a turn and the next one, a short conversation with the *shape* of the turn is rendered instead:
-# the same calls, with their names and ids, and a mark where the last of it would stand. What
-# follows the mark is what follows the turn. Templates look back at names and ids, so a plain text
-# in place of the turn would not do; and they rewrite what came long before, so what stands before
-# the mark is not looked at.
-#
-# Whether that is the true continuation is proved for each template at start-up, by rendering it
-# behind other histories. What a template cannot do is told, and costs rows, not exactness: there
-# the whole history is rendered as a root of its own.
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 

@@ -1,8 +1,11 @@
-"""The bytes that tokens stand for, also where several of them make one character.
+"""The bytes that tokens stand for, and the text of tokens that arrive one by one.
 
 A tokenizer writes bytes in one of two ways: each as a character of an alphabet of 256 (GPT-2's,
 byte-level BPE), or as a piece of its own, `<0xE2>`, beside pieces of text (SentencePiece's byte
 fallback, where `▁` is a space). Which it is, its decoder says.
+
+A character may be spread over several tokens, and a stop text over several as well: streamed text
+is released as soon as neither can change it any more.
 """
 
 import json
@@ -100,10 +103,7 @@ def _alphabet() -> dict[str, int]:
     }
 
 
-# Text of tokens that arrive one by one, up to a stop text. Pure, apart from the tokenizer.
-#
-# A character may be spread over several tokens, and a stop text over several as well: text is
-# told as soon as neither can change it any more.
+# -- streamed text ---------------------------------------------------------------------------------
 
 _UNFINISHED = "�"
 

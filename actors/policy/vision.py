@@ -369,7 +369,7 @@ def _refusing_damage(encoded: bytes) -> Iterator[None]:
         ) from error
 
 
-# Room for images in a rendered text: as many tokens as each of them takes.
+# -- images in a rendered text ---------------------------------------------------------------------
 
 
 def check_seen(images: Sequence[bytes], reader: "ImageReader | None") -> None:

@@ -402,7 +402,7 @@ def _refuse_table(plan: EpisodePlan) -> NoReturn:
     )
 
 
-# Trying an episode again that failed.
+# -- episodes that failed --------------------------------------------------------------------------
 
 T = TypeVar("T")
 _log = structlog.get_logger()

@@ -1,4 +1,4 @@
-"""What answers the calls of one episode's program: limits, retries, generation, the log.
+"""Answers the calls of one episode's program: limits, retries, generation, the log.
 
 A request whose prompt and limits are those of an earlier one is a new sample, unless the program's
 client says that it has asked before, or the earlier answer never arrived: then it is that answer.
@@ -38,7 +38,7 @@ from .call_log import CallLog, LoggedAnswer, PastAnswers, restored
 from .call_tree import CallTree
 from .exact_calls import ExactCalls, PreparedCall
 
-# What binds the calls of one episode, and how their tokens are drawn.
+# -- limits and sampling ---------------------------------------------------------------------------
 
 LimitHit: TypeAlias = Literal["", "turns", "length"]
 """The calls of an episode were used up, or its tokens or those of the model's context."""
@@ -185,8 +185,7 @@ def _asked(request: CallRequest, drawing: EpisodeSampling) -> EpisodeSampling:
     )
 
 
-# Which calls answered which request, in one try of an episode.
-#
+# -- requests that are asked again -----------------------------------------------------------------
 # A request is known by its digest, which equal requests share, by the id that its proxy gave it,
 # and by the names of its choices, once the proxy has been told them.
 

@@ -1,11 +1,18 @@
-"""The tree of a program's model calls: each attached behind the exact tokens that it continues.
+"""The tree of a program's model calls, and the rows that are trained of it.
 
 A call continues another where its history begins with everything that the other was given and
 answered, as `CanonicalMessage.key` compares it, under the same tools. Whatever differs begins a
-branch at the last call before the difference, or a root of its own. No history is refused.
+branch at the last call before the difference, or a root of its own. No history is refused. For each
+generated token the engine's context was `path_ids` up to it, id for id: a call is given the tokens
+of its path and those that stand for what is new.
 
-For each generated token the engine's context was `path_ids` up to it, id for id: a call is given
-the tokens of its path and those that stand for what is new.
+Rows contain each token that could matter exactly once. Which calls are trained, `agent.train` says
+(`envs/agents/which_calls.py`): by default all whose answer arrived. They share the episode's
+reward, and each weighs by its tokens within the episode.
+
+For credit, a call leads to the one that continues it; where several do, to the one from which the
+end of the main conversation is reached; where none does, to the first that was given its answer to
+read. So each call has at most one that follows, and what later ones earned reaches it on one way.
 """
 
 from collections import defaultdict
@@ -294,11 +301,7 @@ def _same(some: Sequence[CanonicalMessage], others: Sequence[CanonicalMessage]) 
     return [message.key for message in some] == [message.key for message in others]
 
 
-# From a tree of calls to what is trained: each token that could matter, exactly once.
-#
-# Which calls are trained, `agent.train` says (`envs/agents/which_calls.py`): by default all whose
-# answer arrived. They share the episode's reward, and each weighs by its tokens within the
-# episode.
+# -- from the tree to rows -------------------------------------------------------------------------
 
 Kind: TypeAlias = Literal["main", "compacted", "sub-agent", "edited", "sample"]
 
@@ -410,12 +413,7 @@ def _row(path: Sequence[ModelCall], taken: Iterable[ModelCall], kind: Kind) -> C
     )
 
 
-# Where the trained calls of an episode stand: what each led to, its role, its rewarded branch.
-#
-# A call leads to the one that continues it; where several do, to the one from which the end of
-# the main conversation is reached; where none does, to the first that was given its answer to
-# read. So each call has at most one that follows, and what later ones earned reaches it on one
-# way.
+# -- places of calls, for credit -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""Chats and completions: from a request to prompts, from tokens to text, choice by choice."""
+"""Chats and completions: from a request to prompts, from tokens to text, choice by choice.
+
+Log-probs of prompts are returned in pieces that fit a message.
+"""
 
 import asyncio
 import contextlib
@@ -35,7 +38,7 @@ from ..policy.grammar import OutputGrammars, TokenGrammar, opens_reasoning
 from ..policy.template_facts import call_format, certain_text, told_text
 from ..policy.token_text import TextStream
 
-# Log-probs of prompts, as a server tells them: in pieces that fit a message.
+# -- log-probs of prompts --------------------------------------------------------------------------
 
 _PIECE_VALUES = 1 << 17
 """Log-probs and ids of one message: one megabyte at most."""

@@ -1,7 +1,12 @@
 """One task: its episodes at once, failed ones tried again, into one group for the rollout log.
 
 With `rollout.oversample` more episodes run than the group has: the first to end are the group, the
-others are cut, and the group tells how far they had come.
+others are cut, and the group records how far they had come.
+
+In a game with several roles each role's conversation is an episode of its own. The game is reset
+first; then every role runs an ordinary agent loop, which waits at the environment host for its
+turns. What the roles share is the game and nothing else: prompt, mask, rewards and limits are each
+role's own.
 """
 
 import asyncio
@@ -28,11 +33,7 @@ from .recording import EpisodeRecorder, TaskRecorder
 from .self_play import learning_roles
 from .transcript import Transcript
 
-# A game with several roles: each role's conversation is an episode of its own, at one table.
-#
-# The table is reset first; then every role takes its seat with an ordinary agent loop, which
-# waits at the environment host for its turns. What the roles share is the game and nothing else:
-# prompt, mask, rewards and limits are each role's own.
+# -- games with several roles ----------------------------------------------------------------------
 
 
 async def play_table(

@@ -43,7 +43,7 @@ from .call_tree import (
 from .recording import EpisodeRecorder
 from .transcript import Transcript
 
-# What becomes of an ended episode of a program: its rows, its rewards, and what is told of it.
+# -- ended episodes --------------------------------------------------------------------------------
 
 _MAX_ERROR_CHARACTERS = 1000
 """Calls of an episode that people are shown."""

@@ -1,7 +1,12 @@
-"""Asking the teachers of a run, before a group enters the log: what they say stands in it.
+"""Teachers of a run that score a group before it enters the log, which holds their scores.
 
 So a run is a function of its log although its teachers are elsewhere, and one that is away is
-waited for by the generator that holds the task, which says so, while its other tasks go on.
+waited for by the generator that holds the task, which reports it, while its other tasks go on.
+
+A teacher is an inference job, or a model behind an OpenAI-compatible API. Both score the policy's
+own token ids by one prefill, at temperature 1. What is passing (nobody is there, busy, slow) is
+raised as TeacherAway and asked again; what is not ends the run with its reason. A teacher may read
+a text in the first prompt that the game gives and the policy does not see.
 """
 
 import asyncio
@@ -42,11 +47,7 @@ from ..engine.engine import PromptScores
 from ..policy.chat import ChatMessage, ChatTokenizer
 from ..runtime import JobContext
 
-# Teachers that are asked: a job that serves, and a model behind an OpenAI-compatible API.
-#
-# Both score the policy's own token ids by one prefill, at temperature 1. What is passing (nobody
-# is there, busy, slow) is told as TeacherAway and asked again; what is not ends the run with its
-# reason.
+# -- the teachers ----------------------------------------------------------------------------------
 
 ANSWER_S = 600.0
 """The longest time that one answer may take."""
@@ -373,7 +374,7 @@ def _read_by_teacher(item: Trajectory, prompt: IntVector | None) -> tuple[IntVec
     return ids, (generated - first + len(prompt)).tolist()
 
 
-# What a teacher reads and the policy does not: a text that the game tells, in the first prompt.
+# -- what only teachers read -----------------------------------------------------------------------
 
 
 class TeacherContext:

@@ -1,4 +1,13 @@
-"""Folders below which jobs may write: their runs, and weights that they share."""
+"""Which files and stores a user's job may name, read and write.
+
+Jobs write below the operator's output folders only: their runs, and weights that they share. Models
+are read by libraries, which follow whatever lies in a folder: symbolic links, shards that an index
+names, files that a tokenizer's configuration names, the base of an adapter. All files that a
+configuration leads to are found here, so that they can be checked before anything is read.
+
+Machines of the pool reach stores with keys of their own, so the URL alone says whose files are read
+and written.
+"""
 
 import json
 import os
@@ -97,10 +106,7 @@ def without_tilde(value: str) -> Path:
     return Path(os.path.expanduser(value))  # noqa: PTH111  a strange ~name stays as it is
 
 
-# Which places in stores a user's job may name, in a pool with users.
-#
-# Machines of the pool reach stores with keys of their own, so the URL alone says whose files are
-# read and written.
+# -- stores ----------------------------------------------------------------------------------------
 
 STORES_VARIABLE = "TINKERMQ_STORES"
 """Of the scheduler's environment: URLs, joined by commas."""
@@ -142,12 +148,7 @@ def _refused(key: str, url: str, allowed: Sequence[str]) -> ConfigError:
     )
 
 
-# Which files a configuration leads to: what it names, and links inside the model folders it
-# names.
-#
-# A model folder is read by libraries, which follow whatever lies in it: symbolic links, shards
-# that an index names, files that a tokenizer's configuration names, the base of an adapter. All
-# of them are found here, so that they can be looked at before anything is read.
+# -- files that a configuration leads to -----------------------------------------------------------
 
 _MAX_FILES = 10_000
 _MAX_DEPTH = 4

@@ -4,6 +4,9 @@ An entry is named by its content: `<key>/` is the folder, `<key>.held` beside it
 locked (flock) by who uses it, shared, or who fetches or removes it, alone. Its time is when the
 entry was last asked for: those longest ago leave first, those in use never. Locks end with their
 process, so a kill leaves nothing but a half folder, which the next one removes.
+
+Actors load models from folders: a model that a job names by URL is fetched, and the configuration
+that they go by names the folder in the cache.
 """
 
 import asyncio
@@ -148,9 +151,7 @@ def _locked(file: Path, how: int = 0) -> Iterator[int]:
         os.close(lock)
 
 
-# Models that a job names by URL, fetched into the cache of this machine.
-#
-# What actors load is a folder: the configuration that they go by names the one in the cache.
+# -- models by URL ---------------------------------------------------------------------------------
 
 _caches: list[FolderCache] = []
 """What this process holds stays in use as long as it lives."""

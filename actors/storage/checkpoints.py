@@ -1,7 +1,16 @@
-"""The checkpoints of one run in a store, beside those in the run's folder on one machine.
+"""The checkpoints of runs in stores, beside those in the runs' folders.
 
 `<url>/runs/<user>/<job>/checkpoints/step_000040-<digest>/` holds the files of one; the digest is
 that of its table, so what two learners write never mixes. It counts once its table is there.
+
+A job that begins with a checkpoint of another run (a fork, a served or evaluated checkpoint) keeps
+a copy of it below its own place in the store, made by the store itself, or in its own bucket: the
+run may remove its own meanwhile.
+
+A learner uploads each checkpoint while training goes on. One that waits is held by hard links in
+`uploading/` of the run's folder: the run may remove its own meanwhile. While one is on its way only
+the newest of the others waits. What fails is tried again for ever: until a checkpoint is in the
+store, the log is not trimmed behind it.
 """
 
 import asyncio
@@ -141,11 +150,7 @@ def own_folder(run_dir: Path, job: str) -> None:
     half.rename(owner)
 
 
-# The checkpoints that runs have in stores or in the broker, for others than their learners.
-#
-# Who begins with one (a fork, a served or evaluated checkpoint) keeps a copy of it below its own
-# place in the store, made by the store itself, or in its own bucket: the run may remove its own
-# meanwhile.
+# -- checkpoints of other runs ---------------------------------------------------------------------
 
 _BELOW_ROOT = 5
 """Parts of the URL of a checkpoint behind `storage.url`: runs, user, job, checkpoints, its name."""
@@ -286,12 +291,7 @@ def _split(url: str) -> tuple[str, str]:
     return root, "/".join(inside)
 
 
-# Brings each checkpoint of a learner to its store, while training goes on.
-#
-# A checkpoint that waits is held by hard links in `uploading/` of the run's folder: the run may
-# remove its own meanwhile. While one is on its way only the newest of the others waits. What
-# fails is tried again for ever: until a checkpoint is in the store, the log is not trimmed behind
-# it.
+# -- uploads of a learner --------------------------------------------------------------------------
 
 _PAUSE_S = 5.0
 

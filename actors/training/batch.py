@@ -1,6 +1,18 @@
 """From the groups of a batch to the flat arrays that advantages and losses work on.
 
-Shape letters: N generated tokens, S sequences.
+Calls of agents' episodes are a tree in place of turns that follow each other. A call has at most
+one that it led to, so what later calls earned reaches it on one way, a chain. Chains of an episode
+end at its last call, or where nothing came of an answer: there the episode's own reward stands, or,
+within a branch that is credited with its own, that of the branch.
+
+A sample is what is rewarded and weighed as one: the whole episode, or each of its turns. A turn as
+a sample has the conversation before it as its prompt. Every turn only appends to that conversation,
+so the log-probs are those of the episode's one forward pass: only rewards, advantages and all that
+is computed by sequence are taken by turn. Turns are compared with those of the same number in the
+group's other episodes, so that long episodes do not weigh more. An episode of several rows is one
+sample: its tokens follow each other, row by row.
+
+Shape letters: N generated tokens, S sequences (rows), E episodes, K calls, B branches, M samples.
 """
 
 # torch leaves some of its methods untyped.
@@ -29,14 +41,7 @@ from .sequences import (
     sum_by_sequence,
 )
 
-# Calls of agents' episodes in a batch: a tree in place of turns that follow each other.
-#
-# A call has at most one that it led to, so what later calls earned reaches it on one way, a
-# chain. Chains of an episode end at its last call, or where nothing came of an answer: there the
-# episode's own reward stands, or, within a branch that is credited with its own, that of the
-# branch.
-#
-# Shape letters: N generated tokens, S sequences (rows), E episodes, K calls, B branches.
+# -- calls of agents -------------------------------------------------------------------------------
 
 _COLUMNS = (
     "next",
@@ -502,7 +507,7 @@ def _baselines(groups: Sequence[Group]) -> Tensor | None:
     return torch.tensor(returns).repeat_interleave(counts)
 
 
-# Whether the model that learns can read a group, before the group may become part of a batch.
+# -- groups that the model can read ----------------------------------------------------------------
 
 
 def check_readable(
@@ -541,15 +546,7 @@ def _check_images(item: Trajectory, group: Group, model: nn.Module, reader: Imag
         )
 
 
-# Samples: what is rewarded and weighed as one, the whole episode or each of its turns.
-#
-# A turn as a sample has the conversation before it as its prompt. Every turn only appends to that
-# conversation, so the log-probs are those of the episode's one forward pass: only rewards,
-# advantages and all that is computed by sequence are taken by turn. Turns are compared with those
-# of the same number in the group's other episodes, so that long episodes do not weigh more. An
-# episode of several rows is one sample: its tokens follow each other, row by row.
-#
-# Shape letters: N generated tokens, S sequences (episodes), M samples.
+# -- samples ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,7 @@ from .parallel import Parallel
 from .rank_batches import RankPacker
 from .sequences import lengths_by_sequence
 
-# What is learnt from a teacher: the arithmetic, apart from who the teacher is.
-#
-# Shape letters: N generated tokens, K tokens in the place of each.
+# -- the arithmetic --------------------------------------------------------------------------------
 
 _LEAST_REST = 1e-6
 """Probability of all other tokens below which they are left out."""
@@ -96,7 +94,7 @@ def forward_kl(policy_NK: Tensor, teacher_NK: Tensor) -> Tensor:
     return kl_N + torch.where(rest_N > _LEAST_REST, rest_N * gap_N, 0.0)
 
 
-# Whether a model can score what the policy writes: the same tokens, and the same images.
+# -- models that can be teachers -------------------------------------------------------------------
 
 
 def check_same_language(config: JobConfig, path: str, key: str = "algorithm.teacher") -> None:

@@ -1,6 +1,20 @@
-"""What goes into a forward pass: sequences of tokens, and the rows that they are packed into.
+"""Micro-batches: sequences of tokens, the rows that they are packed into, and their ranks.
 
-Shapes: S sequences, N generated tokens, B rows, T columns.
+Sequences that are paths of trees are packed so that each piece of a tree takes its columns once:
+the calls of an agent's episode are a tree, and its rows are paths of it that begin alike; so do the
+episodes of a task, and tasks under one system prompt. Sorted by their tokens, sequences that begin
+alike stand side by side, and each adds to the row what it does not have in common with the one
+before it: the columns of a row are a tree in depth-first order. What follows a token in the tree
+follows it without a gap in the row, so that one number for each column says who sees it. A tree
+that is larger than a row is cut into several, each with the path that it begins with.
+
+Sequences are divided over ranks by longest processing time first, on cost cL + L². The linear
+layers of a decoder cost 24 D² for each of L columns, attention 4 D L (D: hidden size): in units of
+4 D that is cL + L² with c = 6 D. Sequences that begin alike share columns where they lie on the
+same rank, so whole families are kept together where that leaves the slowest rank less to do than
+spreading them.
+
+Shape letters: S sequences, N generated tokens, B rows, T columns.
 """
 
 from collections import defaultdict
@@ -110,7 +124,7 @@ class MicroBatch:
         return replace(self, **moved)
 
 
-# Where the generated tokens of a batch stand, before it is packed.
+# -- places of generated tokens --------------------------------------------------------------------
 
 IntArray = NDArray[np.int64]
 
@@ -166,7 +180,7 @@ def ranges(starts: IntArray, counts: IntArray) -> IntArray:
     return skipped + np.arange(len(skipped))
 
 
-# Bins: what is put into which row, and which rows go through the model together.
+# -- bins ------------------------------------------------------------------------------------------
 
 
 def first_fit_decreasing(lengths: Sequence[int] | IntArray, budget: int) -> list[list[int]]:
@@ -236,9 +250,6 @@ def choose_row_tokens(
     return min(sorted(set(candidates)), key=cost) if longest <= row_tokens else row_tokens
 
 
-# One row of a micro-batch as it is filled.
-
-
 class RowWriter:
     """Fills one row: segments of tokens, each with its positions and with who sees it."""
 
@@ -290,16 +301,7 @@ class RowWriter:
         self.images.write(first, self.positions[first : self.num_used], seen)
 
 
-# Sequences that are paths of trees, packed so that each piece of a tree takes its columns once.
-#
-# The calls of an agent's episode are a tree, and its rows are paths of it that begin alike; so do
-# the episodes of a task, and tasks under one system prompt. Sorted by their tokens, sequences
-# that begin alike stand side by side, and each adds to the row what it does not have in common
-# with the one before it: the columns of a row are a tree in depth-first order. What follows a
-# token in the tree follows it without a gap in the row, so that one number for each column says
-# who sees it.
-#
-# A tree that is larger than a row is cut into several, each with the path that it begins with.
+# -- trees -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -446,13 +448,7 @@ def _num_shared(one: NDArray[np.generic], other: NDArray[np.generic]) -> int:
     return int(differs.argmax()) if differs.any() else length
 
 
-# Which rank computes which sequences: longest processing time first, on cost cL + L².
-#
-# The linear layers of a decoder cost 24 D² for each of L columns, attention 4 D L (D: hidden
-# size): in units of 4 D that is cL + L² with c = 6 D. Sequences that begin with the same prompt
-# share its columns where they lie on the same rank, so whole families are kept together where
-# that leaves the slowest rank less to do than spreading them. So it is with the rows of agents'
-# episodes that begin alike (`trees`).
+# -- division over ranks ---------------------------------------------------------------------------
 
 
 def cost(num_columns: int, hidden_size: int) -> int:
@@ -547,7 +543,7 @@ def _in_trees(
     return shared, families
 
 
-# Rows whose columns are divided over ranks, which compute a part of each sequence together.
+# -- columns divided over ranks --------------------------------------------------------------------
 
 
 def columns_of(packed: MicroBatch, place: int, size: int) -> MicroBatch:

@@ -290,12 +290,11 @@ def _correction_options(config: JobConfig) -> dict[str, Any]:
     return options
 
 
-# The coefficient of the entropy bonus: fixed, or moved so that entropy stays at a target.
-#
-# With a target the coefficient rises by a fixed amount after each step whose entropy was below
-# it, and falls by as much after the others, never below 0, and counts only while entropy is below
-# (Skywork-OR1, arXiv 2505.22312). The entropy is that of the step before, so no pass is spent on
-# it.
+# -- the coefficient of the entropy bonus ----------------------------------------------------------
+# Fixed, or moved so that entropy stays at a target: the coefficient then rises by a fixed amount
+# after each step whose entropy was below it, and falls by as much after the others, never below 0,
+# and counts only while entropy is below (Skywork-OR1, arXiv 2505.22312). The entropy is that of the
+# step before, so no pass is spent on it.
 
 _FILE = "learner/entropy.json"
 MAX_COEF = 1.0

@@ -1,8 +1,16 @@
-"""The optimiser: made, and its state written and read.
+"""The optimiser: made, its learning rate at a step, and its state written and read.
 
 Several ranks write the state together, by torch.distributed.checkpoint. Each writes the parts that
 it holds, and reads those that it needs whichever rank wrote them: a checkpoint is not tied to the
 number of ranks. One process reads it, too.
+
+Muon makes the momentum of a hidden matrix orthogonal (kellerjordan.github.io/posts/muon). The
+update is scaled so that it is as large as AdamW's are (a root mean square of 0.2, arXiv
+2502.16982), so that one learning rate serves for both. The formulas and constants are those of
+`torch.optim.Muon`, which computes in bfloat16 alone: there a gradient that differs in its last bit,
+as that of other numbers of ranks does, moves a weight otherwise by hundredths of its update.
+
+Shape letters: M and N rows and columns, the fewer first; leading dimensions are many matrices.
 """
 
 # torch leaves some of its methods untyped.
@@ -35,15 +43,7 @@ from ...schemas.wire.errors import ConfigError, StorageError
 from .parallel import Parallel, divided
 from .shared_files import folder_of_all
 
-# Muon: the momentum of a hidden matrix, made orthogonal (kellerjordan.github.io/posts/muon).
-#
-# An orthogonal update is scaled so that it is as large as AdamW's are (a root mean square of 0.2,
-# arXiv 2502.16982), so that one learning rate serves for both. The formulas and constants are
-# those of `torch.optim.Muon`, which computes in bfloat16 alone: there a gradient that differs in
-# its last bit, as that of other numbers of ranks does, moves a weight otherwise by hundredths of
-# its update.
-#
-# Shape letters: M and N rows and columns, the fewer first; leading dimensions are many matrices.
+# -- Muon ------------------------------------------------------------------------------------------
 
 _LINEAR, _CUBIC, _QUINTIC = 3.4445, -4.7750, 2.0315
 """They make small singular values grow fastest; all end between 0.7 and 1.2."""
@@ -353,7 +353,7 @@ def _alone_without_a_warning() -> Iterator[None]:
         yield
 
 
-# The learning rate at a step.
+# -- the learning rate -----------------------------------------------------------------------------
 
 
 def _decay(kind: str, progress: float) -> float:

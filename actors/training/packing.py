@@ -1,18 +1,22 @@
 """Packing: many sequences in few rows, without attention between them.
 
-Shapes: S sequences, N generated tokens, B rows, T columns. Rows are filled first-fit-decreasing
-to a token budget; 98 % of the columns then hold tokens. Sequences that begin alike may share one
-copy of what they have in common (`share_prompts`): the episodes of a group their prompt
-(`shared_prompts`), the rows of agents' episodes, which are paths of a tree, each piece of that tree
-(`trees`). Positions go on where the shared part ends, and each token sees its own path alone, so
-that the result is the same.
+Rows are filled first-fit-decreasing to a token budget; 98 % of the columns then hold tokens.
+Sequences that begin alike may share one copy of what they have in common (`share_prompts`): the
+episodes of a group their prompt, the rows of agents' episodes, which are paths of a tree, each
+piece of that tree (`micro_batch.py`). Positions go on where the shared part ends, and each token
+sees its own path alone, so that the result is the same. Of a prompt and its responses, each
+response is a segment of its own that sees the prompt and itself. Equal responses, frequent where
+answers are short, share one segment; where experts are replayed, only what was computed with the
+same ones is equal.
 
 The model never reads the last generated token of a sequence, nor what follows it: nothing that is
 trained depends on them, so they take no column. The prediction of a token may therefore stand in
 another segment than its neighbours (a response's first token is predicted at the prompt's last
 column): `source_col_N` names the column for each token.
 
-Sequences with images are packed like others (`packed_images`).
+Sequences with images are packed like others (`packed_images.py`).
+
+Shape letters: S sequences, N generated tokens, B rows, T columns.
 """
 
 from collections import defaultdict
@@ -42,12 +46,6 @@ from .micro_batch import (
     ranges,
 )
 from .packed_images import pack_images
-
-# A prompt and its responses: what a group of episodes of one conversation each is packed as.
-#
-# Each response is a segment of its own that sees the prompt and itself. Equal responses, frequent
-# where answers are short, share one segment. Where experts are replayed, only what was computed
-# with the same ones is equal.
 
 
 @dataclass(frozen=True)

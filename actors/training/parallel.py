@@ -45,11 +45,11 @@ from ..weights.broadcast_group import Store, open_store, own_address, reach_stor
 from ..weights.tensors import DTYPES
 from .attention import SequenceGroup, divide_attention
 
-# The repeated layers of a model: what ranks gather, and torch.compile translates, one at a time.
-#
-# Compiling one layer serves all of its kind: they share its code. Rows and columns are dynamic,
-# so that micro-batches of other sizes are not compiled anew. Hooks of FSDP2 and the recomputation
-# of activations stay outside of what is compiled.
+# -- the repeated layers of a model ----------------------------------------------------------------
+# They are what ranks gather, and torch.compile translates, one at a time. Compiling one layer
+# serves all of its kind: they share its code. Rows and columns are dynamic, so that micro-batches
+# of other sizes are not compiled anew. Hooks of FSDP2 and the recomputation of activations stay
+# outside of what is compiled.
 
 _MAX_VARIANTS = 64
 """Of one layer's code: with and without gradients, masks, dropout; more is an error of torch's."""

@@ -105,7 +105,7 @@ class RankPacker:
         return self._image_reader.see(self._model, sequence.token_ids, sequence.images)
 
 
-# Sums over the tokens of a step, over all its micro-batches and ranks.
+# -- sums over a step ------------------------------------------------------------------------------
 
 OF_THE_UPDATES = ("pg_loss", "kl_loss", "teacher_loss")
 """What only an update has."""

@@ -1,11 +1,15 @@
 """Adapters (LoRA) that rows of one forward pass choose for themselves, beside one base model.
 
-Shape letters: B rows of a forward pass, N tokens of each, R ranks of all adapters in use together.
-
 The adapters in use are laid side by side: one product with all their A, one with all their B, and
 in between each row keeps the numbers of its own adapter alone; what the others would add to it is
 an exact 0. Rows that all have the same adapter, or none, compute nothing else. The linear layers
 stay what they are: what is added to their output is a hook, set when the first adapter comes.
+
+New weights are prepared beside the running ones. Two sets exist from the first update on: the one
+that decodes and the one that is filled next. So a swap exchanges pointers and costs microseconds
+whatever the model's size, and an update that is refused has touched nothing.
+
+Shape letters: B rows of a forward pass, N tokens of each, R ranks of all adapters in use together.
 """
 
 # torch and transformers leave some of their methods untyped.
@@ -226,11 +230,7 @@ def _unfit(why: str) -> ModelError:
     )
 
 
-# New weights are prepared beside the running ones; taking them over only exchanges pointers.
-#
-# Two sets of weights exist from the first update on: the one that decodes and the one that is
-# filled next. So a swap costs microseconds whatever the model's size, and an update that is
-# refused has touched nothing.
+# -- new weights -----------------------------------------------------------------------------------
 
 
 class DoubleBuffer:

@@ -1,9 +1,16 @@
 """The engine's thread: continuous batching, one tick after another.
 
-A tick gives free rows to waiting requests (prefill), feeds one token to every running row
-(decode), and hands the results of rows that ended to the event loop in one call. Commands (submit,
-cancel, swap, release, close) arrive as callables and run between two ticks. What fails here fails
-every request that is pending, visibly.
+A tick gives free rows to waiting requests (prefill), feeds one token to every running row (decode),
+and hands the results of rows that ended to the event loop in one call. Commands (submit, cancel,
+swap, release, close) arrive as callables and run between two ticks. What fails here fails every
+request that is pending, visibly.
+
+Log-probs of prompts take one pass over their tokens, of which nothing is kept. Prompts that are
+shorter than others of their pass are padded behind their end, where nothing looks at: a token sees
+those before it.
+
+Shape letters: B prompts of a pass, N tokens, D hidden size, C columns whose logits are held at
+once, V vocabulary, K likeliest tokens.
 """
 
 import queue
@@ -38,13 +45,7 @@ from .decoder import FedTokens, SlotDecoder
 from .kv_cache import CachedPrefix, PrefixCache
 from .rows import IndexVector, RowRequest, RowTable
 
-# Log-probs of prompts: one pass over their tokens, of which nothing is kept.
-#
-# Shape letters: B prompts of a pass, N tokens, D hidden size, C columns whose logits are held at
-# once, V vocabulary, K likeliest tokens.
-#
-# Prompts that are shorter than others of their pass are padded behind their end, where nothing
-# looks at: a token sees those before it.
+# -- log-probs of prompts --------------------------------------------------------------------------
 
 _PASS_TOKENS = 4096
 _LOGITS_BYTES = 64 * 2**20

@@ -62,7 +62,7 @@ from .request import (
     scoring_parameters,
 )
 
-# How vLLM is started: its arguments, its environment, and who takes its figures.
+# -- arguments and environment of vLLM -------------------------------------------------------------
 
 _CPU_CACHE_MB = 1024
 _CPU_BLOCK_TOKENS = 32

@@ -1,4 +1,13 @@
-"""One request to vLLM: how it is asked, and what comes back."""
+"""One request to vLLM: its parameters, its prompt with images, and what comes back.
+
+vLLM would read images and make room for their tokens itself, by a processor of its own. It is given
+what the learner's reader makes of them instead, at the places where the prompt has their tokens:
+the pixels are the same to the bit, and no prompt is changed. vLLM knows an image by the digest of
+its file. It keeps those that it was lately sent, so that a group's image is sent once, and never
+shares the cache of a prompt with that of another image.
+
+Shape letters: see `actors/policy/vision.py`.
+"""
 
 # Not installed for development; typings/vllm has what is used of it.
 # pyright: reportMissingModuleSource=false
@@ -162,15 +171,7 @@ def drawn_of(
             yield token, values[start], top
 
 
-# Prompts with images, as vLLM takes them.
-#
-# vLLM would read images and make room for their tokens itself, by a processor of its own. It is
-# given what the learner's reader makes of them instead, at the places where the prompt has their
-# tokens: the pixels are the same to the bit, and no prompt is changed. vLLM knows an image by the
-# digest of its file. It keeps those that it was lately sent, so that a group's image is sent
-# once, and never shares the cache of a prompt with that of another image.
-#
-# Shape letters: see `actors/policy/vision.py`.
+# -- prompts with images ---------------------------------------------------------------------------
 
 _KIND = "image"
 

@@ -1,8 +1,13 @@
-"""What vLLM's worker processes are given beside their own: log-probs, new weights, an end.
+"""What is added to vLLM's worker processes: log-probs, new weights, records of experts.
 
 vLLM records log-probs either before the temperature or after top-p and top-k. A learner needs those
 between the two. Its sampler draws in a module of its own, which is wrapped here; the module gets
 logits that the temperature has divided, and may change them in place.
+
+Experts are recorded for each slot of the cache, beside its keys: what a request did not compute,
+since it was in the cache, stands there as well. vLLM 0.32 records experts by itself with its newer
+model runner only, whose sampler is not the one that is wrapped; what it captures them with is used
+here.
 """
 
 # Not installed for development; typings/vllm has what is used of it.
@@ -30,11 +35,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from .constraints import ConstrainedLogits
 
-# Which experts read the tokens in vLLM's cache: one record for each slot, beside its keys.
-#
-# What a request did not compute, for it was in the cache, stands there as well. vLLM 0.32 records
-# experts by itself with its newer model runner only, whose sampler is not the one that `worker`
-# knows; what it captures them with is used here.
+# -- experts of the tokens in the cache ------------------------------------------------------------
 
 _KEPT = 4096
 """Requests that have ended and were not asked about; the oldest give way."""

@@ -1,8 +1,12 @@
 """The ranks of a learner on a pool: actors that the scheduler has placed, on this node and others.
 
 Orders go to them as requests. Groups do not travel with them: each rank reads the batch from the
-rollout log. Whether they are all there is asked all the time, because a link that is cut tells
+rollout log. Whether they are all there is asked all the time, because a link that is cut shows
 nothing by itself, and a collective would wait for it.
+
+A rank is an actor that receives the learner's orders; a process of its own carries them out. Each
+process of the learner that begins gets a new process, so that nothing of one that has died, or
+hangs in a collective, is in the way.
 """
 
 import asyncio
@@ -205,10 +209,7 @@ def _end_within(seconds: float) -> None:
     timer.start()
 
 
-# A rank of a learner as an actor: it takes the learner's orders, a process of its own does them.
-#
-# Each process of the learner that begins gets a new process here, so that nothing of one that has
-# died, or hangs in a collective, is in the way. The batch of a step is read from the rollout log.
+# -- the actor of one rank -------------------------------------------------------------------------
 
 _ORDERS_LOOK_S = 0.5
 
