@@ -93,13 +93,13 @@ class Constraining:
         if not any(constraints):
             return None
         shaped_BV = logits_BV.to(torch.float32, copy=True)
-        for row, one in enumerate(constraints):
-            if one is not None:
-                one.penalize(shaped_BV[row])
+        for row, constraint in enumerate(constraints):
+            if constraint is not None:
+                constraint.penalize(shaped_BV[row])
         states = {
-            row: one.state
-            for row, one in enumerate(constraints)
-            if one is not None and one.state is not None
+            row: constraint.state
+            for row, constraint in enumerate(constraints)
+            if constraint is not None and constraint.state is not None
         }
         if states:
             allowed = self._masks.allowed(list(states.values()), shaped_BV.shape[1])
@@ -271,8 +271,8 @@ def _draw_again(
                 tokens_B[index],
             )
         )
-        kept = _keeps(probs, drawn, rows.top_p_B[filtered], rows.top_k_B[filtered])
-        filtered = filtered[~kept.cpu().numpy()]
+        accepted = _keeps(probs, drawn, rows.top_p_B[filtered], rows.top_k_B[filtered])
+        filtered = filtered[~accepted.cpu().numpy()]
         if not len(filtered):
             return
         index = torch.as_tensor(filtered, device=device)

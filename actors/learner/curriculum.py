@@ -93,9 +93,9 @@ class Curriculum:
 
     def choose(self, index: int, version: int) -> Chosen:
         """Choose the task at a position of the data order; a kept choice comes first."""
-        kept = self._kept.pop(index, None)
-        if kept is not None:
-            return self._chosen(index, *kept)
+        chosen = self._kept.pop(index, None)
+        if chosen is not None:
+            return self._chosen(index, *chosen)
         rng = np.random.default_rng([self._order.seed, _STREAM, index])
         drawn = float(rng.random() * self._bounds[-1])
         item = min(bisect.bisect_right(self._bounds, drawn), len(self._bounds) - 1)
@@ -143,7 +143,7 @@ class Curriculum:
         state.success = [
             (int(item), float(self._tries[item]), float(self._solved[item])) for item in seen
         ]
-        state.kept_choices = [(index, *kept) for index, kept in sorted(self._kept.items())]
+        state.kept_choices = [(index, *choice) for index, choice in sorted(self._kept.items())]
 
     def _knows(self, item: int | None) -> bool:
         return item is not None and item < self._config.num_items

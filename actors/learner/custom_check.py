@@ -162,18 +162,20 @@ def _of_mask(own: OwnFunction) -> Questions:
 
 def _of_filter(own: OwnFunction) -> Questions:
     def answers() -> list[bool]:
-        asked = OwnFilter(own)
-        return [asked.answer(_filter_inputs(rewards)) for rewards in _GROUPS_OF_REWARDS]
+        custom_filter = OwnFilter(own)
+        return [custom_filter.answer(_filter_inputs(rewards)) for rewards in _GROUPS_OF_REWARDS]
 
     def kept() -> str:
-        found = answers()
-        told = [str(list(r)) for r, keep in zip(_GROUPS_OF_REWARDS, found, strict=True) if keep]
-        if not told:
+        decisions = answers()
+        trained = [
+            str(list(r)) for r, keep in zip(_GROUPS_OF_REWARDS, decisions, strict=True) if keep
+        ]
+        if not trained:
             raise ConfigError(
                 f"no group is trained, of rewards {', '.join(map(str, _GROUPS_OF_REWARDS))}",
                 hint="return True for groups that are to be trained",
             )
-        return f"trained are groups of rewards {', '.join(told)}"
+        return f"trained are groups of rewards {', '.join(trained)}"
 
     return {
         "True or False for each group": kept,

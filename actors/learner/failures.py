@@ -192,5 +192,7 @@ class Untrainable:
         return _WHY[self._counts.most_common(1)[0][0]]
 
     def _summary(self) -> str:
-        told = ", ".join(f"{number} {reason}" for reason, number in sorted(self._counts.items()))
-        return f"the last {self.num_in_a_row} groups could not be trained ({told}): {self._main[0]}"
+        reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(self._counts.items()))
+        return (
+            f"the last {self.num_in_a_row} groups could not be trained ({reasons}): {self._main[0]}"
+        )

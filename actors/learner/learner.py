@@ -389,8 +389,8 @@ class Learner:
         wanted = step == 0 or self._saver.is_due or self.evaluations.is_due(step, self.total_steps)
         if wanted or not self.config.sft.data:
             past = pool(self.config.self_play, step)
-            kept = self.evaluations.open_versions.union(past, [step] if wanted else [])
-            await self.publisher.publish(step, self._in_torch, keep=kept)
+            kept_versions = self.evaluations.open_versions.union(past, [step] if wanted else [])
+            await self.publisher.publish(step, self._in_torch, keep=kept_versions)
 
     async def _request_evaluation(self) -> None:
         """Ask for an evaluation of the present version, where one is due."""
@@ -414,14 +414,14 @@ class Learner:
         except StorageError as error:
             if error.is_full:
                 raise
-            kept = await self._keep_weights()
-            raise StorageError(f"{error.message}; {kept}", hint=error.hint) from error
+            outcome = await self._keep_weights()
+            raise StorageError(f"{error.message}; {outcome}", hint=error.hint) from error
         except TinkermqError:
             raise
         except Exception as error:  # a library's, or code that came with the model
-            kept = await self._keep_weights()
+            outcome = await self._keep_weights()
             raise ModelError(
-                f"a checkpoint could not be saved: {type(error).__name__}: {error}; {kept}",
+                f"a checkpoint could not be saved: {type(error).__name__}: {error}; {outcome}",
                 hint="mend what the model's folder lacks; the weights can begin a new run",
             ) from error
         await self._reporter.log_checkpoint(self.state.step, folder)
@@ -473,7 +473,7 @@ class Learner:
     async def _drop_repeated(self) -> None:
         """Let no position be trained twice that a learner that was cut off had issued, too."""
         repeated = self.ledger.find_repeated()
-        entries = {one.number: one.seq for one in self.intake.candidates()}
+        entries = {candidate.number: candidate.seq for candidate in self.intake.candidates()}
         for number in repeated:
             if (seq := entries.get(number)) is not None:
                 self._drops.drop([Dropped(seq=seq, task=number, reason="malformed")])

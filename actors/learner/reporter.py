@@ -214,11 +214,11 @@ class Reporter:
             await asyncio.sleep(_LOOK_S)
 
     def _look(self, entries: Sequence[Entry[Presence]]) -> None:
-        found = [entry.value for entry in entries if entry.value.role == "generator"]
+        generators = [entry.value for entry in entries if entry.value.role == "generator"]
         self.generators = Generators(
-            tokens_per_s=sum(item.numbers.get("tokens_per_s", 0.0) for item in found),
-            count=len(found),
-            hosts=frozenset(item.host for item in found),
+            tokens_per_s=sum(item.numbers.get("tokens_per_s", 0.0) for item in generators),
+            count=len(generators),
+            hosts=frozenset(item.host for item in generators),
         )
         for entry in entries:
             if entry.value.role == "environment":
@@ -235,13 +235,13 @@ class Reporter:
 
     async def flush(self) -> None:
         """Let the trackers take what they were told, as far as they do so within some seconds."""
-        guarded = [one for one in self.trackers if isinstance(one, GuardedTracker)]
-        await asyncio.gather(*(asyncio.to_thread(one.flush, _FLUSH_S) for one in guarded))
+        guarded = [tracker for tracker in self.trackers if isinstance(tracker, GuardedTracker)]
+        await asyncio.gather(*(asyncio.to_thread(tracker.flush, _FLUSH_S) for tracker in guarded))
 
     async def finish(self) -> None:
         """Close the trackers, however long that takes some of them, but for those that hang."""
         with self.context.waiting("the trackers to finish"):
-            await asyncio.gather(*(asyncio.to_thread(one.finish) for one in self.trackers))
+            await asyncio.gather(*(asyncio.to_thread(tracker.finish) for tracker in self.trackers))
         await self._tell_trackers()
         if self._is_unwritable:
             text = f"the metrics of {len(self._unwritten)} steps are not in metrics.jsonl"
@@ -253,8 +253,8 @@ class Reporter:
         """Return what the groups and the step tell; rewards and lag mean nothing in an SFT job."""
         config = self.context.config
         if config.sft.data:
-            told = {key: n for key, n in report.numbers.items() if key.startswith("actor/")}
-            return {**demonstration_numbers(groups), **told}
+            trained = {key: n for key, n in report.numbers.items() if key.startswith("actor/")}
+            return {**demonstration_numbers(groups), **trained}
         numbers = group_numbers(
             groups,
             step - 1,
@@ -288,17 +288,17 @@ def episode_rows(groups: Sequence[Group], most: int) -> list[dict[str, Any]]:
     rows = (
         {
             "task": group.task.task,
-            "reward": one.reward,
-            "version": one.max_version,
-            "tokens": one.num_generated,
-            "ended by": one.ended_by,
+            "reward": item.reward,
+            "version": item.max_version,
+            "tokens": item.num_generated,
+            "ended by": item.ended_by,
             "messages": "\n\n".join(
                 f"{message.get('role', '')}: {plain_text(message.get('content', ''))}"
-                for message in one.messages
+                for message in item.messages
             )[:_MAX_TABLE_CHARS],
         }
         for group in groups
-        for one in group.sampled
+        for item in group.sampled
     )
     return list(islice(rows, most))
 
@@ -308,5 +308,5 @@ def last_reported_step(run_dir: Path) -> int:
     file = run_dir / "metrics.jsonl"
     if not file.is_file():
         return 0
-    told = (one for one in read_objects(file) if "training/global_step" in one)
-    return max((int(one["step"]) for one in told), default=0)
+    steps = (entry for entry in read_objects(file) if "training/global_step" in entry)
+    return max((int(entry["step"]) for entry in steps), default=0)

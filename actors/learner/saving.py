@@ -82,8 +82,8 @@ class Saver:
         self._failed: StorageError | None = None
         self._next_try = 0.0
         self._keep_bytes = 0
-        run_dir, kept = context.run_dir, context.config.training.kept_rollout_bytes
-        self._keeper = RolloutKeeper(context.broker, context.scope, run_dir, kept)
+        run_dir, kept_bytes = context.run_dir, context.config.training.kept_rollout_bytes
+        self._keeper = RolloutKeeper(context.broker, context.scope, run_dir, kept_bytes)
         self._age = CheckpointAge(context.config.training.save_minutes * 60, time.monotonic())
         mirror = open_mirror(context, tries=_UPLOAD_TRIES)
         if mirror is not None and checkpoints.judged is not None:
@@ -194,10 +194,10 @@ class Saver:
 
         Raises StorageError when something else than room is missing for a minute.
         """
-        kept = min(_LAST_ROLLOUTS_BYTES, self._context.config.limits.rollout_bytes // 4)
+        kept_bytes = min(_LAST_ROLLOUTS_BYTES, self._context.config.limits.rollout_bytes // 4)
         left = _FINAL_TRIES
         while left:
-            folder = await self.save(keep_bytes=kept)
+            folder = await self.save(keep_bytes=kept_bytes)
             if folder is not None:
                 await self._keeper.keep_newest()
                 await self._until_uploaded()

@@ -224,7 +224,7 @@ def unlike_records(
 
     The record behind a checkpoint names all that was dropped before it and recorded nowhere.
     """
-    following = next((one for one in records if one.step == state.step + 1), None)
+    following = next((record for record in records if record.step == state.step + 1), None)
     if following is None:
         return None
     named = {item.seq for item in following.dropped}

@@ -295,7 +295,9 @@ class Ledger:
         state.next_index = self._next_index
         state.owed = sorted(self._owed.items())
         state.owed_tasks = [task for _, task in sorted(self._owed_tasks.items())]
-        state.owed_tries = sorted((one, n) for one, n in self._tries.items() if one in self._owed)
+        state.owed_tries = sorted(
+            (owed, n) for owed, n in self._tries.items() if owed in self._owed
+        )
 
 
 _log = structlog.get_logger()

@@ -50,7 +50,7 @@ class ExpertShape:
 
 def routers_of(model: nn.Module) -> list[nn.Module]:
     """Return the routers of a model by layer; empty: it has no experts."""
-    return [one for one in model.modules() if type(one).__name__.endswith(_ENDING)]
+    return [module for module in model.modules() if type(module).__name__.endswith(_ENDING)]
 
 
 def shape_of(model: nn.Module) -> ExpertShape:
@@ -58,7 +58,9 @@ def shape_of(model: nn.Module) -> ExpertShape:
     routers = routers_of(model)
     if not routers:
         raise _refused("the model has no routers that choose experts for a token")
-    kinds = {(int(cast(Any, one).top_k), int(cast(Any, one).num_experts)) for one in routers}
+    kinds = {
+        (int(cast(Any, router).top_k), int(cast(Any, router).num_experts)) for router in routers
+    }
     if len(kinds) > 1:
         raise _refused(f"the layers of the model differ in their experts: {sorted(kinds)}")
     chosen, experts = kinds.pop()
@@ -149,15 +151,15 @@ class RouterReplay:
     def check(self, group: Group) -> None:
         """Raise DataError for a group that does not tell the experts of what is to be trained."""
         for item in group.sampled:
-            told = item.experts
-            if told is None:
+            recorded = item.experts
+            if recorded is None:
                 raise _unfit("a trajectory does not tell which experts read its tokens")
-            if not self.shape.fits(told.shape):
+            if not self.shape.fits(recorded.shape):
                 raise _unfit(
-                    f"a trajectory tells {told.shape[2]} experts of {told.shape[1]} layers for a "
-                    f"token, the model has {self.shape.chosen} of {self.shape.layers}"
+                    f"a trajectory has {recorded.shape[2]} experts of {recorded.shape[1]} layers "
+                    f"for a token, the model has {self.shape.chosen} of {self.shape.layers}"
                 )
-            if told.max() >= self.shape.experts or (np.diff(np.sort(told)) == 0).any():
+            if recorded.max() >= self.shape.experts or (np.diff(np.sort(recorded)) == 0).any():
                 raise _unfit(
                     f"experts must be from 0 to {self.shape.experts - 1}, each once for a token"
                 )

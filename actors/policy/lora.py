@@ -125,7 +125,7 @@ def config_of(folder: str | Path) -> LoraConfig:
         targets, exclude = sorted({layer_of(name) for name in _names(folder)}), []
     if settings.get("r") in (0, None):
         raise ModelError(f"{folder} holds no LoRA adapter: it has no r", hint="take a LoRA adapter")
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "rank": settings["r"],
         "alpha": settings.get("lora_alpha"),
         "targets": targets,
@@ -135,7 +135,7 @@ def config_of(folder: str | Path) -> LoraConfig:
         "rslora": settings.get("use_rslora") or False,
     }
     try:
-        config = LoraConfig.model_validate(told)
+        config = LoraConfig.model_validate(fields)
         for name in (*config.rank_pattern, *config.alpha_pattern):
             re.compile(name)
     except (ValidationError, re.error) as error:
@@ -310,7 +310,7 @@ def untie(model: "PreTrainedModel", folder: str | Path) -> None:
     if adapter_settings(folder).get("ensure_weight_tying"):
         return
     tied = tuple(
-        f"{PREFIX}{name}." for name, one in shaped.named_modules() if one in (head, embedding)
+        f"{PREFIX}{name}." for name, module in shaped.named_modules() if module in (head, embedding)
     )
     changed = (name for name in _names(folder) if not name.endswith((*BESIDE, *_TIED)))
     if any(name.startswith(tied) for name in changed):
@@ -352,7 +352,7 @@ def other_adapter(model: "nn.Module", tensors: "Sequence[Tensor]") -> Iterator[N
     import torch
 
     mine = list(policy_tensors(model).values())
-    kept = [tensor.detach().clone() for tensor in mine]
+    saved = [tensor.detach().clone() for tensor in mine]
 
     @torch.no_grad()
     def put(values: "Sequence[Tensor]") -> None:
@@ -363,7 +363,7 @@ def other_adapter(model: "nn.Module", tensors: "Sequence[Tensor]") -> Iterator[N
     try:
         yield
     finally:
-        put(kept)
+        put(saved)
 
 
 def set_dropout(model: "nn.Module", *, on: bool) -> None:
@@ -474,7 +474,9 @@ def _check_same(folder: str | Path, config: LoraConfig, layers: Sequence[str]) -
                 f"the adapter in {folder} has {key} {value}, lora.{key} is {set_to}",
                 hint=f"set lora.{key}={value}, or train all weights: lora.rank=0",
             )
-    other = next((one for one in layers if theirs.scale_of(one) != config.scale_of(one)), None)
+    other = next(
+        (layer for layer in layers if theirs.scale_of(layer) != config.scale_of(layer)), None
+    )
     if other is None:
         return
     named = {
@@ -482,11 +484,11 @@ def _check_same(folder: str | Path, config: LoraConfig, layers: Sequence[str]) -
         "alpha_pattern": ("alpha_pattern", theirs.alpha_pattern, config.alpha_pattern),
         "rank_pattern": ("rank_pattern", theirs.rank_pattern, config.rank_pattern),
     }
-    told = {name: one for name, one in named.items() if one[1] != one[2]}
-    said = ", ".join(f"{name} {value!r}" for name, (_, value, _) in told.items())
-    hint = ", ".join(f"lora.{key}={json.dumps(value)}" for key, value, _ in told.values())
+    differing = {name: layer for name, layer in named.items() if layer[1] != layer[2]}
+    settings = ", ".join(f"{name} {value!r}" for name, (_, value, _) in differing.items())
+    hint = ", ".join(f"lora.{key}={json.dumps(value)}" for key, value, _ in differing.values())
     raise ModelError(
-        f"the adapter in {folder} was made with {said}: in {other} it is multiplied by "
+        f"the adapter in {folder} was made with {settings}: in {other} it is multiplied by "
         f"{theirs.scale_of(other):g}, by the configuration by {config.scale_of(other):g}",
         hint=f"set {hint}",
     )

@@ -434,6 +434,6 @@ async def until_played(
             blame = failure.blame.model_dump()
             _log.warning("episode_failed", episode=tried.episode, trace=trace, **blame)
             failures.append(failure)
-            counted = [one for one in failures if one.blame.code != "host_gone"]
+            counted = [earlier for earlier in failures if earlier.blame.code != "host_gone"]
             if failure.is_final or len(counted) >= max_tries:
                 raise

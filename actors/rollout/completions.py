@@ -145,8 +145,8 @@ class Choice:
     def set_whole(self, generation: Generation) -> None:
         """Take an answer that was not told token by token."""
         columns = (generation.token_ids, generation.logprobs, generation.versions)
-        told = zip(*(c.tolist() for c in columns), tops_of(generation), strict=True)
-        self.drawn = [Drawn(*drawn) for drawn in told]
+        rows = zip(*(c.tolist() for c in columns), tops_of(generation), strict=True)
+        self.drawn = [Drawn(*drawn) for drawn in rows]
         self._fresh = list(self.drawn)
         self._say(self.chat.decode(generation.token_ids), last=True)
         self.finish = generation.finish_reason
@@ -157,9 +157,9 @@ class Choice:
             return
         self._plain += text
         tell = told_text if last else certain_text
-        told = tell(self.chat, self._plain, self.tools)
-        self._words.append(told[self._num_said :])
-        self._num_said = len(told)
+        whole = tell(self.chat, self._plain, self.tools)
+        self._words.append(whole[self._num_said :])
+        self._num_said = len(whole)
 
     @property
     def num_tokens(self) -> int:
@@ -191,12 +191,12 @@ class Choice:
     def _named(self, fresh: Sequence[Drawn]) -> list[tuple[str, bytes]]:
         """Return the text and the bytes of the newest tokens, each by itself."""
         begins = len(self.drawn) == len(fresh)
-        found: list[tuple[str, bytes]] = []
+        images: list[tuple[str, bytes]] = []
         for number, drawn in enumerate(fresh):
             encoded = self.chat.token_bytes(drawn.token_id, first=begins and not number)
             text = encoded.decode(errors="replace") or self.chat.token_text(drawn.token_id)
-            found.append((text, encoded))
-        return found
+            images.append((text, encoded))
+        return images
 
 
 @dataclass(frozen=True)
@@ -215,9 +215,9 @@ class _Head:
     """What is told of the prompts, once."""
 
     def __init__(self, request: Request, prompts: Sequence[_Prompt]) -> None:
-        self._fields: dict[str, Any] = {"prompt_tokens": sum(len(one.ids) for one in prompts)}
-        self._fields["is_thinking"] = any(one.is_thinking for one in prompts)
-        self._ids = [one.ids for one in prompts] if request.token_ids else []
+        self._fields: dict[str, Any] = {"prompt_tokens": sum(len(prompt.ids) for prompt in prompts)}
+        self._fields["is_thinking"] = any(prompt.is_thinking for prompt in prompts)
+        self._ids = [prompt.ids for prompt in prompts] if request.token_ids else []
 
     def told(self) -> dict[str, Any]:
         """Return it for the next part."""
@@ -353,7 +353,7 @@ class Answers:
         async def told(scores: list[PromptScore]) -> None:
             await tell(InferPart(model=self._model_name(), scores=scores, vocabulary=vocabulary))
 
-        await score_prompts([one.ids for one in prompts], score, told)
+        await score_prompts([prompt.ids for prompt in prompts], score, told)
 
     async def _generate(
         self,
@@ -422,9 +422,9 @@ class Answers:
         room = self._max_context - prompt_tokens
         wanted = room if decoding.max_tokens is None else decoding.max_tokens
         if min(room, wanted) < int(decoding.max_tokens != 0) or wanted > room:
-            asked = f" and max_tokens is {decoding.max_tokens}" if decoding.max_tokens else ""
+            limit = f" and max_tokens is {decoding.max_tokens}" if decoding.max_tokens else ""
             raise ConfigError(
-                f"the prompt has {prompt_tokens} tokens{asked}: the context of this model holds "
+                f"the prompt has {prompt_tokens} tokens{limit}: the context of this model holds "
                 f"{self._max_context}",
                 hint="shorten the prompt, lower max_tokens, or serve with a larger max_model_len",
             )

@@ -196,8 +196,8 @@ async def _check(
 
 
 def _same(reply: StepResult, made: Transcript, turn: int) -> bool:
-    said = {"role": reply.role, "content": reply.observation}
-    same = said == made.observations[turn] and reply.reward == made.rewards[turn]
+    message = {"role": reply.role, "content": reply.observation}
+    same = message == made.observations[turn] and reply.reward == made.rewards[turn]
     return same and not reply.done
 
 
@@ -213,10 +213,10 @@ def retell(made: Transcript, chat: ChatTokenizer, started: Started) -> None:
     """Complete a recorded transcript with the messages of its first prompt and of its turns."""
     observations = list(made.observations)
     prompt = made.token_ids[: made.num_prompt]
-    told = Transcript()
-    told.begin(prompt, started.messages, started.data_source)
-    made.messages, made.images = told.messages, told.images
-    made.data_source = told.data_source
+    restarted = Transcript()
+    restarted.begin(prompt, started.messages, started.data_source)
+    made.messages, made.images = restarted.messages, restarted.images
+    made.data_source = restarted.data_source
     for turn in range(len(made.turn_ends)):
         made.say(chat.answer(*made.turn(turn)))
         made.messages += observations[turn : turn + 1]

@@ -109,12 +109,12 @@ class FolderCache:
         One process at a time.
         """
         with _locked(self._folder / ".room"):
-            entries = [one for one in self._entries() if one.lock.stem != key]
-            total = num_bytes + sum(one.num_bytes for one in entries)
-            for one in sorted(entries):
+            entries = [entry for entry in self._entries() if entry.lock.stem != key]
+            total = num_bytes + sum(entry.num_bytes for entry in entries)
+            for entry in sorted(entries):
                 if total <= self._max_bytes:
                     break
-                total -= one.num_bytes * _remove(one)
+                total -= entry.num_bytes * _remove(entry)
             if total > self._max_bytes:
                 raise StorageError(
                     f"the cache {self._folder} has no room for {num_bytes:,} bytes: it may hold "
@@ -227,7 +227,7 @@ def fetch_model(url: str, stores: Stores | None = None, *, weights_only: bool = 
     StorageError, ModelError.
     """
     store = stores.open(url) if stores else UrlStore(url)
-    files = [one for one in store.objects() if not (weights_only and is_state(one.name))]
+    files = [file for file in store.objects() if not (weights_only and is_state(file.name))]
     if not files:
         raise ModelError(
             f"there is no model at {url}: nothing lies below it",
@@ -236,14 +236,14 @@ def fetch_model(url: str, stores: Stores | None = None, *, weights_only: bool = 
     content = _key(store.url, files)
     if not _caches:
         _caches.append(FolderCache.of_machine())
-    num_bytes = sum(one.num_bytes for one in files)
+    num_bytes = sum(file.num_bytes for file in files)
     place = _caches[0].hold(content, num_bytes, lambda target: fetch_tree(store, "", files, target))
     _fetched[str(place)] = url
     return str(place)
 
 
 def _key(url: str, files: list[StoredObject]) -> str:
-    return hashlib.sha256(repr([url, *(one[:3] for one in files)]).encode()).hexdigest()
+    return hashlib.sha256(repr([url, *(file[:3] for file in files)]).encode()).hexdigest()
 
 
 def url_of(folder: str) -> str | None:

@@ -49,7 +49,7 @@ class MirroredCheckpoint(NamedTuple):
     @property
     def is_whole(self) -> bool:
         """Whether its table is there, which comes last."""
-        return any(one.name == f"{self.name}/{TABLE}" for one in self.files)
+        return any(file.name == f"{self.name}/{TABLE}" for file in self.files)
 
 
 class CheckpointMirror:
@@ -76,13 +76,13 @@ class CheckpointMirror:
 
     def whole(self) -> list[MirroredCheckpoint]:
         """Return the checkpoints that are whole, the oldest first. Raises StorageError."""
-        return [one for one in self._all() if one.is_whole]
+        return [checkpoint for checkpoint in self._all() if checkpoint.is_whole]
 
     def upload(self, step: int, folder: Path) -> None:
         """Store a checkpoint, then remove those that are not kept. Raises StorageError."""
         digest = hashlib.sha256((folder / TABLE).read_bytes()).hexdigest()[:16]
         name = f"{checkpoint_name(step)}-{digest}"
-        if not any(one.name == name for one in self.whole()):
+        if not any(checkpoint.name == name for checkpoint in self.whole()):
             upload_tree(self.store, name, folder)
         self._remove_old(step)
 
@@ -93,12 +93,12 @@ class CheckpointMirror:
         with newer ones. Raises StorageError.
         """
         wrong: list[TinkermqError] = []
-        for one in reversed(self.whole()):
-            target = folder / checkpoint_name(one.step)
+        for checkpoint in reversed(self.whole()):
+            target = folder / checkpoint_name(checkpoint.step)
             if _has_newer(target):
                 return wrong
             try:
-                fetch_tree(self.store, one.name, one.files, target)
+                fetch_tree(self.store, checkpoint.name, checkpoint.files, target)
                 return wrong
             except (StorageError, NotFoundError) as error:
                 wrong.append(error)
@@ -107,22 +107,26 @@ class CheckpointMirror:
         return wrong
 
     def _all(self) -> list[MirroredCheckpoint]:
-        found: dict[str, list[StoredObject]] = {}
-        for one in self.store.objects():
-            found.setdefault(one.name.partition("/")[0], []).append(one)
-        named = [(_NAME.fullmatch(name), name, files) for name, files in found.items()]
+        files_of: dict[str, list[StoredObject]] = {}
+        for item in self.store.objects():
+            files_of.setdefault(item.name.partition("/")[0], []).append(item)
+        named = [(_NAME.fullmatch(name), name, files) for name, files in files_of.items()]
         return sorted(MirroredCheckpoint(int(m[1]), name, files) for m, name, files in named if m)
 
     def _remove_old(self, newest: int) -> None:
         """Remove whole ones that are not kept, the table first, and halves of earlier uploads."""
         every = self._all()
-        steps = sorted({one.step for one in every if one.is_whole})
-        kept = {*steps[-self._keep_last :]}
-        kept |= {step for step in steps if self._keep_every and step % self._keep_every == 0}
-        kept |= self.spared(steps)
-        for one in every:
-            if one.step not in kept if one.is_whole else one.step < newest:
-                names = [file.name for file in one.files]
+        steps = sorted({checkpoint.step for checkpoint in every if checkpoint.is_whole})
+        kept_steps = {*steps[-self._keep_last :]}
+        kept_steps |= {step for step in steps if self._keep_every and step % self._keep_every == 0}
+        kept_steps |= self.spared(steps)
+        for checkpoint in every:
+            if (
+                checkpoint.step not in kept_steps
+                if checkpoint.is_whole
+                else checkpoint.step < newest
+            ):
+                names = [file.name for file in checkpoint.files]
                 self.store.delete(sorted(names, key=lambda name: not name.endswith(TABLE)))
 
 
@@ -167,7 +171,7 @@ class CheckpointInStore(NamedTuple):
     @property
     def is_adapter(self) -> bool:
         """Whether it is that of a LoRA run."""
-        return any(one.name == ADAPTER_CONFIG for one in self.files)
+        return any(file.name == ADAPTER_CONFIG for file in self.files)
 
 
 def store_of(record: JobRecord) -> str | None:
@@ -192,12 +196,15 @@ def stored_checkpoints(
     place = _place(url, record.scope, "checkpoints")
     mirror = CheckpointMirror(stores.open(place, tries=tries), keep_last=1, keep_every=0)
     return {
-        one.step: CheckpointInStore(
-            one.step,
-            f"{place}/{one.name}",
-            [file._replace(name=file.name.removeprefix(f"{one.name}/")) for file in one.files],
+        checkpoint.step: CheckpointInStore(
+            checkpoint.step,
+            f"{place}/{checkpoint.name}",
+            [
+                file._replace(name=file.name.removeprefix(f"{checkpoint.name}/"))
+                for file in checkpoint.files
+            ],
         )
-        for one in mirror.whole()
+        for checkpoint in mirror.whole()
     }
 
 
@@ -223,33 +230,33 @@ def _keep_in_store(url: str, target: str, stores: Stores, weights_only: bool) ->
     """Have a store copy a folder of it; return whether there was one."""
     root, source = _split(url)
     store, copy = UrlStore(root), target.removeprefix(f"{root}/")
-    store.delete([one.name for one in store.objects(copy)])  # of a submission that was cut off
+    store.delete([file.name for file in store.objects(copy)])  # of a submission that was cut off
     files = store.objects(source)
-    for one in files:
-        inside = one.name.removeprefix(f"{source}/")
+    for file in files:
+        inside = file.name.removeprefix(f"{source}/")
         if not (weights_only and is_state(inside)):
-            store.copy(one, f"{copy}/{inside}")
+            store.copy(file, f"{copy}/{inside}")
     return bool(files)
 
 
 def _keep_in_broker(url: str, target: str, stores: Stores, weights_only: bool) -> bool:
     """Copy a folder of one job's bucket to that of another, through a file in $TMPDIR."""
     source, copy = stores.bucket(url), stores.bucket(target)
-    files = [one for one in source.objects() if not (weights_only and is_state(one.name))]
-    copy.make_room(sum(one.num_bytes for one in files))
-    copy.delete([one.name for one in copy.objects()])  # of a submission that was cut off
+    files = [file for file in source.objects() if not (weights_only and is_state(file.name))]
+    copy.make_room(sum(file.num_bytes for file in files))
+    copy.delete([file.name for file in copy.objects()])  # of a submission that was cut off
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder) / "part"
-        for one in files:
-            source.fetch(one.name, one.num_bytes, here)
-            copy.put(one.name, here)
+        for file in files:
+            source.fetch(file.name, file.num_bytes, here)
+            copy.put(file.name, here)
     return bool(files)
 
 
 def free_copies(record: JobRecord, stores: Stores) -> None:
     """Remove what a job that was refused has copied of others. Raises StorageError."""
-    urls = [one for one in (record.fork_dir, *record.adapters.values()) if is_url(one)]
-    for root in {_split(one)[0] for one in urls}:
+    urls = [path for path in (record.fork_dir, *record.adapters.values()) if is_url(path)]
+    for root in {_split(path)[0] for path in urls}:
         if root == BROKER:
             stores.bucket(_place(root, record.scope, "fork")).remove()
         else:
@@ -264,7 +271,7 @@ def free_stored(record: JobRecord) -> None:
 
 def _free(root: str, record: JobRecord) -> None:
     store = UrlStore(f"{root}/runs/{record.user}/{record.job}")
-    store.delete([one.name for one in store.objects()])
+    store.delete([item.name for item in store.objects()])
 
 
 def _stores(record: JobRecord) -> set[str]:
@@ -272,9 +279,9 @@ def _stores(record: JobRecord) -> set[str]:
     own = f"/runs/{record.user}/{record.job}/"
     model = cast("dict[str, Any]", record.config.get("model") or {}).get("path") or ""
     named = [model, record.fork_dir, *record.adapters.values()]
-    kept = {path.partition(own)[0] for path in named if own in path and "://" in path}
+    roots = {path.partition(own)[0] for path in named if own in path and "://" in path}
     url = store_of(record)
-    return kept | ({url.rstrip("/")} if url not in (None, BROKER) else set())
+    return roots | ({url.rstrip("/")} if url not in (None, BROKER) else set())
 
 
 def _place(root: str, scope: JobScope, name: str) -> str:
@@ -329,7 +336,7 @@ class Uploads:
         Raises StorageError for a store that cannot be written.
         """
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
-        there = {one.step for one in await asyncio.to_thread(self._mirror.whole)}
+        there = {checkpoint.step for checkpoint in await asyncio.to_thread(self._mirror.whole)}
         self.first_seqs = {step: seq for step, seq in local.items() if step in there}
         self._idle.set()
         self._begun.set()
@@ -354,8 +361,8 @@ class Uploads:
                 await self._changed.wait()
                 self._changed.clear()
                 while self._waiting is not None:
-                    one, self._waiting = self._waiting, None
-                    await self._upload(*one)
+                    upload, self._waiting = self._waiting, None
+                    await self._upload(*upload)
                 self._idle.set()
         finally:
             self._mirror.store.close()

@@ -45,7 +45,7 @@ def checkpoint_folders(run_dir: str) -> dict[int, Path]:
             entries = folder.entries(_CHECKPOINTS)
     except (OSError, StorageError):
         return {}
-    named = ((_NAME.fullmatch(one.name), one) for one in entries if one.is_folder)
+    named = ((_NAME.fullmatch(entry.name), entry) for entry in entries if entry.is_folder)
     return {int(match[1]): Path(run_dir, entry.path) for match, entry in named if match}
 
 

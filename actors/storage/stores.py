@@ -124,27 +124,29 @@ class UrlStore:
             batches = cast(Any, obstore).list(self._store, prefix=prefix or None)
             return [
                 StoredObject(
-                    one["path"],
-                    one["size"],
-                    str(one["e_tag"] or one["last_modified"]),
-                    one["last_modified"].timestamp(),
+                    infom["path"],
+                    infom["size"],
+                    str(infom["e_tag"] or infom["last_modified"]),
+                    infom["last_modified"].timestamp(),
                 )
                 for batch in batches
-                for one in batch
+                for infom in batch
             ]
 
         return sorted(self._try(f"list {prefix or 'what is there'}", look))
 
-    def copy(self, one: StoredObject, target: str, *, most_bytes: int = _MOST_COPIED_BYTES) -> None:
+    def copy(
+        self, source: StoredObject, target: str, *, most_bytes: int = _MOST_COPIED_BYTES
+    ) -> None:
         """Copy an object within the store. Raises NotFoundError, StorageError, OSError."""
         import obstore
 
-        if one.num_bytes <= most_bytes:
-            self._try(f"copy {one.name}", lambda: obstore.copy(self._store, one.name, target))
+        if source.num_bytes <= most_bytes:
+            self._try(f"copy {source.name}", lambda: obstore.copy(self._store, source.name, target))
             return
         with tempfile.TemporaryDirectory() as folder:
             here = Path(folder) / "part"
-            self.fetch(one.name, one.num_bytes, here)
+            self.fetch(source.name, source.num_bytes, here)
             self.put(target, here)
 
     def delete(self, names: list[str]) -> None:
@@ -255,8 +257,8 @@ class BrokerStore:
     def close(self) -> None:
         """End what is under way, with its error."""
         self._closed = True
-        for one in list(self._running):
-            one.cancel()
+        for future in list(self._running):
+            future.cancel()
 
     def make_room(self, num_bytes: int) -> None:
         """Let the bucket, made if it is missing, hold so much more. Raises StoreAwayError."""
@@ -293,8 +295,8 @@ class BrokerStore:
         """Return the objects below a prefix, by name. Raises StoreAwayError."""
         infos = self._wait("list what it has", self._objects.infos())
         below = self._below + (f"{prefix}/" if prefix else "")
-        told = (_told(one, self._below) for one in infos if one.name.startswith(below))
-        return sorted(told)
+        objects = (_told(info, self._below) for info in infos if info.name.startswith(below))
+        return sorted(objects)
 
     def delete(self, names: list[str]) -> None:
         """Remove objects; one that has gone is no error. Raises StoreAwayError."""
@@ -342,7 +344,7 @@ async def _grow_bucket(broker: Broker, scope: JobScope, num_bytes: int) -> None:
     """
     name = f"OBJ_{scope.object_checkpoints}"
     configs = job_streams(scope, LimitsConfig(), WEIGHTS_BYTES)
-    config = next(one for one in configs if one["name"] == name)
+    config = next(stream for stream in configs if stream["name"] == name)
     held = 0
     with contextlib.suppress(NotFoundError):
         held = int((await stream_info(broker, name))["state"]["bytes"])

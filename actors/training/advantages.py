@@ -165,7 +165,7 @@ def generalized_advantage(
     """
     rewards_SP, place_N = by_sequence(rewards_N.double(), seq_N, num_seqs)
     values_SP, _ = by_sequence(values_N.double(), seq_N, num_seqs)
-    gamma_SP, lam_SP = (_laid_out(one, seq_N, num_seqs) for one in (gamma, lam))
+    gamma_SP, lam_SP = (_laid_out(factor, seq_N, num_seqs) for factor in (gamma, lam))
     delta_SP = rewards_SP - values_SP
     delta_SP[:, :-1] += (gamma_SP * values_SP.roll(-1, 1))[:, :-1]
     return reward_to_go(delta_SP, gamma_SP * lam_SP)[seq_N, place_N]

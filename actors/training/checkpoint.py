@@ -325,8 +325,8 @@ def keep_weights(
 
 def _keep(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write the weights of a policy under the names by which the libraries look for them."""
-    critic = {name: one for name, one in tensors.items() if name.startswith("critic.")}
-    rest = {name: one for name, one in tensors.items() if name not in critic}
+    critic = {name: tensor for name, tensor in tensors.items() if name.startswith("critic.")}
+    rest = {name: tensor for name, tensor in tensors.items() if name not in critic}
     is_adapter = any(name.startswith("base_model.model.") for name in rest)
     save_plain_weights(rest, folder / f"{'adapter_' * is_adapter}model.safetensors")
     if critic:

@@ -91,24 +91,26 @@ class OwnFunction:
             )
 
         with blaming(blame):
-            found = getattr(importlib.import_module(module_name), name, None)
-        if not callable(found):
+            function = getattr(importlib.import_module(module_name), name, None)
+        if not callable(function):
             raise ConfigError(
                 f"{self.key}: module {module_name} has no function {name!r}",
                 hint="name a function of the module, as module:function",
             )
-        if any(kind(found) for kind in _LATER):
+        if any(kind(function) for kind in _LATER):
             raise ConfigError(
                 f"{self.key} is async, or yields: it is asked in the middle of a step",
                 hint="write it with def, and return the answer",
             )
-        return found
+        return function
 
     def _place(self, target: str) -> str:
         """Return `module:function` of what a package may have registered by a short name."""
         if ":" in target:
             return target
-        there = {one.name: one.value for one in entry_points(group=ENTRY_POINTS)}
+        there = {
+            entry_point.name: entry_point.value for entry_point in entry_points(group=ENTRY_POINTS)
+        }
         if target not in there:
             raise ConfigError(
                 f"{self.key} is registered by no package here",

@@ -360,18 +360,20 @@ class DepthFirst:
         """Order sequences of which the first `totals` tokens matter; those of 0 are left out."""
         chosen = [index for index, total in enumerate(totals) if total]
         images = _Beginnings(see)
-        found = {index: images.of(sequences[index]) for index in chosen}
+        images_of = {index: images.of(sequences[index]) for index in chosen}
         paths = {index: sequences[index].token_ids[: totals[index]] for index in chosen}
-        order = sorted(chosen, key=lambda index: (found[index][0], _sort_key(paths[index])))
+        order = sorted(chosen, key=lambda index: (images_of[index][0], _sort_key(paths[index])))
         shared = [
-            _num_shared(paths[before], paths[index]) if found[before][0] == found[index][0] else 0
+            _num_shared(paths[before], paths[index])
+            if images_of[before][0] == images_of[index][0]
+            else 0
             for before, index in pairwise(order)
         ]
         return cls(
             order,
             [0, *shared][: len(order)],
             [totals[index] for index in order],
-            [found[index][1] for index in order],
+            [images_of[index][1] for index in order],
         )
 
     def cut(self, budget: int) -> list[TreeUnit]:
@@ -415,7 +417,7 @@ def make_tree_units(
 def count_distinct(paths: Sequence[NDArray[np.integer[Any]]]) -> int:
     """Count the tokens of paths, those that several begin with in common once."""
     order = sorted(range(len(paths)), key=lambda index: _sort_key(paths[index]))
-    shared = sum(_num_shared(paths[one], paths[other]) for one, other in pairwise(order))
+    shared = sum(_num_shared(paths[before], paths[other]) for before, other in pairwise(order))
     return sum(map(len, paths)) - shared
 
 
@@ -441,10 +443,10 @@ def _sort_key(token_ids: NDArray[np.generic]) -> bytes:
     return token_ids.astype(">u4").tobytes()
 
 
-def _num_shared(one: NDArray[np.generic], other: NDArray[np.generic]) -> int:
+def _num_shared(left: NDArray[np.generic], other: NDArray[np.generic]) -> int:
     """Count the tokens that two paths begin with in common."""
-    length = min(len(one), len(other))
-    differs = one[:length] != other[:length]
+    length = min(len(left), len(other))
+    differs = left[:length] != other[:length]
     return int(differs.argmax()) if differs.any() else length
 
 
@@ -468,7 +470,7 @@ def longest_first(costs: Sequence[int], ranks: int) -> list[list[int]]:
         rank = loads.index(min(loads))
         loads[rank] += costs[item]
         items[rank].append(item)
-    return [sorted(found) for found in items]
+    return [sorted(numbers) for numbers in items]
 
 
 def share_out(

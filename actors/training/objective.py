@@ -42,7 +42,7 @@ class StepInputs:
 
     batch: TrainingBatch
     sample_N: Tensor
-    """int64: the sample of each token (`algorithms/samples.py`)."""
+    """int64: the sample of each token (`batch.py`)."""
     version: int
     """The policy's version before the step."""
     advantages_N: Tensor
@@ -112,8 +112,8 @@ class Objective:
         if old_N is None or not algorithm.weighs_whole_batches:
             return None
         kept_n, numbers_M = renumber(sample_N[kept_N])
-        kept = CorrectionInputs(old_N[kept_N], batch.behaviour_N[kept_N], kept_n, len(numbers_M))
-        correction = self._masked(kept, advantages_N[kept_N])
+        inputs = CorrectionInputs(old_N[kept_N], batch.behaviour_N[kept_N], kept_n, len(numbers_M))
+        correction = self._masked(inputs, advantages_N[kept_N])
         weights_N = torch.zeros_like(old_N)
         weights_N[kept_N] = correction.weight_N
         return weights_N
@@ -251,8 +251,8 @@ def _fresh(inputs: StepInputs, index_N: Tensor, scores: TokenScores) -> tuple[Te
         return index_N, scores
     fresh_N = inputs.batch.fresh_N[index_N]
     others_NK = None if scores.others_NK is None else scores.others_NK[fresh_N]
-    kept = TokenScores(scores.logprobs_N[fresh_N], scores.entropy_N[fresh_N], others_NK)
-    return index_N[fresh_N], kept
+    fresh = TokenScores(scores.logprobs_N[fresh_N], scores.entropy_N[fresh_N], others_NK)
+    return index_N[fresh_N], fresh
 
 
 def _teaching(targets: TeacherTargets, index_N: Tensor, scores: TokenScores) -> Tensor:

@@ -329,7 +329,7 @@ def off_policy_statistics(
     bounded_N = log_ratio(old_N, behaviour_N)
     product_S = sum_by_sequence(log_weight_N, seq_N, num_seqs)[here_S]
     product_S = product_S.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    told = {
+    numbers = {
         "training_ppl": (-old_S).exp().mean(),
         "rollout_ppl": (-behaviour_S).exp().mean(),
         "log_ppl_diff": differs_S.mean(),
@@ -340,7 +340,7 @@ def off_policy_statistics(
         "chi2_token": (2 * bounded_N).exp().mean() - 1,
         "chi2_seq": (2 * product_S).exp().mean() - 1,
     }
-    return {f"off_policy/{name}": float(value) for name, value in told.items()}
+    return {f"off_policy/{name}": float(value) for name, value in numbers.items()}
 
 
 def batch_mismatch(
@@ -370,7 +370,7 @@ def _by_kind(differs_N: Tensor, seq_N: Tensor, kinds: list[str]) -> dict[str, fl
     """
     numbers: dict[str, float] = {}
     for kind in sorted({kind for kind in kinds if kind}):
-        of_kind_S = torch.tensor([one == kind for one in kinds], device=seq_N.device)
+        of_kind_S = torch.tensor([of_seq == kind for of_seq in kinds], device=seq_N.device)
         of_kind_N = differs_N[of_kind_S[seq_N]]
         if len(of_kind_N):
             numbers[f"agent/abs_log_ratio/{kind}"] = float(of_kind_N.mean())

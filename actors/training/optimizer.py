@@ -177,8 +177,8 @@ def split(
     """
     apart = _not_hidden(model)
     matrices = [each for each in parameters if each.ndim in (2, 3) and id(each) not in apart]
-    found = {id(each) for each in matrices}
-    return matrices, [each for each in parameters if id(each) not in found]
+    matrix_ids = {id(each) for each in matrices}
+    return matrices, [each for each in parameters if id(each) not in matrix_ids]
 
 
 def _not_hidden(model: nn.Module) -> set[int]:
@@ -246,8 +246,8 @@ def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimize
     parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
     for number, parameter in enumerate(parameters):
         if number in state["state"]:
-            kept = state["state"][number].items()
-            state["state"][number] = {key: divided(value, parameter) for key, value in kept}
+            items = state["state"][number].items()
+            state["state"][number] = {key: divided(value, parameter) for key, value in items}
     optimizer.load_state_dict(state)
 
 
@@ -303,8 +303,8 @@ def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     torch would make an update of zeros to have a state, which counts.
     """
     groups = optimizer.param_groups
-    kept = [{name: group[name] for name in group if name != "params"} for group in groups]
-    return {"param_groups": kept}
+    settings = [{name: group[name] for name in group if name != "params"} for group in groups]
+    return {"param_groups": settings}
 
 
 def _names_in(folder: Path) -> set[str]:
@@ -323,10 +323,10 @@ def _names_in(folder: Path) -> set[str]:
 def _require_same(path: Path, optimizer: torch.optim.Optimizer, saved: set[str]) -> None:
     """Raise ConfigError unless a state, known by the names in it, is that of this optimiser."""
     wanted = _kind({name for group in optimizer.param_groups for name in group})
-    if (found := _kind(saved)) != wanted:
+    if (saved_kind := _kind(saved)) != wanted:
         raise ConfigError(
-            f"{path} is the state of learner.optimizer={found}, and this run has {wanted}",
-            hint=("" if found == _REMOVED else f"set learner.optimizer={found}, or ")
+            f"{path} is the state of learner.optimizer={saved_kind}, and this run has {wanted}",
+            hint=("" if saved_kind == _REMOVED else f"set learner.optimizer={saved_kind}, or ")
             + "begin a new run with the checkpoint's weights: `tinkermq train CONFIG --from "
             "RUN@STEP`",
         )

@@ -143,15 +143,17 @@ class Meeting:
 
     def told(self) -> dict[str, Any]:
         """Return what other ranks are told, as JSON can write it."""
-        told = {"address": self.address, "port": self.store.port}
-        return {**told, "name": self.name, "apart": self.apart}
+        place = {"address": self.address, "port": self.store.port}
+        return {**place, "name": self.name, "apart": self.apart}
 
     @classmethod
-    def reach(cls, told: Mapping[str, Any]) -> "Meeting":
-        """Come to what was told; ProcessGroupFailed where it cannot be reached."""
-        address, port = told["address"], told["port"]
+    def reach(cls, invitation: Mapping[str, Any]) -> "Meeting":
+        """Join what another rank has opened; ProcessGroupFailed where it cannot be reached."""
+        address, port = invitation["address"], invitation["port"]
         store = reach_store(address, port)
-        return cls(store, address, own_address(address, port), told["name"], told["apart"])
+        return cls(
+            store, address, own_address(address, port), invitation["name"], invitation["apart"]
+        )
 
 
 class Parallel:
@@ -328,7 +330,7 @@ def interface_of(address: str) -> str:
     Raises ConfigError where none has it.
     """
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == address for one in addresses):
+        if any(candidate.address.partition("%")[0] == address for candidate in addresses):
             return name
     raise ConfigError(
         f"no network interface of this machine has the address {address}",
@@ -385,8 +387,8 @@ def whole_tensors(
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
-        kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        yield name, whole(tensor.detach().to(kept))
+        kept_dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        yield name, whole(tensor.detach().to(kept_dtype))
 
 
 def snapshot(models: Mapping[str, nn.Module], dtype: torch.dtype) -> dict[str, TensorBytes]:
@@ -434,10 +436,10 @@ def check_num_threads(num_threads: int) -> None:
 
     A limit of the environment (OMP_THREAD_LIMIT) goes before what is set.
     """
-    found = torch.get_num_threads()
-    if found != num_threads:
+    threads = torch.get_num_threads()
+    if threads != num_threads:
         raise ConfigError(
-            f"torch computes with {found} CPU threads here, and learner.threads is {num_threads}: "
-            "sums would be split otherwise, and their last bits differ",
+            f"torch computes with {threads} CPU threads here, and learner.threads is "
+            f"{num_threads}: sums would be split otherwise, and their last bits differ",
             hint="unset OMP_THREAD_LIMIT and OMP_DYNAMIC",
         )

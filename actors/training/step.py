@@ -214,8 +214,8 @@ class Trainer:
                 counted = self._denominators(sample_N[of_part_N & counted_N], credit.samples.num)
                 self._update(inputs, part_S, kept_S, counted, sums)
             if self.critic is not None:
-                kept = self._denominators(sample_N[of_part_N & kept_N], credit.samples.num)
-                self.critic.update(self._packer.pack(batch, kept_S), kept)
+                denominators = self._denominators(sample_N[of_part_N & kept_N], credit.samples.num)
+                self.critic.update(self._packer.pack(batch, kept_S), denominators)
         sums = sums.of_all(self._parallel)
         if self._reference is not None:
             self._reference.follow(step)

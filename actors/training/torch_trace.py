@@ -45,9 +45,9 @@ class TorchTracer:
 
     def finish(self) -> None:
         """Answer those who asked with what there is: no further step comes."""
-        asked, self._asked, self._steps_left = self._asked, [], 0
+        waiting, self._asked, self._steps_left = self._asked, [], 0
         files, self._files = self._files, []
-        for future in asked:
+        for future in waiting:
             if future.done():
                 continue
             if files:

@@ -83,7 +83,7 @@ def fingerprint(payload: Tensor) -> str:
     """Return the digest of uint8[N], hexadecimal."""
     digest = hashlib.sha256(payload.numel().to_bytes(8, "little"))
     parts = [payload[at : at + _PART_BYTES] for at in range(0, payload.numel(), _PART_BYTES)]
-    if sums := [one for part in parts for one in _sums(part)]:
+    if sums := [total for part in parts for total in _sums(part)]:
         digest.update(torch.cat(sums).cpu().numpy().data)
     return digest.hexdigest()
 

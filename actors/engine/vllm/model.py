@@ -5,7 +5,8 @@ requests and new weights from here. It stamps each step's tokens with the label 
 made them; the label is the versions of all that is served, as JSON. Each request's prompt is cached
 under a salt of its adapter and version, so that no prefix is shared across versions.
 
-This module imports vllm: `players` imports it when it is asked for. Written for vLLM 0.32.
+This module imports vllm: `rollout/players.py` imports it only where it is needed. Written for vLLM
+0.32.
 """
 
 # Not installed for development; typings/vllm has what is used of it.

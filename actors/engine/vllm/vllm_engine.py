@@ -142,8 +142,8 @@ class VllmEngine:
 
     async def _with_figures(self, result: Generation, sampling: Sampling, key: str) -> Generation:
         """Add what a grammar took out of the choice; ConfigError where it could not be followed."""
-        told = self._model.ask_workers("take_figures", key, len(result.token_ids))
-        masked, error = (await self._unless_ended(told))[0]
+        answers = self._model.ask_workers("take_figures", key, len(result.token_ids))
+        masked, error = (await self._unless_ended(answers))[0]
         if error:
             raise left_grammar(error)
         if sampling.grammar is None:
@@ -153,8 +153,8 @@ class VllmEngine:
     async def _with_experts(self, result: Generation, key: str, num_prompt: int) -> Generation:
         """Add the experts of all tokens but the last, as they were computed last."""
         num = num_prompt + len(result.token_ids) - 1
-        told = self._model.ask_workers("take_experts", key, num)
-        first: bytes = (await self._unless_ended(told))[0]
+        answers = self._model.ask_workers("take_experts", key, num)
+        first: bytes = (await self._unless_ended(answers))[0]
         experts = np.frombuffer(first, np.uint8).reshape(-1, *self._records)
         if len(experts) != num:
             raise EngineError(

@@ -52,11 +52,13 @@ class SlotExperts:
         most = int(config.scheduler_config.max_num_batched_tokens)
         self._capturer = RoutedExpertsCapturer(most, config)
         bind_routed_experts_capturer(model, self._capturer)
-        found = sorted(int(one.layer_id) for one in model.modules() if isinstance(one, MoERunner))
+        layer_ids = sorted(
+            int(module.layer_id) for module in model.modules() if isinstance(module, MoERunner)
+        )
         device = self._capturer.device_buffer.device
-        self._layers = torch.tensor(found, device=device)
+        self._layers = torch.tensor(layer_ids, device=device)
         slots = int(config.cache_config.num_gpu_blocks) * self._block_size
-        shape = (slots, len(found), self._capturer.shape_per_token[1])
+        shape = (slots, len(layer_ids), self._capturer.shape_per_token[1])
         self._slots_SLK = torch.zeros(shape, dtype=torch.uint8, device=device)
         self._ended: OrderedDict[str, torch.Tensor] = OrderedDict()
         self._execute = runner.execute_model
@@ -69,9 +71,9 @@ class SlotExperts:
 
     def take(self, key: str, num: int) -> bytes:
         """Return the experts of the first tokens of a request that has ended; empty: not known."""
-        for request in [one for one in self._runner.requests if _key(one) == key]:
+        for request in [name for name in self._runner.requests if _key(name) == key]:
             return self._read(request)[:num].cpu().numpy().tobytes()
-        mine = [self._ended.pop(one) for one in list(self._ended) if _key(one) == key]
+        mine = [self._ended.pop(name) for name in list(self._ended) if _key(name) == key]
         return mine[-1][:num].cpu().numpy().tobytes() if mine else b""
 
     def _step(self, scheduled: Any, *more: Any) -> Any:
@@ -87,7 +89,9 @@ class SlotExperts:
         return output
 
     def _leaving(self, scheduled: Any) -> Iterator[str]:
-        return (one for one in scheduled.finished_req_ids if one in self._runner.requests)
+        return (
+            request for request in scheduled.finished_req_ids if request in self._runner.requests
+        )
 
     def _read(self, request: str) -> torch.Tensor:
         blocks = torch.tensor(self._runner.requests[request].block_ids[0], dtype=torch.int64)
@@ -239,7 +243,7 @@ class WorkerExtension:
 
     def _constrained(self) -> ConstrainedLogits:
         every = self.model_runner.input_batch.logitsprocs.all
-        return next(one for one in every if isinstance(one, ConstrainedLogits))
+        return next(processor for processor in every if isinstance(processor, ConstrainedLogits))
 
 
 def _has_experts(layer: Any) -> bool:

@@ -91,10 +91,10 @@ class PlacedRanks(Ranks):
         while True:
             if self._begun:
                 answers = await asyncio.gather(*map(self._look, self._names))
-                there = [told for told in answers if told is not None]
-                heard |= {rank_name(told.rank): clock() for told in there}
-                gone = next((told.error for told in there if told.error), "")
-                if any(told.draining for told in there) and not self._context.stopping.is_set():
+                there = [status for status in answers if status is not None]
+                heard |= {rank_name(status.rank): clock() for status in there}
+                gone = next((status.error for status in there if status.error), "")
+                if any(status.draining for status in there) and not self._context.stopping.is_set():
                     self._context.log.info("learner_drains_with_its_ranks")
                     self._context.stopping.set()
                 silent = next((name for name, at in heard.items() if clock() - at > ANSWER_S), "")
@@ -145,7 +145,7 @@ class PlacedRanks(Ranks):
         with self._context.waiting(name):
             while True:
                 try:
-                    told = await call(
+                    reply = await call(
                         broker,
                         subject,
                         request,
@@ -160,13 +160,13 @@ class PlacedRanks(Ranks):
                 except StateError as error:
                     raise _gone(str(error)) from error
                 else:
-                    self._processes[name] = told.process
+                    self._processes[name] = reply.process
                     return
 
     async def _look(self, name: str) -> RankState | None:
         """Ask one rank how it is; None without an answer. One that serves nobody is an error."""
         try:
-            told = await call(
+            status = await call(
                 self._context.broker,
                 self._context.scope.rank(name, f"look-{self._processes[name]}"),
                 Empty(),
@@ -178,18 +178,18 @@ class PlacedRanks(Ranks):
         except TinkermqError as error:
             _log.debug("rank_did_not_answer", rank=name, error=error.message)
             return None
-        if told.learner != self._learner:
-            return told.model_copy(update={"error": f"{name} was started anew"})
-        error = f"{name} on {told.host}: {told.error}" if told.error else ""
-        return told.model_copy(update={"error": error})
+        if status.learner != self._learner:
+            return status.model_copy(update={"error": f"{name} was started anew"})
+        error = f"{name} on {status.host}: {status.error}" if status.error else ""
+        return status.model_copy(update={"error": error})
 
     async def _seen_to_be_gone(self) -> EngineError | None:
         """A broken connection is noticed before the end of the process that it led to."""
         deadline = self._loop.time() + _SEEN_END_S
         while self._loop.time() < deadline:
-            for told in await asyncio.gather(*map(self._look, self._names)):
-                if told is not None and told.error:
-                    return _gone(told.error)
+            for status in await asyncio.gather(*map(self._look, self._names)):
+                if status is not None and status.error:
+                    return _gone(status.error)
             await asyncio.sleep(_LOOK_S / 4)
         return None
 
@@ -303,8 +303,8 @@ class RankActor:
                 order = await self._orders.get()
                 groups = [await self._group(seq) for seq in order.seqs]
                 self._context.set_state("working", version=order.fields.get("step"))
-                told = Order(order.do, self._fields(order), groups)
-                await asyncio.to_thread(told.send, process.orders)
+                rank_order = Order(order.do, self._fields(order), groups)
+                await asyncio.to_thread(rank_order.send, process.orders)
                 self._context.progressed()
         except TinkermqError as error:
             self._error = str(error)

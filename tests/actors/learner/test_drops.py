@@ -49,7 +49,7 @@ class World:
     def drop(self, number: int, reason: DropReason = "malformed", *, told: bool = False) -> None:
         seq = number + 1
         self.intake._enter(read_entry(StoredMessage(SCOPE.rollout(number), seq, b"nonsense", {})))
-        self.drops.drop([Dropped(seq=seq, task=number, reason=reason)], told=told)
+        self.drops.drop([Dropped(seq=seq, task=number, reason=reason)], reported=told)
 
 
 async def test_the_first_is_told_at_once_and_many_in_one_event() -> None:
