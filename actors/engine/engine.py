@@ -525,7 +525,7 @@ class RequestLimit:
         """Requests outside."""
         return sum(not place.done() for place in self._waiting)
 
-    def ask(self) -> "asyncio.Future[None]":
+    def request_place(self) -> "asyncio.Future[None]":
         """Return what is done once there is a place; give it to `leave` in any case."""
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(place)

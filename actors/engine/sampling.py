@@ -44,7 +44,7 @@ class RowConstraint:
         if sampling.grammar is not None:
             self.state = sampling.grammar.begin()
         for token in drawn:
-            self.take(token)
+            self.accept_token(token)
 
     @staticmethod
     def of(sampling: Sampling, prompt: IntVector) -> "RowConstraint | None":
@@ -56,13 +56,13 @@ class RowConstraint:
         """Why the answer cannot go on; empty: it can."""
         return "" if self.state is None else self.state.error
 
-    def take(self, token: int) -> None:
+    def accept_token(self, token: int) -> None:
         """Go on behind a token of the answer."""
         self._counts[token] = self._counts.get(token, 0) + 1
         if self._repetition != 1:
             self._seen.add(token)
         if self.state is not None:
-            self.state.take(token)
+            self.state.accept_token(token)
 
     def penalize(self, logits_V: torch.Tensor) -> None:
         """Lower the logits of tokens that have come, as vLLM and OpenAI define it."""

@@ -28,7 +28,7 @@ from ...envs.evaluation import is_success
 from ...schemas.rollout import Group, return_of
 from ...schemas.task import DropReason, Task
 from ...schemas.wire.foreign import blaming, shown
-from ..training.custom import OwnFunction, own_function
+from ..training.custom import CustomFunction, custom_function
 from ..training.state import LearnerState
 from .data_order import Chosen, DataOrder
 
@@ -198,10 +198,10 @@ class FilterInputs:
     """The row of the data; None for a game that generates its states."""
 
 
-class OwnFilter:
+class CustomFilter:
     """A function of the user's that says whether a group is trained."""
 
-    def __init__(self, function: OwnFunction) -> None:
+    def __init__(self, function: CustomFunction) -> None:
         self._function = function
         self._in_a_row = 0
 
@@ -229,8 +229,8 @@ class OwnFilter:
 
 def keeps_of(target: str | None) -> Callable[[Group], bool] | None:
     """Return what says which groups are trained; None: all are. Raises ConfigError."""
-    function = own_function("filter", target)
-    return None if function is None else OwnFilter(function).keeps
+    function = custom_function("filter", target)
+    return None if function is None else CustomFilter(function).keeps
 
 
 def filter_inputs(group: Group) -> FilterInputs:
@@ -246,10 +246,10 @@ def filter_inputs(group: Group) -> FilterInputs:
     )
 
 
-class OwnCurriculum:
+class CustomCurriculum:
     """A function of the user's that weighs the tasks to choose from."""
 
-    def __init__(self, function: OwnFunction) -> None:
+    def __init__(self, function: CustomFunction) -> None:
         self._function = function
 
     def weigh(self, inputs: CurriculumInputs) -> NDArray[np.float64]:

@@ -103,7 +103,7 @@ class Drops:
         if len(self._examples) < _EXAMPLES and (why := _why(item, entry)):
             self._examples.append(why[:_EXAMPLE_CHARACTERS])
 
-    async def tell(self, *, now: bool = False) -> None:
+    async def report_drops(self, *, now: bool = False) -> None:
         """Publish what was dropped since the last time as one event, now and then."""
         if not self._untold or (not now and self._clock() < self._next_s):
             return

@@ -160,7 +160,7 @@ class Learner:
         await self._recorded.read()
         async with asyncio.TaskGroup() as background:
             helpers = [
-                background.create_task(self.intake.run(), name="intake"),
+                background.create_task(self.intake.read_log(), name="intake"),
                 background.create_task(self.evaluations.follow(), name="evaluations"),
                 background.create_task(self._reporter.watch_actors(), name="actors"),
                 background.create_task(self.publisher.serve(), name="weights"),
@@ -212,7 +212,7 @@ class Learner:
             self._drops.drop(
                 [Dropped(seq=s, task=self.intake[s].number, reason=r) for s, r in decision.dropped]
             )
-            await self._drops.tell()
+            await self._drops.report_drops()
             if (arrived or decision.dropped) and not entries:
                 await self._judge_dropped()
             await self.issuer.issue(self.state.step)
@@ -361,7 +361,7 @@ class Learner:
         """Raise when nothing but failures comes; what came before a start was judged then."""
         for entry in arrived:
             if entry.group is not None or entry.blame is not None:
-                self._failures.note(entry.blame)
+                self._failures.note_task(entry.blame)
 
     async def _judge_dropped(self) -> None:
         """Say it, and at last raise, when nothing comes that can be trained."""
@@ -372,7 +372,7 @@ class Learner:
             for item in self._drops.unrecorded
             if item.task is not None and self.ledger.was_issued(item.task)
         )
-        untrainable.look(dropped, waiting)
+        untrainable.count_dropped(dropped, waiting)
         if word := untrainable.word():
             await self.context.event("groups_untrainable", word, step=self.state.step)
         if (error := untrainable.error()) is not None:
@@ -490,7 +490,7 @@ class Learner:
     async def _finish(self) -> None:
         """Last checkpoint, last evaluation, last word."""
         self._notice_arrivals()
-        await self._drops.tell(now=True)
+        await self._drops.report_drops(now=True)
         self._tracer.finish()
         await self._refuse_if_replaced()
         self.control.checkpoint_done(await self._saver.save_at_the_end())

@@ -41,7 +41,7 @@ class CoreUse:
         self._source = source
         self._last = self._read()
 
-    def look(self) -> float:
+    def busy_share(self) -> float:
         """Return the busy share since the last look, 0 to 1; 0 where nothing tells it."""
         now, last = self._read(), self._last
         self._last = now
@@ -208,12 +208,14 @@ class Reporter:
         """Read the heartbeats of generators and environment hosts, for ever."""
         while True:
             try:
-                self._look(await list_presences(self.context.broker, f"{self.context.scope.key}."))
+                self._note_generators(
+                    await list_presences(self.context.broker, f"{self.context.scope.key}.")
+                )
             except TinkermqError as error:  # training does not depend on it
                 self.context.log.warning("actors_unknown", error=error.message, hint=error.hint)
             await asyncio.sleep(_LOOK_S)
 
-    def _look(self, entries: Sequence[Entry[Presence]]) -> None:
+    def _note_generators(self, entries: Sequence[Entry[Presence]]) -> None:
         generators = [entry.value for entry in entries if entry.value.role == "generator"]
         self.generators = Generators(
             tokens_per_s=sum(item.numbers.get("tokens_per_s", 0.0) for item in generators),
@@ -275,7 +277,7 @@ class Reporter:
         self._told = now
         record = self.context.record
         profile = profile_of(list(self._traces))
-        busy = self._cores.look()
+        busy = self._cores.busy_share()
         here = self.generators.hosts <= {self.context.presence.host}
         first = advise(
             profile, record.name, bound_key(record.config), cores_busy=busy if here else 0.0

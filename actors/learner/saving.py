@@ -99,8 +99,8 @@ class Saver:
             return
         local = await asyncio.to_thread(self._checkpoints.first_seqs)
         for step in (await self._uploads.begin(local))[-1:]:
-            await self._uploads.take(step, local[step], self._checkpoints.path(step))
-        await self._uploads.run()
+            await self._uploads.add_checkpoint(step, local[step], self._checkpoints.path(step))
+        await self._uploads.upload_all()
 
     @property
     def is_due(self) -> bool:
@@ -154,7 +154,7 @@ class Saver:
         self._intake.bytes_held, self._keep_bytes = 0, keep_bytes
         await self._keeper.sample(state.batch_seq)
         if self._uploads is not None:
-            await self._uploads.take(state.step, state.log_seq, folder)
+            await self._uploads.add_checkpoint(state.step, state.log_seq, folder)
         else:
             await self._trim()
         return str(folder)

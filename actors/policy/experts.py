@@ -115,7 +115,7 @@ class RouterRecorder:
         for layer, router in enumerate(routers_of(model)):
             router.register_forward_hook(partial(self._note, layer))
 
-    def take(self) -> NDArray[np.uint8]:
+    def take_choices(self) -> NDArray[np.uint8]:
         """Return the choices of the latest pass, once: uint8[X, L, K], in the order of its tokens.
 
         Within a token's experts the order is the router's own, the likeliest first.

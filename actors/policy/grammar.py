@@ -72,7 +72,7 @@ class TokenGrammar:
         """Return the state of an answer behind the tokens that it has already."""
         state = GrammarState(self._matcher.deep_copy(), self.num_tokens)
         for token in drawn:
-            state.take(int(token))
+            state.accept_token(int(token))
         return state
 
 
@@ -85,7 +85,7 @@ class GrammarState:
         self.error = ""
         """Why the answer cannot go on; empty: it can."""
 
-    def take(self, token: int) -> None:
+    def accept_token(self, token: int) -> None:
         """Go on behind a token."""
         if not self.error and not self.matcher.consume_token(token):
             reason = self.matcher.get_error() or f"token {token} is not allowed there"

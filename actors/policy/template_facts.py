@@ -197,7 +197,7 @@ class TemplateFacts:
     reads_calls: bool
     """Whether the calls that it writes are read back as they were."""
 
-    def told(self) -> Iterator[str]:
+    def limitations(self) -> Iterator[str]:
         """Yield what programs have to do without."""
         if not self.takes_system:
             yield "system messages are shown as words of the user"

@@ -125,7 +125,7 @@ class ImageReader:
             return None
         return known.seen.get(_prefix(token_ids, self.places(token_ids, known.images)))
 
-    def see(
+    def read_images(
         self, model: nn.Module, token_ids: NDArray[Any], encoded: Sequence[bytes]
     ) -> SeenImages:
         """Read images and find their tokens in a prompt; the model knows their rotary positions.

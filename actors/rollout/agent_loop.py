@@ -244,7 +244,7 @@ class AgentLoop:
                 await recorder.settle()  # tells why, if somebody has taken the episode over
                 raise EngineError(f"the engine ended request {request} without a turn")
         transcript.end_turn(begun, rest)
-        transcript.say(self._chat.answer(*transcript.turn(turn)))
+        transcript.note_text(self._chat.answer(*transcript.turn(turn)))
 
     async def _ask_engine(
         self,

@@ -106,7 +106,7 @@ class GrowingChoice:
         self.answered = LoggedAnswer(self.prepared, generation, text, request, asking)
 
     @classmethod
-    def known(cls, answered: LoggedAnswer, chat: ChatTokenizer) -> "GrowingChoice":
+    def from_log(cls, answered: LoggedAnswer, chat: ChatTokenizer) -> "GrowingChoice":
         """Return an answer that was given before."""
         choice = cls(answered.prepared, chat, ())
         choice._replay(answered)
@@ -190,7 +190,7 @@ class GrowingAnswer:
         for event in self.on_change:
             event.set()
 
-    async def tell(
+    async def send_parts(
         self,
         tell: Tell[CallPart],
         *,

@@ -352,7 +352,7 @@ class CallAnswers:
         answer = self._earlier(request, prepared, digest) or self._begin(request, prepared, digest)
         with self._time_use.doing("generate"):
             on_alone = partial(self._keep_for_a_while, answer)
-            return await answer.tell(
+            return await answer.send_parts(
                 tell, stream=request.stream, begun=request.begun, on_alone=on_alone
             )
 
@@ -455,7 +455,7 @@ class CallAnswers:
         if running is not None and running.is_answer_to(request, asking):
             running.askings.append(asking)
             return running
-        if past := self._past.take(digest, request.num_choices):
+        if past := self._past.next_answer(digest, request.num_choices):
             self.num_replayed += sum(len(answer.generated.token_ids) for answer in past)
             self._count_sample(prepared, len(past))
             given = [replace(prepared, name=answer.prepared.name) for answer in past]
@@ -498,7 +498,7 @@ class CallAnswers:
         Some are known where a generator died between two of them; `numbers` are of those that are
         in the tree. Raises EpisodeLimit where one would be generated and must not be.
         """
-        choices = [GrowingChoice.known(logged, self._chat) for logged in known]
+        choices = [GrowingChoice.from_log(logged, self._chat) for logged in known]
         if numbers:  # what was asked then, so that all choices are answers to one request
             prepared = replace(prepared, attachment=known[0].prepared.attachment)
         more = range(len(known), request.num_choices)

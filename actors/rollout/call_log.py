@@ -196,7 +196,7 @@ class PastAnswers:
         for answer in answered:
             self._by_request[answer.request].append(answer)
 
-    def take(self, request: bytes, num_choices: int) -> list[LoggedAnswer]:
+    def next_answer(self, request: bytes, num_choices: int) -> list[LoggedAnswer]:
         """Return the next answer to the same request, once: its choices, as many as there are."""
         waiting = self._by_request.get(request)
         taken: list[LoggedAnswer] = []

@@ -135,11 +135,11 @@ class Choice:
             return
         self.drawn.append(drawn)
         self._fresh.append(drawn)
-        self._say(self.text.push(drawn.token_id))
+        self._add_text(self.text.push(drawn.token_id))
 
     def end(self, generation: Generation) -> None:
         """Take note of the end."""
-        self._say(self.text.finish(), last=True)
+        self._add_text(self.text.finish(), last=True)
         self.finish = "stop" if self.text.stopped else generation.finish_reason
 
     def set_whole(self, generation: Generation) -> None:
@@ -148,10 +148,10 @@ class Choice:
         rows = zip(*(c.tolist() for c in columns), tops_of(generation), strict=True)
         self.drawn = [Drawn(*drawn) for drawn in rows]
         self._fresh = list(self.drawn)
-        self._say(self.chat.decode(generation.token_ids), last=True)
+        self._add_text(self.chat.decode(generation.token_ids), last=True)
         self.finish = generation.finish_reason
 
-    def _say(self, text: str, *, last: bool = False) -> None:
+    def _add_text(self, text: str, *, last: bool = False) -> None:
         if not self.tools:
             self._words.append(text)
             return
@@ -219,7 +219,7 @@ class _Head:
         self._fields["is_thinking"] = any(prompt.is_thinking for prompt in prompts)
         self._ids = [prompt.ids for prompt in prompts] if request.token_ids else []
 
-    def told(self) -> dict[str, Any]:
+    def next_fields(self) -> dict[str, Any]:
         """Return it for the next part."""
         ids, self._ids = self._ids, []
         return {**self._fields, "prompt_token_ids": ids}
@@ -321,7 +321,7 @@ class Answers:
         return InferPart(
             model=self._model_name(),
             deltas=_deltas(choices),
-            **head.told(),
+            **head.next_fields(),
             completion_tokens=sum(choice.num_tokens for choice in choices),
         )
 
@@ -403,7 +403,7 @@ class Answers:
                 return
             deltas = _deltas(choices)
             if deltas:
-                await tell(InferPart(model=self._model_name(), deltas=deltas, **head.told()))
+                await tell(InferPart(model=self._model_name(), deltas=deltas, **head.next_fields()))
                 await asyncio.sleep(_GATHER_S)
 
     def _choice(self, request: Request, number: int) -> Choice:

@@ -37,7 +37,7 @@ async def run_demonstrations(context: JobContext) -> None:
     await context.serve_control()
     demonstrations = Demonstrations(context, data, chat)
     try:
-        await demonstrations.run()
+        await demonstrations.append_until_stopped()
     finally:
         data.close()
 
@@ -55,7 +55,7 @@ class Demonstrations:
         self._log = RolloutLog(context.broker, context.scope)
         self._fitting = FittingLog(context, self._log)
 
-    async def run(self) -> None:
+    async def append_until_stopped(self) -> None:
         """Pull and append until `stopping` is set."""
         context = self._context
         settle_memory()

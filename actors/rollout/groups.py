@@ -140,7 +140,7 @@ class GroupRunner:
         self._source = source
         self._roles: list[str] | None = None
 
-    async def run(
+    async def run_group(
         self,
         task: Task,
         attempt: str,

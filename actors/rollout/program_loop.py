@@ -231,7 +231,7 @@ class ProgramLoop:
 
     async def start(self) -> None:
         """Get ready to answer, and tell what the model's template cannot do."""
-        if (lacks := "; ".join(self._facts.told())) and self._tell is not None:
+        if (lacks := "; ".join(self._facts.limitations())) and self._tell is not None:
             await self._tell("agent_template", f"of the model's chat template: {lacks}")
         name, description = "tinkermq-calls", f"calls of programs, job {self._scope.job}"
         self._service = await Service.start(self._broker, name=name, description=description)

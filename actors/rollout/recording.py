@@ -218,7 +218,7 @@ def retell(made: Transcript, chat: ChatTokenizer, started: Started) -> None:
     made.messages, made.images = restarted.messages, restarted.images
     made.data_source = restarted.data_source
     for turn in range(len(made.turn_ends)):
-        made.say(chat.answer(*made.turn(turn)))
+        made.note_text(chat.answer(*made.turn(turn)))
         made.messages += observations[turn : turn + 1]
 
 

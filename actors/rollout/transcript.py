@@ -91,7 +91,7 @@ class Transcript:
         if rest.experts is not None:
             self._add_experts(rest.experts)
 
-    def say(self, text: str) -> None:
+    def note_text(self, text: str) -> None:
         """Note the text of the turn that has just ended."""
         self.messages.append({"role": "assistant", "content": text})
 

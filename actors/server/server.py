@@ -147,7 +147,9 @@ class Server:
             helpers = [background.create_task(self._report_engine(), name="statistics")]
             if context.record.follow is not None:
                 follower = self._follower(context.record.follow)
-                helpers.append(background.create_task(follower.run(), name="weight follower"))
+                helpers.append(
+                    background.create_task(follower.follow_versions(), name="weight follower")
+                )
                 with context.waiting(f"the first weights of run {context.record.serves}"):
                     await context.unless_stopping(follower.wait_for(0), None)
             if not context.stopping.is_set():

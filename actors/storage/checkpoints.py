@@ -342,7 +342,7 @@ class Uploads:
         self._begun.set()
         return [step for step in local if step not in there]
 
-    async def take(self, step: int, first_seq: int, folder: Path) -> None:
+    async def add_checkpoint(self, step: int, first_seq: int, folder: Path) -> None:
         """Upload a checkpoint when its turn comes; it may be removed from where it is."""
         await self._begun.wait()
         held = self._folder / f"{folder.name}.{first_seq}"
@@ -354,7 +354,7 @@ class Uploads:
         if left is not None and left[2] != held:
             await asyncio.to_thread(shutil.rmtree, left[2], ignore_errors=True)
 
-    async def run(self) -> None:
+    async def upload_all(self) -> None:
         """Upload what is taken, for ever."""
         try:
             while True:

@@ -63,7 +63,7 @@ class StoredCheckpoint:
         """Whether it can be read."""
         return not self.gone and not 0 < self.expires <= now
 
-    def told(self) -> TinkerCheckpoint:
+    def describe(self) -> TinkerCheckpoint:
         """Return it as users are told of it."""
         return TinkerCheckpoint(
             path=str(self.name),

@@ -537,7 +537,7 @@ def _check_images(item: Trajectory, group: Group, model: nn.Module, reader: Imag
         # Those of a tool's result stand behind the first answer, as some of a conversation do.
         is_later = item.kind or shows_later(item.messages)
         until = int(item.turn_ends[-1]) if is_later else len(prompt)
-        seen = reader.see(model, item.token_ids[:until], images)
+        seen = reader.read_images(model, item.token_ids[:until], images)
         if item.mask[seen.places_Q].any():
             raise DataError(
                 "the policy generated an image's token before the last image",

@@ -35,7 +35,7 @@ _LATER = (
 _CHECK = "see what it does wrong with `tinkermq algorithm check {target}`"
 
 
-class OwnFunction:
+class CustomFunction:
     """One function of the user's."""
 
     def __init__(self, kind: Kind, target: str) -> None:
@@ -152,6 +152,6 @@ class OwnFunction:
         return ConfigError(f"{self.key} {what}", hint="; ".join(filter(None, (hint, self._hint))))
 
 
-def own_function(kind: Kind, target: str | None) -> OwnFunction | None:
+def custom_function(kind: Kind, target: str | None) -> CustomFunction | None:
     """Return the function that a key names; None where it names none. Raises ConfigError."""
-    return None if target is None else OwnFunction(kind, target)
+    return None if target is None else CustomFunction(kind, target)

@@ -32,7 +32,7 @@ from ..policy.model_folder import load_model_config, load_tokenizer, sees_images
 from .batch import TrainingBatch
 from .credit import Credit
 from .micro_batch import TokenSequence
-from .model import Asked, Scorer
+from .model import ScoreOptions, Scorer
 from .parallel import Parallel
 from .rank_batches import RankPacker
 from .sequences import lengths_by_sequence
@@ -231,7 +231,7 @@ class Teachers:
         """Let a model in this process score some sequences, of which this rank has a share."""
         mine = _empty(batch, self._top_k)
         for micro in self._packer.pack(_as_taught(batch), keep_S):
-            request = Asked(top_k=self._top_k)
+            request = ScoreOptions(top_k=self._top_k)
             scores = scorer.score(replace(micro, experts_BTLK=None), request)  # it chooses itself
             mine.logprobs_N[micro.index_N] = scores.logprobs_N
             if self._top_k and scores.others_NK is not None and scores.top_ids_NK is not None:

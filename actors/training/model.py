@@ -51,7 +51,7 @@ class TokenScores:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ScoreOptions:
     """What is asked of a scorer beside the log-probs."""
 
     entropy_gradient: bool = False
@@ -62,7 +62,7 @@ class Asked:
     """Likeliest tokens to tell in the place of each, without gradient; 0: none."""
 
 
-_NOTHING_MORE = Asked()
+_NOTHING_MORE = ScoreOptions()
 
 
 def load_model(
@@ -195,7 +195,7 @@ class Scorer:
         """Whether products are computed in 16 bits, of weights that have 32."""
         self._chunk_bytes = chunk_bytes
         with torch.no_grad(), self._computing(autocast=self.autocast and self.flat_rows):
-            self.full_logits = not self.inside.run(self._head_is_all)
+            self.full_logits = not self.inside.compute(self._head_is_all)
         self._check_packing()
 
     @property
@@ -203,12 +203,12 @@ class Scorer:
         """Where the model is."""
         return self.inside.device
 
-    def score(self, packed: MicroBatch, request: Asked = _NOTHING_MORE) -> TokenScores:
+    def score(self, packed: MicroBatch, request: ScoreOptions = _NOTHING_MORE) -> TokenScores:
         """Return log-probs (with gradient, where enabled) and entropies of the N tokens."""
-        logprobs_N, entropy_N, *more = self.inside.run(lambda: self._score(packed, request))
+        logprobs_N, entropy_N, *more = self.inside.compute(lambda: self._score(packed, request))
         return TokenScores(logprobs_N, entropy_N, *more)
 
-    def _score(self, packed: MicroBatch, request: Asked) -> tuple[Tensor, ...]:
+    def _score(self, packed: MicroBatch, request: ScoreOptions) -> tuple[Tensor, ...]:
         packed = packed.to(self.device)
         states_UD, place_N = self.states_UD(packed, logits=self.full_logits)
         chunk = max(1, self._chunk_bytes // (4 * self.vocab_size))
@@ -238,7 +238,7 @@ class Scorer:
         return tuple(columns)
 
     def _read(
-        self, states_UD: Tensor, place_N: Tensor, targets_N: Tensor, request: Asked
+        self, states_UD: Tensor, place_N: Tensor, targets_N: Tensor, request: ScoreOptions
     ) -> tuple[Tensor, ...]:
         """Turn hidden states into the log-probs of the targets, entropies, and what is asked."""
         logits_UV = self.logits(states_UD).float()

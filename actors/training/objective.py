@@ -16,7 +16,7 @@ from torch import Tensor
 from ...schemas.config.algorithm import AlgorithmConfig
 from ...schemas.config.job import JobConfig
 from .batch import TrainingBatch, renumber
-from .custom import own_function
+from .custom import custom_function
 from .distillation import TeacherTargets, forward_kl
 from .losses import (
     Denominators,
@@ -28,7 +28,7 @@ from .losses import (
     log_ratio,
 )
 from .micro_batch import MicroBatch
-from .model import Asked, TokenScores
+from .model import ScoreOptions, TokenScores
 from .off_policy import Correction, CorrectionInputs, correct, masked, normalised
 from .sequences import sum_by_sequence
 
@@ -78,9 +78,9 @@ class Objective:
         self._algorithm = config.algorithm
         self._loss_options = _loss_options(config)
         self._correction_options = _correction_options(config)
-        self._own_loss = own_function("loss", config.algorithm.own_loss)
-        self._own_correction = own_function("correction", config.algorithm.own_correction)
-        self._own_mask = own_function("mask", config.algorithm.own_mask)
+        self._custom_loss = custom_function("loss", config.algorithm.own_loss)
+        self._custom_correction = custom_function("correction", config.algorithm.own_correction)
+        self._custom_mask = custom_function("mask", config.algorithm.own_mask)
 
     def needs_old(self, num_updates: int, dropout: float = 0.0) -> bool:
         """Whether π_o needs a forward pass of its own: it is not the policy at the update.
@@ -139,27 +139,27 @@ class Objective:
 
     def _masked(self, inputs: CorrectionInputs, advantages_N: Tensor) -> Correction:
         algorithm = self._algorithm
-        if self._own_correction is not None:
-            correction = self._own_correction.correction(inputs)
+        if self._custom_correction is not None:
+            correction = self._custom_correction.correction(inputs)
         else:
             correction = correct(algorithm.correction, inputs, **self._correction_options)
         if algorithm.correction_normalise:
             correction = normalised(correction, inputs, level=algorithm.correction_level)
         correction = masked(correction, algorithm.correction_masks, inputs, advantages_N)
-        if self._own_mask is None:
+        if self._custom_mask is None:
             return correction
-        return replace(correction, weight_N=correction.weight_N * self._own_mask.mask(inputs))
+        return replace(correction, weight_N=correction.weight_N * self._custom_mask.mask(inputs))
 
     def _policy_loss(self, inputs: LossInputs) -> TokenLoss:
-        if self._own_loss is not None:
-            return self._own_loss.loss(inputs)
+        if self._custom_loss is not None:
+            return self._custom_loss.loss(inputs)
         return compute_loss(self._algorithm.loss, inputs, **self._loss_options)
 
     def has_gradient(self, inputs: StepInputs) -> Tensor:
         """Mark the sequences that move the weights: the others need no pass at all."""
         algorithm, batch = self._algorithm, inputs.batch
         kl_in_loss = algorithm.kl_coef > 0 and algorithm.kl_in == "loss"
-        everywhere = self._own_loss is not None or algorithm.loss in _GRADIENT_AT_ZERO
+        everywhere = self._custom_loss is not None or algorithm.loss in _GRADIENT_AT_ZERO
         if kl_in_loss or inputs.entropy_coef or everywhere:
             return torch.ones_like(batch.group_S, dtype=torch.bool)
         moved_N = inputs.advantages_N.abs()
@@ -167,10 +167,10 @@ class Objective:
             moved_N = moved_N + inputs.targets.taught_N
         return sum_by_sequence(moved_N, batch.seq_N, batch.num_seqs) > 0
 
-    def asked(self, inputs: StepInputs, micro: MicroBatch) -> Asked:
+    def score_options(self, inputs: StepInputs, micro: MicroBatch) -> ScoreOptions:
         """Return what the loss needs of a micro-batch beside its log-probs."""
         others_NK = None if inputs.targets is None else inputs.targets.ids_NK[micro.index_N]
-        return Asked(entropy_gradient=inputs.entropy_coef > 0, others_NK=others_NK)
+        return ScoreOptions(entropy_gradient=inputs.entropy_coef > 0, others_NK=others_NK)
 
     def is_too_old(self, inputs: StepInputs, micro: MicroBatch) -> bool:
         """Whether no token of a micro-batch may be trained."""

@@ -113,7 +113,7 @@ class Inside(nn.Module):
         """Run some computation; its tensors may have gradients."""
         return work()
 
-    def run(self, work: Callable[[], T]) -> T:
+    def compute(self, work: Callable[[], T]) -> T:
         """Run some computation, and give the gathered weights back if no backward pass will."""
         result = self(work)
         if isinstance(self, FSDPModule) and not torch.is_grad_enabled():
@@ -141,7 +141,7 @@ class Meeting:
         """Be met, as rank 0, at an address of this machine; by default no other reaches it."""
         return cls(open_store(address), address, address, secrets.token_hex(16), apart)
 
-    def told(self) -> dict[str, Any]:
+    def to_map(self) -> dict[str, Any]:
         """Return what other ranks are told, as JSON can write it."""
         place = {"address": self.address, "port": self.store.port}
         return {**place, "name": self.name, "apart": self.apart}

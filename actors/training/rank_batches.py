@@ -105,7 +105,7 @@ class RankPacker:
     def _see(self, sequence: TokenSequence) -> SeenImages | None:
         if self._image_reader is None or not sequence.images:
             return None
-        return self._image_reader.see(self._model, sequence.token_ids, sequence.images)
+        return self._image_reader.read_images(self._model, sequence.token_ids, sequence.images)
 
 
 # -- sums over a step ------------------------------------------------------------------------------

@@ -244,7 +244,7 @@ class TransformersEngine:
         remembered = reader.remembered(prompt, images)
         if remembered is not None:
             return remembered
-        look = partial(reader.see, self._decoder.model, prompt, images)
+        look = partial(reader.read_images, self._decoder.model, prompt, images)
         return await self._reads.share((digest_of(images), prompt.tobytes()), look)
 
     async def load_weights(

@@ -71,7 +71,7 @@ class PromptScorer:
         self._decoder = decoder
         self._head_is_all: bool | None = None
 
-    def take(self, waiting: Sequence[ScoreRequest]) -> list[ScoreRequest]:
+    def next_pass(self, waiting: Sequence[ScoreRequest]) -> list[ScoreRequest]:
         """Return those of the waiting ones that share the next pass: the first, and its like."""
         first = waiting[0]
         longest, batch = len(first.prompt), [first]
@@ -297,7 +297,7 @@ class EngineWorker:
 
     def _score(self) -> None:
         """Score some of the prompts that wait, as many as one pass takes."""
-        batch = self._scorer.take(self._scored)
+        batch = self._scorer.next_pass(self._scored)
         taken = {request.request_id for request in batch}
         self._scored = [request for request in self._scored if request.request_id not in taken]
         for request, scores in zip(batch, self._scorer.score(batch), strict=True):
@@ -415,7 +415,7 @@ class EngineWorker:
         if self._num_constrained:
             for row, token in zip(rows, drawn.tokens_B, strict=True):
                 if (constraint := self._rows.requests[int(row)].constraint) is not None:
-                    constraint.take(int(token))
+                    constraint.accept_token(int(token))
         if self._num_streams:
             self._stream(rows, drawn)
 

@@ -60,7 +60,7 @@ class _Row:
         """Take the tokens that have come."""
         for token in self.output[self.num_taken :]:
             assert token >= 0, "vLLM has not told a token before the next one is drawn"
-            self.constraint.take(token)
+            self.constraint.accept_token(token)
             self.num_taken += 1
 
 

@@ -304,7 +304,9 @@ class VllmModel:
         """Generate from a prompt with an adapter, or without one; maybe with images."""
         key = f"{adapter}/{request_id}"
         version = self.versions[adapter]
-        request = self._requests[key] = VllmRequest(adapter, key, self._limit.ask(), version)
+        request = self._requests[key] = VllmRequest(
+            adapter, key, self._limit.request_place(), version
+        )
         request.num_top = sampling.num_top
         tokens = prompt.tolist()
         kind = RequestOutputKind.FINAL_ONLY if on_token is None else RequestOutputKind.DELTA
@@ -316,7 +318,7 @@ class VllmModel:
                 if request.cancelled:
                     break
                 request.again = False
-                result = await self._run(request, tokens, parameters, on_token, shown)
+                result = await self._run_request(request, tokens, parameters, on_token, shown)
                 if not request.again:
                     return result
         finally:
@@ -328,7 +330,7 @@ class VllmModel:
         self, adapter: str, prompt: IntVector, top_k: int, request_id: str
     ) -> PromptScores:
         """Return the log-probs of a prompt, all of them by the same weights."""
-        place = self._limit.ask()
+        place = self._limit.request_place()
         tokens, parameters = prompt.tolist(), scoring_parameters(top_k)
         try:
             await asyncio.wait({place})
@@ -357,7 +359,7 @@ class VllmModel:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _run(
+    async def _run_request(
         self,
         request: VllmRequest,
         tokens: list[int],
@@ -518,7 +520,7 @@ class VllmModel:
 
     # The end ----------------------------------------------------------------------------------
 
-    def own(self) -> None:
+    def add_owner(self) -> None:
         """Count one more who uses this and will call `close`."""
         self._owners += 1
 

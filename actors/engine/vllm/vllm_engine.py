@@ -89,7 +89,7 @@ class VllmEngine:
         self._loading = asyncio.Lock()
         self._tasks = set[asyncio.Task[None]]()
         self._closed: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
-        model.own()
+        model.add_owner()
 
     @property
     def version(self) -> int:

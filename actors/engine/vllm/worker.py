@@ -69,7 +69,7 @@ class SlotExperts:
         """Layers with experts, and how many of one read a token."""
         return list(self._slots_SLK.shape[1:])
 
-    def take(self, key: str, num: int) -> bytes:
+    def read_experts(self, key: str, num: int) -> bytes:
         """Return the experts of the first tokens of a request that has ended; empty: not known."""
         for request in [name for name in self._runner.requests if _key(name) == key]:
             return self._read(request)[:num].cpu().numpy().tobytes()
@@ -195,7 +195,7 @@ class WorkerExtension:
 
     def take_experts(self, key: str, num: int) -> bytes:
         """Return the experts of the first tokens of a request that has ended, in uint8."""
-        return self._experts.take(key, num) if self._experts else b""
+        return self._experts.read_experts(key, num) if self._experts else b""
 
     def zero_caches(self) -> None:
         """Forget all keys and values; the caller sees to it that no request relies on any."""

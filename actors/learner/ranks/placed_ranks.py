@@ -75,7 +75,7 @@ class PlacedRanks(Ranks):
 
         Raises EngineError if one of them is gone.
         """
-        self._wait(self._tell(order))
+        self._wait(self._send_order(order))
         self._begun = True
         try:
             yield
@@ -90,7 +90,7 @@ class PlacedRanks(Ranks):
         heard = dict.fromkeys(self._names, clock())
         while True:
             if self._begun:
-                answers = await asyncio.gather(*map(self._look, self._names))
+                answers = await asyncio.gather(*map(self._read_state, self._names))
                 there = [status for status in answers if status is not None]
                 heard |= {rank_name(status.rank): clock() for status in there}
                 gone = next((status.error for status in there if status.error), "")
@@ -112,7 +112,7 @@ class PlacedRanks(Ranks):
             return
         if self._begun:
             with contextlib.suppress(TinkermqError):
-                self._wait(self._tell(Order("end", {})))
+                self._wait(self._send_order(Order("end", {})))
         super().close()
 
     def _meet(self) -> Meeting:
@@ -122,7 +122,7 @@ class PlacedRanks(Ranks):
         """Await something on the loop, from the thread that computes."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    async def _tell(self, order: Order) -> None:
+    async def _send_order(self, order: Order) -> None:
         fields = {key: value for key, value in order.fields.items() if key != "config"}
         request = RankOrder(
             learner=self._learner,
@@ -163,7 +163,7 @@ class PlacedRanks(Ranks):
                     self._processes[name] = reply.process
                     return
 
-    async def _look(self, name: str) -> RankState | None:
+    async def _read_state(self, name: str) -> RankState | None:
         """Ask one rank how it is; None without an answer. One that serves nobody is an error."""
         try:
             status = await call(
@@ -187,7 +187,7 @@ class PlacedRanks(Ranks):
         """A broken connection is noticed before the end of the process that it led to."""
         deadline = self._loop.time() + _SEEN_END_S
         while self._loop.time() < deadline:
-            for status in await asyncio.gather(*map(self._look, self._names)):
+            for status in await asyncio.gather(*map(self._read_state, self._names)):
                 if status is not None and status.error:
                     return _gone(status.error)
             await asyncio.sleep(_LOOK_S / 4)
@@ -236,9 +236,9 @@ class RankActor:
         """Take orders until the context is stopping."""
         service, name = self._context.service, self._context.name
         subject = partial(self._context.scope.rank, name)
-        await service.endpoint("begin", subject("begin"), RankOrder, self._take)
-        await service.endpoint("order", subject(f"order-{self._id}"), RankOrder, self._take)
-        await service.endpoint("look", subject(f"look-{self._id}"), Empty, self._look)
+        await service.endpoint("begin", subject("begin"), RankOrder, self._accept_order)
+        await service.endpoint("order", subject(f"order-{self._id}"), RankOrder, self._accept_order)
+        await service.endpoint("look", subject(f"look-{self._id}"), Empty, self._read_state)
         self._context.set_state("waiting")
         try:
             await self._context.stopping.wait()
@@ -252,7 +252,7 @@ class RankActor:
         while self._state().works and clock() - self._asked < ANSWER_S:  # noqa: ASYNC110  its process ends in its own time
             await asyncio.sleep(_ORDERS_LOOK_S)
 
-    async def _take(self, order: RankOrder) -> RankState:
+    async def _accept_order(self, order: RankOrder) -> RankState:
         """Take an order; one of another process of the learner than the last is refused."""
         async with self._taking:
             return await self._take_next(order)
@@ -278,7 +278,7 @@ class RankActor:
             self._orders.put_nowait(order)
         return self._state()
 
-    async def _look(self, _: Empty) -> RankState:
+    async def _read_state(self, _: Empty) -> RankState:
         self._asked = self._context.broker.clock()
         return self._state()
 
