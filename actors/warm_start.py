@@ -89,7 +89,7 @@ def _train(game: str, folder: Path, recipe: Recipe, steps: int, seed: int) -> fl
     known = [_tokens(chat, one) for one in itertools.islice(_conversations(game, seed), count)]
     row_tokens = _ROW_CONVERSATIONS * max(len(one.token_ids) for one in known)
     seen = {
-        one.images: reader.see(model, one.token_ids, one.images)
+        one.images: reader.read_images(model, one.token_ids, one.images)
         for one in known
         if reader is not None and one.images
     }

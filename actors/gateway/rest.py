@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from ...schemas.job import JobRecord
 from ...schemas.wire.errors import MessageError
-from ..storage.opening import Stores
+from ..storage.stores import Stores
 from . import users
 from .data import checkpoints, jobs
 from .data.jobs import ARCHIVED, FIGURES, GROUPS, SORTS, row, select_rows

@@ -44,7 +44,7 @@ from ...schemas.wire.message import Empty
 from ...schemas.wire.subjects import BUCKET_ACTORS, BUCKET_NODES, JobScope
 from ...schemas.wire.subjects import node as node_subject
 from ..gpus import Gpus
-from ..storage.removal import remove_run_folder
+from ..storage.run_folders import remove_run_folder
 from .children import ActorStarter, StartChild
 from .credentials import with_job_keys, with_secrets
 from .preflight import ModelInspection, ModelLookout, TriedGames, look

@@ -36,8 +36,9 @@ from ...schemas.wire.errors import BusyError, MessageError, NotFoundError, State
 from ...schemas.wire.subjects import rpc
 from ..policy.devices import own_device
 from ..runtime import JobContext, settle_memory
+from ..storage.tinker_checkpoints import STATES
 from ..training.parallel import once_in_torch
-from .adapter_cache import STATES, States
+from .adapter_cache import States
 from .apply import Applying
 from .checkpoints.user_records import KeptByTrainer
 from .fair_share import Shares

@@ -11,8 +11,7 @@ import pytest
 import pytest_asyncio
 import torch
 from peft import PeftModel
-from tinkermq.actors.storage.tinker_checkpoints import CheckpointFolders
-from tinkermq.actors.tinker.adapter_cache import STATES
+from tinkermq.actors.storage.tinker_checkpoints import STATES, CheckpointFolders
 from tinkermq.schemas.tinker.names import CheckpointName
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

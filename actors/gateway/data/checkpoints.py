@@ -15,9 +15,9 @@ from ....broker.feed import best_of, read_scores
 from ....broker.run_folder import Folder, FolderEntry
 from ....schemas.job import JobRecord
 from ....schemas.wire.errors import NotFoundError, StorageError, TinkermqError
-from ...storage.checkpoint_folders import checkpoint_folders, checkpoint_in
 from ...storage.checkpoints import stored_checkpoints
-from ...storage.opening import Stores
+from ...storage.run_folders import checkpoint_folders, checkpoint_in
+from ...storage.stores import Stores
 
 _CHUNK = 1 << 20
 

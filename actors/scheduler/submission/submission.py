@@ -33,7 +33,7 @@ from ...storage.access import (
     with_allowed_folders,
 )
 from ...storage.checkpoints import free_copies
-from ...storage.opening import Stores
+from ...storage.stores import Stores
 from ..jobs.actors import KINDS, actors_for, slots_of, unplaced
 from ..jobs.holdings import (
     check_bucket,

@@ -91,7 +91,7 @@ class StoreCalls:
 
     async def _change(self, asked: ChangeCheckpoint, context: RequestContext) -> TinkerCheckpoint:
         change = partial(self._checkpoints.change, wanted=self._is_wanted)
-        return (await asyncio.to_thread(change, context.user, asked)).told()
+        return (await asyncio.to_thread(change, context.user, asked)).describe()
 
     async def _export(self, asked: ExportCheckpoint, context: RequestContext) -> CheckpointExport:
         return await asyncio.to_thread(self._exports.export, context.user, asked.path)

@@ -96,7 +96,7 @@ class TrainingRuns:
         found: dict[tuple[str, str], TinkerCheckpoint] = {}
         for one in self._checkpoints.of_user(user):
             if not one.passing:
-                found.setdefault((str(one.name.model), one.name.kind), one.told())
+                found.setdefault((str(one.name.model), one.name.kind), one.describe())
         return found
 
     def _forget(self, user: str, name: ModelName) -> None:

@@ -69,7 +69,7 @@ class KeptCheckpoints:
         model = ModelName.parse(asked.model) if asked.model else None
         found = [one for one in self.of_user(user, model) if not one.passing]
         part = found[asked.offset : asked.offset + asked.limit]
-        return CheckpointPage(checkpoints=[one.told() for one in part], total=len(found))
+        return CheckpointPage(checkpoints=[one.describe() for one in part], total=len(found))
 
     def save(
         self,

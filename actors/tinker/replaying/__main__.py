@@ -26,7 +26,7 @@ from ....schemas.job import JobRecord
 from ....schemas.tinker.names import ModelName
 from ....schemas.wire.errors import NotFoundError, TinkermqError
 from ...runtime import service_parser
-from ..adapter_cache import STATES
+from ...storage.tinker_checkpoints import STATES
 from ..service import base_info, open_trainer
 from .archive import place_of, read_kept
 from .replayer import ModelReplay, Replayer

@@ -20,15 +20,9 @@ from transformers import PreTrainedTokenizerBase
 
 from ....schemas.config.job import JobConfig
 from ....schemas.config.sections import LoraConfig
+from ....schemas.wire.array import IntVector
 from ....schemas.wire.errors import TinkermqError
-from ...engine.engine import (
-    AdapterEngine,
-    Generation,
-    IntVector,
-    OnToken,
-    PromptScores,
-    Sampling,
-)
+from ...engine.engine import AdapterEngine, Generation, OnToken, PromptScores, Sampling
 from ...policy.model_folder import load_model_config, load_tokenizer
 from ...rollout.players import load_base, start_engine
 from ..fair_share import FairTurns

@@ -37,7 +37,7 @@ from ...policy.chat import ChatTokenizer, open_chat
 from ...policy.token_text import TextStream
 from ...rollout.completions import Answers
 from ...runtime import JobContext, settle_memory
-from ..adapter_cache import STATES
+from ...storage.tinker_checkpoints import STATES
 from ..apply import as_failure
 from ..fair_share import Shares
 from .engines import EngineOfUser, MeteredEngine, SampledAdapters, SampledBase, open_engine

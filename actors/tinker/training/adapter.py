@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ....schemas.tinker.datum import AdamParams, LoraSpec
 from ....schemas.wire.errors import ConfigError, ModelError
-from ...policy.saving import storage_error
+from ...storage.files import storage_error
 from .inputs import PendingWindow
 from .layers import LayerShape, LowRank
 
@@ -275,7 +275,7 @@ def write_suspended(file: Path, adapter: Adapter, window: PendingWindow) -> None
         file.parent.mkdir(parents=True, exist_ok=True)
         save_file({name: row.contiguous() for name, row in adapter.rows().items()}, file, told)
     except Exception as error:
-        failure = storage_error(file, error)
+        failure = storage_error(file, error, SafetensorError)
         file.unlink(missing_ok=True)
         if failure is None:
             raise
