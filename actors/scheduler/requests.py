@@ -36,7 +36,7 @@ from ...schemas.node import (
 )
 from ...schemas.tinker.checkpoints import TakeCheckpoint
 from ...schemas.tinker.operation import ModelInfo, TrainerOffers
-from ...schemas.tinker.sessions import TenantShare, TenantShares, TrainerUsage
+from ...schemas.tinker.usage import TenantShare, TenantShares, TrainerUsage
 from ...schemas.user import Quota, QuotaReply
 from ...schemas.wire.errors import StateError
 from ...schemas.wire.message import Empty, Message

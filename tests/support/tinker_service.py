@@ -108,7 +108,7 @@ class Trainer:
         self, seq: int, user: str = "ada", model: str = MODEL, wait_s: float = PATIENCE_S
     ) -> OperationResult:
         """Wait for a result."""
-        wanted = AwaitResult(model=model, seq=seq, wait_s=wait_s)
+        wanted = AwaitResult(model=model, seq=seq, wait_s=min(wait_s, 60.0))  # a question's bound
         return await self.ask(user, "result", wanted, OperationResult)
 
     async def info(self, user: str = "ada") -> ModelInfo:

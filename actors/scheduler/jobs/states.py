@@ -11,7 +11,7 @@ from ....schemas.job import (
     JobState,
 )
 from ....schemas.node import ActorStatus
-from ....schemas.tinker.sessions import SamplerTokens, TrainerUsage
+from ....schemas.tinker.usage import SamplerTokens, TrainerUsage
 from .actors import main_actor, vital
 
 ACTIVE = HOLDING_STATES
