@@ -116,7 +116,11 @@ def test_a_service_has_the_same_port_everywhere() -> None:
     assert set().union(*told.values()) == PORTS
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.name != "CHANGELOG.md"],  # that names keys that are gone, too
+    ids=lambda page: page.name,
+)
 def test_every_configuration_key_exists(page: Path) -> None:
     keys = {*all_keys(), *JobConfig.model_fields}
     keys |= {key.rpartition(".")[0] for key in keys}  # sections within sections
