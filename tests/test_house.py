@@ -102,7 +102,7 @@ def shipped_files() -> list[Path]:
     """Return what the gateway sends to browsers, or makes it of, what commands write, and types."""
     places = [ROOT / "actors" / "gateway" / "pages" / name for name in ("static", "templates")]
     places += [ROOT / "clients" / "new_game", ROOT / "clients" / "new_agent"]
-    places.append(ROOT / "clients" / "cli" / "quickstart")
+    places.append(ROOT / "clients" / "cli")
     found = [path for place in places for path in place.rglob("*") if is_data(path)]
     types = (ROOT / "clients").glob("*.pyi")
     return [*found, *types, *(ROOT / room / "py.typed" for room in ROOMS)]

@@ -33,7 +33,7 @@ def check_worker() -> None:
 
 def write_config(folder: Path) -> Path:
     """Write the example's configuration, with its paths below `folder`; return the file."""
-    text = (files("tinkermq.clients") / "cli" / "quickstart" / f"{GAME}.yaml").read_text(
+    text = (files("tinkermq.clients") / "cli" / f"{GAME}.yaml").read_text(
         encoding="utf-8"
     )
 
