@@ -14,9 +14,8 @@ from ..schemas.user import (
 )
 from ..schemas.wire.errors import ConfigError
 from .address import parse_broker_url
-from .pool_client import PoolClient
-from .sync.sync_twin import SyncTwin
-from .validation.names import did_you_mean
+from .base import PoolClient, SyncTwin
+from .validation import did_you_mean
 
 
 class AsyncPoolUsers(PoolClient):

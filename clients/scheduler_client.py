@@ -6,26 +6,20 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from ..broker.calls import write_checkpoint
+from ..broker.calls import new_request_id, write_checkpoint
 from ..broker.feed import read_metrics
 from ..schemas.config.load_config import check_keys
 from ..schemas.job import WANDB_KEY, JobRecord
 from ..schemas.wire.codec import merged
 from ..schemas.wire.errors import DeadlineError, JobFailedError
 from .address import JobAddress, parse_broker_url
-from .compat.arguments import as_tree
-from .compat.opentinker_keys import translate
-from .pool import Pool, new_request_id
-from .pool_client import PoolClient
-from .secrets import secrets_for, with_tracker_settings
-from .sync.sync_twin import SyncTwin
-from .validation.completeness import is_complete, value_of
-from .validation.files import refuse_missing
-from .validation.names import checkpoint_named
-from .validation.paths import resolve_paths
+from .base import PoolClient, SyncTwin
+from .opentinker import as_tree, translate
+from .pool import Pool, secrets_for, with_tracker_settings
+from .validation import checkpoint_named, is_complete, refuse_missing, resolve_paths, value_of
 
 if TYPE_CHECKING:
-    from .runs.run import Run
+    from .run import Run
 
 CANCEL_S = 60.0
 ScaledRole: TypeAlias = Literal["generator", "environment", "server"]
@@ -367,7 +361,7 @@ class SchedulerClient(SyncTwin[AsyncSchedulerClient]):
 
     def run(self, job_id: str) -> "Run":
         """Return a run, by id or name: its numbers, episodes, logs, and what it is worth."""
-        from .runs.run import Run
+        from .run import Run
 
         return Run(job_id, self.scheduler_url, self.aio.api_key)
 

@@ -21,18 +21,13 @@ from ..schemas.metric import Metric
 from ..schemas.wire.codec import merged
 from ..schemas.wire.errors import ConfigError
 from .address import parse_server_url
-from .compat.arguments import as_tree
-from .compat.opentinker_keys import tell_needless, translate
-from .follow import follow_run
-from .hosting.hosted_environment import HostedEnvironment
+from .base import PoolClient, SyncTwin
+from .follow import REWARD, follow_run
+from .hosting.environments import HostedEnvironment
+from .opentinker import as_tree, tell_needless, translate
 from .pool import Pool
-from .pool_client import PoolClient
-from .progress import REWARD
 from .scheduler_client import failure
-from .sync.sync_twin import SyncTwin
-from .validation.completeness import is_complete
-from .validation.files import refuse_missing
-from .validation.paths import resolve_paths
+from .validation import is_complete, refuse_missing, resolve_paths
 
 _FIT_DEFAULTS: dict[str, Any] = {
     "save_freq": 100,

@@ -20,10 +20,9 @@ from playwright.async_api import Browser, Page, ViewportSize
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 from tinkermq.broker.client.connection import connect
-from tinkermq.clients.cli.runs.live import LiveDisplay
-from tinkermq.clients.follow import follow_run
+from tinkermq.clients.cli.live import LiveDisplay
+from tinkermq.clients.follow import RunProgress, follow_run
 from tinkermq.clients.pool import Pool
-from tinkermq.clients.progress import RunProgress
 from tinkermq.envs.games.calculator import make_data
 
 from docs.screenshots import IMAGES, ROOT, own_stack, submit

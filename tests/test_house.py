@@ -184,7 +184,7 @@ def test_who_sends_no_arrays_starts_without_numpy() -> None:
     names = [
         "tinkermq.actors.scheduler",
         "tinkermq.actors.node.node",
-        "tinkermq.clients.cli.runs.runs",
+        "tinkermq.clients.cli.runs",
     ]
     assert "numpy" not in loaded_by(names)
 

@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...broker.client.login import KEY_VARIABLE
@@ -19,6 +20,7 @@ from .session import with_pool
 
 if TYPE_CHECKING:
     from ...envs.serving.host import EnvironmentHost
+
 
 END_POLL_S = 2.0
 """How often a host looks whether its run has ended."""
@@ -117,3 +119,57 @@ def _host_of_game(pool: Pool, record: JobRecord, name: str) -> "EnvironmentHost"
         raise StateError(f"run {record.name} plays no episodes: it is an SFT job")
     seed = int(record.config.get("seed", 0))
     return EnvironmentHost(pool.broker, record.scope, env, name=name, seed=seed)
+
+
+# `tinkermq agent host`: run a run's programs on this machine.
+
+
+def host(
+    run: str,
+    /,
+    *,
+    files: Path | None = None,
+    reward_files: Path | None = None,
+    places: int | None = None,
+    name: str = "",
+    nats_url: str | None = None,
+) -> int:
+    """Run a run's agent programs on this machine until Ctrl-C or the run's end.
+
+    One outgoing connection to the broker is enough. With `env.hosts: 0` all programs of the run
+    are those of such hosts, else they come on top of the pool's. Relative paths of the run's
+    section `agent` are those of this machine, from the present folder.
+
+    Parameters
+    ----------
+    run
+        Name or job id.
+    files
+        Folder of the program, in place of the run's `agent.files`.
+    reward_files
+        Folder of the reward command, in place of the run's `agent.reward_files`.
+    places
+        Programs at the same time, in place of the run's `agent.per_host`.
+    name
+        Name of this host; default: one of its own.
+    nats_url
+        The broker; default: $TINKERMQ_NATS_URL, or the local stack.
+    """
+    given = {
+        "files": None if files is None else str(files),
+        "reward_files": None if reward_files is None else str(reward_files),
+        "per_host": places,
+    }
+    instead = {key: value for key, value in given.items() if value is not None}
+
+    def make(pool: Pool, record: JobRecord) -> "EnvironmentHost":
+        config = dict(record.config)
+        job = JobConfig.model_validate({**config, "agent": {**config.get("agent", {}), **instead}})
+        if not job.agent.runs_programs:
+            raise StateError(
+                f"run {record.name} plays the game {job.env.game!r} and has no program",
+                hint=f"host its game: `tinkermq env serve {record.name}`",
+            )
+        return make_host(pool, record, name, job=job)
+
+    return host_run(run, nats_url, make)

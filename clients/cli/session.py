@@ -1,14 +1,16 @@
-"""One command's connection to the pool."""
+"""A command's connection: to the pool, or to a broker of its own; and the options for it."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
 
-from ...broker.client.connection import connect
+from cyclopts import Parameter
+
+from ...broker.client.connection import Broker, connect
+from ..base import quiet_logs, single_errors
 from ..home import find_url
 from ..pool import Pool
-from ..sync.quiet import quiet_logs
-from ..sync.single_error import single_errors
 
 T = TypeVar("T")
 
@@ -34,3 +36,46 @@ def with_pool(
 
     with single_errors():
         return asyncio.run(body())
+
+
+# Options that most commands have.
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Common:
+    """Which pool is meant, and how the answer is printed."""
+
+    nats_url: Annotated[
+        str | None,
+        Parameter(help="The broker; default: $TINKERMQ_NATS_URL, or the local stack."),
+    ] = None
+    json: Annotated[bool, Parameter(help="Print JSON; a stream is one document a line.")] = False
+
+
+COMMON = Common()
+"""Neither is given."""
+
+
+# A broker of one command's own, on this machine, gone with it.
+
+
+def with_private_broker(work: Callable[[Broker], Awaitable[T]]) -> T:
+    """Start a broker in a temporary folder, run `work` with it, and stop it."""
+    import tempfile
+    from pathlib import Path
+
+    from ...broker.nats_server import NatsServer
+
+    quiet_logs()
+
+    async def body(url: str) -> T:
+        async with await connect(url, name="tinkermq") as broker:
+            return await work(broker)
+
+    with (
+        single_errors(),
+        tempfile.TemporaryDirectory(prefix="tinkermq-trial-") as folder,
+        NatsServer(Path(folder)) as server,
+    ):
+        return asyncio.run(body(server.url))

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tinkermq.clients.validation.files import refuse_missing
-from tinkermq.clients.validation.paths import resolve_paths
+from tinkermq.clients.validation import refuse_missing, resolve_paths
 from tinkermq.schemas.wire.errors import ConfigError
 
 from tests.clients.command import Outcome, tinkermq

@@ -6,8 +6,8 @@ import threading
 from typing import Any
 
 import pytest
+from tinkermq.clients.base import LoopThread
 from tinkermq.clients.hosting.agent_environment import AgentEnvironment, AgentEpisode
-from tinkermq.clients.sync.loop_thread import LoopThread
 from tinkermq.envs.agents.episode import ProgramEpisode
 from tinkermq.envs.agents.given_out import GivenEpisode
 

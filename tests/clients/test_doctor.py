@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from tinkermq.clients.cli.pool.doctor import Finding, judge_nodes
+from tinkermq.clients.cli.doctor import Finding, judge_nodes
 from tinkermq.schemas.node import ActorStatus, NodeStatus
 
 

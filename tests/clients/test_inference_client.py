@@ -8,10 +8,14 @@ import pytest
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jobs import JobStore
 from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference
-from tinkermq.clients.cli.playing import resolve_served
-from tinkermq.clients.inference.inference_tasks import chosen_tasks, hosted_env
-from tinkermq.clients.inference.served_job import open_served
-from tinkermq.clients.inference.serving import ModelSource, find_source, with_options
+from tinkermq.clients.cli.evaluation import resolve_served
+from tinkermq.clients.inference.inference_client import (
+    ModelSource,
+    find_source,
+    with_options,
+)
+from tinkermq.clients.inference.play import chosen_tasks, hosted_env
+from tinkermq.clients.inference.run_inference import open_served
 from tinkermq.clients.pool import Pool
 from tinkermq.envs.games.bandit import BanditGame
 from tinkermq.schemas.config.load_config import parse_config

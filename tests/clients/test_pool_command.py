@@ -1,6 +1,6 @@
 """What `tinkermq pool` shows of nodes and machines."""
 
-from tinkermq.clients.cli.pool.machines import _rows, _summary, clocks_off, unlike
+from tinkermq.clients.cli.doctor import _rows, _summary, clocks_off, unlike
 from tinkermq.schemas.machines import MachineList, MachineStatus
 from tinkermq.schemas.node import ActorStatus, NodeStatus
 

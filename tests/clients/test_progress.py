@@ -5,9 +5,9 @@ import math
 
 import pytest
 from rich.console import Console
-from tinkermq.clients.cli.runs.live import LineDisplay, render, step_line
-from tinkermq.clients.progress import RunProgress, sparkline
-from tinkermq.clients.text_plot import text_plot
+from tinkermq.clients.cli.live import LineDisplay, render, step_line
+from tinkermq.clients.follow import RunProgress, sparkline
+from tinkermq.clients.plots import text_plot
 from tinkermq.schemas.metric import Event, Metric, Presence
 from tinkermq.schemas.wire.subjects import JobScope
 

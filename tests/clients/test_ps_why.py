@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tinkermq.clients.cli.runs.runs import _trouble, _why
+from tinkermq.clients.cli.runs import _trouble, _why
 from tinkermq.schemas.job import ActorPlacement, JobRecord
 from tinkermq.schemas.metric import Presence
 

@@ -1,7 +1,7 @@
 """The points of a sweep: combinations, or drawn ones that are the same each time."""
 
 import pytest
-from tinkermq.clients.sweeps import NumberRange, parse_space, points
+from tinkermq.clients.cli.sweep import NumberRange, parse_space, points
 from tinkermq.schemas.wire.errors import ConfigError
 
 

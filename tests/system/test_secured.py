@@ -19,7 +19,7 @@ from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.weights.store import WeightStore
 from tinkermq.clients.address import JobAddress
 from tinkermq.clients.home import Home
-from tinkermq.clients.hosting.game_environment import GameEnvironment
+from tinkermq.clients.hosting.environments import GameEnvironment
 from tinkermq.clients.pool import Pool
 from tinkermq.envs.games.bandit import BanditGame
 from tinkermq.schemas.job import FINAL_STATES, JobRecord

@@ -7,7 +7,7 @@ import pytest
 from tinkermq.actors.scheduler.nodes import RECENT_S, better, reading
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.jetstream.kv import Bucket
-from tinkermq.clients.cli.pool.machines import clocks_off
+from tinkermq.clients.cli.doctor import clocks_off
 from tinkermq.schemas.node import NodeList, NodeStatus, NodeSync
 from tinkermq.schemas.wire.message import Empty
 from tinkermq.schemas.wire.subjects import BUCKET_NODES, node

@@ -1,0 +1,290 @@
+"""What `train --dry-run` checks without starting anything, here and in the pool."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ...broker.client.connection import Broker
+from ...envs.check import CheckResult, check_game
+from ...envs.data import ChatData
+from ...schemas.config.job import JobConfig
+from ...schemas.job import SubmissionFinding
+from ...schemas.node import GameCheckReply
+from ...schemas.wire.errors import (
+    BrokerError,
+    ConfigError,
+    DataError,
+    GameError,
+    ModelError,
+    PlacementError,
+    TinkermqError,
+)
+from ..home import find_url
+from ..pool import Pool
+from ..validation import checkpoint_named, is_local_pool, look_at_model, resolve_paths
+from .games import can_look, check_job_here
+from .output import literal, note, print_json, say, say_plain
+from .session import with_pool, with_private_broker
+
+if TYPE_CHECKING:
+    from ...envs.agents.agent_check import AgentReport
+
+
+_ERRORS: dict[str, type[TinkermqError]] = {
+    "job": ConfigError,
+    "model": ModelError,
+    "data": DataError,
+    "game": GameError,
+    "slots": PlacementError,
+}
+
+
+_KINDS: dict[str, type[TinkermqError]] = {
+    "the data can be read": DataError,
+    "each row can be read": DataError,
+    "the reward function answers": ConfigError,
+    "the judge is told how to answer": ConfigError,
+}
+"""What is wrong with a job where the game is not."""
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What somebody said of one thing that the job needs."""
+
+    what: str
+    detail: str
+    by: str
+    error: TinkermqError | None = None
+    """Why the job would be refused."""
+    overruled: bool = False
+    """The pool has what this machine lacks, and the job would run there."""
+
+
+def dry_run(
+    config: JobConfig, nats_url: str | None, *, as_json: bool, from_run: str | None = None
+) -> int:
+    """Check everything, print what is set and what was found, and raise the first problem.
+
+    This machine looks as far as it sees, and a pool that answers says what a submission would be
+    told: the scheduler of slots, names and quotas, its nodes of models, data and games.
+    """
+    if not as_json:
+        from ...schemas.config.load_config import write_yaml
+
+        given = config.model_dump(mode="json", exclude_unset=True)
+        say_plain(write_yaml(given))
+        note("all other keys have their defaults: `tinkermq config show FILE` prints them too")
+    here = [_look(*check) for check in _checks_here(config, nats_url, from_run)]
+    if from_run is None:
+        here += _look_inside(config, here)
+    told = _ask_pool(config, nats_url, from_run)
+    if from_run is None and not can_look(config) and all(one.error is None for one in told):
+        told += _ask_node(config, nats_url)
+    if not _is_here(nats_url):
+        had = {one.what for one in told if one.error is None and one.by.startswith("node ")}
+        here = [replace(one, overruled=one.what in had) for one in here]
+    results = [*here, *told]
+    _print(results, config, as_json=as_json)
+    for one in results:
+        if one.error is not None and not one.overruled:
+            raise one.error
+    if not as_json:
+        note("nothing was submitted")
+    return 0
+
+
+def _checks_here(
+    config: JobConfig, nats_url: str | None, from_run: str | None
+) -> Iterator[tuple[str, Callable[[], str]]]:
+    """Yield what can be looked at on this machine."""
+    if from_run is None:
+        yield "model", lambda: check_model(config, nats_url)
+    if config.sft.data:
+        yield "data", lambda: check_rows(config)
+    yield from _check_of_episodes(config)
+
+
+def _look(what: str, check: Callable[[], str]) -> _Result:
+    try:
+        return _Result(what, check(), "this machine")
+    except TinkermqError as error:
+        return _Result(what, error.message, "this machine", error)
+
+
+def _look_inside(config: JobConfig, here: Sequence[_Result]) -> list[_Result]:
+    """Return what the run's own code says of model, template, adapter, rows and saving.
+
+    Nothing where this machine lacks the model, or has found something else wrong with it.
+    """
+    sound = {one.what for one in here if one.error is None}
+    if any(one.error is not None and one.what in ("model", "data") for one in here):
+        return []
+    if not can_look(config):
+        return []
+    plays = "game" in sound and config.env.hosts > 0
+    try:
+        results = check_job_here(config, plays=plays)
+    except TinkermqError as error:
+        return [_Result("model", error.message, "this machine", error)]
+    return _inside(results, "this machine")
+
+
+def _inside(results: Sequence[CheckResult], by: str) -> list[_Result]:
+    """Return what is wrong inside of a model, or that nothing is."""
+    wrong = [
+        _Result("model", f"{one.name}? no: {one.detail}", by, _refusal(one))
+        for one in results
+        if not one.ok
+    ]
+    passed = f"{len(results)} checks with the code of the run passed"
+    return wrong or [_Result("model", passed, by)]
+
+
+def _refusal(result: CheckResult) -> TinkermqError:
+    return ModelError(f"{result.name}? no: {result.detail}", hint=result.hint)
+
+
+def _ask_pool(config: JobConfig, nats_url: str | None, from_run: str | None) -> list[_Result]:
+    """Return what scheduler and nodes say; nothing but what is needed where no stack is up."""
+    try:
+        url = find_url(nats_url)
+    except BrokerError:
+        needed = f"{needed_slots(config)} needed; no stack is up, so not compared"
+        begins = f"that of run {from_run}: looked up when the job is submitted"
+        model = [] if from_run is None else [_Result("model", begins, "this machine")]
+        return [*model, _Result("slots", needed, "this machine")]
+
+    async def work(pool: Pool) -> list[SubmissionFinding]:
+        given = config.model_dump(exclude_unset=True)
+        return await pool.try_out(
+            resolve_paths(given, url, has_users=pool.has_users),
+            fork_of=from_run and checkpoint_named(from_run),
+            weights_only=from_run is not None,
+        )
+
+    try:
+        return [_told(one) for one in with_pool(url, work)]
+    except BrokerError as error:
+        return [_Result("pool", error.message, "this machine", error)]
+
+
+def _ask_node(config: JobConfig, nats_url: str | None) -> list[_Result]:
+    """Return what a node says that looks into the model, where this machine cannot."""
+    try:
+        url = find_url(nats_url)
+    except BrokerError:
+        return []
+
+    async def work(pool: Pool) -> GameCheckReply:
+        note("a node looks into the model: two minutes at most")
+        given = config.model_dump(exclude_unset=True)
+        return await pool.check_game(
+            resolve_paths(given, url, has_users=pool.has_users), look="model"
+        )
+
+    try:
+        reply = with_pool(url, work)
+    except TinkermqError as error:
+        return [_Result("model", error.message, "the pool", error)]
+    by = f"node {reply.node}"
+    checks = [CheckResult(**one.model_dump()) for one in reply.checks]
+    return _inside(checks, by) if reply.node else []
+
+
+def _told(finding: SubmissionFinding) -> _Result:
+    kind = _ERRORS[finding.what]
+    who = f"{finding.by}: " if finding.by.startswith("node ") else ""
+    error = None if finding.ok else kind(f"{who}{finding.text}", hint=finding.hint)
+    return _Result(finding.what, finding.text, finding.by, error)
+
+
+def _print(results: Sequence[_Result], config: JobConfig, *, as_json: bool) -> None:
+    if as_json:
+        checks = [
+            {
+                "check": one.what,
+                "ok": one.error is None or one.overruled,
+                "detail": one.detail,
+                "by": one.by,
+            }
+            for one in results
+        ]
+        print_json({"config": config.model_dump(mode="json"), "checks": checks})
+        return
+    for one in results:
+        mark = "[green]ok[/]  " if one.error is None else "[red]fail[/]"
+        mark = "[yellow]lack[/]" if one.overruled and one.error is not None else mark
+        say(f"{mark} {one.what:<6} {literal(one.detail)}  [dim]({literal(one.by)})[/]")
+
+
+def _check_of_episodes(config: JobConfig) -> list[tuple[str, Callable[[], str]]]:
+    if config.agent.runs_programs:
+        return [("agent", lambda: check_agent(config))]
+    return [("game", lambda: check_env(config))] if config.env.game else []
+
+
+def check_model(config: JobConfig, nats_url: str | None) -> str:
+    """Look at a local model folder without loading it; one of the pool's or the hub's is named.
+
+    Raises ModelError for a folder that is not a model.
+    """
+    has_tokenizer = config.model.tokenizer is not None
+    return look_at_model(config.model.path, here=_is_here(nats_url), has_tokenizer=has_tokenizer)
+
+
+def _is_here(nats_url: str | None) -> bool:
+    """Whether the job would run on this machine, whose folders are seen."""
+    try:
+        return is_local_pool(find_url(nats_url))
+    except BrokerError:  # no stack is up
+        return True
+
+
+def check_env(config: JobConfig) -> str:
+    """Play the game without a model; raises GameError or DataError with the first failure."""
+    if config.env.hosts == 0:
+        return f"{config.env.game} is hosted by the client: not checked"
+    results = check_game(config.env, seed=config.seed)
+    for result in results:
+        if not result.ok:
+            kind = _KINDS.get(result.name, GameError)
+            raise kind(f"{result.name}? no: {result.detail}", hint=result.hint)
+    return f"{config.env.game}: {len(results)} checks passed"
+
+
+def check_agent(config: JobConfig) -> str:
+    """Run an agent job's program once against a scripted model, in the sandbox of a pool's host.
+
+    Raises ConfigError or SandboxError where it cannot be run, GameError where it cannot be trained.
+    """
+    if config.agent.client or config.env.hosts == 0:
+        return "its programs are run by clients: not checked"
+    from ...envs.agents.agent_check import check_program  # needs an HTTP server
+
+    async def work(broker: Broker) -> "AgentReport":
+        return await check_program(broker, config, seed=config.seed)
+
+    report = with_private_broker(work)
+    for finding in report.findings:
+        if finding.level == "fail":
+            raise GameError(f"agent.command: {finding.text}", hint=finding.remedy)
+    assert report.reward is not None
+    return (
+        f"{config.agent.command[0]}: run once against a scripted model, {len(report.calls)} calls, "
+        f"{report.rows} rows, {report.outcome}, reward {report.reward:g}"
+    )
+
+
+def check_rows(config: JobConfig) -> str:
+    """Read every row of an SFT job's data; DataError for the first that cannot be learnt from."""
+    with contextlib.closing(ChatData(config.sft.data)) as data:
+        for number in range(len(data)):
+            data.check_row(number)
+        return f"{len(data)} conversations"
+
+
+def needed_slots(config: JobConfig) -> int:
+    """Return the slots that the job's learner and generators take."""
+    return config.learner.slots + config.generator.count * config.generator_slots

@@ -1,0 +1,571 @@
+"""Commands for games, data and algorithms: `env list|check|play|serve`, `data`, `algorithm`."""
+
+import contextlib
+import importlib.util
+import json
+import json as json_format
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ...envs.check import CheckResult, PlayedEpisode, check_game, conversations, has_gold
+from ...envs.conversations import returns
+from ...envs.data import HostData
+from ...envs.game import ChatMessage, StepResult, game_failure
+from ...envs.math.prepare import prepare as prepare_set
+from ...envs.registry import companion, load_game
+from ...envs.registry import list_games as registered_games
+from ...envs.running.local import LocalEpisode, LocalGame
+from ...schemas.config.job import EnvConfig, JobConfig
+from ...schemas.config.load_config import apply_override, load_config
+from ...schemas.node import GameCheckReply
+from ...schemas.wire.codec import pack
+from ...schemas.wire.errors import ConfigError, GameError, ModelError, error_from_reply
+from ...schemas.wire.foreign import blaming
+from ...schemas.wire.images import plain_text
+from ..home import find_url
+from ..pool import Pool
+from ..validation import resolve_paths
+from .output import literal, note, print_json, print_json_line, print_table, say, say_plain
+from .run_host import host_run, make_host
+from .session import with_pool
+
+
+@dataclass(frozen=True)
+class ChosenGame:
+    """A game with its arguments and data."""
+
+    env: EnvConfig
+    """How it is hosted."""
+    seed: int = 0
+    """The job's seed."""
+    job: JobConfig | None = None
+    """The whole configuration, where a YAML file was named."""
+
+
+@contextlib.contextmanager
+def choosing_game(
+    game: str,
+    arguments: Sequence[str] = (),
+    train_data: Sequence[str] = (),
+    val_data: Sequence[str] = (),
+) -> Iterator[ChosenGame]:
+    """Yield the game that the words of a command line mean.
+
+    `arguments` are `key=value`: of the game's constructor, or of the YAML file. A registered
+    dataset game without data makes some for as long as the block runs. Raises ConfigError.
+    """
+    chosen = _from_yaml(game, arguments) if game.endswith((".yaml", ".yml")) else None
+    if chosen is not None:
+        if train_data or val_data:
+            raise ConfigError("a YAML file names its own data", hint="leave --train-data out")
+        yield chosen
+        return
+    kwargs: dict[str, Any] = {}
+    for argument in arguments:
+        apply_override(kwargs, argument, None)
+    env = EnvConfig(game=game, kwargs=kwargs, train_data=list(train_data), val_data=list(val_data))
+    with tempfile.TemporaryDirectory(prefix="tinkermq-data-") as folder:
+        yield ChosenGame(_with_data(env, folder))
+
+
+def _from_yaml(path: str, overrides: Sequence[str]) -> ChosenGame:
+    job = load_config(Path(path), overrides)
+    if job.agent.runs_programs:
+        raise ConfigError(
+            f"{path} is the configuration of an agent job: there is no game",
+            hint=f"try its program: `tinkermq agent check {path}`, `tinkermq agent play {path}`",
+        )
+    return ChosenGame(job.env, job.seed, job)
+
+
+def _with_data(env: EnvConfig, folder: str) -> EnvConfig:
+    if env.train_data:
+        return env
+    try:
+        make_data = companion(load_game(env.game), "make_data")
+    except GameError:
+        return env  # it generates its states, or whoever plays it says why it cannot be imported
+    with blaming(lambda error: game_failure(env.game, "make_data", error)):
+        train, val = make_data(folder, num_train=64, num_val=16)
+    return env.model_copy(update={"train_data": [str(train)], "val_data": [str(val)]})
+
+
+# `tinkermq env check --on-node`: a game is played where a job would play it.
+
+_NO_MODEL = "none"
+"""A job has one; to play its game takes none, and nobody looks for it."""
+
+
+def checks_of_node(
+    game: str,
+    arguments: Sequence[str],
+    train_data: Sequence[str],
+    val_data: Sequence[str],
+    nats_url: str | None,
+) -> tuple[str, list[CheckResult]]:
+    """Return the node that played the game, and what it found.
+
+    Raises ConfigError, DataError, GameError, BusyError, BrokerError.
+    """
+    config = _job(game, arguments, train_data, val_data)
+    url = find_url(nats_url)
+
+    async def work(pool: Pool) -> GameCheckReply:
+        note("a node plays the game: a minute at most")
+        return await pool.check_game(resolve_paths(config, url, has_users=pool.has_users))
+
+    reply = with_pool(url, work)
+    return reply.node, [CheckResult(**check.model_dump()) for check in reply.checks]
+
+
+def _job(
+    game: str, arguments: Sequence[str], train_data: Sequence[str], val_data: Sequence[str]
+) -> dict[str, Any]:
+    """Return the configuration of a job that plays the game which a command line means."""
+    if game.endswith((".yaml", ".yml")):
+        if train_data or val_data:
+            raise ConfigError("a YAML file names its own data", hint="leave --train-data out")
+        return load_config(Path(game), arguments).model_dump(exclude_unset=True)
+    kwargs: dict[str, Any] = {}
+    for argument in arguments:
+        apply_override(kwargs, argument, None)
+    env = {"game": game, "kwargs": kwargs, "train_data": train_data, "val_data": val_data}
+    return {"model": {"path": _NO_MODEL}, "env": env}
+
+
+# The part of `env check` that needs a tokenizer: done by a process of the pool's room.
+
+_DEADLINE_S = 120.0
+
+
+def model_to_check(chosen: ChosenGame, model: str | None) -> tuple[str | None, str]:
+    """Return the model whose tokenizer can be asked, or None and why there is none.
+
+    Raises ConfigError for a model that was asked for and cannot be had here.
+    """
+    path = model or (chosen.job.model.path if chosen.job else None)
+    if path is None:
+        return None, ""
+    here = importlib.util.find_spec("transformers") is not None
+    if not here and model is not None:
+        raise ConfigError(
+            "--model needs transformers, which is not installed here",
+            hint="pip install 'tinkermq[worker]', or leave --model out",
+        )
+    if not here:
+        return None, "transformers is not installed here"
+    if model is None and not Path(path).expanduser().is_dir():
+        return None, f"{path} is not a folder here (--model names one)"
+    return path, ""
+
+
+def check_with_model(chosen: ChosenGame, model: str) -> list[CheckResult]:
+    """Ask a model's tokenizer and chat template about the game's conversations.
+
+    Of a job what else it reads of its model is looked at, too. Raises ModelError for a model that
+    cannot be opened, GameError.
+    """
+    job = chosen.job or JobConfig.model_validate({"model": {"path": model}, "env": chosen.env})
+    config = job.model_dump(mode="json", exclude_unset=True)
+    config["model"]["path"] = model
+    return _ask(config, _played(job, chosen.seed), job, is_whole=chosen.job is not None)
+
+
+def can_look(config: JobConfig) -> bool:
+    """Whether this machine can look into a job's model: it is here, and so is transformers."""
+    is_here = Path(config.model.path).expanduser().is_dir()
+    return is_here and importlib.util.find_spec("transformers") is not None
+
+
+def check_job_here(config: JobConfig, *, plays: bool) -> list[CheckResult]:
+    """Look at what a job reads of its model and data, with the code of the run.
+
+    `plays` says that its game is sound here: its conversations are looked at, too. Raises
+    ModelError for a model that cannot be opened.
+    """
+    played = _played(config, config.seed) if plays else []
+    return _ask(config.model_dump(mode="json", exclude_unset=True), played, config, is_whole=True)
+
+
+def _played(job: JobConfig, seed: int) -> list[dict[str, Any]]:
+    return [_told(one) for one in conversations(job.env, seed=seed)]
+
+
+def _ask(
+    config: dict[str, Any], played: list[dict[str, Any]], job: JobConfig, *, is_whole: bool
+) -> list[CheckResult]:
+    model = str(Path(config["model"]["path"]).expanduser())
+    config["model"]["path"] = model
+    asked = {
+        "config": config,
+        "conversations": played,
+        "gold": bool(played) and has_gold(load_game(job.env.game)),
+        "job": is_whole,
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "tinkermq.actors.check_chat"],
+            input=pack(asked),
+            capture_output=True,
+            timeout=_DEADLINE_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ModelError(
+            f"model {model} was not looked at within {_DEADLINE_S:g} s",
+            hint="see whether its folder lies on a disk that answers",
+        ) from error
+    if done.returncode:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise ModelError(f"the tokenizer of {model} cannot be asked: {' '.join(last)}")
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if "error" in answer:
+        error = answer["error"]
+        raise error_from_reply(error["code"], error["message"], error["hint"])
+    return [CheckResult(**result) for result in answer["checks"]]
+
+
+def _told(transcript: PlayedEpisode) -> dict[str, Any]:
+    return {
+        "messages": transcript.messages,
+        "actions": transcript.actions,
+        "observations": [
+            {"role": result.role, "content": result.observation} for result in transcript.results
+        ],
+    }
+
+
+# `tinkermq env list|check|serve`.
+
+FAILED = 1
+
+
+def list_games(*, json: bool = False) -> int:
+    """List the games that are registered here.
+
+    Parameters
+    ----------
+    json
+        Print JSON.
+    """
+    games = registered_games()
+    if json:
+        print_json([vars(game) for game in games])
+    else:
+        print_table(
+            ("game", "class", "about"), [(one.name, one.target, one.description) for one in games]
+        )
+    return 0
+
+
+def check(
+    game: str,
+    /,
+    *arguments: str,
+    model: str | None = None,
+    train_data: list[str] | None = None,
+    val_data: list[str] | None = None,
+    on_node: bool = False,
+    nats_url: str | None = None,
+    json: bool = False,
+) -> int:
+    """Prove that a game is sound, without generating anything.
+
+    It imports, resets and steps in time, returns the right types, a seed reproduces an episode,
+    the global random generators are left alone, gold answers score full marks; with a model, its
+    chat template only appends, and prompts and gold answers fit the limits in tokens.
+
+    Parameters
+    ----------
+    game
+        Registered name, `package.module:Class`, or the YAML file of a run.
+    arguments
+        `key=value`: of the game's constructor, or of the YAML file.
+    model
+        Folder (or hub name) of a model whose tokenizer is asked; default: that of the YAML file,
+        if it is a folder here.
+    train_data
+        Parquet or JSONL files of a dataset game; default: what its `make_data` makes.
+    val_data
+        Validation files of a dataset game.
+    on_node
+        Let a node of the pool play it, where a job would, with its packages, files and walls.
+    nats_url
+        The broker that leads to that node; default: $TINKERMQ_NATS_URL, or the local stack.
+    json
+        Print JSON.
+    """
+    if on_node:
+        if model is not None:
+            raise ConfigError("--on-node plays without a model", hint="leave --model out")
+        data = (train_data or [], val_data or [])
+        node, results = checks_of_node(game, arguments, *data, nats_url)
+        return say_checks(results, json=json, node=node)
+    with choosing_game(game, arguments, train_data or [], val_data or []) as chosen:
+        asked, why_not = model_to_check(chosen, model)
+        results = check_game(chosen.env, seed=chosen.seed)
+        passed = all(result.ok for result in results)
+        if asked is not None and passed:
+            results += check_with_model(chosen, asked)
+    code = say_checks(results, json=json)
+    if why_not and not json:
+        note(f"chat template and lengths in tokens were not checked: {why_not}")
+    return code
+
+
+def say_checks(results: Sequence[CheckResult], *, json: bool, node: str = "") -> int:
+    """Print what was checked, here or by a node; return the exit code."""
+    passed = all(result.ok for result in results)
+    if json:
+        by = {"node": node} if node else {}
+        print_json({"ok": passed, **by, "checks": [vars(result) for result in results]})
+        return 0 if passed else FAILED
+    if node:
+        note(f"played by node {node}")
+    for result in results:
+        mark = "[green]ok[/]  " if result.ok else "[red]fail[/]"
+        say(f"{mark} {result.name}  {literal(result.detail)}")
+        if result.hint and not result.ok:
+            say(f"       {literal(result.hint)}")
+    return 0 if passed else FAILED
+
+
+def serve(run: str, /, *, name: str = "", nats_url: str | None = None) -> int:
+    """Host a run's game, or its agent programs, in this process until Ctrl-C or the run's end.
+
+    The run's generators use it at once. Of a run that has ended nothing is hosted.
+
+    Parameters
+    ----------
+    run
+        Name or job id.
+    name
+        Name of this host; default: one of its own.
+    nats_url
+        The broker; default: $TINKERMQ_NATS_URL, or the local stack.
+    """
+
+    return host_run(run, nats_url, lambda pool, record: make_host(pool, record, name))
+
+
+# `tinkermq env play`: the human is the policy.
+
+NOT_ENDED = 1
+_CONTINUES = "\\"
+
+
+def play(
+    game: str,
+    /,
+    *arguments: str,
+    seed: int = 0,
+    row: int | None = None,
+    gold: bool = False,
+    train_data: list[str] | None = None,
+    json: bool = False,
+) -> int:
+    """Play an episode yourself: every line is an answer of the policy.
+
+    From a pipe it plays a script: `printf '3\\n5\\n' | tinkermq env play guess`. A line that ends
+    with a backslash goes on in the next. Ends with 0 when the game says that it is over, with 1
+    when the input ends before.
+
+    Parameters
+    ----------
+    game
+        Registered name, `package.module:Class`, or the YAML file of a run.
+    arguments
+        `key=value`: of the game's constructor, or of the YAML file.
+    seed
+        Seed of the episode.
+    row
+        Row of a dataset game; default: the row that `seed` falls on.
+    gold
+        Let the game's own `gold_action` play.
+    train_data
+        Parquet or JSONL files of a dataset game; default: what its `make_data` makes.
+    json
+        Print the prompt, each turn and the end as a JSON document each.
+    """
+    show = _Json() if json else _Text()
+    with choosing_game(game, arguments, train_data or []) as chosen:
+        found = load_game(chosen.env.game)
+        if gold and not hasattr(found, "gold_action"):
+            raise ConfigError(
+                f"{found.__name__} has no gold_action", hint="write one, or play without --gold"
+            )
+        max_turns = chosen.job.rollout.max_turns if chosen.job else None
+        with (
+            contextlib.closing(HostData(chosen.env, chosen.seed)) as data,
+            contextlib.closing(LocalGame(chosen.env, found, data)) as table,
+        ):
+            episode = table.start(seed, row=row)
+            if not episode.roles:
+                show.prompt(episode.messages)
+            actions = _gold_actions(episode, echo=not json) if gold else _typed(echo=not json)
+            said: Counter[str] = Counter()
+            played: list[tuple[str, StepResult]] = []
+            while not episode.done:
+                role, messages = episode.turn() if episode.roles else ("", [])
+                show.role(role, messages)
+                action = None if said[role] == max_turns else next(actions, None)
+                if action is None:
+                    break
+                said[role] += 1
+                result = episode.step(action)
+                show.turn(action, result)
+                played.append((role, result))
+            show.end(episode, dict.fromkeys(episode.roles or ("",), 0.0) | returns(played))
+    return 0 if episode.done else NOT_ENDED
+
+
+def _gold_actions(episode: LocalEpisode, *, echo: bool) -> Iterator[str]:
+    while True:
+        action = episode.gold_action()
+        if echo:
+            say_plain(f"> {action}")
+        yield action
+
+
+def _typed(*, echo: bool) -> Iterator[str]:
+    """Yield what is typed, or what stands in the pipe; there it is printed as well."""
+    asked = sys.stdin.isatty()
+    lines: list[str] = []
+    while True:
+        try:
+            line = input("> " if asked else "")
+        except EOFError:
+            return
+        lines.append(line.removesuffix(_CONTINUES))
+        if line.endswith(_CONTINUES):
+            continue
+        action, lines = "\n".join(lines), []
+        if echo and not asked:
+            say_plain(f"> {action}")
+        yield action
+
+
+class _Text:
+    """Shows an episode to people."""
+
+    def prompt(self, messages: list[ChatMessage]) -> None:
+        for message in messages:
+            say_plain(f"[{message['role']}]\n{plain_text(message['content'])}")
+
+    def role(self, role: str, messages: list[ChatMessage]) -> None:
+        if role:
+            say_plain(f"[it is {role}'s turn]")
+            self.prompt(messages)
+
+    def turn(self, action: str, result: StepResult) -> None:
+        del action  # stands there already
+        others = "".join(f", {role} gets {reward:g}" for role, reward in result.rewards.items())
+        info = f"  {result.info}" if result.info else ""
+        if result.observation:
+            say_plain(result.observation)
+        say_plain(
+            f"[reward {result.reward:g}{others}{', the game is over' if result.done else ''}]{info}"
+        )
+
+    def end(self, episode: LocalEpisode, returns: dict[str, float]) -> None:
+        turns = len(episode.results)
+        told = ", ".join(f"{role} {total:g}".strip() for role, total in returns.items())
+        ended = "" if episode.done else ", not over"
+        say_plain(f"return {told} after {turns} turn{'s' * (turns != 1)}{ended}")
+
+
+class _Json:
+    """Shows an episode to programs."""
+
+    def prompt(self, messages: list[ChatMessage]) -> None:
+        print_json_line({"messages": messages})
+
+    def role(self, role: str, messages: list[ChatMessage]) -> None:
+        if role:
+            print_json_line({"role": role, "messages": messages})
+
+    def turn(self, action: str, result: StepResult) -> None:
+        print_json_line({"action": action, **vars(result)})
+
+    def end(self, episode: LocalEpisode, returns: dict[str, float]) -> None:
+        turns = len(episode.results)
+        by_role = {"returns": returns} if "" not in returns else {"return": returns[""]}
+        print_json_line({**by_role, "turns": turns, "done": episode.done})
+
+
+# `tinkermq data prepare`.
+
+
+def prepare(
+    name: str, source: Path, out: Path, /, *, instruction: str | None = None, json: bool = False
+) -> int:
+    """Make parquet files for training from the original files of a published set.
+
+    Parameters
+    ----------
+    name
+        The set: gsm8k, math or geo3k.
+    source
+        Folder of its original files.
+    out
+        Folder to write train.parquet, test.parquet … to.
+    instruction
+        What to put behind each question; default: the set's usual words.
+    json
+        Print JSON.
+    """
+    written = prepare_set(name, source, out, instruction)
+    if json:
+        print_json([{"path": str(one.path), "rows": one.rows} for one in written])
+        return 0
+    for one in written:
+        say(f"{literal(str(one.path))}  {one.rows} rows")
+    return 0
+
+
+# `tinkermq algorithm check`: functions of one's own, on small random tensors.
+
+
+def check_algorithm(
+    function: str,
+    /,
+    *,
+    kind: Literal["loss", "advantage", "correction", "mask", "filter", "curriculum"] = "loss",
+    json: bool = False,
+) -> int:
+    """Check a function of your own that learners run, without a model or a pool.
+
+    One finite value for each token, the same twice; a loss keeps a finite gradient, makes tokens
+    with positive advantages likelier, and a token's loss hangs on its own sequence alone.
+
+    Parameters
+    ----------
+    function
+        `module:function`, also of the working folder, or a name that a package has registered.
+    kind
+        What it is.
+    json
+        Print JSON.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(
+            "`algorithm check` needs torch, which is not installed here",
+            hint="pip install 'tinkermq[worker]'",
+        )
+    done = subprocess.run(
+        [sys.executable, "-m", "tinkermq.actors.learner.custom_check", kind, function],
+        capture_output=True,
+        timeout=_DEADLINE_S,
+        check=False,
+    )
+    if done.returncode:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise ConfigError(f"{function} cannot be checked: {' '.join(last)}")
+    answers = json_format.loads(done.stdout.splitlines()[-1])
+    return say_checks([CheckResult(**answer) for answer in answers], json=json)

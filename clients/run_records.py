@@ -1,0 +1,180 @@
+"""What a run has written: its episodes, and the log lines of its actors."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from ..broker.batches import BatchLog
+from ..broker.client.connection import Broker
+from ..broker.feed import follow
+from ..broker.jetstream.streams import stream_info
+from ..broker.kept_rollouts import RunRollouts
+from ..broker.rollouts import LogEntry
+from ..schemas.job import FINAL_STATES, JobRecord
+from ..schemas.metric import LogLines
+from ..schemas.rollout import Group, Trajectory
+from ..schemas.wire.errors import NotFoundError
+from ..schemas.wire.images import restore_images
+from ..schemas.wire.subjects import JobScope
+from .pool import Pool
+from .validation import did_you_mean
+
+_AT_ONCE = 64
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class LoggedEpisode:
+    """One trajectory of the log, or the fate of a task without any."""
+
+    seq: int
+    group: Group
+    number: int
+    trajectory: Trajectory | None
+    step: int | None
+
+    @property
+    def reward(self) -> float:
+        """Return of the episode; a failed task sorts last."""
+        return self.trajectory.reward if self.trajectory else float("-inf")
+
+    def fields(self) -> dict[str, Any]:
+        """Return what is printed as JSON."""
+        shared = {
+            "seq": self.seq,
+            "task": self.group.task.task,
+            "sample": self.group.task.sample,
+            "step": self.step,
+            "source": self.group.source,
+        }
+        if self.trajectory is None:
+            return {**shared, "error": self.group.error.model_dump() if self.group.error else None}
+        one = self.trajectory
+        return {
+            **shared,
+            "episode": self.number,
+            "reward": one.reward,
+            "rewards": one.rewards,
+            "finish": one.ended_by,
+            "finish_reasons": one.finish_reasons,
+            "versions": [one.min_version, one.max_version],
+            "num_generated": one.num_generated,
+            "logprob_mean": float(one.logprobs[one.mask == 1].mean()),
+            "tries": one.num_tries,
+            "failures": [failure.model_dump() for failure in one.failures],
+            "messages": restore_images(one.messages, self.group.images),
+            "row_of": one.episode if one.episode >= 0 else None,
+            "kind": one.kind,
+            "info": one.info,
+        }
+
+
+@dataclass(frozen=True)
+class EpisodeFilter:
+    """Which episodes of a run are read."""
+
+    step: int | None = None
+    """Only those that this step trained."""
+    errors: bool = False
+    """Only what failed."""
+    most: int | None = None
+    """At most so many, the newest; None: all."""
+
+    def has(self, episode: LoggedEpisode) -> bool:
+        """Whether an episode is one of them."""
+        one = episode.trajectory
+        return not self.errors or one is None or bool(one.failures)
+
+
+async def steps_of(broker: Broker, scope: JobScope, there: RunRollouts) -> dict[int, int]:
+    """Return the step that trained each entry; what was archived is known by its file's name."""
+    try:
+        records = await BatchLog(broker, scope).read_all()
+    except NotFoundError:
+        return there.steps
+    return there.steps | {seq: record.step for _, record in records for seq in record.seqs}
+
+
+async def read_episodes(
+    there: RunRollouts, step_of: Mapping[int, int], wanted: EpisodeFilter
+) -> list[LoggedEpisode]:
+    """Return the episodes of a run that are wanted, newest first.
+
+    Raises NotFoundError for a step that was not trained.
+    """
+    step = wanted.step
+    if step is not None and step not in step_of.values():
+        trained = f"trained are 1 to {max(step_of.values())}" if step_of else "none is trained yet"
+        raise NotFoundError(f"step {step} is not in the batch log", hint=trained)
+    episodes: list[LoggedEpisode] = []
+    before: int | None = None
+    while seqs := there.before(before, _AT_ONCE):
+        before = seqs[-1]
+        asked = [seq for seq in seqs if step is None or step_of.get(seq) == step]
+        for entry in await asyncio.gather(*map(there.get, asked)):
+            if entry is not None:
+                found = _episodes(entry, step_of.get(entry.seq))
+                episodes += filter(wanted.has, reversed(list(found)))
+        if wanted.most is not None and len(episodes) >= wanted.most:
+            break
+    return episodes
+
+
+def _episodes(entry: LogEntry, step: int | None) -> Iterator[LoggedEpisode]:
+    group = entry.group
+    if group is None:
+        _log.warning("rollout_malformed", seq=entry.seq, error=str(entry.error))
+        return
+    if not group.trajectories:
+        yield LoggedEpisode(entry.seq, group, 0, None, step)
+    for number, trajectory in enumerate(group.trajectories):
+        yield LoggedEpisode(entry.seq, group, number, trajectory, step)
+
+
+# What the actors of a run wrote.
+
+_START_POLL_S = 1.0
+
+
+def check_actor(record: JobRecord, actor: str | None) -> None:
+    """Raise NotFoundError for an actor that the run does not have."""
+    known = [one.name for one in record.actors]
+    if actor is not None and actor not in known:
+        raise NotFoundError(
+            f"run {record.name} has no actor {actor!r}", hint=did_you_mean(actor, known)
+        )
+
+
+async def log_lines(
+    pool: Pool, record: JobRecord, *, follow_on: bool
+) -> AsyncGenerator[LogLines, None]:
+    """Yield the stored lines, and then new ones for ever if `follow_on`."""
+    scope = record.scope
+    left = await _num_stored(pool, scope)
+    while left is None and follow_on and record.state not in FINAL_STATES:
+        await asyncio.sleep(_START_POLL_S)
+        record, left = await pool.find(record.job), await _num_stored(pool, scope)
+    if left is None:
+        return
+    if not left and not follow_on:
+        return
+    pool.broker.availability.set_patient(follow_on)
+    async with aclosing(follow(pool.broker, scope, ("log",))) as messages:
+        async for message in messages:
+            left -= 1
+            if isinstance(message, LogLines):
+                yield message
+            if left <= 0 and not follow_on:
+                return
+
+
+async def _num_stored(pool: Pool, scope: JobScope) -> int | None:
+    """Return how many batches of lines are stored, None while there is no stream for them."""
+    try:
+        return int((await stream_info(pool.broker, scope.stream_log))["state"]["messages"])
+    except NotFoundError:
+        return None
