@@ -1,6 +1,6 @@
 """Check a game where an environment host would run it: what `tinkermq env check --on-node` runs.
 
-A process of its own, which a node starts as it does a host, behind the same walls. The
+A process of its own, which a node starts as it does a host, in the same sandbox. The
 configuration comes in by the environment, since a host has no input; lines of JSON go out, between
 whatever the game prints.
 """

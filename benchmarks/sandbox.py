@@ -16,8 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from tinkermq.envs.sandbox.bubblewrap import Bubblewrap
-from tinkermq.envs.sandbox.settings import SandboxSettings
+from tinkermq.envs.sandbox.interpreters import LocalCodeSandbox, SandboxSettings
 
 from benchmarks.report import Report, parser
 
@@ -30,7 +29,7 @@ print("done")
 Run = Callable[[str], str]
 
 
-def enclosed(sandbox: Bubblewrap) -> Run:
+def sandboxed(sandbox: LocalCodeSandbox) -> Run:
     """Return a function that runs a program in a sandbox of its own."""
 
     def run(code: str) -> str:
@@ -65,16 +64,16 @@ def main() -> int:
     rounds = 1 if arguments.quick else arguments.rounds
     seconds = 0.05 if arguments.quick else arguments.seconds
     cores = len(os.sched_getaffinity(0))
-    sandbox = Bubblewrap(SandboxSettings(packages=[]))
+    sandbox = LocalCodeSandbox(SandboxSettings(packages=[]))
     report = Report("sandbox", "Programs of a model in the sandbox", quick=arguments.quick)
     report.note(sandbox.self_test())
     code = COMPUTE.format(seconds=seconds)
     ways: dict[str, Callable[[], float]] = {
         f"sandbox, {cores} at once": lambda: together(
-            enclosed(sandbox), code, arguments.programs, cores
+            sandboxed(sandbox), code, arguments.programs, cores
         ),
         f"no sandbox, {cores} at once": lambda: together(plain, code, arguments.programs, cores),
-        "sandbox, an empty program": lambda: together(enclosed(sandbox), "print('done')", 1, 1),
+        "sandbox, an empty program": lambda: together(sandboxed(sandbox), "print('done')", 1, 1),
         "no sandbox, an empty program": lambda: together(plain, "print('done')", 1, 1),
     }
     taken: dict[str, list[float]] = {name: [] for name in ways}

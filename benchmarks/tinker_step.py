@@ -26,7 +26,7 @@ from peft import LoraConfig, get_peft_model
 from tinkermq.actors.policy.tiny_models import make_model
 from tinkermq.actors.tinker.training.adapter import ALPHA
 from tinkermq.actors.tinker.training.trainer import AdapterTrainer
-from tinkermq.schemas.tinker.operation import AdamParams, Datum, LoraSpec
+from tinkermq.schemas.tinker.datum import AdamParams, Datum, LoraSpec
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar

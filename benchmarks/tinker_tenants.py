@@ -29,11 +29,9 @@ from tinkermq.broker.presence import list_presences
 from tinkermq.clients.pool import Pool
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.tinker import wire
+from tinkermq.schemas.tinker.datum import AdamParams, Datum, LoraSpec
 from tinkermq.schemas.tinker.operation import (
-    AdamParams,
     AwaitResult,
-    Datum,
-    LoraSpec,
     ModelOperation,
     OperationKind,
     OperationResult,

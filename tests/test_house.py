@@ -369,13 +369,13 @@ def test_code_of_a_model_is_trusted_only_by_those_who_say_so() -> None:
 
 # -- run folders -----------------------------------------------------------------------------------
 
-OUTSIDE = ("actors/scheduler", "actors/gateway", "actors/node", "actors/folders")
+OUTSIDE = ("actors/scheduler", "actors/gateway", "actors/node")
 """Services that work in run folders outside of the sandboxes of those who write there."""
 ALSO_OUTSIDE = (
     "broker/kept_rollouts.py",
-    "broker/kept_rollouts.py",
-    "broker/kept_rollouts.py",
-    "actors/storage/digests.py",
+    "actors/storage/access.py",
+    "actors/storage/checkpoint_folders.py",
+    "actors/storage/removal.py",
     "actors/storage/taken_checkpoints.py",
 )
 ON_DISK = {
@@ -388,10 +388,9 @@ ON_DISK = {
 NOT_IN_RUN_FOLDERS = {
     "actors/storage/access.py": "looks where links of a folder lead, and opens nothing there",
     "actors/gateway/pages/render.py": "its own pages",
-    "actors/node/enclosure.py": "the machine's devices",
     "actors/node/fork_server.py": "its own threads",
     "actors/node/machine.py": "where the names of nodes are held",
-    "actors/node/sandboxes.py": "a folder that it made for a socket",
+    "actors/node/sandbox.py": "the machine's devices, and a folder that it made for a socket",
     "actors/scheduler/machines/ray.py": "a key that the operator named",
 }
 

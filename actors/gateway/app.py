@@ -179,7 +179,7 @@ def _told(request: Request, error: TinkermqError, status: int) -> Response:
     """Answer with an error as who asks reads it."""
     again = {"retry-after": "1"} if status == _TOO_MANY else None
     if (path := request.url.path).startswith(("/v1/", f"{openai.OF_TINKER}/")):
-        told = openai.words_of(path)(error, status)
+        told = openai.worded(error, status, openai.api_of(path))
         return Json(told, status_code=status, headers=again)
     if _wants_json(request):
         return Json(error_fields(error), status_code=status, headers=again)

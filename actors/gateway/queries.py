@@ -6,7 +6,7 @@ from starlette.requests import Request
 
 from ...schemas.job import JobRecord
 from ...schemas.wire.errors import MessageError
-from ..storage.digests import checkpoint_folders
+from ..storage.checkpoint_folders import checkpoint_folders
 from .data import rollouts
 from .data.episodes import show_episode, show_tokens
 from .data.jobs import PAGE, Query

@@ -23,13 +23,14 @@ from ...broker.client.rpc import Service
 from ...broker.jetstream.streams import create_shared, wait_for_shared
 from ...broker.presence import PresenceBeat
 from ...broker.service_process import told_to_systemd
+from ...envs.http_server import MAX_HEAD_BYTES, ConnectionBounds
 from ...schemas.metric import Presence
 from ...schemas.wire.errors import BrokerError, ConfigError, StorageError
 from ...schemas.wire.subjects import SERVICES
 from ..runtime import settle_memory
 from .app import make_app
 from .guard import LOOPBACK
-from .limits.connections import MAX_CONNECTIONS, MAX_OF_HOLDER, Connections
+from .limits import MAX_CONNECTIONS, MAX_OF_HOLDER, NUM_RESERVED, gateway_connections
 from .pages.render import compile_templates
 from .sessions import Sessions, asks_for_keys
 from .web import Gateway
@@ -81,7 +82,8 @@ async def run(options: Options) -> None:
     app = make_app(sessions, local_only=not with_keys, secure=secure)
     gateway: Gateway = app.state.gateway
     of_address = MAX_CONNECTIONS if options.behind_tls else MAX_OF_HOLDER  # the proxy's is one
-    connections = Connections(of_address=of_address)
+    bounds = ConnectionBounds(MAX_CONNECTIONS, of_address, MAX_OF_HOLDER, NUM_RESERVED)
+    connections = gateway_connections(bounds)
     with _listen(options.host, options.port) as listener:
         server = _Server(
             uvicorn.Config(
@@ -93,6 +95,7 @@ async def run(options: Options) -> None:
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
+                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
                 timeout_graceful_shutdown=DRAIN_S,
                 ssl_certfile=options.certificate,
                 ssl_keyfile=options.certificate_key,

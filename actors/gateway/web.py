@@ -13,13 +13,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...broker.client.connection import Broker
+from ...envs.http_server import give_connection_to
 from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import BrokerError, DeadlineError, MessageError, TinkermqError
 from .data.counters import Counters
 from .data.jobs import Figures
 from .data.metrics import Histories
 from .guard import HELD
-from .limits import give_connection_to, max_body_bytes
+from .limits import max_body_bytes
 from .operations import Scheduler
 from .programs.episodes import ProgramEpisodes
 from .sessions import COOKIE, LogInError, Sessions, Visitor

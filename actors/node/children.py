@@ -2,7 +2,7 @@
 
 Actors that need torch are forked from a process that has imported it, which takes a fiftieth of
 the time and shares the memory of what was imported. All others are started as programs, those that
-run code of users behind walls.
+run code of users in a sandbox.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ from ...schemas.node import WantedActor
 from ...schemas.wire.errors import ConfigError, StorageError
 from ..storage.access import below_roots
 from .command import ENVIRONMENT, actor_argv, actor_module
-from .enclosure import Enclosure, NotShown, StartRefused, check_programs
 from .fork_server import PACKET_BYTES, ForkRequest
+from .sandbox import NotShown, SandboxStarter, StartRefused, check_programs
 
 IDLE_S = 300.0
 _START_DEADLINE_S = 120.0
@@ -91,14 +91,14 @@ def programs(command: Callable[[WantedActor], list[str]]) -> StartChild:
 class ActorStarter:
     """Starts the actors of a node, each in the cheapest way."""
 
-    def __init__(self, *, enclose_games: bool = False) -> None:
+    def __init__(self, *, sandbox_games: bool = False) -> None:
         """Start nothing yet: the fork server comes with the first actor that needs it.
 
-        With `enclose_games`, environment hosts see nothing of other jobs, nor do learners that run
+        With `sandbox_games`, environment hosts see nothing of other jobs, nor do learners that run
         functions of their job's owner.
         """
         self._server = ForkServer()
-        self._enclosure = Enclosure() if enclose_games else None
+        self._sandboxes = SandboxStarter() if sandbox_games else None
 
     async def start(
         self,
@@ -112,22 +112,22 @@ class ActorStarter:
         Its run folder may have become a link since the job was accepted. Raises OSError,
         StartRefused for what no second try changes.
         """
-        is_enclosed = self._enclosure is not None and wanted.own_code is not None
+        is_sandboxed = self._sandboxes is not None and wanted.own_code is not None
         try:
             below_roots("run_dir", wanted.run_dir, [Path(root) for root in wanted.output_roots])
-            if self._enclosure is not None and wanted.role in _WRITES and not is_enclosed:
+            if self._sandboxes is not None and wanted.role in _WRITES and not is_sandboxed:
                 await asyncio.to_thread(_refuse_led_away, Path(wanted.run_dir))
         except (ConfigError, StorageError) as error:
             may_pass = isinstance(error, StorageError) and error.is_full
             raise (OSError(str(error)) if may_pass else StartRefused.of(error)) from error
-        if sys.platform == "linux" and wanted.role in _FORKED_ROLES and not is_enclosed:
+        if sys.platform == "linux" and wanted.role in _FORKED_ROLES and not is_sandboxed:
             return await self._server.fork(wanted, environment, output)
         command = list(program or [sys.executable, "-m", actor_module(wanted), *actor_argv(wanted)])
-        if is_enclosed and self._enclosure is not None:
-            return await self._enclosure.start(command, wanted, environment, output)
-        if wanted.role == "environment" and self._enclosure is not None:
+        if is_sandboxed and self._sandboxes is not None:
+            return await self._sandboxes.start(command, wanted, environment, output)
+        if wanted.role == "environment" and self._sandboxes is not None:
             if wanted.programs is None:
-                return await self._enclosure.start(command, wanted, environment, output)
+                return await self._sandboxes.start(command, wanted, environment, output)
             try:
                 await asyncio.to_thread(check_programs, wanted)  # disks may be slow
             except NotShown as error:

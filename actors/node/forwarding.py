@@ -1,17 +1,16 @@
 """The one way out of a sandbox without a network: to the servers of the broker.
 
-A learner that runs functions of its job's owner has a network namespace of its own. A small program
-listens there, on the loopback address, and hands the sockets out before it becomes the learner; the
-node accepts on them and carries bytes to and from the servers that its own URL names. The learner
-finds them under the names that the node has for them, so certificates are checked as ever: its
-/etc/hosts leads those names to where is listened.
+A learner that runs functions of its job's owner has a network namespace of its own. What starts it
+there listens on the loopback address and hands the sockets out (`Sandbox.listens`); the node
+accepts on them and carries bytes to and from the servers that its own URL names. The learner finds
+them under the names that the node has for them, so certificates are checked as ever: its /etc/hosts
+gives those names the addresses of the sockets.
 """
 
 import asyncio
 import contextlib
 import ipaddress
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
@@ -28,23 +27,6 @@ _CHUNK_BYTES = 1 << 18
 _CONNECT_S = 5.0
 _LEAST_PORT, _PORT = 1024, 4222
 """Below the first nobody without rights may listen; there the second is taken."""
-_LISTEN = """
-import os, socket, sys
-channel = socket.socket(fileno=int(sys.argv[1]))
-number = int(sys.argv[2])
-places = [one.rsplit(":", 1) for one in sys.argv[3 : 3 + number]]
-listening = []
-for host, port in places:
-    one = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    one.bind((host, int(port)))
-    one.listen(64)
-    listening.append(one)
-socket.send_fds(channel, [b"L"], [one.fileno() for one in listening])
-for one in [channel, *listening]:
-    one.close()
-os.execvp(sys.argv[3 + number], sys.argv[3 + number :])
-"""
-"""Runs before the learner, in its namespace."""
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -74,16 +56,14 @@ class Forwarder:
         servers = [urlsplit(one) for one in server_urls(url)] if url else []
         hosts = list(dict.fromkeys(server.hostname for server in servers))
         self.ways = [_way(server, 1 + hosts.index(server.hostname)) for server in servers]
-        self._channel, self._theirs = socket.socketpair()
-        self._channel.setblocking(False)
         self._task: asyncio.Task[None] | None = None
         self._servers: list[asyncio.Server] = []
         self._open = set[asyncio.Task[None]]()
 
     @property
-    def fd(self) -> int:
-        """What the program within needs, to hand its sockets out."""
-        return self._theirs.fileno()
+    def listens(self) -> Sequence[str]:
+        """Where is to be listened within, `host:port` each; `serve` takes the sockets."""
+        return [way.listen for way in self.ways]
 
     @property
     def hosts(self) -> str:
@@ -102,16 +82,9 @@ class Forwarder:
             "GLOO_SOCKET_IFNAME": "lo",
         }
 
-    def command(self, command: Sequence[str]) -> list[str]:
-        """Return what listens within, and then becomes a program."""
-        places = [way.listen for way in self.ways]
-        numbers = [str(self.fd), str(len(places))]
-        return [sys.executable, "-I", "-S", "-c", _LISTEN, *numbers, *places, *command]
-
-    def serve(self) -> None:
-        """Take the sockets as soon as they are handed out; bubblewrap has been started."""
-        self._theirs.close()
-        self._task = asyncio.create_task(self._serve())
+    def serve(self, listening: Sequence[socket.socket]) -> None:
+        """Accept on the sockets that listen within, in the order of `listens`."""
+        self._task = asyncio.create_task(self._serve(listening))
 
     async def close(self) -> None:
         """End every connection."""
@@ -125,32 +98,16 @@ class Forwarder:
             one.cancel()
         if self._open:
             await asyncio.wait(self._open)
-        self._theirs.close()
-        self._channel.close()
 
-    async def _serve(self) -> None:
-        for way, listening in zip(self.ways, await self._handed_out(), strict=False):
+    async def _serve(self, listening: Sequence[socket.socket]) -> None:
+        for way, one in zip(self.ways, listening, strict=True):
             self._servers.append(
                 await asyncio.start_server(
                     lambda reader, writer, way=way: self._accepted(way, reader, writer),
-                    sock=listening,
+                    sock=one,
                     limit=_CHUNK_BYTES,
                 )
             )
-
-    async def _handed_out(self) -> list[socket.socket]:
-        """Return the sockets that the program within listens on; none where it has ended."""
-        loop, readable = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self._channel, readable.set)
-        try:
-            await readable.wait()
-            _, fds, _, _ = socket.recv_fds(self._channel, 1, len(self.ways))
-        except OSError:
-            fds = []
-        finally:
-            loop.remove_reader(self._channel)
-            self._channel.close()
-        return [socket.socket(fileno=fd) for fd in fds]
 
     def _accepted(
         self, way: Way, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

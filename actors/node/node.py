@@ -88,7 +88,7 @@ class Node:
         self._link = link
         self._packages = dict(packages or {})
         has_users = broker.user == "node"  # as a service of a pool with authentication
-        self._starter = ActorStarter(enclose_games=has_users)
+        self._starter = ActorStarter(sandbox_games=has_users)
         self._start_child = with_secrets(broker, start or self._starter.start)
         if has_users:
             self._start_child = with_job_keys(broker, self._start_child)

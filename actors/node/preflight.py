@@ -77,7 +77,7 @@ class TriedGames:
     """Plays games that jobs may be submitted with, one at a time."""
 
     def __init__(self, starter: ActorStarter, play_s: float = PLAY_S) -> None:
-        """Play nothing yet; `starter` starts the processes, with the walls that hosts have."""
+        """Play nothing yet; `starter` starts the processes, in the sandbox that hosts have."""
         self._starter = starter
         self._play_s = play_s
         self._is_busy = False

@@ -26,8 +26,8 @@ from ...schemas.wire.errors import ConfigError, TinkermqError
 from ..runtime import EXIT_CRASHED, EXIT_DONE, EXIT_DRAINED, EXIT_FAILED
 from .children import Child, NotStarted, StartChild
 from .command import actor_environment
-from .enclosure import StartRefused
 from .output import ActorOutput, LogFile, SendLines
+from .sandbox import StartRefused
 
 # When a crashed actor is started again, and when no more. Pure: time comes from the caller.
 #

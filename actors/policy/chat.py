@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
 
 import numpy as np
 
+from ...envs.agents.replies import THINK
 from ...envs.reasoning import opened_by
 from ...schemas.config.job import JobConfig, ModelConfig
 from ...schemas.wire.errors import DataError, ModelError
@@ -336,6 +337,14 @@ class ChatTokenizer:
         """Return the mark by which a prompt has opened the reasoning of its answer, or nothing."""
         tail = [int(token) for token in prompt_ids[-_TAIL:]]
         return opened_by(cast("str", self._tokenizer.decode(tail)))  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+
+    def opens_thinking(self, prompt_ids: Sequence[int] | IntVector, prefill: str = "") -> bool:
+        """Whether an answer begins within the reasoning that `ReplyReader` reads.
+
+        A `prefill` behind the prompt may write the mark again.
+        """
+        is_repeated = prefill.lstrip().startswith(THINK)
+        return self.opened(prompt_ids).startswith(THINK) and not is_repeated
 
     def answer(
         self, prompt_ids: Sequence[int] | IntVector, generated_ids: Sequence[int] | IntVector

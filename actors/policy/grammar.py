@@ -22,7 +22,7 @@ import llguidance.numpy
 import numpy as np
 from numpy.typing import NDArray
 
-from ...envs.agents.replies import THINK, THOUGHT
+from ...envs.agents.replies import THOUGHT
 from ...envs.tool_calls import CLOSE, OPEN, parse_tool_calls
 from ...schemas.output_format import OutputFormat, closed
 from ...schemas.wire.errors import BusyError, ConfigError, DeadlineError, ModelError
@@ -271,8 +271,6 @@ _TOOL: Mapping[str, Any] = {
         },
     },
 }
-_TAIL = 8
-"""Tokens at the end of a prompt that may open the reasoning."""
 _MOST_TRIED = 200
 """Parts of a schema that are compiled by themselves to find out which one is not supported."""
 
@@ -391,12 +389,6 @@ class OutputGrammars:
                 parts.append(_text(mark) if token is None else f"<[{token}]>")
             text = text[at + len(mark) :]
         return " ".join(part for part in parts if part)
-
-
-def opens_reasoning(chat: ChatTokenizer, prompt_ids: Sequence[int]) -> bool:
-    """Whether a prompt ends within the reasoning of the answer."""
-    tail = "".join(map(chat.token_text, prompt_ids[-_TAIL:]))
-    return tail.rstrip().endswith(THINK)
 
 
 def call_form(chat: ChatTokenizer) -> CallSyntax:

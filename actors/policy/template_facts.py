@@ -348,7 +348,7 @@ def read_text(
     lacking = not all(arguments for _, arguments in _parsed_calls(parsed))
     if lacking and call_format(chat) is not None:  # which looks at each letter of a call
         return told_text(chat, text, tools)
-    thinking = chat.opened(prompt_ids).startswith(THINK)
+    thinking = chat.opens_thinking(prompt_ids)
     return as_read(parsed, thinking=thinking) or text
 
 

@@ -38,7 +38,7 @@ from ..engine.engine import (
     tops_of,
 )
 from ..policy.chat import ChatTokenizer
-from ..policy.grammar import OutputGrammars, TokenGrammar, opens_reasoning
+from ..policy.grammar import OutputGrammars, TokenGrammar
 from ..policy.template_facts import call_format, certain_text, told_text
 from ..policy.token_text import TextStream
 
@@ -262,7 +262,7 @@ class Answers:
         try:
             images = images_of(request.messages)
             ids = self._chat.at(time.time()).prompt(request.messages, request.tools)
-            thinking = opens_reasoning(self._chat, ids)
+            thinking = self._chat.opens_thinking(ids)
             return _Prompt(ids, images, opened=self._chat.opened(ids), is_thinking=thinking)
         except TinkermqError:
             raise

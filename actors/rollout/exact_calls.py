@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...envs.agents.messages import CanonicalMessage, canonical_history, pictures_of
-from ...envs.agents.replies import THINK, ReplyReader
+from ...envs.agents.replies import ReplyReader
 from ...envs.agents.which_calls import digest_of
 from ..engine.engine import Generation, IntVector
 from ..policy.chat import ChatTokenizer
@@ -113,8 +113,7 @@ class ExactCalls:
             attachment = self.tree.detached(history, context, attachment.parent)
         if given is None:
             given = self._renderer.whole(history, tools)
-        opened = self._chat.opened(given).startswith(THINK)
-        thinking = opened and not prefill.lstrip().startswith(THINK)
+        thinking = self._chat.opens_thinking(given, prefill)
         if prefill:
             given = np.concatenate([given, np.array(self._chat.encode_said(prefill), np.int32)])
         name = self._next_name()

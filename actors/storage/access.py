@@ -13,7 +13,7 @@ from ...schemas.config.sections import BROKER, is_url, model_paths
 from ...schemas.job import JobRecord
 from ...schemas.wire.errors import ConfigError, StorageError
 from ..policy.lora import base_of, is_adapter
-from .digests import checkpoint_folders
+from .checkpoint_folders import checkpoint_folders
 
 ROOTS_VARIABLE = "TINKERMQ_OUTPUT_ROOTS"
 """Of the scheduler's environment: those folders, joined by `:`; the first is for jobs that name
@@ -157,7 +157,7 @@ _MAX_JSON_BYTES = 8 << 20
 _BIG = frozenset({"tokenizer.json", "vocab.json"})
 """Words of a language, no names of files."""
 _WRITTEN = frozenset({"output_dir", "weights.folder"})
-_ENCLOSED = ("env.", "agent.")
+_SANDBOXED = ("env.", "agent.")
 
 
 class Lead(NamedTuple):
@@ -187,9 +187,9 @@ def leads(config: JobConfig, more: Mapping[str, str] | None = None) -> Iterator[
                 continue
             if "/" in path or os.path.lexists(place):
                 yield Lead(name, path, "", Path(os.path.realpath(place)))
-            # games and programs read what `env` and `agent` name, behind walls, which links do not
+            # games and programs read what `env` and `agent` name, in sandboxes, which links do not
             # lead out of
-            if key not in _WRITTEN and not key.startswith(_ENCLOSED) and _is_folder(place):
+            if key not in _WRITTEN and not key.startswith(_SANDBOXED) and _is_folder(place):
                 for via, target in _links(place, name):
                     yield Lead(name, path, via, target)
 

@@ -22,7 +22,8 @@ from ...schemas.wire.errors import NotFoundError, StorageError, TinkermqError
 from ...schemas.wire.subjects import JobScope
 from ..runtime import JobContext
 from .cache import url_of
-from .digests import TABLE, checkpoint_name, is_state, write_digests
+from .checkpoint_folders import checkpoint_name
+from .digests import TABLE, is_state, write_digests
 from .opening import Store, Stores
 from .trees import fetch_tree, upload_tree
 from .url_store import StoredObject, UrlStore

@@ -15,8 +15,9 @@ from typing import Any
 
 import structlog
 
+from ...schemas.tinker.datum import LoraSpec
 from ...schemas.tinker.names import CheckpointName, ModelName
-from ...schemas.tinker.operation import LoraSpec, ModelInfo
+from ...schemas.tinker.operation import ModelInfo
 from ...schemas.wire.errors import MessageError, ModelError, NotFoundError, StorageError
 from ..storage.tinker_checkpoints import CheckpointFolders
 from .models import ModelHistory, Models, TrainedModel

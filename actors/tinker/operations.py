@@ -7,14 +7,8 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...schemas.tinker.operation import (
-    AdamParams,
-    Company,
-    Datum,
-    LoraSpec,
-    LossResult,
-    OperationResult,
-)
+from ...schemas.tinker.datum import AdamParams, Datum, LoraSpec, LossResult
+from ...schemas.tinker.operation import Company, OperationResult
 
 
 class RunningLoss(Protocol):

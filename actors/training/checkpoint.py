@@ -32,7 +32,8 @@ from ..policy.saving import (
     storage_error,
     unsavable,
 )
-from ..storage.digests import check_digests, checkpoint_name, write_digests
+from ..storage.checkpoint_folders import checkpoint_name
+from ..storage.digests import check_digests, write_digests
 from .optimizer import save_optimizer
 from .parallel import Parallel, whole
 from .state import LearnerState

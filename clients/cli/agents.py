@@ -177,7 +177,7 @@ _HELP = (
 def play(config: Path, /, *overrides: str, row: int | None = None, seed: int = 0) -> int:
     """Be the model of an agent program: each of its calls is shown, every line is an answer.
 
-    The program runs here, behind the walls that it has in a pool; shown of each call is what is
+    The program runs here, in the sandbox that it has in a pool; shown of each call is what is
     new. `/call NAME JSON` calls a tool. From a pipe it plays a script. Ends with 0 when the program
     has ended and has a reward.
 

@@ -23,9 +23,8 @@ from ...broker.client.faults import shown_url
 from ...broker.client.reconnect import flush
 from ...broker.nats_server import binary_path
 from ...broker.presence import list_presences
-from ...envs.sandbox.bubblewrap import Bubblewrap
+from ...envs.sandbox.interpreters import LocalCodeSandbox, SandboxSettings
 from ...envs.sandbox.served import SHORT_FOLDER, listen_at
-from ...envs.sandbox.settings import SandboxSettings
 from ...schemas.machines import MachineList, MachineStatus
 from ...schemas.metric import Presence
 from ...schemas.node import CLOCK_BOUND_S, NodeStatus, differences
@@ -219,7 +218,7 @@ def _model_cache() -> Finding:
 def _sandbox() -> Finding:
     """Run the start-up test of games that run programs; they alone need what it tests."""
     try:
-        return Finding("sandbox", True, Bubblewrap(SandboxSettings(packages=[])).self_test())
+        return Finding("sandbox", True, LocalCodeSandbox(SandboxSettings(packages=[])).self_test())
     except SandboxError as error:
         return Finding("sandbox", shutil.which("bwrap") is None, error.message, error.hint)
 

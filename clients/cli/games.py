@@ -295,7 +295,7 @@ def check(
     val_data
         Validation files of a dataset game.
     on_node
-        Let a node of the pool play it, where a job would, with its packages, files and walls.
+        Let a node of the pool play it, where a job would, with its packages, files and sandbox.
     nats_url
         The broker that leads to that node; default: $TINKERMQ_NATS_URL, or the local stack.
     json

@@ -16,7 +16,7 @@ from ...schemas.wire.errors import GameError
 from ..game import AbstractGame, StepResult
 from ..reasoning import tagged_or_last_line
 from ..registry import extra, import_quietly
-from ..running.episodes import GlobalRandom
+from ..running.global_random import GlobalRandom
 
 _COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
 _COLOURED = re.compile(r"\x1b\[([0-9;]+)m(.*?)\x1b\[0m", re.DOTALL)

@@ -12,7 +12,7 @@ from ...schemas.wire.errors import GameError
 from ..game import AbstractGame, StepResult
 from ..reasoning import tagged
 from ..registry import extra
-from ..running.episodes import GlobalRandom
+from ..running.global_random import GlobalRandom
 
 FULL_SCORE = 1.0
 _UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, SyntaxError)

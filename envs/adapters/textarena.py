@@ -14,7 +14,7 @@ from ...schemas.wire.errors import GameError
 from ..game import AbstractGame, StepResult
 from ..reasoning import behind_reasoning
 from ..registry import extra
-from ..running.episodes import GlobalRandom
+from ..running.global_random import GlobalRandom
 
 Opponent = Callable[[str, random.Random], str]
 """Answers what it is shown with a move; draws from the generator given."""

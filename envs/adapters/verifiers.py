@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, cast
 from ...schemas.wire.errors import GameError
 from ..game import AbstractGame, StepResult
 from ..registry import extra
-from ..running.episodes import GlobalRandom
+from ..running.global_random import GlobalRandom
 
 # The policy as an agent of a verifiers environment.
 #

@@ -12,11 +12,11 @@ from ...schemas.wire.errors import NotFoundError, RewardError, StateError
 from ..game import ChatMessage, StepResult
 from ..running.episodes import GameFacts, Opening
 from .episode import ProgramEpisode
+from .programs.agent_run import Ending, How, check_counts, earns_failed_reward
 from .programs.environment import prompt_of, task_input
 from .programs.launcher import ModelEndpoint
-from .programs.outcomes import Ending, How, check_counts, earns_failed_reward
+from .programs.reward_parsing import checked_number
 from .programs.runner import NoPlace
-from .programs.worth import checked_number
 
 _NAME = "agent"
 _LONGEST_LOOK_S = 1.0

@@ -1,4 +1,4 @@
-"""Messages of a model call as they are alike in every dialect.
+"""Messages of a model call as they are alike in every API.
 
 A program sends its whole history with each call, and seldom as it got it: frameworks write a
 tool's arguments anew, drop the reasoning, move markers of caches, and send a list of texts where

@@ -35,18 +35,22 @@ Piece: TypeAlias = ReasoningPiece | TextPiece | CanonicalCall
 class ReplyReader:
     """Reads one answer, bit by bit."""
 
-    def __init__(self, name: str, *, calls: bool, thinking: bool = False) -> None:
+    def __init__(
+        self, name: str, *, calls: bool, thinking: bool = False, keeps_reasoning: bool = False
+    ) -> None:
         """Read an answer whose calls have ids that begin with `name`.
 
-        Without `calls`, what looks like a call is text. With `thinking`, the prompt has opened the
-        reasoning already.
+        Without `calls`, what looks like a call is text; with `keeps_reasoning`, reasoning is, too.
+        With `thinking`, the prompt has opened the reasoning already.
         """
         self._name = name
         self._reads_calls = calls
         self._state: Literal["begin", "reasoning", "text"] = "reasoning" if thinking else "begin"
+        if keeps_reasoning:
+            self._state = "text"
         self._unread = ""
         self._space = ""
-        self._hides_space = True
+        self._hides_space = not keeps_reasoning
         self._reasoning: list[str] | None = [] if thinking else None
         self._texts: list[str] = []
         self._calls: list[CanonicalCall] = []

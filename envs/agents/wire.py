@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from ...schemas.agent import CallMessage, CallRequest
-from .dialects.request import ModelRequest
+from ..model_apis.request import ModelRequest
 from .messages import CanonicalCall, CanonicalMessage, Picture, joined
 
 
@@ -43,7 +43,7 @@ def unpacked(message: CallMessage) -> CanonicalMessage:
 def call_request(
     asked: ModelRequest, request: str, *, previous: int | None = None, is_retry: bool = False
 ) -> CallRequest:
-    """Return what a program asks as it travels; MessageError for what is out of bounds."""
+    """Return a request as it travels; ValidationError for what is out of bounds."""
     return CallRequest(
         request=request,
         messages=cast("list[CallMessage]", [_fields(message) for message in asked.messages]),
@@ -56,9 +56,10 @@ def call_request(
         stream=asked.stream,
         is_prefill=asked.is_prefill,
         previous=previous,
-        sampled=dict(asked.overruled or {}),
+        sampled=dict(asked.sampling),
         without_effect=list(asked.without_effect),
         is_retry=is_retry,
+        token_ids=asked.return_token_ids,
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 
 from ...schemas.wire.errors import GameError
 from ..game import AbstractGame, StepResult
-from ..running.episodes import GlobalRandom
+from ..running.global_random import GlobalRandom
 from .android_device import (
     ANDROID_WORLD,
     SYSTEM_PROMPT,

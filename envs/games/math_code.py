@@ -23,8 +23,8 @@ from ..game import AbstractGame, ChatMessage, StepResult
 from ..math.answers import INSTRUCTION, answer_of, said_in_the_end
 from ..math.grader import shared_grader
 from ..math.rewards import ANSWER, MathRewards
-from ..sandbox.settings import Outcome, SandboxSettings, Session
-from ..sandbox.shared import shared_sandbox
+from ..sandbox.interpreters import CodeSession, Outcome, SandboxSettings
+from ..sandbox.served import shared_sandbox
 from ..tool_calls import OPEN, parse_tool_calls
 from .math import told
 
@@ -56,7 +56,7 @@ class MathCodeGame(AbstractGame):
         max_output_chars: int = 2000,
         system_prompt: str | None = None,
     ) -> None:
-        """Prepare an episode; the first of a process proves that the sandbox encloses.
+        """Prepare an episode; the first of a process runs the self-test of the sandbox.
 
         Raises SandboxError where it does not, ConfigError for settings that cannot be used.
         """
@@ -70,7 +70,7 @@ class MathCodeGame(AbstractGame):
         self._rewards = MathRewards(rewards or {ANSWER: 1.0}, shared_grader())
         self._max_output_chars = max_output_chars
         self._system_prompt = system_prompt
-        self._session: Session | None = None
+        self._session: CodeSession | None = None
         self._truth = ""
         self._num_programs = self._num_failed = 0
 
@@ -171,7 +171,7 @@ class MathCodeGame(AbstractGame):
             shown.append(f"[only {MAX_PROGRAMS} programs are run in one turn]")
         return "\n".join(shown)
 
-    def _run_one(self, session: Session, program: str | None, time_s: float) -> str:
+    def _run_one(self, session: CodeSession, program: str | None, time_s: float) -> str:
         if program is None:
             self._num_failed += 1
             return f'[no call of a tool: write {{"name": "{TOOL}", "arguments": {{"code": "…"}}}}]'

@@ -7,16 +7,13 @@ GameError that carries the end of the game's own traceback.
 import ast
 import contextlib
 import inspect
-import random
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import structlog
 
 from ...schemas.config.job import EnvConfig
@@ -321,39 +318,6 @@ def _whose_turn(game: AbstractGame, messages: list[ChatMessage]) -> list[ChatMes
 
 def _start(opening: Opening) -> dict[str, Any]:
     return {"seed": opening.seed, "record": opening.record, "kwargs": opening.kwargs}
-
-
-# Give each episode its own state of the process-wide random generators.
-#
-# Packages that draw from `random` or `numpy.random` themselves make episodes depend on each
-# other. While such a package works for an episode, the generators have that episode's state;
-# afterwards they are as they were. One episode works at a time: run such games in processes.
-
-_working = threading.RLock()
-_numpy: Any = np.random  # its stubs know nothing of the generator behind its functions
-
-
-class GlobalRandom:
-    """One episode's state of `random` and `numpy.random`."""
-
-    def __init__(self, seed: int) -> None:
-        """Start from a seed."""
-        self._random: Any = random.Random(seed).getstate()  # noqa: S311 - dice, not a secret
-        self._numpy: Any = np.random.MT19937(seed)
-
-    @contextlib.contextmanager
-    def lent(self) -> Iterator[None]:
-        """Let the block draw from this episode's state."""
-        with _working:
-            outside = random.getstate(), _numpy.get_bit_generator()
-            random.setstate(self._random)
-            _numpy.set_bit_generator(self._numpy)
-            try:
-                yield
-            finally:
-                self._random = random.getstate()
-                random.setstate(outside[0])
-                _numpy.set_bit_generator(outside[1])
 
 
 # How long a call of a game may take, and whether it has run past that.

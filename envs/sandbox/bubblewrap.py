@@ -1,162 +1,473 @@
-"""The sandbox of bubblewrap: namespaces of its own, a root of its own, limits by the kernel.
+"""Starts programs in a `Sandbox`: the command line of bubblewrap, the start, the end.
 
-Run by an ordinary user, bubblewrap makes a user namespace; run by root it needs none, and the
-interpreter inside takes on a user that nobody else is. What it needs of the machine is told by
-`self_test`, which every process that runs programs calls once.
+Run by an ordinary user, bubblewrap makes a user namespace. Run by root it needs none, and the
+program inside becomes a user that nobody is. No control groups are needed.
+
+`inside.py` runs first in the sandbox. It takes its orders over a socket, so neither the program nor
+its environment stands in the command line or environment of bubblewrap, and nothing runs if this
+process ends before it has sent them. The first process of the sandbox ends with its program and
+takes along whatever the program left running; bubblewrap ends with this process.
 """
 
+import asyncio
 import contextlib
+import fcntl
+import marshal
 import os
-import threading
-import weakref
-from dataclasses import replace
-from typing import Self
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
 
 from ...schemas.wire.errors import SandboxError
-from .enclosed import Enclosed
-from .mounts import PACKAGES, package_mounts, system_mounts
-from .program import bubblewrap_program, remedy, unprivileged_user
-from .seccomp import program_filter
-from .self_test import PROBE, check_answer
-from .settings import Outcome, SandboxSettings, too_long
+from .sandbox import Mount, Sandbox, unprivileged_user
+from .seccomp import system_call_filter
+from .watch import first_child
 
-_UNBOUNDED = 1 << 20
-_NAMESPACES = ("pid", "net", "ipc", "uts")
-_NICETIES = {"hostname": ["--hostname", "sandbox"], "proc": ["--proc", "/proc"]}
-"""What some machines refuse (ProtectHostname of systemd, a masked /proc) and programs can do
-without: they then see the machine's name, or no /proc at all."""
-_REFUSALS = {"hostname": "set hostname", "proc": "mount proc"}
-_TMP = "/tmp"  # noqa: S108 - the sandbox's own, in memory
-_VARIABLES = {
-    "HOME": _TMP,
-    "LD_LIBRARY_PATH": "/python/lib",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MPLBACKEND": "Agg",
-    "PYTHONHASHSEED": "0",
-    "PYTHONPATH": PACKAGES,
-}
+T = TypeVar("T")
+START_S = 60.0
+_NOBODY = "65534"
+_NAMESPACES = ("pid", "ipc", "uts")
+_PROC_SETTINGS = ("sys", "sysrq-trigger", "irq", "bus", "fs")
+_BINDS = {"read": "--ro-bind", "write": "--bind", "device": "--dev-bind"}
+_INSIDE = Path(__file__).with_name("inside.py").read_text(encoding="utf-8")
+_CHUNK = 4096
+_launcher = ThreadPoolExecutor(1, thread_name_prefix="sandbox-launcher")
+"""A sandbox dies with the thread that started it: this one lives as long as the process."""
 
 
-class Bubblewrap:
-    """Interpreters in bubblewrap, of which `at_once` run at the same time."""
+class SandboxStartError(SandboxError):
+    """A sandbox that could not be set up."""
 
-    def __init__(self, settings: SandboxSettings) -> None:
-        """Prepare; SandboxError for a machine without bubblewrap, ConfigError for a package."""
-        self._settings = settings
-        self._filter = program_filter()
-        self._mounts = [*system_mounts(), *package_mounts(settings.packages)]
-        self._program = bubblewrap_program()
-        self._niceties = dict(_NICETIES)
-        cores = len(os.sched_getaffinity(0))
-        self._places = threading.BoundedSemaphore(settings.at_once or cores)
-        kept = settings.max_sessions if settings.keep_state else _UNBOUNDED
-        self._sessions = threading.BoundedSemaphore(kept)
-
-    def session(self) -> "BubblewrapSession":
-        """Return an enclosed interpreter, which starts with its first program."""
-        return BubblewrapSession(self, self._places, self._sessions)
-
-    def start(self) -> Enclosed:
-        """Start an interpreter in a sandbox."""
-        return Enclosed(self._command(), self._filter, self._settings)
-
-    def self_test(self) -> str:
-        """Prove that the sandbox encloses; SandboxError says what fails, and the remedy."""
-        while True:
-            try:
-                check_answer(self._probe())
-                break
-            except SandboxError as error:
-                said = error.message
-                refused = next((one for one in self._niceties if _REFUSALS[one] in said), None)
-                if refused is None:
-                    raise SandboxError(said, hint=error.hint or remedy(said)) from error
-                self._niceties.pop(refused)
-        who = "user namespaces" if unprivileged_user() is None else "root"
-        without = [f"without {name}" for name in _NICETIES if name not in self._niceties]
-        told = ", ".join([who, *without])
-        return f"bubblewrap at {self._program} encloses programs ({told})"
-
-    def _probe(self) -> Outcome:
-        settings = self._settings
-        limits = f"memory, disk, processes = {settings.memory_mb}, {settings.disk_mb}, "
-        with contextlib.closing(self.session()) as session:
-            return session.run(f"{limits}{settings.processes}\n{PROBE}")
-
-    def _command(self) -> list[str]:
-        command = [self._program, "--die-with-parent", "--new-session", "--clearenv"]
-        command += [f"--unshare-{name}" for name in _NAMESPACES]
-        command += ["--unshare-cgroup-try", "--cap-drop", "ALL"]
-        if unprivileged_user() is not None:
-            command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-        else:
-            command += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
-        for name, value in _VARIABLES.items():
-            command += ["--setenv", name, value]
-        size = str(self._settings.disk_mb << 20)
-        command += [*self._mounts, "--dev", "/dev", "--remount-ro", "/dev"]
-        for arguments in self._niceties.values():
-            command += arguments
-        command += ["--perms", "1777", "--size", size, "--tmpfs", _TMP]
-        return [*command, "--remount-ro", "/", "--chdir", _TMP]
+    def __init__(self, output: str) -> None:
+        """`output` is what bubblewrap and Python printed."""
+        printed = output.strip() or "it ended without a word"
+        super().__init__(f"the sandbox does not start: {printed}", hint=remedy(printed))
+        self.output = output
+        """What bubblewrap and Python printed."""
 
 
-class BubblewrapSession:
-    """A sandbox that is kept between programs, in which nothing runs meanwhile."""
+class CommandError(SandboxError):
+    """A command that cannot be run in its sandbox."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is run in a sandbox: a command, or Python code that `inside.py` runs itself."""
+
+    command: Sequence[str] = ()
+    source: str = ""
+    arguments: Sequence[str] = ()
+    """`sys.argv[1:]` of the source."""
+    environment: Mapping[str, str] | None = None
+    """None: that of the sandbox's Python."""
+
+
+class SandboxProcess:
+    """A program that runs in a sandbox."""
 
     def __init__(
-        self,
-        sandbox: Bubblewrap,
-        places: threading.BoundedSemaphore,
-        sessions: threading.BoundedSemaphore,
+        self, process: "subprocess.Popen[bytes]", first: int, sockets: list[socket.socket]
     ) -> None:
-        self._sandbox = sandbox
-        self._places = places
-        self._sessions = sessions
-        self._enclosed: Enclosed | None = None
-        self._finalizer: weakref.finalize[[Enclosed, threading.BoundedSemaphore], Self] | None
-        self._finalizer = None
+        """`first` is the first process inside."""
+        self.pid = process.pid
+        """Of bubblewrap, which leads a process group and ends with its sandbox."""
+        self.first = first
+        self.sockets = sockets
+        """Those that listen inside, in the order of `Sandbox.listens`; the caller's to close."""
+        self.stdin = process.stdin
+        self._process = process
+        self._handles = [os.pidfd_open(process.pid)]
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
+            self._handles.append(os.pidfd_open(first))
 
-    def run(self, code: str, time_s: float | None = None) -> Outcome:
-        """Run a program after those before it; one that was stopped takes its state with it."""
-        if (refused := too_long(code)) is not None:
-            return refused
-        with self._places:
-            enclosed = self._living()
-            enclosed.thaw()
-            outcome = enclosed.run(code, time_s)
-            if enclosed.alive:
-                enclosed.freeze()
-            if enclosed.alive:
-                return outcome
-            self.close()
-            return outcome if outcome.lost_state else replace(outcome, status="exited")
+    @property
+    def program(self) -> int | None:
+        """The process of the program; None once it has ended."""
+        return first_child(self.first)
+
+    def terminate(self) -> None:
+        """Ask the program and the processes of its group to end (SIGTERM).
+
+        Bubblewrap hands no signal on, and its own end would end all at once.
+        """
+        program = self.program
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if program is not None:
+                is_group = os.getpgid(program) == program
+                (os.killpg if is_group else os.kill)(program, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End every process of the sandbox; harmless when repeated."""
+        if not self._handles:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            # the end of the first process of a namespace is the end of all; bubblewrap follows it
+            signal.pidfd_send_signal(self._handles[-1], signal.SIGKILL)
+
+    def wait(self) -> int:
+        """Block until no process of it is left; return its exit code.
+
+        Of a program that a signal has ended it is 128 and the signal's number, and minus that
+        number where bubblewrap itself was ended.
+        """
+        for handle in self._handles:
+            _is_readable(handle, None)
+        return self._process.wait()
+
+    async def ended(self) -> int:
+        """Wait until no process of it is left; return its exit code, as `wait`."""
+        for handle in self._handles:
+            await _readable(handle)
+        return self._process.wait()
 
     def close(self) -> None:
-        """End the sandbox."""
-        if self._finalizer is not None:
-            self._finalizer()
-        self._enclosed = None
+        """Close what is held here; it has ended. Harmless when repeated."""
+        for handle in self._handles:
+            os.close(handle)
+        self._handles = []
+        if self.stdin is not None:
+            self.stdin.close()
 
-    def _living(self) -> Enclosed:
-        if self._enclosed is not None:
-            return self._enclosed
-        if not self._sessions.acquire(blocking=False):
+
+def bubblewrap_program() -> str:
+    """Return the path of `bwrap`; SandboxError for a machine without it."""
+    found = shutil.which("bwrap")
+    if found is None:
+        raise SandboxError(
+            "there is no bubblewrap on this machine: programs of others cannot be sandboxed",
+            hint="apt-get install bubblewrap (dnf install bubblewrap) where environment hosts run",
+        )
+    return found
+
+
+def remedy(output: str) -> str:
+    """Return what to do about an error of bubblewrap."""
+    if "namespace" in output or "Operation not permitted" in output or "uid map" in output:
+        return (
+            "let processes make namespaces: sysctl kernel.unprivileged_userns_clone=1 (Debian), "
+            "kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu), user.max_user_namespaces "
+            "above 0; in a container: --security-opt seccomp=unconfined --security-opt "
+            "systempaths=unconfined --cap-add SYS_ADMIN"
+        )
+    return "try `bwrap --unshare-all --ro-bind / / true` as the user of the environment host"
+
+
+def start(
+    sandbox: Sandbox,
+    program: Program,
+    *,
+    stdout: int,
+    stderr: int,
+    stdin: int = subprocess.DEVNULL,
+    keep: Sequence[int] = (),
+) -> SandboxProcess:
+    """Start a program in a sandbox; blocks until it runs, `START_S` at most.
+
+    The program has the given output, `stdin` (or a pipe to it: `subprocess.PIPE`) and the
+    descriptors `keep` under their own numbers, and no other open file. Raises SandboxStartError,
+    CommandError for a command that cannot be run, SandboxError, and OSError as the machine has it.
+    """
+    files = _Files.make(stdout, stderr)
+    try:
+        process = _launcher.submit(_launch, sandbox, files, stdin, keep).result()
+    except BaseException:
+        files.close()
+        raise
+    finally:
+        files.close_theirs()
+    sockets: list[socket.socket] = []
+    try:
+        first = files.first_process()
+        orders = _orders(sandbox, program, files.program_output, keep)
+        refusal = files.give(orders, sockets)
+        if refusal is not None or len(sockets) != len(sandbox.listens):
+            raise _start_error(refusal, process, files)
+        return SandboxProcess(process, first, sockets)
+    except BaseException as error:
+        for one in sockets:
+            one.close()
+        process.kill()
+        process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+        if isinstance(error, TimeoutError):
             raise SandboxError(
-                "no more episodes can keep their state: max_sessions are running",
-                hint="raise env.kwargs.sandbox.max_sessions, or lower generator.max_episodes",
-            )
+                f"a sandbox did not start within {START_S:g} s", hint="see the machine's load"
+            ) from None
+        if isinstance(error, EOFError | ConnectionError):
+            raise _start_error("", process, files) from None
+        raise
+    finally:
+        files.close()
+
+
+async def start_in_thread(
+    sandbox: Sandbox,
+    program: Program,
+    *,
+    stdout: int,
+    stderr: int,
+    executor: Executor | None = None,
+) -> SandboxProcess:
+    """Start a program as `start` does; one whose start is cancelled does not run on."""
+    starting = asyncio.get_running_loop().run_in_executor(
+        executor, lambda: start(sandbox, program, stdout=stdout, stderr=stderr)
+    )
+    try:
+        return await surely(starting)
+    except asyncio.CancelledError:
+        if starting.exception() is None:
+            process = starting.result()
+            for one in process.sockets:
+                one.close()
+            process.kill()
+            await surely(process.ended())
+            process.close()
+        raise
+
+
+async def surely(work: Awaitable[T]) -> T:
+    """Finish what must be finished, also in a task that is cancelled meanwhile."""
+    task = asyncio.ensure_future(work)
+    cancelled = False
+    while not task.done():
         try:
-            self._enclosed = self._sandbox.start()
-        except SandboxError:
-            self._sessions.release()
-            raise
-        # an episode that is forgotten takes its sandbox with it
-        self._finalizer = weakref.finalize(self, _end, self._enclosed, self._sessions)
-        return self._enclosed
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        task.exception()  # which is looked at, and of less weight
+        raise asyncio.CancelledError
+    return task.result()
 
 
-def _end(enclosed: Enclosed, sessions: threading.BoundedSemaphore) -> None:
-    enclosed.kill()
-    sessions.release()
+def command_line(sandbox: Sandbox) -> list[str]:
+    """Return bubblewrap's command line up to its options on descriptors and the program."""
+    words = [bubblewrap_program(), "--die-with-parent", "--new-session", "--clearenv"]
+    words += [f"--unshare-{name}" for name in _NAMESPACES]
+    words += ["--unshare-cgroup-try", *_rights(sandbox)]
+    if not sandbox.has_network:
+        words.append("--unshare-net")
+    if sandbox.hostname:
+        words += ["--hostname", sandbox.hostname]
+    for name, value in sandbox.variables.items():
+        words += ["--setenv", name, value]
+    if sandbox.root is not None:  # first: what is mounted later lies in it
+        words += ["--bind", str(sandbox.root), "/"]
+    if sandbox.has_proc:
+        words += ["--proc", "/proc"]
+        for name in _PROC_SETTINGS:
+            words += ["--ro-bind-try", f"/proc/{name}", f"/proc/{name}"]
+    words += ["--dev", "/dev", *_mount_words(sandbox.mounts), "--remount-ro", "/dev"]
+    return [*words, *(["--remount-ro", "/"] if sandbox.is_read_only else [])]
+
+
+def _mount_words(mounts: Sequence[Mount]) -> Iterator[str]:
+    """Yield what makes mounts, and the folders above them, so that anybody may go through them."""
+    made = {"/"}
+    for mount in mounts:
+        for parent in reversed(Path(mount.path).parents):
+            if str(parent) not in made:
+                made.add(str(parent))
+                yield from ("--perms", "0755", "--dir", str(parent))
+        made.add(mount.path)
+        if mount.kind == "folder":
+            yield from ("--perms", f"{mount.mode:04o}", "--dir", mount.path)
+        elif mount.kind == "tmpfs":
+            size = ("--size", str(mount.size_bytes)) if mount.size_bytes else ()
+            yield from ("--perms", f"{mount.mode:04o}", *size, "--tmpfs", mount.path)
+        elif mount.kind == "link":
+            yield from ("--symlink", mount.source, mount.path)
+        else:
+            option = _BINDS[mount.kind] + ("-try" if mount.is_optional else "")
+            yield from (option, mount.source, mount.path)
+
+
+def _rights(sandbox: Sandbox) -> list[str]:
+    """Return what takes the rights of root: those it needs to become somebody else go later."""
+    if sandbox.is_caller:
+        who = ["--uid", str(os.getuid()), "--gid", str(os.getgid())]
+        return ["--unshare-user", *who, "--cap-drop", "ALL"]
+    if unprivileged_user() is None:
+        return ["--unshare-user", "--uid", _NOBODY, "--gid", _NOBODY, "--cap-drop", "ALL"]
+    rights = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")
+    return ["--cap-drop", "ALL", *(word for one in rights for word in ("--cap-add", one))]
+
+
+def _orders(
+    sandbox: Sandbox, program: Program, output: Sequence[int], keep: Sequence[int]
+) -> bytes:
+    """Return what `inside.py` reads; marshal is read there without an import."""
+    user = 0 if sandbox.is_caller else sandbox.user or unprivileged_user() or 0
+    environment = program.environment
+    orders = {
+        "user": user,
+        "limits": dict(sandbox.limits),
+        "is_ended_first": sandbox.is_ended_first,
+        "listens": list(sandbox.listens),
+        "folder": sandbox.folder,
+        "output": list(output),
+        "keep": list(keep),
+        "command": list(program.command),
+        "source": program.source,
+        "arguments": list(program.arguments),
+        "environment": None if environment is None else dict(environment),
+    }
+    return marshal.dumps(orders)
+
+
+def _launch(
+    sandbox: Sandbox, files: "_Files", stdin: int, keep: Sequence[int]
+) -> "subprocess.Popen[bytes]":
+    """Start bubblewrap; runs in the launcher's thread."""
+    rules = os.memfd_create("system-calls")
+    try:
+        os.write(
+            rules,
+            system_call_filter(
+                internet_sockets=sandbox.has_internet_sockets,
+                memory_files=sandbox.has_memory_files,
+            ),
+        )
+        os.lseek(rules, 0, os.SEEK_SET)
+        options = ["--seccomp", str(rules), "--info-fd", str(files.about_in), "--"]
+        inside = [*sandbox.python, "-c", _INSIDE, str(files.theirs.fileno())]
+        passed = {rules, files.about_in, files.theirs.fileno(), *files.program_output}
+        return subprocess.Popen(
+            [*command_line(sandbox), *options, *inside],
+            bufsize=0,
+            stdin=stdin,
+            stdout=files.output_in,
+            stderr=files.output_in,
+            pass_fds=sorted(passed | {*keep, *sandbox.fds}),
+            env={},
+            start_new_session=True,
+        )
+    finally:
+        os.close(rules)
+
+
+@dataclass
+class _Files:
+    """What leads to a sandbox while it starts, and the other ends."""
+
+    channel: socket.socket
+    theirs: socket.socket
+    about: int
+    """Where bubblewrap reports the first process."""
+    about_in: int
+    output: int
+    """What is printed until the program runs."""
+    output_in: int
+    program_output: Sequence[int]
+    """Where the program's own output and errors go, once it runs."""
+    deadline: float
+
+    @classmethod
+    def make(cls, stdout: int, stderr: int) -> "_Files":
+        """Open them."""
+        own = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, 3) for one in (stdout, stderr)]
+        deadline = time.monotonic() + START_S
+        return cls(*socket.socketpair(), *os.pipe(), *os.pipe(), own, deadline)
+
+    def first_process(self) -> int:
+        """Return the first process of the sandbox; EOFError if bubblewrap reports none."""
+        report = b""
+        while b"}" not in report:
+            self._wait_for(self.about)
+            chunk = os.read(self.about, _CHUNK)
+            if not chunk:
+                raise EOFError
+            report += chunk
+        return int(report.split(b'"child-pid":')[1].split(b",")[0].strip(b" \n}"))
+
+    def give(self, orders: bytes, sockets: list[socket.socket]) -> str | None:
+        """Give `inside.py` its orders once it runs, and collect the sockets that it hands out.
+
+        Returns None once the program runs, else why it cannot. Raises EOFError.
+        """
+        if self._receive(sockets) != b"R":  # bubblewrap ends with this process from here on
+            raise EOFError
+        self.channel.settimeout(max(0.0, self.deadline - time.monotonic()))
+        self.channel.sendall(len(orders).to_bytes(4, "little") + orders)
+        while received := self._receive(sockets):
+            if received != b"L":
+                return received.removeprefix(b"!").decode(errors="replace")
+        return None
+
+    def _receive(self, sockets: list[socket.socket]) -> bytes:
+        self._wait_for(self.channel.fileno())
+        data, fds, _, _ = socket.recv_fds(self.channel, _CHUNK, 16)
+        sockets += [socket.socket(fileno=fd) for fd in fds]
+        return data
+
+    def printed(self) -> str:
+        """Return what was printed; everything that could print has ended."""
+        os.set_blocking(self.output, False)
+        with contextlib.suppress(BlockingIOError):
+            return os.read(self.output, 1 << 16).decode(errors="replace")
+        return ""
+
+    def close_theirs(self) -> None:
+        """Close the ends that the sandbox has."""
+        self.theirs.close()
+        for file in (self.about_in, self.output_in, *self.program_output):
+            os.close(file)
+
+    def close(self) -> None:
+        """Close our ends; harmless when repeated."""
+        if self.channel.fileno() >= 0:
+            self.channel.close()
+            for file in (self.about, self.output):
+                os.close(file)
+
+    def _wait_for(self, file: int) -> None:
+        left_s = self.deadline - time.monotonic()
+        if left_s <= 0 or not _is_readable(file, left_s):
+            raise TimeoutError
+
+
+def _is_readable(file: int, timeout_s: float | None) -> bool:
+    """Wait until a descriptor can be read or its other end is closed; return whether it is."""
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
+    return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
+
+
+def _start_error(
+    refusal: str | None, process: "subprocess.Popen[bytes]", files: _Files
+) -> SandboxError:
+    """Return why a program does not run; ends what was started."""
+    process.kill()
+    process.wait()
+    if refusal:
+        return CommandError(
+            f"the program cannot be run: {refusal}",
+            hint="see its command, and which folders it sees",
+        )
+    return SandboxStartError(files.printed())
+
+
+async def _readable(file: int) -> None:
+    """Wait until a descriptor can be read: one of a process, until it has ended."""
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+
+    def set_ready() -> None:
+        loop.remove_reader(file)
+        if not ready.done():
+            ready.set_result(None)
+
+    loop.add_reader(file, set_ready)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(file)

@@ -1,118 +1,143 @@
-"""The interpreter inside the sandbox: runs the programs that come, one after the other.
+"""What runs first in every sandbox: it takes its orders, then becomes the program.
 
-Started as `python -c <this file> …` by `enclosed.py`; it imports nothing of ours. It gives up the
-rights of root where it has them, takes on its limits, and only then reads a program: a length of
-four bytes and the text, on standard input. A byte on `done` says that the program has ended. The
-value of a last expression is printed, as in a notebook. What runs here may do anything to this
-process, so nobody outside believes it: it only ever costs the episode its own output.
+Started as `python -c <this file> FD` by `bubblewrap.py`; it imports nothing of ours, and little at
+all, since each start waits for it. Its orders come by marshal after a length of four bytes, over a
+socket that closes as the program begins; a message before that, after a `!`, says why it cannot.
+Where a program is to reach something outside of its own network, it listens in here and hands the
+sockets out: whoever accepts is outside.
 """
 
-import _ast
-import builtins
+import marshal
 import os
 import resource
 import sys
-import types
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+_DROP_FROM_BOUNDING_SET = 24
+_CAPABILITIES_3 = 0x20080522
+_MANY_FILES = 1 << 20
 
 
 def main() -> None:
-    """Take on the limits, then run what comes until standard input ends."""
-    user, done, memory, disk, processes, files = (int(number) for number in sys.argv[1:])
-    incoming = os.dup(0)
-    os.set_inheritable(done, False)
-    with open("/dev/null", "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
-    for name, most in (
-        ("AS", memory),
-        ("FSIZE", disk),
-        ("NPROC", processes),
-        ("NOFILE", files),
-        ("CORE", 0),
-        ("MSGQUEUE", 0),
-        ("MEMLOCK", 0),
-    ):
-        resource.setrlimit(getattr(resource, "RLIMIT_" + name), (most, most))
-    if user:
-        os.setgroups([])
-        os.setresgid(user, user, user)
-        os.setresuid(user, user, user)
-    for file in (1, 2):
-        stream = open(file, "w", 1, "utf-8", "backslashreplace", closefd=False)
-        setattr(sys, ("stdout", "stderr")[file - 1], stream)
-    for name in ("exit", "quit"):
-        setattr(builtins, name, sys.exit)
-    module = types.ModuleType("__main__")
-    sys.modules["__main__"] = module
-    number = 0
-    while head := os.read(incoming, 4):
-        number += 1
-        length = int.from_bytes(head, "little")
-        code = b""
-        while len(code) < length:
-            code += os.read(incoming, length - len(code))
-        reap()
-        runs_programs = os.getpid()
-        well = run(code.decode("utf-8", "replace"), module.__dict__, f"<program {number}>")
-        if os.getpid() != runs_programs:  # a child that the program forked, at the program's end
-            os._exit(0 if well else 1)
-        os.write(done, b"." if well else b"!")
-
-
-def run(source: str, names: dict[str, object], file: str) -> bool:
-    """Run one program; return whether it ended without an error."""
+    """Take orders and become the program."""
+    channel = int(sys.argv[1])
+    os.set_inheritable(channel, False)
+    os.write(channel, b"R")
+    orders = received(channel)
     try:
-        tree = compile(source, file, "exec", _ast.PyCF_ONLY_AST, dont_inherit=True)
-        assert isinstance(tree, _ast.Module)
-        last = tree.body[-1] if tree.body else None
-        if isinstance(last, _ast.Expr):
-            tree.body.pop()
-        exec(compile(tree, file, "exec", dont_inherit=True), names)
-        if isinstance(last, _ast.Expr):
-            value = eval(compile(_ast.Expression(last.value), file, "eval"), names)
-            if value is not None:
-                print(value)
-        return flush()
-    except SystemExit as ended:
-        flush()
-        return ended.code in (None, 0)
-    except BaseException as error:
-        flush()
-        tell(error, source, file)
-        return False
+        if orders["listens"]:
+            hand_out(channel, orders["listens"])
+        if orders["is_ended_first"]:
+            be_ended_first()
+        if orders["user"]:
+            become(orders["user"])
+        take_limits(orders["limits"])
+        lead_session()
+        os.chdir(orders["folder"])
+        take_files(channel, orders["output"], orders["keep"])
+        if orders["command"]:
+            environment = orders["environment"]
+            environment = dict(os.environ) if environment is None else environment
+            os.execvpe(orders["command"][0], orders["command"], environment)
+    except (OSError, ValueError) as error:
+        os.write(channel, f"!{error}".encode(errors="replace")[:2000])
+        sys.exit(127)
+    if orders["environment"] is not None:
+        os.environ.clear()
+        os.environ.update(orders["environment"])
+    os.close(channel)
+    sys.argv[1:] = orders["arguments"]
+    exec(compile(orders["source"], "<string>", "exec"), {"__name__": "__main__"})
 
 
-def reap() -> None:
-    """Take notice of processes that were ended since the last program."""
+def received(channel: int) -> "dict[str, Any]":
+    """Read the orders; ends where nobody is left to give any."""
+    head = read_exactly(channel, 4)
+    return marshal.loads(read_exactly(channel, int.from_bytes(head, "little")))
+
+
+def read_exactly(channel: int, length: int) -> bytes:
+    """Read so many bytes."""
+    data = b""
+    while len(data) < length:
+        chunk = os.read(channel, length - len(data))
+        if not chunk:
+            sys.exit("whoever started the sandbox has ended")
+        data += chunk
+    return data
+
+
+def hand_out(channel: int, places: "list[str]") -> None:
+    """Listen in here, and let whoever is outside accept."""
+    import socket
+
+    listening: list[socket.socket] = []
+    for place in places:
+        host, _, port = place.rpartition(":")
+        one = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        one.bind((host, int(port)))
+        one.listen(128)
+        listening.append(one)
+    with socket.socket(fileno=os.dup(channel)) as out:
+        socket.send_fds(out, [b"L"], [one.fileno() for one in listening])
+    for one in listening:
+        one.close()
+
+
+def be_ended_first() -> None:
+    """Let the kernel end this process before the host where memory runs out."""
     try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+    except OSError:
         pass
 
 
-def flush() -> bool:
-    """Write what stands in the buffers; return whether that was possible."""
+def become(user: int) -> None:
+    """Give up the number of root and every right, for good."""
+    import ctypes
+
+    libc, right = ctypes.CDLL(None), 0
+    while not libc.prctl(_DROP_FROM_BOUNDING_SET, right, 0, 0, 0):
+        right += 1
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+    libc.capset((ctypes.c_uint * 2)(_CAPABILITIES_3, 0), (ctypes.c_uint * 6)())
+
+
+def take_limits(limits: "dict[str, int]") -> None:
+    """Take on what the kernel bounds; nothing that is bounded already is raised."""
+    for name, most in limits.items():
+        which = getattr(resource, "RLIMIT_" + name)
+        hard = resource.getrlimit(which)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(which, (most, most))
+
+
+def lead_session() -> None:
+    """Lead a session and a process group."""
     try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except BaseException:
-        return False
-    return True
+        os.setsid()
+    except OSError:
+        pass  # it does already
 
 
-def tell(error: BaseException, source: str, file: str) -> None:
-    """Print the traceback without the frames of this file."""
-    try:
-        import linecache
-        import traceback
+def take_files(channel: int, output: "list[int]", keep: "list[int]") -> None:
+    """Have the program's output and what it is to keep, and no other file.
 
-        linecache.cache[file] = (len(source), None, source.splitlines(True), file)
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename == "<string>":
-            trace = trace.tb_next
-        traceback.print_exception(type(error), error, trace, limit=-8)
-    except BaseException:
-        os.write(2, type(error).__name__.encode())
+    Folders that bubblewrap was handed open would lead out of the sandbox by `..`.
+    """
+    os.dup2(output[0], 1)
+    os.dup2(output[1], 2)
+    first = 3
+    for file in sorted({channel, *keep}):
+        os.closerange(first, file)
+        first = file + 1
+    os.closerange(first, _MANY_FILES)
 
 
 if __name__ == "__main__":

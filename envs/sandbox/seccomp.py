@@ -1,11 +1,11 @@
-"""The system calls that enclosed programs may not make, as BPF programs for bubblewrap.
+"""The system calls that sandboxed programs may not make, as BPF programs for bubblewrap.
 
 Refused to all: new namespaces and mounts, looking into other processes, and corners of the kernel
-that no game needs. To programs of a model also calls that reach past their limits on memory (memory
-files, System V segments), and sockets other than Unix ones; an agent's program and a hosted game
-may use the network (AF_VSOCK is in no network namespace, so nobody may). Nobody makes a file that
-runs as its owner or group: what is written may lie on a disk of the machine. See seccomp(2); the
-numbers are those of asm/unistd.h.
+that no game needs. To programs with limits on memory also what reaches past them (memory files,
+System V segments), and to code of a model sockets other than Unix ones; agent programs, hosted
+games and learners may use IP sockets (AF_VSOCK is in no network namespace, so nobody may). Nobody
+makes a file that runs as its owner or group: what is written may lie on a disk of the machine. See
+seccomp(2); the numbers are those of asm/unistd.h.
 """
 
 import errno
@@ -37,8 +37,8 @@ class _Machine(NamedTuple):
     """Numbers of socket and socketpair."""
     clone: int
     refused: tuple[int, ...]
-    to_programs: tuple[int, ...]
-    """Refused to programs of a model, too."""
+    past_limits: tuple[int, ...]
+    """What reaches past the limits on memory: refused to programs that have such limits."""
     modes: tuple[tuple[int, int], ...]
     """What sets the mode of a file: its number, and which argument the mode is, from 0."""
     opens: tuple[tuple[int, int], ...]
@@ -90,22 +90,15 @@ _MACHINES = {
 }
 
 
-def program_filter() -> bytes:
-    """Return the filter for programs of a model; SandboxError for a machine that has none."""
+def system_call_filter(*, internet_sockets: bool, memory_files: bool) -> bytes:
+    """Return the filter of a sandbox; SandboxError for a machine that has none.
+
+    `internet_sockets` allows sockets other than Unix ones, `memory_files` what holds memory past
+    the limits of a process.
+    """
     machine = _machine()
-    return _filter(machine, machine.refused + machine.to_programs, (_AF_UNIX,))
-
-
-def agent_filter() -> bytes:
-    """Return the filter for agents' programs; SandboxError for a machine that has none."""
-    machine = _machine()
-    return _filter(machine, machine.refused + machine.to_programs, _NETWORK)
-
-
-def game_filter() -> bytes:
-    """Return the filter for hosted games; SandboxError for a machine that has none."""
-    machine = _machine()
-    return _filter(machine, machine.refused, _NETWORK)
+    refused = machine.refused if memory_files else machine.refused + machine.past_limits
+    return _filter(machine, refused, _NETWORK if internet_sockets else (_AF_UNIX,))
 
 
 def _machine() -> _Machine:
@@ -113,7 +106,7 @@ def _machine() -> _Machine:
     if machine is None:
         raise SandboxError(
             f"there is no table of system calls for {platform.machine()}: programs of others "
-            "cannot be enclosed",
+            "cannot be sandboxed",
             hint=f"run the environment host on {' or '.join(_MACHINES)}",
         )
     return machine

@@ -1,49 +1,83 @@
-"""The sandbox of a game that is behind walls itself: programs run outside of these.
+"""Interpreters for games that are in a sandbox themselves: these run outside of it, on the node.
 
-Walls in walls would need namespaces, which a hosted game may not make. So the node offers a socket,
-behind which `server.py` runs the programs, each in a sandbox as ever; here is the side of the game.
-A connection is a session: the settings go ahead, then programs and what became of each, as JSON
-after a length of four bytes.
+A sandbox in a sandbox would need namespaces, which a hosted game may not make. So the node offers a
+socket, and starts `python -m tinkermq.envs.sandbox.served FD` to serve it: outside of the game's
+sandbox and as the node's user, so that each interpreter is started and bounded as for any game.
+A connection is a session: the settings go ahead, then programs and their outcomes, as JSON after a
+length of four bytes.
+
+The game at the other end is code of a user: whatever it sends costs at most its own session, and
+the numbers of sessions and of kinds of settings are bounded.
 """
 
+import contextlib
 import json
 import os
 import socket
+import sys
+import threading
 import weakref
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
 from ...schemas.wire.errors import SandboxError, TinkermqError, error_from_reply
-from .settings import Outcome, SandboxSettings, too_long
+from .interpreters import CodeSandbox, LocalCodeSandbox, Outcome, SandboxSettings, too_long
 
 SOCKET = Path("/sandbox.socket")
-"""Where a game behind walls finds the socket."""
+"""Where a game in a sandbox finds the socket."""
 SHORT_FOLDER = "set TMPDIR to a short folder of this machine's own disk, as /tmp"
 _MAX_NAME_BYTES = 107
 """Of the name of a Unix socket."""
 MAX_FRAME_BYTES = 8 << 20
 """A program or an answer, at most, as JSON."""
+BACKENDS: dict[str, Callable[[SandboxSettings], CodeSandbox]] = {"bubblewrap": LocalCodeSandbox}
+"""What `backend` may name."""
+_MAX_SESSIONS = 1024
+_MAX_KINDS = 16
+_places = threading.BoundedSemaphore(_MAX_SESSIONS)
+_kinds: set[str] = set()
+_kinds_lock = threading.Lock()
+_proven: dict[str, CodeSandbox] = {}
+_proven_lock = threading.Lock()
 
 
-class ServedSandbox:
-    """Sandboxes that the server behind the socket runs."""
+def shared_sandbox(settings: SandboxSettings) -> CodeSandbox:
+    """Return the sandbox of this process for these settings, which has passed its self-test.
+
+    A game in a sandbox may make none itself and is served one from outside. Raises SandboxError
+    with the remedy where programs cannot be sandboxed.
+    """
+    key = settings.model_dump_json()
+    with _proven_lock:
+        if key not in _proven:
+            make = ServedCodeSandbox if SOCKET.exists() else BACKENDS[settings.backend]
+            sandbox = make(settings)
+            sandbox.self_test()
+            _proven[key] = sandbox
+        return _proven[key]
+
+
+class ServedCodeSandbox:
+    """Interpreters that the server behind the socket runs."""
 
     def __init__(self, settings: SandboxSettings) -> None:
         """Connect nothing yet."""
         self._settings = settings
 
-    def session(self) -> "ServedSession":
-        """Return an enclosed interpreter, which starts with its first program."""
-        return ServedSession(self._settings)
+    def session(self) -> "ServedCodeSession":
+        """Return an interpreter, which starts with its first program."""
+        return ServedCodeSession(self._settings)
 
     def self_test(self) -> str:
-        """Let the server prove that it encloses; SandboxError says what fails, and the remedy."""
+        """Let the server prove its sandbox; SandboxError says what fails and the remedy."""
         _connected(self._settings).close()
-        return "the node runs programs outside of this game's walls, and its sandbox encloses them"
+        return "the node runs programs in sandboxes that enclose them, outside of this game's"
 
 
-class ServedSession:
-    """One episode's sandbox on the server; it ends with its connection."""
+class ServedCodeSession:
+    """One episode's interpreter on the server; it ends with its connection."""
 
     def __init__(self, settings: SandboxSettings) -> None:
         self._settings = settings
@@ -56,8 +90,8 @@ class ServedSession:
         if self._connection is None:
             self._connection = _connected(self._settings)
             weakref.finalize(self, self._connection.close)
-        told = _asked(self._connection, {"code": code, "time_s": time_s})
-        return Outcome(told["text"], told["status"], told["seconds"])
+        reply = _request(self._connection, {"code": code, "time_s": time_s})
+        return Outcome(reply["text"], reply["status"], reply["seconds"])
 
     def close(self) -> None:
         """End whatever runs in it."""
@@ -120,11 +154,11 @@ def _exactly(connection: socket.socket, length: int) -> bytes:
 
 
 def _connected(settings: SandboxSettings) -> socket.socket:
-    """Return a session's connection; the server has proven by then that its sandbox encloses."""
+    """Return a session's connection; the server has tested its sandbox by then."""
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(str(SOCKET))
-        _asked(connection, settings.model_dump(exclude_defaults=True))
+        _request(connection, settings.model_dump(exclude_defaults=True))
     except OSError as error:
         connection.close()
         raise _lost() from error
@@ -134,18 +168,85 @@ def _connected(settings: SandboxSettings) -> socket.socket:
     return connection
 
 
-def _asked(connection: socket.socket, message: dict[str, Any]) -> dict[str, Any]:
+def _request(connection: socket.socket, message: dict[str, Any]) -> dict[str, Any]:
     try:
         send_frame(connection, message)
-        told = receive_frame(connection)
+        reply = receive_frame(connection)
     except (OSError, EOFError) as error:
         raise _lost() from error
-    if "error" in told:
-        raise error_from_reply(told["code"], told["error"], told["hint"])
-    return told
+    if "error" in reply:
+        raise error_from_reply(reply["code"], reply["error"], reply["hint"])
+    return reply
 
 
 def _lost() -> SandboxError:
     return SandboxError(
         "the node runs no programs for this game any more", hint="see the node's log"
     )
+
+
+# -- the server ------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Serve connections until whoever started this ends it."""
+    with socket.socket(fileno=int(sys.argv[1])) as listening:
+        while True:
+            connection, _ = listening.accept()
+            if _places.acquire(blocking=False):
+                threading.Thread(target=_serve, args=(connection,), daemon=True).start()
+            else:
+                connection.close()
+
+
+def _serve(connection: socket.socket) -> None:
+    """Serve one session to its end; what is no request ends it."""
+    try:
+        with connection, contextlib.suppress(OSError, EOFError, ValueError, RecursionError):
+            _session(connection)
+    finally:
+        _places.release()
+
+
+def _session(connection: socket.socket) -> None:
+    try:
+        sandbox = _checked_sandbox(receive_frame(connection))
+    except TinkermqError as error:
+        send_frame(connection, _refusal(error))
+        return
+    send_frame(connection, {})
+    with contextlib.closing(sandbox.session()) as session:
+        while True:
+            request = receive_frame(connection)
+            code, time_s = request.get("code"), request.get("time_s")
+            if not isinstance(code, str) or not isinstance(time_s, float | int | None):
+                return
+            try:
+                answer = asdict(session.run(code, time_s))
+            except TinkermqError as error:
+                answer = _refusal(error)
+            send_frame(connection, answer)
+
+
+def _checked_sandbox(values: dict[str, Any]) -> CodeSandbox:
+    """Return the sandbox for these settings; SandboxError or ConfigError says why there is none."""
+    settings = SandboxSettings.parse(values)
+    cores = len(os.sched_getaffinity(0))
+    settings = settings.model_copy(update={"at_once": min(settings.at_once or cores, cores)})
+    with _kinds_lock:
+        _kinds.add(settings.model_dump_json())
+        if len(_kinds) > _MAX_KINDS:
+            _kinds.remove(settings.model_dump_json())
+            raise SandboxError(
+                f"a hosted game uses more than {_MAX_KINDS} kinds of sandboxes",
+                hint="let its episodes share the values of env.kwargs.sandbox",
+            )
+    return shared_sandbox(settings)
+
+
+def _refusal(error: TinkermqError) -> dict[str, Any]:
+    return {"code": error.code, "error": error.message, "hint": error.hint}
+
+
+if __name__ == "__main__":
+    main()

@@ -26,8 +26,9 @@ from .removed import without_removed
 # - A number may be written as YAML 1.2 or Python write it: `1e-5`, `1_000`, `0x1f`, `0o17`, `.inf`.
 # - A boolean is true or false, or yes, no, on or off.
 # - `null`, `~` and nothing at all stand for what is not set, where that may be.
-# - In a map or list of one's own (`env.kwargs`) there is no type: YAML's core schema (1.2) says what
-#   an unquoted value is. `1e-3` is a number there, `007` is 7, `yes` and `2024-11-25` are texts.
+# - In a map or list of one's own (`env.kwargs`) there is no type: YAML's core schema (1.2) says
+#   what an unquoted value is. `1e-3` is a number there, `007` is 7, `yes` and `2024-11-25` are
+#   texts.
 # - What stands in quotes is a text; where a number is wanted, the one in it.
 # - Keys are texts, and none stands twice.
 #

@@ -1,11 +1,7 @@
 """The operations of a model under the Tinker API, their results, and what is asked about them."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
 from ..wire.errors import MessageError
@@ -169,52 +165,3 @@ class TrainerOffers(Message):
     """All base models that are offered, whether their trainers run at this moment or not."""
 
     offers: list[TrainerOffer] = Field(default_factory=list[TrainerOffer])
-
-
-# What an operation of the Tinker API trains on, how, and what comes of it.
-
-
-@dataclass(frozen=True)
-class Datum:
-    """One sequence, and what its loss needs for each position."""
-
-    tokens: NDArray[np.int32]
-    """[T], the model's input."""
-    inputs: Mapping[str, NDArray[Any]]
-    """By name: `target_tokens` int64 [T] or [T, K]; `weights`, `logprobs`, `advantages` … float32
-    of the same shape."""
-
-
-@dataclass(frozen=True)
-class LoraSpec:
-    """Which adapter a model trains."""
-
-    rank: int
-    seed: int | None = None
-    train_attn: bool = True
-    train_mlp: bool = True
-    train_unembed: bool = True
-
-
-@dataclass(frozen=True)
-class AdamParams:
-    """AdamW at one step, as `torch.optim.AdamW` has it."""
-
-    learning_rate: float
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
-    """Norm above which gradients are scaled down; 0 for none."""
-
-
-@dataclass(frozen=True)
-class LossResult:
-    """What a loss was, by datum and in sum."""
-
-    logprobs: list[NDArray[np.float32]]
-    """Of each datum, in the shape of its `target_tokens`."""
-    metrics: dict[str, float]
-    """By names with one colon, which tells how a client combines chunks: `loss:sum` is always
-    there."""

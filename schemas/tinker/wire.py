@@ -19,8 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ..wire.codec import read_json
 from ..wire.errors import ConfigError, DataError, MessageError
 from ..wire.message import summarize
+from .datum import AdamParams, Datum, LoraSpec, LossResult
 from .names import CheckpointName
-from .operation import AdamParams, Datum, LoraSpec, LossResult
 
 _PACKAGE: Final = "tinkermq_tinker"
 _Field = tuple[int, str, str]

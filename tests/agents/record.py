@@ -80,7 +80,7 @@ def main(wanted: list[str]) -> None:
     """Record the programs that are named, or all that are installed."""
     for agent in PUBLISHED:
         if agent.lacking or agent.name == SDKS or (wanted and agent.id not in wanted):
-            continue  # what the libraries send is tested where the dialects are
+            continue  # what the libraries send is tested where the model APIs are
         lines = [json.dumps(line, ensure_ascii=False) for line in record(agent)]
         (GOLDEN / f"{agent.id}.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
         print(f"{agent.id}: {len(lines)} calls")

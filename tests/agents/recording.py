@@ -7,19 +7,19 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from tinkermq.envs.agents.dialects.answer import AnswerHead, Usage
-from tinkermq.envs.agents.dialects.chat import ChatCompletionAnswer, read_chat
-from tinkermq.envs.agents.dialects.messages_api import MessagesAnswer, read_messages
-from tinkermq.envs.agents.dialects.request import ModelRequest
-from tinkermq.envs.agents.dialects.responses import ResponseAnswer, read_response
 from tinkermq.envs.agents.replies import Piece, ReplyReader
+from tinkermq.envs.model_apis.answers import AnswerHead, Usage
+from tinkermq.envs.model_apis.chat import CHAT
+from tinkermq.envs.model_apis.messages import MESSAGES
+from tinkermq.envs.model_apis.request import ModelRequest
+from tinkermq.envs.model_apis.responses import RESPONSES
 
 from tests.agents.scripts import Script
 
-READERS = {
-    "/v1/chat/completions": read_chat,
-    "/v1/responses": read_response,
-    "/v1/messages": read_messages,
+APIS = {
+    "/v1/chat/completions": CHAT,
+    "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
 }
 HEADERS = ("idempotency-key", "x-stainless-retry-count", "anthropic-beta", "anthropic-version")
 _STEP = 7
@@ -35,9 +35,9 @@ class Recording:
         self._lock = threading.Lock()
 
     def answer(self, method: str, path: str, headers: Any, body: Any) -> tuple[ModelRequest, str]:
-        """Return the answer to a call in its dialect."""
+        """Return the answer to a call in the words of its API."""
         path = path.partition("?")[0]
-        request = READERS[path](body)
+        request = APIS[path].read(body)
         line = {
             "method": method,
             "path": path,
@@ -63,24 +63,11 @@ def worded(path: str, request: ModelRequest, usage: Usage, name: str, said: str)
     for at in range(0, len(said), _STEP):
         pieces += reader.push(said[at : at + _STEP])
     pieces += reader.finish()
-    head = AnswerHead(name, 1_700_000_000, request.model)
-    if path == "/v1/chat/completions":
-        chat = ChatCompletionAnswer(head, 1, include_usage=request.include_usage)
-        events = [*chat.start()]
-        for piece in pieces:
-            events += chat.push(piece)
-        events += [*chat.finish("stop"), *chat.end(usage)]
-        return "".join(events) if request.stream else json.dumps(chat.whole(usage))
-    answer = (
-        ResponseAnswer(head, custom_tools=request.custom_tools)
-        if path == "/v1/responses"
-        else MessagesAnswer(head)
-    )
-    events = [*answer.start(usage)]
-    for piece in pieces:
-        events += answer.push(piece)
-    events += answer.finish("stop", usage)
-    return "".join(events) if request.stream else json.dumps(answer.whole("stop", usage))
+    answer = APIS[path].answer(AnswerHead(name, 1_700_000_000, request.model), request)
+    events = [*answer.start(usage), *answer.push(pieces), *answer.finish("stop")]
+    if not request.stream:
+        return json.dumps(answer.whole(usage))
+    return "".join([*events, *answer.end(usage)])
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Agent programs as they are published, from their command to their rows, behind real walls.
+"""Agent programs as they are published, from their command to their rows, in real sandboxes.
 
 The engine is scripted, so that they call their tools; all else is what a pool has.
 """

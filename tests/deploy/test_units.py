@@ -293,25 +293,24 @@ async def a_generator(systemd: Systemd, scope: JobScope) -> Broker:
 # -- the sandbox under the units' hardening --------------------------------------------------------
 
 SELF_TEST = (
-    "from tinkermq.envs.sandbox.bubblewrap import Bubblewrap\n"
-    "from tinkermq.envs.sandbox.settings import SandboxSettings\n"
-    "print(Bubblewrap(SandboxSettings(packages=[])).self_test())"
+    "from tinkermq.envs.sandbox.interpreters import LocalCodeSandbox, SandboxSettings\n"
+    "print(LocalCodeSandbox(SandboxSettings(packages=[])).self_test())"
 )
-ENCLOSED = """
+IN_SANDBOX = """
 import asyncio, sys
-from tinkermq.actors.node.enclosure import Enclosure
+from tinkermq.actors.node.sandbox import SandboxStarter
 from tinkermq.schemas.node import WantedActor
-program = "from tinkermq.envs.sandbox.shared import shared_sandbox\\n" \
-    "from tinkermq.envs.sandbox.settings import SandboxSettings\\n" \
+program = "from tinkermq.envs.sandbox.served import shared_sandbox\\n" \
+    "from tinkermq.envs.sandbox.interpreters import SandboxSettings\\n" \
     "print(shared_sandbox(SandboxSettings(packages=[])).self_test())"
 wanted = {"user": "ada", "job": "j", "name": "e", "role": "environment", "run_dir": "/runs/ada/r"}
 async def main():
     command = [sys.executable, "-c", program]
-    child = await Enclosure().start(command, WantedActor.model_validate(wanted), {}, 1)
+    child = await SandboxStarter().start(command, WantedActor.model_validate(wanted), {}, 1)
     return await child.wait()
 sys.exit(asyncio.run(main()))
 """
-"""The same in an environment host of a pool with users, which is behind walls itself."""
+"""The same in an environment host of a pool with users, which is in a sandbox itself."""
 AS_SERVICE = ("--reuid=65534", "--regid=65534", "--clear-groups")
 NO_RIGHTS = ("--no-new-privs", "--bounding-set=-all", "--inh-caps=-all")
 OPENED = """
@@ -341,7 +340,7 @@ def closed_folder(path: Path) -> Path | None:
     ("name", "text", "said"),
     [
         ("node", SELF_TEST, "encloses programs (user namespaces"),
-        ("node", ENCLOSED, "its sandbox encloses them"),
+        ("node", IN_SANDBOX, "in sandboxes that enclose them"),
         ("environment@", SELF_TEST, "encloses programs (user namespaces"),
     ],
 )

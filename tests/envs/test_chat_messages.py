@@ -9,8 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tinkermq.actors.gateway.openai.body import BodyError, ChatBody, parse_body, query_of
-from tinkermq.envs.agents.dialects.chat import read_chat
+from tinkermq.actors.gateway.openai.answering import read_query
 from tinkermq.envs.chat_messages import (
     Origin,
     UnreadableMessageError,
@@ -22,6 +21,9 @@ from tinkermq.envs.chat_messages import (
 )
 from tinkermq.envs.data import ChatData
 from tinkermq.envs.datasets import Dataset, write_rows
+from tinkermq.envs.model_apis.chat import CHAT as CHAT_API
+from tinkermq.envs.model_apis.chat import read_chat
+from tinkermq.envs.model_apis.request import RequestError
 from tinkermq.schemas.infer import ChatRequest
 from tinkermq.schemas.wire.errors import DataError
 
@@ -83,7 +85,7 @@ def of_prompt(folder: Path, chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def of_body(folder: Path, chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
     body = json.dumps({"model": "m", "messages": chat}).encode()
-    query = query_of(parse_body(body, ChatBody))
+    _, query = read_query(body, CHAT_API)
     assert isinstance(query, ChatRequest)
     return query.messages
 
@@ -259,9 +261,9 @@ def test_a_message_that_cannot_be_read_names_the_place(
 
 def test_a_body_that_cannot_be_read_is_the_askers_mistake() -> None:
     body = {"model": "m", "messages": [ASKED, spelled(name="", arguments={})]}
-    with pytest.raises(BodyError, match="a tool call whose name is ''") as caught:
-        query_of(parse_body(json.dumps(body).encode(), ChatBody))
-    assert caught.value.param == "messages"
+    with pytest.raises(RequestError, match="a tool call whose name is ''") as caught:
+        read_query(json.dumps(body).encode(), CHAT_API)
+    assert caught.value.param.startswith("messages[1]")
 
 
 @pytest.mark.parametrize("arguments", [ARGUMENTS, TEXT, "no object", {}])

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from tinkermq.envs.running.episodes import GlobalRandom
+from tinkermq.envs.running.global_random import GlobalRandom
 
 
 def draw(dice):

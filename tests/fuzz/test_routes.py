@@ -12,10 +12,10 @@ from urllib.parse import quote, urlencode
 
 import pytest
 import pytest_asyncio
+from pydantic import BaseModel, Field
 from starlette.routing import Route
 from tinkermq.actors.gateway import users
 from tinkermq.actors.gateway.openai import routes as openai
-from tinkermq.actors.gateway.openai.body import ChatBody, CompletionBody
 from tinkermq.actors.gateway.pages import routes as pages
 from tinkermq.actors.gateway.rest import OPERATIONS
 
@@ -31,10 +31,50 @@ FEW, MANY = 4, 10_000
 MAX_MB = 500
 AT_ONCE = 8
 SEED = int(os.environ.get("TMQ_FUZZ_SEED", "1"))
+
+
+class CommonFields(BaseModel):
+    """What requests of Chat Completions and Completions have in common."""
+
+    model: str
+    n: int = Field(default=1, ge=1, le=4)
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=-1, lt=2**31)
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+    return_token_ids: bool = False
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    response_format: dict[str, Any] | None = None
+
+
+class ChatFields(CommonFields):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    tools: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=20)
+
+
+class CompletionFields(CommonFields):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    prompt_logprobs: int | None = Field(default=None, ge=0)
+    add_special_tokens: bool = True
+
+
 BODIES = {
     **{(one.method, one.path): one.body for one in OPERATIONS},
-    ("POST", "/v1/chat/completions"): ChatBody,
-    ("POST", "/v1/completions"): CompletionBody,
+    ("POST", "/v1/chat/completions"): ChatFields,
+    ("POST", "/v1/completions"): CompletionFields,
 }
 TEXTS = (
     *("", "x", "0", "-1", "1" * 30, "9" * 5000, "\u00e4\u20ac", "\x00"),

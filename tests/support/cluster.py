@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import yaml
-from tinkermq.actors.node.enclosure import FOLDERS_VARIABLE
+from tinkermq.actors.node.sandbox import FOLDERS_VARIABLE
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.jetstream.streams import stream_info
 from tinkermq.broker.jobs import JobStore

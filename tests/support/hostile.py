@@ -1,4 +1,4 @@
-"""What a program tries that wants out of its walls; nothing of the machine is changed by it.
+"""What a program tries that wants out of its sandbox; nothing of the machine is changed by it.
 
 Settings are only written back as they were read, or opened and left alone, and each try runs in a
 process of its own. `count()` says how many came off; `python -m tests.support.hostile` prints their

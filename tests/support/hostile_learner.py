@@ -314,7 +314,7 @@ def _inherited() -> None:
         with contextlib.suppress(OSError):
             fd = int(held.name)
             if fd > 2 and stat.S_ISDIR(os.fstat(fd).st_mode):
-                os.stat(f"../{Path(outside().secrets).name}", dir_fd=fd)
+                os.stat("../" * 32 + outside().secrets.lstrip("/"), dir_fd=fd)
                 return
     raise OSError(errno.EBADF, "there is none")
 
@@ -500,6 +500,12 @@ def successes(*, inside: bool = True) -> list[str]:
     """Return the names of the tries that came off."""
     tries = {**_ATTEMPTS, **(_INSIDE_ONLY if inside else {})}
     return [name for name, attempt in tries.items() if comes_off(attempt)]
+
+
+def inner_successes(around: Outside) -> list[str]:
+    """Return the names of the tries that came off of those that need no run folder."""
+    _told.append(around)
+    return [name for name, attempt in _INSIDE_ONLY.items() if comes_off(attempt)]
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from peft import PeftModel
 from tinkermq.actors.tinker.training.trainer import AdapterTrainer
-from tinkermq.schemas.tinker.operation import AdamParams, Datum
+from tinkermq.schemas.tinker.datum import AdamParams, Datum
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

@@ -106,7 +106,7 @@ print(json.dumps({"reward": float(len(said) % 3), "success": row["answer"] in sa
 """
 
 
-async def test_a_command_is_trained_in_the_pools_own_walls(
+async def test_a_command_is_trained_in_the_pools_own_sandbox(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "files").mkdir()

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from tinkermq.actors.node.enclosure import FOLDERS_VARIABLE
+from tinkermq.actors.node.sandbox import FOLDERS_VARIABLE
 from tinkermq.actors.scheduler.submission.access import AUTHORS_VARIABLE
 from tinkermq.actors.storage.access import MODELS_VARIABLE, ROOTS_VARIABLE
 from tinkermq.broker.client.connection import Broker, connect
@@ -92,7 +92,7 @@ def operator(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[
     made.keys["root"] = told["api_key"]
     try:
         words = ("up", "--port", "0", "--slots", "8", "--json")
-        # games of the tests are found there, also by environment hosts behind walls
+        # games of the tests are found there, also by environment hosts in sandboxes
         roots = {ROOTS_VARIABLE: str(tmp_path_factory.getbasetemp())}
         given = {"WANDB_MODE": "offline", "PYTHONPATH": str(REPOSITORY), **roots}
         given |= {AUTHORS_VARIABLE: "bob", MODELS_VARIABLE: str(model.parent)}
@@ -200,7 +200,7 @@ async def test_programs_of_a_user_see_nothing_of_the_pool(
     await broker.close()
 
 
-async def test_a_game_that_a_node_tries_stands_behind_the_walls_of_hosted_ones(
+async def test_a_game_that_a_node_tries_runs_in_the_sandbox_of_hosted_ones(
     operator: Operator, tmp_path: Path
 ) -> None:
     (tmp_path / "runs").mkdir()
@@ -231,7 +231,7 @@ async def test_two_users_train_and_neither_reaches_the_others_job(
         settings = {**config, "name": f"run-{name}", "env": {**config["env"], **snoop}}
         if name == "ada":  # two actors, one of which tells the other what to do
             settings["learner"] = {**config["learner"], "ranks": 2, "slots": 2}
-        else:  # a learner with code of its owner's, behind walls
+        else:  # a learner with code of its owner's, in a sandbox
             settings["algorithm"] = {"own_loss": "tests.support.nosy_loss:nosy"}
             for secret in (operator.home, tmp_path / "nothing"):
                 nosy = {**settings, "model": {**settings["model"], "tokenizer": str(secret)}}

@@ -15,8 +15,8 @@ from ....broker.feed import best_of, read_scores
 from ....broker.run_folder import Folder, FolderEntry
 from ....schemas.job import JobRecord
 from ....schemas.wire.errors import NotFoundError, StorageError, TinkermqError
+from ...storage.checkpoint_folders import checkpoint_folders, checkpoint_in
 from ...storage.checkpoints import stored_checkpoints
-from ...storage.digests import checkpoint_folders, checkpoint_in
 from ...storage.opening import Stores
 
 _CHUNK = 1 << 20

@@ -223,8 +223,8 @@ async def _helpers(
     ]
     rows = await gateway_of(request).figures.rows(visitor.broker, [one for one, _ in those])
     found: dict[int, list[dict[str, Any]]] = {}
-    for row, (_, step) in zip(rows, those, strict=True):
-        found.setdefault(step, []).append(row)
+    for row_of_job, (_, step) in zip(rows, those, strict=True):
+        found.setdefault(step, []).append(row_of_job)
     return found
 
 

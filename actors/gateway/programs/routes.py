@@ -11,8 +11,8 @@ from ....envs.agents.proxy.exchange import ClientGone, HttpExchange
 from ....envs.agents.proxy.model_calls import MAX_BODY_BYTES
 from ....envs.agents.proxy.open_episodes import bare_key
 from ....envs.agents.proxy.routes import api_of, presented_keys, split_path
+from ....envs.http_server import give_connection_to
 from ....schemas.wire.errors import TinkermqError
-from ..limits import give_connection_to
 from .episodes import ProgramEpisodes
 
 

@@ -18,11 +18,11 @@ from starlette.types import Receive, Scope, Send
 from ....broker.client.connection import Broker
 from ....broker.client.rpc import call
 from ....broker.jobs import JobStore
-from ....envs.agents.dialects.request import Fields, RequestError
 from ....envs.agents.episode import EpisodeOver, ProgramEpisode
-from ....envs.agents.proxy.environment import model_environment
-from ....envs.agents.proxy.errors import KeyRefused
+from ....envs.agents.proxy.exchange import KeyRefused
+from ....envs.agents.proxy.proxy import model_environment
 from ....envs.agents.remote.remote_episode import RemoteEpisode
+from ....envs.model_apis.request import Fields, RequestError
 from ....schemas.agent import GiveReply, GiveRequest
 from ....schemas.job import FINAL_STATES, JobRecord
 from ....schemas.wire.codec import read_json
@@ -34,7 +34,7 @@ from ....schemas.wire.errors import (
     StateError,
     TinkermqError,
 )
-from ..openai.asking import read_body, unless_gone
+from ..openai.answering import read_body, unless_gone
 from ..openai.routes import UserBrokers, guarded
 from .episodes import ProgramEpisodes
 

@@ -11,8 +11,8 @@ from ....schemas.config.sections import is_url
 from ....schemas.job import BEST_STEP, LAST_STEP, JobRecord
 from ....schemas.tinker.names import is_path
 from ....schemas.wire.errors import NotFoundError, StateError, StorageError
+from ...storage.checkpoint_folders import checkpoint_folders
 from ...storage.checkpoints import is_put_away, keep_stored, store_of, stored_checkpoints
-from ...storage.digests import checkpoint_folders
 from ...storage.opening import Stores
 
 _FORK = "fork"

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ....schemas.tinker.operation import AdamParams, LoraSpec
+from ....schemas.tinker.datum import AdamParams, LoraSpec
 from ....schemas.wire.errors import ConfigError, ModelError
 from ...policy.saving import storage_error
 from .inputs import PendingWindow

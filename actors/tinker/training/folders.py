@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ....schemas.config.sections import ADAPTER_CONFIG
-from ....schemas.tinker.operation import LoraSpec
+from ....schemas.tinker.datum import LoraSpec
 from ....schemas.wire.errors import ConfigError, ModelError, NotFoundError
 from ...policy.lora import layer_settings, read_lora, uniform
 from ...policy.saving import flush, flush_entries, storage_error

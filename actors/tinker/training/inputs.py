@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ....schemas.tinker.operation import Datum
+from ....schemas.tinker.datum import Datum
 from ....schemas.wire.errors import DataError
 from .losses import LossFunction
 

@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ....schemas.tinker.operation import ALONE, Company, LossResult
+from ....schemas.tinker.datum import LossResult
+from ....schemas.tinker.operation import ALONE, Company
 from ...training.micro_batch import MicroBatch, ranges
 from .adapter import Adapter
 from .inputs import DatumBatch

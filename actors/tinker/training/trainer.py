@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ....schemas.config.job import LearnerConfig, ModelConfig
-from ....schemas.tinker.operation import AdamParams, Company, Datum, LoraSpec, LossResult
+from ....schemas.tinker.datum import AdamParams, Datum, LoraSpec, LossResult
+from ....schemas.tinker.operation import Company
 from ....schemas.wire.errors import ModelError, NotFoundError, StateError, TinkermqError
 from ...policy.lora import check_base
 from ...training.model import Scorer, load_model

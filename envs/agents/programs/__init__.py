@@ -1,1 +1,1 @@
-"""Agent programs on a host: each behind walls of its own, from its folder to its reward."""
+"""Agent programs on a host: each in a sandbox of its own, from its folder to its reward."""

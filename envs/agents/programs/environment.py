@@ -1,4 +1,4 @@
-"""What a program is told: its command, its variables, and the files with its task."""
+"""What a program gets: its command, its variables, and the files with its task."""
 
 import base64
 import json
@@ -13,7 +13,7 @@ from ...datasets import TRUTH_COLUMNS, Record
 from ...game import ChatMessage
 from ...running.episodes import Opening
 from ..episode import ProgramEpisode
-from .walls import GRADER, HOME, TASK, TMP, WORK
+from .sandbox import GRADER, HOME, TASK, TMP, WORK
 
 INPUT = f"{TASK}/input.json"
 ROW = f"{TASK}/row.json"
@@ -28,17 +28,17 @@ _ANSWERS = frozenset({*TRUTH_COLUMNS, "solution"})
 def task_input(opening: Opening) -> dict[str, Any]:
     """Return what a program may know of its task: the row without its gold answer."""
     record = opening.record
-    told = {} if record is None else _public(record)
-    return {**told, **opening.kwargs}
+    fields = {} if record is None else _public(record)
+    return {**fields, **opening.kwargs}
 
 
 def whole_row(opening: Opening) -> dict[str, Any]:
-    """Return what the reward command is told: the row with its gold answer, and the task."""
+    """Return what the reward command gets: the row with its gold answer, and the task."""
     record = opening.record
-    told = task_input(opening)
+    fields = task_input(opening)
     if record is not None:
-        told |= {**record.columns, "answer": record.ground_truth, "extra_info": record.extra_info}
-    return {**told, "episode": opening.episode, "seed": opening.seed}
+        fields |= {**record.columns, "answer": record.ground_truth, "extra_info": record.extra_info}
+    return {**fields, "episode": opening.episode, "seed": opening.seed}
 
 
 def prompt_of(opening: Opening) -> list[ChatMessage]:
@@ -52,8 +52,8 @@ def prompt_of(opening: Opening) -> list[ChatMessage]:
 
 def last_user_text(messages: Sequence[ChatMessage]) -> str:
     """Return what the user says last, as text."""
-    said = [one["content"] for one in messages if one.get("role") == "user"]
-    content = said[-1] if said else ""
+    texts = [one["content"] for one in messages if one.get("role") == "user"]
+    content = texts[-1] if texts else ""
     if isinstance(content, str):
         return content
     parts = cast("list[dict[str, Any]]", content)
@@ -128,14 +128,14 @@ def _own() -> dict[str, str]:
 def _public(record: Record) -> dict[str, Any]:
     """Return a row without what its author calls an answer, wherever it stands."""
     extra = {name: one for name, one in record.extra_info.items() if name not in _ANSWERS}
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         **{name: one for name, one in record.columns.items() if name not in _ANSWERS},
         "prompt": record.prompt,
         "data_source": record.data_source,
         "extra_info": extra,
         "images": record.images,
     }
-    return {name: one for name, one in told.items() if one}
+    return {name: one for name, one in fields.items() if one}
 
 
 def _filled(word: str, values: Mapping[str, str]) -> str:

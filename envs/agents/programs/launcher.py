@@ -1,8 +1,17 @@
-"""What a host's programs share: their walls and folders, the threads that look after them."""
+"""Starts the programs of a host and sees to their end: folders, sandboxes, limits, output.
+
+The kernel bounds what a single process and a user may do. How much memory a program's processes
+hold together, and how much its folders take, is read by one thread for all programs of a host,
+often enough that what is over a limit is over it for moments: ten times a second, or as often as
+takes a tenth of the time.
+"""
 
 import asyncio
 import contextlib
+import os
 import socket
+import threading
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,18 +19,30 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from ....schemas.config.agent import AgentConfig
-from ....schemas.wire.errors import SandboxError, StorageError
-from ..containers.image_root import ImageRoot
+from ....schemas.wire.errors import GameError, SandboxError, StorageError
+from ...sandbox.bubblewrap import (
+    CommandError,
+    Program,
+    SandboxProcess,
+    start_in_thread,
+    surely,
+)
+from ...sandbox.sandbox import Sandbox
+from ...sandbox.watch import Limit, holds_more
 from ..episode import ProgramEpisode
 from .folders import ProgramFolder, ProgramFolders, check_folder, check_shown
-from .limits import Limit, LimitWatch, Watched
-from .output import OutputReader
-from .process import Launch, WalledProgram, start, surely
-from .walls import ProgramWalls, Reach, refuse_shown
+from .image import ImageRoot
+from .output import OutputReader, Printed
+from .sandbox import ProgramSandboxes, Reach, refuse_shown
 
 T = TypeVar("T")
 _MAX_WORKERS = 32
 _LAST_WORDS_S = 5.0
+_LOOK_S = 0.1
+_LEAST_DISK_LOOK_S = 0.3
+_SHARE = 10
+_LEAST_FILES = 20_000
+_MIB = 1 << 20
 
 
 class ModelEndpoint(Protocol):
@@ -61,18 +82,46 @@ class ModelEndpoint(Protocol):
 class Running:
     """A program that runs, and whether it has gone over a limit."""
 
-    program: WalledProgram
+    program: "RunningProgram"
     over: "asyncio.Future[Limit]"
 
 
+class RunningProgram:
+    """A program that runs."""
+
+    def __init__(self, process: SandboxProcess, printed: Printed) -> None:
+        self.first = process.first
+        """The first process of its sandbox."""
+        self.printed = printed
+        self._process = process
+        self.ended = asyncio.ensure_future(process.ended())
+        """Its exit code, 128 and the signal's number for one that a signal ended; done when no
+        process of it is left."""
+
+    def terminate(self) -> None:
+        """Ask it and the processes of its group to end."""
+        self._process.terminate()
+
+    async def kill(self) -> int:
+        """End it with all its processes; return its exit code when all are gone."""
+        if not self.ended.done():
+            self._process.kill()
+        return await asyncio.shield(self.ended)
+
+    async def close(self) -> None:
+        """Give back what it holds here; it has ended."""
+        await self.ended
+        self._process.close()
+
+
 class ProgramLauncher:
-    """Starts programs behind walls, each with a folder of its own."""
+    """Starts programs in sandboxes, each with a folder of its own."""
 
     def __init__(self, config: AgentConfig, private: Sequence[Path] = ()) -> None:
         """Look at what the configuration names; blocks, and starts threads.
 
         Raises ConfigError for a folder that cannot be used, SandboxError for a machine that cannot
-        enclose programs, and OSError for one without room for their folders.
+        sandbox programs, and OSError for one without room for their folders.
         """
         files, grader = config.files, config.reward_files
         self.files = None if files is None else check_folder("agent.files", files)
@@ -82,7 +131,7 @@ class ProgramLauncher:
         try:
             self._image = None if config.image is None else ImageRoot(config.image)
             hidden = [*private, self.folders.path, *([self.grader] if self.grader else [])]
-            self.walls = ProgramWalls(config, hidden, self._image)
+            self.sandboxes = ProgramSandboxes(config, hidden, self._image)
             if self.files is not None:
                 refuse_shown({"agent.files": self.files}, hidden)
         except BaseException:
@@ -136,21 +185,16 @@ class ProgramLauncher:
         *,
         endpoint: ModelEndpoint | None = None,
         more: Mapping[str, Path] | None = None,
-        processes: int = 0,
     ) -> AsyncIterator[Running]:
         """Run a program; in the end no process of it is left, whatever it has done.
 
-        Raises SandboxError and GameError as `process.start` does.
+        Raises SandboxError where its sandbox cannot be set up, with the remedy, and GameError for a
+        command that cannot be run.
         """
-        launch = Launch(
-            self.walls.command_line(folder, reach, more),
-            self.walls.python,
-            self.walls.filter,
-            self.walls.orders(folder.user, reach, processes),
-            command,
-            self.walls.variables(environment),
+        program, listening = await self._start(
+            self.sandboxes.sandbox(folder, reach, more),
+            Program(command, environment=self.sandboxes.variables(environment)),
         )
-        program, listening = await start(launch, self._reader, self._workers)
         loop = asyncio.get_running_loop()
         over: asyncio.Future[Limit] = loop.create_future()
         config = self._config
@@ -184,11 +228,113 @@ class ProgramLauncher:
         if self._image is not None:
             self._image.close()
 
-    async def _end(self, program: WalledProgram) -> None:
-        """End a program and hear its last words."""
+    async def _start(
+        self, sandbox: Sandbox, program: Program
+    ) -> tuple[RunningProgram, socket.socket | None]:
+        """Start a program; return it with the socket on which it finds the model, if it is to."""
+        out, out_in = os.pipe()
+        errors, errors_in = os.pipe()
+        try:
+            process = await start_in_thread(
+                sandbox, program, stdout=out_in, stderr=errors_in, executor=self._workers
+            )
+        except BaseException as error:
+            for file in (out, errors):
+                os.close(file)
+            if (explained := _explained(error)) is not None:
+                raise explained from error
+            raise
+        finally:
+            for file in (out_in, errors_in):
+                os.close(file)
+        printed = self._reader.follow(out, errors)
+        return RunningProgram(process, printed), next(iter(process.sockets), None)
+
+    async def _end(self, program: RunningProgram) -> None:
+        """End a program and read what it printed last."""
         await program.kill()
         await self.blocking(lambda: program.printed.ended.wait(_LAST_WORDS_S))
         await program.close()
+
+
+@dataclass(eq=False)
+class Watched:
+    """A program that is looked after."""
+
+    first: int
+    """The first process of its sandbox."""
+    folder: ProgramFolder
+    memory_mb: int
+    disk_mb: int
+    over: Callable[[Limit], None]
+    """Called once, in the thread, when it is over a limit."""
+    next_disk_look: float = 0.0
+
+    def exceeded(self, now: float) -> Limit | None:
+        """Return the limit that it is over."""
+        if holds_more(self.first, self.memory_mb * _MIB):
+            return "memory"
+        if now < self.next_disk_look:
+            return None
+        most_files = max(_LEAST_FILES, self.disk_mb << 8)  # each takes room of its own
+        used = self.folder.usage(most_files)
+        took_s = time.monotonic() - now
+        self.next_disk_look = now + max(_LEAST_DISK_LOOK_S, _SHARE * took_s)
+        too_much = used.num_bytes > self.disk_mb * _MIB or used.num_files > most_files
+        return "disk" if too_much else None
+
+
+class LimitWatch:
+    """The thread that looks after programs."""
+
+    def __init__(self) -> None:
+        self._watched: list[Watched] = []
+        self._changed = threading.Event()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._watch, name="program-limits", daemon=True)
+        self._thread.start()
+
+    def add(self, watched: Watched) -> None:
+        """Look after a program from now on."""
+        self._watched = [*self._watched, watched]
+        self._changed.set()
+
+    def remove(self, watched: Watched) -> None:
+        """Look after it no more; harmless when repeated."""
+        self._watched = [one for one in self._watched if one is not watched]
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopping = True
+        self._changed.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stopping:
+            if not self._watched:
+                self._changed.wait()
+                self._changed.clear()
+            began = time.thread_time()  # a loaded machine is no reason to look seldom
+            for one in self._watched:
+                if (limit := one.exceeded(time.monotonic())) is not None:
+                    self.remove(one)
+                    one.over(limit)
+            time.sleep(max(_LOOK_S, _SHARE * (time.thread_time() - began)))
+
+
+def _explained(error: BaseException) -> GameError | SandboxError | None:
+    """Return the error of a start in the words of a job; None for one that says all."""
+    if isinstance(error, CommandError):
+        return GameError(
+            error.message,
+            hint="see agent.command; programs see the system's folders, the pool's interpreter and "
+            "agent.read",
+        )
+    if isinstance(error, OSError):
+        return SandboxError(
+            f"no program can be started: {error}", hint="see the limits of the host's user"
+        )
+    return None
 
 
 @contextlib.asynccontextmanager

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 RING_BYTES = 256 << 10
 """What is kept of each stream."""
 TAIL_BYTES = 8 << 10
-"""What is told of an episode."""
+"""What an episode reports."""
 _CHUNK = 64 << 10
 _PAUSE_S = 0.005
 

@@ -6,13 +6,15 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 
 from ....schemas.config.agent import AgentConfig
-from ....schemas.wire.errors import NotFoundError, SandboxError, StateError
+from ....schemas.wire.errors import ConfigError, NotFoundError, SandboxError, StateError
 from ...game import ChatMessage, StepResult
 from ...running.episodes import GameFacts, Opening
+from ...sandbox.self_test import absent_commands
 from ...serving.host import HostGone
+from .agent_run import AgentRun
+from .environment import filled, plain_variables
 from .launcher import ModelEndpoint, ProgramLauncher
-from .life import ProgramLife
-from .self_test import prove
+from .sandbox import grader_mounts
 
 _NAME = "agent"
 
@@ -52,7 +54,7 @@ class ProgramRunner:
         self._tasks: set[asyncio.Task[StepResult]] = set()
 
     async def start(self) -> GameFacts:
-        """See that programs can be run here: the folders, the walls, the commands.
+        """See that programs can be run here: the folders, the sandbox, the commands.
 
         Raises ConfigError or SandboxError with what is to be done.
         """
@@ -75,7 +77,7 @@ class ProgramRunner:
         cannot be started.
         """
         assert self._launcher is not None
-        life = ProgramLife(
+        run = AgentRun(
             self._config,
             self._launcher,
             self._endpoint,
@@ -84,11 +86,11 @@ class ProgramRunner:
             job=self._job,
         )
         begun = asyncio.Event()
-        task = asyncio.create_task(self._live(life, begun), name=f"program {opening.episode}")
+        task = asyncio.create_task(self._play(run, begun), name=f"program {opening.episode}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         self._held[opening.episode] = _Held(task, begun)
-        return self._begun(opening.episode, life.prompt)
+        return self._begun(opening.episode, run.prompt)
 
     async def step(self, episode: str, action: str) -> StepResult:
         """Wait for the program's end; `action` is empty: its calls reached the model otherwise."""
@@ -118,14 +120,14 @@ class ProgramRunner:
             await asyncio.wait(self._tasks)
         await self._opened.aclose()
 
-    async def _live(self, life: ProgramLife, begun: asyncio.Event) -> StepResult:
+    async def _play(self, run: AgentRun, begun: asyncio.Event) -> StepResult:
         try:
             async with asyncio.timeout(self._config.setup_timeout_s):
                 await self._places.acquire()
         except TimeoutError:
             raise self._no_place() from None
         try:
-            return await life.live(begun.set)
+            return await run.play(begun.set)
         except OSError as error:
             raise SandboxError(
                 f"a file of the program's folder cannot be written or read: {error}",
@@ -161,7 +163,7 @@ class ProgramRunner:
 
 
 class _Held:
-    """A program's life, and whether it has begun to run."""
+    """A run of a program, and whether its program has started."""
 
     def __init__(self, task: "asyncio.Task[StepResult]", begun: asyncio.Event) -> None:
         self.task = task
@@ -173,3 +175,39 @@ def _seen(task: "asyncio.Task[StepResult]") -> None:
     """Look at an error that nobody may ask for any more."""
     if not task.cancelled():
         task.exception()
+
+
+async def prove(config: AgentConfig, launcher: ProgramLauncher) -> None:
+    """Run the self-test in a program's sandbox, and see that its commands are there.
+
+    Raises SandboxError if the sandbox does not hold, and ConfigError for a command that is not
+    there.
+    """
+    if any("{grader}" in word for word in config.reward) and launcher.grader is None:
+        raise ConfigError(
+            "agent.reward names {grader}, and there is no agent.reward_files",
+            hint="set agent.reward_files to the folder with what the reward command needs",
+        )
+    commands = {
+        name: filled(config, getattr(config, name)) for name in ("command", "setup", "reward")
+    }
+    keys = {words[0]: name for name, words in commands.items() if _is_needed(config, words)}
+    sandboxes = launcher.sandboxes
+    environment = dict(sandboxes.variables(plain_variables(config)))
+    reach = "open" if config.network == "open" else "model"
+    async with launcher.folder(launcher.files) as folder:
+        sandbox = sandboxes.sandbox(folder, reach, grader_mounts(launcher.grader))
+        absent = await launcher.blocking(
+            lambda: absent_commands(sandbox, sorted(keys), environment, hidden=sandboxes.unseen)
+        )
+    for one in absent:
+        raise ConfigError(
+            f"agent.{keys[one]}: programs find no {one!r}",
+            hint="they see agent.files, agent.read, and agent.image or else the system's folders "
+            "and the pool's interpreter ({python}); its folder must also stand in PATH",
+        )
+
+
+def _is_needed(config: AgentConfig, words: list[str]) -> bool:
+    """Whether a command must be there before anything has been set up."""
+    return bool(words) and (words[0].startswith("/") or "/" not in words[0] or not config.setup)

@@ -1,19 +1,28 @@
-"""One HTTP request and its answer, as ASGI has them."""
+"""One HTTP request of a program and its answer, as ASGI has them, and the errors it may be given.
+
+Some programs read no `x-should-retry`, so the statuses themselves are those that were measured to
+end or to repeat a call.
+"""
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any, TypeAlias
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
 from urllib.parse import parse_qs
 
-from ....schemas.wire.errors import BusyError, TinkermqError
-from ..dialects.request import RequestError
-from .errors import Api, TooLarge, headers_of, status_of, worded
+from ....schemas.wire.errors import AuthError, BrokerError, BusyError, TinkermqError
+from ...http_server import Hangup, Receive, Scope, Send
+from ...model_apis.answers import ModelApi, retry_headers
+from ...model_apis.chat import CHAT
+from ...model_apis.messages import MESSAGES
+from ...model_apis.request import RequestError
+from ...model_apis.responses import RESPONSES
+from ..episode import ContextTooLong, EpisodeOver
 
-Scope: TypeAlias = MutableMapping[str, Any]
-Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
+_COUNTS = re.compile(r"(\d+) tokens > (\d+) maximum")
+_OVER = {CHAT: 410, RESPONSES: 400, MESSAGES: 410}
+"""The statuses by which programs stop to call once their episode is over."""
 _JSON = "application/json"
 _LARGE = 32 << 10
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -22,6 +31,28 @@ _STREAM: Mapping[str, str] = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
+
+
+class KeyRefused(AuthError):
+    """A key that is that of no episode, or of one that has ended."""
+
+    status = 401
+
+
+class TooLarge(RequestError):
+    """A body, or what it becomes as a message, over the limit."""
+
+    status = 413
+
+
+class NobodyPlays(BrokerError):
+    """Nobody has played the episode for as long as a call waits."""
+
+
+class NoSuchEndpoint(RequestError):
+    """A path or method that is not served, or an answer that is not there."""
+
+    status = 404
 
 
 class ClientGone(Exception):
@@ -52,33 +83,6 @@ class BodyRoom:
         self._left += num_bytes
 
 
-class Hangup:
-    """Tells whoever answers a connection's request that the connection was lost.
-
-    A server of ours puts it into the scope's state: waiting for ASGI's own word takes a task.
-    """
-
-    NAME = "hangup"
-    """Its key there."""
-
-    def __init__(self) -> None:
-        """Begin with a connection that stands."""
-        self.call: Callable[[], object] | None = None
-        self._is_lost = False
-
-    def lost(self) -> None:
-        """Take note of the loss, and tell it."""
-        self._is_lost = True
-        if self.call is not None:
-            self.call()
-
-    def watch(self, call: Callable[[], object]) -> None:
-        """Call this at the loss: now, if it is lost already."""
-        self.call = call
-        if self._is_lost:
-            call()
-
-
 class HttpExchange:
     """A request that is being answered."""
 
@@ -89,8 +93,8 @@ class HttpExchange:
         self.headers: dict[str, str] = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
-        self.api: Api = "chat"
-        """In whose words errors are told."""
+        self.api: ModelApi = CHAT
+        """The API in whose words it gets errors."""
         self.is_started = False
         """Whether the head of the answer has been sent."""
         self.status = 0
@@ -114,8 +118,8 @@ class HttpExchange:
         """
         room = room or BodyRoom(most)
         taken = 0
-        told = self.headers.get("content-length", "")
-        if told.isdecimal() and int(told) > most:
+        declared = self.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > most:
             raise _too_large(most)
         if self.headers.get("content-encoding", "identity") != "identity":
             raise UnreadableBody("the body is compressed", hint="send it as it is")
@@ -170,8 +174,8 @@ class HttpExchange:
         self, raw: bytes, status: int = 200, headers: Mapping[str, str] | None = None
     ) -> None:
         """Answer with a JSON value that is serialised already."""
-        told = {"content-type": _JSON, "content-length": str(len(raw)), **(headers or {})}
-        await self._start(status, told)
+        described = {"content-type": _JSON, "content-length": str(len(raw)), **(headers or {})}
+        await self._start(status, described)
         large = len(raw) > _LARGE
         await self._send({"type": "http.response.body", "body": raw, "more_body": large})
         if large:  # the end of it waits until the program has read the rest
@@ -182,7 +186,7 @@ class HttpExchange:
         if self.is_started or self.is_gone:
             return
         status = status_of(error, self.api)
-        await self.reply(worded(error, self.api), status, headers_of(error, status))
+        await self.reply(worded(error, self.api), status, retry_headers(error, status))
 
     async def start_stream(self, headers: Mapping[str, str]) -> None:
         """Begin a stream of server-sent events."""
@@ -199,8 +203,8 @@ class HttpExchange:
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         self.is_started, self.status = True, status
-        told = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": told})
+        encoded = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": encoded})
 
 
 def dumped(value: Any) -> bytes:
@@ -211,4 +215,31 @@ def dumped(value: Any) -> bytes:
 def _too_large(most: int) -> TooLarge:
     return TooLarge(
         f"the body is over the limit of {most:,} bytes", hint="send less with each call"
+    )
+
+
+def status_of(error: TinkermqError, api: ModelApi) -> int:
+    """Return the HTTP status of an error."""
+    return _OVER[api] if isinstance(error, EpisodeOver) else error.status
+
+
+def worded(error: TinkermqError, api: ModelApi) -> dict[str, Any]:
+    """Return an error as the API words it."""
+    error = _own_words(error, api) if isinstance(error, ContextTooLong) else error
+    return api.error(error, status_of(error, api))
+
+
+def _own_words(error: ContextTooLong, api: ModelApi) -> ContextTooLong:
+    """Word a context that is too long as the API's maker does: programs begin to compact by it."""
+    if api is MESSAGES:
+        return ContextTooLong(f"prompt is too long: {error.message}")
+    counts = _COUNTS.search(error.message)
+    if counts is None:
+        return ContextTooLong(
+            f"Your input exceeds the context window: maximum context length: {error.message}"
+        )
+    return ContextTooLong(
+        f"This model's maximum context length is {counts[2]} tokens. However, your messages "
+        f"resulted in {counts[1]} tokens: your input exceeds the context window of this model. "
+        "Please reduce the length of the messages."
     )

@@ -2,25 +2,28 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from ....schemas.agent import CallRequest
 from ....schemas.wire.codec import read_json
 from ....schemas.wire.errors import MessageError, NotFoundError
-from ..dialects.request import ModelRequest, RequestError
+from ...model_apis.answers import Answer, AnswerHead, FinishReason, ModelApi, NewTokens, Usage
+from ...model_apis.chat import ChatCompletionAnswer
+from ...model_apis.messages import MESSAGES
+from ...model_apis.request import ModelRequest, RequestError
+from ...model_apis.responses import RESPONSES, input_items
 from ..episode import EpisodeOver
+from ..replies import ReplyReader
 from ..wire import call_request
-from .errors import worded
-from .exchange import BodyRoom, ClientGone, HttpExchange, dumped
-from .open_episodes import OpenEpisode
-from .reading import AnswerReading
-from .running_call import CallAsker, RunningCall
-from .wording import MESSAGES, RESPONSES, ModelApi
+from .calls import CallAsker, GatheredAnswer, GatheredChoice, RunningCall
+from .exchange import BodyRoom, ClientGone, HttpExchange, dumped, worded
+from .open_episodes import KeptAnswer, OpenEpisode
 
 T = TypeVar("T")
 
@@ -30,6 +33,135 @@ MAX_BODIES_BYTES = 512 << 20
 _LARGE = 64 << 10
 """Bytes of a body that is read in a thread: the loop answers others meanwhile."""
 _MOST_NAMES, _NAME_CHARS = 256, 100
+_EMPTY_BYTES, _TOKEN_BYTES = 4096, 64
+"""What Python needs for an answer, and for each of its tokens."""
+
+
+class AnswerReading:
+    """How much of an answer one of a program's requests has had."""
+
+    def __init__(self, api: ModelApi, asked: ModelRequest, request: str) -> None:
+        """Read the answer to call `request` from its beginning."""
+        self.id = ""
+        """The answer's id, once anything of it is known."""
+        self._api = api
+        self._asked = asked
+        self._request = request
+        self._answer: Answer | None = None
+        self._usage = Usage(0, 0)
+        self._readers: list[ReplyReader] = []
+        self._created = int(time.time())
+        self._tells_ids = asked.return_token_ids and not asked.stream  # which ends with them
+        self._num_texts = [0] * asked.num_choices
+        self._num_tokens = [0] * asked.num_choices
+        self._num_logprobs = [0] * asked.num_choices
+
+    def news(self, gathered: GatheredAnswer) -> Iterator[str]:
+        """Yield what the answer has gained, as events: the last ones once it is whole."""
+        if gathered.head is None:
+            return
+        if self._answer is None:
+            yield from self._start(gathered).start(self._usage)
+        yield from self._push(gathered)
+        assert self._answer is not None
+        if gathered.is_whole:
+            self._usage = _usage(gathered)
+            extra = _token_fields(gathered) if self._asked.return_token_ids else {}
+            yield from self._answer.end(self._usage, extra)
+
+    def whole(self, gathered: GatheredAnswer) -> dict[str, Any]:
+        """Return an answer that is whole as one object."""
+        answer = self._start(gathered)
+        for _ in self._push(gathered):
+            pass
+        value = answer.whole(_usage(gathered))
+        return value | (_token_fields(gathered) if self._asked.return_token_ids else {})
+
+    def kept(self, gathered: GatheredAnswer) -> KeptAnswer:
+        """Return what words a whole answer again, without the history that was asked with."""
+        asked = replace(self._asked, messages=(), tools=(), sent_messages=(), sent_tools=())
+        again = AnswerReading(self._api, asked, self._request)
+        again._created = self._created
+        num_chars = sum(len(text) for choice in gathered.choices for text in choice.texts)
+        num_tokens = gathered.num_generated + len(gathered.head.prompt_ids if gathered.head else ())
+        num_bytes = _EMPTY_BYTES + 4 * num_chars + _TOKEN_BYTES * num_tokens
+        return KeptAnswer(lambda: again.whole(gathered), num_bytes)
+
+    def kept_input(self) -> KeptAnswer:
+        """Return what lists the messages that it was asked with."""
+        name, messages = self.id, self._asked.messages
+        num_bytes = _EMPTY_BYTES + sum(message.num_bytes for message in messages)
+        return KeptAnswer(lambda: {"data": list(input_items(messages, name))}, num_bytes)
+
+    def fail(self, error: Mapping[str, Any]) -> str:
+        """Return the event that ends a stream which cannot go on."""
+        head = AnswerHead(self._request, self._created, self._asked.model)
+        return (self._answer or self._api.answer(head, self._asked)).fail(error)
+
+    def _start(self, gathered: GatheredAnswer) -> Answer:
+        head = gathered.head
+        assert head is not None
+        self.id = self._api.id_of(head.names[0] if head.names else self._request)
+        top = AnswerHead(self.id, self._created, self._asked.model or "policy")
+        self._answer = self._api.answer(top, self._asked)
+        if isinstance(self._answer, ChatCompletionAnswer) and self._tells_ids:
+            self._answer.prompt_ids = head.prompt_ids
+        self._usage = Usage(head.num_prompt, 0, head.num_reused)
+        num = len(gathered.choices)
+        self._num_texts, self._num_tokens, self._num_logprobs = [0] * num, [0] * num, [0] * num
+        self._readers = [
+            ReplyReader(name, calls=head.has_tools, thinking=head.is_thinking)
+            for name in (head.names or [f"call_{self._request}"] * num)
+        ]
+        return self._answer
+
+    def _push(self, gathered: GatheredAnswer) -> Iterator[str]:
+        """Write what has come since, and the ends of the choices once the answer is whole."""
+        assert self._answer is not None
+        for number, choice in enumerate(gathered.choices):
+            text = "".join(choice.texts[self._num_texts[number] :])
+            self._num_texts[number] = len(choice.texts)
+            pieces = self._readers[number].push(text)
+            if gathered.is_whole:
+                pieces += self._readers[number].finish()
+            yield from self._answer.push(pieces, number, self._new_tokens(choice, number))
+            if gathered.is_whole:
+                reason: FinishReason = choice.finish or "stop"
+                yield from self._answer.finish(reason, number)
+
+    def _new_tokens(self, choice: GatheredChoice, number: int) -> NewTokens:
+        """Return the tokens that have come since, as far as they were asked for."""
+        ids = choice.token_ids[self._num_tokens[number] :]
+        logprobs = choice.token_logprobs[self._num_logprobs[number] :]
+        self._num_tokens[number] += len(ids)
+        self._num_logprobs[number] += len(logprobs)
+        return NewTokens(
+            ids=ids if self._tells_ids else None,
+            logprobs=logprobs if self._asked.top_logprobs is not None else None,
+        )
+
+
+def _usage(gathered: GatheredAnswer) -> Usage:
+    head = gathered.head
+    assert head is not None
+    return Usage(head.num_prompt, gathered.num_generated, head.num_reused)
+
+
+def _token_fields(gathered: GatheredAnswer) -> dict[str, Any]:
+    """Return the field that an answer has besides where tokens were asked for."""
+    head = gathered.head
+    assert head is not None
+    answers = [
+        {
+            "call": gathered.calls[number] if number < len(gathered.calls) else None,
+            "token_ids": choice.token_ids,
+            "logprobs": choice.logprobs,
+            "versions": choice.versions,
+        }
+        for number, choice in enumerate(gathered.choices)
+    ]
+    fields = {"parent": head.parent, "reused": head.num_reused, "prompt_token_ids": head.prompt_ids}
+    return {"tinkermq": {**fields, "answers": answers}}
 
 
 @dataclass
@@ -56,8 +188,9 @@ class ModelCalls:
         """Answer one call."""
         raw = await exchange.body(MAX_BODY_BYTES, self._room)
         aside = _aside if len(raw) > _LARGE else _here
-        asked, tokens, digest = await aside(_read, raw, api)
-        tokens = tokens or "x-tinkermq-tokens" in exchange.headers
+        asked, digest = await aside(_read, raw, api)
+        if "x-tinkermq-tokens" in exchange.headers:
+            asked = replace(asked, return_token_ids=True)
         is_marked = _is_retry(exchange)
         if named := exchange.headers.get("idempotency-key", ""):
             digest = blake2b(named.encode(errors="replace"), person=b"named").digest()
@@ -66,10 +199,10 @@ class ModelCalls:
         if call is None:
             if asked.previous:
                 await self._asker.look_up(asked.previous)
-            request = await aside(_request, opened, asked, is_marked, tokens)
+            request = await aside(_request, opened, asked, is_marked)
             call = RunningCall(self._asker, opened, request, len(raw))
             opened.calls.add(digest, call)
-        reading = AnswerReading(api, asked, call.request.request, token_ids=tokens)
+        reading = AnswerReading(api, asked, call.request.request)
         try:
             with call.listening() as woken:
                 waiting = _Waiting(exchange, opened, api, call, reading, woken)
@@ -81,8 +214,9 @@ class ModelCalls:
         """Answer how many tokens a prompt of Messages has, as it would be continued."""
         raw = await exchange.body(MAX_BODY_BYTES, self._room)
         aside = _aside if len(raw) > _LARGE else _here
-        asked, _, _ = await aside(_read, raw, MESSAGES)
-        request = await aside(_request, opened, replace(asked, stream=False), False, False)
+        asked, _ = await aside(_read, raw, MESSAGES)
+        asked = replace(asked, stream=False, return_token_ids=False)
+        request = await aside(_request, opened, asked, False)
         counting = request.model_copy(update={"count_only": True})
         call = RunningCall(self._asker, opened, counting, len(raw))
         try:
@@ -147,33 +281,30 @@ async def _here(work: Callable[..., T], *given: Any) -> T:
     return work(*given)
 
 
-def _read(raw: bytes, api: ModelApi) -> tuple[ModelRequest, bool, bytes]:
-    """Read a body; return also whether it asks for tokens, and a digest of it."""
+def _read(raw: bytes, api: ModelApi) -> tuple[ModelRequest, bytes]:
+    """Read a body; return also a digest of it."""
     try:
         value: Any = read_json(raw)
     except MessageError as error:
         raise RequestError(f"the body is not valid JSON: {error.message}") from error
-    if not isinstance(value, dict):
-        raise RequestError("the body is no object")
-    fields = cast("dict[str, Any]", value)
-    tokens = fields.pop("return_token_ids", None)
-    digest = blake2b(raw, person=api.api.encode()).digest()
-    return api.read(fields), tokens is True, digest
+    asked = api.read(value)
+    # What is sampled with the job says, not the program.
+    echo = {**asked.echo, "temperature": None, "top_p": None} if asked.echo else {}
+    return replace(asked, echo=echo), blake2b(raw, person=api.name.encode()).digest()
 
 
-def _request(opened: OpenEpisode, asked: ModelRequest, is_retry: bool, tokens: bool) -> CallRequest:
+def _request(opened: OpenEpisode, asked: ModelRequest, is_retry: bool) -> CallRequest:
     """Return what travels; RequestError for what is out of bounds."""
     if asked.without_effect:
         names = dict.fromkeys(name[:_NAME_CHARS] for name in asked.without_effect)
         asked = replace(asked, without_effect=tuple(names)[:_MOST_NAMES])
     previous = _previous(opened, asked.previous) if asked.previous else None
     try:
-        request = call_request(asked, secrets.token_hex(16), previous=previous, is_retry=is_retry)
+        return call_request(asked, secrets.token_hex(16), previous=previous, is_retry=is_retry)
     except ValidationError as error:
         problem = error.errors()[0]
         place = ".".join(str(part) for part in problem["loc"])
         raise RequestError(f"{place}: {problem['msg']}", param=place) from error
-    return request.model_copy(update={"token_ids": True}) if tokens else request
 
 
 def _previous(opened: OpenEpisode, name: str) -> int:
@@ -195,15 +326,15 @@ def _headers(call: RunningCall) -> Mapping[str, str]:
     head = call.answer.head
     if head is None:
         return {}
-    told = {
+    headers = {
         "x-tinkermq-parent": "root" if head.parent is None else str(head.parent),
         "x-tinkermq-reused": str(head.num_reused),
     }
     if head.branch:
-        told["x-tinkermq-branch"] = head.branch
+        headers["x-tinkermq-branch"] = head.branch
     if call.answer.calls:
-        told["x-tinkermq-call"] = ",".join(str(number) for number in call.answer.calls)
-    return told
+        headers["x-tinkermq-call"] = ",".join(str(number) for number in call.answer.calls)
+    return headers
 
 
 async def _write(waiting: _Waiting, text: str) -> None:

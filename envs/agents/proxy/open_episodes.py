@@ -1,5 +1,6 @@
 """The episodes whose programs may call, found by their keys, and what is kept of each."""
 
+import re
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -10,14 +11,16 @@ from typing import Any, NamedTuple
 from ....schemas.wire.errors import NotFoundError, StateError
 from ....schemas.wire.subjects import JobScope
 from ..episode import ProgramEpisode
-from .errors import KeyRefused
-from .program_calls import ProgramCalls
+from .calls import ProgramCalls
+from .exchange import KeyRefused
 
 KEPT_BYTES = 8 << 20
 _PAST = 4096
 _MOST_NAMES = 1 << 16
 _PREFIXES = ("sk-ant-", "sk-")
 _CALL_DIGITS = 3
+_PREFIX = re.compile(r"^[^_-]*[_-]")
+"""Of an answer's id."""
 _INPUTS_SHARE = 4
 """What was asked with may take this part of the room for answers besides."""
 
@@ -64,7 +67,7 @@ class KeptAnswers:
 
 
 class EpisodeSubjects(NamedTuple):
-    """Where the generator that plays an episode hears of its calls."""
+    """The subjects on which the generator that plays an episode takes its calls."""
 
     call: str
     cancel: str
@@ -114,7 +117,7 @@ class OpenEpisode:
         Raises NotFoundError for a call that was not answered in this episode.
         """
         if isinstance(named, str):
-            for name in (named, named[:-_CALL_DIGITS], named.partition("_")[2]):
+            for name in (named, named[:-_CALL_DIGITS], _PREFIX.sub("", named)):
                 if name in self._numbers:
                     return self._numbers[name]
             digits = named.removeprefix("c")

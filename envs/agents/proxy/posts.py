@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, cast
 from ....schemas.wire.codec import read_json
 from ....schemas.wire.errors import MessageError
 from ....schemas.wire.foreign import plain_value
-from ..dialects.request import Fields, RequestError
+from ...model_apis.request import Fields, RequestError
 from ..episode import EpisodeLimit, EpisodeOver, ProgramEpisode
 from .exchange import dumped
 from .open_episodes import OpenEpisode
@@ -52,18 +52,18 @@ def post_end(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, Any]:
     if status not in ("done", "failed"):
         raise RequestError(f"status is {status!r:.40}", param="status", hint="give done or failed")
     reward = None if fields.any("reward") is None else _reward(fields, "reward")
-    told: dict[str, Any] = {
+    said: dict[str, Any] = {
         key: value for key in ("success", "message") if (value := fields.any(key)) is not None
     }
-    if not isinstance(told.get("success", False), bool):
+    if not isinstance(said.get("success", False), bool):
         raise RequestError("success must be true or false", param="success")
-    if not isinstance(told.get("message", ""), str):
+    if not isinstance(said.get("message", ""), str):
         raise RequestError("message must be a text", param="message")
     info = fields.any("info")
     _nothing_else(fields)
     if not episode.status:
         _take_info(episode, info)
-        _take_info(episode, told)
+        _take_info(episode, said)
         episode.reward = episode.reward if reward is None else reward
         episode.status = status
         episode.said_end.set()
@@ -126,7 +126,7 @@ def post_event(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, Any
     return _give(opened, _reward(data, key), None, "set", name.encode() or raw)
 
 
-def told_of(opened: OpenEpisode, now: float) -> dict[str, Any]:
+def episode_status(opened: OpenEpisode, now: float) -> dict[str, Any]:
     """Return what a program may know of its own episode."""
     episode = opened.episode
     left_s = episode.deadline - now
@@ -211,10 +211,10 @@ def _take_info(episode: ProgramEpisode, info: Any) -> None:
     if not isinstance(info, Mapping):
         raise RequestError("info must be an object", param="info")
     try:
-        told = plain_value(dict(cast("Mapping[str, Any]", info)), "info")
+        added = plain_value(dict(cast("Mapping[str, Any]", info)), "info")
     except MessageError as error:
         raise RequestError(error.message, param="info", hint=error.hint) from error
-    together = {**episode.info, **told}
+    together = {**episode.info, **added}
     if len(dumped(together)) > _MOST_INFO_BYTES:
         raise EpisodeLimit(f"info is over {_MOST_INFO_BYTES:,} bytes for one episode")
     episode.info = together

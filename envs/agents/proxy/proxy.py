@@ -3,21 +3,56 @@
 import asyncio
 import contextlib
 import socket
+from collections.abc import Mapping
 
 from ....broker.client.connection import Broker
 from ....broker.client.parts import SharedInbox
 from ....schemas.wire.errors import StateError
 from ....schemas.wire.subjects import JobScope
+from ...http_server import Connections, Deadlines, HttpServer
 from ..episode import EpisodeOver, ProgramEpisode
 from ..remote.host_posts import HostPosts
 from ..remote.signing import EpisodeSigner
-from .environment import model_environment
-from .listeners import ConnectionTimes, ProxyListeners
+from .calls import CallAsker, ProgramCalls, ProxyTimes
 from .model_calls import ModelCalls
 from .open_episodes import KEPT_BYTES, EpisodeSubjects, OpenEpisode, OpenEpisodes
-from .program_calls import ProgramCalls
 from .routes import ProxyRoutes, Seen
-from .running_call import CallAsker, ProxyTimes
+
+MODEL = "policy"
+_MODEL_NAMES = (
+    "OPENAI_MODEL",
+    "ANTHROPIC_MODEL",
+    "ANTHROPIC_DEFAULT_OPUS_MODEL",
+    "ANTHROPIC_DEFAULT_SONNET_MODEL",
+    "ANTHROPIC_DEFAULT_HAIKU_MODEL",
+    "ANTHROPIC_SMALL_FAST_MODEL",
+)
+_QUIET: Mapping[str, str] = {
+    "DISABLE_AUTOUPDATER": "1",
+    "DISABLE_TELEMETRY": "1",
+    "DO_NOT_TRACK": "1",
+    "OPENAI_AGENTS_DISABLE_TRACING": "1",
+    "LANGSMITH_TRACING": "false",
+    "NO_PROXY": "127.0.0.1,localhost",
+    "no_proxy": "127.0.0.1,localhost",
+}
+
+
+def model_environment(episode: ProgramEpisode, base_url: str) -> dict[str, str]:
+    """Return what points a program at the proxy under `base_url`, which ends without a slash."""
+    key = episode.key
+    return {
+        "OPENAI_BASE_URL": f"{base_url}/v1",
+        "OPENAI_API_BASE": f"{base_url}/v1",
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": base_url,
+        "ANTHROPIC_API_KEY": key,
+        "ANTHROPIC_AUTH_TOKEN": key,
+        "TINKERMQ_EPISODE_URL": f"{base_url}/v1/episode",
+        "TINKERMQ_EPISODE_KEY": key,
+        **dict.fromkeys(_MODEL_NAMES, MODEL),
+        **_QUIET,
+    }
 
 
 class ModelProxy:
@@ -34,7 +69,7 @@ class ModelProxy:
         scope: JobScope,
         *,
         times: ProxyTimes | None = None,
-        connection_times: ConnectionTimes | None = None,
+        deadlines: Deadlines | None = None,
         kept_bytes: int = KEPT_BYTES,
         port: int = 0,
         gateway: str = "",
@@ -42,8 +77,8 @@ class ModelProxy:
     ) -> None:
         """Prepare a proxy of one job; `kept_bytes` is each episode's room for its answers.
 
-        `gateway` is the URL of the pool's, where it is to let programs in as well; `seen` is told
-        of each request that was answered here.
+        `gateway` is the URL of the pool's, where it is to let programs in as well; `seen` is
+        called with each request that was answered here.
         """
         self._broker, self._scope = broker, scope
         self._times = times or ProxyTimes()
@@ -52,7 +87,7 @@ class ModelProxy:
         self._inbox = SharedInbox(broker)
         calls = ModelCalls(CallAsker(broker, self._times, self._inbox))
         routes = ProxyRoutes(self._episodes, calls, seen)
-        self._listeners = ProxyListeners(routes, connection_times)
+        self._server = HttpServer(routes, Connections("proxy", deadlines=deadlines))
         self._gateway = gateway.rstrip("/")
         self._posts = HostPosts(broker, scope, routes) if gateway else None
         self._signer = EpisodeSigner(scope, None)
@@ -82,7 +117,7 @@ class ModelProxy:
 
     def listen(self, listening: socket.socket) -> contextlib.AbstractAsyncContextManager[None]:
         """Listen at a program's socket as well, in a network of its own, while it runs."""
-        return self._listeners.listen_at(listening)
+        return self._server.listen_at(listening)
 
     def env_of(self, episode: ProgramEpisode, base_url: str = "") -> dict[str, str]:
         """Return the environment variables that lead a program to its model.
@@ -115,7 +150,7 @@ class ModelProxy:
         if self._posts is not None:
             self._signer = await EpisodeSigner.of_job(self._broker, self._scope)
             await self._posts.start()
-        self._port = await self._listeners.listen(port=self._port)
+        self._port = await self._server.listen(port=self._port)
         self._is_listening = True
         return self
 
@@ -123,7 +158,7 @@ class ModelProxy:
         ended = [call for opened in self._episodes for call in opened.calls]
         for opened in list(self._episodes):
             self.close(opened.episode.episode)
-        await self._listeners.stop()
+        await self._server.stop()
         if self._posts is not None:
             await self._posts.stop()
         if ended:

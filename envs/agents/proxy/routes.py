@@ -7,21 +7,24 @@ from typing import Any, TypeAlias
 import structlog
 
 from ....schemas.wire.errors import BusyError, InternalError, TinkermqError
-from ..dialects.request import RequestError
+from ...http_server import Receive, Scope, Send
+from ...model_apis.answers import ModelApi
+from ...model_apis.chat import CHAT
+from ...model_apis.messages import MESSAGES
+from ...model_apis.request import RequestError
+from ...model_apis.responses import RESPONSES
 from ..episode import EpisodeOver
 from . import posts
-from .errors import Api, NoSuchEndpoint
-from .exchange import ClientGone, HttpExchange, Receive, Scope, Send
+from .exchange import ClientGone, HttpExchange, NoSuchEndpoint
 from .model_calls import ModelCalls
 from .open_episodes import OpenEpisode, OpenEpisodes
-from .wording import CHAT, MESSAGES, RESPONSES, ModelApi
 
 MAX_REQUESTS = 64
 """Of one episode at the same time."""
 
 Endpoint: TypeAlias = Callable[[HttpExchange, OpenEpisode], Awaitable[None]]
 Seen: TypeAlias = Callable[[HttpExchange, str], object]
-"""Is told of each request that was answered, and of its path without a key."""
+"""Called with each request that was answered, and its path without a key."""
 
 _APIS: Mapping[tuple[str, ...], ModelApi] = {
     ("chat", "completions"): CHAT,
@@ -53,7 +56,7 @@ class ProxyRoutes:
         *,
         relay: Endpoint | None = None,
     ) -> None:
-        """Serve the programs of `episodes`; `seen` is told of all they ask for.
+        """Serve the programs of `episodes`; `seen` is called with each request.
 
         `relay` answers what is said of an episode, and not asked of the model, where its host is
         elsewhere.
@@ -125,10 +128,9 @@ class ProxyRoutes:
         return _open(lambda exchange, opened: self._calls.answer(exchange, opened, api))
 
 
-def api_of(path: tuple[str, ...]) -> Api:
-    """Return in whose words errors are told under a path."""
-    first = path[0] if path else ""
-    return first if first == "messages" or first == "responses" else "chat"
+def api_of(path: tuple[str, ...]) -> ModelApi:
+    """Return the API in whose words errors come under a path."""
+    return {"messages": MESSAGES, "responses": RESPONSES}.get(path[0] if path else "", CHAT)
 
 
 def is_posted(method: str, path: str) -> bool:
@@ -178,7 +180,9 @@ def _posting(post: posts.Post) -> Endpoint:
 
 def _get(method: str, path: tuple[str, ...]) -> Endpoint | None:
     if method == "GET" and path == ("episode",):
-        return lambda exchange, opened: exchange.reply(posts.told_of(opened, time.monotonic()))
+        return lambda exchange, opened: exchange.reply(
+            posts.episode_status(opened, time.monotonic())
+        )
     if method == "GET" and path[:2] == ("episode", "calls") and len(path) == 3:
         return lambda exchange, opened: exchange.reply({"call": opened.call_number(path[2])})
     if method == "GET" and path[:1] == ("models",):

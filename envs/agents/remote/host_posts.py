@@ -20,7 +20,7 @@ from ....broker.client.rpc import Service
 from ....schemas.agent import EpisodePost, EpisodePosted, ReportedCall
 from ....schemas.wire.errors import TinkermqError
 from ....schemas.wire.subjects import JobScope
-from ..proxy.errors import KeyRefused
+from ..proxy.exchange import KeyRefused
 from ..proxy.open_episodes import OpenEpisode, bare_key
 from ..proxy.routes import ProxyRoutes, is_posted
 

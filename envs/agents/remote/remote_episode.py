@@ -27,15 +27,19 @@ from ....schemas.wire.errors import (
     NotFoundError,
     TinkermqError,
 )
+from ...http_server import Receive, Scope, Send
 from ..episode import EpisodeOver, ProgramEpisode
-from ..proxy.errors import KeyRefused, NobodyPlays
-from ..proxy.exchange import BodyRoom, HttpExchange, Receive, Scope, Send
+from ..proxy.calls import CallAsker, ProgramCalls, ProxyTimes
+from ..proxy.exchange import (
+    BodyRoom,
+    HttpExchange,
+    KeyRefused,
+    NobodyPlays,
+)
 from ..proxy.model_calls import ModelCalls
 from ..proxy.open_episodes import EpisodeSubjects, OpenEpisode, OpenEpisodes
 from ..proxy.posts import MAX_POST_BYTES
-from ..proxy.program_calls import ProgramCalls
 from ..proxy.routes import ProxyRoutes, path_of
-from ..proxy.running_call import CallAsker, ProxyTimes
 
 KEPT_BYTES = 256 << 10
 """Each episode's room, at one gateway, for answers that can be asked for again."""

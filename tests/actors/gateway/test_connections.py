@@ -16,14 +16,20 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
-from tinkermq.actors.gateway.limits import MAX_RUNNING, Connections, give_connection_to
-from tinkermq.actors.gateway.limits.connections import MAX_OF_HOLDER, NUM_RESERVED
+from tinkermq.actors.gateway.limits import (
+    MAX_CONNECTIONS,
+    MAX_OF_HOLDER,
+    MAX_RUNNING,
+    NUM_RESERVED,
+    gateway_connections,
+)
 from tinkermq.actors.gateway.tinker.routes import SAMPLES_AT_ONCE
 from tinkermq.actors.tinker.checkpoints.user_records import KeptByTrainer
 from tinkermq.actors.tinker.models import Models
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.nats_server import NatsServer
+from tinkermq.envs.http_server import ConnectionBounds, give_connection_to
 from tinkermq.schemas.tinker.operation import OperationResult, TrainerOffer, TrainerOffers
 from tinkermq.schemas.tinker.sampling import AwaitSample, SampleRequest, SampleTaken
 from tinkermq.schemas.wire.errors import BusyError
@@ -69,7 +75,12 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def served(**bounds: Any) -> AsyncIterator[Served]:
+async def served(
+    most: int = MAX_CONNECTIONS,
+    of_address: int = MAX_OF_HOLDER,
+    of_user: int = MAX_OF_HOLDER,
+    reserved: int = NUM_RESERVED,
+) -> AsyncIterator[Served]:
     """Serve with connections of these bounds."""
 
     async def wait(request: Request) -> Response:
@@ -94,7 +105,7 @@ async def served(**bounds: Any) -> AsyncIterator[Served]:
         Route("/tinker/api/v1/session_heartbeat", read, methods=["POST"]),
         Route("/{path:path}", page, methods=["GET", "POST"]),
     ]
-    connections = Connections(**bounds)
+    connections = gateway_connections(ConnectionBounds(most, of_address, of_user, reserved))
     config = uvicorn.Config(
         Starlette(routes=routes),
         port=0,

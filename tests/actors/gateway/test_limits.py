@@ -15,13 +15,15 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from tinkermq.actors.gateway.limits import (
+    MAX_HELD_BYTES,
     MAX_INFERENCE_BYTES,
+    MAX_OF_HOLDER,
     MAX_RUNNING,
-    Connections,
     Share,
+    gateway_connections,
 )
-from tinkermq.actors.gateway.limits.shares import MAX_HELD_BYTES
 from tinkermq.broker.jetstream.streams import create_shared
+from tinkermq.envs.http_server import ConnectionBounds, Deadlines
 from tinkermq.schemas.wire.errors import BusyError
 
 from tests.support.gateway import Gateway, run_gateway
@@ -232,7 +234,9 @@ async def test_the_bytes_of_a_users_bodies_are_counted_while_they_are_held() -> 
 
 
 @contextlib.asynccontextmanager
-async def impatient(**limits: Any) -> AsyncIterator[int]:
+async def impatient(
+    head_s: float = 10, body_s: float = 15, stalled_s: float = 30, of_address: int = MAX_OF_HOLDER
+) -> AsyncIterator[int]:
     """Serve on a free port with short deadlines; a real server, and clients on real sockets."""
 
     async def read(request: Request) -> Response:
@@ -257,7 +261,9 @@ async def impatient(**limits: Any) -> AsyncIterator[int]:
             Route("/slow", slow),
         ]
     )
-    connections = Connections(**limits)
+    connections = gateway_connections(
+        ConnectionBounds(of_address=of_address), Deadlines(head_s, head_s, body_s, stalled_s)
+    )
     server = uvicorn.Server(
         uvicorn.Config(
             app,

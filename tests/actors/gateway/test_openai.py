@@ -93,7 +93,7 @@ async def test_tool_calls_come_as_such_whole_and_streamed(
         model="my-run@4", messages=ASKED, tools=TOOLS, stream=True
     )
     chunks = [chunk.choices[0] async for chunk in stream]
-    assert "".join(chunk.delta.content or "" for chunk in chunks) == "So: "
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == "So:"
     (streamed,) = [one for chunk in chunks for one in chunk.delta.tool_calls or []]
     assert streamed.function is not None
     assert (streamed.index, streamed.function.name) == (0, "add")
@@ -164,11 +164,14 @@ async def test_what_the_server_refuses_has_a_status_of_its_own(
     client: AsyncOpenAI, canned: Canned, stream: bool
 ) -> None:
     canned.error = BusyError("this server is full", hint="ask again later")
-    with pytest.raises(openai.RateLimitError, match=r"this server is full\. ask again later"):
+    with pytest.raises(openai.RateLimitError, match=r"this server is full\. ask again") as busy:
         await client.chat.completions.create(model="my-run@4", messages=ASKED, stream=stream)
+    headers = busy.value.response.headers
+    assert (headers["x-should-retry"], headers["retry-after"]) == ("true", "1")
     canned.error = ConfigError("the prompt is too long")
-    with pytest.raises(openai.BadRequestError, match="too long"):
+    with pytest.raises(openai.BadRequestError, match="too long") as refused:
         await client.chat.completions.create(model="my-run@4", messages=ASKED, stream=stream)
+    assert refused.value.response.headers["x-should-retry"] == "false"
     canned.error = RuntimeError("secret")
     with pytest.raises(openai.InternalServerError) as caught:
         await client.chat.completions.create(model="my-run@4", messages=ASKED, stream=stream)

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tinkermq.actors.gateway.openai.body import ChatBody, parse_body, query_of
+from tinkermq.actors.gateway.openai.answering import read_query
 from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.policy.template_facts import read_text
-from tinkermq.envs.agents.dialects.chat import read_chat
 from tinkermq.envs.agents.replies import parse_reply
 from tinkermq.envs.data import ChatData
 from tinkermq.envs.datasets import Dataset, write_rows
+from tinkermq.envs.model_apis.chat import CHAT, read_chat
 from tinkermq.schemas.infer import ChatRequest
 from tinkermq.schemas.wire.errors import ModelError
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -308,7 +308,7 @@ def of_prompts(folder: Path, chat: list[Message], tools: Any) -> tuple[list[Mess
 
 def of_requests(folder: Path, chat: list[Message], tools: Any) -> tuple[list[Message], Any]:
     body = {"model": "m", "messages": chat, "tools": tools}
-    query = query_of(parse_body(json.dumps(body).encode(), ChatBody))
+    _, query = read_query(json.dumps(body).encode(), CHAT)
     assert isinstance(query, ChatRequest)
     return query.messages, query.tools
 

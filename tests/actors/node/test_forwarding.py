@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.node.enclosure import EnclosedChild, Enclosure
 from tinkermq.actors.node.forwarding import MAX_CONNECTIONS, URL_VARIABLE, Forwarder
+from tinkermq.actors.node.sandbox import SandboxedActor, SandboxStarter
 from tinkermq.broker.client.login import CA_VARIABLE
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.node import WantedActor
@@ -66,19 +66,19 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
         yield server
 
 
-async def enclosed(run_dir: Path, url: str, *command: str, out: int = 1) -> EnclosedChild:
+async def sandboxed(run_dir: Path, url: str, *command: str, out: int = 1) -> SandboxedActor:
     """Start a program as a learner that runs functions of its owner."""
     await asyncio.to_thread(run_dir.mkdir, exist_ok=True)
     fields = {"user": "ada", "job": "j1", "name": "learner", "role": "learner", "own_code": []}
     wanted = WantedActor.model_validate({**fields, "run_dir": str(run_dir)})
-    return await Enclosure().start(command, wanted, {URL_VARIABLE: url}, out)
+    return await SandboxStarter().start(command, wanted, {URL_VARIABLE: url}, out)
 
 
 async def said(run_dir: Path, url: str, code: str, *words: str) -> object:
     """Run a program as such a learner and return what it says, as JSON."""
     reading, writing = os.pipe()
     try:
-        child = await enclosed(run_dir, url, sys.executable, "-c", code, *words, out=writing)
+        child = await sandboxed(run_dir, url, sys.executable, "-c", code, *words, out=writing)
     finally:
         os.close(writing)
     with os.fdopen(reading) as told:
@@ -170,7 +170,7 @@ one = socket.create_connection(("127.0.0.1", {plain.url.rpartition(":")[2]}))
 one.recv(1)
 """
     before = len(asyncio.all_tasks())
-    child = await enclosed(tmp_path / "run", plain.url, sys.executable, "-c", code)
+    child = await sandboxed(tmp_path / "run", plain.url, sys.executable, "-c", code)
     assert await asyncio.wait_for(child.wait(), PATIENCE_S) == 0
     assert len(asyncio.all_tasks()) == before
 

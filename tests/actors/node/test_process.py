@@ -406,7 +406,7 @@ async def test_a_run_folder_outside_of_the_roots_is_tried_once(tmp_path: Path, r
 
 
 async def assert_tried_once(wanted: WantedActor, said: str) -> None:
-    starter = ActorStarter(enclose_games=True)
+    starter = ActorStarter(sandbox_games=True)
     actor = ActorProcess(wanted, start=starter.start, nats_url="", send=Sink())
     try:
         await asyncio.wait_for(actor.run(), PATIENCE_S)

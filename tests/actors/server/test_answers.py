@@ -10,11 +10,12 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tinkermq.actors.engine.engine import Drawn, Generation
-from tinkermq.actors.gateway.openai.answer import Answer
-from tinkermq.actors.gateway.openai.body import ChatBody, CompletionBody, parse_body
+from tinkermq.actors.gateway.openai.answering import ServedAnswer, read_query
 from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.policy.tiny_models import make_tokenizer
 from tinkermq.actors.rollout.completions import Answers
+from tinkermq.envs.model_apis.answers import ModelApi
+from tinkermq.envs.model_apis.chat import CHAT, COMPLETIONS
 from tinkermq.schemas.infer import InferPart
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
@@ -75,27 +76,27 @@ class Asked:
         self.engine: Any = Saying()
         self.answers = Answers(self.engine, self.chat, lambda: "m", max_context=999, max_open=9)
 
-    async def ask(self, ids: list[int], kind: Any, **fields: Any) -> list[dict[str, Any]]:
+    async def ask(self, ids: list[int], api: ModelApi, **fields: Any) -> list[dict[str, Any]]:
         """Return the whole answer, or the events of a stream."""
         self.engine.ids = ids
-        body = parse_body(json.dumps({"model": "m", **fields}).encode(), kind)
-        query = body.request()
-        answer = Answer(body, query.request, body.n)
+        asked, query = read_query(json.dumps({"model": "m", **fields}).encode(), api)
+        answer = ServedAnswer(api, asked, query)
         events: list[str] = []
 
         async def tell(part: InferPart) -> None:
-            events.extend([*(answer.start(part) if not events else ()), *answer.events(part)])
+            events.extend([*(answer.start(part) if not events else ()), *answer.push(part)])
 
-        ask: Any = self.answers.chat if kind is ChatBody else self.answers.complete
+        ask: Any = self.answers.chat if api is CHAT else self.answers.complete
         last = (await ask(query, tell)).model_copy(update={"last": True})
-        if not body.stream:
-            answer.take(last)
+        if not asked.stream:
+            for _ in answer.push(last):
+                pass
             return [answer.whole()]
-        events += [*(answer.start(last) if not events else ()), *answer.events(last)]
+        events += [*(answer.start(last) if not events else ()), *answer.push(last)]
         return [json.loads(one.removeprefix("data: ")) for one in events]
 
 
-CHAT: Any = {"messages": [{"role": "user", "content": "hi"}]}
+HELLO: Any = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 @pytest.fixture(params=TOKENIZERS, ids=list(TOKENIZERS))
@@ -111,9 +112,9 @@ async def test_token_ids_are_told_with_and_without_logprobs(
     for text in TEXTS:
         ids = [*asked.chat.encode(text), asked.chat.stop_token_ids[0]]
         more: dict[str, Any] = {"return_token_ids": True, "stream": stream}
-        chats = await asked.ask(ids, ChatBody, **CHAT, **more, logprobs=logprobs)
+        chats = await asked.ask(ids, CHAT, **HELLO, **more, logprobs=logprobs)
         texts = await asked.ask(
-            ids, CompletionBody, prompt="ab", **more, **({"logprobs": 0} if logprobs else {})
+            ids, COMPLETIONS, prompt="ab", **more, **({"logprobs": 0} if logprobs else {})
         )
         for events, judge in ((chats, ChatCompletion), (texts, Completion)):
             model: Any = ChatCompletionChunk if stream and judge is ChatCompletion else judge
@@ -133,7 +134,7 @@ async def test_token_ids_are_told_with_and_without_logprobs(
 async def test_the_bytes_of_tokens_make_the_text(asked: Asked, stream: bool) -> None:
     for text in TEXTS:
         ids = [*asked.chat.encode(text), asked.chat.stop_token_ids[0]]
-        events = await asked.ask(ids, ChatBody, **CHAT, logprobs=True, stream=stream)
+        events = await asked.ask(ids, CHAT, **HELLO, logprobs=True, stream=stream)
         choices = [choice for one in events for choice in one["choices"]]
         part = "delta" if stream else "message"
         said = "".join(one[part].get("content", "") for one in choices)
@@ -150,7 +151,7 @@ async def test_the_bytes_of_tokens_make_the_text(asked: Asked, stream: bool) -> 
 async def test_a_part_of_a_character_has_its_own_bytes(asked: Asked) -> None:
     ids = asked.chat.encode("👍")[-4:]
     assert len(ids) == 4
-    (whole,) = await asked.ask(ids[:3], ChatBody, **CHAT, logprobs=True)
+    (whole,) = await asked.ask(ids[:3], CHAT, **HELLO, logprobs=True)
     told = whole["choices"][0]["logprobs"]["content"]
     assert [one["token"] for one in told] == ["�"] * 3
     assert [one["bytes"] for one in told] == [[byte] for byte in "👍".encode()[:3]]
@@ -159,7 +160,7 @@ async def test_a_part_of_a_character_has_its_own_bytes(asked: Asked) -> None:
 async def test_offsets_of_a_completion_are_those_of_its_characters(asked: Asked) -> None:
     for text in TEXTS[:2]:
         ids = asked.chat.encode(text)
-        (whole,) = await asked.ask(ids, CompletionBody, prompt="ab", logprobs=0)
+        (whole,) = await asked.ask(ids, COMPLETIONS, prompt="ab", logprobs=0)
         choice = whole["choices"][0]
         told, said = choice["logprobs"], choice["text"]
         for token, start in zip(told["tokens"], told["text_offset"], strict=True):
@@ -170,7 +171,7 @@ async def test_offsets_of_a_completion_are_those_of_its_characters(asked: Asked)
 async def test_tokens_up_to_a_stop_text_are_told_with_their_logprobs(asked: Asked) -> None:
     ids = asked.chat.encode("one two END. behind it")
     fields: dict[str, Any] = {"stop": ["END"], "return_token_ids": True, "logprobs": True}
-    (whole,) = await asked.ask(ids, ChatBody, **CHAT, **fields)
+    (whole,) = await asked.ask(ids, CHAT, **HELLO, **fields)
     choice = whole["choices"][0]
     num = next(n for n in range(len(ids)) if "END" in asked.chat.decode(ids[:n]))
     assert choice["token_ids"] == ids[:num]
@@ -185,8 +186,8 @@ async def test_the_stop_text_that_ended_an_answer_is_told_where_vllm_does(
     ids = [*asked.chat.encode("one two END. DD"), asked.chat.stop_token_ids[0]]
     cases = ((["D", "END"], "END"), (["END", "ND"], "END"), (["never"], None), ([], None))
     for stops, told in cases:
-        for kind, fields in ((ChatBody, CHAT), (CompletionBody, {"prompt": "ab"})):
-            events = await asked.ask(ids, kind, **fields, stop=stops, stream=stream)
+        for api, fields in ((CHAT, HELLO), (COMPLETIONS, {"prompt": "ab"})):
+            events = await asked.ask(ids, api, **fields, stop=stops, stream=stream)
             ends = [c for one in events for c in one["choices"] if c["finish_reason"]]
             assert [(one["finish_reason"], one["stop_reason"]) for one in ends] == [("stop", told)]
 
@@ -210,7 +211,7 @@ async def test_a_completions_prompt_begins_as_the_tokenizer_begins_texts(
     for prompt in ("ab", "END €", " ", [5, 6], [7]):
         for given in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
             (whole,) = await asked.ask(
-                [9], CompletionBody, prompt=prompt, return_token_ids=True, **given
+                [9], COMPLETIONS, prompt=prompt, return_token_ids=True, **given
             )
             judge: Any = prompt
             if isinstance(prompt, str):
@@ -224,9 +225,9 @@ async def test_a_completions_prompt_begins_as_the_tokenizer_begins_texts(
 async def test_a_chat_begins_as_its_template_says_and_no_other_way() -> None:
     tokenizer = begun(make_tokenizer(), "<s> $A")
     asked = Asked(tokenizer)
-    (whole,) = await asked.ask([9], ChatBody, **CHAT, return_token_ids=True)
+    (whole,) = await asked.ask([9], CHAT, **HELLO, return_token_ids=True)
     expected: Any = tokenizer.apply_chat_template(
-        CHAT["messages"], add_generation_prompt=True, return_dict=False
+        HELLO["messages"], add_generation_prompt=True, return_dict=False
     )
     assert whole["prompt_token_ids"] == expected
 
@@ -238,7 +239,7 @@ async def test_a_chat_begins_with_the_mark_of_the_reasoning_that_its_prompt_open
 ) -> None:
     asked = Asked(chat_of("qwen3_5_think"))
     ids = [*asked.chat.encode(text), asked.chat.stop_token_ids[0]]
-    events = await asked.ask(ids, ChatBody, **CHAT, stream=stream)
+    events = await asked.ask(ids, CHAT, **HELLO, stream=stream)
     choices = [choice for one in events for choice in one["choices"]]
     parts = [one["delta" if stream else "message"].get("content") or "" for one in choices]
     assert "".join(parts) == f"<think>\n{text}"
@@ -251,6 +252,6 @@ async def test_a_special_mark_of_a_call_reaches_the_parser() -> None:
     text = '<tool_call>{"name": "search", "arguments": {"q": "a"}}</tool_call>'
     ids = asked.chat.encode(text)
     assert tokenizer.decode(ids, skip_special_tokens=True) != text
-    (whole,) = await asked.ask(ids, ChatBody, **CHAT, tools=list(TOOLS))
+    (whole,) = await asked.ask(ids, CHAT, **HELLO, tools=list(TOOLS))
     (call,) = whole["choices"][0]["message"]["tool_calls"]
     assert call["function"]["name"] == "search"

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tinkermq.actors.policy.model_folder import load_causal_lm
 from tinkermq.actors.tinker.training.trainer import AdapterTrainer
-from tinkermq.schemas.tinker.operation import AdamParams, LoraSpec
+from tinkermq.schemas.tinker.datum import AdamParams, LoraSpec
 from tinkermq.schemas.wire.errors import (
     ConfigError,
     ModelError,

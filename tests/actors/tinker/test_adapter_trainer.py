@@ -9,7 +9,7 @@ import torch
 from tinkermq.actors.policy.tiny_models import make_model, make_tokenizer
 from tinkermq.actors.tinker.training.loss_pass import LossPass
 from tinkermq.actors.tinker.training.trainer import AdapterTrainer
-from tinkermq.schemas.tinker.operation import AdamParams, Datum, LoraSpec
+from tinkermq.schemas.tinker.datum import AdamParams, Datum, LoraSpec
 from torch import Tensor
 from transformers.models.granite import GraniteConfig, GraniteForCausalLM
 

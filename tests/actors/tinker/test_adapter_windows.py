@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tinkermq.actors.tinker.training.trainer import AdapterTrainer
-from tinkermq.schemas.tinker.operation import AdamParams, LoraSpec
+from tinkermq.schemas.tinker.datum import AdamParams, LoraSpec
 from tinkermq.schemas.wire.errors import ConfigError, DataError, NotFoundError, StateError
 
 from tests.support.models import make_tiny_model

@@ -23,8 +23,9 @@ from tinkermq.schemas.tinker.checkpoints import (
     ListSessions,
     TellSession,
 )
+from tinkermq.schemas.tinker.datum import LoraSpec
 from tinkermq.schemas.tinker.names import CheckpointKind, CheckpointName, ModelName
-from tinkermq.schemas.tinker.operation import LoraSpec, ModelInfo
+from tinkermq.schemas.tinker.operation import ModelInfo
 from tinkermq.schemas.wire.errors import (
     AuthError,
     ConfigError,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tinkermq.actors.tinker.training.trainer import AdapterTrainer
-from tinkermq.schemas.tinker.operation import AdamParams, Datum, LoraSpec
+from tinkermq.schemas.tinker.datum import AdamParams, Datum, LoraSpec
 from tinkermq.schemas.wire.errors import ConfigError, DataError
 
 from tests.support.models import make_tiny_model

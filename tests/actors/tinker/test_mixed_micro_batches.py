@@ -16,14 +16,8 @@ from tinkermq.broker.feed import read_events
 from tinkermq.broker.jetstream.streams import create_job_streams
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.config.job import LimitsConfig
-from tinkermq.schemas.tinker.operation import (
-    ALONE,
-    AdamParams,
-    Company,
-    Datum,
-    LoraSpec,
-    ModelOperation,
-)
+from tinkermq.schemas.tinker.datum import AdamParams, Datum, LoraSpec
+from tinkermq.schemas.tinker.operation import ALONE, Company, ModelOperation
 
 from tests.actors.tinker.test_replaying import record
 from tests.support.models import make_tiny_model

@@ -34,9 +34,9 @@ from tinkermq.broker.jetstream.streams import create_shared
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.config.job import JobConfig, ModelConfig
 from tinkermq.schemas.tinker import wire
+from tinkermq.schemas.tinker.datum import LoraSpec
 from tinkermq.schemas.tinker.names import CheckpointKind, CheckpointName, ModelName
 from tinkermq.schemas.tinker.operation import (
-    LoraSpec,
     ModelInfo,
     OperationResult,
     TrainerOffer,
@@ -179,7 +179,7 @@ async def expected(served: Served, prompt: list[int], most: int, path: str) -> s
     return served.chat.decode(made.token_ids)
 
 
-async def test_a_path_answers_in_each_dialect_whole_and_streamed(served: Served) -> None:
+async def test_a_path_answers_in_each_api_whole_and_streamed(served: Served) -> None:
     path = served.path("said")
     prompt = served.chat.prompt(ASKED)
     words = await expected(served, prompt, 12, path)
@@ -240,7 +240,7 @@ def missing_paths(served: Served) -> dict[str, tuple[int, str]]:
     }
 
 
-async def test_what_cannot_be_sampled_is_told_in_the_words_of_each_dialect(served: Served) -> None:
+async def test_what_cannot_be_sampled_is_told_in_the_words_of_each_api(served: Served) -> None:
     published = served.path("for-all", user="ada", is_public=True)
     told = await served.post("messages", {"model": published, "max_tokens": 2, "messages": ASKED})
     assert told.status_code == 200

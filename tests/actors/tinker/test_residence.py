@@ -12,8 +12,9 @@ from tinkermq.broker.feed import read_events
 from tinkermq.broker.jetstream.streams import create_job_streams
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.config.job import LimitsConfig
+from tinkermq.schemas.tinker.datum import AdamParams, LoraSpec
 from tinkermq.schemas.tinker.names import CheckpointName, ModelName
-from tinkermq.schemas.tinker.operation import AdamParams, LoraSpec, OperationKind
+from tinkermq.schemas.tinker.operation import OperationKind
 from tinkermq.schemas.wire.errors import DataError, ModelError
 
 from tests.support.models import make_tiny_model

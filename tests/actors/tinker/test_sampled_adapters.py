@@ -12,8 +12,8 @@ from tinkermq.actors.tinker.sampling.snapshots import Snapshot
 from tinkermq.actors.tinker.sampling.wire import Sampled, write_samples
 from tinkermq.actors.tinker.training.trainer import AdapterTrainer
 from tinkermq.schemas.tinker import wire
+from tinkermq.schemas.tinker.datum import LoraSpec
 from tinkermq.schemas.tinker.names import CheckpointName, ModelName
-from tinkermq.schemas.tinker.operation import LoraSpec
 from tinkermq.schemas.tinker.sampling import SamplerName
 from tinkermq.schemas.wire.errors import ModelError, NotFoundError
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from tinkermq.actors.tinker.sampling.wire import SampleBody
 from tinkermq.schemas.tinker import wire
-from tinkermq.schemas.tinker.operation import LossResult
+from tinkermq.schemas.tinker.datum import LossResult
 from tinkermq.schemas.tinker.wire import (
     CreateModelBody,
     OptimStepBody,

@@ -15,8 +15,8 @@ from tinkermq.envs.agents.episode import (
     EpisodeOver,
     ProgramEpisode,
 )
+from tinkermq.envs.agents.proxy.calls import ProxyTimes
 from tinkermq.envs.agents.proxy.proxy import ModelProxy
-from tinkermq.envs.agents.proxy.running_call import ProxyTimes
 from tinkermq.schemas.wire.errors import BusyError, DataError, EngineError, TinkermqError
 from tinkermq.schemas.wire.subjects import JobScope
 

@@ -1,4 +1,4 @@
-"""Bounds of what one program may take of a proxy: bytes, requests, connections, time."""
+"""ConnectionBounds of what one program may take of a proxy: bytes, requests, connections, time."""
 
 import asyncio
 import contextlib
@@ -11,9 +11,9 @@ import pytest
 import structlog
 from tinkermq.broker.client.connection import Broker
 from tinkermq.envs.agents.episode import ProgramEpisode
-from tinkermq.envs.agents.proxy.listeners import ConnectionTimes, ProxyListeners
 from tinkermq.envs.agents.proxy.proxy import ModelProxy
 from tinkermq.envs.agents.proxy.routes import MAX_REQUESTS
+from tinkermq.envs.http_server import ConnectionBounds, Connections, Deadlines, HttpServer
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.support.program_clients import (
@@ -102,8 +102,8 @@ async def test_an_episode_has_so_many_requests_at_once(
 async def test_whoever_sends_no_whole_request_is_dropped(
     broker: Broker, scope: JobScope, episode: ProgramEpisode, sent: bytes
 ) -> None:
-    times = ConnectionTimes(head_s=0.2, idle_s=0.2, body_s=0.2)
-    async with ModelProxy(broker, scope, connection_times=times) as proxy:
+    deadlines = Deadlines(head_s=0.2, idle_s=0.2, body_s=0.2)
+    async with ModelProxy(broker, scope, deadlines=deadlines) as proxy:
         proxy.open(episode)
         port = int(proxy.base_url.rpartition(":")[2])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -119,11 +119,11 @@ async def test_a_program_that_reads_nothing_is_dropped(
     broker: Broker, scope: JobScope, episode: ProgramEpisode, script: Script
 ) -> None:
     script.say, script.token_chars = (lambda request, choice: "x" * (24 << 20)), 1 << 20
-    times = ConnectionTimes(stalled_s=0.2)
+    deadlines = Deadlines(stalled_s=0.2)
     body = json.dumps(chat_body(stream=True)).encode()
     async with (
         ScriptedGenerator(broker, scope, script).playing(episode.episode),
-        ModelProxy(broker, scope, connection_times=times) as proxy,
+        ModelProxy(broker, scope, deadlines=deadlines) as proxy,
     ):
         proxy.open(episode)
         port = int(proxy.base_url.rpartition(":")[2])
@@ -162,8 +162,8 @@ async def test_a_connection_too_many_is_told_so_in_json_and_idle_ones_make_room(
         await send({"type": "http.response.start", "status": 200, "headers": head})
         await send({"type": "http.response.body", "body": b"ok"})
 
-    listeners = ProxyListeners(application, most=3)
-    url = f"http://127.0.0.1:{await listeners.listen()}"
+    server = HttpServer(application, Connections("proxy", bounds=ConnectionBounds(3, 3, 3)))
+    url = f"http://127.0.0.1:{await server.listen()}"
     with structlog.testing.capture_logs() as logged:
         async with contextlib.AsyncExitStack() as stack:
             clients = [await stack.enter_async_context(httpx.AsyncClient()) for _ in range(4)]
@@ -178,4 +178,4 @@ async def test_a_connection_too_many_is_told_so_in_json_and_idle_ones_make_room(
             assert [(await one).text for one in waiting] == ["ok"] * 3
             assert (await clients[0].get(f"{url}/now")).text == "ok"
     assert [one["event"] for one in logged] == ["connections_refused"]
-    await listeners.stop()
+    await server.stop()

@@ -8,8 +8,8 @@ import httpx
 import pytest
 from tinkermq.broker.client.connection import Broker
 from tinkermq.envs.agents.episode import ProgramEpisode
+from tinkermq.envs.agents.proxy.calls import ProxyTimes
 from tinkermq.envs.agents.proxy.proxy import ModelProxy
-from tinkermq.envs.agents.proxy.running_call import ProxyTimes
 from tinkermq.schemas.wire.errors import StateError
 from tinkermq.schemas.wire.subjects import JobScope
 

@@ -11,8 +11,7 @@ from tinkermq.broker.client.keys import read_episode_key
 from tinkermq.broker.client.login import of_program
 from tinkermq.broker.client.parts import ask_parts, last_part
 from tinkermq.envs.agents.episode import ProgramEpisode
-from tinkermq.envs.agents.proxy.errors import KeyRefused
-from tinkermq.envs.agents.proxy.exchange import BodyRoom
+from tinkermq.envs.agents.proxy.exchange import BodyRoom, KeyRefused
 from tinkermq.envs.agents.proxy.proxy import ModelProxy
 from tinkermq.envs.agents.remote.remote_episode import HostTimes, RemoteEpisode
 from tinkermq.schemas.agent import EpisodePost, EpisodePosted, ReportedCall

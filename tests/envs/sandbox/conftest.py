@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tinkermq.envs.sandbox.bubblewrap import Bubblewrap
-from tinkermq.envs.sandbox.settings import Outcome, SandboxSettings
+from tinkermq.envs.sandbox.interpreters import LocalCodeSandbox, Outcome, SandboxSettings
 from tinkermq.envs.sandbox.watch import descendants
 
 LIMITS: dict[str, Any] = {
@@ -21,15 +20,15 @@ LIMITS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="session")
-def bubblewrap() -> Bubblewrap:
+def bubblewrap() -> LocalCodeSandbox:
     """Return a sandbox; fails with the remedy where there can be none."""
-    sandbox = Bubblewrap(SandboxSettings(packages=[], **LIMITS))
+    sandbox = LocalCodeSandbox(SandboxSettings(packages=[], **LIMITS))
     sandbox.self_test()
     return sandbox
 
 
 @pytest.fixture
-def sandbox(bubblewrap: Bubblewrap) -> Iterator[Bubblewrap]:
+def sandbox(bubblewrap: LocalCodeSandbox) -> Iterator[LocalCodeSandbox]:
     """The same, with a look at what is left when the test is over."""
     before, files = set(descendants(os.getpid())), num_open_files()
     yield bubblewrap
@@ -42,7 +41,7 @@ def num_open_files() -> int:
 
 
 @pytest.fixture
-def run(sandbox: Bubblewrap) -> Callable[..., Outcome]:
+def run(sandbox: LocalCodeSandbox) -> Callable[..., Outcome]:
     """Run one program by itself."""
 
     def run_one(code: str, time_s: float | None = None) -> Outcome:

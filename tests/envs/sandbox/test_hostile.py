@@ -6,13 +6,10 @@ The fixtures see that no process is left of any of them.
 import contextlib
 import os
 import re
-import shutil
 import socket
 from pathlib import Path
 
 import pytest
-
-from tests.support import hostile
 
 CTYPES = """
 import ctypes
@@ -116,11 +113,6 @@ def test_no_system_call_reaches_out(run):
     assert dict(zip(FORBIDDEN, lines, strict=True)) == dict.fromkeys(FORBIDDEN, "-1 1")
 
 
-def test_nothing_that_a_program_tries_changes_the_machine(run):
-    source = Path(hostile.__file__).read_text().replace("__name__ ==", "'__main__' ==")
-    assert run(source).text == "[]\n"
-
-
 def _quoted(call):
     name, _, arguments = call.partition(", ")
     return f"'{name}', {arguments}"
@@ -175,11 +167,11 @@ def _running():
     return [entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit()]
 
 
-def test_what_it_writes_is_gone_and_takes_no_disk(run, tmp_path):
-    free = shutil.disk_usage("/tmp").free
+def test_what_it_writes_is_gone_and_takes_no_disk(run):
+    kind = "[one.split()[2] for one in open('/proc/mounts') if one.split()[1] == '/tmp']"
+    assert run(kind).text == "['tmpfs']\n"
     assert run("open('/tmp/here', 'wb').write(bytes(15 << 20)); print(1)").status == "ok"
     assert not Path("/tmp/here").exists()
-    assert abs(shutil.disk_usage("/tmp").free - free) < 10 << 20 or free == 0
     assert run("import os; print(os.listdir('/tmp'))").text == "[]\n"
 
 

@@ -10,18 +10,25 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tinkermq.envs.sandbox.bubblewrap import Bubblewrap
-from tinkermq.envs.sandbox.self_test import check_answer
-from tinkermq.envs.sandbox.served import listen_at
-from tinkermq.envs.sandbox.settings import MAX_CODE_BYTES, Outcome, SandboxSettings
-from tinkermq.envs.sandbox.shared import shared_sandbox
+from tinkermq.envs.sandbox import bubblewrap
+from tinkermq.envs.sandbox.interpreters import (
+    MAX_CODE_BYTES,
+    LocalCodeSandbox,
+    Outcome,
+    SandboxSettings,
+    code_sandbox,
+)
+from tinkermq.envs.sandbox.self_test import check_answer, prove
+from tinkermq.envs.sandbox.served import listen_at, shared_sandbox
 from tinkermq.envs.sandbox.watch import descendants
 from tinkermq.schemas.wire.errors import ConfigError, SandboxError
 
 from tests.envs.sandbox.conftest import LIMITS, num_open_files
+from tests.support.altered_bubblewrap import path_without
 from tests.support.waiting import PATIENCE_S
 
 
@@ -47,7 +54,7 @@ def test_a_program_runs_as_the_cell_of_a_notebook(run, code, text, status):
 
 
 def test_packages_are_there_with_what_they_need_and_nothing_else_is():
-    sandbox = Bubblewrap(SandboxSettings(packages=["sympy"]))
+    sandbox = LocalCodeSandbox(SandboxSettings(packages=["sympy"]))
     code = "import sympy, os; sympy.sqrt(8), sorted(os.listdir('/packages'))"
     with contextlib.closing(sandbox.session()) as session:
         outcome = session.run(code)
@@ -134,7 +141,7 @@ def _num_started():
 
 def test_more_sessions_than_allowed_are_refused():
     limits = {**LIMITS, "keep_state": True, "max_sessions": 1}
-    sandbox = Bubblewrap(SandboxSettings(packages=[], **limits))
+    sandbox = LocalCodeSandbox(SandboxSettings(packages=[], **limits))
     with contextlib.closing(sandbox.session()) as first:
         first.run("1")
         with pytest.raises(SandboxError, match=r"max_sessions") as refused:
@@ -147,7 +154,7 @@ def test_more_sessions_than_allowed_are_refused():
 def test_a_machine_without_bubblewrap_is_refused_with_the_remedy(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SandboxError, match="no bubblewrap on this machine") as refused:
-        Bubblewrap(SandboxSettings(packages=[]))
+        LocalCodeSandbox(SandboxSettings(packages=[]))
     assert "apt-get install bubblewrap" in refused.value.hint
 
 
@@ -163,7 +170,7 @@ def test_a_machine_without_bubblewrap_is_refused_with_the_remedy(monkeypatch, tm
         (
             'exec {bwrap} --ro-bind /etc /etc "$@"',
             "it shows files of the host",
-            "no program of a model is run here",
+            "no program is run here",
         ),
     ],
 )
@@ -173,7 +180,7 @@ def test_a_sandbox_that_does_not_enclose_is_refused(monkeypatch, tmp_path, scrip
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(SandboxError, match=words) as refused:
-        Bubblewrap(SandboxSettings(packages=[], **LIMITS)).self_test()
+        LocalCodeSandbox(SandboxSettings(packages=[], **LIMITS)).self_test()
     assert remedy in refused.value.hint
 
 
@@ -193,15 +200,46 @@ def test_what_programs_can_do_without_may_be_refused(monkeypatch, tmp_path, opti
     )
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    sandbox = Bubblewrap(SandboxSettings(packages=[], **LIMITS))
+    sandbox = LocalCodeSandbox(SandboxSettings(packages=[], **LIMITS))
     assert told in sandbox.self_test()
     with contextlib.closing(sandbox.session()) as session:
         assert session.run("6 * 7").text == "42\n"
 
 
+@pytest.mark.parametrize(
+    ("option", "number", "words"),
+    [
+        ("--unshare-net", 1, "it reaches a network"),
+        ("--unshare-pid", 1, "it shows processes of the host"),
+        ("--seccomp", 2, "system calls are not filtered"),
+        ("--size", 2, "its disk is not limited"),
+    ],
+)
+def test_the_self_test_finds_what_bubblewrap_does_not_do(
+    monkeypatch, tmp_path, option, number, words
+):
+    settings = SandboxSettings(packages=[], **LIMITS)
+    sandbox = replace(code_sandbox(settings), has_internet_sockets=True)
+    prove(sandbox)
+    monkeypatch.setenv("PATH", path_without(tmp_path, option, number))
+    with pytest.raises(SandboxError, match=words):
+        prove(sandbox)
+
+
+def test_nothing_runs_if_whoever_starts_a_sandbox_ends_before_it_has_given_orders():
+    ours, theirs = socket.socketpair()
+    with theirs:
+        words = [sys.executable, "-c", bubblewrap._INSIDE, str(theirs.fileno())]
+        inside = subprocess.Popen(words, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE)
+    with ours:
+        assert ours.recv(1) == b"R"
+    assert b"whoever started the sandbox has ended" in inside.communicate(timeout=PATIENCE_S)[1]
+    assert inside.returncode == 1
+
+
 def test_the_answer_of_the_self_test_names_each_wall_that_is_missing():
     with pytest.raises(SandboxError, match="it reaches a network"):
-        check_answer(Outcome("it reaches a network\n", "ok", 0.1))
+        check_answer('[["it reaches a network"], []]')
 
 
 @pytest.mark.parametrize(
@@ -225,9 +263,8 @@ def test_a_package_that_is_not_installed_is_named():
 
 ALONE = """
 import threading
-from tinkermq.envs.sandbox.bubblewrap import Bubblewrap
-from tinkermq.envs.sandbox.settings import SandboxSettings
-session = Bubblewrap(SandboxSettings(packages=[])).session()
+from tinkermq.envs.sandbox.interpreters import LocalCodeSandbox, SandboxSettings
+session = LocalCodeSandbox(SandboxSettings(packages=[])).session()
 session.run("x = 1")
 print("started", flush=True)
 session.run("import os\\nos.fork()\\nwhile True: pass")

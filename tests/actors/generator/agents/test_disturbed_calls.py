@@ -20,7 +20,7 @@ from tinkermq.actors.rollout.call_log import CallLog
 from tinkermq.actors.rollout.call_tree import CallRow, rows_of, trained_calls
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.partial_rollouts import Fenced
-from tinkermq.envs.agents.proxy.gathered import GatheredAnswer
+from tinkermq.envs.agents.proxy.calls import GatheredAnswer
 from tinkermq.schemas.agent import CallDelivered, CallPart, CallRequest
 from tinkermq.schemas.wire.subjects import JobScope
 

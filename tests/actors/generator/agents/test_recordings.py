@@ -13,11 +13,11 @@ import pytest
 from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.rollout.call_tree import rows_of
 from tinkermq.actors.rollout.exact_calls import ExactCalls
-from tinkermq.envs.agents.dialects.chat import read_chat
-from tinkermq.envs.agents.dialects.messages_api import read_messages
-from tinkermq.envs.agents.dialects.request import ModelRequest
-from tinkermq.envs.agents.dialects.responses import read_response
 from tinkermq.envs.agents.which_calls import main_root
+from tinkermq.envs.model_apis.chat import read_chat
+from tinkermq.envs.model_apis.messages import read_messages
+from tinkermq.envs.model_apis.request import ModelRequest
+from tinkermq.envs.model_apis.responses import read_response
 
 from tests.actors.generator.agents.programs import RecordingEngine, chat_of
 

@@ -1,4 +1,4 @@
-"""A host's programs, run for real behind real walls, and a look at what is left of them."""
+"""A host's programs, run for real in real sandboxes, and a look at what is left of them."""
 
 import asyncio
 import contextlib

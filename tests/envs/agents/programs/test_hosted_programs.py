@@ -60,7 +60,7 @@ open(os.environ["TINKERMQ_REWARD"], "w").write('{"reward": 1, "success": true}')
 """
 
 
-async def test_the_makers_own_library_runs_behind_walls_and_streams(broker, scope):
+async def test_the_makers_own_library_runs_in_the_sandbox_and_streams(broker, scope):
     pytest.importorskip("openai")
     settings = {**LIMITS, "memory_mb": 1024, "processes": 64}
     agent = AgentConfig(command=["{python}", "-c", SDK], **settings)

@@ -1,7 +1,7 @@
 """Where the reward of a program comes from, and what is none."""
 
 import pytest
-from tinkermq.envs.agents.programs.worth import Worth, read_worth
+from tinkermq.envs.agents.programs.reward_parsing import ProgramReward, parse_reward
 from tinkermq.envs.datasets import Record
 from tinkermq.schemas.wire.errors import ConfigError, RewardError
 
@@ -136,14 +136,14 @@ async def test_graders_that_programs_would_see_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("text", "worth"),
     [
-        ("1", Worth(1.0)),
-        (" -2.5e1\n", Worth(-25.0)),
-        ('{"reward": 0}', Worth(0.0)),
-        ('{"reward": 1, "success": false, "info": {"a": 1}}', Worth(1.0, False, {"a": 1})),
+        ("1", ProgramReward(1.0)),
+        (" -2.5e1\n", ProgramReward(-25.0)),
+        ('{"reward": 0}', ProgramReward(0.0)),
+        ('{"reward": 1, "success": false, "info": {"a": 1}}', ProgramReward(1.0, False, {"a": 1})),
     ],
 )
 def test_a_reward_is_a_number_or_an_object_with_one(text, worth):
-    assert read_worth(text, "it") == worth
+    assert parse_reward(text, "it") == worth
 
 
 @pytest.mark.parametrize(
@@ -169,6 +169,6 @@ def test_a_reward_is_a_number_or_an_object_with_one(text, worth):
 )
 def test_what_is_no_reward_is_refused_with_its_words(text, words):
     with pytest.raises(RewardError, match=words) as error:
-        read_worth(text, "agent.reward")
+        parse_reward(text, "agent.reward")
     assert "what agent.reward wrote" in error.value.message
     assert len(error.value.message) < 400

@@ -1,0 +1,480 @@
+"""The sandboxes of hosted games, and of learners with functions of users.
+
+In a pool with users an environment host runs code of a job's owner. It sees this interpreter and
+its packages, the data files that its job names, and what the operator names in
+`$TINKERMQ_GAME_FOLDERS`, all read-only; a /tmp and a home of its own, in memory; its own processes.
+It sees no run folder, no file of the node, no other process, and of the node's environment only
+what `_VARIABLES` and `$TINKERMQ_GAME_VARIABLES` name. It shares the network, over which it reaches
+the broker.
+
+It runs as a user that nobody is: the kernel lets root's number write its settings whatever else was
+taken from it. The filter of system calls refuses namespaces, mounts, tracing and the like, so no
+game makes a sandbox, or a /proc, of its own: code of a model that it wants to run goes through a
+socket to interpreters that the node starts.
+
+A host of agent programs runs no code of a job's owner and needs no sandbox; its programs have
+theirs (`envs/agents/programs`).
+
+A learner that runs functions of its job's owner has the same sandbox, as the user that the node is,
+in a user namespace: it writes its own run's folder, and reads the models and data that its job
+names, the cache of the hub's models, and its GPUs. It has no network but a way to the broker
+(`forwarding.py`), unless its owner is an admin.
+"""
+
+import asyncio
+import contextlib
+import errno
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import structlog
+
+from ...broker.client.login import CA_VARIABLE
+from ...broker.run_folder import Folder
+from ...broker.service_process import die_with
+from ...envs.datasets import is_dataset_name
+from ...envs.sandbox.bubblewrap import Program, SandboxProcess, start_in_thread
+from ...envs.sandbox.sandbox import (
+    SYSTEM_ETC,
+    Mount,
+    Sandbox,
+    etc_mounts,
+    memory_folder,
+    python_variables,
+    readable,
+    system_mounts,
+    unprivileged_user,
+    writable,
+)
+from ...envs.sandbox.self_test import prove
+from ...envs.sandbox.served import SOCKET, listen_at
+from ...schemas.node import WantedActor
+from ...schemas.wire.errors import SandboxError, StorageError, TinkermqError
+from ..storage.access import MODELS_VARIABLE, is_of_another, shown_from
+from .command import ENVIRONMENT
+from .forwarding import URL_VARIABLE, Forwarder
+
+FOLDERS_VARIABLE = "TINKERMQ_GAME_FOLDERS"
+"""Further folders for games, joined by `:`, such as packages and data of theirs."""
+VARIABLES_VARIABLE = "TINKERMQ_GAME_VARIABLES"
+"""Further variables of the node's environment for games, joined by `:`."""
+_VARIABLES = frozenset(
+    {"PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "HOME", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE"}
+    | {"LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "http_proxy"}
+    | {"https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", CA_VARIABLE}
+    | {"TINKERMQ_DEBUG", "TINKERMQ_LOG_LEVEL"}
+)
+_ETC = (*SYSTEM_ETC, "group", "passwd")
+_ETC_OF_NETWORK = ("hosts", "resolv.conf")
+_ROOMS = ("actors", "broker", "clients", "envs", "schemas")
+_OPTIONS = ("-I", "-S", "-B", "-X", "utf8")
+_WHO = {"USER": "nobody", "LOGNAME": "nobody"}
+"""Its number stands in no list of users."""
+_OF_LEARNERS = frozenset(
+    {"OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME"}
+    | {"HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TINKERMQ_LOG_FORMAT", "MLFLOW_TRACKING_URI"}
+)
+"""Further variables for learners; no key of the operator's is among them."""
+_NEEDS_NETWORK = frozenset(
+    {"http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"}
+    | {"MLFLOW_TRACKING_URI"}
+)
+"""Of no use without one, and they may hold passwords."""
+_COPIES = ("fork", "adapters", "models")
+"""Folders of a run that the scheduler makes, and other actors read."""
+_PAUSE_S = 1.0
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+_MAY_PASS = frozenset({errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""Of a machine or its network, not of rights."""
+
+
+class NotShown(SandboxError):
+    """What a job names may not be shown to what runs for it: no second try changes that."""
+
+
+class StartRefused(OSError):
+    """An actor may not be started as its job asks for it: no second try changes that."""
+
+    @classmethod
+    def of(cls, error: TinkermqError) -> "StartRefused":
+        """Say it as the error does."""
+        return cls(f"{error.message}; {error.hint}")
+
+
+class SandboxedActor:
+    """An actor in a sandbox."""
+
+    def __init__(
+        self, process: SandboxProcess, interpreters: "InterpreterSocket", forwarder: Forwarder
+    ) -> None:
+        self._process = process
+        self._interpreters = interpreters
+        self._forwarder = forwarder
+        self.pid = process.pid
+
+    async def wait(self) -> int:
+        """Wait for its end, and that of the code that it has had run; return its exit code."""
+        try:
+            return await self._process.ended()
+        finally:
+            await self._forwarder.close()
+            await self._interpreters.close()
+            self._process.kill()
+            self._process.close()
+
+    def terminate(self) -> None:
+        """Ask it to drain."""
+        self._process.terminate()
+
+
+class SandboxStarter:
+    """Starts actors in sandboxes."""
+
+    def __init__(self) -> None:
+        self._proven = set[tuple[bool, bool]]()
+
+    async def start(
+        self,
+        command: Sequence[str],
+        wanted: WantedActor,
+        environment: Mapping[str, str],
+        output: int,
+    ) -> SandboxedActor:
+        """Start the program of an actor, whose output goes to a descriptor.
+
+        Raises OSError where there can be no sandbox, with the remedy, and StartRefused where it may
+        not be shown what its job names.
+        """
+        learns, shares = wanted.own_code is not None, _shares_network(wanted)
+        variables = {**_allowed(os.environ, _OF_LEARNERS if learns else ()), **_WHO}
+        interpreters = InterpreterSocket(_allowed(os.environ))
+        handles = _Handles()
+        forwarder: Forwarder | None = None
+        try:
+            forwarder = Forwarder("" if shares else environment.get(URL_VARIABLE, ""))
+            given = {**environment}
+            if not shares:
+                variables = {n: v for n, v in variables.items() if n not in _NEEDS_NETWORK}
+                given |= forwarder.environment()
+                interpreters.hosts.write_text(forwarder.hosts)
+            program = Program(command, environment={**variables, **given})
+            sandbox = await asyncio.to_thread(
+                self._proven_sandbox, wanted, interpreters, forwarder, handles
+            )
+            process = await start_in_thread(sandbox, program, stdout=output, stderr=output)
+            forwarder.serve(process.sockets)
+        except BaseException as error:
+            if forwarder is not None:
+                await forwarder.close()
+            await interpreters.close()
+            if isinstance(error, NotShown):
+                raise StartRefused.of(error) from error
+            if isinstance(error, SandboxError):
+                raise OSError(f"{error.message}; {error.hint}") from error
+            raise
+        finally:
+            handles.close()
+        return SandboxedActor(process, interpreters, forwarder)
+
+    def _proven_sandbox(
+        self,
+        wanted: WantedActor,
+        interpreters: "InterpreterSocket",
+        forwarder: Forwarder,
+        handles: "_Handles",
+    ) -> Sandbox:
+        """Return the sandbox of an actor; the first of a kind has to pass its self-test."""
+        kind = wanted.own_code is not None, _shares_network(wanted)
+        sandbox = actor_sandbox(wanted, interpreters, forwarder, handles)
+        if kind not in self._proven:
+            prove(sandbox)
+            self._proven.add(kind)
+        return sandbox
+
+
+def actor_sandbox(
+    wanted: WantedActor,
+    interpreters: "InterpreterSocket",
+    forwarder: Forwarder,
+    handles: "_Handles",
+) -> Sandbox:
+    """Return the sandbox of an actor; disks may be slow. Raises SandboxError."""
+    learns, shares = wanted.own_code is not None, _shares_network(wanted)
+    shown = [*_python(), *_named(FOLDERS_VARIABLE)]
+    _refuse_runs(shown, Path(wanted.run_dir))
+    data = _read_by_learner(wanted, handles) if learns else _data_files(wanted)
+    if authority := os.environ.get(CA_VARIABLE):
+        shown.append(Path(authority))
+    if unprivileged_user() is not None and not learns:
+        _refuse_unreadable([*shown, *data.values()])
+    etc = (*_ETC, *(_ETC_OF_NETWORK if shares else ()))
+    return Sandbox(
+        python=(sys.executable, *_OPTIONS),
+        mounts=(
+            memory_folder("/tmp"),  # noqa: S108 - its own
+            memory_folder("/dev/shm"),  # noqa: S108 - its own
+            *system_mounts(),
+            *(Mount("folder", str(one), mode=0o1777) for one in sorted({Path.home(), Path.cwd()})),
+            *etc_mounts(etc),
+            *(readable(path, is_optional=True) for path in sorted(set(shown))),
+            *(readable(path, place, is_optional=True) for path, place in data.items()),
+            *(_run_folder(Path(wanted.run_dir), handles) if learns else ()),
+            *(_devices() if learns else ()),
+            writable(SOCKET, interpreters.path),
+            *(() if shares else (readable("/etc/hosts", interpreters.hosts),)),
+        ),
+        folder=str(Path.cwd()),
+        is_read_only=False,  # its home and working folder lie in it, in memory
+        is_ended_first=False,
+        is_caller=learns,
+        has_network=shares,
+        has_memory_files=True,  # there is no limit that they could pass
+        listens=forwarder.listens,
+        variables=python_variables(),
+        fds=handles.fds,
+    )
+
+
+def _devices() -> Iterator[Mount]:
+    """Yield the GPUs."""
+    for device in sorted(Path("/dev").glob("nvidia*")):
+        yield Mount("device", str(device), str(device), is_optional=True)
+
+
+def _shares_network(wanted: WantedActor) -> bool:
+    """Whether a program has the network of the node, and not only a way to the broker."""
+    return wanted.own_code is None or wanted.own_network
+
+
+def _python() -> list[Path]:
+    """Return where the interpreter, its packages and this project lie."""
+    root = Path(__file__).resolve().parents[2]
+    path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [
+        Path(sys.prefix),
+        Path(sys.base_prefix),
+        *(root / room for room in _ROOMS),
+        *(Path(one) for one in path if one),
+    ]
+
+
+def check_programs(wanted: WantedActor) -> None:
+    """Look at what a host of agent programs reads; it is in no sandbox itself.
+
+    It runs no code of the job's owner, and each of its programs has a sandbox. What it shows
+    to them, and its data, may be no more than a hosted game would see. Raises NotShown.
+    """
+    _data_files(wanted)
+    roots = [Path(root) for root in wanted.output_roots]
+    named = [one.resolve() for one in (*_python(), *_named(FOLDERS_VARIABLE))]
+    for folder in wanted.programs or []:
+        path = Path(folder).expanduser().resolve()
+        is_own = any(path.is_relative_to(root.resolve()) for root in roots) and not is_of_another(
+            path, wanted.user, roots
+        )
+        if not is_own and not any(path.is_relative_to(one) for one in named):
+            raise NotShown(
+                f"agent programs of user {wanted.user!r} may not be shown {folder!r}",
+                hint="name a folder in a run of theirs, or let the operator name it in "
+                f"${FOLDERS_VARIABLE} of the nodes",
+            )
+
+
+def _data_files(wanted: WantedActor) -> dict[Path, Path]:
+    """Return where the data files of a job lie, links followed, by the names that it gives them.
+
+    Both must be names of datasets: a game must not be shown whatever its owner calls data, nor, by
+    a link, what lies in a run of somebody else.
+    """
+    roots = [Path(root) for root in wanted.output_roots]
+    named = {Path(one).expanduser().absolute() for one in wanted.reads}
+    places = {path: path.resolve() for path in named if is_dataset_name(path) and path.is_file()}
+    for path, place in places.items():
+        if place != path and (
+            not is_dataset_name(place) or is_of_another(place, wanted.user, roots)
+        ):
+            raise NotShown(
+                f"{path} leads to {place}, which is no dataset of user {wanted.user!r}",
+                hint="name the file itself, or copy it",
+            )
+    return places
+
+
+class _Handles:
+    """Files and folders that are held open until bubblewrap has them, and their names for it.
+
+    What is opened without following a link is what bubblewrap shows, whatever is done to the path
+    in between.
+    """
+
+    def __init__(self) -> None:
+        self.fds: list[int] = []
+
+    def hold(self, fd: int) -> Path:
+        self.fds.append(fd)
+        return Path(f"/proc/self/fd/{fd}")
+
+    def below(self, root: Path, path: Path) -> Path:
+        """Open a regular file or a folder below a root; raises OSError, StorageError."""
+        with Folder(root) as folder:
+            name = str(path.relative_to(root))
+            if name == "." or folder.has_folder(name):
+                with folder.folder(name) as inner:
+                    return self.hold(os.dup(inner.fileno()))
+            with folder.open(name) as file:
+                return self.hold(os.dup(file.fileno()))
+
+    def close(self) -> None:
+        while self.fds:
+            os.close(self.fds.pop())
+
+
+def _run_folder(path: Path, handles: _Handles) -> Iterator[Mount]:
+    """Yield the folder of a learner's run, the copies in it read-only.
+
+    Other actors of the job read these. Raises NotShown for a folder that was made a link.
+    """
+    yield writable(path, _opened(path, path, handles))
+    with Folder(path) as folder:
+        for name in _COPIES:
+            if folder.has(name):
+                yield readable(path / name, _opened(path, path / name, handles))
+
+
+def _opened(root: Path, path: Path, handles: _Handles) -> Path:
+    try:
+        if os.path.realpath(root) != str(root):
+            raise NotADirectoryError(errno.ENOTDIR, f"leads to {os.path.realpath(root)}")
+        return handles.below(root, path)
+    except (OSError, StorageError) as error:
+        may_pass = isinstance(error, OSError) and error.errno in _MAY_PASS
+        raise (SandboxError if may_pass else NotShown)(
+            f"{path} cannot be shown to functions of its owner: {error}",
+            hint="the folder of a run, and what it reads, may be no link: remove it",
+        ) from error
+
+
+def _read_by_learner(wanted: WantedActor, handles: _Handles) -> dict[Path, Path]:
+    """Return models and data of a learner, held open, by the names that it has for them.
+
+    Each must lie, links followed, where the operator's folders or the user's own let it, and is
+    opened from there without following one: whoever may write a folder may have made it a link
+    since the job was accepted. Raises NotShown.
+    """
+    roots = [Path(root) for root in wanted.output_roots]
+    named = {Path(one).expanduser().absolute() for one in wanted.own_code or []}
+    places: dict[Path, Path] = {}
+    for path in sorted(one for one in named if one.exists()):
+        place = path.resolve()
+        root = shown_from(place, wanted.user, roots)
+        if root is None:
+            raise NotShown(
+                f"functions of user {wanted.user!r} may not be shown {path}",
+                hint=f"let the operator name its folder in ${MODELS_VARIABLE} of scheduler and "
+                "nodes, or name a model or data in a run of your own",
+            )
+        places[path] = _opened(root, place, handles)
+    cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser().absolute()
+    return {**places, **({cache: cache.resolve()} if cache.is_dir() else {})}
+
+
+def _named(variable: str) -> list[Path]:
+    return [Path(one) for one in os.environ.get(variable, "").split(":") if one]
+
+
+def _allowed(environment: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str]:
+    """Return the variables that code of users may see."""
+    names = _VARIABLES.union(os.environ.get(VARIABLES_VARIABLE, "").split(":"), more)
+    return {name: value for name, value in environment.items() if name in names}
+
+
+def _refuse_runs(folders: Iterable[Path], run_dir: Path) -> None:
+    """Raise NotShown if what every game may see holds the runs of all."""
+    for folder in folders:
+        if run_dir.resolve().is_relative_to(folder.resolve()):
+            raise NotShown(
+                f"games would see the run folders of all users in {folder}",
+                hint="let the runs lie elsewhere (output_dir) than what games see: Python's own "
+                f"folders, $PYTHONPATH and ${FOLDERS_VARIABLE}",
+            )
+
+
+def _refuse_unreadable(paths: Iterable[Path]) -> None:
+    """Raise NotShown for what only root may read: the game is somebody else."""
+    for path in paths:
+        needed = 0o005 if path.is_dir() else 0o004
+        if path.exists() and path.stat().st_mode & needed != needed:
+            raise NotShown(
+                f"hosted games may not read {path}: a node that root runs lets them run as nobody",
+                hint=f"chmod -R o+rX {path}",
+            )
+
+
+class InterpreterSocket:
+    """Where an actor in a sandbox has code of a model run, outside of its sandbox.
+
+    The server starts with the first connection, and again if it ends.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """Listen from now on; `environment` is that of the server.
+
+        Raises OSError where no socket can be made, with what is to be done.
+        """
+        self._environment = environment
+        self._folder = Path(tempfile.mkdtemp(prefix="tinkermq-"))
+        self.path = self._folder / "socket"
+        self.hosts = self._folder / "hosts"
+        """A file for /etc/hosts of the actor."""
+        try:
+            self._listening = listen_at(self.path)
+            self.path.chmod(0o666)  # the game is another user, and alone is shown it
+        except OSError:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        self._task = asyncio.create_task(self._serve())
+        self._task.add_done_callback(lambda _: self._listening.close())
+
+    async def close(self) -> None:
+        """Listen no more, and end every program."""
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _serve(self) -> None:
+        while True:
+            await self._asked()
+            server = await self._start()
+            try:
+                exit_code = await server.wait()
+            finally:
+                if server.returncode is None:
+                    server.kill()
+                    await server.wait()
+            _log.warning("sandbox_server_ended", exit_code=exit_code, restart_in_s=_PAUSE_S)
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _asked(self) -> None:
+        """Wait until the game connects."""
+        asked, loop = asyncio.Event(), asyncio.get_running_loop()
+        loop.add_reader(self._listening, asked.set)
+        try:
+            await asked.wait()
+        finally:
+            loop.remove_reader(self._listening)
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        listening = self._listening.fileno()
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tinkermq.envs.sandbox.served", str(listening)),
+            stdin=asyncio.subprocess.DEVNULL,
+            env={**self._environment, **ENVIRONMENT},
+            pass_fds=[listening],
+            start_new_session=True,
+            preexec_fn=die_with(os.getpid()),
+        )

@@ -1,0 +1,352 @@
+"""One run of an agent program: its folder, its setup, the program, its outcome, its reward.
+
+A program that has not called the model has nothing to be trained from. One that crashed is tried
+again, and so is, once, one that was stuck; the last try counts as it is, as does what the model's
+own limits have ended.
+"""
+
+import asyncio
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeAlias
+
+from ....schemas.config.agent import AgentConfig
+from ....schemas.wire.errors import GameError, RewardError, SandboxError
+from ...game import ChatMessage, StepResult
+from ...running.episodes import Opening
+from ..episode import NoCalls, Outcome, ProgramEpisode
+from .environment import (
+    INPUT,
+    REWARD,
+    ROW,
+    filled,
+    last_user_text,
+    prompt_of,
+    reward_variables,
+    task_input,
+    variables,
+    whole_row,
+    write_json,
+)
+from .folders import ProgramFolder
+from .launcher import ModelEndpoint, ProgramLauncher, Running
+from .reward_parsing import ProgramReward, checked_number, parse_reward
+from .sandbox import PORT, Reach, grader_mounts
+
+_REWARD_BYTES = 64 << 10
+_LOOKS_WHILE_OPEN = 10
+_SHOWN_CHARS = 1000
+How: TypeAlias = Literal["exit", "said", "timeout", "stuck", "memory", "disk"]
+"""By itself, after it said so, or by a limit."""
+_FAILED = ("failed", "timeout", "stuck", "crash")
+
+
+class ProgramCrashed(GameError):
+    """A program that ended with an error, or hung, after it had called the model."""
+
+    code: ClassVar[str] = "program_crashed"
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a program ended."""
+
+    how: How
+    exit_code: int
+    printed: str
+    """The end of what it printed."""
+
+
+class AgentRun:
+    """One try of one episode."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        launcher: ProgramLauncher,
+        endpoint: ModelEndpoint,
+        opening: Opening,
+        *,
+        max_tries: int,
+        job: str = "",
+    ) -> None:
+        """Start nothing yet."""
+        self._config = config
+        self._launcher = launcher
+        self._endpoint = endpoint
+        self._opening = opening
+        self._max_tries = max_tries
+        self.prompt: list[ChatMessage] = prompt_of(opening)
+        """The chat messages by which the task is known."""
+        self.episode = ProgramEpisode(
+            opening.episode, task_input(opening), opening.seed, opening.split, job
+        )
+
+    async def play(self, begun: Callable[[], None]) -> StepResult:
+        """Run the program to its end; `begun` is called when it has started.
+
+        Raises SandboxError, GameError, NoCalls or RewardError for an episode that does not count.
+        """
+        async with self._launcher.folder(self._launcher.files) as folder:
+            write = self._launcher.blocking
+            await write(lambda: self._write_task(folder))
+            if self._config.setup:
+                await self._set_up(folder)
+            ending = await self._run(folder, begun)
+            outcome = check_counts(ending, self.episode, self._config, self._max_tries)
+            reward = await self._reward(folder, outcome)
+        info = {
+            **self.episode.told(),
+            **reward.facts(),
+            "outcome": outcome,
+            "exit_code": ending.exit_code,
+            "output": ending.printed,
+        }
+        if ending.how in ("memory", "disk"):
+            info["limit"] = ending.how
+        return StepResult("", reward.reward, done=True, info=info)
+
+    # -- setup ---------------------------------------------------------------------------------
+
+    def _write_task(self, folder: ProgramFolder) -> None:
+        write_json(folder["task"] / _name(INPUT), self.episode.task_input)
+        folder.give_away("task")
+
+    async def _set_up(self, folder: ProgramFolder) -> None:
+        config = self._config
+        variables_ = variables(config, self.episode, {})
+        reach: Reach = "open" if config.network == "open" else "none"
+        running = self._launcher.running(folder, self._filled(config.setup), variables_, reach)
+        async with running as one:
+            how = await _by_itself(one, config.setup_timeout_s)
+            exit_code = await one.program.kill()
+        if how != "exit" or exit_code:
+            words = {
+                "timeout": f"took longer than agent.setup_timeout_s={config.setup_timeout_s:g}"
+            }
+            raise SandboxError(
+                f"agent.setup {words.get(how, _ended(how, exit_code))}",
+                hint=f"it printed: {one.program.printed.tail().strip()[-_SHOWN_CHARS:]}",
+            )
+
+    # -- the program ---------------------------------------------------------------------------
+
+    async def _run(self, folder: ProgramFolder, begun: Callable[[], None]) -> Ending:
+        """Run the program until it has ended with all its processes."""
+        config, episode, endpoint = self._config, self.episode, self._endpoint
+        is_open = config.network == "open"
+        base_url = endpoint.base_url if is_open else f"http://127.0.0.1:{PORT}"
+        environment = variables(config, episode, endpoint.env_of(episode, base_url))
+        episode.last_call = time.monotonic()
+        episode.deadline = episode.last_call + config.timeout_s
+        endpoint.open(episode)
+        try:
+            async with self._launcher.running(
+                folder,
+                self._filled(config.command),
+                environment,
+                "open" if is_open else "model",
+                endpoint=endpoint,
+            ) as running:
+                begun()
+                how = await self._until_over(running)
+                exit_code = await self._end(running, how)
+        finally:
+            episode.over = episode.over or "its program has ended"
+            endpoint.close(episode.episode)
+        return Ending(how, exit_code, running.program.printed.tail())
+
+    async def _until_over(self, running: Running) -> How:
+        """Wait until the program ends or says so, or is over a limit."""
+        episode, ended, over = self.episode, running.program.ended, running.over
+        said = asyncio.ensure_future(episode.said_end.wait())
+        try:
+            while True:
+                await asyncio.wait(
+                    {ended, over, said},
+                    timeout=self._patience_s(),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                if over.done():
+                    return over.result()
+                if ended.done():
+                    return "exit"
+                if said.done():
+                    return "said"
+                if time.monotonic() >= episode.deadline:
+                    return "timeout"
+                if self._idle_s() >= self._config.idle_s:
+                    return "stuck"
+        finally:
+            said.cancel()
+
+    def _patience_s(self) -> float:
+        """Return how long nothing needs to be looked at."""
+        idle_s = self._config.idle_s
+        looked_s = idle_s / _LOOKS_WHILE_OPEN if self.episode.num_open else idle_s - self._idle_s()
+        return max(0.0, min(looked_s, self.episode.deadline - time.monotonic()))
+
+    def _idle_s(self) -> float:
+        episode = self.episode
+        return 0.0 if episode.num_open else time.monotonic() - episode.last_call
+
+    async def _end(self, running: Running, how: How) -> int:
+        """End what has not ended by itself; return its exit code."""
+        program, grace_s = running.program, self._config.grace_s
+        if how == "said":
+            await asyncio.wait({program.ended}, timeout=grace_s / 2)
+            grace_s /= 2
+        elif how in ("timeout", "stuck"):
+            self.episode.over = "it ran out of time" if how == "timeout" else "it made no call"
+        if how in ("said", "timeout", "stuck") and not program.ended.done():
+            program.terminate()
+            await asyncio.wait({program.ended}, timeout=grace_s)
+        return await program.kill()
+
+    def _filled(self, command: list[str]) -> list[str]:
+        return filled(self._config, command, last_user_text(self.prompt))
+
+    # -- its reward ----------------------------------------------------------------------------
+
+    async def _reward(self, folder: ProgramFolder, outcome: Outcome) -> ProgramReward:
+        """Return the reward of the episode; RewardError if nothing gives one."""
+        try:
+            return await self._given_reward(folder)
+        except RewardError as error:
+            if earns_failed_reward(outcome):
+                return ProgramReward(self._config.failed_reward, info={"no_reward": error.message})
+            raise
+
+    async def _given_reward(self, folder: ProgramFolder) -> ProgramReward:
+        posted = self.episode.reward
+        if posted is not None:
+            return ProgramReward(checked_number(posted, repr(posted), "the program"))
+        if self._config.reward:
+            return await self._graded(folder)
+        written = await self._launcher.blocking(
+            lambda: folder.read("task", _name(REWARD), _REWARD_BYTES)
+        )
+        if written is not None and written.strip():
+            return parse_reward(written.decode("utf-8", "replace"), "the program")
+        if self.episode.has_partial_rewards:
+            return ProgramReward(0.0)  # its calls have theirs
+        raise RewardError(
+            "the program has ended, and nothing says what it is worth",
+            hint="set agent.reward, write a number into the file that TINKERMQ_REWARD names, or "
+            "post one to the episode's URL",
+        )
+
+    async def _graded(self, folder: ProgramFolder) -> ProgramReward:
+        """Run the reward command in a copy of the program's folder."""
+        config = self._config
+        environment = reward_variables(config, self.episode)
+        async with self._launcher.folder(folder["work"]) as copy:
+            await self._launcher.blocking(lambda: self._write_row(copy))
+            async with self._launcher.running(
+                copy,
+                self._filled(config.reward),
+                environment,
+                "none",
+                more=grader_mounts(self._launcher.grader),
+            ) as running:
+                how = await _by_itself(running, config.reward_timeout_s)
+                exit_code = await running.program.kill()
+        printed = running.program.printed
+        lines = printed.out.text(_REWARD_BYTES).strip().splitlines()
+        if how == "exit" and exit_code == 0 and lines:
+            return parse_reward(lines[-1], "agent.reward")
+        words = {"timeout": f"took longer than agent.reward_timeout_s={config.reward_timeout_s:g}"}
+        failed = words.get(how, _ended(how, exit_code)) if lines or exit_code else "printed nothing"
+        raise RewardError(
+            f"agent.reward {failed}",
+            hint=f"it printed: {printed.tail().strip()[-_SHOWN_CHARS:] or 'nothing'}",
+        )
+
+    def _write_row(self, folder: ProgramFolder) -> None:
+        write_json(folder["task"] / _name(INPUT), self.episode.task_input)
+        write_json(folder["task"] / _name(ROW), whole_row(self._opening))
+        folder.give_away("task")
+
+
+def outcome_of(ending: Ending, episode: ProgramEpisode) -> Outcome:
+    """Return what an ending is called."""
+    if ending.how in ("timeout", "stuck"):
+        return ending.how
+    if episode.status:
+        return episode.status
+    return "done" if ending.how == "exit" and ending.exit_code == 0 else "crash"
+
+
+def earns_failed_reward(outcome: Outcome) -> bool:
+    """Whether an episode that ended so has a reward though nobody gives it one."""
+    return outcome in _FAILED
+
+
+def check_counts(
+    ending: Ending, episode: ProgramEpisode, config: AgentConfig, max_tries: int
+) -> Outcome:
+    """Return the outcome of an episode that counts.
+
+    Raises NoCalls, and ProgramCrashed for one that is to be tried again.
+    """
+    outcome = outcome_of(ending, episode)
+    if not episode.num_calls:
+        raise NoCalls(
+            f"the program {_described(ending, config)} without one answered call of the model",
+            hint=f"{_last_words(ending)}; it finds the model by OPENAI_BASE_URL, OPENAI_API_KEY, "
+            "ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY",
+        )
+    tries = try_number(episode.episode)
+    again = {"crash": tries < max_tries, "stuck": tries == 1 < max_tries}.get(outcome, False)
+    if again and config.on_crash == "retry" and not episode.limit:
+        raise ProgramCrashed(
+            f"the program {_described(ending, config)} after {episode.num_calls} calls",
+            hint=f"{_last_words(ending)}; the last of rollout.max_tries={max_tries} tries counts, "
+            "each with agent.on_crash=score",
+        )
+    return outcome
+
+
+def try_number(episode: str) -> int:
+    """Return which try of an episode an id stands for: they end with `-<n>`; others are the first.
+
+    A try that was lost with its host is counted, too: the one that counts may come a try sooner.
+    """
+    found = re.search(r"-(\d{1,6})\Z", episode)
+    return int(found[1]) if found else 1
+
+
+def _described(ending: Ending, config: AgentConfig) -> str:
+    words = {
+        "said": "said that it had ended",
+        "timeout": f"ran out of time (agent.timeout_s={config.timeout_s:g})",
+        "stuck": f"made no call for agent.idle_s={config.idle_s:g} s",
+        "memory": f"held more than agent.memory_mb={config.memory_mb}",
+        "disk": f"wrote more than agent.disk_mb={config.disk_mb}",
+    }
+    return words.get(ending.how, f"exited with code {ending.exit_code}")
+
+
+def _last_words(ending: Ending) -> str:
+    said = ending.printed.strip()[-_SHOWN_CHARS:]
+    return f"it printed at last: {said}" if said else "it printed nothing"
+
+
+async def _by_itself(running: Running, limit_s: float) -> How:
+    """Wait until a command ends by itself, or has to be ended."""
+    ended, over = running.program.ended, running.over
+    await asyncio.wait({ended, over}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+    if over.done():
+        return over.result()
+    return "exit" if ended.done() else "timeout"
+
+
+def _ended(how: How, exit_code: int) -> str:
+    limits = {"memory": "held more than agent.memory_mb", "disk": "wrote more than agent.disk_mb"}
+    return limits.get(how, f"exited with code {exit_code}")
+
+
+def _name(path: str) -> str:
+    return path.rpartition("/")[2]

@@ -1,0 +1,137 @@
+"""The description of a sandbox: what a program sees, what it may do, and its limits.
+
+A `Sandbox` is plain data; `bubblewrap.py` turns it into a command and starts it. It is used for
+Python code that a model writes (`interpreters.py`), for programs of agent jobs
+(`envs/agents/programs`), and for hosted games and learners with functions of users (`actors/node`).
+
+Every sandbox has its own processes, IPC and host name, a user without rights, no new privileges, a
+filter of system calls and an environment of its own. Nothing of the host is seen but the mounts.
+"""
+
+import os
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+_FIRST_USER, _NUM_USERS = 1 << 30, 1 << 28
+_LEAST_USER = 1000
+_NUM_MAPPED = 5000
+_SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64")
+SYSTEM_ETC = (
+    *("alternatives", "ca-certificates", "fonts", "host.conf", "ld.so.cache", "ld.so.conf"),
+    *("ld.so.conf.d", "localtime", "mime.types", "nsswitch.conf", "pki", "protocols"),
+    *("services", "ssl", "timezone"),
+)
+"""What programs ask /etc for that says nothing of users and hosts."""
+
+
+@dataclass(frozen=True)
+class Mount:
+    """What is seen at one path of a sandbox."""
+
+    kind: Literal["read", "write", "device", "tmpfs", "folder", "link"]
+    """A file or folder of the host, a device of it, memory, an empty folder, or a symbolic link."""
+    path: str
+    source: str = ""
+    """The path on the host; the target of a link."""
+    is_optional: bool = False
+    """Left out if the host does not have it."""
+    mode: int = 0o755
+    """Of a folder or a tmpfs."""
+    size_bytes: int = 0
+    """Of a tmpfs; 0: as the kernel has it."""
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """What a program sees, may do and may use."""
+
+    python: Sequence[str]
+    """The words that start Python inside, with its options; it runs `inside.py` first."""
+    mounts: Sequence[Mount]
+    """In the order in which they are mounted; folders above them are made."""
+    folder: str
+    """The working folder."""
+    root: Path | None = None
+    """A folder of the host that is seen as `/`; without one `/` holds the mounts alone."""
+    is_read_only: bool = True
+    """Whether `/` itself can not be written."""
+    has_proc: bool = True
+    hostname: str = ""
+    """Empty: the host's."""
+    variables: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The environment that Python is started with."""
+    limits: Mapping[str, int] = field(default_factory=dict[str, int])
+    """By the names of setrlimit(2): `NPROC`, `FSIZE`, ..."""
+    is_ended_first: bool = True
+    """Whether the kernel ends it before other processes when memory runs out."""
+    user: int | None = None
+    """The user that root becomes; None: another one at each start, which nobody is."""
+    is_caller: bool = False
+    """Whether it keeps the number of the user who starts it, without any right."""
+    has_network: bool = False
+    """Whether it shares the host's network; else it has an empty one."""
+    listens: Sequence[str] = ()
+    """`host:port` of its own network where `inside.py` listens; whoever starts it is handed the
+    sockets."""
+    has_internet_sockets: bool = True
+    """Whether it may make sockets other than Unix ones."""
+    has_memory_files: bool = False
+    """Whether it may make memory that no limit counts: files without a name, System V segments."""
+    fds: Sequence[int] = ()
+    """Descriptors that sources of mounts name; the program does not inherit them."""
+
+
+def unprivileged_user() -> int | None:
+    """Return the number of a user that nobody is, another one at each call, for what root starts.
+
+    None for a process that is not root, and for one that has no other user to become.
+    """
+    if os.getuid() != 0:
+        return None
+    lines = Path("/proc/self/uid_map").read_text().splitlines()
+    end = max(int(line.split()[0]) + int(line.split()[2]) for line in lines)
+    if end >= _FIRST_USER + _NUM_USERS:
+        return _FIRST_USER + secrets.randbelow(_NUM_USERS)
+    # in a container with users of its own; the last two mean nobody and an error
+    least = max(_LEAST_USER, end - _NUM_MAPPED)
+    return least + secrets.randbelow(end - 2 - least) if end - 2 > least else None
+
+
+def python_variables() -> dict[str, str]:
+    """Return the variables of this process that its interpreter needs to start."""
+    return {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+
+
+def readable(path: str | Path, source: str | Path = "", *, is_optional: bool = False) -> Mount:
+    """Return the mount of a file or folder that can be read; `source` defaults to `path`."""
+    return Mount("read", str(path), str(source or path), is_optional)
+
+
+def writable(path: str | Path, source: str | Path) -> Mount:
+    """Return the mount of a file or folder that can be written."""
+    return Mount("write", str(path), str(source))
+
+
+def memory_folder(path: str, size_bytes: int = 0) -> Mount:
+    """Return the mount of a temporary folder that everybody inside can write, in memory."""
+    return Mount("tmpfs", path, mode=0o1777, size_bytes=size_bytes)
+
+
+def system_mounts(names: Iterable[str] = _SYSTEM, *, above: str = "/") -> Iterator[Mount]:
+    """Yield the mounts of the system's programs and libraries; links stay links."""
+    for name in names:
+        path = Path(above, name)
+        if path.is_symlink():
+            yield Mount("link", str(path), str(path.readlink()))
+        else:
+            yield readable(path, is_optional=True)
+
+
+def etc_mounts(names: Iterable[str]) -> Iterator[Mount]:
+    """Yield the mounts of files of /etc."""
+    yield Mount("folder", "/etc")  # programs look there for what is not shown, too
+    for name in names:
+        yield readable(f"/etc/{name}", is_optional=True)
