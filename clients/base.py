@@ -1,16 +1,20 @@
-"""What the clients share: a connection of their own, and a synchronous twin of each async one."""
+"""What the clients share: one connection to the pool, and a synchronous twin of each async client.
+
+The async client does the work. Its twin runs it on an event loop in a thread, which all twins of
+the process share; so a twin also works inside a program that has a loop of its own (a notebook),
+and returns futures where the caller does not want to wait.
+"""
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
-from functools import cache
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 import structlog
 
@@ -19,36 +23,13 @@ from ..schemas.wire.errors import root_cause
 from ..schemas.wire.subjects import DEFAULT_USER
 from .pool import Pool
 
-# Logs of a client: warnings and errors on standard error, and nothing on standard output.
-
-LEVEL_VARIABLE = "TINKERMQ_LOG_LEVEL"
-
-
-def quiet_logs() -> None:
-    """Show only warnings and errors of the parts that run in this process, on standard error.
-
-    `TINKERMQ_LOG_LEVEL=info` shows more. A program that has configured structlog itself keeps its
-    own configuration.
-    """
-    if structlog.is_configured():
-        return
-    name = os.environ.get(LEVEL_VARIABLE, "warning").upper()
-    level = logging.getLevelNamesMapping().get(name, logging.WARNING)
-    structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(level), logger_factory=_to_stderr
-    )
-
-
-def _to_stderr(*_: Any) -> structlog.PrintLogger:
-    """Return a logger to the present standard error: notebooks and tests exchange it."""
-    return structlog.PrintLogger(sys.stderr)
-
-
 CONNECT_DEADLINE_S = 10.0
+LEVEL_VARIABLE = "TINKERMQ_LOG_LEVEL"
+_CLEANUP_S = 10.0
 
 
 class PoolClient:
-    """A client with a connection of its own."""
+    """An async client with a connection of its own, which is opened at its first use."""
 
     def __init__(self, broker_url: str, api_key: str | None) -> None:
         """Name the broker; nothing is connected yet."""
@@ -63,7 +44,7 @@ class PoolClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connection; jobs go on."""
+        """Close the connection; jobs keep running."""
         if self._pool is not None:
             await self._pool.broker.close()
             self._pool = None
@@ -75,7 +56,7 @@ class PoolClient:
 
 
 async def open_broker(url: str, api_key: str | None) -> Broker:
-    """Connect on behalf of a client, with the API key given or that of $TINKERMQ_API_KEY."""
+    """Connect for a client, with `api_key` or that of $TINKERMQ_API_KEY."""
     quiet_logs()
     return await connect(
         url,
@@ -86,10 +67,114 @@ async def open_broker(url: str, api_key: str | None) -> Broker:
     )
 
 
-# A private event loop in a thread, for the clients that are not async: see `sync_twin`.
+def quiet_logs() -> None:
+    """Log only warnings and errors of the parts that run in this process, to standard error.
 
+    `TINKERMQ_LOG_LEVEL=info` shows more. A program that has configured structlog itself keeps its
+    own configuration.
+    """
+    if structlog.is_configured():
+        return
+    name = os.environ.get(LEVEL_VARIABLE, "warning").upper()
+    level = logging.getLevelNamesMapping().get(name, logging.WARNING)
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(level), logger_factory=_stderr_logger
+    )
+
+
+def _stderr_logger(*_: Any) -> structlog.PrintLogger:
+    """Return a logger to the current standard error: notebooks and tests replace it."""
+    return structlog.PrintLogger(sys.stderr)
+
+
+@contextlib.contextmanager
+def single_errors() -> Iterator[None]:
+    """Raise the first TinkermqError of an exception group by itself."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        raise root_cause(group) from group
+
+
+# -- synchronous twins -----------------------------------------------------------------------------
+
+A = TypeVar("A", bound=PoolClient)
+P = ParamSpec("P")
 T = TypeVar("T")
-_CLEANUP_S = 10.0
+
+
+class Detached(KeyboardInterrupt, SystemExit):
+    """An interrupted wait for something that continues in the pool.
+
+    Its text says what continues, and how to attach to it or stop it. It is a KeyboardInterrupt, and
+    a program that it ends has the exit code of an interrupt and no traceback.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.code = 130
+
+
+class SyncTwin(Generic[A]):
+    """A synchronous client: a context manager around the async client that does the work.
+
+    `make_sync` and `make_future` make its methods from those of the async client, with the same
+    signatures and docstrings.
+    """
+
+    def __init__(self, aio: A) -> None:
+        self.aio = aio
+        """The async client."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection; jobs keep running."""
+        shared_loop().run(self.aio.close())
+
+
+def make_sync(
+    method: Callable[Concatenate[A, P], Coroutine[Any, Any, T]],
+    describe_detached: Callable[[A], str] | None = None,
+) -> Callable[Concatenate[SyncTwin[A], P], T]:
+    """Return the method of a synchronous client that waits for `method` of the async one.
+
+    `describe_detached` returns what an interrupt leaves running in the pool, or an empty text. It
+    is printed, and Detached is raised with it.
+    """
+
+    @functools.wraps(method)
+    def wait(twin: SyncTwin[A], *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return shared_loop().run(method(twin.aio, *args, **kwargs))
+        except KeyboardInterrupt:
+            text = describe_detached(twin.aio) if describe_detached is not None else ""
+            if not text:
+                raise
+            sys.stderr.write(f"\n{text}\n")
+            raise Detached(text) from None
+
+    return wait
+
+
+def make_future(
+    method: Callable[Concatenate[A, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[SyncTwin[A], P], "Future[T]"]:
+    """Return the method of a synchronous client that starts `method` of the async one.
+
+    It returns a future at once; `.result()` waits.
+    """
+
+    @functools.wraps(method)
+    def start_it(twin: SyncTwin[A], *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
+        return shared_loop().start(method(twin.aio, *args, **kwargs))
+
+    start_it.__doc__ = f"Start `{method.__name__}` and return a future; `.result()` waits."
+    return start_it
 
 
 class LoopThread:
@@ -109,7 +194,7 @@ class LoopThread:
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end; an interrupt of the caller cancels it.
 
-        What the coroutine does at its cancellation is waited for, for a moment.
+        The cancelled coroutine has ten seconds to clean up.
         """
         began, ended = threading.Event(), threading.Event()
 
@@ -144,89 +229,15 @@ class LoopThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         while not self._closing:
-            # a task of a user's function may stop the loop, or end it by SystemExit; who awaits
-            # that task gets it as well
+            # a task of a user's function may stop the loop, or end it by SystemExit, which also
+            # reaches whoever awaits that task
             with contextlib.suppress(BaseException):
                 self._loop.run_forever()
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
 
 
-@cache
+@functools.cache
 def shared_loop() -> LoopThread:
     """Return the loop that all synchronous clients of this process share."""
     return LoopThread()
-
-
-# What the clients that are not async have in common: each is the twin of an async one.
-#
-# The async twin does the work, on the loop that all of them share in a thread; so they work
-# inside a program that has a loop of its own (a notebook), and give back futures where one does
-# not want to wait.
-
-
-class Closable(Protocol):
-    """An async client."""
-
-    async def close(self) -> None:
-        """Close its connection."""
-        ...
-
-
-A = TypeVar("A", bound=Closable)
-
-
-class Detached(KeyboardInterrupt, SystemExit):
-    """An interrupt of a wait: what was waited for goes on in the pool.
-
-    Its text says so, and what to do. It is a KeyboardInterrupt to whoever expects one; a program
-    that it ends has the exit code of an interrupt and no traceback.
-    """
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.code = 130
-
-
-class SyncTwin(Generic[A]):
-    """A context manager around an async client."""
-
-    def __init__(self, aio: A) -> None:
-        self.aio = aio
-        """The async twin that does the work."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connection; what runs in the pool goes on."""
-        self._run(self.aio.close())
-
-    def _run(self, work: Coroutine[Any, Any, T], goes_on: Callable[[], str] | None = None) -> T:
-        """Wait for the async twin; `goes_on` says what is left running by an interrupt."""
-        try:
-            return shared_loop().run(work)
-        except KeyboardInterrupt:
-            text = goes_on() if goes_on is not None else ""
-            if not text:
-                raise
-            sys.stderr.write(f"\n{text}\n")
-            raise Detached(text) from None
-
-    def _start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        return shared_loop().start(work)
-
-
-# One error of ours out of the groups that concurrent work wraps around it.
-
-
-@contextmanager
-def single_errors() -> Iterator[None]:
-    """Raise the one TinkermqError inside an exception group by itself."""
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        raise root_cause(group) from group

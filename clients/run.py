@@ -33,7 +33,7 @@ from ..schemas.wire.errors import (
     NotFoundError,
 )
 from ..schemas.wire.subjects import BUCKET_EVALS
-from .base import PoolClient, SyncTwin
+from .base import PoolClient, SyncTwin, make_sync
 from .follow import LOSS, REWARD, VALIDATION, follow_run
 from .plots import curve_svg
 from .pool import Pool
@@ -241,12 +241,16 @@ class AsyncRun(PoolClient):
         """The run's record, as it was last read."""
 
     async def refresh(self) -> JobRecord:
-        """Read the run's record. Raises NotFoundError."""
+        """Read and return the run's record: state, reason, times, configuration."""
         self.record = await (await self._connected()).find(self.name)
         return self.record
 
     async def metrics(self, names: Sequence[str] | None = None) -> Numbers:
-        """Return the numbers of the run by step; see `Run.metrics`."""
+        """Return the numbers of the run as arrays by name (float64[steps]), `step` included.
+
+        Validation stands at the steps that were validated, NaN at the others. Raises NotFoundError
+        for a run without a feed (not begun, or archived), ConfigError for a name that it lacks.
+        """
         record = await self.refresh()
         told = await read_metrics((await self._connected()).broker, record.scope)
         return as_numbers(told, names)
@@ -259,7 +263,11 @@ class AsyncRun(PoolClient):
         sort: Literal["log", "reward"] = "log",
         limit: int = 100,
     ) -> list[dict[str, Any]]:
-        """Return episodes of the run; see `Run.rollouts`."""
+        """Return episodes, newest or best first: messages, rewards by turn, versions, info.
+
+        `step`: only those that it trained; `errors`: only what failed. NotFoundError for a step
+        that was not trained.
+        """
         record, broker = await self.refresh(), (await self._connected()).broker
         there = await RunRollouts.open(broker, record.scope, record.run_dir)
         wanted = EpisodeFilter(step, errors=errors, most=limit if sort == "log" else None)
@@ -269,7 +277,7 @@ class AsyncRun(PoolClient):
         return [one.fields() for one in found[:limit]]
 
     async def logs(self, actor: str | None = None, attempt: int | None = None) -> list[str]:
-        """Return what the run's actors wrote; see `Run.logs`."""
+        """Return the lines that the run's actors wrote, oldest first; NotFoundError."""
         record = await self.refresh()
         check_actor(record, actor)
         lines: list[str] = []
@@ -281,7 +289,7 @@ class AsyncRun(PoolClient):
         return lines
 
     async def profile(self, steps: int = _STEPS) -> Profile:
-        """Say where the time of the run's newest steps went; see `Run.profile`."""
+        """Say where the time of the newest steps went, as `tinkermq profile` does."""
         record = await self.refresh()
         return profile_of(await read_traces((await self._connected()).broker, record.scope, steps))
 
@@ -291,7 +299,11 @@ class AsyncRun(PoolClient):
         overrides: Sequence[str] = (),
         tasks: Sequence[int] | None = None,
     ) -> dict[str, float]:
-        """Evaluate a version of the run; see `Run.evaluate`."""
+        """Evaluate a checkpoint (a step, `best`, `last`), or the newest version; its figures.
+
+        `overrides` are keys that differ (`evaluation.samples=8`), `tasks` rows or seeds. Raises
+        JobFailedError, NotFoundError, DeadlineError.
+        """
         done = await evaluate(
             await self._connected(), self._at(step), _settings(overrides, tasks), _say_nothing
         )
@@ -304,7 +316,10 @@ class AsyncRun(PoolClient):
         overrides: Sequence[str] = (),
         tasks: Sequence[int] | None = None,
     ) -> Comparison:
-        """Compare a checkpoint with another one; see `Run.compare`."""
+        """Play the same tasks with a checkpoint and with `other` (`RUN@STEP`, or a folder).
+
+        Differences are the checkpoint's less `other`'s, with intervals of 95 %.
+        """
         pool, pair = await self._connected(), (other, self._at(step))
         a, b = await evaluate_both(pool, pair, _settings(overrides, tasks), _say_nothing)
         return compare(a.episodes, b.episodes)
@@ -329,17 +344,8 @@ class Run(SyncTwin[AsyncRun]):
         """Name, or job id."""
         return self.aio.name
 
-    def refresh(self) -> JobRecord:
-        """Read and return the run's record: state, reason, times, configuration."""
-        return self._run(self.aio.refresh())
-
-    def metrics(self, names: Sequence[str] | None = None) -> Numbers:
-        """Return the numbers of the run as arrays by name (float64[steps]), `step` included.
-
-        Validation stands at the steps that were validated, NaN at the others. Raises NotFoundError
-        for a run without a feed (not begun, or archived), ConfigError for a name that it lacks.
-        """
-        return self._run(self.aio.metrics(names))
+    refresh = make_sync(AsyncRun.refresh)
+    metrics = make_sync(AsyncRun.metrics)
 
     def frame(self, names: Sequence[str] | None = None) -> Any:
         """Return the same as a pandas.DataFrame, indexed by step; needs pandas."""
@@ -352,54 +358,11 @@ class Run(SyncTwin[AsyncRun]):
             ) from error
         return pandas.DataFrame(self.metrics(names)).set_index("step")
 
-    def rollouts(
-        self,
-        step: int | None = None,
-        *,
-        errors: bool = False,
-        sort: Literal["log", "reward"] = "log",
-        limit: int = 100,
-    ) -> list[dict[str, Any]]:
-        """Return episodes, newest or best first: messages, rewards by turn, versions, info.
-
-        `step`: only those that it trained; `errors`: only what failed. NotFoundError for a step
-        that was not trained.
-        """
-        return self._run(self.aio.rollouts(step, errors=errors, sort=sort, limit=limit))
-
-    def logs(self, actor: str | None = None, attempt: int | None = None) -> list[str]:
-        """Return the lines that the run's actors wrote, oldest first; NotFoundError."""
-        return self._run(self.aio.logs(actor, attempt))
-
-    def profile(self, steps: int = _STEPS) -> Profile:
-        """Say where the time of the newest steps went, as `tinkermq profile` does."""
-        return self._run(self.aio.profile(steps))
-
-    def evaluate(
-        self,
-        step: int | str | None = None,
-        overrides: Sequence[str] = (),
-        tasks: Sequence[int] | None = None,
-    ) -> dict[str, float]:
-        """Evaluate a checkpoint (a step, `best`, `last`), or the newest version; its figures.
-
-        `overrides` are keys that differ (`evaluation.samples=8`), `tasks` rows or seeds. Raises
-        JobFailedError, NotFoundError, DeadlineError.
-        """
-        return self._run(self.aio.evaluate(step, overrides, tasks))
-
-    def compare(
-        self,
-        step: int | str,
-        other: str,
-        overrides: Sequence[str] = (),
-        tasks: Sequence[int] | None = None,
-    ) -> Comparison:
-        """Play the same tasks with a checkpoint and with `other` (`RUN@STEP`, or a folder).
-
-        Differences are the checkpoint's less `other`'s, with intervals of 95 %.
-        """
-        return self._run(self.aio.compare(step, other, overrides, tasks))
+    rollouts = make_sync(AsyncRun.rollouts)
+    logs = make_sync(AsyncRun.logs)
+    profile = make_sync(AsyncRun.profile)
+    evaluate = make_sync(AsyncRun.evaluate)
+    compare = make_sync(AsyncRun.compare)
 
     def __repr__(self) -> str:
         record = self.aio.record

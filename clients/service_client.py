@@ -7,7 +7,6 @@ it to its end; a client that dies and comes back finds the run going on, and `fi
 import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, aclosing
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from ..schemas.metric import Metric
 from ..schemas.wire.codec import merged
 from ..schemas.wire.errors import ConfigError
 from .address import parse_server_url
-from .base import PoolClient, SyncTwin
+from .base import PoolClient, SyncTwin, make_future, make_sync
 from .follow import REWARD, follow_run
 from .hosting.environments import HostedEnvironment
 from .opentinker import as_tree, tell_needless, translate
@@ -57,6 +56,7 @@ class AsyncServiceClient(PoolClient):
         self._logger_backends = list(logger_backends or [])
         self._config: dict[str, Any] = {}
         self._attended: JobRecord | None = None
+        self._hosts_game = False
 
     @property
     def server_url(self) -> str:
@@ -64,7 +64,11 @@ class AsyncServiceClient(PoolClient):
         return self._address.server_url
 
     async def set_config(self, args: Any, env: HostedEnvironment | None = None) -> None:
-        """Complete the job's configuration; see `ServiceClient.set_config`."""
+        """Complete the job's configuration and start hosting `env`.
+
+        `args` is a dict, namespace or OmegaConf tree of our keys or OpenTinker's. A job that runs
+        already keeps the configuration it has.
+        """
         tree = translate(as_tree(args))
         if env is not None:
             tree = merged(tree, env.get_config())
@@ -93,7 +97,19 @@ class AsyncServiceClient(PoolClient):
         game_stats_client: Any = None,
         game_stats_log_freq: int = 1,
     ) -> dict[str, float]:
-        """Train to the end; see `ServiceClient.fit`."""
+        """Train to the end and return the last training metrics.
+
+        The run validates at step 0 (unless told not to), every `test_freq` and after the last
+        step, and writes a checkpoint every `save_freq` and after the last step. `num_steps` wins
+        over `num_epochs`; without either it is one pass over the data. What the configuration
+        says is only overridden by an argument that differs from its default. A job that runs
+        already is only attached to.
+
+        Ctrl-C ends the wait, not the run: Detached, a KeyboardInterrupt, says how to go on.
+
+        Raises JobFailedError with the pool's reason when the job fails or is stopped, and
+        GameError when the game in this process cannot go on.
+        """
         del game_stats_log_freq  # the metrics of each step have them
         if game_stats_client is not None:
             tell_needless({"game_stats_client": "what the game says in info comes as game/*"})
@@ -110,11 +126,11 @@ class AsyncServiceClient(PoolClient):
                 "validate_before_training": validate_before_training,
             }
             record = await self._start(pool, record, env, wishes)
-        self._attended = record
+        self._attended, self._hosts_game = record, env is not None
         trackers = self._trackers(record, verbose=verbose)
         return await self._attend(pool, record, env, trackers)
 
-    def goes_on(self, *, hosts_game: bool) -> str:
+    def describe_detached(self) -> str:
         """Say what an interrupted `fit` leaves running; nothing if it had not begun."""
         record = self._attended
         if record is None:
@@ -126,7 +142,7 @@ class AsyncServiceClient(PoolClient):
             f"  stop it       SchedulerClient(…).complete_job({record.job!r}), or "
             f"`tinkermq stop {record.name}`"
         )
-        if hosts_game:
+        if self._hosts_game:
             text += "\n  its game was hosted here: the run waits until fit is called with it again"
         return text
 
@@ -229,70 +245,9 @@ class ServiceClient(SyncTwin[AsyncServiceClient]):
         """The job's URL."""
         return self.aio.server_url
 
-    def set_config(self, args: Any, env: HostedEnvironment | None = None) -> None:
-        """Complete the job's configuration and start hosting `env`.
-
-        `args` is a dict, namespace or OmegaConf tree of our keys or OpenTinker's. A job that runs
-        already keeps the configuration it has.
-        """
-        self._run(self.aio.set_config(args, env))
-
-    def fit(
-        self,
-        env: HostedEnvironment | None = None,
-        num_epochs: int | None = None,
-        num_steps: int | None = None,
-        save_freq: int = 100,
-        test_freq: int = 50,
-        validate_before_training: bool = True,
-        verbose: bool = True,
-        game_stats_client: Any = None,
-        game_stats_log_freq: int = 1,
-    ) -> dict[str, float]:
-        """Train to the end and return the last training metrics.
-
-        The run validates at step 0 (unless told not to), every `test_freq` and after the last
-        step, and writes a checkpoint every `save_freq` and after the last step. `num_steps` wins
-        over `num_epochs`; without either it is one pass over the data. What the configuration
-        says is only overridden by an argument that differs from its default. A job that runs
-        already is only attached to.
-
-        Ctrl-C ends the wait, not the run: Detached, a KeyboardInterrupt, says how to go on.
-
-        Raises JobFailedError with the pool's reason when the job fails or is stopped, and
-        GameError when the game in this process cannot go on.
-        """
-        return self._run(
-            self.aio.fit(
-                env,
-                num_epochs,
-                num_steps,
-                save_freq,
-                test_freq,
-                validate_before_training,
-                verbose,
-                game_stats_client,
-                game_stats_log_freq,
-            ),
-            lambda: self.aio.goes_on(hosts_game=env is not None),
-        )
-
-    def fit_future(
-        self,
-        env: HostedEnvironment | None = None,
-        num_epochs: int | None = None,
-        num_steps: int | None = None,
-        save_freq: int = 100,
-        test_freq: int = 50,
-        validate_before_training: bool = True,
-        verbose: bool = True,
-    ) -> "Future[dict[str, float]]":
-        """Train as `fit` does, without waiting; `.result()` waits."""
-        return self._start(
-            self.aio.fit(
-                env, num_epochs, num_steps, save_freq, test_freq, validate_before_training, verbose
-            )
-        )
+    set_config = make_sync(AsyncServiceClient.set_config)
+    fit = make_sync(AsyncServiceClient.fit, AsyncServiceClient.describe_detached)
+    fit_future = make_future(AsyncServiceClient.fit)
 
     def upload_reward_function(self, function_name: str, source_code: str) -> None:
         """Refuse: no code of clients is run in the pool.

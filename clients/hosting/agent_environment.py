@@ -25,7 +25,8 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 from urllib.parse import urlsplit
 
 from ...schemas.config.agent import IMPLIED_OF_ENV, AgentConfig
@@ -48,120 +49,60 @@ if TYPE_CHECKING:
     from ...envs.serving.host import EnvironmentHost
 
 
-# The packages of OpenAI and Anthropic, pointed at the model of one episode.
+class ClientOptions(TypedDict, total=False):
+    """Options of a package's client; what is not given is the package's default."""
+
+    timeout: float | None
+    """How long a call may take, in seconds."""
+    max_retries: int | None
+    """How often a call that failed is sent again."""
+    default_headers: Mapping[str, str] | None
+    """Headers of every call."""
+    default_query: Mapping[str, object] | None
+    """Query parameters of every call."""
+    http_client: Any
+    """The client that sends the calls: of `httpx`, or what else the package's version takes."""
 
 
 class SdkClients:
-    """What makes clients of the packages for one episode; they are imported when asked for.
+    """Clients of the packages of OpenAI and Anthropic, pointed at the model of one episode.
 
-    What is not given is as the package has it: how long a call may take (`timeout`, in seconds),
-    how often one that failed is sent again (`max_retries`), headers and query parameters of every
-    call, and the client that sends them: of `httpx`, or of what else the package's version takes.
+    A package is imported when a client of it is made.
     """
 
     api_key: str
-    """Worth nothing outside of this episode."""
+    """Valid for this episode only."""
     openai_base_url: str
     """For programs that speak Chat Completions or Responses."""
     anthropic_base_url: str
     """For programs that speak Messages."""
 
-    def openai(
-        self,
-        *,
-        timeout: float | None = None,
-        max_retries: int | None = None,
-        default_headers: Mapping[str, str] | None = None,
-        default_query: Mapping[str, object] | None = None,
-        http_client: Any = None,
-    ) -> "OpenAI":
+    def openai(self, **options: Unpack[ClientOptions]) -> "OpenAI":
         """Return a client of the `openai` package for this episode."""
-        from openai import DefaultHttpxClient, OpenAI
+        return self._make_client("openai", "OpenAI", self.openai_base_url, options)
 
-        return OpenAI(
-            base_url=self.openai_base_url,
-            api_key=self.api_key,
-            http_client=http_client or DefaultHttpxClient(verify=self._is_remote),
-            **_given(timeout, max_retries, default_headers, default_query),
-        )
-
-    def async_openai(
-        self,
-        *,
-        timeout: float | None = None,
-        max_retries: int | None = None,
-        default_headers: Mapping[str, str] | None = None,
-        default_query: Mapping[str, object] | None = None,
-        http_client: Any = None,
-    ) -> "AsyncOpenAI":
+    def async_openai(self, **options: Unpack[ClientOptions]) -> "AsyncOpenAI":
         """Return an async client of the `openai` package for this episode."""
-        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+        return self._make_client("openai", "AsyncOpenAI", self.openai_base_url, options)
 
-        return AsyncOpenAI(
-            base_url=self.openai_base_url,
-            api_key=self.api_key,
-            http_client=http_client or DefaultAsyncHttpxClient(verify=self._is_remote),
-            **_given(timeout, max_retries, default_headers, default_query),
-        )
-
-    def anthropic(
-        self,
-        *,
-        timeout: float | None = None,
-        max_retries: int | None = None,
-        default_headers: Mapping[str, str] | None = None,
-        default_query: Mapping[str, object] | None = None,
-        http_client: Any = None,
-    ) -> "Anthropic":
+    def anthropic(self, **options: Unpack[ClientOptions]) -> "Anthropic":
         """Return a client of the `anthropic` package for this episode."""
-        from anthropic import Anthropic, DefaultHttpxClient
+        return self._make_client("anthropic", "Anthropic", self.anthropic_base_url, options)
 
-        return Anthropic(
-            base_url=self.anthropic_base_url,
-            api_key=self.api_key,
-            http_client=http_client or DefaultHttpxClient(verify=self._is_remote),
-            **_given(timeout, max_retries, default_headers, default_query),
-        )
-
-    def async_anthropic(
-        self,
-        *,
-        timeout: float | None = None,
-        max_retries: int | None = None,
-        default_headers: Mapping[str, str] | None = None,
-        default_query: Mapping[str, object] | None = None,
-        http_client: Any = None,
-    ) -> "AsyncAnthropic":
+    def async_anthropic(self, **options: Unpack[ClientOptions]) -> "AsyncAnthropic":
         """Return an async client of the `anthropic` package for this episode."""
-        from anthropic import AsyncAnthropic, DefaultAsyncHttpxClient
+        return self._make_client("anthropic", "AsyncAnthropic", self.anthropic_base_url, options)
 
-        return AsyncAnthropic(
-            base_url=self.anthropic_base_url,
-            api_key=self.api_key,
-            http_client=http_client or DefaultAsyncHttpxClient(verify=self._is_remote),
-            **_given(timeout, max_retries, default_headers, default_query),
-        )
-
-    @property
-    def _is_remote(self) -> bool:
-        """Whether TLS is spoken: to read the certificates takes a tenth of a second per client."""
-        return self.openai_base_url.startswith("https:")
-
-
-def _given(
-    timeout: float | None,
-    max_retries: int | None,
-    default_headers: Mapping[str, str] | None,
-    default_query: Mapping[str, object] | None,
-) -> dict[str, Any]:
-    """Return the options that were given: to the packages None is a value of its own."""
-    options = {
-        "timeout": timeout,
-        "max_retries": max_retries,
-        "default_headers": default_headers,
-        "default_query": default_query,
-    }
-    return {name: value for name, value in options.items() if value is not None}
+    def _make_client(self, package: str, name: str, base_url: str, options: ClientOptions) -> Any:
+        """Return a client of a package; to the packages None is a value, so it is left out."""
+        sdk = import_module(package)
+        given = {option: value for option, value in options.items() if value is not None}
+        if "http_client" not in given:
+            is_async = name.startswith("Async")
+            http_class = sdk.DefaultAsyncHttpxClient if is_async else sdk.DefaultHttpxClient
+            # Reading the certificates takes a tenth of a second per client.
+            given["http_client"] = http_class(verify=base_url.startswith("https:"))
+        return getattr(sdk, name)(base_url=base_url, api_key=self.api_key, **given)
 
 
 _LOOK_S = 2.0

@@ -9,7 +9,6 @@ learner checks it again.
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -39,7 +38,7 @@ from ...schemas.wire.errors import (
 from ...schemas.wire.fitting import most_bytes
 from ...schemas.wire.message import Message, summarize
 from ..address import parse_server_url
-from ..base import PoolClient, SyncTwin
+from ..base import PoolClient, SyncTwin, make_future, make_sync
 
 R = TypeVar("R", bound=Message)
 
@@ -71,7 +70,14 @@ class AsyncTrajectoryPublisher(PoolClient):
         sample: int | None = None,
         timeout_s: float = 60,
     ) -> int:
-        """Append the trajectories of one prompt; see `TrajectoryPublisher.publish_group`."""
+        """Append the trajectories of one prompt to the job's rollout log; return its task number.
+
+        There must be as many as the job's `rollout.group_size`; make them with
+        `make_trajectory`. Waits up to `timeout_s` for a learner that starts, and while the
+        staleness bound lets no more in.
+
+        Raises MessageError that names the rule which the group breaks, DeadlineError.
+        """
         # What can be checked is checked before a number is taken: an unused one blocks the job
         # until its reservation runs out.
         unnumbered = self._group(trajectories, _UNKNOWN, sample, self._limits)
@@ -91,7 +97,13 @@ class AsyncTrajectoryPublisher(PoolClient):
     async def publish_tasks(
         self, tasks: Sequence[TaskSpec | Mapping[str, Any]], *, timeout_s: float = 60
     ) -> int:
-        """Issue tasks of one's own; see `TrajectoryPublisher.publish_tasks`."""
+        """Have the job's generators roll out tasks of one's own; return how many were issued.
+
+        A task is a `TaskSpec`, or a map with `sample`, `seed` and `reset_kwargs`. They enter as
+        the staleness bound allows; waits up to `timeout_s` for the last.
+
+        Raises MessageError for a malformed task, DeadlineError.
+        """
         specs = [_spec(task) for task in tasks]
         most = most_bytes((await self._connected()).broker.max_payload_bytes)
         ends = _batches([len(spec.to_bytes()) for spec in specs], most - _ROOM_BYTES)
@@ -207,44 +219,9 @@ class TrajectoryPublisher(SyncTwin[AsyncTrajectoryPublisher]):
         """Name the job by its `server_url`, and the agent by `source`."""
         super().__init__(AsyncTrajectoryPublisher(server_url, source=source, api_key=api_key))
 
-    def publish_group(
-        self,
-        trajectories: Sequence[Trajectory],
-        *,
-        sample: int | None = None,
-        timeout_s: float = 60,
-    ) -> int:
-        """Append the trajectories of one prompt to the job's rollout log; return its task number.
-
-        There must be as many as the job's `rollout.group_size`; make them with
-        `make_trajectory`. Waits up to `timeout_s` for a learner that starts, and while the
-        staleness bound lets no more in.
-
-        Raises MessageError that names the rule which the group breaks, DeadlineError.
-        """
-        return self._run(self.aio.publish_group(trajectories, sample=sample, timeout_s=timeout_s))
-
-    def publish_group_future(
-        self,
-        trajectories: Sequence[Trajectory],
-        *,
-        sample: int | None = None,
-        timeout_s: float = 60,
-    ) -> "Future[int]":
-        """Append as `publish_group` does, without waiting; `.result()` waits."""
-        return self._start(self.aio.publish_group(trajectories, sample=sample, timeout_s=timeout_s))
-
-    def publish_tasks(
-        self, tasks: Sequence[TaskSpec | Mapping[str, Any]], *, timeout_s: float = 60
-    ) -> int:
-        """Have the job's generators roll out tasks of one's own; return how many were issued.
-
-        A task is a `TaskSpec`, or a map with `sample`, `seed` and `reset_kwargs`. They enter as
-        the staleness bound allows; waits up to `timeout_s` for the last.
-
-        Raises MessageError for a malformed task, DeadlineError.
-        """
-        return self._run(self.aio.publish_tasks(tasks, timeout_s=timeout_s))
+    publish_group = make_sync(AsyncTrajectoryPublisher.publish_group)
+    publish_group_future = make_future(AsyncTrajectoryPublisher.publish_group)
+    publish_tasks = make_sync(AsyncTrajectoryPublisher.publish_tasks)
 
 
 def _batches(sizes: Sequence[int], most: int) -> list[int]:

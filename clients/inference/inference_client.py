@@ -14,7 +14,7 @@ from ...schemas.job import FINAL_STATES, LAST_STEP, JobRecord
 from ...schemas.tinker.names import is_path
 from ...schemas.wire.codec import merged
 from ...schemas.wire.errors import ConfigError, DeadlineError, ModelError, NotFoundError
-from ..base import SyncTwin
+from ..base import SyncTwin, make_sync
 from ..home import find_openai
 from ..opentinker import as_tree, tell_needless, translate
 from ..pool import Pool, is_token
@@ -201,7 +201,19 @@ class AsyncInferenceSchedulerClient(AsyncSchedulerClient):
         config: Any = None,
         wait: bool = True,
     ) -> dict[str, Any]:
-        """Serve a model; see `InferenceSchedulerClient.submit_inference_job`."""
+        """Serve a model; return a dict with `job_id`, `name`, `status` and `vllm_server_url`.
+
+        `model_path` is a Hugging Face folder, a model of the hub, `RUN@STEP` (a checkpoint), or a
+        run: a live one is followed, its newest version answers; of one that has ended the last
+        checkpoint is served. `vllm_server_url` is the OpenAI-compatible base URL of the pool's
+        gateway, or the job's `nats://` URL where no gateway is known; `run_inference` takes both.
+        `num_gpus` servers share the requests. `max_model_len` bounds prompt and answer together.
+        `adapters` are checkpoints of LoRA runs (`RUN@STEP`) that are served beside it on one base,
+        each under that name. `config` holds further keys of the job (`generator.max_episodes` …).
+
+        Raises NotFoundError or ModelError for a model that is not there, PlacementError,
+        JobFailedError with the server's reason, DeadlineError after `timeout`.
+        """
         _refuse_ineffective(tensor_parallel_size, gpu_memory_utilization)
         pool = await self._connected()
         record = await submit_inference(
@@ -251,60 +263,13 @@ class InferenceSchedulerClient(SyncTwin[AsyncInferenceSchedulerClient]):
             )
         )
 
-    def submit_inference_job(
-        self,
-        model_path: str,
-        tokenizer_path: str | None = None,
-        tensor_parallel_size: int = 1,
-        num_gpus: int | None = None,
-        gpu_memory_utilization: float | None = None,
-        max_model_len: int | None = None,
-        trust_remote_code: bool = False,
-        *,
-        adapters: Sequence[str] = (),
-        config: Any = None,
-        wait: bool = True,
-    ) -> dict[str, Any]:
-        """Serve a model; return a dict with `job_id`, `name`, `status` and `vllm_server_url`.
-
-        `model_path` is a Hugging Face folder, a model of the hub, `RUN@STEP` (a checkpoint), or a
-        run: a live one is followed, its newest version answers; of one that has ended the last
-        checkpoint is served. `vllm_server_url` is the OpenAI-compatible base URL of the pool's
-        gateway, or the job's `nats://` URL where no gateway is known; `run_inference` takes both.
-        `num_gpus` servers share the requests. `max_model_len` bounds prompt and answer together.
-        `adapters` are checkpoints of LoRA runs (`RUN@STEP`) that are served beside it on one base,
-        each under that name. `config` holds further keys of the job (`generator.max_episodes` …).
-
-        Raises NotFoundError or ModelError for a model that is not there, PlacementError,
-        JobFailedError with the server's reason, DeadlineError after `timeout`.
-        """
-        return self._run(
-            self.aio.submit_inference_job(
-                model_path,
-                tokenizer_path,
-                tensor_parallel_size,
-                num_gpus,
-                gpu_memory_utilization,
-                max_model_len,
-                trust_remote_code,
-                adapters=adapters,
-                config=config,
-                wait=wait,
-            ),
-            self.aio.goes_on,
-        )
-
-    def get_job_status(self, job_id: str) -> dict[str, Any]:
-        """Return state, reason, times and URLs of a job, by id or run name."""
-        return self._run(self.aio.get_job_status(job_id))
-
-    def cancel_job(self, job_id: str) -> dict[str, Any]:
-        """Stop serving at once; harmless when the job has ended."""
-        return self._run(self.aio.cancel_job(job_id))
-
-    def complete_job(self, job_id: str) -> dict[str, Any]:
-        """Stop serving after the answers that are being generated."""
-        return self._run(self.aio.complete_job(job_id))
+    submit_inference_job = make_sync(
+        AsyncInferenceSchedulerClient.submit_inference_job,
+        AsyncInferenceSchedulerClient.describe_detached,
+    )
+    get_job_status = make_sync(AsyncInferenceSchedulerClient.get_job_status)
+    cancel_job = make_sync(AsyncInferenceSchedulerClient.cancel_job)
+    complete_job = make_sync(AsyncInferenceSchedulerClient.complete_job)
 
 
 async def submit_inference(
