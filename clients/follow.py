@@ -139,8 +139,8 @@ class _Follower:
     async def ask_crew(self) -> None:
         """Read the heartbeats now and then."""
         while not self._ended:
-            found = await list_presences(self._pool.broker, self._record.scope.key)
-            await self.updates.put(tuple(entry.value for entry in found))
+            presences = await list_presences(self._pool.broker, self._record.scope.key)
+            await self.updates.put(tuple(entry.value for entry in presences))
             await asyncio.sleep(INTERVAL_S)
 
     @property
@@ -216,7 +216,7 @@ class RunProgress:
         """Take what generators, evaluators and environment hosts say of their episodes."""
 
         def total(name: str, *roles: str) -> int:
-            return int(sum(one.numbers.get(name, 0.0) for one in crew if one.role in roles))
+            return int(sum(actor.numbers.get(name, 0.0) for actor in crew if actor.role in roles))
 
         generating = total("running", "generator", "evaluator")
         queued = total("waiting", "generator", "evaluator")

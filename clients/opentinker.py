@@ -221,9 +221,9 @@ def _collected(refused: list[ConfigError]) -> Iterator[None]:
 def _all_of(refused: Sequence[ConfigError]) -> ConfigError:
     if len(refused) == 1:
         return refused[0]
-    told = "".join(f"\n  {error.message}: {error.hint}" for error in refused)
+    lines = "".join(f"\n  {error.message}: {error.hint}" for error in refused)
     return ConfigError(
-        f"{len(refused)} configuration keys cannot be used as they are{told}",
+        f"{len(refused)} configuration keys cannot be used as they are{lines}",
         hint="docs/opentinker.md says what each key becomes",
     )
 
@@ -233,8 +233,8 @@ def tell_needless(needless: Mapping[str, str]) -> None:
     by_reason: dict[str, list[str]] = {}
     for key, reason in needless.items():
         by_reason.setdefault(reason, []).append(key)
-    told = "; ".join(f"{', '.join(keys)}: {reason}" for reason, keys in by_reason.items())
-    warnings.warn(f"left out, as nothing changes by it: {told}", NeedlessWarning, stacklevel=1)
+    reasons = "; ".join(f"{', '.join(keys)}: {reason}" for reason, keys in by_reason.items())
+    warnings.warn(f"left out, as nothing changes by it: {reasons}", NeedlessWarning, stacklevel=1)
 
 
 def _converted(convert: Callable[[Any], T], key: str, value: Any) -> T:
@@ -421,7 +421,11 @@ def refuse_unknown_options(
     What it hands its options on to are `also`.
     """
     parameters = [inspect.signature(each).parameters.values() for each in (function, *also)]
-    known = [one.name for one in chain(*parameters) if one.kind is not one.VAR_KEYWORD]
+    known = [
+        parameter.name
+        for parameter in chain(*parameters)
+        if parameter.kind is not parameter.VAR_KEYWORD
+    ]
     for name, value in options.items():
         if name in known:
             continue

@@ -45,7 +45,7 @@ def with_tracker_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ConfigError for a variable that has to be set where the learner runs.
     """
-    backends = [str(one) for one in config.get("logger_backends") or ()]
+    backends = [str(backend) for backend in config.get("logger_backends") or ()]
     if not {"wandb", "wandb-offline"} & set(backends):
         return dict(config)
     for name in _ON_NODES:
@@ -59,8 +59,8 @@ def with_tracker_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     for name, path in _OF_WANDB.items():
         value = os.environ.get(name, "").strip()
         if value and not _is_set(config, path):
-            told: Any = [one.strip() for one in value.split(",")] if path == ("tags",) else value
-            changes = merged(changes, _nested(path, told))
+            setting: Any = [tag.strip() for tag in value.split(",")] if path == ("tags",) else value
+            changes = merged(changes, _nested(path, setting))
     return merged(dict(config), changes)
 
 
@@ -70,12 +70,12 @@ def _in_mode(backends: list[str]) -> list[str]:
     if not mode:
         return backends
     if mode in ("disabled", "dryrun"):
-        return [one for one in backends if not one.startswith("wandb")]
+        return [backend for backend in backends if not backend.startswith("wandb")]
     if mode not in _MODES:
         raise ConfigError(
             f"WANDB_MODE={mode!r} is not known for jobs", hint="set online, offline or disabled"
         )
-    return [_MODES[mode] if one.startswith("wandb") else one for one in backends]
+    return [_MODES[mode] if backend.startswith("wandb") else backend for backend in backends]
 
 
 def _is_set(config: Mapping[str, Any], path: Sequence[str]) -> bool:
@@ -93,20 +93,20 @@ def _asks_endpoint(config: Mapping[str, Any]) -> bool:
     algorithm = config.get("algorithm")
     named = cast("Mapping[str, Any]", algorithm).get("teacher") if algorithm else None
     several = cast("Mapping[str, Any]", named).values() if isinstance(named, Mapping) else [named]
-    return any(isinstance(one, str) and is_endpoint(one) for one in several)
+    return any(isinstance(source, str) and is_endpoint(source) for source in several)
 
 
 def secrets_for(config: Mapping[str, Any], wandb_key: str | None = None) -> dict[SecretName, str]:
     """Return the secrets that a job of this configuration uses, from the environment if need be."""
-    found: dict[SecretName, str] = {}
+    secrets: dict[SecretName, str] = {}
     if url := os.environ.get(NOTIFY_URL):
-        found[NOTIFY_URL] = url
+        secrets[NOTIFY_URL] = url
     if (key := os.environ.get(TEACHER_KEY)) and _asks_endpoint(config):
-        found[TEACHER_KEY] = key
+        secrets[TEACHER_KEY] = key
     uses_wandb = "wandb" in (config.get("logger_backends") or ())
     if key := wandb_key or (os.environ.get(WANDB_KEY) if uses_wandb else None):
-        found[WANDB_KEY] = key
-    return found
+        secrets[WANDB_KEY] = key
+    return secrets
 
 
 __all__ = ["Pool", "is_token", "new_request_id"]
@@ -246,9 +246,11 @@ class Pool(SchedulerCalls):
         records = await self._jobs.list_jobs(self.broker.user)
         if not all:
             return [record for record in records if record.state not in FINAL_STATES]
-        away = {one.job: one for one in await self._jobs.list_archived(self.broker.user)}
-        both = away | {one.job: one for one in records}
-        return sorted(both.values(), key=lambda record: record.created, reverse=True)
+        archived = {
+            record.job: record for record in await self._jobs.list_archived(self.broker.user)
+        }
+        all_records = archived | {record.job: record for record in records}
+        return sorted(all_records.values(), key=lambda record: record.created, reverse=True)
 
 
 def is_token(name: str) -> bool:

@@ -98,7 +98,9 @@ class EvaluationSettings(NamedTuple):
         return config
 
 
-async def evaluate(pool: Pool, target: str, settings: EvaluationSettings, told: Told) -> Evaluated:
+async def evaluate(
+    pool: Pool, target: str, settings: EvaluationSettings, on_submitted: Told
+) -> Evaluated:
     """Evaluate `RUN`, `RUN@STEP`, or the folder of a model; `told` hears of the job that does.
 
     Raises ConfigError, NotFoundError, JobFailedError, DeadlineError.
@@ -106,10 +108,14 @@ async def evaluate(pool: Pool, target: str, settings: EvaluationSettings, told: 
     given = _folder(target)
     if given is not None:
         record = await pool.find(_needed(settings.like))
-        return await _evaluate_model(pool, target, settings.config(record, given), None, told)
+        return await _evaluate_model(
+            pool, target, settings.config(record, given), None, on_submitted
+        )
     if is_path(target):
         record = await pool.find(_needed(settings.like))
-        return await _evaluate_model(pool, target, settings.config(record, None), target, told)
+        return await _evaluate_model(
+            pool, target, settings.config(record, None), target, on_submitted
+        )
     run, step = run_and_step(target)
     record = await pool.find(run)
     if step is None and record.state not in FINAL_STATES:
@@ -121,7 +127,7 @@ async def evaluate(pool: Pool, target: str, settings: EvaluationSettings, told: 
         what, values = await _evaluate_live(pool, record)
         return Evaluated(what, values, [])
     fork_of = f"{record.job}@{step or LAST_STEP}"
-    return await _evaluate_model(pool, target, settings.config(record, None), fork_of, told)
+    return await _evaluate_model(pool, target, settings.config(record, None), fork_of, on_submitted)
 
 
 def _folder(target: str) -> Path | None:
@@ -176,7 +182,7 @@ async def _evaluate_model(
     target: str,
     config: dict[str, Any],
     fork_of: str | None,
-    told: Told,
+    on_submitted: Told,
 ) -> Evaluated:
     """Submit a job of kind `eval` for a model folder or checkpoint and return its results.
 
@@ -188,7 +194,7 @@ async def _evaluate_model(
         fork_of=fork_of,
         request_id=new_request_id(),
     )
-    told(job)
+    on_submitted(job)
     values: dict[str, float] = {}
     episodes: list[Scored] = []
     async with aclosing(follow_run(pool, job)) as updates:
@@ -211,7 +217,7 @@ async def evaluate_both(
     pool: Pool,
     pair: tuple[str, str],
     settings: EvaluationSettings,
-    told: Told,
+    on_submitted: Told,
 ) -> tuple[Evaluated, Evaluated]:
     """Evaluate two versions on the same tasks; ConfigError for a live run's newest one."""
     for target in pair:
@@ -221,7 +227,9 @@ async def evaluate_both(
                 f"{target} is live: its newest version cannot be compared task by task",
                 hint="name checkpoints: RUN@STEP",
             )
-    a, b = await asyncio.gather(*(evaluate(pool, target, settings, told) for target in pair))
+    a, b = await asyncio.gather(
+        *(evaluate(pool, target, settings, on_submitted) for target in pair)
+    )
     return a, b
 
 
@@ -252,8 +260,8 @@ class AsyncRun(PoolClient):
         for a run without a feed (not begun, or archived), ConfigError for a name that it lacks.
         """
         record = await self.refresh()
-        told = await read_metrics((await self._connected()).broker, record.scope)
-        return as_numbers(told, names)
+        metrics = await read_metrics((await self._connected()).broker, record.scope)
+        return as_numbers(metrics, names)
 
     async def rollouts(
         self,
@@ -269,12 +277,14 @@ class AsyncRun(PoolClient):
         that was not trained.
         """
         record, broker = await self.refresh(), (await self._connected()).broker
-        there = await RunRollouts.open(broker, record.scope, record.run_dir)
-        wanted = EpisodeFilter(step, errors=errors, most=limit if sort == "log" else None)
-        found = await read_episodes(there, await steps_of(broker, record.scope, there), wanted)
+        rollouts = await RunRollouts.open(broker, record.scope, record.run_dir)
+        episode_filter = EpisodeFilter(step, errors=errors, most=limit if sort == "log" else None)
+        episodes = await read_episodes(
+            rollouts, await steps_of(broker, record.scope, rollouts), episode_filter
+        )
         if sort == "reward":
-            found.sort(key=lambda one: one.reward, reverse=True)
-        return [one.fields() for one in found[:limit]]
+            episodes.sort(key=lambda episode: episode.reward, reverse=True)
+        return [episode.fields() for episode in episodes[:limit]]
 
     async def logs(self, actor: str | None = None, attempt: int | None = None) -> list[str]:
         """Return the lines that the run's actors wrote, oldest first; NotFoundError."""
@@ -374,16 +384,16 @@ class Run(SyncTwin[AsyncRun]):
         numbers = self.metrics() if record.trains and record.started else {}
         measure = LOSS if record.kind == "sft" else REWARD
         curves = {name: _points(numbers, name) for name in (measure, VALIDATION)}
-        told = escape(f"{record.name}  {record.state}  {record.reason}")
-        return f"<div><b>{told}</b><br>{curve_svg(curves)}</div>"
+        title = escape(f"{record.name}  {record.state}  {record.reason}")
+        return f"<div><b>{title}</b><br>{curve_svg(curves)}</div>"
 
 
-def as_numbers(told: Sequence[Metric], names: Sequence[str] | None = None) -> Numbers:
+def as_numbers(metrics: Sequence[Metric], names: Sequence[str] | None = None) -> Numbers:
     """Lay metrics out as arrays by name, one entry for each step that has any."""
-    steps = sorted({metric.step for metric in told})
+    steps = sorted({metric.step for metric in metrics})
     place = {step: at for at, step in enumerate(steps)}
     numbers: Numbers = {}
-    for metric in told:
+    for metric in metrics:
         for name, value in metric.values.items():
             if name not in numbers:
                 numbers[name] = np.full(len(steps), np.nan)

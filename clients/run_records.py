@@ -53,23 +53,23 @@ class LoggedEpisode:
         }
         if self.trajectory is None:
             return {**shared, "error": self.group.error.model_dump() if self.group.error else None}
-        one = self.trajectory
+        trajectory = self.trajectory
         return {
             **shared,
             "episode": self.number,
-            "reward": one.reward,
-            "rewards": one.rewards,
-            "finish": one.ended_by,
-            "finish_reasons": one.finish_reasons,
-            "versions": [one.min_version, one.max_version],
-            "num_generated": one.num_generated,
-            "logprob_mean": float(one.logprobs[one.mask == 1].mean()),
-            "tries": one.num_tries,
-            "failures": [failure.model_dump() for failure in one.failures],
-            "messages": restore_images(one.messages, self.group.images),
-            "row_of": one.episode if one.episode >= 0 else None,
-            "kind": one.kind,
-            "info": one.info,
+            "reward": trajectory.reward,
+            "rewards": trajectory.rewards,
+            "finish": trajectory.ended_by,
+            "finish_reasons": trajectory.finish_reasons,
+            "versions": [trajectory.min_version, trajectory.max_version],
+            "num_generated": trajectory.num_generated,
+            "logprob_mean": float(trajectory.logprobs[trajectory.mask == 1].mean()),
+            "tries": trajectory.num_tries,
+            "failures": [failure.model_dump() for failure in trajectory.failures],
+            "messages": restore_images(trajectory.messages, self.group.images),
+            "row_of": trajectory.episode if trajectory.episode >= 0 else None,
+            "kind": trajectory.kind,
+            "info": trajectory.info,
         }
 
 
@@ -86,40 +86,40 @@ class EpisodeFilter:
 
     def has(self, episode: LoggedEpisode) -> bool:
         """Whether an episode is one of them."""
-        one = episode.trajectory
-        return not self.errors or one is None or bool(one.failures)
+        trajectory = episode.trajectory
+        return not self.errors or trajectory is None or bool(trajectory.failures)
 
 
-async def steps_of(broker: Broker, scope: JobScope, there: RunRollouts) -> dict[int, int]:
+async def steps_of(broker: Broker, scope: JobScope, rollouts: RunRollouts) -> dict[int, int]:
     """Return the step that trained each entry; what was archived is known by its file's name."""
     try:
         records = await BatchLog(broker, scope).read_all()
     except NotFoundError:
-        return there.steps
-    return there.steps | {seq: record.step for _, record in records for seq in record.seqs}
+        return rollouts.steps
+    return rollouts.steps | {seq: record.step for _, record in records for seq in record.seqs}
 
 
 async def read_episodes(
-    there: RunRollouts, step_of: Mapping[int, int], wanted: EpisodeFilter
+    rollouts: RunRollouts, step_of: Mapping[int, int], episode_filter: EpisodeFilter
 ) -> list[LoggedEpisode]:
     """Return the episodes of a run that are wanted, newest first.
 
     Raises NotFoundError for a step that was not trained.
     """
-    step = wanted.step
+    step = episode_filter.step
     if step is not None and step not in step_of.values():
         trained = f"trained are 1 to {max(step_of.values())}" if step_of else "none is trained yet"
         raise NotFoundError(f"step {step} is not in the batch log", hint=trained)
     episodes: list[LoggedEpisode] = []
     before: int | None = None
-    while seqs := there.before(before, _AT_ONCE):
+    while seqs := rollouts.before(before, _AT_ONCE):
         before = seqs[-1]
-        asked = [seq for seq in seqs if step is None or step_of.get(seq) == step]
-        for entry in await asyncio.gather(*map(there.get, asked)):
+        wanted_seqs = [seq for seq in seqs if step is None or step_of.get(seq) == step]
+        for entry in await asyncio.gather(*map(rollouts.get, wanted_seqs)):
             if entry is not None:
-                found = _episodes(entry, step_of.get(entry.seq))
-                episodes += filter(wanted.has, reversed(list(found)))
-        if wanted.most is not None and len(episodes) >= wanted.most:
+                logged = _episodes(entry, step_of.get(entry.seq))
+                episodes += filter(episode_filter.has, reversed(list(logged)))
+        if episode_filter.most is not None and len(episodes) >= episode_filter.most:
             break
     return episodes
 
@@ -142,7 +142,7 @@ _START_POLL_S = 1.0
 
 def check_actor(record: JobRecord, actor: str | None) -> None:
     """Raise NotFoundError for an actor that the run does not have."""
-    known = [one.name for one in record.actors]
+    known = [actor_record.name for actor_record in record.actors]
     if actor is not None and actor not in known:
         raise NotFoundError(
             f"run {record.name} has no actor {actor!r}", hint=did_you_mean(actor, known)

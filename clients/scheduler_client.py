@@ -215,10 +215,10 @@ class AsyncSchedulerClient(PoolClient):
         archived).
         """
         pool = await self._connected()
-        told = await read_metrics(pool.broker, (await pool.find(job_id)).scope)
+        metrics = await read_metrics(pool.broker, (await pool.find(job_id)).scope)
         rows: dict[int, dict[str, float]] = {}
-        for one in told:
-            rows.setdefault(one.step, {"step": one.step}).update(one.values)
+        for metric in metrics:
+            rows.setdefault(metric.step, {"step": metric.step}).update(metric.values)
         return [rows[step] for step in sorted(rows)]
 
     async def _started(self, pool: Pool, record: JobRecord) -> JobRecord:

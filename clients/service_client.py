@@ -118,14 +118,14 @@ class AsyncServiceClient(PoolClient):
             await asyncio.to_thread(env.setup, self)
         record = await pool.find(self._address.scope.job)
         if not record.configured:
-            wishes = {
+            training = {
                 "num_epochs": num_epochs,
                 "num_steps": num_steps,
                 "save_freq": save_freq,
                 "test_freq": test_freq,
                 "validate_before_training": validate_before_training,
             }
-            record = await self._start(pool, record, env, wishes)
+            record = await self._start(pool, record, env, training)
         self._attended, self._hosts_game = record, env is not None
         trackers = self._trackers(record, verbose=verbose)
         return await self._attend(pool, record, env, trackers)

@@ -299,7 +299,7 @@ def _cells(user: UserInfo) -> list[str]:
     elif user.expires is not None and user.expires < time.time():
         state = "key has expired"
     bounds = (user.max_slots, user.max_jobs, user.max_stored_bytes)
-    slots, runs, stored = ("" if one is None else _bound(one) for one in bounds)
+    slots, runs, stored = ("" if bound is None else _bound(bound) for bound in bounds)
     weight = f"{user.weight:g}"
     return [user.user, user.role, _day(user.expires), state, slots, weight, runs, stored]
 
@@ -414,7 +414,7 @@ def _check_rights(broker: Broker) -> None:
 
 async def _moving(broker: Broker) -> list[str]:
     try:
-        return [one.name for one in await JobStore(broker).live() if one.state in _MOVING]
+        return [job.name for job in await JobStore(broker).live() if job.state in _MOVING]
     except NotFoundError:  # a server that no scheduler has seen yet
         return []
 

@@ -284,11 +284,11 @@ def build_app() -> App:
         for command in commands:
             family, _, name = command.name.rpartition(" ")
             place = f"{__package__}.{command.place}"
-            told = {"help": command.help, "help_epilogue": epilogue(command.name)}
+            help_texts = {"help": command.help, "help_epilogue": epilogue(command.name)}
             if family:
-                families[family].command(place, name=name, **told)
+                families[family].command(place, name=name, **help_texts)
             else:
-                app.command(place, name=_ALSO.get(name, name), group=group, **told)
+                app.command(place, name=_ALSO.get(name, name), group=group, **help_texts)
     return app
 
 

@@ -58,9 +58,9 @@ def schema(key: str | None = None, /, *, json: bool = False) -> int:
             f"there is no configuration key {key!r}", hint=did_you_mean(str(key), known)
         )
     for name, kind, default, text in rows:
-        said = default if default == "required" else f"default {default}"
+        default_note = default if default == "required" else f"default {default}"
         lines = textwrap.wrap(text, _WIDTH, initial_indent="    ", subsequent_indent="    ")
-        say_plain("\n".join([f"{name}: {kind}; {said}", *lines]))
+        say_plain("\n".join([f"{name}: {kind}; {default_note}", *lines]))
     return 0
 
 
@@ -84,7 +84,7 @@ def _rows(model: type[Any], prefix: str) -> list[tuple[str, str, str, str]]:
             continue
         text = " ".join(texts[name].split()) + only_while(field)
         kind, default, text = (
-            told.replace("`", "") for told in (type_text(field), default_text(field), text)
+            cell.replace("`", "") for cell in (type_text(field), default_text(field), text)
         )
         rows.append((f"{prefix}{name}", kind, default, text))
     return rows

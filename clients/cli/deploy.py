@@ -30,17 +30,17 @@ def read_nats_conf(path: Path, variables: Mapping[str, str]) -> dict[str, str]:
 
     `$NAME` is looked up in `variables`. Raises OSError for a file that cannot be read.
     """
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for statement in _statements(path.read_text(encoding="utf-8")):
         match = _STATEMENT.match(statement)
         if match is None:
             continue
         key, value = match[1], match[2].strip("\"'")
         if key == "include":
-            found |= read_nats_conf(path.parent / value, variables)
+            values |= read_nats_conf(path.parent / value, variables)
         else:
-            found[key] = variables.get(value[1:], value) if value.startswith("$") else value
-    return found
+            values[key] = variables.get(value[1:], value) if value.startswith("$") else value
+    return values
 
 
 def _statements(text: str) -> list[str]:
@@ -90,8 +90,8 @@ def check(*, root: Path = Path("/"), common: Common = COMMON) -> int:
 
 def _units(root: Path) -> list[Path]:
     folders = [root / folder for folder in _UNIT_FOLDERS]
-    found = (folder / f"tinkermq-{name}.service" for name in _SERVICES for folder in folders)
-    return list({path.name: path for path in found if path.is_file()}.values())
+    candidates = (folder / f"tinkermq-{name}.service" for name in _SERVICES for folder in folders)
+    return list({path.name: path for path in candidates if path.is_file()}.values())
 
 
 def _installed(units: list[Path]) -> Finding:
@@ -110,7 +110,9 @@ def _unit(root: Path, unit: Path) -> Finding:
     text = unit.read_text(encoding="utf-8")
     commands = re.findall(r"^ExecStart=(.*)$", text, re.MULTILINE)
     programs = [Path(shlex.split(command)[0]) for command in commands]
-    missing = [str(one) for one in programs if not (root / one.relative_to("/")).exists()]
+    missing = [
+        str(program) for program in programs if not (root / program.relative_to("/")).exists()
+    ]
     limits = [int(one) for one in re.findall(r"^LimitNOFILE=(\d+)$", text, re.MULTILINE)]
     if missing:
         hint = f"install tinkermq into {Path(missing[0]).parents[1]}, or edit the unit"
@@ -190,8 +192,8 @@ def _accepted(config: Path) -> Finding:
         )
     except (TinkermqError, OSError, subprocess.TimeoutExpired) as error:
         return Finding("nats.conf", False, str(error))
-    said = (done.stderr or done.stdout).strip().splitlines()
-    detail = said[-1] if said else "nats-server said nothing"
+    output = (done.stderr or done.stdout).strip().splitlines()
+    detail = output[-1] if output else "nats-server said nothing"
     return Finding(
         "nats.conf", done.returncode == 0, detail, "" if not done.returncode else "mend it"
     )
@@ -217,7 +219,7 @@ def _guarded(config: Path) -> Finding:
 def _certificates(root: Path) -> list[Finding]:
     """Check that the certificates go on being valid for two weeks."""
     openssl = shutil.which("openssl")
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for path in sorted((root / "etc/tinkermq/tls").glob("*.crt")):
         if openssl is None:
             return [Finding("tls", False, "openssl is not installed", "apt-get install openssl")]
@@ -227,8 +229,8 @@ def _certificates(root: Path) -> list[Finding]:
         )
         detail = (done.stdout or done.stderr).strip().splitlines() or ["unreadable"]
         hint = "" if done.returncode == 0 else "renew it"
-        found.append(Finding(f"tls {path.stem}", done.returncode == 0, detail[0], hint))
-    return found
+        findings.append(Finding(f"tls {path.stem}", done.returncode == 0, detail[0], hint))
+    return findings
 
 
 def _storage(root: Path) -> Finding:
@@ -253,11 +255,11 @@ def _clock() -> Finding:
         timeout=_TIMEOUT_S,
         check=False,
     )
-    said = done.stdout.strip()
-    if said not in ("yes", "no"):
+    output = done.stdout.strip()
+    if output not in ("yes", "no"):
         return Finding("clock", True, "not known: systemd does not run here")
-    hint = "" if said == "yes" else "timedatectl set-ntp true"
-    return Finding("clock", not hint, f"synchronised: {said}", hint)
+    hint = "" if output == "yes" else "timedatectl set-ntp true"
+    return Finding("clock", not hint, f"synchronised: {output}", hint)
 
 
 def _sandbox() -> Finding:

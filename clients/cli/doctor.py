@@ -46,8 +46,11 @@ def pool(*, common: Common = COMMON) -> int:
 
     nodes, machines = with_pool(common.nats_url, work)
     if common.json:
-        told = {"nodes": [node.model_dump() for node in nodes], "machines": machines.model_dump()}
-        print_json(told)
+        document = {
+            "nodes": [node.model_dump() for node in nodes],
+            "machines": machines.model_dump(),
+        }
+        print_json(document)
         return 0
     rows = _rows(nodes, machines, time.time())
     if rows:
@@ -58,44 +61,48 @@ def pool(*, common: Common = COMMON) -> int:
         say_plain(_summary(machines))
     if machines.trouble:
         note(f"none come now: {machines.trouble}")
-    for one in [*unlike(nodes), *clocks_off(nodes)]:
-        note(one)
+    for warning in [*unlike(nodes), *clocks_off(nodes)]:
+        note(warning)
     return 0
 
 
 def unlike(nodes: list[NodeStatus]) -> list[str]:
     """Say which packages differ between nodes: ranks of a learner lie on those that are alike."""
     return [
-        f"packages differ: {one}"
-        for one in differences((node.node, node.packages) for node in nodes)
+        f"packages differ: {difference}"
+        for difference in differences((node.node, node.packages) for node in nodes)
     ]
 
 
 def clocks_off(nodes: list[NodeStatus]) -> list[str]:
     """Say which clocks are off, as the scheduler has measured them."""
-    found: list[str] = []
+    warnings: list[str] = []
     for node in nodes:
         ahead_s = node.clock_ahead_s or 0.0
         if abs(ahead_s) > CLOCK_BOUND_S:
             side = "ahead of" if ahead_s > 0 else "behind"
-            found.append(f"the clock of {node.node} is {abs(ahead_s):.1f} s {side} the scheduler's")
-    return found
+            warnings.append(
+                f"the clock of {node.node} is {abs(ahead_s):.1f} s {side} the scheduler's"
+            )
+    return warnings
 
 
 def _rows(nodes: list[NodeStatus], machines: MachineList, now: float) -> list[tuple[object, ...]]:
     by_name = {node.node: node for node in nodes}
-    rows = [_machine(one, by_name.pop(one.name, None), now) for one in machines.machines]
+    rows = [
+        _machine(machine, by_name.pop(machine.name, None), now) for machine in machines.machines
+    ]
     return rows + [
         (node.node, "draining" if node.draining else "here", node.slots, _used(node), "", "", "")
         for node in by_name.values()
     ]
 
 
-def _machine(one: MachineStatus, node: NodeStatus | None, now: float) -> tuple[object, ...]:
-    since = "" if one.started is None else duration(now - one.started)
-    left = "" if one.ends is None else duration(one.ends - now)
+def _machine(machine: MachineStatus, node: NodeStatus | None, now: float) -> tuple[object, ...]:
+    since = "" if machine.started is None else duration(now - machine.started)
+    left = "" if machine.ends is None else duration(machine.ends - now)
     slots, used = (node.slots, _used(node)) if node is not None else ("", "")
-    return (one.name, one.state, slots, used, since, left, one.why)
+    return (machine.name, machine.state, slots, used, since, left, machine.why)
 
 
 def _used(node: NodeStatus) -> int:
@@ -104,7 +111,7 @@ def _used(node: NodeStatus) -> int:
 
 def _summary(machines: MachineList) -> str:
     """Say in one line what is asked for, what has come, and what it costs."""
-    states = Counter(one.state for one in machines.machines)
+    states = Counter(machine.state for machine in machines.machines)
     counts = ", ".join(f"{states[name]} {name}" for name in ("asked", "coming", "here", "draining"))
     budget = machines.slot_hours_per_day
     of_budget = "" if budget is None else f" of {budget:g}"
@@ -184,16 +191,16 @@ def _python() -> Finding:
 
 
 def _packages() -> Finding:
-    found = [f"tinkermq {package_version('tinkermq')}"]
+    versions = [f"tinkermq {package_version('tinkermq')}"]
     for package in ("torch", "transformers"):
         try:
-            found.append(f"{package} {package_version(package)}")
+            versions.append(f"{package} {package_version(package)}")
         except PackageNotFoundError:
-            found.append(f"no {package}")
+            versions.append(f"no {package}")
     hint = ""
     if find_spec("torch") is None:
         hint = "enough for a client; a machine of the pool needs: pip install 'tinkermq[worker]'"
-    return Finding("packages", True, ", ".join(found), hint)
+    return Finding("packages", True, ", ".join(versions), hint)
 
 
 def _server_binary() -> Finding:
@@ -303,10 +310,10 @@ def judge_nodes(nodes: "list[NodeStatus]") -> list[Finding]:
     packages, clocks = unlike(nodes), clocks_off(nodes)
     same = "ranks of one learner lie on machines that are alike: install the same versions on all"
     silent = [
-        f"{one.name} of job {one.job} on {node.node} for {one.silent_s:.0f} s"
+        f"{actor.name} of job {actor.job} on {node.node} for {actor.silent_s:.0f} s"
         for node in nodes
-        for one in node.actors
-        if one.silent_s
+        for actor in node.actors
+        if actor.silent_s
     ]
     lost = [
         f"{node.node} has found at {time.strftime('%F %T', time.localtime(node.store_lost))}"
@@ -344,19 +351,22 @@ async def _trouble(broker: Broker, heard: Sequence[Presence]) -> Finding:
     with contextlib.suppress(NotFoundError):
         own = [entry.value for entry in await list_presences(broker, broker.user)]
         heard = [*heard, *own]
-    missing = [one for one in heard if one.missing_since is not None]
-    told = {one.waits_for: f"{one.actor} waits for {one.waits_for}" for one in missing}
+    missing = [presence for presence in heard if presence.missing_since is not None]
+    waits = {
+        presence.waits_for: f"{presence.actor} waits for {presence.waits_for}"
+        for presence in missing
+    }
     with contextlib.suppress(TinkermqError, TimeoutError):
         async with asyncio.timeout(_ASK_S):  # it answers when it can store no heartbeat, too
             trouble = await SchedulerCalls(broker).trouble()
-            told |= {trouble: f"the scheduler waits for {trouble}"} if trouble else {}
-    if not told:
+            waits |= {trouble: f"the scheduler waits for {trouble}"} if trouble else {}
+    if not waits:
         return Finding("going on", True, "nobody waits for what only a person can bring")
     hint = (
         "bring what is missing; where the disk of nats-server was full, make room and restart it "
         "(`systemctl restart tinkermq-nats`; the one of `tinkermq up` is restarted by itself)"
     )
-    return Finding("going on", False, "; ".join(told.values()), hint)
+    return Finding("going on", False, "; ".join(waits.values()), hint)
 
 
 async def _records(broker: Broker) -> Finding:
@@ -367,9 +377,12 @@ async def _records(broker: Broker) -> Finding:
         return Finding("records", False, error.message, error.hint)
     if not damaged.total:
         return Finding("records", True, "all that were looked at can be read")
-    told = [f"{one.key} of {one.bucket}: {one.why}" for one in damaged.records[:_MAX_RECORDS]]
-    more = damaged.total - len(told)
+    lines = [
+        f"{record.key} of {record.bucket}: {record.why}"
+        for record in damaged.records[:_MAX_RECORDS]
+    ]
+    more = damaged.total - len(lines)
     if more:
-        told.append(f"and {more} more")
-    detail = f"{damaged.total} are ignored: " + "; ".join(told)
+        lines.append(f"and {more} more")
+    detail = f"{damaged.total} are ignored: " + "; ".join(lines)
     return Finding("records", False, detail, "remove each: `nats kv del BUCKET KEY`")

@@ -79,17 +79,25 @@ def dry_run(
     here = [_look(*check) for check in _checks_here(config, nats_url, from_run)]
     if from_run is None:
         here += _look_inside(config, here)
-    told = _ask_pool(config, nats_url, from_run)
-    if from_run is None and not can_look(config) and all(one.error is None for one in told):
-        told += _ask_node(config, nats_url)
+    pool_results = _ask_pool(config, nats_url, from_run)
+    if (
+        from_run is None
+        and not can_look(config)
+        and all(result.error is None for result in pool_results)
+    ):
+        pool_results += _ask_node(config, nats_url)
     if not _is_here(nats_url):
-        had = {one.what for one in told if one.error is None and one.by.startswith("node ")}
-        here = [replace(one, overruled=one.what in had) for one in here]
-    results = [*here, *told]
+        checked = {
+            result.what
+            for result in pool_results
+            if result.error is None and result.by.startswith("node ")
+        }
+        here = [replace(result, overruled=result.what in checked) for result in here]
+    results = [*here, *pool_results]
     _print(results, config, as_json=as_json)
-    for one in results:
-        if one.error is not None and not one.overruled:
-            raise one.error
+    for result in results:
+        if result.error is not None and not result.overruled:
+            raise result.error
     if not as_json:
         note("nothing was submitted")
     return 0
@@ -118,8 +126,8 @@ def _look_inside(config: JobConfig, here: Sequence[_Result]) -> list[_Result]:
 
     Nothing where this machine lacks the model, or has found something else wrong with it.
     """
-    sound = {one.what for one in here if one.error is None}
-    if any(one.error is not None and one.what in ("model", "data") for one in here):
+    sound = {result.what for result in here if result.error is None}
+    if any(result.error is not None and result.what in ("model", "data") for result in here):
         return []
     if not can_look(config):
         return []
@@ -134,9 +142,9 @@ def _look_inside(config: JobConfig, here: Sequence[_Result]) -> list[_Result]:
 def _inside(results: Sequence[CheckResult], by: str) -> list[_Result]:
     """Return what is wrong inside of a model, or that nothing is."""
     wrong = [
-        _Result("model", f"{one.name}? no: {one.detail}", by, _refusal(one))
-        for one in results
-        if not one.ok
+        _Result("model", f"{result.name}? no: {result.detail}", by, _refusal(result))
+        for result in results
+        if not result.ok
     ]
     passed = f"{len(results)} checks with the code of the run passed"
     return wrong or [_Result("model", passed, by)]
@@ -165,7 +173,7 @@ def _ask_pool(config: JobConfig, nats_url: str | None, from_run: str | None) -> 
         )
 
     try:
-        return [_told(one) for one in with_pool(url, work)]
+        return [_told(finding) for finding in with_pool(url, work)]
     except BrokerError as error:
         return [_Result("pool", error.message, "this machine", error)]
 
@@ -189,7 +197,7 @@ def _ask_node(config: JobConfig, nats_url: str | None) -> list[_Result]:
     except TinkermqError as error:
         return [_Result("model", error.message, "the pool", error)]
     by = f"node {reply.node}"
-    checks = [CheckResult(**one.model_dump()) for one in reply.checks]
+    checks = [CheckResult(**check.model_dump()) for check in reply.checks]
     return _inside(checks, by) if reply.node else []
 
 
@@ -204,19 +212,19 @@ def _print(results: Sequence[_Result], config: JobConfig, *, as_json: bool) -> N
     if as_json:
         checks = [
             {
-                "check": one.what,
-                "ok": one.error is None or one.overruled,
-                "detail": one.detail,
-                "by": one.by,
+                "check": result.what,
+                "ok": result.error is None or result.overruled,
+                "detail": result.detail,
+                "by": result.by,
             }
-            for one in results
+            for result in results
         ]
         print_json({"config": config.model_dump(mode="json"), "checks": checks})
         return
-    for one in results:
-        mark = "[green]ok[/]  " if one.error is None else "[red]fail[/]"
-        mark = "[yellow]lack[/]" if one.overruled and one.error is not None else mark
-        say(f"{mark} {one.what:<6} {literal(one.detail)}  [dim]({literal(one.by)})[/]")
+    for result in results:
+        mark = "[green]ok[/]  " if result.error is None else "[red]fail[/]"
+        mark = "[yellow]lack[/]" if result.overruled and result.error is not None else mark
+        say(f"{mark} {result.what:<6} {literal(result.detail)}  [dim]({literal(result.by)})[/]")
 
 
 def _check_of_episodes(config: JobConfig) -> list[tuple[str, Callable[[], str]]]:

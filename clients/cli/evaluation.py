@@ -283,8 +283,10 @@ def evaluate(
             "it was not said what to evaluate", hint="name a run, RUN@STEP, or a model folder"
         )
     settings = chosen(*overrides)
-    told = _quiet if common.json else _tell_submitted
-    done = with_pool(common.nats_url, lambda pool: run_evaluation(pool, target, settings, told))
+    on_submitted = _quiet if common.json else _tell_submitted
+    done = with_pool(
+        common.nats_url, lambda pool: run_evaluation(pool, target, settings, on_submitted)
+    )
     if common.json:
         job = {"job": done.record.job, "name": done.record.name} if done.record else {}
         print_json({"evaluated": done.what, "values": done.values, **job})
@@ -318,8 +320,10 @@ def _tell_scores(done: Evaluated) -> None:
 def _compare(pair: tuple[str, str], settings: EvaluationSettings, common: Common) -> int:
     """Evaluate two versions on the same tasks and tell their difference."""
 
-    told = _quiet if common.json else _tell_submitted
-    a, b = with_pool(common.nats_url, lambda pool: evaluate_both(pool, pair, settings, told))
+    on_submitted = _quiet if common.json else _tell_submitted
+    a, b = with_pool(
+        common.nats_url, lambda pool: evaluate_both(pool, pair, settings, on_submitted)
+    )
     result = compare_versions(a.episodes, b.episodes)
     if common.json:
         sides = {
@@ -433,10 +437,10 @@ def evaluate_game(
         Episodes at the same time.
     """
     with choosing_game(game, arguments, [str(path) for path in flags.data or []]) as chosen:
-        asked = model or (chosen.job.model.path if chosen.job else None)
-        if asked is None:
+        target = model or (chosen.job.model.path if chosen.job else None)
+        if target is None:
             raise ConfigError(
-                "it was not said which model is to play", hint="give --model URL, FOLDER or RUN"
+                "no model was given", hint="give --model URL, FOLDER or RUN"
             )
         rollout = chosen.job.rollout if chosen.job else None
         rows = chosen.env.val_data or chosen.env.train_data
@@ -452,8 +456,8 @@ def evaluate_game(
             success_reward=chosen.job.evaluation.success_reward if chosen.job else 0.5,
             max_concurrent=concurrent,
         )
-        play = _at_endpoint if asked.startswith(("http://", "https://")) else _in_pool
-        report = play(asked, model_name, common, options)
+        play = _at_endpoint if target.startswith(("http://", "https://")) else _in_pool
+        report = play(target, model_name, common, options)
     return conclude(report, flags.output, as_json=common.json)
 
 

@@ -194,7 +194,7 @@ def check_job_here(config: JobConfig, *, plays: bool) -> list[CheckResult]:
 
 
 def _played(job: JobConfig, seed: int) -> list[dict[str, Any]]:
-    return [_told(one) for one in conversations(job.env, seed=seed)]
+    return [_told(conversation) for conversation in conversations(job.env, seed=seed)]
 
 
 def _ask(
@@ -202,7 +202,7 @@ def _ask(
 ) -> list[CheckResult]:
     model = str(Path(config["model"]["path"]).expanduser())
     config["model"]["path"] = model
-    asked = {
+    request = {
         "config": config,
         "conversations": played,
         "gold": bool(played) and has_gold(load_game(job.env.game)),
@@ -211,7 +211,7 @@ def _ask(
     try:
         done = subprocess.run(
             [sys.executable, "-m", "tinkermq.actors.check_chat"],
-            input=pack(asked),
+            input=pack(request),
             capture_output=True,
             timeout=_DEADLINE_S,
             check=False,
@@ -259,7 +259,8 @@ def list_games(*, json: bool = False) -> int:
         print_json([vars(game) for game in games])
     else:
         print_table(
-            ("game", "class", "about"), [(one.name, one.target, one.description) for one in games]
+            ("game", "class", "about"),
+            [(game.name, game.target, game.description) for game in games],
         )
     return 0
 
@@ -308,11 +309,11 @@ def check(
         node, results = checks_of_node(game, arguments, *data, nats_url)
         return say_checks(results, json=json, node=node)
     with choosing_game(game, arguments, train_data or [], val_data or []) as chosen:
-        asked, why_not = model_to_check(chosen, model)
+        model_folder, why_not = model_to_check(chosen, model)
         results = check_game(chosen.env, seed=chosen.seed)
         passed = all(result.ok for result in results)
-        if asked is not None and passed:
-            results += check_with_model(chosen, asked)
+        if model_folder is not None and passed:
+            results += check_with_model(chosen, model_folder)
     code = say_checks(results, json=json)
     if why_not and not json:
         note(f"chat template and lengths in tokens were not checked: {why_not}")
@@ -395,29 +396,30 @@ def play(
     """
     show = _Json() if json else _Text()
     with choosing_game(game, arguments, train_data or []) as chosen:
-        found = load_game(chosen.env.game)
-        if gold and not hasattr(found, "gold_action"):
+        game_class = load_game(chosen.env.game)
+        if gold and not hasattr(game_class, "gold_action"):
             raise ConfigError(
-                f"{found.__name__} has no gold_action", hint="write one, or play without --gold"
+                f"{game_class.__name__} has no gold_action",
+                hint="write one, or play without --gold",
             )
         max_turns = chosen.job.rollout.max_turns if chosen.job else None
         with (
             contextlib.closing(HostData(chosen.env, chosen.seed)) as data,
-            contextlib.closing(LocalGame(chosen.env, found, data)) as table,
+            contextlib.closing(LocalGame(chosen.env, game_class, data)) as local_game,
         ):
-            episode = table.start(seed, row=row)
+            episode = local_game.start(seed, row=row)
             if not episode.roles:
                 show.prompt(episode.messages)
             actions = _gold_actions(episode, echo=not json) if gold else _typed(echo=not json)
-            said: Counter[str] = Counter()
+            num_turns: Counter[str] = Counter()
             played: list[tuple[str, StepResult]] = []
             while not episode.done:
                 role, messages = episode.turn() if episode.roles else ("", [])
                 show.role(role, messages)
-                action = None if said[role] == max_turns else next(actions, None)
+                action = None if num_turns[role] == max_turns else next(actions, None)
                 if action is None:
                     break
-                said[role] += 1
+                num_turns[role] += 1
                 result = episode.step(action)
                 show.turn(action, result)
                 played.append((role, result))
@@ -435,18 +437,18 @@ def _gold_actions(episode: LocalEpisode, *, echo: bool) -> Iterator[str]:
 
 def _typed(*, echo: bool) -> Iterator[str]:
     """Yield what is typed, or what stands in the pipe; there it is printed as well."""
-    asked = sys.stdin.isatty()
+    is_terminal = sys.stdin.isatty()
     lines: list[str] = []
     while True:
         try:
-            line = input("> " if asked else "")
+            line = input("> " if is_terminal else "")
         except EOFError:
             return
         lines.append(line.removesuffix(_CONTINUES))
         if line.endswith(_CONTINUES):
             continue
         action, lines = "\n".join(lines), []
-        if echo and not asked:
+        if echo and not is_terminal:
             say_plain(f"> {action}")
         yield action
 
@@ -475,9 +477,9 @@ class _Text:
 
     def end(self, episode: LocalEpisode, returns: dict[str, float]) -> None:
         turns = len(episode.results)
-        told = ", ".join(f"{role} {total:g}".strip() for role, total in returns.items())
+        totals = ", ".join(f"{role} {total:g}".strip() for role, total in returns.items())
         ended = "" if episode.done else ", not over"
-        say_plain(f"return {told} after {turns} turn{'s' * (turns != 1)}{ended}")
+        say_plain(f"return {totals} after {turns} turn{'s' * (turns != 1)}{ended}")
 
 
 class _Json:
@@ -522,10 +524,10 @@ def prepare(
     """
     written = prepare_set(name, source, out, instruction)
     if json:
-        print_json([{"path": str(one.path), "rows": one.rows} for one in written])
+        print_json([{"path": str(path.path), "rows": path.rows} for path in written])
         return 0
-    for one in written:
-        say(f"{literal(str(one.path))}  {one.rows} rows")
+    for path in written:
+        say(f"{literal(str(path.path))}  {path.rows} rows")
     return 0
 
 

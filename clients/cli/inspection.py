@@ -141,7 +141,7 @@ def rollouts(
     else:
         episodes = with_pool(common.nats_url, work)
     if sort == "reward":
-        episodes = sorted(episodes, key=lambda one: one.reward, reverse=True)
+        episodes = sorted(episodes, key=lambda episode: episode.reward, reverse=True)
     if not episodes and not common.json:
         note("no such rollouts in the log (it is trimmed unless training.keep_rollouts=true)")
     for episode in episodes[:limit]:
@@ -161,19 +161,21 @@ async def _of_folder(folder: str, wanted: EpisodeFilter) -> list[LoggedEpisode]:
     return await read_episodes(there, there.steps, wanted)
 
 
-def _cut_turns(one: Trajectory) -> str:
+def _cut_turns(trajectory: Trajectory) -> str:
     """Name the turns that their limit cut, counted from 1."""
-    cut = [str(turn) for turn, why in enumerate(one.finish_reasons, 1) if why == "length"]
+    cut = [str(turn) for turn, why in enumerate(trajectory.finish_reasons, 1) if why == "length"]
     return f" (cut: turn {', '.join(cut)})" if cut else ""
 
 
 def _name(episode: LoggedEpisode) -> str:
-    one = episode.trajectory
-    if one is None or one.episode < 0:
+    trajectory = episode.trajectory
+    if trajectory is None or trajectory.episode < 0:
         return f"episode {episode.number}"
-    rows = [item for item in episode.group.trajectories if item.episode == one.episode]
-    row = next(place for place, item in enumerate(rows) if item is one)
-    return f"episode {one.episode}, row {row + 1} of {len(rows)} ({one.kind or 'main'})"
+    rows = [item for item in episode.group.trajectories if item.episode == trajectory.episode]
+    row = next(place for place, item in enumerate(rows) if item is trajectory)
+    return (
+        f"episode {trajectory.episode}, row {row + 1} of {len(rows)} ({trajectory.kind or 'main'})"
+    )
 
 
 def _print_call(line: CallLine) -> None:
@@ -185,35 +187,35 @@ def _print_call(line: CallLine) -> None:
     branch = (
         f" ({', '.join(named)})" if (named := [*filter(None, (line.name, line.branch))]) else ""
     )
-    said = " ".join([*line.text.split(), *(f"→ {tool}" for tool in line.tools)])
+    text = " ".join([*line.text.split(), *(f"→ {tool}" for tool in line.tools)])
     say_plain(
         f"  {'  ' * line.depth}call {line.call}{branch}: {line.tokens} tokens, {where}{reward}  "
-        f"{said[:80]}"
+        f"{text[:80]}"
     )
 
 
 def _print_rollouts(episode: LoggedEpisode) -> None:
     task = episode.group.task
     trained = f"step {episode.step}" if episode.step is not None else "not trained"
-    one = episode.trajectory
+    trajectory = episode.trajectory
     head = f"[bold]task {task.task}[/] {_name(episode)}  {trained}"
-    if one is None:
+    if trajectory is None:
         error = episode.group.error
         say(f"{head}  [red]given up[/]")
         say_plain(f"  {error.boundary}: {error.message}" if error else "  (no reason)")
         return
-    by_turn = " ".join(f"{reward:g}" for reward in one.rewards.tolist())
+    by_turn = " ".join(f"{reward:g}" for reward in trajectory.rewards.tolist())
     versions = (
-        f"{one.min_version}"
-        if one.min_version == one.max_version
-        else f"{one.min_version}-{one.max_version}"
+        f"{trajectory.min_version}"
+        if trajectory.min_version == trajectory.max_version
+        else f"{trajectory.min_version}-{trajectory.max_version}"
     )
     say(
-        f"{head}  reward [bold]{one.reward:g}[/] (by turn: {by_turn})  version {versions}  "
-        f"{one.num_generated} tokens  ended by {one.ended_by}{_cut_turns(one)}  "
-        f"from {episode.group.source}"
+        f"{head}  reward [bold]{trajectory.reward:g}[/] (by turn: {by_turn})  version {versions}  "
+        f"{trajectory.num_generated} tokens  ended by {trajectory.ended_by}"
+        f"{_cut_turns(trajectory)}  from {episode.group.source}"
     )
-    for message in one.messages:
+    for message in trajectory.messages:
         role = str(message.get("role", "?"))
         say(f"  [{_ROLE_STYLES.get(role, 'white')}]{role}[/]")
         for line in plain_text(message.get("content", "")).splitlines() or [""]:
@@ -221,9 +223,9 @@ def _print_rollouts(episode: LoggedEpisode) -> None:
         for call in message.get("tool_calls", ()):
             function = call.get("function", {})
             say_plain(f"    → {function.get('name')}({function.get('arguments')})")
-    for line in call_lines(one.info):
+    for line in call_lines(trajectory.info):
         _print_call(line)
-    for failure in one.failures:
+    for failure in trajectory.failures:
         say_plain(f"  failed try: {failure.boundary}: {failure.message}")
     say("")
 
@@ -300,14 +302,14 @@ def profile(
     record, traces = with_pool(common.nats_url, read)
     if otlp is not None:
         _send(record, traces, otlp)
-    found = profile_of(traces)
-    advice = advise(found, record.name, bound_key(record.config)) if traces else []
+    measured = profile_of(traces)
+    advice = advise(measured, record.name, bound_key(record.config)) if traces else []
     if common.json:
-        print_json(_document(record, found, advice))
+        print_json(_document(record, measured, advice))
     elif not traces:
         note(f"{record.name} has no traces: none of its steps is over")
     else:
-        _print_profile(found, advice)
+        _print_profile(measured, advice)
     return 0
 
 
@@ -327,8 +329,8 @@ def _send(record: JobRecord, traces: list[StepTrace], url: str) -> None:
 
 
 def _document(record: JobRecord, found: Profile, advice: list[Advice]) -> dict[str, Any]:
-    told = [{"text": one.text, "change": list(one.change)} for one in advice]
-    return {"run": record.name, "job": record.job, **found.fields(), "advice": told}
+    suggestions = [{"text": one.text, "change": list(one.change)} for one in advice]
+    return {"run": record.name, "job": record.job, **found.fields(), "advice": suggestions}
 
 
 def _print_profile(found: Profile, advice: list[Advice]) -> None:

@@ -162,8 +162,8 @@ def render(progress: RunProgress, events: list[Event]) -> Group:
     ]
     lines += [_bar(progress), *_curves(progress), _figures_line(progress)]
     if any(progress.phases.values()) and not progress.ended:
-        told = "   ".join(f"{count} {phase}" for phase, count in progress.phases.items())
-        lines.append(Text(f"episodes    {told}"))
+        phases = "   ".join(f"{count} {phase}" for phase, count in progress.phases.items())
+        lines.append(Text(f"episodes    {phases}"))
     if progress.bottleneck and not progress.ended:
         lines.append(Text(progress.bottleneck, style="yellow"))
     lines += [Text.from_markup(_event_line(event)) for event in events]

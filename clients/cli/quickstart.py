@@ -177,8 +177,8 @@ def _print_next(config: Path) -> None:
 def _program() -> str:
     """Return how this command line is typed: by its name where that finds this one."""
     here = Path(sys.executable).parent / "tinkermq"
-    found = shutil.which("tinkermq")
-    same = found is not None and Path(found).resolve() == here.resolve()
+    path = shutil.which("tinkermq")
+    same = path is not None and Path(path).resolve() == here.resolve()
     return "tinkermq" if same else _short(here)
 
 

@@ -69,17 +69,17 @@ def ps(
         listed = pool.everybodys_jobs if everyone else pool.list_jobs
         records = await listed(all=all or archived)
         records = [
-            one
-            for one in records
-            if (one.archived is not None or not archived)
-            and set(tag or ()) <= set(one.tags)
-            and group in (None, one.group)
+            record
+            for record in records
+            if (record.archived is not None or not archived)
+            and set(tag or ()) <= set(record.tags)
+            and group in (None, record.group)
         ]
-        told = asyncio.create_task(_told(pool)) if not common.json else None
+        status_line = asyncio.create_task(_told(pool)) if not common.json else None
         rows = await asyncio.gather(*(_row(pool, record) for record in records))
-        return list(rows), "" if told is None else await told
+        return list(rows), "" if status_line is None else await status_line
 
-    rows, told = with_pool(common.nats_url, work)
+    rows, status_line = with_pool(common.nats_url, work)
     if common.json:
         print_json(rows)
         return 0
@@ -87,8 +87,8 @@ def ps(
         note("no runs" if all else "no runs; `tinkermq ps --all` shows those that have ended")
     else:
         _print_rows(rows, everyone=everyone)
-    if told:
-        note(told)
+    if status_line:
+        note(status_line)
     return 0
 
 
@@ -107,7 +107,7 @@ def _print_rows(rows: Sequence[dict[str, Any]], *, everyone: bool) -> None:
 
 async def _told(pool: Pool) -> str:
     """Say what keeps the pool from going on, and what of the user's quota is held."""
-    return "\n".join(one for one in (await trouble_of(pool), await _quota(pool)) if one)
+    return "\n".join(line for line in (await trouble_of(pool), await _quota(pool)) if line)
 
 
 async def trouble_of(pool: Pool) -> str:
@@ -127,28 +127,28 @@ async def _quota(pool: Pool) -> str:
             quota = await pool.quota()
     except (BrokerError, TimeoutError):
         return await _silent_scheduler(pool)
-    shown = {"max_slots": "slots", "max_live_jobs": "live runs", "max_jobs": "runs in all"}
-    bounds = {name: getattr(quota, name) for name in shown}
-    told = [
-        f"{quota.held.get(name, 0)} of {most} {shown[name]}"
-        for name, most in bounds.items()
-        if most is not None
+    labels = {"max_slots": "slots", "max_live_jobs": "live runs", "max_jobs": "runs in all"}
+    bounds = {name: getattr(quota, name) for name in labels}
+    parts = [
+        f"{quota.held.get(name, 0)} of {bound} {labels[name]}"
+        for name, bound in bounds.items()
+        if bound is not None
     ]
-    return f"{', '.join(told)} of your quota are held" if told else ""
+    return f"{', '.join(parts)} of your quota are held" if parts else ""
 
 
 async def _silent_scheduler(pool: Pool) -> str:
     """Say of a scheduler that does not answer whether there is one, which its heartbeat tells."""
     try:
         async with asyncio.timeout(_QUOTA_S):
-            heard = [entry.value for entry in await list_presences(pool.broker, "pool")]
+            presences = [entry.value for entry in await list_presences(pool.broker, "pool")]
     except (TinkermqError, TimeoutError):
         return f"the broker does not answer within {_QUOTA_S:g} s: your quota is unknown"
-    there = [one.actor for one in heard if one.role == "scheduler"]
-    if not there:
+    schedulers = [presence.actor for presence in presences if presence.role == "scheduler"]
+    if not schedulers:
         return "no scheduler answers: your quota is unknown, and nothing is placed"
     return (
-        f"{', '.join(there)} lives and has not answered within {_QUOTA_S:g} s: your quota is "
+        f"{', '.join(schedulers)} lives and has not answered within {_QUOTA_S:g} s: your quota is "
         "unknown"
     )
 
@@ -161,8 +161,8 @@ async def _row(pool: Pool, record: JobRecord) -> dict[str, Any]:
         with contextlib.suppress(NotFoundError):  # its streams were removed
             values = await recent_values(pool.broker, record.scope)
         if record.state not in FINAL_STATES:
-            actors = [one.value for one in await list_presences(pool.broker, record.scope.key)]
-    learner = next((one for one in actors if one.role == "learner"), None)
+            actors = [actor.value for actor in await list_presences(pool.broker, record.scope.key)]
+    learner = next((actor for actor in actors if actor.role == "learner"), None)
     live = record.state not in FINAL_STATES
     return {
         "run": record.name,
@@ -180,7 +180,7 @@ async def _row(pool: Pool, record: JobRecord) -> dict[str, Any]:
 
 def _missing(actors: Sequence[Presence]) -> str:
     """Say what is not there that somebody outside must bring, and since when."""
-    waits = [(one.missing_since, one) for one in actors if one.missing_since is not None]
+    waits = [(actor.missing_since, actor) for actor in actors if actor.missing_since is not None]
     if not waits:
         return ""
     since, first = min(waits, key=lambda wait: wait[0])
@@ -189,9 +189,11 @@ def _missing(actors: Sequence[Presence]) -> str:
 
 def _trouble(record: JobRecord, actors: Sequence[Presence]) -> str:
     """Say which actor fails again and again, unless it has done some work by now."""
-    working = {one.actor for one in actors if one.progress}
-    told = (one.trouble for one in record.actors if one.trouble and one.name not in working)
-    return next(told, "")
+    working = {actor.actor for actor in actors if actor.progress}
+    troubles = (
+        actor.trouble for actor in record.actors if actor.trouble and actor.name not in working
+    )
+    return next(troubles, "")
 
 
 def _throughput(
@@ -200,7 +202,7 @@ def _throughput(
     """Return tokens/s: the learner's figure, or what the servers of an inference job generate."""
     if record.kind != "infer":
         return values.get("perf/throughput")
-    return sum(one.numbers.get("tokens_per_s", 0.0) for one in actors if one.role == "server")
+    return sum(actor.numbers.get("tokens_per_s", 0.0) for actor in actors if actor.role == "server")
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -249,11 +251,11 @@ def stop(run: str, /, *, now: bool = False, complete: bool = False, common: Comm
         _on_run(run, lambda pool, job: pool.stop(job, now=now, complete=complete)),
     )
     if record.state in FINAL_STATES:
-        told = f"{record.name} is {record.state} already"
+        text = f"{record.name} is {record.state} already"
     else:
         drains = "after a checkpoint" if record.trains else "once it has answered what it was asked"
-        told = f"{record.name} stops {'at once' if now else drains}"
-    return _tell(record, told, as_json=common.json)
+        text = f"{record.name} stops {'at once' if now else drains}"
+    return _tell(record, text, as_json=common.json)
 
 
 def checkpoint(run: str, /, *, common: Common = COMMON) -> int:
@@ -505,7 +507,7 @@ def label(
 
 def changed_tags(tags: Sequence[str], more: Sequence[str], fewer: Sequence[str]) -> list[str]:
     """Return tags with more of them behind, each once, and without some."""
-    return [one for one in dict.fromkeys((*tags, *more)) if one not in fewer]
+    return [tag for tag in dict.fromkeys((*tags, *more)) if tag not in fewer]
 
 
 def _labels(record: JobRecord) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def serve(
 
     url = find_url(common.nats_url)
     record = with_pool(url, work)
-    told = {
+    document = {
         "job": record.job,
         "name": record.name,
         "state": record.state,
@@ -89,9 +89,9 @@ def serve(
         "server_url": shown_url(JobAddress(url, record.scope).server_url),
     }
     if common.json:
-        print_json(told)
+        print_json(document)
     else:
-        _tell_served(record, told)
+        _tell_served(record, document)
     return 0
 
 
@@ -220,8 +220,12 @@ def up(
             {
                 "base_url": base_url,
                 "jobs": [
-                    {"job": one.job, "name": one.name, "base": one.config["tinker"]["base"]}
-                    for one in records
+                    {
+                        "job": record.job,
+                        "name": record.name,
+                        "base": record.config["tinker"]["base"],
+                    }
+                    for record in records
                 ],
             }
         )

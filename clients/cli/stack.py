@@ -209,13 +209,13 @@ def start_detached(options: "StackOptions", *, die_with_parent: bool = False) ->
         raise DeadlineError(
             f"the stack did not come up within {UP_DEADLINE_S:.0f} s", hint=f"see {log_path}"
         )
-    told = cast("dict[str, Any]", json_module.loads(line))
-    if "error" in told:
+    message = cast("dict[str, Any]", json_module.loads(line))
+    if "error" in message:
         process.wait()
-        raise error_from_reply(**told["error"])
+        raise error_from_reply(**message["error"])
     # The supervisor outlives this process on purpose.
     process.returncode = 0
-    return StackState.model_validate(told["state"])
+    return StackState.model_validate(message["state"])
 
 
 def _first_line(process: "subprocess.Popen[bytes]") -> bytes:

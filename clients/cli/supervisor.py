@@ -105,12 +105,13 @@ class StackProcess:
         """Return why it ended, from the last lines of its log."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         for line in reversed(lines):
-            told = _told(line)
-            if told is not None:
-                return told
-        shown = "\n".join([line for line in lines if line.strip()][-5:]) or "it said nothing"
+            message = _told(line)
+            if message is not None:
+                return message
+        last_lines = "\n".join([line for line in lines if line.strip()][-5:]) or "it said nothing"
         return TinkermqError(
-            f"the {self.name} ended with code {self.exit_code}: {shown}", hint=f"see {self.log}"
+            f"the {self.name} ended with code {self.exit_code}: {last_lines}",
+            hint=f"see {self.log}",
         )
 
 
@@ -421,8 +422,8 @@ class Supervisor:
 
 
 def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 def _place(url: str) -> tuple[str, int]:

@@ -205,7 +205,7 @@ async def _run_all(
     pool: Pool, configs: list[JobConfig], at_once: int, *, quiet: bool
 ) -> list[JobRecord]:
     """Submit the runs, as many at a time as may be, and wait for the end of all."""
-    waiting, told = list(configs), set[str]()
+    waiting, announced = list(configs), set[str]()
     records: dict[str, JobRecord] = {}
     while True:
         for job in [one.job for one in records.values() if one.state not in FINAL_STATES]:
@@ -216,11 +216,11 @@ async def _run_all(
             records[record.job] = record
             live += record.state not in FINAL_STATES
         for record in records.values():
-            if record.state in FINAL_STATES and record.job not in told and not quiet:
-                note(f"{record.name} {record.state}, {len(told) + 1} of {len(configs)}")
+            if record.state in FINAL_STATES and record.job not in announced and not quiet:
+                note(f"{record.name} {record.state}, {len(announced) + 1} of {len(configs)}")
             if record.state in FINAL_STATES:
-                told.add(record.job)
-        if not waiting and len(told) == len(configs):
+                announced.add(record.job)
+        if not waiting and len(announced) == len(configs):
             return list(records.values())
         await asyncio.sleep(_POLL_S)
 

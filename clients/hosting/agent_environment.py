@@ -161,10 +161,10 @@ class AgentEpisode(SdkClients):
 
         Raises ValueError for a reward that is no finite number, and for `info` that cannot travel.
         """
-        worth = None if reward is None else _number(reward)
-        told = plain_value(dict(info or {}), "info")
-        said = None if success is None else bool(success)
-        self._soon(partial(self._end, worth, said, told, failed=failed))
+        value = None if reward is None else _number(reward)
+        details = plain_value(dict(info or {}), "info")
+        succeeded = None if success is None else bool(success)
+        self._soon(partial(self._end, value, succeeded, details, failed=failed))
 
     def fail(self, error: str) -> None:
         """End the episode because its program did with an error: it is tried again."""
@@ -273,13 +273,13 @@ class AgentEnvironment(_GivesEpisodes):
 
     async def _run(self, episode: AgentEpisode) -> None:
         try:
-            told, failure = await self._called(episode)
+            result, failure = await self._called(episode)
             if failure:
                 episode.fail(failure)
-            elif isinstance(told, dict):
-                episode.end(**cast("dict[str, Any]", told))
+            elif isinstance(result, dict):
+                episode.end(**cast("dict[str, Any]", result))
             else:
-                episode.end(told)
+                episode.end(result)
         except BaseException as error:  # the boundary to a user's function: it may do anything
             if ends_this_task(error):
                 raise
@@ -296,8 +296,8 @@ class AgentEnvironment(_GivesEpisodes):
             except BaseException as error:  # noqa: BLE001 - asyncio hands on no StopIteration
                 return None, _traceback(error)
 
-        told, failure = await asyncio.to_thread(call)
-        return (await told if inspect.isawaitable(told) else told), failure
+        result, failure = await asyncio.to_thread(call)
+        return (await result if inspect.isawaitable(result) else result), failure
 
 
 def _number(reward: Any) -> float:
@@ -315,10 +315,10 @@ def _number(reward: Any) -> float:
 
 def _traceback(error: BaseException) -> str:
     try:
-        told = "".join(traceback.format_exception(error, limit=-8))
+        text = "".join(traceback.format_exception(error, limit=-8))
     except BaseException:  # noqa: BLE001 - what was raised fails as it is looked at
         return lines_of(error)
-    return clean_text(told, _TOLD_CHARS, keep_end=True)
+    return clean_text(text, _TOLD_CHARS, keep_end=True)
 
 
 class AgentEpisodes(_GivesEpisodes):

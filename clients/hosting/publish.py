@@ -108,12 +108,12 @@ class AsyncTrajectoryPublisher(PoolClient):
         most = most_bytes((await self._connected()).broker.max_payload_bytes)
         ends = _batches([len(spec.to_bytes()) for spec in specs], most - _ROOM_BYTES)
         deadline = time.monotonic() + timeout_s
-        taken = 0
-        while taken < len(specs):
-            taken += await self._issue(specs[taken : ends[taken]], deadline)
-            if taken < len(specs):
-                await self._pause(deadline, f"{len(specs) - taken} of {len(specs)} tasks wait")
-        return taken
+        num_issued = 0
+        while num_issued < len(specs):
+            num_issued += await self._issue(specs[num_issued : ends[num_issued]], deadline)
+            if num_issued < len(specs):
+                await self._pause(deadline, f"{len(specs) - num_issued} of {len(specs)} tasks wait")
+        return num_issued
 
     async def _issue(self, specs: list[TaskSpec], deadline: float) -> int:
         """Issue as many tasks as the learner takes now; wait for a learner that starts."""
@@ -141,7 +141,7 @@ class AsyncTrajectoryPublisher(PoolClient):
         limits: ReserveReply | None,
     ) -> Group:
         """Make and check a group; limits that are not known yet are not checked."""
-        sampled = [one for one in trajectories if not one.greedy]
+        sampled = [trajectory for trajectory in trajectories if not trajectory.greedy]
         episodes = len(episodes_of(sampled))
         size = limits.group_size if limits is not None else max(1, episodes)
         if episodes != size:

@@ -74,7 +74,7 @@ async def _run_source(pool: Pool, name: str) -> ModelSource:
     try:
         record = await pool.find(run)
     except NotFoundError as error:
-        runs = [one.name for one in await pool.list_jobs(all=True)]
+        runs = [record.name for record in await pool.list_jobs(all=True)]
         raise NotFoundError(
             f"there is no model folder and no run {run!r}",
             hint=did_you_mean(run, runs, otherwise="list runs with `tinkermq ps --all`"),

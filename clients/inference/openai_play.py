@@ -66,7 +66,9 @@ class Endpoint:
             raise ConfigError(f"{url!r} is no URL", hint="write http://HOST:PORT/v1")
         if model is not None:
             return cls(url, model)
-        served = [str(one["id"]) for one in _send(f"{url}/models", None).get("data", [])]
+        served = [
+            str(model_info["id"]) for model_info in _send(f"{url}/models", None).get("data", [])
+        ]
         if len(served) != 1:
             raise ConfigError(
                 f"{url} serves {len(served)} models: {', '.join(served) or 'none'}",
@@ -76,8 +78,8 @@ class Endpoint:
 
     def answer(self, messages: "Sequence[ChatMessage]", options: Mapping[str, Any]) -> "ChatAnswer":
         """Return the model's answer to a conversation. Raises as `find` does, EngineError."""
-        told = [with_text_arguments(message) for message in with_data_urls(messages)]
-        body = {"model": self.model, "messages": told, **options}
+        conversation = [with_text_arguments(message) for message in with_data_urls(messages)]
+        body = {"model": self.model, "messages": conversation, **options}
         reply = _send(f"{self.url}/chat/completions", body)
         try:
             choice = reply["choices"][0]
@@ -135,8 +137,8 @@ def _send_once(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
             return cast("dict[str, Any]", json.loads(reply.read()))
     except urllib.error.HTTPError as error:
         with error:
-            said = error.read().decode(errors="replace")[:_SHOWN]
-        raise _refusal(url, error.code, said) from error
+            text = error.read().decode(errors="replace")[:_SHOWN]
+        raise _refusal(url, error.code, text) from error
     except (urllib.error.URLError, ConnectionError, TimeoutError) as error:
         raise _Transient(str(getattr(error, "reason", error))) from error
     except ValueError as error:

@@ -163,8 +163,8 @@ class ResultFile:
 
 
 def _unwritable(path: Path, error: OSError) -> StorageError:
-    said = f"{path} cannot be written: {error.strerror}"
-    refusal = StorageError(said, hint="choose another path, or make room there")
+    message = f"{path} cannot be written: {error.strerror}"
+    refusal = StorageError(message, hint="choose another path, or make room there")
     refusal.is_full = is_full(error)
     return refusal
 

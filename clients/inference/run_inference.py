@@ -157,9 +157,9 @@ async def run_inference_async(
 ) -> InferenceReport:
     """Play episodes; see `run_inference`."""
     ours = {"max_turns": max_turns, "game_kwargs": game_kwargs}
-    told = translate_inference({**ours, **others}, game_class, ours)
-    max_turns, game_kwargs = told.pop("max_turns"), told.pop("game_kwargs")
-    refuse_unknown_options(run_inference_async, told)
+    translated = translate_inference({**ours, **others}, game_class, ours)
+    max_turns, game_kwargs = translated.pop("max_turns"), translated.pop("game_kwargs")
+    refuse_unknown_options(run_inference_async, translated)
     played = PlayOptions(
         game_class=game_class,
         game_kwargs=game_kwargs,

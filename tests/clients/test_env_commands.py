@@ -231,5 +231,5 @@ def test_an_evaluation_without_a_model_says_what_to_give(cli: Cli) -> None:
     done = cli("env", "eval", "guess")
     assert (done.code, done.err.splitlines()[0]) == (
         2,
-        "error: it was not said which model is to play",
+        "error: no model was given",
     )
