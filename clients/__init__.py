@@ -22,7 +22,11 @@ if TYPE_CHECKING:
         MathGameEnvironment,
         create_game_environment,
     )
-    from .hosting.publish import AsyncTrajectoryPublisher, TrajectoryPublisher, make_trajectory
+    from .hosting.publish import (
+        AsyncTrajectoryPublisher,
+        TrajectoryPublisher,
+        make_trajectory,
+    )
     from .inference.inference_client import (
         AsyncInferenceSchedulerClient,
         InferenceSchedulerClient,

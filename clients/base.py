@@ -88,7 +88,7 @@ def _stderr_logger(*_: Any) -> structlog.PrintLogger:
 
 
 @contextlib.contextmanager
-def single_errors() -> Iterator[None]:
+def unwrap_error_groups() -> Iterator[None]:
     """Raise the first TinkermqError of an exception group by itself."""
     try:
         yield

@@ -17,9 +17,9 @@ from ..schemas.metric import Event, LogLines, Metric, Presence
 from ..schemas.wire.errors import NotFoundError
 from .pool import Pool
 
-Crew: TypeAlias = tuple[Presence, ...]
+Actors: TypeAlias = tuple[Presence, ...]
 """The actors of a run, as their heartbeats tell of them."""
-Update: TypeAlias = Metric | Event | JobRecord | Crew
+Update: TypeAlias = Metric | Event | JobRecord | Actors
 POLL_S = 0.5
 QUIET_S = 0.5
 """After the end of a run its last metrics are waited for until the feed is quiet this long."""

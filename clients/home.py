@@ -96,7 +96,7 @@ class Home:
         Raises StateError when another supervisor holds it, StorageError when it cannot be made.
         """
         with self._open_lock() as lock:
-            if not _take(lock):
+            if not _try_lock(lock):
                 raise StateError(
                     f"a stack is already up in {self.folder}",
                     hint="stop it with `tinkermq down`, or use another folder: --store DIR",
@@ -162,7 +162,7 @@ def find_openai(given: str | None = None) -> str | None:
     return f"{url.rstrip('/')}/v1" if url else None
 
 
-def _take(lock: IO[str]) -> bool:
+def _try_lock(lock: IO[str]) -> bool:
     """Take the lock; a reader that looks whether it is held has it for a moment only."""
     import fcntl
 

@@ -180,7 +180,13 @@ def translate(config: Mapping[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     flat = dict(flatten(config))
     refused: list[ConfigError] = []
-    for take in (_take_lora, _take_turn_limits, _take_template, _take_kl, _take_turn_samples):
+    for take in (
+        _translate_lora,
+        _translate_turn_limits,
+        _translate_template,
+        _translate_kl,
+        _translate_turn_samples,
+    ):
         with _collected(refused):
             take(flat, tree)
     needless: dict[str, str] = {}
@@ -193,7 +199,7 @@ def translate(config: Mapping[str, Any]) -> dict[str, Any]:
     if refused:
         raise _all_of(refused)
     if needless:
-        tell_needless(needless)
+        warn_needless(needless)
     return tree
 
 
@@ -228,7 +234,7 @@ def _all_of(refused: Sequence[ConfigError]) -> ConfigError:
     )
 
 
-def tell_needless(needless: Mapping[str, str]) -> None:
+def warn_needless(needless: Mapping[str, str]) -> None:
     """Warn of keys or arguments that were left out, with the reason of each, by reason."""
     by_reason: dict[str, list[str]] = {}
     for key, reason in needless.items():
@@ -304,7 +310,7 @@ def _put(tree: dict[str, Any], target: str, value: Any, source: str) -> None:
     place[last] = value
 
 
-def _take_lora(flat: dict[str, Any], _: dict[str, Any]) -> None:
+def _translate_lora(flat: dict[str, Any], _: dict[str, Any]) -> None:
     """A rank of 0 switches the whole section off."""
     if flat.get("lora.lora_rank") == 0:
         for key in [key for key in flat if key.startswith("lora.")]:
@@ -333,7 +339,7 @@ def _fit_lengths(tree: dict[str, Any]) -> None:
         del tree["learner"]
 
 
-def _take_turn_limits(flat: dict[str, Any], tree: dict[str, Any]) -> None:
+def _translate_turn_limits(flat: dict[str, Any], tree: dict[str, Any]) -> None:
     """The smallest of the limits that is not 0 (no limit) bounds the policy's answers."""
     steps = _converted(int, _STEPS, flat.pop(_STEPS, None) or 0)
     names = ("multi_turn.max_user_turns", "multi_turn.max_assistant_turns")
@@ -347,7 +353,7 @@ def _take_turn_limits(flat: dict[str, Any], tree: dict[str, Any]) -> None:
         )
 
 
-def _take_template(flat: dict[str, Any], _: dict[str, Any]) -> None:
+def _translate_template(flat: dict[str, Any], _: dict[str, Any]) -> None:
     """What the policy sees of a turn is what the game says, in no frame of words."""
     template = flat.pop(_TEMPLATE, _BARE)
     if template != _BARE:
@@ -357,7 +363,7 @@ def _take_template(flat: dict[str, Any], _: dict[str, Any]) -> None:
         )
 
 
-def _take_kl(flat: dict[str, Any], tree: dict[str, Any]) -> None:
+def _translate_kl(flat: dict[str, Any], tree: dict[str, Any]) -> None:
     """The four `kl.*` keys: coefficient, estimator, and where the penalty enters."""
     keys = ("kl.use_kl_in_reward", "kl.use_kl_loss", "kl.kl_loss_coef", "kl.kl_loss_type")
     in_reward, in_loss, coef, kind = (flat.pop(key, None) for key in keys)
@@ -379,7 +385,7 @@ def _take_kl(flat: dict[str, Any], tree: dict[str, Any]) -> None:
         _put(tree, "algorithm.kl_estimator", _KL_ESTIMATORS[kind], "kl.kl_loss_type")
 
 
-def _take_turn_samples(flat: dict[str, Any], tree: dict[str, Any]) -> None:
+def _translate_turn_samples(flat: dict[str, Any], tree: dict[str, Any]) -> None:
     """The two `multi_turn.per_turn_*` keys: turns as samples, and the discount of their returns.
 
     A discount that is not 0 asks for returns. `grpo_per_step` has a discount without the other.
@@ -477,7 +483,7 @@ def translate_inference(
     rest = dict(options)
     needless = {name: _NEEDLESS[name] for name in _NEEDLESS if rest.pop(name, None) is not None}
     if needless:
-        tell_needless(needless)
+        warn_needless(needless)
     limits = [limit for name in _TURNS if (limit := rest.pop(name, None))]
     if limits and rest.get("max_turns") is not None:
         raise ConfigError(

@@ -15,7 +15,14 @@ from ..broker.calls import SchedulerCalls, new_request_id
 from ..broker.client.connection import Broker
 from ..broker.jobs import JobStore
 from ..schemas.config.algorithm import is_endpoint
-from ..schemas.job import FINAL_STATES, NOTIFY_URL, TEACHER_KEY, WANDB_KEY, JobRecord, SecretName
+from ..schemas.job import (
+    FINAL_STATES,
+    NOTIFY_URL,
+    TEACHER_KEY,
+    WANDB_KEY,
+    JobRecord,
+    SecretName,
+)
 from ..schemas.wire.codec import merged
 from ..schemas.wire.errors import (
     ConfigError,
@@ -25,7 +32,7 @@ from ..schemas.wire.errors import (
     StorageError,
 )
 from ..schemas.wire.subjects import DEFAULT_USER, token
-from .validation import did_you_mean, run_and_step
+from .validation import did_you_mean, split_checkpoint_name
 
 # What of the caller's environment goes with a job: secrets, sealed, and what wandb is told.
 
@@ -173,7 +180,7 @@ class Pool(SchedulerCalls):
 
         `source` is `RUN@STEP` or `RUN@last`. Raises NotFoundError, ConfigError.
         """
-        run, step = run_and_step(source)
+        run, step = split_checkpoint_name(source)
         if step is None:
             raise ConfigError(
                 f"{source!r} does not name a checkpoint", hint="write RUN@STEP, such as my-run@40"

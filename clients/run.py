@@ -37,13 +37,19 @@ from .base import PoolClient, SyncTwin, make_sync
 from .follow import LOSS, REWARD, VALIDATION, follow_run
 from .plots import curve_svg
 from .pool import Pool
-from .run_records import EpisodeFilter, check_actor, log_lines, read_episodes, steps_of
-from .scheduler_client import failure
-from .validation import resolve_paths, run_and_step
+from .run_records import (
+    EpisodeFilter,
+    check_actor,
+    read_episodes,
+    read_log_lines,
+    read_steps,
+)
+from .scheduler_client import job_failure
+from .validation import resolve_paths, split_checkpoint_name
 
 # Evaluating a version of a run, or a model, and comparing two of them.
 
-Told: TypeAlias = Callable[[JobRecord], None]
+OnSubmitted: TypeAlias = Callable[[JobRecord], None]
 """Is told of the job that evaluates, when it is submitted."""
 POLL_S = 0.5
 EVALUATION_DEADLINE_S = 3600.0
@@ -99,7 +105,7 @@ class EvaluationSettings(NamedTuple):
 
 
 async def evaluate(
-    pool: Pool, target: str, settings: EvaluationSettings, on_submitted: Told
+    pool: Pool, target: str, settings: EvaluationSettings, on_submitted: OnSubmitted
 ) -> Evaluated:
     """Evaluate `RUN`, `RUN@STEP`, or the folder of a model; `told` hears of the job that does.
 
@@ -116,7 +122,7 @@ async def evaluate(
         return await _evaluate_model(
             pool, target, settings.config(record, None), target, on_submitted
         )
-    run, step = run_and_step(target)
+    run, step = split_checkpoint_name(target)
     record = await pool.find(run)
     if step is None and record.state not in FINAL_STATES:
         if settings.differ:
@@ -182,7 +188,7 @@ async def _evaluate_model(
     target: str,
     config: dict[str, Any],
     fork_of: str | None,
-    on_submitted: Told,
+    on_submitted: OnSubmitted,
 ) -> Evaluated:
     """Submit a job of kind `eval` for a model folder or checkpoint and return its results.
 
@@ -204,7 +210,7 @@ async def _evaluate_model(
             elif isinstance(update, Event) and update.kind == "evaluation_episodes":
                 episodes += _episodes(update)
             elif isinstance(update, JobRecord) and update.state in FINAL_STATES - {"COMPLETED"}:
-                raise failure(update)
+                raise job_failure(update)
     return Evaluated(job.fork_of or target, values, episodes, job)
 
 
@@ -217,7 +223,7 @@ async def evaluate_both(
     pool: Pool,
     pair: tuple[str, str],
     settings: EvaluationSettings,
-    on_submitted: Told,
+    on_submitted: OnSubmitted,
 ) -> tuple[Evaluated, Evaluated]:
     """Evaluate two versions on the same tasks; ConfigError for a live run's newest one."""
     for target in pair:
@@ -280,7 +286,7 @@ class AsyncRun(PoolClient):
         rollouts = await RunRollouts.open(broker, record.scope, record.run_dir)
         episode_filter = EpisodeFilter(step, errors=errors, most=limit if sort == "log" else None)
         episodes = await read_episodes(
-            rollouts, await steps_of(broker, record.scope, rollouts), episode_filter
+            rollouts, await read_steps(broker, record.scope, rollouts), episode_filter
         )
         if sort == "reward":
             episodes.sort(key=lambda episode: episode.reward, reverse=True)
@@ -292,7 +298,7 @@ class AsyncRun(PoolClient):
         check_actor(record, actor)
         lines: list[str] = []
         pool = await self._connected()
-        async with aclosing(log_lines(pool, record, follow_on=False)) as batches:
+        async with aclosing(read_log_lines(pool, record, follow_on=False)) as batches:
             async for batch in batches:
                 if actor in (None, batch.actor) and attempt in (None, batch.attempt):
                     lines += [f"{batch.actor} | {readable(line)}" for line in batch.lines]
@@ -315,7 +321,7 @@ class AsyncRun(PoolClient):
         JobFailedError, NotFoundError, DeadlineError.
         """
         done = await evaluate(
-            await self._connected(), self._at(step), _settings(overrides, tasks), _say_nothing
+            await self._connected(), self._at(step), _settings(overrides, tasks), _ignore
         )
         return done.values
 
@@ -331,7 +337,7 @@ class AsyncRun(PoolClient):
         Differences are the checkpoint's less `other`'s, with intervals of 95 %.
         """
         pool, pair = await self._connected(), (other, self._at(step))
-        a, b = await evaluate_both(pool, pair, _settings(overrides, tasks), _say_nothing)
+        a, b = await evaluate_both(pool, pair, _settings(overrides, tasks), _ignore)
         return compare(a.episodes, b.episodes)
 
     def _at(self, step: int | str | None) -> str:
@@ -420,5 +426,5 @@ def _settings(overrides: Sequence[str], tasks: Sequence[int] | None) -> Evaluati
     return EvaluationSettings(tuple(overrides), None if tasks is None else list(tasks))
 
 
-def _say_nothing(_: JobRecord) -> None:
+def _ignore(_: JobRecord) -> None:
     """Let the job that evaluates be."""

@@ -90,7 +90,7 @@ class EpisodeFilter:
         return not self.errors or trajectory is None or bool(trajectory.failures)
 
 
-async def steps_of(broker: Broker, scope: JobScope, rollouts: RunRollouts) -> dict[int, int]:
+async def read_steps(broker: Broker, scope: JobScope, rollouts: RunRollouts) -> dict[int, int]:
     """Return the step that trained each entry; what was archived is known by its file's name."""
     try:
         records = await BatchLog(broker, scope).read_all()
@@ -149,7 +149,7 @@ def check_actor(record: JobRecord, actor: str | None) -> None:
         )
 
 
-async def log_lines(
+async def read_log_lines(
     pool: Pool, record: JobRecord, *, follow_on: bool
 ) -> AsyncGenerator[LogLines, None]:
     """Yield the stored lines, and then new ones for ever if `follow_on`."""

@@ -15,7 +15,13 @@ from .address import JobAddress, parse_broker_url
 from .base import PoolClient, SyncTwin, make_future, make_sync
 from .opentinker import as_tree, translate
 from .pool import Pool, secrets_for, with_tracker_settings
-from .validation import checkpoint_named, is_complete, refuse_missing, resolve_paths, value_of
+from .validation import (
+    check_files_exist,
+    full_checkpoint_name,
+    is_complete,
+    resolve_paths,
+    section_value,
+)
 
 if TYPE_CHECKING:
     from .run import Run
@@ -75,19 +81,19 @@ class AsyncSchedulerClient(PoolClient):
             os.environ[WANDB_KEY] = wandb_key
         self._submitted = None
         tree = translate(given)
-        if num_gpus is not None and not (num_gpus == 1 and value_of(tree, "sft", "data")):
+        if num_gpus is not None and not (num_gpus == 1 and section_value(tree, "sft", "data")):
             tree = merged(tree, translate({"num_gpus": num_gpus}))
         if from_run is not None:
             tree = merged(tree, {"model": {"path": from_run}})
         tree = with_tracker_settings(tree)
         check_keys(tree)
-        refuse_missing(tree, self.scheduler_url, has_model=from_run is not None)
+        check_files_exist(tree, self.scheduler_url, has_model=from_run is not None)
         complete = is_complete(tree)
         pool = await self._connected()
         record = await pool.submit(
             resolve_paths(tree, pool.broker.url, has_users=pool.has_users),
             configured=complete,
-            fork_of=from_run and checkpoint_named(from_run),
+            fork_of=from_run and full_checkpoint_name(from_run),
             weights_only=from_run is not None,
             request_id=new_request_id(),
             secrets=secrets_for(tree, wandb_key),
@@ -229,7 +235,7 @@ class AsyncSchedulerClient(PoolClient):
         deadline = asyncio.get_running_loop().time() + self.timeout
         while record.state not in _STARTED:
             if record.state in _ENDED_BADLY:
-                raise failure(record)
+                raise job_failure(record)
             if asyncio.get_running_loop().time() > deadline:
                 raise DeadlineError(
                     f"job {record.name} is {record.state} after {self.timeout:g} s: "
@@ -312,7 +318,7 @@ def _changes(changes: Any) -> dict[str, Any]:
     return tree
 
 
-def failure(record: JobRecord) -> JobFailedError:
+def job_failure(record: JobRecord) -> JobFailedError:
     """Return the error of a job that has failed or was stopped."""
     how = "failed" if record.state == "FAILED" else "was stopped"
     return JobFailedError(

@@ -23,10 +23,10 @@ from .address import parse_server_url
 from .base import PoolClient, SyncTwin, make_future, make_sync
 from .follow import REWARD, follow_run
 from .hosting.environments import HostedEnvironment
-from .opentinker import as_tree, tell_needless, translate
+from .opentinker import as_tree, translate, warn_needless
 from .pool import Pool
-from .scheduler_client import failure
-from .validation import is_complete, refuse_missing, resolve_paths
+from .scheduler_client import job_failure
+from .validation import check_files_exist, is_complete, resolve_paths
 
 _FIT_DEFAULTS: dict[str, Any] = {
     "save_freq": 100,
@@ -73,7 +73,7 @@ class AsyncServiceClient(PoolClient):
         if env is not None:
             tree = merged(tree, env.get_config())
         check_keys(tree)
-        refuse_missing(tree, self._address.broker_url)
+        check_files_exist(tree, self._address.broker_url)
         pool = await self._connected()
         record = await pool.find(self._address.scope.job)
         if not record.configured:
@@ -112,7 +112,7 @@ class AsyncServiceClient(PoolClient):
         """
         del game_stats_log_freq  # the metrics of each step have them
         if game_stats_client is not None:
-            tell_needless({"game_stats_client": "what the game says in info comes as game/*"})
+            warn_needless({"game_stats_client": "what the game says in info comes as game/*"})
         pool = await self._connected()
         if env is not None:
             await asyncio.to_thread(env.setup, self)
@@ -263,7 +263,7 @@ class ServiceClient(SyncTwin[AsyncServiceClient]):
         )
 
 
-def _untold(_: str) -> AbstractContextManager[None]:
+def _ignore_wait(_: str) -> AbstractContextManager[None]:
     """Name no wait: the log says it."""
     return contextlib.nullcontext()
 
@@ -279,8 +279,8 @@ async def _log_run(pool: Pool, record: JobRecord, trackers: Sequence[Tracker]) -
             if isinstance(update, Metric):
                 for tracker in trackers:
                     log = in_thread(tracker.log, update.values, update.step)
-                    await with_room(log, f"metrics of step {update.step}", _untold)
+                    await with_room(log, f"metrics of step {update.step}", _ignore_wait)
                 last = dict(update.values) if REWARD in update.values or not last else last
             elif isinstance(update, JobRecord) and update.state in FINAL_STATES - {"COMPLETED"}:
-                raise failure(update)
+                raise job_failure(update)
     return last

@@ -27,7 +27,7 @@ def did_you_mean(typed: str, known: Iterable[str], *, otherwise: str = "") -> st
     return ""
 
 
-def run_and_step(name: str) -> tuple[str, str | None]:
+def split_checkpoint_name(name: str) -> tuple[str, str | None]:
     """Return run and step of `RUN@STEP`, `RUN@last` or `RUN@best`, and None for the step of `RUN`.
 
     The pool says whether there is such a checkpoint. Raises ConfigError.
@@ -41,14 +41,14 @@ def run_and_step(name: str) -> tuple[str, str | None]:
     return run, step if at else None
 
 
-def checkpoint_named(name: str) -> str:
+def full_checkpoint_name(name: str) -> str:
     """Return `RUN@STEP` for a name that people type: `RUN` means its newest checkpoint.
 
     A `tinker://` path stays as it is.
     """
     if is_path(name):
         return name
-    run, step = run_and_step(name)
+    run, step = split_checkpoint_name(name)
     return f"{run}@{step or LAST_STEP}"
 
 
@@ -114,7 +114,7 @@ _DATA_KEYS = (
 )
 
 
-def refuse_missing(tree: Mapping[str, Any], broker_url: str, *, has_model: bool = False) -> None:
+def check_files_exist(tree: Mapping[str, Any], broker_url: str, *, has_model: bool = False) -> None:
     """Raise ModelError, DataError or ConfigError for what a job on this machine would not find.
 
     The folders of a pool elsewhere are not seen: what it lacks, its processes say. With `has_model`
@@ -124,7 +124,9 @@ def refuse_missing(tree: Mapping[str, Any], broker_url: str, *, has_model: bool 
         return
     path = _section(tree, "model").get("path")
     if isinstance(path, str) and not has_model:
-        look_at_model(path, here=True, has_tokenizer=bool(_section(tree, "model").get("tokenizer")))
+        check_model_folder(
+            path, here=True, has_tokenizer=bool(_section(tree, "model").get("tokenizer"))
+        )
     for section, key in _DATA_KEYS:
         for name in cast("list[Any]", _section(tree, section).get(key) or []):
             if isinstance(name, str) and not Path(name).expanduser().is_file():
@@ -134,10 +136,10 @@ def refuse_missing(tree: Mapping[str, Any], broker_url: str, *, has_model: bool 
                     "absolute",
                 )
     if _section(tree, "env").get("hosts") != 0:
-        _refuse_missing_folders(_section(tree, "agent"))
+        _check_folders_exist(_section(tree, "agent"))
 
 
-def _refuse_missing_folders(agent: Mapping[str, Any]) -> None:
+def _check_folders_exist(agent: Mapping[str, Any]) -> None:
     named = [(key, agent.get(key)) for key in ("files", "reward_files")]
     named += [("read", one) for one in cast("list[Any]", agent.get("read") or [])]
     for key, name in named:
@@ -148,7 +150,7 @@ def _refuse_missing_folders(agent: Mapping[str, Any]) -> None:
             )
 
 
-def look_at_model(path: str, *, here: bool, has_tokenizer: bool = False) -> str:
+def check_model_folder(path: str, *, here: bool, has_tokenizer: bool = False) -> str:
     """Look at a model folder without loading it; one of the pool's or the hub's is named.
 
     `here` says that the job would run on this machine, `has_tokenizer` that the tokenizer lies
@@ -197,12 +199,12 @@ _LEARNT = (("env", "game"), ("agent", "command"), ("agent", "client"), ("sft", "
 
 def is_complete(tree: dict[str, Any]) -> bool:
     """Whether a job can start: there is a model, and a game, programs or conversations."""
-    return bool(value_of(tree, "model", "path")) and any(
-        value_of(tree, section, key) for section, key in _LEARNT
+    return bool(section_value(tree, "model", "path")) and any(
+        section_value(tree, section, key) for section, key in _LEARNT
     )
 
 
-def value_of(tree: dict[str, Any], section: str, key: str) -> Any:
+def section_value(tree: dict[str, Any], section: str, key: str) -> Any:
     """Return a value of a section, or None; raises ConfigError for a section that is none."""
     inner: Any = tree.get(section) or {}
     if not isinstance(inner, dict):

@@ -32,7 +32,7 @@ from ...schemas.wire.message import Message
 from ...schemas.wire.subjects import user_name
 from ..home import Home
 from ..pool import Pool
-from .output import note, print_json, print_table, say
+from .output import print_json, print_note, print_table, print_text
 from .session import COMMON, Common, with_pool
 
 R = TypeVar("R", bound=Message)
@@ -221,9 +221,9 @@ def invite(
     if common.json:
         print_json({"code": reply.secret, "expires": reply.expires})
     else:
-        say(f"an invitation for {uses}, until {_day(reply.expires)}, shown this once:")
-        say(f"  export {INVITATION_VARIABLE}={reply.secret}")
-        say("  tinkermq register NAME")
+        print_text(f"an invitation for {uses}, until {_day(reply.expires)}, shown this once:")
+        print_text(f"  export {INVITATION_VARIABLE}={reply.secret}")
+        print_text("  tinkermq register NAME")
     return 0
 
 
@@ -279,8 +279,10 @@ def _show_key(reply: NewKey, *, as_json: bool) -> int:
     if as_json:
         print_json({"user": reply.user, "api_key": reply.secret, "expires": reply.expires})
     else:
-        say(f"the key of [bold]{reply.user}[/], until {_day(reply.expires)}, shown this once:")
-        say(f"  export {KEY_VARIABLE}={reply.secret}")
+        print_text(
+            f"the key of [bold]{reply.user}[/], until {_day(reply.expires)}, shown this once:"
+        )
+        print_text(f"  export {KEY_VARIABLE}={reply.secret}")
     return 0
 
 
@@ -288,7 +290,7 @@ def _show_user(info: UserInfo, text: str, *, as_json: bool) -> int:
     if as_json:
         print_json(info.model_dump())
     else:
-        say(text)
+        print_text(text)
     return 0
 
 
@@ -352,12 +354,12 @@ def init(
     if json:
         print_json({"user": admin, "api_key": key, "secrets": str(folder)})
         return 0
-    say(f"secrets are in {folder}, for you alone to read")
-    say(f"  the key of [bold]{admin}[/], shown this once:")
-    say(f"  export {KEY_VARIABLE}={key}")
-    say(f"  a nats-server of your own includes {PoolSecrets(folder).accounts}")
-    say("  [bold]tinkermq up[/]                start the pool, with authentication")
-    say("  [bold]tinkermq user add NAME[/]     make a user")
+    print_text(f"secrets are in {folder}, for you alone to read")
+    print_text(f"  the key of [bold]{admin}[/], shown this once:")
+    print_text(f"  export {KEY_VARIABLE}={key}")
+    print_text(f"  a nats-server of your own includes {PoolSecrets(folder).accounts}")
+    print_text("  [bold]tinkermq up[/]                start the pool, with authentication")
+    print_text("  [bold]tinkermq user add NAME[/]     make a user")
     return 0
 
 
@@ -380,10 +382,12 @@ def backup(folder: Path, /, *, common: Common = COMMON) -> int:
     async def work(pool: Pool) -> list[Saved]:
         _check_rights(pool.broker)
         for name in await _moving(pool.broker):
-            note(f"{name} runs: its folder and this back-up fit only if it is paused meanwhile")
+            print_note(
+                f"{name} runs: its folder and this back-up fit only if it is paused meanwhile"
+            )
         return await save_all(pool.broker, folder)
 
-    return _told(with_pool(common.nats_url, work), f"saved to {folder}", as_json=common.json)
+    return _print_saved(with_pool(common.nats_url, work), f"saved to {folder}", as_json=common.json)
 
 
 def restore(folder: Path, /, *, common: Common = COMMON) -> int:
@@ -401,7 +405,7 @@ def restore(folder: Path, /, *, common: Common = COMMON) -> int:
         _check_rights(pool.broker)
         return await restore_all(pool.broker, folder)
 
-    return _told(with_pool(common.nats_url, work), "restored", as_json=common.json)
+    return _print_saved(with_pool(common.nats_url, work), "restored", as_json=common.json)
 
 
 def _check_rights(broker: Broker) -> None:
@@ -419,7 +423,7 @@ async def _moving(broker: Broker) -> list[str]:
         return []
 
 
-def _told(saved: list[Saved], done: str, *, as_json: bool) -> int:
+def _print_saved(saved: list[Saved], done: str, *, as_json: bool) -> int:
     if as_json:
         print_json(
             [
@@ -432,5 +436,5 @@ def _told(saved: list[Saved], done: str, *, as_json: bool) -> int:
         sum(one.num_messages for one in saved),
         sum(one.num_bytes for one in saved),
     )
-    say(f"{len(saved)} streams, {num_messages:,} messages, {num_bytes:,} bytes {done}")
+    print_text(f"{len(saved)} streams, {num_messages:,} messages, {num_bytes:,} bytes {done}")
     return 0

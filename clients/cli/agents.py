@@ -26,7 +26,7 @@ from ...schemas.config.job import JobConfig
 from ...schemas.config.load_config import load_config
 from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import MessageError
-from .output import literal, note, print_json, say, say_plain
+from .output import literal, print_json, print_note, print_plain, print_text
 from .session import with_private_broker
 
 FAILED = 1
@@ -75,7 +75,7 @@ def check(
         print_json(asdict(report))
     else:
         for line in report_lines(report):
-            say(line)
+            print_text(line)
     return 0 if report.ok else FAILED
 
 
@@ -197,15 +197,15 @@ def play(config: Path, /, *overrides: str, row: int | None = None, seed: int = 0
     job = job.model_copy(update={"agent": job.agent.model_copy(update=patient)})
 
     async def work(broker: Broker) -> LocalRun:
-        person = TypingPerson()
+        person = HumanModel()
         async with open_program(broker, job) as program:
-            note(_HELP)
+            print_note(_HELP)
             return await program.run(person.say, row=row, seed=seed, stop=person.has_quit)
 
     return _conclude(with_private_broker(work))
 
 
-class TypingPerson:
+class HumanModel:
     """Says what is typed."""
 
     def __init__(self) -> None:
@@ -230,13 +230,13 @@ class TypingPerson:
 
     def _show(self, call: LocalCall) -> None:
         where = "" if call.parent is None else f", continues {call.parent.call.number}"
-        say_plain(f"--- call {call.number}{where}{', streamed' if call.request.stream else ''}")
+        print_plain(f"--- call {call.number}{where}{', streamed' if call.request.stream else ''}")
         if call.request.tools != self._tools:
             self._tools = call.request.tools
             for tool in self._tools:
-                say_plain(_tool_line(tool))
+                print_plain(_tool_line(tool))
         for message in call.new_messages:
-            say_plain(_shown(message))
+            print_plain(_shown(message))
 
     async def _typed(self) -> str | None:
         lines: list[str] = []
@@ -245,7 +245,7 @@ class TypingPerson:
             if line is None:
                 return "\n".join(lines) if lines else None
             if not self._lines.is_terminal:
-                say_plain(f"> {line}")
+                print_plain(f"> {line}")
             lines.append(line.removesuffix(_CONTINUES))
             if not line.endswith(_CONTINUES):
                 return "\n".join(lines)
@@ -255,7 +255,7 @@ class TypingPerson:
         try:
             return "\n".join(_answer_line(line, call) for line in typed.split("\n"))
         except MessageError as error:
-            note(f"{error.message}; {error.hint}")
+            print_note(f"{error.message}; {error.hint}")
             return None
 
 
@@ -298,14 +298,14 @@ def _conclude(run: LocalRun) -> int:
     if run.result is None:
         if run.error is not None:
             raise run.error
-        say_plain("you left before the program ended")
+        print_plain("you left before the program ended")
         return NOT_ENDED
     info = run.result.info
-    say_plain(f"outcome {info['outcome']}, exit code {info['exit_code']}")
+    print_plain(f"outcome {info['outcome']}, exit code {info['exit_code']}")
     if "no_reward" in info:
-        say_plain(f"no reward: {info['no_reward']}")
+        print_plain(f"no reward: {info['no_reward']}")
         return NOT_ENDED
-    say_plain(f"reward {run.result.reward:g} after {len(run.model.calls)} calls")
+    print_plain(f"reward {run.result.reward:g} after {len(run.model.calls)} calls")
     return 0
 
 

@@ -324,7 +324,7 @@ def version(*, json: bool = False) -> int:
     import platform
     from importlib.metadata import version as package_version
 
-    from .output import print_json, say_plain
+    from .output import print_json, print_plain
 
     versions = {
         "tinkermq": package_version("tinkermq"),
@@ -336,5 +336,5 @@ def version(*, json: bool = False) -> int:
         print_json(versions)
     else:
         for name, number in versions.items():
-            say_plain(f"{name} {number}")
+            print_plain(f"{name} {number}")
     return 0

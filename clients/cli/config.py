@@ -4,7 +4,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from .output import print_json, say_plain
+from .output import print_json, print_plain
 
 _WIDTH = 100
 
@@ -29,7 +29,7 @@ def show(config: Path, /, *overrides: str, json: bool = False) -> int:
     else:
         from ...schemas.config.load_config import write_yaml
 
-        say_plain(write_yaml(effective).rstrip())
+        print_plain(write_yaml(effective).rstrip())
     return 0
 
 
@@ -60,7 +60,7 @@ def schema(key: str | None = None, /, *, json: bool = False) -> int:
     for name, kind, default, text in rows:
         default_note = default if default == "required" else f"default {default}"
         lines = textwrap.wrap(text, _WIDTH, initial_indent="    ", subsequent_indent="    ")
-        say_plain("\n".join([f"{name}: {kind}; {default_note}", *lines]))
+        print_plain("\n".join([f"{name}: {kind}; {default_note}", *lines]))
     return 0
 
 

@@ -32,7 +32,15 @@ from ...schemas.wire.errors import ConfigError, NotFoundError, SandboxError, Tin
 from ..base import quiet_logs
 from ..home import Home, find_url
 from ..pool import Pool
-from .output import duration, literal, note, print_json, print_table, say, say_plain
+from .output import (
+    duration,
+    literal,
+    print_json,
+    print_note,
+    print_plain,
+    print_table,
+    print_text,
+)
 from .session import COMMON, Common, with_pool
 
 # `tinkermq pool`: the nodes that are there, and the machines that come and go.
@@ -56,17 +64,17 @@ def pool(*, common: Common = COMMON) -> int:
     if rows:
         print_table(("machine", "state", "slots", "used", "since", "time left", "waits for"), rows)
     else:
-        note("no nodes: start one by `tinkermq node`, or get machines by `tinkermq up --on`")
+        print_note("no nodes: start one by `tinkermq node`, or get machines by `tinkermq up --on`")
     if machines.on:
-        say_plain(_summary(machines))
+        print_plain(_summary(machines))
     if machines.trouble:
-        note(f"none come now: {machines.trouble}")
-    for warning in [*unlike(nodes), *clocks_off(nodes)]:
-        note(warning)
+        print_note(f"none come now: {machines.trouble}")
+    for warning in [*package_differences(nodes), *clock_differences(nodes)]:
+        print_note(warning)
     return 0
 
 
-def unlike(nodes: list[NodeStatus]) -> list[str]:
+def package_differences(nodes: list[NodeStatus]) -> list[str]:
     """Say which packages differ between nodes: ranks of a learner lie on those that are alike."""
     return [
         f"packages differ: {difference}"
@@ -74,7 +82,7 @@ def unlike(nodes: list[NodeStatus]) -> list[str]:
     ]
 
 
-def clocks_off(nodes: list[NodeStatus]) -> list[str]:
+def clock_differences(nodes: list[NodeStatus]) -> list[str]:
     """Say which clocks are off, as the scheduler has measured them."""
     warnings: list[str] = []
     for node in nodes:
@@ -180,9 +188,9 @@ def show_findings(findings: list[Finding], *, as_json: bool) -> None:
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
         mark = "[green]ok[/]  " if finding.ok else "[red]fail[/]"
-        say(f"{mark} {finding.name:<{width}} {literal(finding.detail)}")
+        print_text(f"{mark} {finding.name:<{width}} {literal(finding.detail)}")
         if finding.hint:
-            say(f"     {'':<{width}} [dim]{literal(finding.hint)}[/]")
+            print_text(f"     {'':<{width}} [dim]{literal(finding.hint)}[/]")
 
 
 def _python() -> Finding:
@@ -302,12 +310,12 @@ async def _machines(broker: Broker) -> list[Finding]:
         nodes = await SchedulerCalls(broker).nodes()
     except TinkermqError as error:
         return [Finding("machines", False, error.message, error.hint)]
-    return judge_nodes(nodes)
+    return check_nodes(nodes)
 
 
-def judge_nodes(nodes: "list[NodeStatus]") -> list[Finding]:
+def check_nodes(nodes: "list[NodeStatus]") -> list[Finding]:
     """Say of nodes whether they are alike, their actors live, and their broker kept its store."""
-    packages, clocks = unlike(nodes), clocks_off(nodes)
+    packages, clocks = package_differences(nodes), clock_differences(nodes)
     same = "ranks of one learner lie on machines that are alike: install the same versions on all"
     silent = [
         f"{actor.name} of job {actor.job} on {node.node} for {actor.silent_s:.0f} s"

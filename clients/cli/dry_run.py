@@ -22,9 +22,14 @@ from ...schemas.wire.errors import (
 )
 from ..home import find_url
 from ..pool import Pool
-from ..validation import checkpoint_named, is_local_pool, look_at_model, resolve_paths
-from .games import can_look, check_job_here
-from .output import literal, note, print_json, say, say_plain
+from ..validation import (
+    check_model_folder,
+    full_checkpoint_name,
+    is_local_pool,
+    resolve_paths,
+)
+from .games import can_check_model, check_job_here
+from .output import literal, print_json, print_note, print_plain, print_text
 from .session import with_pool, with_private_broker
 
 if TYPE_CHECKING:
@@ -74,15 +79,17 @@ def dry_run(
         from ...schemas.config.load_config import write_yaml
 
         given = config.model_dump(mode="json", exclude_unset=True)
-        say_plain(write_yaml(given))
-        note("all other keys have their defaults: `tinkermq config show FILE` prints them too")
-    here = [_look(*check) for check in _checks_here(config, nats_url, from_run)]
+        print_plain(write_yaml(given))
+        print_note(
+            "all other keys have their defaults: `tinkermq config show FILE` prints them too"
+        )
+    here = [_run_check(*check) for check in _checks_here(config, nats_url, from_run)]
     if from_run is None:
-        here += _look_inside(config, here)
+        here += _check_inside_model(config, here)
     pool_results = _ask_pool(config, nats_url, from_run)
     if (
         from_run is None
-        and not can_look(config)
+        and not can_check_model(config)
         and all(result.error is None for result in pool_results)
     ):
         pool_results += _ask_node(config, nats_url)
@@ -99,7 +106,7 @@ def dry_run(
         if result.error is not None and not result.overruled:
             raise result.error
     if not as_json:
-        note("nothing was submitted")
+        print_note("nothing was submitted")
     return 0
 
 
@@ -114,14 +121,14 @@ def _checks_here(
     yield from _check_of_episodes(config)
 
 
-def _look(what: str, check: Callable[[], str]) -> _Result:
+def _run_check(what: str, check: Callable[[], str]) -> _Result:
     try:
         return _Result(what, check(), "this machine")
     except TinkermqError as error:
         return _Result(what, error.message, "this machine", error)
 
 
-def _look_inside(config: JobConfig, here: Sequence[_Result]) -> list[_Result]:
+def _check_inside_model(config: JobConfig, here: Sequence[_Result]) -> list[_Result]:
     """Return what the run's own code says of model, template, adapter, rows and saving.
 
     Nothing where this machine lacks the model, or has found something else wrong with it.
@@ -129,17 +136,17 @@ def _look_inside(config: JobConfig, here: Sequence[_Result]) -> list[_Result]:
     sound = {result.what for result in here if result.error is None}
     if any(result.error is not None and result.what in ("model", "data") for result in here):
         return []
-    if not can_look(config):
+    if not can_check_model(config):
         return []
     plays = "game" in sound and config.env.hosts > 0
     try:
         results = check_job_here(config, plays=plays)
     except TinkermqError as error:
         return [_Result("model", error.message, "this machine", error)]
-    return _inside(results, "this machine")
+    return _model_results(results, "this machine")
 
 
-def _inside(results: Sequence[CheckResult], by: str) -> list[_Result]:
+def _model_results(results: Sequence[CheckResult], by: str) -> list[_Result]:
     """Return what is wrong inside of a model, or that nothing is."""
     wrong = [
         _Result("model", f"{result.name}? no: {result.detail}", by, _refusal(result))
@@ -168,12 +175,12 @@ def _ask_pool(config: JobConfig, nats_url: str | None, from_run: str | None) -> 
         given = config.model_dump(exclude_unset=True)
         return await pool.try_out(
             resolve_paths(given, url, has_users=pool.has_users),
-            fork_of=from_run and checkpoint_named(from_run),
+            fork_of=from_run and full_checkpoint_name(from_run),
             weights_only=from_run is not None,
         )
 
     try:
-        return [_told(finding) for finding in with_pool(url, work)]
+        return [_make_result(finding) for finding in with_pool(url, work)]
     except BrokerError as error:
         return [_Result("pool", error.message, "this machine", error)]
 
@@ -186,7 +193,7 @@ def _ask_node(config: JobConfig, nats_url: str | None) -> list[_Result]:
         return []
 
     async def work(pool: Pool) -> GameCheckReply:
-        note("a node looks into the model: two minutes at most")
+        print_note("a node looks into the model: two minutes at most")
         given = config.model_dump(exclude_unset=True)
         return await pool.check_game(
             resolve_paths(given, url, has_users=pool.has_users), look="model"
@@ -198,10 +205,10 @@ def _ask_node(config: JobConfig, nats_url: str | None) -> list[_Result]:
         return [_Result("model", error.message, "the pool", error)]
     by = f"node {reply.node}"
     checks = [CheckResult(**check.model_dump()) for check in reply.checks]
-    return _inside(checks, by) if reply.node else []
+    return _model_results(checks, by) if reply.node else []
 
 
-def _told(finding: SubmissionFinding) -> _Result:
+def _make_result(finding: SubmissionFinding) -> _Result:
     kind = _ERRORS[finding.what]
     who = f"{finding.by}: " if finding.by.startswith("node ") else ""
     error = None if finding.ok else kind(f"{who}{finding.text}", hint=finding.hint)
@@ -224,7 +231,9 @@ def _print(results: Sequence[_Result], config: JobConfig, *, as_json: bool) -> N
     for result in results:
         mark = "[green]ok[/]  " if result.error is None else "[red]fail[/]"
         mark = "[yellow]lack[/]" if result.overruled and result.error is not None else mark
-        say(f"{mark} {result.what:<6} {literal(result.detail)}  [dim]({literal(result.by)})[/]")
+        print_text(
+            f"{mark} {result.what:<6} {literal(result.detail)}  [dim]({literal(result.by)})[/]"
+        )
 
 
 def _check_of_episodes(config: JobConfig) -> list[tuple[str, Callable[[], str]]]:
@@ -239,7 +248,9 @@ def check_model(config: JobConfig, nats_url: str | None) -> str:
     Raises ModelError for a folder that is not a model.
     """
     has_tokenizer = config.model.tokenizer is not None
-    return look_at_model(config.model.path, here=_is_here(nats_url), has_tokenizer=has_tokenizer)
+    return check_model_folder(
+        config.model.path, here=_is_here(nats_url), has_tokenizer=has_tokenizer
+    )
 
 
 def _is_here(nats_url: str | None) -> bool:

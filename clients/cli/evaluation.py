@@ -19,7 +19,7 @@ from ...envs.evaluation import compare as compare_versions
 from ...envs.registry import load_game
 from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.wire.errors import ConfigError, NotFoundError
-from ..base import quiet_logs, single_errors
+from ..base import quiet_logs, unwrap_error_groups
 from ..home import URL_VARIABLE, find_url
 from ..inference.openai_play import Endpoint, play_with_endpoint
 from ..inference.play import EpisodeResult, InferenceReport, PlayOptions
@@ -27,8 +27,16 @@ from ..inference.run_inference import open_served, play_served
 from ..pool import Pool, is_token
 from ..run import Evaluated, EvaluationSettings, evaluate_both
 from ..run import evaluate as run_evaluation
-from .games import choosing_game
-from .output import literal, note, print_commands, print_json, print_json_line, print_table, say
+from .games import open_game
+from .output import (
+    literal,
+    print_commands,
+    print_json,
+    print_json_line,
+    print_note,
+    print_table,
+    print_text,
+)
 from .session import COMMON, Common, with_pool
 
 FAILED = 1
@@ -142,7 +150,7 @@ class Progress:
             print_json_line({"job": record.model_dump(exclude={"config"})})
         else:
             serves = record.serves or record.config.get("model", {}).get("path")
-            say(f"[bold]{record.name}[/]  (job {record.job}) serves {literal(str(serves))}")
+            print_text(f"[bold]{record.name}[/]  (job {record.job}) serves {literal(str(serves))}")
             print_commands(
                 {
                     f"tinkermq logs {record.name} -f": "what its servers write",
@@ -154,7 +162,9 @@ class Progress:
         """Say how much there is to play."""
         self._total, self._next = total - done, 0
         if not self._as_json:
-            note(f"{total} episodes" + (f", {done} of them are there already" if done else ""))
+            print_note(
+                f"{total} episodes" + (f", {done} of them are there already" if done else "")
+            )
 
     def add(self, result: EpisodeResult) -> None:
         """Tell of one more episode, every tenth part of the way."""
@@ -166,31 +176,33 @@ class Progress:
         if self._done * _TOLD_EVERY >= self._next * max(1, self._total):
             self._next = self._done * _TOLD_EVERY // max(1, self._total) + 1
             mean = self._reward / self._done
-            note(f"{self._done} of {self._total} played, mean reward {mean:.3f}")
+            print_note(f"{self._done} of {self._total} played, mean reward {mean:.3f}")
 
 
-def conclude(report: InferenceReport, output: Path | None, *, as_json: bool) -> int:
+def print_report(report: InferenceReport, output: Path | None, *, as_json: bool) -> int:
     """Print the scores of an inference, and where its results are; return the exit code."""
     if as_json:
         print_json_line({"summary": report.summary})
     else:
-        _tell_report(report, output)
+        _print_scores_of_report(report, output)
     return FAILED if report.failed and not report.results else 0
 
 
-def _tell_report(report: InferenceReport, output: Path | None) -> None:
+def _print_scores_of_report(report: InferenceReport, output: Path | None) -> None:
     summary = report.summary
     rows = score_rows(summary)
     for kind, scores in summary.get("by_type", {}).items():
         rows += [(f"{kind} {name}", text) for name, text in score_rows(scores)]
     print_table(("score", "value"), rows)
     if report.failed:
-        note(f"{len(report.failed)} episodes failed; the first: {literal(_first_error(report))}")
-        note(
+        print_note(
+            f"{len(report.failed)} episodes failed; the first: {literal(_first_error(report))}"
+        )
+        print_note(
             "the same command tries them again" if output else "--output FILE keeps what was played"
         )
     if output is not None:
-        say(f"results  {output}")
+        print_text(f"results  {output}")
 
 
 def _first_error(report: InferenceReport) -> str:
@@ -283,7 +295,7 @@ def evaluate(
             "it was not said what to evaluate", hint="name a run, RUN@STEP, or a model folder"
         )
     settings = chosen(*overrides)
-    on_submitted = _quiet if common.json else _tell_submitted
+    on_submitted = _ignore if common.json else _print_submitted
     done = with_pool(
         common.nats_url, lambda pool: run_evaluation(pool, target, settings, on_submitted)
     )
@@ -291,36 +303,36 @@ def evaluate(
         job = {"job": done.record.job, "name": done.record.name} if done.record else {}
         print_json({"evaluated": done.what, "values": done.values, **job})
     else:
-        note(f"evaluated {done.what}")
+        print_note(f"evaluated {done.what}")
         rows = [(name, f"{value:.4g}") for name, value in done.values.items()]
         print_table(("metric", "value"), rows)
-        _tell_scores(done)
+        _print_scores(done)
     return 0
 
 
-def _quiet(_: JobRecord) -> None:
+def _ignore(_: JobRecord) -> None:
     """Say nothing of the job that evaluates."""
 
 
-def _tell_submitted(job: JobRecord) -> None:
-    say(f"[bold green]submitted[/] [bold]{job.name}[/]  (job {job.job})")
-    say(f"  tinkermq logs {job.name} -f    tinkermq stop {job.name}")
+def _print_submitted(job: JobRecord) -> None:
+    print_text(f"[bold green]submitted[/] [bold]{job.name}[/]  (job {job.job})")
+    print_text(f"  tinkermq logs {job.name} -f    tinkermq stop {job.name}")
 
 
-def _tell_scores(done: Evaluated) -> None:
+def _print_scores(done: Evaluated) -> None:
     if not done.episodes:
         return
     summary = summarize(done.episodes)
     for name in ("mean_reward", "accuracy"):
         low, high = summary[f"{name}_ci95"]
-        say(f"{name} {summary[name]:.4f}  (95 % interval {low:.4f} to {high:.4f})")
-    say(f"  tinkermq eval --compare {done.what} OTHER    compare it with another version")
+        print_text(f"{name} {summary[name]:.4f}  (95 % interval {low:.4f} to {high:.4f})")
+    print_text(f"  tinkermq eval --compare {done.what} OTHER    compare it with another version")
 
 
 def _compare(pair: tuple[str, str], settings: EvaluationSettings, common: Common) -> int:
     """Evaluate two versions on the same tasks and tell their difference."""
 
-    on_submitted = _quiet if common.json else _tell_submitted
+    on_submitted = _ignore if common.json else _print_submitted
     a, b = with_pool(
         common.nats_url, lambda pool: evaluate_both(pool, pair, settings, on_submitted)
     )
@@ -336,11 +348,11 @@ def _compare(pair: tuple[str, str], settings: EvaluationSettings, common: Common
         }
         print_json({**sides, "difference": asdict(result)})
     else:
-        _tell_difference(pair, [summarize(side.episodes) for side in (a, b)], result)
+        _print_difference(pair, [summarize(side.episodes) for side in (a, b)], result)
     return 0
 
 
-def _tell_difference(
+def _print_difference(
     pair: tuple[str, str], scores: Sequence[dict[str, Any]], result: Comparison
 ) -> None:
     rows = [
@@ -353,12 +365,14 @@ def _tell_difference(
         for name, difference in (("mean_reward", result.reward), ("accuracy", result.accuracy))
     ]
     print_table(("score", *pair, "difference", "95 % interval"), rows)
-    say(
+    print_text(
         f"{result.num_tasks} tasks: {pair[1]} is better on {result.better}, worse on {result.worse}"
     )
     low, high = result.reward.low, result.reward.high
     clear = low > 0 or high < 0
-    say("the difference is clear" if clear else "the interval holds 0: no difference is shown")
+    print_text(
+        "the difference is clear" if clear else "the interval holds 0: no difference is shown"
+    )
 
 
 def replay(run: str, /, *, common: Common = COMMON) -> int:
@@ -373,7 +387,7 @@ def replay(run: str, /, *, common: Common = COMMON) -> int:
         Name or job id; or the id of a session, or of one of its models.
     """
     url = find_url(common.nats_url)
-    record, session = with_pool(url, partial(_found, run))
+    record, session = with_pool(url, partial(_find_replayed, run))
     module = "tinker.replaying" if session else "learner.replay"
     command = [sys.executable, "-m", f"tinkermq.actors.{module}"]
     command += ["--user", record.user, "--job", record.job]
@@ -385,7 +399,7 @@ def replay(run: str, /, *, common: Common = COMMON) -> int:
     return process.returncode
 
 
-async def _found(name: str, pool: Pool) -> tuple[JobRecord, str]:
+async def _find_replayed(name: str, pool: Pool) -> tuple[JobRecord, str]:
     """Return a run, or the service that has a session, and which; raises NotFoundError."""
     session = name.partition(":")[0]
     try:
@@ -436,12 +450,10 @@ def evaluate_game(
     concurrent
         Episodes at the same time.
     """
-    with choosing_game(game, arguments, [str(path) for path in flags.data or []]) as chosen:
+    with open_game(game, arguments, [str(path) for path in flags.data or []]) as chosen:
         target = model or (chosen.job.model.path if chosen.job else None)
         if target is None:
-            raise ConfigError(
-                "no model was given", hint="give --model URL, FOLDER or RUN"
-            )
+            raise ConfigError("no model was given", hint="give --model URL, FOLDER or RUN")
         rollout = chosen.job.rollout if chosen.job else None
         rows = chosen.env.val_data or chosen.env.train_data
         options = flags.options(
@@ -458,7 +470,7 @@ def evaluate_game(
         )
         play = _at_endpoint if target.startswith(("http://", "https://")) else _in_pool
         report = play(target, model_name, common, options)
-    return conclude(report, flags.output, as_json=common.json)
+    return print_report(report, flags.output, as_json=common.json)
 
 
 def _at_endpoint(
@@ -466,9 +478,9 @@ def _at_endpoint(
 ) -> InferenceReport:
     quiet_logs()
     endpoint = Endpoint.find(url, model_name)
-    note(f"{endpoint.model} at {endpoint.url} plays")
+    print_note(f"{endpoint.model} at {endpoint.url} plays")
     progress = Progress(as_json=common.json)
-    with single_errors():
+    with unwrap_error_groups():
         return asyncio.run(play_with_endpoint(endpoint, progress.follow(options)))
 
 

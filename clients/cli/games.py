@@ -31,7 +31,15 @@ from ...schemas.wire.images import plain_text
 from ..home import find_url
 from ..pool import Pool
 from ..validation import resolve_paths
-from .output import literal, note, print_json, print_json_line, print_table, say, say_plain
+from .output import (
+    literal,
+    print_json,
+    print_json_line,
+    print_note,
+    print_plain,
+    print_table,
+    print_text,
+)
 from .run_host import host_run, make_host
 from .session import with_pool
 
@@ -49,7 +57,7 @@ class ChosenGame:
 
 
 @contextlib.contextmanager
-def choosing_game(
+def open_game(
     game: str,
     arguments: Sequence[str] = (),
     train_data: Sequence[str] = (),
@@ -117,7 +125,7 @@ def checks_of_node(
     url = find_url(nats_url)
 
     async def work(pool: Pool) -> GameCheckReply:
-        note("a node plays the game: a minute at most")
+        print_note("a node plays the game: a minute at most")
         return await pool.check_game(resolve_paths(config, url, has_users=pool.has_users))
 
     reply = with_pool(url, work)
@@ -174,10 +182,12 @@ def check_with_model(chosen: ChosenGame, model: str) -> list[CheckResult]:
     job = chosen.job or JobConfig.model_validate({"model": {"path": model}, "env": chosen.env})
     config = job.model_dump(mode="json", exclude_unset=True)
     config["model"]["path"] = model
-    return _ask(config, _played(job, chosen.seed), job, is_whole=chosen.job is not None)
+    return _run_check_chat(
+        config, _play_conversations(job, chosen.seed), job, is_whole=chosen.job is not None
+    )
 
 
-def can_look(config: JobConfig) -> bool:
+def can_check_model(config: JobConfig) -> bool:
     """Whether this machine can look into a job's model: it is here, and so is transformers."""
     is_here = Path(config.model.path).expanduser().is_dir()
     return is_here and importlib.util.find_spec("transformers") is not None
@@ -189,15 +199,17 @@ def check_job_here(config: JobConfig, *, plays: bool) -> list[CheckResult]:
     `plays` says that its game is sound here: its conversations are looked at, too. Raises
     ModelError for a model that cannot be opened.
     """
-    played = _played(config, config.seed) if plays else []
-    return _ask(config.model_dump(mode="json", exclude_unset=True), played, config, is_whole=True)
+    played = _play_conversations(config, config.seed) if plays else []
+    return _run_check_chat(
+        config.model_dump(mode="json", exclude_unset=True), played, config, is_whole=True
+    )
 
 
-def _played(job: JobConfig, seed: int) -> list[dict[str, Any]]:
-    return [_told(conversation) for conversation in conversations(job.env, seed=seed)]
+def _play_conversations(job: JobConfig, seed: int) -> list[dict[str, Any]]:
+    return [_conversation_dict(conversation) for conversation in conversations(job.env, seed=seed)]
 
 
-def _ask(
+def _run_check_chat(
     config: dict[str, Any], played: list[dict[str, Any]], job: JobConfig, *, is_whole: bool
 ) -> list[CheckResult]:
     model = str(Path(config["model"]["path"]).expanduser())
@@ -231,7 +243,7 @@ def _ask(
     return [CheckResult(**result) for result in answer["checks"]]
 
 
-def _told(transcript: PlayedEpisode) -> dict[str, Any]:
+def _conversation_dict(transcript: PlayedEpisode) -> dict[str, Any]:
     return {
         "messages": transcript.messages,
         "actions": transcript.actions,
@@ -307,20 +319,20 @@ def check(
             raise ConfigError("--on-node plays without a model", hint="leave --model out")
         data = (train_data or [], val_data or [])
         node, results = checks_of_node(game, arguments, *data, nats_url)
-        return say_checks(results, json=json, node=node)
-    with choosing_game(game, arguments, train_data or [], val_data or []) as chosen:
+        return print_checks(results, json=json, node=node)
+    with open_game(game, arguments, train_data or [], val_data or []) as chosen:
         model_folder, why_not = model_to_check(chosen, model)
         results = check_game(chosen.env, seed=chosen.seed)
         passed = all(result.ok for result in results)
         if model_folder is not None and passed:
             results += check_with_model(chosen, model_folder)
-    code = say_checks(results, json=json)
+    code = print_checks(results, json=json)
     if why_not and not json:
-        note(f"chat template and lengths in tokens were not checked: {why_not}")
+        print_note(f"chat template and lengths in tokens were not checked: {why_not}")
     return code
 
 
-def say_checks(results: Sequence[CheckResult], *, json: bool, node: str = "") -> int:
+def print_checks(results: Sequence[CheckResult], *, json: bool, node: str = "") -> int:
     """Print what was checked, here or by a node; return the exit code."""
     passed = all(result.ok for result in results)
     if json:
@@ -328,12 +340,12 @@ def say_checks(results: Sequence[CheckResult], *, json: bool, node: str = "") ->
         print_json({"ok": passed, **by, "checks": [vars(result) for result in results]})
         return 0 if passed else FAILED
     if node:
-        note(f"played by node {node}")
+        print_note(f"played by node {node}")
     for result in results:
         mark = "[green]ok[/]  " if result.ok else "[red]fail[/]"
-        say(f"{mark} {result.name}  {literal(result.detail)}")
+        print_text(f"{mark} {result.name}  {literal(result.detail)}")
         if result.hint and not result.ok:
-            say(f"       {literal(result.hint)}")
+            print_text(f"       {literal(result.hint)}")
     return 0 if passed else FAILED
 
 
@@ -395,7 +407,7 @@ def play(
         Print the prompt, each turn and the end as a JSON document each.
     """
     show = _Json() if json else _Text()
-    with choosing_game(game, arguments, train_data or []) as chosen:
+    with open_game(game, arguments, train_data or []) as chosen:
         game_class = load_game(chosen.env.game)
         if gold and not hasattr(game_class, "gold_action"):
             raise ConfigError(
@@ -410,7 +422,9 @@ def play(
             episode = local_game.start(seed, row=row)
             if not episode.roles:
                 show.prompt(episode.messages)
-            actions = _gold_actions(episode, echo=not json) if gold else _typed(echo=not json)
+            actions = (
+                _gold_actions(episode, echo=not json) if gold else _typed_actions(echo=not json)
+            )
             num_turns: Counter[str] = Counter()
             played: list[tuple[str, StepResult]] = []
             while not episode.done:
@@ -431,11 +445,11 @@ def _gold_actions(episode: LocalEpisode, *, echo: bool) -> Iterator[str]:
     while True:
         action = episode.gold_action()
         if echo:
-            say_plain(f"> {action}")
+            print_plain(f"> {action}")
         yield action
 
 
-def _typed(*, echo: bool) -> Iterator[str]:
+def _typed_actions(*, echo: bool) -> Iterator[str]:
     """Yield what is typed, or what stands in the pipe; there it is printed as well."""
     is_terminal = sys.stdin.isatty()
     lines: list[str] = []
@@ -449,7 +463,7 @@ def _typed(*, echo: bool) -> Iterator[str]:
             continue
         action, lines = "\n".join(lines), []
         if echo and not is_terminal:
-            say_plain(f"> {action}")
+            print_plain(f"> {action}")
         yield action
 
 
@@ -458,11 +472,11 @@ class _Text:
 
     def prompt(self, messages: list[ChatMessage]) -> None:
         for message in messages:
-            say_plain(f"[{message['role']}]\n{plain_text(message['content'])}")
+            print_plain(f"[{message['role']}]\n{plain_text(message['content'])}")
 
     def role(self, role: str, messages: list[ChatMessage]) -> None:
         if role:
-            say_plain(f"[it is {role}'s turn]")
+            print_plain(f"[it is {role}'s turn]")
             self.prompt(messages)
 
     def turn(self, action: str, result: StepResult) -> None:
@@ -470,8 +484,8 @@ class _Text:
         others = "".join(f", {role} gets {reward:g}" for role, reward in result.rewards.items())
         info = f"  {result.info}" if result.info else ""
         if result.observation:
-            say_plain(result.observation)
-        say_plain(
+            print_plain(result.observation)
+        print_plain(
             f"[reward {result.reward:g}{others}{', the game is over' if result.done else ''}]{info}"
         )
 
@@ -479,7 +493,7 @@ class _Text:
         turns = len(episode.results)
         totals = ", ".join(f"{role} {total:g}".strip() for role, total in returns.items())
         ended = "" if episode.done else ", not over"
-        say_plain(f"return {totals} after {turns} turn{'s' * (turns != 1)}{ended}")
+        print_plain(f"return {totals} after {turns} turn{'s' * (turns != 1)}{ended}")
 
 
 class _Json:
@@ -527,7 +541,7 @@ def prepare(
         print_json([{"path": str(path.path), "rows": path.rows} for path in written])
         return 0
     for path in written:
-        say(f"{literal(str(path.path))}  {path.rows} rows")
+        print_text(f"{literal(str(path.path))}  {path.rows} rows")
     return 0
 
 
@@ -570,4 +584,4 @@ def check_algorithm(
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise ConfigError(f"{function} cannot be checked: {' '.join(last)}")
     answers = json_format.loads(done.stdout.splitlines()[-1])
-    return say_checks([CheckResult(**answer) for answer in answers], json=json)
+    return print_checks([CheckResult(**answer) for answer in answers], json=json)

@@ -34,11 +34,18 @@ from ..run_records import (
     EpisodeFilter,
     LoggedEpisode,
     check_actor,
-    log_lines,
     read_episodes,
-    steps_of,
+    read_log_lines,
+    read_steps,
 )
-from .output import note, print_json, print_json_line, print_table, say, say_plain
+from .output import (
+    print_json,
+    print_json_line,
+    print_note,
+    print_plain,
+    print_table,
+    print_text,
+)
 from .session import COMMON, Common, with_pool
 
 if TYPE_CHECKING:
@@ -75,13 +82,13 @@ def logs(
         record = await pool.find(run)
         check_actor(record, actor)
         num_batches = 0
-        async with aclosing(log_lines(pool, record, follow_on=follow)) as batches:
+        async with aclosing(read_log_lines(pool, record, follow_on=follow)) as batches:
             async for batch in batches:
                 num_batches += 1
                 if actor in (None, batch.actor) and attempt in (None, batch.attempt):
                     _print_logs(batch, as_json=common.json)
         if not num_batches and record.state not in FINAL_STATES:
-            note(f"{record.name} has written nothing yet: {record.reason}")
+            print_note(f"{record.name} has written nothing yet: {record.reason}")
         return 0
 
     return with_pool(common.nats_url, work)
@@ -92,7 +99,7 @@ def _print_logs(batch: LogLines, *, as_json: bool) -> None:
         print_json_line(batch.model_dump())
         return
     for line in batch.lines:
-        say_plain(f"{batch.actor} | {readable(line)}")
+        print_plain(f"{batch.actor} | {readable(line)}")
 
 
 # `tinkermq rollouts`: read the episodes of a run from its rollout log.
@@ -133,7 +140,9 @@ def rollouts(
     async def work(pool: Pool) -> list[LoggedEpisode]:
         record = await pool.find(run)
         there = await RunRollouts.open(pool.broker, record.scope, record.run_dir)
-        return await read_episodes(there, await steps_of(pool.broker, record.scope, there), wanted)
+        return await read_episodes(
+            there, await read_steps(pool.broker, record.scope, there), wanted
+        )
 
     wanted = EpisodeFilter(step, errors=errors, most=limit if sort == "log" else None)
     if "/" in run:
@@ -143,7 +152,7 @@ def rollouts(
     if sort == "reward":
         episodes = sorted(episodes, key=lambda episode: episode.reward, reverse=True)
     if not episodes and not common.json:
-        note("no such rollouts in the log (it is trimmed unless training.keep_rollouts=true)")
+        print_note("no such rollouts in the log (it is trimmed unless training.keep_rollouts=true)")
     for episode in episodes[:limit]:
         if common.json:
             print_json_line(episode.fields())
@@ -188,7 +197,7 @@ def _print_call(line: CallLine) -> None:
         f" ({', '.join(named)})" if (named := [*filter(None, (line.name, line.branch))]) else ""
     )
     text = " ".join([*line.text.split(), *(f"→ {tool}" for tool in line.tools)])
-    say_plain(
+    print_plain(
         f"  {'  ' * line.depth}call {line.call}{branch}: {line.tokens} tokens, {where}{reward}  "
         f"{text[:80]}"
     )
@@ -201,8 +210,8 @@ def _print_rollouts(episode: LoggedEpisode) -> None:
     head = f"[bold]task {task.task}[/] {_name(episode)}  {trained}"
     if trajectory is None:
         error = episode.group.error
-        say(f"{head}  [red]given up[/]")
-        say_plain(f"  {error.boundary}: {error.message}" if error else "  (no reason)")
+        print_text(f"{head}  [red]given up[/]")
+        print_plain(f"  {error.boundary}: {error.message}" if error else "  (no reason)")
         return
     by_turn = " ".join(f"{reward:g}" for reward in trajectory.rewards.tolist())
     versions = (
@@ -210,24 +219,24 @@ def _print_rollouts(episode: LoggedEpisode) -> None:
         if trajectory.min_version == trajectory.max_version
         else f"{trajectory.min_version}-{trajectory.max_version}"
     )
-    say(
+    print_text(
         f"{head}  reward [bold]{trajectory.reward:g}[/] (by turn: {by_turn})  version {versions}  "
         f"{trajectory.num_generated} tokens  ended by {trajectory.ended_by}"
         f"{_cut_turns(trajectory)}  from {episode.group.source}"
     )
     for message in trajectory.messages:
         role = str(message.get("role", "?"))
-        say(f"  [{_ROLE_STYLES.get(role, 'white')}]{role}[/]")
+        print_text(f"  [{_ROLE_STYLES.get(role, 'white')}]{role}[/]")
         for line in plain_text(message.get("content", "")).splitlines() or [""]:
-            say_plain(f"    {line}")
+            print_plain(f"    {line}")
         for call in message.get("tool_calls", ()):
             function = call.get("function", {})
-            say_plain(f"    → {function.get('name')}({function.get('arguments')})")
+            print_plain(f"    → {function.get('name')}({function.get('arguments')})")
     for line in call_lines(trajectory.info):
         _print_call(line)
     for failure in trajectory.failures:
-        say_plain(f"  failed try: {failure.boundary}: {failure.message}")
-    say("")
+        print_plain(f"  failed try: {failure.boundary}: {failure.message}")
+    print_text("")
 
 
 # `tinkermq profile`: where the time of a run goes, who waits for whom, and what to change.
@@ -307,7 +316,7 @@ def profile(
     if common.json:
         print_json(_document(record, measured, advice))
     elif not traces:
-        note(f"{record.name} has no traces: none of its steps is over")
+        print_note(f"{record.name} has no traces: none of its steps is over")
     else:
         _print_profile(measured, advice)
     return 0
@@ -318,14 +327,14 @@ def _print_files(files: list[str], *, as_json: bool) -> None:
         print_json({"files": files})
         return
     for file in files:
-        say_plain(file)
+        print_plain(file)
 
 
 def _send(record: JobRecord, traces: list[StepTrace], url: str) -> None:
 
     spans = [span for trace in traces for span in spans_of(trace)]
     send_spans(spans, url, {"tinkermq.run": record.name, "tinkermq.job": record.job})
-    note(f"sent {len(spans)} spans to {url}")
+    print_note(f"sent {len(spans)} spans to {url}")
 
 
 def _document(record: JobRecord, found: Profile, advice: list[Advice]) -> dict[str, Any]:
@@ -334,20 +343,20 @@ def _document(record: JobRecord, found: Profile, advice: list[Advice]) -> dict[s
 
 
 def _print_profile(found: Profile, advice: list[Advice]) -> None:
-    say_plain(f"{found.num_steps} steps in {seconds_text(found.wall_s)}")
-    say_plain("")
+    print_plain(f"{found.num_steps} steps in {seconds_text(found.wall_s)}")
+    print_plain("")
     print_table(("actor", "busy", "of it", "waits for"), _rows(found))
     if found.answer_p95_s:
         p50, p95 = seconds_text(found.answer_p50_s), seconds_text(found.answer_p95_s)
-        say_plain("")
-        say_plain(f"games answered after p50 {p50}, p95 {p95}")
+        print_plain("")
+        print_plain(f"games answered after p50 {p50}, p95 {p95}")
     if found.typical is not None:
-        say_plain("")
+        print_plain("")
         _print_path(found.typical)
-    say_plain("")
+    print_plain("")
     for one in advice:
-        say_plain(f"- {one.text}")
-        say_plain(f"  change: {', '.join(one.change)}")
+        print_plain(f"- {one.text}")
+        print_plain(f"  change: {', '.join(one.change)}")
 
 
 def _rows(found: Profile) -> list[tuple[str, str, str, str]]:
@@ -377,13 +386,13 @@ def _parts(shares: Mapping[str, float]) -> str:
 
 def _print_path(typical: TypicalStep) -> None:
     """Print what a step was made of, one line for each part."""
-    say_plain(f"step {typical.step}, of median length, took {seconds_text(typical.seconds)}:")
+    print_plain(f"step {typical.step}, of median length, took {seconds_text(typical.seconds)}:")
     if typical.task is not None:
-        say_plain(f"  it waited for task {typical.task} of {typical.source}")
+        print_plain(f"  it waited for task {typical.task} of {typical.source}")
     for kind, seconds in typical.path:
-        say_plain(f"  {kind:<12}{seconds_text(seconds):>9}  {seconds / typical.seconds:5.0%}")
+        print_plain(f"  {kind:<12}{seconds_text(seconds):>9}  {seconds / typical.seconds:5.0%}")
     if typical.trace:
-        say_plain(f"  trace {typical.trace}")
+        print_plain(f"  trace {typical.trace}")
 
 
 # Sending the spans of a run to whatever takes OpenTelemetry's protocol over HTTP.

@@ -15,7 +15,7 @@ from rich.text import Text
 from ...schemas.job import JobRecord
 from ...schemas.metric import Event, Metric
 from ..follow import SUCCESS, VALIDATED_SUCCESS, RunProgress, Update, sparkline
-from .output import duration, is_terminal, print_json_line, say, say_plain, stdout
+from .output import duration, is_terminal, print_json_line, print_plain, print_text, stdout
 
 _STATE_STYLES = {
     "RUNNING": "green",
@@ -67,7 +67,7 @@ class JsonDisplay:
         """Print the update."""
         if isinstance(update, tuple):
             return
-        take(self._progress, update)
+        update_progress(self._progress, update)
         kind = "job" if isinstance(update, JobRecord) else type(update).__name__.lower()
         fields = update.model_dump(exclude={"config"})
         print_json_line({kind: fields})
@@ -86,21 +86,21 @@ class LineDisplay:
         """Print what is new."""
         progress = self._progress
         known = progress.bottleneck
-        stepped = take(progress, update)
+        stepped = update_progress(progress, update)
         if isinstance(update, JobRecord):
             if update.state != self._state:
                 self._state = update.state
-                say_plain(f"{update.name} {update.state} {update.reason}".rstrip())
+                print_plain(f"{update.name} {update.state} {update.reason}".rstrip())
         elif isinstance(update, Event):
             if update.kind == "bottleneck" and update.message == known:
                 return
-            say_plain(f"{update.kind}: {update.message}".rstrip(": "))
+            print_plain(f"{update.kind}: {update.message}".rstrip(": "))
         elif isinstance(update, tuple):
             return
         elif stepped:
-            say_plain(step_line(progress))
+            print_plain(step_line(progress))
         elif update.step in progress.validation:
-            say_plain(f"validation at step {update.step}: {progress.validation[update.step]:.4g}")
+            print_plain(f"validation at step {update.step}: {progress.validation[update.step]:.4g}")
 
 
 class LiveDisplay:
@@ -117,7 +117,7 @@ class LiveDisplay:
 
     def show(self, update: Update) -> None:
         """Take what is new; the next drawing shows it."""
-        take(self._progress, update)
+        update_progress(self._progress, update)
         if isinstance(update, Event) and update.kind != "bottleneck":
             self._events = [*self._events, update][-_SHOWN_EVENTS:]
 
@@ -126,7 +126,7 @@ class LiveDisplay:
         return render(self._progress, self._events)
 
 
-def take(progress: RunProgress, update: Update) -> bool:
+def update_progress(progress: RunProgress, update: Update) -> bool:
     """Enter an update into the progress; return whether it tells of a new training step."""
     if isinstance(update, Metric):
         return progress.take_metric(update)
@@ -251,10 +251,10 @@ def _event_line(event: Event) -> str:
     return f"[dim]{clock} {escape(event.kind)} {escape(event.message)}[/]"
 
 
-def announce(record: JobRecord, *, commands: bool = True) -> None:
+def print_submitted(record: JobRecord, *, commands: bool = True) -> None:
     """Say what was submitted and, unless told not to, what can be done with it."""
     name = record.name
-    say(f"[bold green]submitted[/] [bold]{name}[/]  (job {record.job})")
+    print_text(f"[bold green]submitted[/] [bold]{name}[/]  (job {record.job})")
     if commands:
         _print_commands(name)
 
@@ -267,4 +267,4 @@ def _print_commands(name: str) -> None:
     }
     width = max(map(len, commands))
     for command, meaning in commands.items():
-        say(f"  {command:<{width}}   [dim]{meaning}[/]")
+        print_text(f"  {command:<{width}}   [dim]{meaning}[/]")

@@ -11,7 +11,7 @@ from string import Template
 from typing import Literal, TypeAlias
 
 from ...schemas.wire.errors import ConfigError
-from .output import literal, say
+from .output import literal, print_text
 
 # `tinkermq agent new`: a folder with an agent program, its tasks, its reward and configuration.
 
@@ -55,7 +55,7 @@ def new_agent(name: str, /, *, kind: AgentKind = "openai", into: Path = Path()) 
         Folder in which the agent's folder is made.
     """
     folder = write_agent(name, kind, into)
-    say(f"made {literal(str(folder))}")
+    print_text(f"made {literal(str(folder))}")
     steps = {
         f"cd {folder}": "the agent",
         "tinkermq agent check agent.yaml": "run it against a scripted model",
@@ -65,7 +65,7 @@ def new_agent(name: str, /, *, kind: AgentKind = "openai", into: Path = Path()) 
     }
     width = max(map(len, steps))
     for step, meaning in steps.items():
-        say(f"  {literal(f'{step:<{width}}')}   [dim]{meaning}[/]")
+        print_text(f"  {literal(f'{step:<{width}}')}   [dim]{meaning}[/]")
     return 0
 
 
@@ -202,7 +202,7 @@ def new(name: str, /, *, kind: Kind = "dataset", into: Path = Path()) -> int:
     if kind == "agent":
         return new_agent(name, into=into)
     folder = write_package(name, into, kind)
-    say(f"made {folder}")
+    print_text(f"made {folder}")
     needs_data = {f"python -m {name.replace('-', '_')}.make_data": "make its pictures"}
     steps = {
         f"cd {folder}": "the package",
@@ -216,7 +216,7 @@ def new(name: str, /, *, kind: Kind = "dataset", into: Path = Path()) -> int:
     }
     width = max(map(len, steps))
     for step, meaning in steps.items():
-        say(f"  {literal(f'{step:<{width}}')}   [dim]{meaning}[/]")
+        print_text(f"  {literal(f'{step:<{width}}')}   [dim]{meaning}[/]")
     return 0
 
 

@@ -34,7 +34,7 @@ def is_terminal() -> bool:
     return sys.stdout.isatty()
 
 
-def say(text: str) -> None:
+def print_text(text: str) -> None:
     """Print one line that may hold rich markup."""
     stdout().print(text)
 
@@ -46,25 +46,25 @@ def literal(text: str) -> str:
     return escape(text)
 
 
-def say_plain(text: str) -> None:
+def print_plain(text: str) -> None:
     """Print text as it is: no markup, no wrapping."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
-def note(text: str) -> None:
+def print_note(text: str) -> None:
     """Print one line about the work, not of its result, on the error stream."""
     stderr().print(text)
 
 
 def print_json(value: Any) -> None:
     """Print one JSON document on one line when piped, indented on a terminal."""
-    say_plain(json.dumps(jsonable(value), indent=2 if is_terminal() else None, allow_nan=False))
+    print_plain(json.dumps(jsonable(value), indent=2 if is_terminal() else None, allow_nan=False))
 
 
 def print_json_line(value: Any) -> None:
     """Print one line of a JSON stream."""
-    say_plain(json.dumps(jsonable(value), allow_nan=False))
+    print_plain(json.dumps(jsonable(value), allow_nan=False))
 
 
 def jsonable(value: Any) -> Any:
@@ -105,7 +105,7 @@ def _print_aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Non
     widths = [max(len(line[place]) for line in lines) for place in range(len(columns))]
     for line in lines:
         cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        say_plain("  ".join(cells).rstrip())
+        print_plain("  ".join(cells).rstrip())
 
 
 def duration(seconds: float) -> str:
@@ -124,4 +124,4 @@ def print_commands(commands: Mapping[str, str]) -> None:
     """Print commands that may come next, each with its meaning."""
     width = max(map(len, commands))
     for command, meaning in commands.items():
-        say(f"  {command:<{width}}   [dim]{meaning}[/]")
+        print_text(f"  {command:<{width}}   [dim]{meaning}[/]")

@@ -32,8 +32,8 @@ from ..home import Home
 from ..plots import curve_svg, text_plot
 from ..pool import Pool
 from ..validation import resolve_paths
-from .live import announce
-from .output import literal, note, print_commands, say, say_plain, stdout
+from .live import print_submitted
+from .output import literal, print_commands, print_note, print_plain, print_text, stdout
 from .session import with_pool
 from .stack import start_detached, stop_detached
 from .supervisor import StackOptions
@@ -79,9 +79,9 @@ def make_model(folder: Path) -> None:
     """Warm-start the model, unless it is there; raises ModelError."""
     model = folder / "models" / GAME
     if _run("tinkermq.actors.recipes", GAME, str(model)) == 0:
-        say_plain(f"model      {model} (made before)")
+        print_plain(f"model      {model} (made before)")
         return
-    say_plain("model      making it on this machine, a minute or two, once")
+    print_plain("model      making it on this machine, a minute or two, once")
     model.parent.mkdir(parents=True, exist_ok=True)
     code = _run("tinkermq.actors.warm_start", GAME, str(model))
     if code:
@@ -111,7 +111,7 @@ def prepare_data(folder: Path) -> None:
     train, val = place / "train.parquet", place / "val.parquet"
     if not (train.exists() and val.exists()):
         make_data(place)
-    say(f"data       {train}, {val}")
+    print_text(f"data       {train}, {val}")
 
 
 # What came of the quickstart: reward before and after, its curve, and what to try next.
@@ -122,28 +122,28 @@ _MAX_WIDTH = 72
 Points = list[tuple[float, float]]
 
 
-def conclude(progress: RunProgress, config: Path) -> int:
+def print_outcome(progress: RunProgress, config: Path) -> int:
     """Print reward before and after, the curve, the run folder, and what to try next."""
     record = progress.record
     if record.state != "COMPLETED":
-        say(f"[bold red]{record.state}[/]  {literal(record.reason)}")
-        say_plain(f"logs       {record.run_dir}/logs")
+        print_text(f"[bold red]{record.state}[/]  {literal(record.reason)}")
+        print_plain(f"logs       {record.run_dir}/logs")
         return 1
     smoothed, validation = smoothed_rewards(progress), _points(progress.validation.items())
     width = min(stdout().width - 10, _MAX_WIDTH)
-    say_plain(f"\n{'':>8}reward over steps: • trained episodes, x validation")
-    say_plain(text_plot({"•": smoothed, "x": validation}, width=width))
+    print_plain(f"\n{'':>8}reward over steps: • trained episodes, x validation")
+    print_plain(text_plot({"•": smoothed, "x": validation}, width=width))
     picture = Path(record.run_dir) / "reward.svg"
     curves = {"reward of the trained episodes": smoothed, "validation": validation}
     picture.write_text(curve_svg(curves), encoding="utf-8")
     took = (record.finished or time.time()) - (record.started or record.created)
-    say(
+    print_text(
         f"\n[bold green]reward {validation[0][1]:.2f} → {validation[-1][1]:.2f}[/]  "
         f"on held-out products, {progress.step} steps in {took:.0f} s"
     )
-    say_plain(f"plot       {_short(picture)}")
-    say_plain(f"run folder {_short(Path(record.run_dir))}")
-    say_plain("\ntry next")
+    print_plain(f"plot       {_short(picture)}")
+    print_plain(f"run folder {_short(Path(record.run_dir))}")
+    print_plain("\ntry next")
     _print_next(config)
     return 0
 
@@ -216,9 +216,9 @@ def quickstart(*overrides: str, output_dir: Path = Path("outputs")) -> int:
             prepare_data(output_dir)
             progress = _train_in_own_stack(output_dir, config, overrides)
     except KeyboardInterrupt:
-        note("interrupted; everything was stopped")
+        print_note("interrupted; everything was stopped")
         return INTERRUPTED
-    return conclude(progress, config)
+    return print_outcome(progress, config)
 
 
 def _make_folder(folder: Path) -> None:
@@ -252,7 +252,7 @@ def _train_in_own_stack(folder: Path, config: Path, overrides: tuple[str, ...]) 
         home = Home(place)
         options = StackOptions(home=home.folder, slots=SLOTS, node=f"quickstart-{os.getpid()}")
         state = start_detached(options, die_with_parent=True)
-        say(f"stack      {state.url}: nats-server, scheduler, one node")
+        print_text(f"stack      {state.url}: nats-server, scheduler, one node")
         try:
             return with_pool(state.url, lambda pool: _train(pool, resolve_paths(given, state.url)))
         finally:
@@ -261,5 +261,5 @@ def _train_in_own_stack(folder: Path, config: Path, overrides: tuple[str, ...]) 
 
 async def _train(pool: Pool, config: dict[str, Any]) -> RunProgress:
     record = await pool.submit(config)
-    announce(record, commands=False)
+    print_submitted(record, commands=False)
     return await show_run(pool, record)

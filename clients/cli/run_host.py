@@ -15,7 +15,7 @@ from ...schemas.config.job import EnvConfig, JobConfig
 from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.wire.errors import BrokerError, DeadlineError, StateError
 from ..pool import Pool
-from .output import note
+from .output import print_note
 from .session import with_pool
 
 if TYPE_CHECKING:
@@ -58,15 +58,17 @@ async def _serve(pool: Pool, record: JobRecord, host: "EnvironmentHost") -> None
     async with asyncio.TaskGroup() as tasks:
         hosting = tasks.create_task(host.run(stopping), name="host the episodes")
         await host.ready.wait()
-        watching = tasks.create_task(_until_end(pool, record.job, stopping), name="see the end")
+        watching = tasks.create_task(
+            _wait_until_ended(pool, record.job, stopping), name="see the end"
+        )
         game = record.config.get("env", {}).get("game") or "agent"
-        note(f"{host.name} serves {game} for {record.name}; Ctrl-C stops it")
+        print_note(f"{host.name} serves {game} for {record.name}; Ctrl-C stops it")
         async with told_to_systemd():
             await hosting
         watching.cancel()
 
 
-async def _until_end(pool: Pool, job: str, stopping: asyncio.Event) -> None:
+async def _wait_until_ended(pool: Pool, job: str, stopping: asyncio.Event) -> None:
     """Set `stopping` when a job has ended; a broker that is away for a while is waited for."""
     while True:
         await asyncio.sleep(END_POLL_S)
@@ -77,7 +79,7 @@ async def _until_end(pool: Pool, job: str, stopping: asyncio.Event) -> None:
                 raise
             continue
         if record.state in FINAL_STATES:
-            note(f"{record.name} is {record.state}")
+            print_note(f"{record.name} is {record.state}")
             stopping.set()
             return
 

@@ -21,7 +21,7 @@ from ...schemas.wire.errors import BrokerError, ConfigError, NotFoundError, Tink
 from ..follow import RunProgress
 from ..pool import Pool
 from ..validation import did_you_mean
-from .output import duration, note, print_json, print_table, say, say_plain
+from .output import duration, print_json, print_note, print_plain, print_table, print_text
 from .session import COMMON, Common, with_pool
 
 _EXPLAINED = frozenset({"QUEUED", "LOST", "FAILED"})
@@ -75,7 +75,7 @@ def ps(
             and set(tag or ()) <= set(record.tags)
             and group in (None, record.group)
         ]
-        status_line = asyncio.create_task(_told(pool)) if not common.json else None
+        status_line = asyncio.create_task(_describe_pool(pool)) if not common.json else None
         rows = await asyncio.gather(*(_row(pool, record) for record in records))
         return list(rows), "" if status_line is None else await status_line
 
@@ -84,11 +84,11 @@ def ps(
         print_json(rows)
         return 0
     if not rows:
-        note("no runs" if all else "no runs; `tinkermq ps --all` shows those that have ended")
+        print_note("no runs" if all else "no runs; `tinkermq ps --all` shows those that have ended")
     else:
         _print_rows(rows, everyone=everyone)
     if status_line:
-        note(status_line)
+        print_note(status_line)
     return 0
 
 
@@ -99,18 +99,20 @@ def _print_rows(rows: Sequence[dict[str, Any]], *, everyone: bool) -> None:
     if everyone:
         columns = ["user", *columns]
         cells = [[row["user"], *line] for row, line in zip(rows, cells, strict=True)]
-    if any(_why(row) for row in rows):
+    if any(_describe_reason(row) for row in rows):
         columns = [*columns, "why"]
-        cells = [[*line, _why(row)] for row, line in zip(rows, cells, strict=True)]
+        cells = [[*line, _describe_reason(row)] for row, line in zip(rows, cells, strict=True)]
     print_table(columns, cells)
 
 
-async def _told(pool: Pool) -> str:
+async def _describe_pool(pool: Pool) -> str:
     """Say what keeps the pool from going on, and what of the user's quota is held."""
-    return "\n".join(line for line in (await trouble_of(pool), await _quota(pool)) if line)
+    return "\n".join(
+        line for line in (await describe_trouble(pool), await _describe_quota(pool)) if line
+    )
 
 
-async def trouble_of(pool: Pool) -> str:
+async def describe_trouble(pool: Pool) -> str:
     """Say what keeps the pool from going on, as its scheduler sees it."""
     try:
         async with asyncio.timeout(_QUOTA_S):
@@ -120,13 +122,13 @@ async def trouble_of(pool: Pool) -> str:
     return f"the broker is in trouble: {trouble}" if trouble else ""
 
 
-async def _quota(pool: Pool) -> str:
+async def _describe_quota(pool: Pool) -> str:
     """Say what of the user's quota is held; runs are told of without a scheduler, too."""
     try:
         async with asyncio.timeout(_QUOTA_S):
             quota = await pool.quota()
     except (BrokerError, TimeoutError):
-        return await _silent_scheduler(pool)
+        return await _describe_silent_scheduler(pool)
     labels = {"max_slots": "slots", "max_live_jobs": "live runs", "max_jobs": "runs in all"}
     bounds = {name: getattr(quota, name) for name in labels}
     parts = [
@@ -137,7 +139,7 @@ async def _quota(pool: Pool) -> str:
     return f"{', '.join(parts)} of your quota are held" if parts else ""
 
 
-async def _silent_scheduler(pool: Pool) -> str:
+async def _describe_silent_scheduler(pool: Pool) -> str:
     """Say of a scheduler that does not answer whether there is one, which its heartbeat tells."""
     try:
         async with asyncio.timeout(_QUOTA_S):
@@ -171,14 +173,14 @@ async def _row(pool: Pool, record: JobRecord) -> dict[str, Any]:
         "total_steps": values.get("training/total_steps", RunProgress(record).total_steps),
         "serves": record.serves,
         "tokens_per_s": _throughput(record, values, actors) if live else None,
-        "trouble": _trouble(record, actors) if live else "",
+        "trouble": _describe_failure(record, actors) if live else "",
         "waits_for": learner.waits_for if learner is not None else "",
-        "missing": _missing(actors),
+        "missing": _describe_missing(actors),
         "run_dir": record.run_dir,
     }
 
 
-def _missing(actors: Sequence[Presence]) -> str:
+def _describe_missing(actors: Sequence[Presence]) -> str:
     """Say what is not there that somebody outside must bring, and since when."""
     waits = [(actor.missing_since, actor) for actor in actors if actor.missing_since is not None]
     if not waits:
@@ -187,7 +189,7 @@ def _missing(actors: Sequence[Presence]) -> str:
     return f"{first.actor} waits for {first.waits_for}, for {duration(time.time() - since)}"
 
 
-def _trouble(record: JobRecord, actors: Sequence[Presence]) -> str:
+def _describe_failure(record: JobRecord, actors: Sequence[Presence]) -> str:
     """Say which actor fails again and again, unless it has done some work by now."""
     working = {actor.actor for actor in actors if actor.progress}
     troubles = (
@@ -220,7 +222,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _why(row: dict[str, Any]) -> str:
+def _describe_reason(row: dict[str, Any]) -> str:
     """Say in a line why a run does not run, or does not get on."""
     if row["missing"]:
         return str(row["missing"])
@@ -248,14 +250,14 @@ def stop(run: str, /, *, now: bool = False, complete: bool = False, common: Comm
     """
     record = with_pool(
         common.nats_url,
-        _on_run(run, lambda pool, job: pool.stop(job, now=now, complete=complete)),
+        _call_for_run(run, lambda pool, job: pool.stop(job, now=now, complete=complete)),
     )
     if record.state in FINAL_STATES:
         text = f"{record.name} is {record.state} already"
     else:
         drains = "after a checkpoint" if record.trains else "once it has answered what it was asked"
         text = f"{record.name} stops {'at once' if now else drains}"
-    return _tell(record, text, as_json=common.json)
+    return _print_change(record, text, as_json=common.json)
 
 
 def checkpoint(run: str, /, *, common: Common = COMMON) -> int:
@@ -276,7 +278,7 @@ def checkpoint(run: str, /, *, common: Common = COMMON) -> int:
     if common.json:
         print_json({"folder": folder})
     else:
-        say_plain(folder)
+        print_plain(folder)
     return 0
 
 
@@ -288,8 +290,8 @@ def pause(run: str, /, *, common: Common = COMMON) -> int:
     run
         Name or job id.
     """
-    record = with_pool(common.nats_url, _on_run(run, lambda pool, job: pool.pause(job)))
-    return _tell(record, f"{record.name} is {record.state}", as_json=common.json)
+    record = with_pool(common.nats_url, _call_for_run(run, lambda pool, job: pool.pause(job)))
+    return _print_change(record, f"{record.name} is {record.state}", as_json=common.json)
 
 
 def resume(run: str, /, *overrides: str, common: Common = COMMON) -> int:
@@ -304,7 +306,7 @@ def resume(run: str, /, *overrides: str, common: Common = COMMON) -> int:
     """
     changes = _tree(overrides)
     record = with_pool(common.nats_url, lambda pool: pool.resume_run(run, changes))
-    return _tell(record, f"{record.name} is {record.state}", as_json=common.json)
+    return _print_change(record, f"{record.name} is {record.state}", as_json=common.json)
 
 
 def fork(
@@ -327,9 +329,9 @@ def fork(
     if common.json:
         print_json(record.model_dump())
     else:
-        from .live import announce
+        from .live import print_submitted
 
-        announce(record)
+        print_submitted(record)
     return 0
 
 
@@ -345,9 +347,9 @@ def scale(run: str, target: str, /, *, common: Common = COMMON) -> int:
     """
     role, count = _parse_target(target)
     record = with_pool(
-        common.nats_url, _on_run(run, lambda pool, job: pool.scale(job, role, count))
+        common.nats_url, _call_for_run(run, lambda pool, job: pool.scale(job, role, count))
     )
-    return _tell(record, f"{record.name} shall have {count} {role}(s)", as_json=common.json)
+    return _print_change(record, f"{record.name} shall have {count} {role}(s)", as_json=common.json)
 
 
 def _parse_target(target: str) -> tuple[Literal["generator", "environment", "server"], int]:
@@ -370,7 +372,7 @@ def _tree(overrides: Sequence[str]) -> dict[str, Any]:
     return changes
 
 
-def _on_run(
+def _call_for_run(
     run: str, change: Callable[[Pool, str], Awaitable[JobRecord]]
 ) -> Callable[[Pool], Awaitable[JobRecord]]:
     async def work(pool: Pool) -> JobRecord:
@@ -380,11 +382,11 @@ def _on_run(
     return work
 
 
-def _tell(record: JobRecord, text: str, *, as_json: bool) -> int:
+def _print_change(record: JobRecord, text: str, *, as_json: bool) -> int:
     if as_json:
         print_json(record.model_dump())
     else:
-        say(text)
+        print_text(text)
     return 0
 
 
@@ -411,7 +413,7 @@ def priority(run: str, value: int, /, *, common: Common = COMMON) -> int:
     if common.json:
         print_json(record.model_dump())
     else:
-        say(f"{record.name} has priority {record.priority}")
+        print_text(f"{record.name} has priority {record.priority}")
     return 0
 
 
@@ -432,7 +434,7 @@ def cost(run: str | None = None, /, *, common: Common = COMMON) -> int:
     if common.json:
         print_json(rows)
     elif not rows:
-        note("no runs")
+        print_note("no runs")
     else:
         roles = sorted({role for row in rows for role in row["slot_hours"]})
         cells = [_cost_cells(row, roles) for row in rows]
@@ -499,9 +501,11 @@ def label(
     if common.json:
         print_json(_labels(record))
         return 0
-    say(f"{record.name}  tags {', '.join(record.tags) or 'none'}; group {record.group or 'none'}")
+    print_text(
+        f"{record.name}  tags {', '.join(record.tags) or 'none'}; group {record.group or 'none'}"
+    )
     if record.notes:
-        say_plain(record.notes)
+        print_plain(record.notes)
     return 0
 
 
@@ -543,7 +547,7 @@ def delete(
         Do not ask.
     """
     if not yes and sys.stdin.isatty():
-        note(f"{', '.join(runs)}: records, checkpoints and all else will be gone for good")
+        print_note(f"{', '.join(runs)}: records, checkpoints and all else will be gone for good")
         if input("delete? [y/N] ").strip().lower() not in ("y", "yes"):
             return 1
 
@@ -554,7 +558,7 @@ def delete(
     if common.json:
         print_json({"deleted": names})
     else:
-        say(f"deleted {', '.join(names)}")
+        print_text(f"deleted {', '.join(names)}")
     return 0
 
 
@@ -579,5 +583,5 @@ def archive(run: str, /, *, undo: bool = False, common: Common = COMMON) -> int:
     if common.json:
         print_json({"unarchived" if undo else "archived": name})
     else:
-        say(f"{name} is {'back' if undo else 'archived'}")
+        print_text(f"{name} is {'back' if undo else 'archived'}")
     return 0

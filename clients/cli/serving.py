@@ -13,11 +13,16 @@ from ...schemas.wire.codec import merged
 from ...schemas.wire.errors import ConfigError, ModelError
 from ..address import JobAddress
 from ..home import find_openai, find_url
-from ..inference.inference_client import START_S, model_config, submit_inference, until_served
+from ..inference.inference_client import (
+    START_S,
+    model_config,
+    submit_inference,
+    wait_until_served,
+)
 from ..pool import Pool
 from ..validation import resolve_paths
-from .evaluation import PLAY_FLAGS, PlayFlags, conclude, find_served, play_in_pool
-from .output import print_commands, print_json, say
+from .evaluation import PLAY_FLAGS, PlayFlags, find_served, play_in_pool, print_report
+from .output import print_commands, print_json, print_text
 from .session import COMMON, Common, with_pool
 
 
@@ -74,8 +79,8 @@ def serve(
             overrides=tree,
         )
         if not common.json:
-            say(f"[bold green]submitted[/] [bold]{record.name}[/]  (job {record.job})")
-        return record if detach else await until_served(pool, record, START_S)
+            print_text(f"[bold green]submitted[/] [bold]{record.name}[/]  (job {record.job})")
+        return record if detach else await wait_until_served(pool, record, START_S)
 
     url = find_url(common.nats_url)
     record = with_pool(url, work)
@@ -91,18 +96,20 @@ def serve(
     if common.json:
         print_json(document)
     else:
-        _tell_served(record, document)
+        _print_served(record, document)
     return 0
 
 
-def _tell_served(record: JobRecord, told: dict[str, Any]) -> None:
+def _print_served(record: JobRecord, told: dict[str, Any]) -> None:
     follows = " (the newest version of a live run)" if record.follow else ""
-    say(f"model       {told['model']}{follows}")
+    print_text(f"model       {told['model']}{follows}")
     if told["url"]:
-        say(f"OpenAI URL  {told['url']}")
+        print_text(f"OpenAI URL  {told['url']}")
     else:
-        say("OpenAI URL  no gateway is known: give --gateway URL or set TINKERMQ_GATEWAY_URL")
-    say(f"server_url  {told['server_url']}")
+        print_text(
+            "OpenAI URL  no gateway is known: give --gateway URL or set TINKERMQ_GATEWAY_URL"
+        )
+    print_text(f"server_url  {told['server_url']}")
     print_commands(
         {
             f"tinkermq infer {record.name} --game GAME": "play a game with it",
@@ -173,7 +180,7 @@ def infer(
         token_ids=token_ids,
     )
     report = play_in_pool(url, served, model, options, as_json=common.json)
-    return conclude(report, flags.output, as_json=common.json)
+    return print_report(report, flags.output, as_json=common.json)
 
 
 # `tinkermq tinker up`: let programs that speak the Tinker API train adapters on a base model.
@@ -232,7 +239,7 @@ def up(
         return 0
     for record in records:
         base = record.config["tinker"]["base"]
-        say(f"[bold green]submitted[/] [bold]{record.name}[/]  for {base}")
+        print_text(f"[bold green]submitted[/] [bold]{record.name}[/]  for {base}")
     print_commands(
         {
             f"export TINKER_BASE_URL={base_url or 'http://GATEWAY/tinker'}": "for programs",

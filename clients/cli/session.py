@@ -8,7 +8,7 @@ from typing import Annotated, TypeVar
 from cyclopts import Parameter
 
 from ...broker.client.connection import Broker, connect
-from ..base import quiet_logs, single_errors
+from ..base import quiet_logs, unwrap_error_groups
 from ..home import find_url
 from ..pool import Pool
 
@@ -34,7 +34,7 @@ def with_pool(
         async with await connecting as broker:
             return await work(Pool(broker))
 
-    with single_errors():
+    with unwrap_error_groups():
         return asyncio.run(body())
 
 
@@ -74,7 +74,7 @@ def with_private_broker(work: Callable[[Broker], Awaitable[T]]) -> T:
             return await work(broker)
 
     with (
-        single_errors(),
+        unwrap_error_groups(),
         tempfile.TemporaryDirectory(prefix="tinkermq-trial-") as folder,
         NatsServer(Path(folder)) as server,
     ):

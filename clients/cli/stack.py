@@ -20,7 +20,7 @@ from ...broker.users.credentials import PoolSecrets
 from ...schemas.machines import machines_config
 from ...schemas.wire.errors import ConfigError, DeadlineError, error_from_reply
 from ..home import HOME_VARIABLE, Home, StackState, default_folder
-from .output import duration, note, print_json, say
+from .output import duration, print_json, print_note, print_text
 
 if TYPE_CHECKING:
     from .supervisor import StackOptions
@@ -108,7 +108,7 @@ def up(
             return _hold(options, as_json=json)
         running = start_detached(options)
     elif not json:
-        note("a stack is up already; `tinkermq down` stops it")
+        print_note("a stack is up already; `tinkermq down` stops it")
     _show(running, as_json=json)
     return 0
 
@@ -132,7 +132,7 @@ def down(*, store: Path | None = None, json: bool = False) -> int:
     if json:
         print_json({"stopped": state is not None, "home": str(home.folder)})
     else:
-        say("stopped" if state is not None else f"no stack is up in {home.folder}")
+        print_text("stopped" if state is not None else f"no stack is up in {home.folder}")
     return 0
 
 
@@ -143,7 +143,7 @@ def _gateway_port(given: int | None, *, any_port: bool) -> int | None:
             raise ConfigError(
                 "the dashboard is not installed", hint="pip install 'tinkermq[gateway]'"
             )
-        note("without dashboard: pip install 'tinkermq[gateway]'")
+        print_note("without dashboard: pip install 'tinkermq[gateway]'")
         return None
     if given is not None or any_port:
         return given or 0
@@ -223,7 +223,7 @@ def _first_line(process: "subprocess.Popen[bytes]") -> bytes:
     with process.stdout as pipe:
         readable, _, _ = select.select([pipe], [], [], PATIENCE_S)
         if not readable:
-            note("starting: a broker with a large store takes some minutes to read it")
+            print_note("starting: a broker with a large store takes some minutes to read it")
             readable, _, _ = select.select([pipe], [], [], UP_DEADLINE_S - PATIENCE_S)
         return pipe.readline() if readable else b""
 
@@ -246,7 +246,7 @@ def _hold(options: "StackOptions", *, as_json: bool) -> int:
     from .supervisor import Supervisor
 
     Supervisor(options).run(lambda state: _show(state, as_json=as_json, foreground=True))
-    note("stopped")
+    print_note("stopped")
     return 0
 
 
@@ -256,16 +256,16 @@ def _show(state: StackState, *, as_json: bool, foreground: bool = False) -> None
         return
     age = time.time() - state.started
     url = shown_url(state.url)
-    say(f"[bold green]up[/]  {url}  (since {duration(age)}, state and logs in {state.home})")
+    print_text(f"[bold green]up[/]  {url}  (since {duration(age)}, state and logs in {state.home})")
     if state.gateway:
-        say(f"  dashboard  [bold]{state.gateway}[/]")
+        print_text(f"  dashboard  [bold]{state.gateway}[/]")
     if Path(state.home) != default_folder().resolve():
-        say(f"  other commands find it with [bold]{HOME_VARIABLE}={state.home}[/]")
+        print_text(f"  other commands find it with [bold]{HOME_VARIABLE}={state.home}[/]")
     if "auth" in state.children and not os.environ.get(KEY_VARIABLE):
-        say(f"  it lets in who has a key: set {KEY_VARIABLE}")
+        print_text(f"  it lets in who has a key: set {KEY_VARIABLE}")
     if foreground:
-        say("  Ctrl-C stops it")
+        print_text("  Ctrl-C stops it")
         return
-    say("  [bold]tinkermq train examples/calculator.yaml[/]   train a model")
-    say("  [bold]tinkermq ps[/]                               list runs")
-    say("  [bold]tinkermq down[/]                             stop everything")
+    print_text("  [bold]tinkermq train examples/calculator.yaml[/]   train a model")
+    print_text("  [bold]tinkermq ps[/]                               list runs")
+    print_text("  [bold]tinkermq down[/]                             stop everything")

@@ -26,7 +26,12 @@ from ...broker.client.login import CREDENTIALS_VARIABLE, OF_PERSONS, without_sec
 from ...broker.nats_server import NatsServer
 from ...broker.service_process import die_with, erase_variable
 from ...broker.users.credentials import SECRETS_VARIABLE, PoolSecrets
-from ...schemas.wire.errors import BrokerError, DeadlineError, TinkermqError, error_from_reply
+from ...schemas.wire.errors import (
+    BrokerError,
+    DeadlineError,
+    TinkermqError,
+    error_from_reply,
+)
 from ..home import URL_VARIABLE, Home, StackState
 
 # One child process of the supervisor: a scheduler or a node that is started again when it dies.
@@ -105,7 +110,7 @@ class StackProcess:
         """Return why it ended, from the last lines of its log."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         for line in reversed(lines):
-            message = _told(line)
+            message = _read_message(line)
             if message is not None:
                 return message
         last_lines = "\n".join([line for line in lines if line.strip()][-5:]) or "it said nothing"
@@ -115,7 +120,7 @@ class StackProcess:
         )
 
 
-def _told(line: str) -> TinkermqError | None:
+def _read_message(line: str) -> TinkermqError | None:
     """Return the error in an actor's last log line (`actor_failed`), if this is one."""
     try:
         entry = json.loads(line)
@@ -293,7 +298,7 @@ class Supervisor:
     def _wait_until_ready(self, url: str) -> None:
         deadline = time.monotonic() + READY_DEADLINE_S
         while not self.stopping:
-            heard = asyncio.run(_heard(url, self._credentials()))
+            heard = asyncio.run(_list_actor_pids(url, self._credentials()))
             missing = [child.name for child in self.children if not self._answers(child, heard)]
             if not missing:
                 return
@@ -431,7 +436,7 @@ def _place(url: str) -> tuple[str, int]:
     return host, int(port)
 
 
-async def _heard(url: str, credentials: Path | None) -> set[int]:
+async def _list_actor_pids(url: str, credentials: Path | None) -> set[int]:
     """Return the process ids of the pool's actors that are heard of."""
     from ...broker.client.connection import connect
     from ...broker.presence import list_presences

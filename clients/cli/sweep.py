@@ -18,8 +18,8 @@ from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.wire.errors import ConfigError, NotFoundError
 from ..home import find_url
 from ..pool import Pool, secrets_for, with_tracker_settings
-from ..validation import refuse_missing, resolve_paths
-from .output import note, print_json, print_table
+from ..validation import check_files_exist, resolve_paths
+from .output import print_json, print_note, print_table
 from .session import COMMON, Common, with_pool
 from .train import INTERRUPTED
 
@@ -69,7 +69,7 @@ def parse_space(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str
     return same, space
 
 
-def points(
+def list_points(
     space: Mapping[str, list[str] | NumberRange], runs: int | None, seed: int
 ) -> list[Point]:
     """Return every combination of the values, or `runs` drawn ones; the same for the same `seed`.
@@ -90,10 +90,12 @@ def points(
         _refuse_too_many(math.prod(len(values) for values in lists.values()))
         return [dict(zip(lists, one, strict=True)) for one in itertools.product(*lists.values())]
     _refuse_too_many(runs)
-    return [{key: _drawn(one, key, seed, n) for key, one in space.items()} for n in range(runs)]
+    return [
+        {key: _draw_points(one, key, seed, n) for key, one in space.items()} for n in range(runs)
+    ]
 
 
-def _drawn(values: list[str] | NumberRange, key: str, seed: int, number: int) -> str:
+def _draw_points(values: list[str] | NumberRange, key: str, seed: int, number: int) -> str:
     draw = random.Random(f"{seed} {number} {key}")  # noqa: S311  no secret
     return values.draw(draw.random()) if isinstance(values, NumberRange) else draw.choice(values)
 
@@ -169,14 +171,14 @@ def sweep(
         Print the points, submit nothing.
     """
     same, space = parse_space(overrides)
-    chosen = points(space, runs, seed)
+    chosen = list_points(space, runs, seed)
     configs = [_config_of(config, same, name, number, point) for number, point in enumerate(chosen)]
     if dry_run:
         _print([{"run": one.name, **point} for one, point in zip(configs, chosen, strict=True)],
                list(space), as_json=common.json)  # fmt: skip
         return 0
     url = find_url(common.nats_url)
-    refuse_missing(configs[0].model_dump(), url, has_model=False)
+    check_files_exist(configs[0].model_dump(), url, has_model=False)
 
     async def work(pool: Pool) -> list[dict[str, Any]]:
         records = await _run_all(pool, configs, max(1, at_once), quiet=common.json)
@@ -188,7 +190,9 @@ def sweep(
     try:
         rows = with_pool(url, work)
     except KeyboardInterrupt:
-        note(f"left; what runs goes on (`tinkermq ps --group {name}`), the same command continues")
+        print_note(
+            f"left; what runs goes on (`tinkermq ps --group {name}`), the same command continues"
+        )
         return INTERRUPTED
     rows.sort(key=lambda row: -math.inf if row[metric] is None else row[metric], reverse=True)
     _print(rows, [*space, "state", "step", metric], as_json=common.json)
@@ -217,7 +221,7 @@ async def _run_all(
             live += record.state not in FINAL_STATES
         for record in records.values():
             if record.state in FINAL_STATES and record.job not in announced and not quiet:
-                note(f"{record.name} {record.state}, {len(announced) + 1} of {len(configs)}")
+                print_note(f"{record.name} {record.state}, {len(announced) + 1} of {len(configs)}")
             if record.state in FINAL_STATES:
                 announced.add(record.job)
         if not waiting and len(announced) == len(configs):

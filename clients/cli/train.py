@@ -18,9 +18,9 @@ from ...schemas.wire.errors import ConfigError
 from ..follow import RunProgress, follow_run
 from ..home import find_url
 from ..pool import Pool, secrets_for, with_tracker_settings
-from ..validation import checkpoint_named, refuse_missing, resolve_paths
-from .live import announce, open_display
-from .output import note, print_json, print_json_line, say
+from ..validation import check_files_exist, full_checkpoint_name, resolve_paths
+from .live import open_display, print_submitted
+from .output import print_json, print_json_line, print_note, print_text
 from .session import COMMON, Common, with_pool
 
 FAILED, INTERRUPTED = 1, 130
@@ -58,7 +58,7 @@ def train(
         From -10 to 10: runs of a higher one are placed first.
     """
     effective = _load(config, overrides, from_)
-    return _begin(effective, from_, dry_run, detach=detach, priority=priority, common=common)
+    return _submit(effective, from_, dry_run, detach=detach, priority=priority, common=common)
 
 
 def sft(
@@ -95,7 +95,7 @@ def sft(
             f"{config} names no conversations to learn from",
             hint="set sft.data to parquet or JSONL files with the column messages",
         )
-    return _begin(effective, from_, dry_run, detach=detach, priority=priority, common=common)
+    return _submit(effective, from_, dry_run, detach=detach, priority=priority, common=common)
 
 
 def _load(config: Path, overrides: Sequence[str], from_run: str | None) -> JobConfig:
@@ -104,7 +104,7 @@ def _load(config: Path, overrides: Sequence[str], from_run: str | None) -> JobCo
     return load_config(config, [*overrides, *given])
 
 
-def _begin(
+def _submit(
     effective: JobConfig,
     from_run: str | None,
     dry_run: bool,
@@ -119,7 +119,7 @@ def _begin(
 
         return check(effective, common.nats_url, as_json=common.json, from_run=from_run)
     url = find_url(common.nats_url)
-    refuse_missing(effective.model_dump(), url, has_model=from_run is not None)
+    check_files_exist(effective.model_dump(), url, has_model=from_run is not None)
     request_id = new_request_id()
 
     watched: list[str] = []
@@ -130,7 +130,7 @@ def _begin(
         values = resolve_paths(given, pool.broker.url, has_users=pool.has_users)
         record = await pool.submit(
             values,
-            fork_of=from_run and checkpoint_named(from_run),
+            fork_of=from_run and full_checkpoint_name(from_run),
             weights_only=from_run is not None,
             request_id=request_id,
             priority=priority,
@@ -140,8 +140,8 @@ def _begin(
         if common.json:
             print_json_line({"job": record.model_dump(exclude={"config"})})
         else:
-            announce(record)
-        return 0 if detach else await _attend(pool, record, as_json=common.json)
+            print_submitted(record)
+        return 0 if detach else await _follow(pool, record, as_json=common.json)
 
     return _detachable(url, work, watched, as_json=common.json)
 
@@ -156,7 +156,7 @@ def watch(run: str, /, *, common: Common = COMMON) -> int:
     """
 
     async def work(pool: Pool) -> int:
-        return await _attend(pool, await pool.find(run), as_json=common.json)
+        return await _follow(pool, await pool.find(run), as_json=common.json)
 
     return _detachable(find_url(common.nats_url), work, [run], as_json=common.json)
 
@@ -169,9 +169,11 @@ def _detachable(
         return with_pool(url, work)
     except KeyboardInterrupt:
         if not as_json and watched:
-            note(f"detached; the run goes on (`tinkermq ps`, `tinkermq watch {watched[0]}`)")
+            print_note(f"detached; the run goes on (`tinkermq ps`, `tinkermq watch {watched[0]}`)")
         elif not as_json:
-            note("interrupted before the run was accepted (`tinkermq ps` shows whether it was)")
+            print_note(
+                "interrupted before the run was accepted (`tinkermq ps` shows whether it was)"
+            )
         return INTERRUPTED
 
 
@@ -186,29 +188,31 @@ async def show_run(pool: Pool, record: JobRecord, *, as_json: bool = False) -> R
     return progress
 
 
-async def _attend(pool: Pool, record: JobRecord, *, as_json: bool) -> int:
+async def _follow(pool: Pool, record: JobRecord, *, as_json: bool) -> int:
     """Show a run until its end; return the exit code that its end stands for."""
     progress = await show_run(pool, record, as_json=as_json)
     if not as_json:
-        _conclude(progress)
+        _print_end(progress)
     return FAILED if progress.record.state == "FAILED" else 0
 
 
-def _conclude(progress: RunProgress) -> None:
+def _print_end(progress: RunProgress) -> None:
     """Say how a run ended, and what to do next."""
     record = progress.record
     if progress.validation:
         steps = sorted(progress.validation)
         first, last = (progress.validation[step] for step in (steps[0], steps[-1]))
-        say(f"validation {first:.3f} at step {steps[0]}, {last:.3f} at step {steps[-1]}")
-    say(f"run folder  {record.run_dir}")
+        print_text(f"validation {first:.3f} at step {steps[0]}, {last:.3f} at step {steps[-1]}")
+    print_text(f"run folder  {record.run_dir}")
     if record.state == "FAILED":
-        say(f"  tinkermq logs {record.name}      what its actors wrote")
-        say(f"  tinkermq resume {record.name}    go on from the last checkpoint")
+        print_text(f"  tinkermq logs {record.name}      what its actors wrote")
+        print_text(f"  tinkermq resume {record.name}    go on from the last checkpoint")
     elif record.kind == "sft":
-        say(f"  tinkermq train CONFIG --from {record.name}    go on with a game, from its weights")
+        print_text(
+            f"  tinkermq train CONFIG --from {record.name}    go on with a game, from its weights"
+        )
     else:
-        say(f"  tinkermq rollouts {record.name} --sort reward")
+        print_text(f"  tinkermq rollouts {record.name} --sort reward")
 
 
 # `tinkermq notify`: be told of the end of a run, wherever you are by then.
@@ -240,7 +244,7 @@ def notify(run: str, /, *, common: Common = COMMON) -> int:
     if common.json:
         print_json(record.model_dump())
     else:
-        say(f"the pool will tell of the end of {record.name}")
+        print_text(f"the pool will tell of the end of {record.name}")
     return 0
 
 

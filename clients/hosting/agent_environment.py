@@ -203,7 +203,7 @@ class AgentEpisode(SdkClients):
         episode.changed.set()
 
 
-class _GivesEpisodes(HostedEnvironment):
+class _LeasingEnvironment(HostedEnvironment):
     """Hosts the episodes of a job whose programs are run from here."""
 
     def __init__(
@@ -244,7 +244,7 @@ class _GivesEpisodes(HostedEnvironment):
         raise NotImplementedError
 
 
-class AgentEnvironment(_GivesEpisodes):
+class AgentEnvironment(_LeasingEnvironment):
     """A function that is an agent's program, hosted in this process for one job.
 
     `config` is the same object that is given to `set_config`; of it the keys of `env` and `agent`
@@ -321,7 +321,7 @@ def _traceback(error: BaseException) -> str:
     return clean_text(text, _TOLD_CHARS, keep_end=True)
 
 
-class AgentEpisodes(_GivesEpisodes):
+class AgentEpisodes(_LeasingEnvironment):
     """The episodes of a job, one after the other, for programs that are started from here.
 
     Iterate over it (`for` or `async for`) for as long as the job trains: an episode waits to be

@@ -16,7 +16,7 @@ from ...schemas.config.job import EnvConfig
 from ...schemas.wire.codec import pack
 from ...schemas.wire.errors import ConfigError, DeadlineError, MessageError
 from ..address import JobAddress, parse_server_url
-from ..base import LoopThread, open_broker, single_errors
+from ..base import LoopThread, open_broker, unwrap_error_groups
 from ..opentinker import as_tree, translate
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ READY_S = 60.0
 
 
 @contextlib.asynccontextmanager
-async def hosted(host: "EnvironmentHost") -> AsyncIterator[None]:
+async def run_environment_host(host: "EnvironmentHost") -> AsyncIterator[None]:
     """Run a host for as long as the block runs, which begins once episodes can be reset.
 
     Raises GameError or DataError when the game cannot be played, DeadlineError when it does not
@@ -113,7 +113,7 @@ class HostedEnvironment(ABC):
         ready: Future[None] = Future()
         self._hosting = self._loop.start(self._host(address, ready))
         try:
-            _first_of(ready, self._hosting)
+            _wait_until_ready(ready, self._hosting)
         except BaseException:
             self.cleanup()
             raise
@@ -157,18 +157,18 @@ class HostedEnvironment(ABC):
         self._stopping = asyncio.Event()
         async with (
             await open_broker(address.broker_url, self._api_key) as broker,
-            hosted(await self.make_host(broker, address)),
+            run_environment_host(await self.make_host(broker, address)),
         ):
             ready.set_result(None)
             await self.until_over(broker, address, self._stopping)
 
 
-def _first_of(ready: "Future[None]", hosting: "Future[None]") -> None:
+def _wait_until_ready(ready: "Future[None]", hosting: "Future[None]") -> None:
     """Wait until the host serves; raise what it raised instead."""
     hosting.add_done_callback(lambda _: ready.done() or ready.set_result(None))
     ready.result()
     if hosting.done():
-        with single_errors():
+        with unwrap_error_groups():
             hosting.result()
 
 

@@ -16,10 +16,16 @@ from ...schemas.wire.codec import merged
 from ...schemas.wire.errors import ConfigError, DeadlineError, ModelError, NotFoundError
 from ..base import SyncTwin, make_sync
 from ..home import find_openai
-from ..opentinker import as_tree, tell_needless, translate
+from ..opentinker import as_tree, translate, warn_needless
 from ..pool import Pool, is_token
-from ..scheduler_client import AsyncSchedulerClient, failure
-from ..validation import checkpoint_named, did_you_mean, is_local_pool, resolve_paths, run_and_step
+from ..scheduler_client import AsyncSchedulerClient, job_failure
+from ..validation import (
+    did_you_mean,
+    full_checkpoint_name,
+    is_local_pool,
+    resolve_paths,
+    split_checkpoint_name,
+)
 
 # What an inference job serves, from what a user names: a model folder, a run, `run@step`.
 
@@ -70,7 +76,7 @@ async def _tinker_source(pool: Pool, path: str) -> ModelSource:
 
 
 async def _run_source(pool: Pool, name: str) -> ModelSource:
-    run, step = run_and_step(name)
+    run, step = split_checkpoint_name(name)
     try:
         record = await pool.find(run)
     except NotFoundError as error:
@@ -228,7 +234,7 @@ class AsyncInferenceSchedulerClient(AsyncSchedulerClient):
         )
         self._submitted = record
         if wait:
-            record = await until_served(pool, record, self.timeout)
+            record = await wait_until_served(pool, record, self.timeout)
         return self.described(record)
 
     async def get_job_status(self, job_id: str) -> dict[str, Any]:
@@ -304,12 +310,12 @@ async def submit_inference(
         kind="infer",
         fork_of=source.fork_of,
         follow=source.follow,
-        adapters=[checkpoint_named(adapter) for adapter in adapters],
+        adapters=[full_checkpoint_name(adapter) for adapter in adapters],
         request_id=new_request_id(),
     )
 
 
-async def until_served(pool: Pool, record: JobRecord, timeout_s: float) -> JobRecord:
+async def wait_until_served(pool: Pool, record: JobRecord, timeout_s: float) -> JobRecord:
     """Wait until a server of the job answers.
 
     Raises JobFailedError, or DeadlineError that says what it waits for.
@@ -319,7 +325,7 @@ async def until_served(pool: Pool, record: JobRecord, timeout_s: float) -> JobRe
     while True:
         record = await pool.find(record.job)
         if record.state in FINAL_STATES:
-            raise failure(record)
+            raise job_failure(record)
         server = await actors.find(f"{record.scope.key}.server-0")
         if record.state == "RUNNING" and server and server.value.state == "working":
             return record
@@ -342,4 +348,4 @@ def _refuse_ineffective(tensor_parallel_size: int, gpu_memory_utilization: float
             "spans several GPUs with generator.slots and generator.tensor_parallel in config",
         )
     if gpu_memory_utilization is not None:
-        tell_needless({"gpu_memory_utilization": "the engine takes what it needs"})
+        warn_needless({"gpu_memory_utilization": "the engine takes what it needs"})

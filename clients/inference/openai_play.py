@@ -26,7 +26,13 @@ from ...envs.game import AbstractGame, ChatMessage, StepResult
 from ...envs.running.episodes import LOOK_S, Opening
 from ...envs.running.runner import Runner, make_runner
 from ...schemas.config.job import EnvConfig
-from ...schemas.wire.errors import AuthError, ConfigError, EngineError, GameError, NotFoundError
+from ...schemas.wire.errors import (
+    AuthError,
+    ConfigError,
+    EngineError,
+    GameError,
+    NotFoundError,
+)
 from ...schemas.wire.images import with_data_urls
 from .play import (
     EpisodeResult,

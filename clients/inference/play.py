@@ -367,7 +367,7 @@ async def play_all(
         async def play_next() -> None:
             for task, sample in left:
                 result = await play(task, sample)
-                await _keep(file, result)
+                await _store_results(file, result)
                 if result.error is not None:
                     failed.append(result)
                 if options.on_result is not None:
@@ -380,7 +380,7 @@ async def play_all(
     return InferenceReport(results, failed, options.samples_per_task)
 
 
-async def _keep(file: ResultFile, result: EpisodeResult) -> None:
+async def _store_results(file: ResultFile, result: EpisodeResult) -> None:
     """Write a result as soon as there is room for it."""
 
     async def add() -> None:

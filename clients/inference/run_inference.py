@@ -28,13 +28,13 @@ from ...schemas.wire.errors import (
 )
 from ...schemas.wire.subjects import JobScope
 from ..address import parse_server_url
-from ..base import open_broker, shared_loop, single_errors
+from ..base import open_broker, shared_loop, unwrap_error_groups
 from ..home import find_url
-from ..hosting.environments import hosted
+from ..hosting.environments import run_environment_host
 from ..opentinker import refuse_unknown_options, translate_inference
 from ..pool import Pool
-from ..scheduler_client import failure
-from .inference_client import START_S, submit_inference, until_served
+from ..scheduler_client import job_failure
+from .inference_client import START_S, submit_inference, wait_until_served
 from .play import (
     EpisodeResult,
     InferenceReport,
@@ -86,7 +86,7 @@ async def open_served(
             return
         record = await submit_inference(pool, model_path)
         try:
-            yield pool, await until_served(pool, record, START_S)
+            yield pool, await wait_until_served(pool, record, START_S)
         finally:
             await pool.stop(record.job, complete=True)
 
@@ -98,7 +98,7 @@ async def _serving(pool: Pool, name: str) -> JobRecord:
             f"{record.name} is a job of kind {record.kind}: it serves no model",
             hint=f"serve it: model_path={record.name!r}, or `tinkermq serve {record.name}`",
         )
-    return await until_served(pool, record, START_S)
+    return await wait_until_served(pool, record, START_S)
 
 
 def _address(server: str | None, job: str | None, url: str | None) -> tuple[str, str | None, str]:
@@ -194,7 +194,7 @@ async def play_served(
 ) -> InferenceReport:
     """Play episodes with a job that `open_served` yields; `on_job` is told which."""
     env = hosted_env(options.game_class, options.data_path, options.game_kwargs)
-    with single_errors():
+    with unwrap_error_groups():
         async with served as (pool, record):
             if on_job is not None:
                 on_job(record)
@@ -326,7 +326,7 @@ class _Inference:
             game_class=self._options.game_class,
             drain_s=0,
         )
-        async with hosted(host):
+        async with run_environment_host(host):
             yield _Hosting(session, host.num_train)
 
     async def play(self, env: EnvConfig | None, host: _Hosting) -> InferenceReport:
@@ -387,7 +387,7 @@ class _Inference:
                 lost += 1
                 record = await self._pool.find(self._record.job)
                 if record.state in FINAL_STATES:
-                    raise failure(record) from None
+                    raise job_failure(record) from None
                 if lost >= _MAX_LOST:
                     raise
                 await asyncio.sleep(min(2.0**lost, 10.0))

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tinkermq.clients.validation import refuse_missing, resolve_paths
+from tinkermq.clients.validation import check_files_exist, resolve_paths
 from tinkermq.schemas.wire.errors import ConfigError
 
 from tests.clients.command import Outcome, tinkermq
@@ -160,5 +160,5 @@ def test_folders_of_programs_become_absolute_where_the_pool_runs_them(made: Path
     own = {**tree, "env": {"hosts": 0}}
     assert resolve_paths(own, "nats://127.0.0.1:4222")["agent"] == tree["agent"]
     with pytest.raises(ConfigError, match=r"there is no folder 'elsewhere' \(agent.read\)"):
-        refuse_missing(tree, "nats://127.0.0.1:4222", has_model=True)
-    refuse_missing(own, "nats://127.0.0.1:4222", has_model=True)
+        check_files_exist(tree, "nats://127.0.0.1:4222", has_model=True)
+    check_files_exist(own, "nats://127.0.0.1:4222", has_model=True)
