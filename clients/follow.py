@@ -27,11 +27,11 @@ _QUEUE_LENGTH = 256
 
 
 async def follow_run(
-    pool: Pool, record: JobRecord, *, from_start: bool = True, with_crew: bool = False
+    pool: Pool, record: JobRecord, *, from_start: bool = True, with_actors: bool = False
 ) -> AsyncGenerator[Update, None]:
     """Yield metrics and events of a run in order, and its record whenever it has changed.
 
-    `with_crew` also yields its actors every two seconds, while it runs. The last update is the
+    `with_actors` also yields its actors every two seconds, while it runs. The last update is the
     record in its final state. A broker that is away is waited for, and told of by the events
     `broker_away` and `broker_back`. Leave it through `contextlib.aclosing`. Raises NotFoundError
     when the job is removed.
@@ -40,10 +40,13 @@ async def follow_run(
     was_patient = broker.is_patient
     broker.availability.set_patient(True)
     follower = _Follower(pool, record, from_start)
-    removals = (broker.on_disconnect(follower.tell_away), broker.on_reconnect(follower.tell_back))
+    removals = (
+        broker.on_disconnect(follower.report_broker_away),
+        broker.on_reconnect(follower.report_broker_back),
+    )
     parts: list[Coroutine[Any, Any, None]] = [follower.pump(), follower.watch()]
-    if with_crew:
-        parts.append(follower.ask_crew())
+    if with_actors:
+        parts.append(follower.read_actors())
     tasks = [asyncio.create_task(follower.guard(part), name="follow_run") for part in parts]
     try:
         while True:
@@ -73,14 +76,14 @@ class _Follower:
         self._heard = time.monotonic()
         self._is_away = False
 
-    def tell_away(self) -> None:
+    def report_broker_away(self) -> None:
         """Tell that the broker is away, once for each time."""
         if self._is_away:
             return
         self._is_away = True
         self._tell("broker_away", "it is waited for; what runs in the pool waits, too")
 
-    def tell_back(self) -> None:
+    def report_broker_back(self) -> None:
         """Tell that the broker is back."""
         self._is_away = False
         self._tell("broker_back", "the run is followed on")
@@ -136,7 +139,7 @@ class _Follower:
             await asyncio.sleep(left)
         await self.updates.put(self._record)
 
-    async def ask_crew(self) -> None:
+    async def read_actors(self) -> None:
         """Read the heartbeats now and then."""
         while not self._ended:
             presences = await list_presences(self._pool.broker, self._record.scope.key)
@@ -201,18 +204,18 @@ class RunProgress:
         pace = (self._times[steps[-1]] - self._times[steps[0]]) / (steps[-1] - steps[0])
         return max(0.0, (self.total_steps - self.step) * pace)
 
-    def take_record(self, record: JobRecord) -> None:
+    def add_record(self, record: JobRecord) -> None:
         """Take the job's newest record."""
         self.record = record
 
-    def take_event(self, event: Event) -> None:
+    def add_event(self, event: Event) -> None:
         """Take an event."""
         if event.kind == "bottleneck":
             self.bottleneck = event.message
         if event.kind not in _QUIET_EVENTS:
             self.event = event
 
-    def take_crew(self, crew: Sequence[Presence]) -> None:
+    def add_actors(self, crew: Sequence[Presence]) -> None:
         """Take what generators, evaluators and environment hosts say of their episodes."""
 
         def total(name: str, *roles: str) -> int:
@@ -227,7 +230,7 @@ class RunProgress:
             "in the environment": max(opened - generating - queued, 0),
         }
 
-    def take_metric(self, metric: Metric) -> bool:
+    def add_metric(self, metric: Metric) -> bool:
         """Take the numbers of a step; return whether they tell of a new training step."""
         self.values.update(metric.values)
         total = metric.values.get("training/total_steps")

@@ -70,9 +70,9 @@ class Home:
         """Folder of the secrets of a pool with authentication; `tinkermq init` makes it."""
         return self.folder / "secrets"
 
-    def running(self) -> StackState | None:
+    def read_running_stack(self) -> StackState | None:
         """Return the state of the stack that runs here, or None."""
-        if not self.state_path.exists() or not self.held():
+        if not self.state_path.exists() or not self.is_locked():
             return None
         try:
             return StackState.model_validate_json(self.state_path.read_text(encoding="utf-8"))
@@ -90,7 +90,7 @@ class Home:
         self.state_path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Hold the folder for as long as the block runs.
 
         Raises StateError when another supervisor holds it, StorageError when it cannot be made.
@@ -103,7 +103,7 @@ class Home:
                 )
             yield
 
-    def held(self) -> bool:
+    def is_locked(self) -> bool:
         """Whether a supervisor holds the folder; none does where there are no such locks."""
         try:
             import fcntl
@@ -141,7 +141,7 @@ def find_url(given: str | None = None) -> str:
     url = given or os.environ.get(URL_VARIABLE)
     if url:
         return url
-    state = Home().running()
+    state = Home().read_running_stack()
     if state is None:
         raise BrokerError(
             f"no stack is up in {default_folder()}, and no broker was named",
@@ -157,7 +157,7 @@ def find_openai(given: str | None = None) -> str | None:
     It is the given one, that of `$TINKERMQ_GATEWAY_URL`, or the local stack's.
     """
     url = given or os.environ.get(GATEWAY_VARIABLE)
-    state = None if url else Home().running()
+    state = None if url else Home().read_running_stack()
     url = url or (state.gateway if state else None)
     return f"{url.rstrip('/')}/v1" if url else None
 

@@ -149,7 +149,7 @@ class Pool(SchedulerCalls):
             hint=did_you_mean(name, known, otherwise="list them with `tinkermq ps --all`"),
         )
 
-    async def knows(self, name: str) -> bool:
+    async def has_run(self, name: str) -> bool:
         """Whether there is a job of this id, or a run of this name."""
         return is_token(name) and await self._jobs.find(self.broker.user, name) is not None
 
@@ -214,7 +214,7 @@ class Pool(SchedulerCalls):
 
         return await self._until(record, "archive", done, _REMOVAL_S) or record
 
-    async def until_ended(self, record: JobRecord, deadline_s: float) -> JobRecord:
+    async def wait_until_ended(self, record: JobRecord, deadline_s: float) -> JobRecord:
         """Wait for the end of a job that was told to stop; return its record then.
 
         Raises DeadlineError.
@@ -243,7 +243,7 @@ class Pool(SchedulerCalls):
             await asyncio.sleep(_LOOK_S)
         return now
 
-    async def everybodys_jobs(self, *, all: bool = False) -> list[JobRecord]:
+    async def list_all_users_jobs(self, *, all: bool = False) -> list[JobRecord]:
         """Return the jobs of all users as the scheduler tells them to an admin, newest first."""
         records = await self.told_jobs(widest=True, archived=all)
         return [record for record in records if all or record.state not in FINAL_STATES]

@@ -78,7 +78,7 @@ class EvaluationSettings(NamedTuple):
     like: str | None = None
 
     @property
-    def differ(self) -> bool:
+    def has_changes(self) -> bool:
         """Whether anything differs from the run's own configuration."""
         return bool(self.overrides or self.tasks or self.data)
 
@@ -125,7 +125,7 @@ async def evaluate(
     run, step = split_checkpoint_name(target)
     record = await pool.find(run)
     if step is None and record.state not in FINAL_STATES:
-        if settings.differ:
+        if settings.has_changes:
             raise ConfigError(
                 f"run {record.name} is live and is evaluated as it is configured",
                 hint="name a checkpoint (RUN@STEP) to evaluate it with other settings",

@@ -84,7 +84,7 @@ class EpisodeFilter:
     most: int | None = None
     """At most so many, the newest; None: all."""
 
-    def has(self, episode: LoggedEpisode) -> bool:
+    def matches(self, episode: LoggedEpisode) -> bool:
         """Whether an episode is one of them."""
         trajectory = episode.trajectory
         return not self.errors or trajectory is None or bool(trajectory.failures)
@@ -118,7 +118,7 @@ async def read_episodes(
         for entry in await asyncio.gather(*map(rollouts.get, wanted_seqs)):
             if entry is not None:
                 logged = _episodes(entry, step_of.get(entry.seq))
-                episodes += filter(episode_filter.has, reversed(list(logged)))
+                episodes += filter(episode_filter.matches, reversed(list(logged)))
         if episode_filter.most is not None and len(episodes) >= episode_filter.most:
             break
     return episodes

@@ -132,7 +132,7 @@ class AsyncSchedulerClient(PoolClient):
         pool = await self._connected()
         record = await pool.find(job_id)
         await pool.stop(record.job, now=True)
-        return self._summary(await pool.until_ended(record, CANCEL_S))
+        return self._summary(await pool.wait_until_ended(record, CANCEL_S))
 
     async def complete_job(self, job_id: str) -> dict[str, Any]:
         """Stop a job after a checkpoint; it ends as COMPLETED. Harmless when it has ended.

@@ -76,7 +76,7 @@ async def watch(pool: Pool, job: str, page: Page, url: str) -> Recording:
     display, seen, begun = LiveDisplay(progress), Recording(), asyncio.Event()
 
     async def follow() -> None:
-        async with aclosing(follow_run(pool, record, with_crew=True)) as updates:
+        async with aclosing(follow_run(pool, record, with_actors=True)) as updates:
             async for update in updates:
                 display.show(update)
                 if progress.step:

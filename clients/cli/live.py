@@ -33,7 +33,7 @@ class Display(Protocol):
     """Something that shows a run as it goes on."""
 
     @property
-    def wants_crew(self) -> bool:
+    def needs_actors(self) -> bool:
         """Whether it shows what the run's actors say of themselves."""
         ...
 
@@ -58,7 +58,7 @@ def open_display(progress: RunProgress, *, as_json: bool) -> Iterator[Display]:
 class JsonDisplay:
     """One JSON document a line: `{"metric": …}`, `{"event": …}` or `{"job": …}`."""
 
-    wants_crew = False
+    needs_actors = False
 
     def __init__(self, progress: RunProgress) -> None:
         self._progress = progress
@@ -76,7 +76,7 @@ class JsonDisplay:
 class LineDisplay:
     """One line for each step, validation, event and change of state."""
 
-    wants_crew = False
+    needs_actors = False
 
     def __init__(self, progress: RunProgress) -> None:
         self._progress = progress
@@ -109,7 +109,7 @@ class LiveDisplay:
     It is drawn some times a second, however fast the updates of a long run come.
     """
 
-    wants_crew = True
+    needs_actors = True
 
     def __init__(self, progress: RunProgress) -> None:
         self._progress = progress
@@ -129,13 +129,13 @@ class LiveDisplay:
 def update_progress(progress: RunProgress, update: Update) -> bool:
     """Enter an update into the progress; return whether it tells of a new training step."""
     if isinstance(update, Metric):
-        return progress.take_metric(update)
+        return progress.add_metric(update)
     if isinstance(update, Event):
-        progress.take_event(update)
+        progress.add_event(update)
     elif isinstance(update, tuple):
-        progress.take_crew(update)
+        progress.add_actors(update)
     else:
-        progress.take_record(update)
+        progress.add_record(update)
     return False
 
 

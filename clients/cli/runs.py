@@ -66,7 +66,7 @@ def ps(
     """
 
     async def work(pool: Pool) -> tuple[list[dict[str, Any]], str]:
-        listed = pool.everybodys_jobs if everyone else pool.list_jobs
+        listed = pool.list_all_users_jobs if everyone else pool.list_jobs
         records = await listed(all=all or archived)
         records = [
             record

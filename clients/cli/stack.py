@@ -88,7 +88,7 @@ def up(
         raise ConfigError(f"--slots is {slots}", hint="give at least 1")
     folder = (store or default_folder()).resolve()
     _check_listening(Home(folder), host, nats_url, tls_cert, tls_key)
-    running = Home(folder).running()
+    running = Home(folder).read_running_stack()
     if running is None:
         from .supervisor import StackOptions
 
@@ -126,7 +126,7 @@ def down(*, store: Path | None = None, json: bool = False) -> int:
         Print JSON.
     """
     home = Home(store.resolve() if store else None)
-    state = home.running()
+    state = home.read_running_stack()
     if state is not None:
         stop_detached(home, state)
     if json:
@@ -233,7 +233,7 @@ def stop_detached(home: Home, state: StackState) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(state.pid, signal.SIGTERM)
     deadline = time.monotonic() + DOWN_DEADLINE_S
-    while home.held():
+    while home.is_locked():
         if time.monotonic() > deadline:
             raise DeadlineError(
                 f"the supervisor (process {state.pid}) has not ended after {DOWN_DEADLINE_S:.0f} s",

@@ -220,7 +220,7 @@ class Supervisor:
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
-        with self.home.locked():
+        with self.home.lock():
             try:
                 url = self._start()
                 self._write(url)

@@ -181,7 +181,7 @@ async def show_run(pool: Pool, record: JobRecord, *, as_json: bool = False) -> R
     """Show a run until its end; return what became of it."""
     progress = RunProgress(record)
     with open_display(progress, as_json=as_json) as display:
-        updates = follow_run(pool, record, with_crew=display.wants_crew)
+        updates = follow_run(pool, record, with_actors=display.needs_actors)
         async with aclosing(updates):
             async for update in updates:
                 display.show(update)

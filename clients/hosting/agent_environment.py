@@ -230,7 +230,7 @@ class _LeasingEnvironment(HostedEnvironment):
         loop = asyncio.get_running_loop()
 
         def give(given: "GivenEpisode") -> None:
-            self.given(AgentEpisode(given, loop), given)
+            self.start_episode(AgentEpisode(given, loop), given)
 
         proxy = ModelProxy(broker, address.scope, gateway=self._gateway)
         tries, job = config.rollout.max_tries, address.scope.job
@@ -239,7 +239,7 @@ class _LeasingEnvironment(HostedEnvironment):
             broker, address.scope, config.env, seed=config.seed, programs=programs
         )
 
-    def given(self, episode: AgentEpisode, given: "GivenEpisode") -> None:
+    def start_episode(self, episode: AgentEpisode, given: "GivenEpisode") -> None:
         """Take an episode that has started; on the host's event loop."""
         raise NotImplementedError
 
@@ -264,7 +264,7 @@ class AgentEnvironment(_LeasingEnvironment):
         self._program = program
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def given(self, episode: AgentEpisode, given: "GivenEpisode") -> None:
+    def start_episode(self, episode: AgentEpisode, given: "GivenEpisode") -> None:
         """Run the function on an episode."""
         task = asyncio.create_task(self._run(episode), name=f"program {episode.id}")
         self._tasks.add(task)
@@ -273,7 +273,7 @@ class AgentEnvironment(_LeasingEnvironment):
 
     async def _run(self, episode: AgentEpisode) -> None:
         try:
-            result, failure = await self._called(episode)
+            result, failure = await self._call_program(episode)
             if failure:
                 episode.fail(failure)
             elif isinstance(result, dict):
@@ -285,7 +285,7 @@ class AgentEnvironment(_LeasingEnvironment):
                 raise
             episode.fail(_traceback(error))
 
-    async def _called(self, episode: AgentEpisode) -> tuple[Any, str]:
+    async def _call_program(self, episode: AgentEpisode) -> tuple[Any, str]:
         """Return what the function returns, or else the traceback of what it has raised."""
         if inspect.iscoroutinefunction(self._program):
             return await self._program(episode.task, episode), ""
@@ -352,7 +352,7 @@ class AgentEpisodes(_LeasingEnvironment):
         assert self.hosting is not None
         self.hosting.add_done_callback(self._end_of_host)
 
-    async def until_over(
+    async def wait_until_over(
         self, broker: "Broker", address: JobAddress, stopping: asyncio.Event
     ) -> None:
         """Host until the job has ended."""
@@ -365,7 +365,7 @@ class AgentEpisodes(_LeasingEnvironment):
                 async with asyncio.timeout(_LOOK_S):
                     await stopping.wait()
 
-    def given(self, episode: AgentEpisode, given: "GivenEpisode") -> None:
+    def start_episode(self, episode: AgentEpisode, given: "GivenEpisode") -> None:
         """Let the next who asks have an episode."""
         self._given.put(episode)
 

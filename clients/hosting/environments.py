@@ -86,7 +86,7 @@ class HostedEnvironment(ABC):
     async def make_host(self, broker: "Broker", address: JobAddress) -> "EnvironmentHost":
         """Return the host; called in its own thread."""
 
-    async def until_over(
+    async def wait_until_over(
         self, broker: "Broker", address: JobAddress, stopping: asyncio.Event
     ) -> None:
         """Wait for as long as is hosted."""
@@ -160,7 +160,7 @@ class HostedEnvironment(ABC):
             run_environment_host(await self.make_host(broker, address)),
         ):
             ready.set_result(None)
-            await self.until_over(broker, address, self._stopping)
+            await self.wait_until_over(broker, address, self._stopping)
 
 
 def _wait_until_ready(ready: "Future[None]", hosting: "Future[None]") -> None:

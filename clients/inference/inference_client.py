@@ -50,7 +50,7 @@ async def find_source(pool: Pool, name: str) -> ModelSource:
     if is_path(name):
         return await _tinker_source(pool, name)
     folder, run = _folder(name), name.partition("@")[0]
-    if is_token(run) and (folder is None or await pool.knows(run)):
+    if is_token(run) and (folder is None or await pool.has_run(run)):
         return await _run_source(pool, name)
     if folder is not None:
         return ModelSource(model_config(name, folder))
@@ -235,14 +235,14 @@ class AsyncInferenceSchedulerClient(AsyncSchedulerClient):
         self._submitted = record
         if wait:
             record = await wait_until_served(pool, record, self.timeout)
-        return self.described(record)
+        return self.describe_job(record)
 
     async def get_job_status(self, job_id: str) -> dict[str, Any]:
         """Return state, reason, times and URLs of a job, by id or run name."""
         pool = await self._connected()
-        return self.described(await pool.find(job_id))
+        return self.describe_job(await pool.find(job_id))
 
-    def described(self, record: JobRecord) -> dict[str, Any]:
+    def describe_job(self, record: JobRecord) -> dict[str, Any]:
         """Return a job as `submit_inference_job` does."""
         summary = self._summary(record)
         url = find_openai(self._gateway) or summary["server_url"]

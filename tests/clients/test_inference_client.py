@@ -134,15 +134,15 @@ def test_the_url_is_the_gateways_where_one_is_known(
     monkeypatch.delenv("TINKERMQ_GATEWAY_URL", raising=False)
     record = new_record(scope, kind="infer", serves="my-run@4")
     url = "nats://127.0.0.1:4222"
-    plain = AsyncInferenceSchedulerClient(url).described(record)
+    plain = AsyncInferenceSchedulerClient(url).describe_job(record)
     assert plain["vllm_server_url"] == f"{url}/{scope.user}/{scope.job}"
     assert plain["model"] == "my-run@4"
     monkeypatch.setenv("TINKERMQ_GATEWAY_URL", "http://pool:8080/")
     assert (
-        AsyncInferenceSchedulerClient(url).described(record)["vllm_server_url"]
+        AsyncInferenceSchedulerClient(url).describe_job(record)["vllm_server_url"]
         == "http://pool:8080/v1"
     )
-    given = AsyncInferenceSchedulerClient(url, gateway_url="http://other").described(record)
+    given = AsyncInferenceSchedulerClient(url, gateway_url="http://other").describe_job(record)
     assert given["vllm_server_url"] == "http://other/v1"
 
 

@@ -79,7 +79,7 @@ class Operator:
     @property
     def url(self) -> str:
         """The broker of the stack."""
-        state = Home(self.home).running()
+        state = Home(self.home).read_running_stack()
         assert state is not None
         return state.url
 
@@ -119,7 +119,7 @@ def test_init_writes_secrets_for_the_owner_only_and_not_twice(operator: Operator
 
 
 def test_no_service_keeps_a_key_or_the_place_of_one_in_its_environment(operator: Operator) -> None:
-    state = Home(operator.home).running()
+    state = Home(operator.home).read_running_stack()
     assert state is not None
     secret = [operator.keys["root"].encode(), str(operator.home / "secrets").encode()]
     for name, pid in {"supervisor": state.pid, **state.children}.items():
