@@ -1,6 +1,6 @@
-"""What users touch: the Python clients and the command line. Nothing here needs torch.
+"""The Python clients and the command line. Nothing here needs torch.
 
-The names below are imported when they are first used, so that the command line starts fast.
+The names below are imported at their first use, so that the command line starts fast.
 """
 
 if __name__ != "tinkermq.clients":

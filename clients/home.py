@@ -25,7 +25,7 @@ _LOCK_PAUSE_S = 0.05
 
 
 class StackState(BaseModel):
-    """What runs, as the supervisor last wrote it."""
+    """The running stack, as last written by the supervisor."""
 
     url: str
     """The broker."""
@@ -71,7 +71,7 @@ class Home:
         return self.folder / "secrets"
 
     def read_running_stack(self) -> StackState | None:
-        """Return the state of the stack that runs here, or None."""
+        """Return the state of the running stack, or None."""
         if not self.state_path.exists() or not self.is_locked():
             return None
         try:
@@ -91,7 +91,7 @@ class Home:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the folder for as long as the block runs.
+        """Lock the folder for the duration of the block.
 
         Raises StateError when another supervisor holds it, StorageError when it cannot be made.
         """
@@ -104,7 +104,7 @@ class Home:
             yield
 
     def is_locked(self) -> bool:
-        """Whether a supervisor holds the folder; none does where there are no such locks."""
+        """Whether a supervisor has locked the folder; always False without file locks (Windows)."""
         try:
             import fcntl
         except ModuleNotFoundError:  # Windows, where there is no pool but clients
@@ -152,7 +152,7 @@ def find_url(given: str | None = None) -> str:
 
 
 def find_openai(given: str | None = None) -> str | None:
-    """Return the OpenAI-compatible base URL of a gateway, or None where none is known.
+    """Return the OpenAI-compatible base URL of a gateway, or None if none is known.
 
     It is the given one, that of `$TINKERMQ_GATEWAY_URL`, or the local stack's.
     """
@@ -163,7 +163,7 @@ def find_openai(given: str | None = None) -> str | None:
 
 
 def _try_lock(lock: IO[str]) -> bool:
-    """Take the lock; a reader that looks whether it is held has it for a moment only."""
+    """Try to take the lock; a reader that checks it holds it for a moment only."""
     import fcntl
 
     for _ in range(_LOCK_TRIES):

@@ -35,11 +35,11 @@ _BARE = "{observation}"
 
 
 class NeedlessWarning(UserWarning):
-    """Keys or arguments of OpenTinker's that a job here is the same without."""
+    """OpenTinker's keys or arguments that make no difference to a job here."""
 
 
 class Translation(NamedTuple):
-    """What a known key becomes: our key and the way its value changes, a refusal, or nothing."""
+    """What a known key becomes: our key and the conversion of its value, an error, or nothing."""
 
     target: str = ""
     convert: Callable[[Any], Any] = lambda value: value
@@ -69,7 +69,7 @@ _FEWEST_GPUS = 2
 
 
 def _generators(value: Any) -> int:
-    """Return how many generators there are beside the learner."""
+    """Return the number of generators beside the learner."""
     if not isinstance(value, int) or isinstance(value, bool) or value < _FEWEST_GPUS:
         raise ConfigError(
             f"num_gpus={value!r} is too few: learner and generator hold one slot each",
@@ -173,7 +173,7 @@ TABLE: dict[str, Translation] = {
 def translate(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return `config` as a tree of our own keys.
 
-    Dotted keys become sections. Keys without which the job is the same are told in one warning.
+    Dotted keys become sections. One warning lists the keys that make no difference.
     Raises ConfigError for keys that are unknown, that would have no effect here, or that say
     something else than another key for the same thing: for all of them at once.
     """
@@ -204,7 +204,7 @@ def translate(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _take(key: str, value: Any, tree: dict[str, Any], needless: dict[str, str]) -> None:
-    """Enter one key into the tree, or among those that are needless."""
+    """Add one key to the tree, or to the needless ones."""
     entry = _find(key, value)
     if entry is None:
         _put(tree, key, value, key)
@@ -235,7 +235,7 @@ def _all_of(refused: Sequence[ConfigError]) -> ConfigError:
 
 
 def warn_needless(needless: Mapping[str, str]) -> None:
-    """Warn of keys or arguments that were left out, with the reason of each, by reason."""
+    """Warn of ignored keys or arguments, grouped by reason."""
     by_reason: dict[str, list[str]] = {}
     for key, reason in needless.items():
         by_reason.setdefault(reason, []).append(key)
@@ -244,7 +244,7 @@ def warn_needless(needless: Mapping[str, str]) -> None:
 
 
 def _converted(convert: Callable[[Any], T], key: str, value: Any) -> T:
-    """Return what a value means here; ConfigError names the key of one that means nothing."""
+    """Convert a value; ConfigError names the key of an invalid one."""
     try:
         return convert(value)
     except (TypeError, ValueError) as error:
@@ -424,7 +424,7 @@ def refuse_unknown_options(
 ) -> None:
     """Raise ConfigError for an option that a function does not have, with the closest it has.
 
-    What it hands its options on to are `also`.
+    `also` are the functions that take the rest of its options.
     """
     parameters = [inspect.signature(each).parameters.values() for each in (function, *also)]
     known = [
@@ -503,7 +503,7 @@ def translate_inference(
 
 
 def _of_constructor(game_class: type | None) -> list[str]:
-    """Return what a game's constructor names."""
+    """Return the argument names of a game's constructor."""
     if game_class is None:
         return []
     return [

@@ -1,7 +1,7 @@
-"""What clients ask the scheduler for, over one connection.
+"""The scheduler and the job records of a pool, over one connection.
 
-Changes are requests to the scheduler; what is known is read from the job records themselves, so
-that looking works while the scheduler is down.
+Changes are requests to the scheduler. Job records are read directly from the broker, so listing
+works while the scheduler is down.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ _MODES = {"online": "wandb", "offline": "wandb-offline"}
 
 
 def with_tracker_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with what $WANDB_… says here, where it logs to wandb and is silent.
+    """Return a configuration with unset wandb keys filled from $WANDB_…, if it logs to wandb.
 
     Raises ConfigError for a variable that has to be set where the learner runs.
     """
@@ -72,7 +72,7 @@ def with_tracker_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _in_mode(backends: list[str]) -> list[str]:
-    """Return trackers as $WANDB_MODE has them."""
+    """Return trackers according to $WANDB_MODE."""
     mode = os.environ.get("WANDB_MODE", "")
     if not mode:
         return backends
@@ -104,7 +104,7 @@ def _asks_endpoint(config: Mapping[str, Any]) -> bool:
 
 
 def secrets_for(config: Mapping[str, Any], wandb_key: str | None = None) -> dict[SecretName, str]:
-    """Return the secrets that a job of this configuration uses, from the environment if need be."""
+    """Return the secrets that a job of this configuration needs, from the environment."""
     secrets: dict[SecretName, str] = {}
     if url := os.environ.get(NOTIFY_URL):
         secrets[NOTIFY_URL] = url
@@ -123,7 +123,7 @@ _LOOK_S = 0.1
 
 
 class Pool(SchedulerCalls):
-    """The scheduler and its jobs, on behalf of the connection's user."""
+    """The scheduler and the jobs of the connection's user."""
 
     def __init__(self, broker: Broker) -> None:
         super().__init__(broker)
@@ -131,11 +131,11 @@ class Pool(SchedulerCalls):
 
     @property
     def has_users(self) -> bool:
-        """Whether the pool knows its users by their keys."""
+        """Whether the pool has users with keys."""
         return self.broker.user != DEFAULT_USER
 
     async def find(self, name: str) -> JobRecord:
-        """Return a job by its id or the name of its run.
+        """Return a job by its id or run name.
 
         Raises NotFoundError that names the closest run.
         """
@@ -150,13 +150,13 @@ class Pool(SchedulerCalls):
         )
 
     async def has_run(self, name: str) -> bool:
-        """Whether there is a job of this id, or a run of this name."""
+        """Whether there is a job with this id or run name."""
         return is_token(name) and await self._jobs.find(self.broker.user, name) is not None
 
     async def delete_run(self, name: str) -> JobRecord:
-        """Delete a run that has ended and wait until nothing of it is left; return what it was.
+        """Delete a run that has ended and wait until it is gone; return its last record.
 
-        Raises NotFoundError, StateError with the reason why it cannot go, DeadlineError.
+        Raises NotFoundError, StateError with the reason why it cannot, DeadlineError.
         """
         record = await self.find(name)
         with contextlib.suppress(NotFoundError):  # an earlier request has done it meanwhile
@@ -165,9 +165,9 @@ class Pool(SchedulerCalls):
         return record
 
     async def resume_run(self, name: str, changes: Mapping[str, Any]) -> JobRecord:
-        """Let a run go on; one that has ended with `changes` to its configuration.
+        """Resume a run; one that has ended may have `changes` to its configuration.
 
-        Raises NotFoundError, StateError, ConfigError for a key that a run keeps.
+        Raises NotFoundError, StateError, ConfigError for a key that cannot change.
         """
         record = await self.find(name)
         secrets = secrets_for(merged(record.config, changes))
@@ -176,7 +176,7 @@ class Pool(SchedulerCalls):
         return await self.resume(record.job, changes)
 
     async def fork_run(self, source: str, changes: Mapping[str, Any]) -> JobRecord:
-        """Begin a new run at a checkpoint of another, with `changes` to its configuration.
+        """Start a new run from a checkpoint of another, with `changes` to its configuration.
 
         `source` is `RUN@STEP` or `RUN@last`. Raises NotFoundError, ConfigError.
         """
@@ -197,10 +197,10 @@ class Pool(SchedulerCalls):
         )
 
     async def archive_run(self, name: str, *, undo: bool = False) -> JobRecord:
-        """Archive a run that has ended, or bring it back, and wait for it.
+        """Archive a run that has ended, or restore it, and wait for it.
 
-        Raises NotFoundError, StateError with the reason why it cannot be, StorageError for an
-        archive that is damaged, DeadlineError.
+        Raises NotFoundError, StateError with the reason why it cannot, StorageError for a
+        damaged archive, DeadlineError.
         """
         record = await self.find(name)
         await (self.unarchive(record.job) if undo else self.archive(record.job))
@@ -215,7 +215,7 @@ class Pool(SchedulerCalls):
         return await self._until(record, "archive", done, _REMOVAL_S) or record
 
     async def wait_until_ended(self, record: JobRecord, deadline_s: float) -> JobRecord:
-        """Wait for the end of a job that was told to stop; return its record then.
+        """Wait for the end of a stopping job; return its last record.
 
         Raises DeadlineError.
         """
@@ -232,7 +232,7 @@ class Pool(SchedulerCalls):
         done: Callable[[JobRecord | None], bool],
         deadline_s: float,
     ) -> JobRecord | None:
-        """Return a job's record, or None, once it is what was asked for."""
+        """Return a job's record, or None, once `done` accepts it."""
         deadline = time.monotonic() + deadline_s
         while not done(now := await self._jobs.find_by_id(record.user, record.job)):
             if time.monotonic() > deadline:
@@ -244,12 +244,12 @@ class Pool(SchedulerCalls):
         return now
 
     async def list_all_users_jobs(self, *, all: bool = False) -> list[JobRecord]:
-        """Return the jobs of all users as the scheduler tells them to an admin, newest first."""
+        """Return the jobs of all users, newest first, as the scheduler lists them to an admin."""
         records = await self.told_jobs(widest=True, archived=all)
         return [record for record in records if all or record.state not in FINAL_STATES]
 
     async def list_jobs(self, *, all: bool = False) -> list[JobRecord]:
-        """Return the jobs that have not ended, or all, archived ones included, newest first."""
+        """Return the jobs that have not ended, or all including archived ones, newest first."""
         records = await self._jobs.list_jobs(self.broker.user)
         if not all:
             return [record for record in records if record.state not in FINAL_STATES]
@@ -261,7 +261,7 @@ class Pool(SchedulerCalls):
 
 
 def is_token(name: str) -> bool:
-    """Whether a name can be that of a run at all."""
+    """Whether a text is a valid run name."""
     try:
         token(name, what="run")
     except MessageError:

@@ -50,14 +50,14 @@ from .validation import resolve_paths, split_checkpoint_name
 # Evaluating a version of a run, or a model, and comparing two of them.
 
 OnSubmitted: TypeAlias = Callable[[JobRecord], None]
-"""Is told of the job that evaluates, when it is submitted."""
+"""Called with the job that evaluates, once it is submitted."""
 POLL_S = 0.5
 EVALUATION_DEADLINE_S = 3600.0
 _log = structlog.get_logger()
 
 
 class Evaluated(NamedTuple):
-    """What an evaluation came to."""
+    """The result of an evaluation."""
 
     what: str
     """What was evaluated."""
@@ -107,7 +107,7 @@ class EvaluationSettings(NamedTuple):
 async def evaluate(
     pool: Pool, target: str, settings: EvaluationSettings, on_submitted: OnSubmitted
 ) -> Evaluated:
-    """Evaluate `RUN`, `RUN@STEP`, or the folder of a model; `told` hears of the job that does.
+    """Evaluate `RUN`, `RUN@STEP`, or a model folder; `on_submitted` gets the job that evaluates.
 
     Raises ConfigError, NotFoundError, JobFailedError, DeadlineError.
     """
@@ -150,7 +150,7 @@ def _needed(like: str | None) -> str:
 
 
 async def _evaluate_live(pool: Pool, record: JobRecord) -> tuple[str, dict[str, float]]:
-    """Ask a live run's evaluator for its newest version, and wait for the result."""
+    """Have a live run's evaluator evaluate the newest version, and wait for the result."""
     version = await _newest_version(pool, record)
     bucket = Bucket(pool.broker, BUCKET_EVALS, EvalRecord)
     key = f"{record.scope.key}.{version}"
@@ -248,7 +248,7 @@ class AsyncRun(PoolClient):
     """One run of a pool, for async code; see `Run`."""
 
     def __init__(self, name: str, broker_url: str, api_key: str | None = None) -> None:
-        """Name the run; nothing is asked yet."""
+        """Name the run; nothing is read yet."""
         super().__init__(broker_url, api_key)
         self.name = name
         self.record: JobRecord | None = None
@@ -260,10 +260,10 @@ class AsyncRun(PoolClient):
         return self.record
 
     async def metrics(self, names: Sequence[str] | None = None) -> Numbers:
-        """Return the numbers of the run as arrays by name (float64[steps]), `step` included.
+        """Return the metrics of the run as arrays by name (float64[steps]), including `step`.
 
-        Validation stands at the steps that were validated, NaN at the others. Raises NotFoundError
-        for a run without a feed (not begun, or archived), ConfigError for a name that it lacks.
+        Validation has values at validated steps and NaN at the others. Raises NotFoundError
+        for a run without a feed (not started, or archived), ConfigError for an unknown name.
         """
         record = await self.refresh()
         metrics = await read_metrics((await self._connected()).broker, record.scope)
@@ -279,8 +279,8 @@ class AsyncRun(PoolClient):
     ) -> list[dict[str, Any]]:
         """Return episodes, newest or best first: messages, rewards by turn, versions, info.
 
-        `step`: only those that it trained; `errors`: only what failed. NotFoundError for a step
-        that was not trained.
+        `step`: only episodes trained in this step; `errors`: only failed ones. Raises NotFoundError
+        for a step that was not trained.
         """
         record, broker = await self.refresh(), (await self._connected()).broker
         rollouts = await RunRollouts.open(broker, record.scope, record.run_dir)
@@ -305,7 +305,7 @@ class AsyncRun(PoolClient):
         return lines
 
     async def profile(self, steps: int = _STEPS) -> Profile:
-        """Say where the time of the newest steps went, as `tinkermq profile` does."""
+        """Return where the time of the newest steps went, as `tinkermq profile` prints it."""
         record = await self.refresh()
         return profile_of(await read_traces((await self._connected()).broker, record.scope, steps))
 
@@ -315,9 +315,9 @@ class AsyncRun(PoolClient):
         overrides: Sequence[str] = (),
         tasks: Sequence[int] | None = None,
     ) -> dict[str, float]:
-        """Evaluate a checkpoint (a step, `best`, `last`), or the newest version; its figures.
+        """Evaluate a checkpoint (a step, `best`, `last`) or the newest version; return its scores.
 
-        `overrides` are keys that differ (`evaluation.samples=8`), `tasks` rows or seeds. Raises
+        `overrides` are changed keys (`evaluation.samples=8`), `tasks` rows or seeds. Raises
         JobFailedError, NotFoundError, DeadlineError.
         """
         done = await evaluate(
@@ -334,7 +334,7 @@ class AsyncRun(PoolClient):
     ) -> Comparison:
         """Play the same tasks with a checkpoint and with `other` (`RUN@STEP`, or a folder).
 
-        Differences are the checkpoint's less `other`'s, with intervals of 95 %.
+        Differences are the checkpoint's minus `other`'s, with 95 % intervals.
         """
         pool, pair = await self._connected(), (other, self._at(step))
         a, b = await evaluate_both(pool, pair, _settings(overrides, tasks), _ignore)
@@ -345,10 +345,10 @@ class AsyncRun(PoolClient):
 
 
 class Run(SyncTwin[AsyncRun]):
-    """One run of a pool: its numbers, episodes, logs, and what it is worth.
+    """One run of a pool: its metrics, episodes, logs and evaluations.
 
-    In a notebook it shows itself with its curve. It has a connection of its own, closed by `close`
-    or at the end of a `with` block.
+    In a notebook it is displayed with its reward curve. It has its own connection; `close` or the
+    end of a `with` block closes it.
     """
 
     def __init__(self, name: str, broker_url: str, api_key: str | None = None) -> None:
@@ -385,7 +385,7 @@ class Run(SyncTwin[AsyncRun]):
         return f"Run({self.name!r})" if record is None else f"Run({record.name!r}, {record.state})"
 
     def _repr_html_(self) -> str:
-        """Show state and curve in a notebook; a pool that is away is said and raises nothing."""
+        """Return state and reward curve for a notebook."""
         record = self.refresh()
         numbers = self.metrics() if record.trains and record.started else {}
         measure = LOSS if record.kind == "sft" else REWARD
@@ -395,7 +395,7 @@ class Run(SyncTwin[AsyncRun]):
 
 
 def as_numbers(metrics: Sequence[Metric], names: Sequence[str] | None = None) -> Numbers:
-    """Lay metrics out as arrays by name, one entry for each step that has any."""
+    """Return metrics as arrays by name, with one entry per step that has any."""
     steps = sorted({metric.step for metric in metrics})
     place = {step: at for at, step in enumerate(steps)}
     numbers: Numbers = {}
@@ -427,4 +427,4 @@ def _settings(overrides: Sequence[str], tasks: Sequence[int] | None) -> Evaluati
 
 
 def _ignore(_: JobRecord) -> None:
-    """Let the job that evaluates be."""
+    """Ignore the job that evaluates."""

@@ -1,4 +1,4 @@
-"""Submit jobs and ask after them: `SchedulerClient`, and `AsyncSchedulerClient` for async code."""
+"""Submit and inspect jobs: `SchedulerClient`, and `AsyncSchedulerClient` for async code."""
 
 import asyncio
 import os
@@ -65,11 +65,11 @@ class AsyncSchedulerClient(PoolClient):
         `rollout_n` …), or both, as a dict, namespace or OmegaConf tree. A complete one starts at
         once, and this returns when the job runs. One without a model or a game waits for
         `ServiceClient.set_config` and `fit`. `num_gpus` counts learner and generators together.
-        One with `sft.data` learns from conversations, for which the learner alone holds slots.
-        `from_run` names the run whose weights the job begins with: `RUN@STEP`, or `RUN` for its
+        A job with `sft.data` trains on conversations, with slots for the learner only.
+        `from_run` names the run whose weights the job starts from: `RUN@STEP`, or `RUN` for its
         newest checkpoint.
-        `wandb_key` is for the trackers of this process and of the job, to which it travels sealed;
-        without it a job that logs to wandb gets that of $WANDB_API_KEY.
+        `wandb_key` is for the trackers of this process and of the job, and is sent encrypted; the
+        default is $WANDB_API_KEY.
 
         Raises ConfigError for a key that is unknown or has no effect, PlacementError for a job
         that can never fit, JobFailedError, DeadlineError after `timeout`.
@@ -104,12 +104,12 @@ class AsyncSchedulerClient(PoolClient):
         return self._summary(record)
 
     def describe_detached(self) -> str:
-        """Say what an interrupted `submit_job` leaves in the pool; nothing if nothing."""
+        """Describe the job that an interrupted `submit_job` leaves in the pool, or return ""."""
         record = self._submitted
         if record is None:
             return ""
         return (
-            f"detached: job {record.name} is submitted and starts when there is room\n"
+            f"detached: job {record.name} is submitted and starts when slots are free\n"
             f"  watch it  job_status({record.job!r}), or `tinkermq watch {record.name}`\n"
             f"  stop it   cancel_job({record.job!r}), or `tinkermq stop {record.name}`"
         )
@@ -125,9 +125,9 @@ class AsyncSchedulerClient(PoolClient):
         return [self._summary(record) for record in await pool.list_jobs(all=all)]
 
     async def cancel_job(self, job_id: str) -> dict[str, Any]:
-        """Stop a job at once and wait until it is CANCELLED; return what became of it.
+        """Stop a job at once and wait until it is CANCELLED; return its state.
 
-        Harmless when it has ended. Raises DeadlineError when no scheduler does it.
+        Harmless when it has ended. Raises DeadlineError if no scheduler does it.
         """
         pool = await self._connected()
         record = await pool.find(job_id)
@@ -137,22 +137,22 @@ class AsyncSchedulerClient(PoolClient):
     async def complete_job(self, job_id: str) -> dict[str, Any]:
         """Stop a job after a checkpoint; it ends as COMPLETED. Harmless when it has ended.
 
-        Returns at once, with the state until then: `job_status` tells of the end.
+        Returns at once with the current state; poll `job_status` for the end.
         """
         pool = await self._connected()
         record = await pool.find(job_id)
         return self._summary(await pool.stop(record.job, complete=True))
 
     async def delete_job(self, job_id: str) -> dict[str, Any]:
-        """Delete a job that has ended, with its run folder and all that is stored of it.
+        """Delete a job that has ended, with its run folder and all its data.
 
-        Returns what it was. Raises StateError for a job that has not ended, or that another one
-        lives on, NotFoundError, DeadlineError.
+        Returns its last state. Raises StateError for a job that has not ended or that another job
+        uses, NotFoundError, DeadlineError.
         """
         return self._summary(await (await self._connected()).delete_run(job_id))
 
     async def archive_job(self, job_id: str, undo: bool = False) -> dict[str, Any]:
-        """Put what the broker stores of a job that has ended into its run folder, or back again.
+        """Move the data of a job that has ended from the broker into its run folder, or back.
 
         An archived job can still be forked and served. Raises what `delete_job` raises.
         """
@@ -160,7 +160,7 @@ class AsyncSchedulerClient(PoolClient):
         return self._summary(await pool.archive_run(job_id, undo=undo))
 
     async def save_checkpoint(self, job_id: str) -> str:
-        """Have a training job write a checkpoint between two steps; return its folder on the pool.
+        """Write a checkpoint of a training job after the current step; return its folder.
 
         Raises StateError for a job that does not train, StorageError when the disk is full.
         """
@@ -168,7 +168,7 @@ class AsyncSchedulerClient(PoolClient):
         return await write_checkpoint(pool.broker, await pool.find(job_id))
 
     async def pause_job(self, job_id: str) -> dict[str, Any]:
-        """Let a running job stand still; its actors keep their slots until `resume_job`.
+        """Pause a running job; its actors keep their slots until `resume_job`.
 
         Raises StateError for a job that does not run.
         """
@@ -176,19 +176,19 @@ class AsyncSchedulerClient(PoolClient):
         return self._summary(await pool.pause((await pool.find(job_id)).job))
 
     async def resume_job(self, job_id: str, changes: Any = None) -> dict[str, Any]:
-        """Let a job go on: after a pause, or from its last checkpoint; harmless while it runs.
+        """Resume a job after a pause or from its last checkpoint; harmless while it runs.
 
-        One that has ended takes `changes`, a tree of keys: `{"training": {"num_steps": 80}}`.
-        Raises ConfigError for a key that a run keeps, StateError for changes to one that lives.
+        A job that has ended takes `changes`, a tree of keys: `{"training": {"num_steps": 80}}`.
+        Raises ConfigError for a key that cannot change, StateError for changes to a live job.
         """
         pool = await self._connected()
         return self._summary(await pool.resume_run(job_id, _changes(changes)))
 
     async def fork_job(self, source: str, changes: Any = None) -> dict[str, Any]:
-        """Begin a new run at a checkpoint of another, `RUN@STEP` or `RUN@last`.
+        """Start a new run from a checkpoint of another, `RUN@STEP` or `RUN@last`.
 
-        Its configuration is the other's with `changes` laid over it. Returns as soon as it waits
-        for its slots. Raises NotFoundError with the checkpoints that there are, ConfigError.
+        Its configuration is the other's with `changes` merged in. Returns once it is queued. Raises
+        NotFoundError that lists the existing checkpoints, ConfigError.
         """
         pool = await self._connected()
         return self._summary(await pool.fork_run(source, _changes(changes)))
@@ -208,16 +208,16 @@ class AsyncSchedulerClient(PoolClient):
         group: str | None = None,
         notes: str | None = None,
     ) -> dict[str, Any]:
-        """Change what a job is found by; None leaves it, an empty group is none. MessageError."""
+        """Change tags, group and notes of a job; None keeps a value, "" removes the group."""
         pool = await self._connected()
         job = (await pool.find(job_id)).job
         return self._summary(await pool.label(job, tags=tags, group=group, notes=notes))
 
     async def metrics(self, job_id: str) -> list[dict[str, float]]:
-        """Return the numbers of a run, one dict for each step, in their order.
+        """Return the metrics of a run, one dict per step, in order.
 
-        Each has `step`; validation stands in the rows of the steps that were validated. It is what
-        `pandas.DataFrame(…)` takes. Raises NotFoundError for a run without a feed (not begun, or
+        Each has `step`; rows of validated steps also have the validation scores. Pass it to
+        `pandas.DataFrame(…)`. Raises NotFoundError for a run without a feed (not started, or
         archived).
         """
         pool = await self._connected()
@@ -230,7 +230,7 @@ class AsyncSchedulerClient(PoolClient):
     async def _started(self, pool: Pool, record: JobRecord) -> JobRecord:
         """Wait until the job runs.
 
-        Raises JobFailedError, or DeadlineError that says what it waits for.
+        Raises JobFailedError, or DeadlineError with the reason.
         """
         deadline = asyncio.get_running_loop().time() + self.timeout
         while record.state not in _STARTED:
@@ -266,7 +266,7 @@ class AsyncSchedulerClient(PoolClient):
 
 
 class SchedulerClient(SyncTwin[AsyncSchedulerClient]):
-    """The scheduler of a pool: submit jobs, ask after them, end them.
+    """The scheduler of a pool: submit, inspect and stop jobs.
 
     `scheduler_url` is the broker's `nats://host:port`, which `tinkermq up` prints. Works inside a
     running event loop (a notebook), too; async code takes `AsyncSchedulerClient`.
@@ -304,7 +304,7 @@ class SchedulerClient(SyncTwin[AsyncSchedulerClient]):
     label_job = make_sync(AsyncSchedulerClient.label_job)
 
     def run(self, job_id: str) -> "Run":
-        """Return a run, by id or name: its numbers, episodes, logs, and what it is worth."""
+        """Return a run by id or name: its metrics, episodes, logs and evaluations."""
         from .run import Run
 
         return Run(job_id, self.scheduler_url, self.aio.api_key)

@@ -1,7 +1,7 @@
-"""One job's training from the user's side: `ServiceClient`, and its async twin.
+"""The training of one job: `ServiceClient`, and `AsyncServiceClient` for async code.
 
 The training loop runs in the pool. `fit` completes the job's configuration, starts it, and follows
-it to its end; a client that dies and comes back finds the run going on, and `fit` attaches to it.
+it to its end. If the client dies, the run continues, and calling `fit` again attaches to it.
 """
 
 import asyncio
@@ -103,12 +103,12 @@ class AsyncServiceClient(PoolClient):
         step, and writes a checkpoint every `save_freq` and after the last step. `num_steps` wins
         over `num_epochs`; without either it is one pass over the data. What the configuration
         says is only overridden by an argument that differs from its default. A job that runs
-        already is only attached to.
+        already is only followed.
 
-        Ctrl-C ends the wait, not the run: Detached, a KeyboardInterrupt, says how to go on.
+        Ctrl-C ends the wait, not the run: Detached, a KeyboardInterrupt, says how to attach again.
 
         Raises JobFailedError with the pool's reason when the job fails or is stopped, and
-        GameError when the game in this process cannot go on.
+        GameError when the game in this process fails.
         """
         del game_stats_log_freq  # the metrics of each step have them
         if game_stats_client is not None:
@@ -131,12 +131,12 @@ class AsyncServiceClient(PoolClient):
         return await self._attend(pool, record, env, trackers)
 
     def describe_detached(self) -> str:
-        """Say what an interrupted `fit` leaves running; nothing if it had not begun."""
+        """Describe the run that an interrupted `fit` leaves running, or return ""."""
         record = self._attended
         if record is None:
             return ""
         text = (
-            f"detached: run {record.name} goes on in the pool\n"
+            f"detached: run {record.name} continues in the pool\n"
             f"  attach again  call fit again on ServiceClient({shown_url(self.server_url)!r}), or "
             f"`tinkermq watch {record.name}`\n"
             f"  stop it       SchedulerClient(…).complete_job({record.job!r}), or "
@@ -157,7 +157,7 @@ class AsyncServiceClient(PoolClient):
         env: HostedEnvironment | None,
         wishes: Mapping[str, Any],
     ) -> JobRecord:
-        """Complete the configuration by what `fit` was given, and start the job."""
+        """Complete the configuration with the arguments of `fit`, and start the job."""
         known: dict[str, Any] = record.config.get("training") or {}
         training: dict[str, Any] = {
             key: value
@@ -196,7 +196,7 @@ class AsyncServiceClient(PoolClient):
         env: HostedEnvironment | None,
         trackers: Sequence[Tracker],
     ) -> dict[str, float]:
-        """Follow the run to its end, unless the game's host in this process fails before."""
+        """Follow the run to its end, or until the game's host in this process fails."""
         following = asyncio.create_task(_log_run(pool, record, trackers), name="fit")
         waits: set[asyncio.Future[Any]] = {following}
         if env is not None and env.hosting is not None:
@@ -213,7 +213,7 @@ class AsyncServiceClient(PoolClient):
 
 
 class ServiceClient(SyncTwin[AsyncServiceClient]):
-    """The training of one job, from the user's side.
+    """The training of one job.
 
     Works inside a running event loop (a notebook), too; async code takes `AsyncServiceClient`.
     """
@@ -231,8 +231,8 @@ class ServiceClient(SyncTwin[AsyncServiceClient]):
 
         `logger_backends` (console, jsonl, tensorboard, wandb, trackio) run in this process, under
         `project_name` and `experiment_name`; the pool writes its own beside the run. `api_key`
-        is that of the job's owner; without it $TINKERMQ_API_KEY counts. `config` is not read: the
-        trackers are told the job's own.
+        is that of the job's owner; default: $TINKERMQ_API_KEY. `config` is not used: the trackers
+        get the job's own configuration.
         """
         super().__init__(
             AsyncServiceClient(
@@ -250,10 +250,7 @@ class ServiceClient(SyncTwin[AsyncServiceClient]):
     fit_future = make_future(AsyncServiceClient.fit)
 
     def upload_reward_function(self, function_name: str, source_code: str) -> None:
-        """Refuse: no code of clients is run in the pool.
-
-        Raises ConfigError that says so.
-        """
+        """Raise ConfigError: the pool runs no code of clients."""
         del source_code
         raise ConfigError(
             f"reward function {function_name!r} cannot be uploaded: no code of clients runs in "
@@ -264,7 +261,7 @@ class ServiceClient(SyncTwin[AsyncServiceClient]):
 
 
 def _ignore_wait(_: str) -> AbstractContextManager[None]:
-    """Name no wait: the log says it."""
+    """Show no wait: it is logged."""
     return contextlib.nullcontext()
 
 

@@ -30,7 +30,7 @@ def did_you_mean(typed: str, known: Iterable[str], *, otherwise: str = "") -> st
 def split_checkpoint_name(name: str) -> tuple[str, str | None]:
     """Return run and step of `RUN@STEP`, `RUN@last` or `RUN@best`, and None for the step of `RUN`.
 
-    The pool says whether there is such a checkpoint. Raises ConfigError.
+    Whether the checkpoint exists is not checked. Raises ConfigError.
     """
     run, at, step = name.partition("@")
     if at and step not in (LAST_STEP, BEST_STEP) and not step.isdecimal():
@@ -42,7 +42,7 @@ def split_checkpoint_name(name: str) -> tuple[str, str | None]:
 
 
 def full_checkpoint_name(name: str) -> str:
-    """Return `RUN@STEP` for a name that people type: `RUN` means its newest checkpoint.
+    """Return `RUN@STEP` for a name that users type: `RUN` means its newest checkpoint.
 
     A `tinker://` path stays as it is.
     """
@@ -65,8 +65,8 @@ def resolve_paths(
 ) -> dict[str, Any]:
     """Return the configuration with its folders and files made absolute.
 
-    A pool with users has an output folder of its own, for whoever names none. The folders of agent
-    programs that no host of the pool runs (`env.hosts: 0`) are those of whoever runs them.
+    A pool with users has its own default output folder. Folders of agent programs stay as they are
+    if no host of the pool runs the programs (`env.hosts: 0`).
     """
     resolved = copy.deepcopy(config)
     model: dict[str, Any] = resolved.get("model") or {}
@@ -94,7 +94,7 @@ def _resolve_programs(agent: dict[str, Any]) -> None:
 
 
 def is_local_pool(broker_url: str) -> bool:
-    """Whether the pool of a broker is on this machine and so sees the same folders."""
+    """Whether the pool of a broker runs on this machine and sees the same folders."""
     return urlsplit(broker_url).hostname in _LOCAL_HOSTS
 
 

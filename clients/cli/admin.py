@@ -48,20 +48,20 @@ def add(
     weight: float = 1.0,
     common: Common = COMMON,
 ) -> int:
-    """Make a user; the key is shown once and kept nowhere.
+    """Add a user. The key is printed once and not stored.
 
     Parameters
     ----------
     user
         Name: lower-case letters, digits and '_'.
     role
-        An admin manages users, and sees and stops everybody's jobs.
+        An admin manages users and can see and stop all jobs.
     days
-        Life of the key; 0: for ever.
+        Days until the key expires; 0: never.
     slots
-        Slots that the user's jobs may hold at once; default: no bound.
+        Most slots of the user's jobs at once; default: no limit.
     weight
-        Share of the pool in relation to others who wait.
+        Share of the pool relative to other waiting users.
     """
     request = AddUser(user=user, role=role, days=days, max_slots=slots, weight=weight)
     return _show_key(_ask(common, "add", request, NewKey), as_json=common.json)
@@ -83,21 +83,21 @@ def list_users(*, common: Common = COMMON) -> int:
 
 
 def rotate(user: str, /, *, days: float = 365.0, common: Common = COMMON) -> int:
-    """Replace a user's key by a new one; the old one ends now, and so do its connections.
+    """Replace a user's key. The old key and its connections end now.
 
     Parameters
     ----------
     user
-        Name; everybody may rotate the own key.
+        Name; every user may rotate their own key.
     days
-        Life of the new key; 0: for ever.
+        Days until the new key expires; 0: never.
     """
     reply = _ask(common, "rotate", RotateKey(user=user, days=days), NewKey)
     return _show_key(reply, as_json=common.json)
 
 
 def revoke(user: str, /, *, common: Common = COMMON) -> int:
-    """Shut a user out for good and close his connections; his jobs go on until they are stopped.
+    """Revoke a user's key for good and close the connections. Running jobs are not stopped.
 
     Parameters
     ----------
@@ -129,42 +129,42 @@ def quota(
     bytes_s: int | None = None,
     common: Common = COMMON,
 ) -> int:
-    """Change what a user may hold of the pool, and show it; -1 stands for no bound.
+    """Change a user's quota and print it; -1 means no limit.
 
     Parameters
     ----------
     user
         Name.
     slots
-        Slots that the user's jobs may hold at once.
+        Most slots of the user's jobs at once.
     weight
-        Share in relation to others who wait.
+        Share of the pool relative to other waiting users.
     max_priority
         Highest priority that the user's jobs may have.
     jobs
-        Jobs that are kept, ended ones included.
+        Most jobs, including those that have ended.
     live_jobs
-        Jobs that have not ended.
+        Most jobs that have not ended.
     actors
-        Processes of the user's jobs at once, environment hosts included.
+        Most processes of the user's jobs at once, including environment hosts.
     stored_bytes
-        Bytes at the broker: the limits of live jobs, and what ended ones hold.
+        Most bytes at the broker: the limits of live jobs plus the data of ended ones.
     record_bytes
-        Bytes of the records of the user's jobs.
+        Most bytes of the records of the user's jobs.
     evaluations
-        Evaluations of the user's jobs that are kept.
+        Most stored evaluations of the user's jobs.
     tinker_tokens
-        Tokens computed for the user's programs that speak the Tinker API, in all.
+        Most tokens computed in total for the user's programs on the Tinker API.
     requests
-        Requests that a service of the pool works on at once.
+        Most concurrent requests to a service of the pool.
     connections
-        Connections with the user's key.
+        Most connections with the user's key.
     subscriptions
-        Subscriptions of these connections together.
+        Most subscriptions of these connections together.
     messages_s
-        Messages a second that these connections may send.
+        Most messages per second from these connections.
     bytes_s
-        Bytes a second that they may send.
+        Most bytes per second from these connections.
     """
     request = SetQuota(
         user=user,
@@ -203,18 +203,18 @@ def invite(
     slots: int | None = None,
     common: Common = COMMON,
 ) -> int:
-    """Make an invitation, with which people register themselves; its code is shown once.
+    """Create an invitation to register. Its code is printed once.
 
     Parameters
     ----------
     uses
-        How many may register with it.
+        Number of users who may register with it.
     days
-        Its life.
+        Days until it expires.
     key_days
-        Life of their keys; 0: for ever.
+        Days until their keys expire; 0: never.
     slots
-        Slots that the jobs of each may hold at once; default: no bound.
+        Most slots of each user's jobs at once; default: no limit.
     """
     request = Invite(uses=uses, days=days, key_days=key_days, max_slots=slots)
     reply = _ask(common, "invite", request, NewKey)
@@ -228,12 +228,12 @@ def invite(
 
 
 def audit(*, last: int = 50, common: Common = COMMON) -> int:
-    """Print what was done to users, and what was refused to whom.
+    """Print the audit log: changes to users and refused requests.
 
     Parameters
     ----------
     last
-        How many of the newest records.
+        Number of newest records to print.
     """
     newest_first = _ask(common, "audit", AuditRequest(limit=last), AuditList).records
     records = newest_first[::-1]
@@ -250,17 +250,17 @@ def audit(*, last: int = 50, common: Common = COMMON) -> int:
 
 
 def register(user: str, /, *, common: Common = COMMON) -> int:
-    """Become a user by an invitation: its code is read from $TINKERMQ_INVITATION, or from stdin.
+    """Register with an invitation. Its code is read from $TINKERMQ_INVITATION or stdin.
 
     Parameters
     ----------
     user
-        Wanted name.
+        Name of the new user.
     """
     code = os.environ.get(INVITATION_VARIABLE) or sys.stdin.readline().strip()
     if not code:
         raise AuthError(
-            "there is no invitation", hint=f"set {INVITATION_VARIABLE}, or write it to stdin"
+            "no invitation was given", hint=f"set {INVITATION_VARIABLE}, or write it to stdin"
         )
     reply = _ask(common, "register", Register(code=code, user=user), NewKey, api_key=code)
     return _show_key(reply, as_json=common.json)
@@ -307,7 +307,7 @@ def _cells(user: UserInfo) -> list[str]:
 
 
 def _bound(number: int | None) -> str:
-    """Return a bound for people; large ones are bytes."""
+    """Format a limit; large ones are bytes."""
     if number is None:
         return "no bound"
     for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20)):
@@ -334,9 +334,9 @@ def init(
     days: float = 365.0,
     json: bool = False,
 ) -> int:
-    """Make the secrets of a pool with authentication and its first admin; shows the key once.
+    """Create the secrets and first admin of a pool with authentication; print the key once.
 
-    From then on `tinkermq up` with this folder starts a broker that lets nobody in without a key.
+    From then on, `tinkermq up` with this folder starts a broker that requires a key.
 
     Parameters
     ----------
@@ -345,7 +345,7 @@ def init(
     admin
         Name of the first admin.
     days
-        Life of the admin's key; 0: for ever.
+        Days until the admin's key expires; 0: never.
     json
         Print JSON.
     """
@@ -354,10 +354,10 @@ def init(
     if json:
         print_json({"user": admin, "api_key": key, "secrets": str(folder)})
         return 0
-    print_text(f"secrets are in {folder}, for you alone to read")
+    print_text(f"secrets are in {folder}, readable only by you")
     print_text(f"  the key of [bold]{admin}[/], shown this once:")
     print_text(f"  export {KEY_VARIABLE}={key}")
-    print_text(f"  a nats-server of your own includes {PoolSecrets(folder).accounts}")
+    print_text(f"  to run your own nats-server, include {PoolSecrets(folder).accounts}")
     print_text("  [bold]tinkermq up[/]                start the pool, with authentication")
     print_text("  [bold]tinkermq user add NAME[/]     make a user")
     return 0
@@ -369,21 +369,21 @@ _MOVING = frozenset({"STARTING", "RUNNING"})
 
 
 def backup(folder: Path, /, *, common: Common = COMMON) -> int:
-    """Write what the broker stores into a folder; the folders of the runs are copied beside it.
+    """Write all data of the broker into a folder. Copy the run folders separately.
 
     In a pool with users it needs the auth service's credentials: TINKERMQ_CREDENTIALS.
 
     Parameters
     ----------
     folder
-        New or empty folder; it will hold everything that users stored.
+        New or empty folder; it will hold all data of all users.
     """
 
     async def work(pool: Pool) -> list[Saved]:
         _check_rights(pool.broker)
         for name in await _moving(pool.broker):
             print_note(
-                f"{name} runs: its folder and this back-up fit only if it is paused meanwhile"
+                f"{name} is running: pause it during the backup, or its run folder will not match"
             )
         return await save_all(pool.broker, folder)
 
@@ -391,14 +391,14 @@ def backup(folder: Path, /, *, common: Common = COMMON) -> int:
 
 
 def restore(folder: Path, /, *, common: Common = COMMON) -> int:
-    """Bring a back-up to a new server, before the other services are started.
+    """Load a backup into a new server, before the other services are started.
 
     In a pool with users it needs the auth service's credentials: TINKERMQ_CREDENTIALS.
 
     Parameters
     ----------
     folder
-        What `tinkermq backup` has written.
+        Folder that `tinkermq backup` has written.
     """
 
     async def work(pool: Pool) -> list[Saved]:
@@ -411,7 +411,7 @@ def restore(folder: Path, /, *, common: Common = COMMON) -> int:
 def _check_rights(broker: Broker) -> None:
     if broker.is_limited:
         raise AuthError(
-            f"{broker.user} may not read and write all that the pool has stored",
+            f"{broker.user} may not read and write all data of the pool",
             hint=f"set {CREDENTIALS_VARIABLE} to the file auth.creds of `tinkermq init`",
         )
 

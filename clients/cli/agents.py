@@ -45,7 +45,7 @@ def check(
 ) -> int:
     """Run an agent program once, here, against a scripted model, and report what it does.
 
-    It runs in the sandbox that it has in a pool, and needs neither a pool nor a model. The report
+    It runs in the same sandbox as in a pool, and needs neither a pool nor a model. The report
     lists the endpoints that it uses, each call with whether it would be trained and why
     (`agent.train`), where it begins a conversation of its own instead of continuing one, how the
     program ends, and its reward.
@@ -57,11 +57,11 @@ def check(
     overrides
         `section.key=value`, such as `agent.timeout_s=60`.
     row
-        Row of the training data; default: the one that `seed` falls on.
+        Row of the training data; default: the row that `seed` selects.
     seed
         Seed of the episode.
     timeout
-        Seconds that the program may take, unless the job allows less.
+        Most seconds for the program, unless the job allows less.
     json
         Print JSON.
     """
@@ -80,7 +80,7 @@ def check(
 
 
 def report_lines(report: AgentReport) -> Iterator[str]:
-    """Yield a report as lines for people, with rich's markup."""
+    """Yield the lines of a report, with rich markup."""
     for endpoint, number in report.endpoints.items():
         times = "once" if number == 1 else f"{number} times"
         yield f"asks   {literal(endpoint)}  {times}"
@@ -125,7 +125,7 @@ _CHUNK = 64 << 10
 
 
 class TypedLines:
-    """The lines of the standard input; use it inside of a running loop."""
+    """The lines of standard input; needs a running event loop."""
 
     def __init__(self) -> None:
         """Read nothing yet."""
@@ -135,7 +135,7 @@ class TypedLines:
         self._ended = False
 
     async def next(self, prompt: str = "") -> str | None:
-        """Return the next line without its end; None when there is no more."""
+        """Return the next line without its end; None at the end of the input."""
         if prompt and self.is_terminal:
             sys.stdout.write(prompt)
             sys.stdout.flush()
@@ -149,7 +149,7 @@ class TypedLines:
         return line.decode("utf-8", "replace").removesuffix("\r")
 
     async def _chunk(self) -> bytes:
-        """Return more of the input, once there is some; b"" at its end."""
+        """Wait for more input and return it; b"" at the end of the input."""
         loop = asyncio.get_running_loop()
         readable = asyncio.Event()
         try:
@@ -175,11 +175,11 @@ _HELP = (
 
 
 def play(config: Path, /, *overrides: str, row: int | None = None, seed: int = 0) -> int:
-    """Be the model of an agent program: each of its calls is shown, every line is an answer.
+    """Answer the calls of an agent program yourself: every typed line is an answer.
 
-    The program runs here, in the sandbox that it has in a pool; shown of each call is what is
-    new. `/call NAME JSON` calls a tool. From a pipe it plays a script. Ends with 0 when the program
-    has ended and has a reward.
+    The program runs here, in the same sandbox as in a pool. Of each call, the new messages are
+    shown. `/call NAME JSON` calls a tool. Answers can come from a pipe. The exit code is 0 if the
+    program has ended and has a reward.
 
     Parameters
     ----------
@@ -188,7 +188,7 @@ def play(config: Path, /, *overrides: str, row: int | None = None, seed: int = 0
     overrides
         `section.key=value`, such as `agent.max_calls=5`.
     row
-        Row of the training data; default: the one that `seed` falls on.
+        Row of the training data; default: the row that `seed` selects.
     seed
         Seed of the episode.
     """
@@ -206,7 +206,7 @@ def play(config: Path, /, *overrides: str, row: int | None = None, seed: int = 0
 
 
 class HumanModel:
-    """Says what is typed."""
+    """Answers calls with typed lines."""
 
     def __init__(self) -> None:
         """Wait for the first call."""
@@ -217,7 +217,7 @@ class HumanModel:
         self._tools: Sequence[Mapping[str, Any]] = ()
 
     async def say(self, call: LocalCall) -> str:
-        """Show a call, and return what is typed; raises EpisodeOver at the end of the input."""
+        """Print a call and return the typed answer; raises EpisodeOver at the end of the input."""
         async with self._turn:  # calls beside each other wait
             self._show(call)
             while not self.has_quit.is_set():
@@ -251,7 +251,7 @@ class HumanModel:
                 return "\n".join(lines)
 
     def _read(self, typed: str, call: LocalCall) -> str | None:
-        """Return an answer in the form in which models write it; None for one that is none."""
+        """Return an answer as a model would write it; None for an invalid one."""
         try:
             return "\n".join(_answer_line(line, call) for line in typed.split("\n"))
         except MessageError as error:
@@ -260,7 +260,7 @@ class HumanModel:
 
 
 def _answer_line(line: str, call: LocalCall) -> str:
-    """Return a line as a model writes it; MessageError for a call that cannot be made."""
+    """Return a line as a model's answer; MessageError for a malformed tool call."""
     if not line.startswith("/call "):
         return line
     _, _, rest = line.partition(" ")
@@ -294,7 +294,7 @@ def _shown(message: CanonicalMessage) -> str:
 
 
 def _conclude(run: LocalRun) -> int:
-    """Say how it ended; return the exit code."""
+    """Print the outcome; return the exit code."""
     if run.result is None:
         if run.error is not None:
             raise run.error
@@ -310,5 +310,5 @@ def _conclude(run: LocalRun) -> int:
 
 
 def agent_job(config: Path, overrides: tuple[str, ...]) -> JobConfig:
-    """Read the configuration of an agent job; it need not name a model."""
+    """Read the configuration of an agent job; `model.path` is not required."""
     return load_config(config, ["model.path=none", *overrides])

@@ -123,7 +123,7 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
 
 
 def epilogue(command: str) -> str | None:
-    """Return what `--help` of a command ends with, in Markdown; None where it has no examples."""
+    """Return the Markdown at the end of a command's `--help`; None without examples."""
     examples = EXAMPLES.get(command, ())
     if not examples:
         return None
@@ -147,71 +147,69 @@ _GROUPS: dict[str, list[_Command]] = {
         ),
         _Command("up", "stack:up", "Start broker, scheduler, node and dashboard on this machine."),
         _Command("down", "stack:down", "Stop what `up` started."),
-        _Command("pool", "doctor:pool", "Show the pool's nodes, and machines on their way."),
-        _Command("init", "admin:init", "Make a pool with authentication, and its first admin."),
+        _Command("pool", "doctor:pool", "Show the pool's nodes and the machines it has requested."),
+        _Command("init", "admin:init", "Create a pool with authentication and its first admin."),
         _Command("doctor", "doctor:doctor", "Check this machine and the broker."),
-        _Command("backup", "admin:backup", "Write what the broker stores into a folder."),
-        _Command("restore", "admin:restore", "Bring a back-up to a new server."),
-        _Command("deploy check", "deploy:check", "Check a machine that systemd runs the pool on."),
+        _Command("backup", "admin:backup", "Write all data of the broker into a folder."),
+        _Command("restore", "admin:restore", "Load a backup into a new server."),
+        _Command("deploy check", "deploy:check", "Check a machine on which systemd runs the pool."),
         _Command("version", "app:version", "Print versions."),
     ],
     "Runs": [
         _Command("train", "train:train", "Submit a training job and watch it."),
-        _Command("sft", "train:sft", "Submit a job that learns from conversations."),
+        _Command("sft", "train:sft", "Submit a supervised fine-tuning job."),
         _Command("sweep", "sweep:sweep", "Train a run for each combination of values."),
         _Command("ps", "runs:ps", "List runs."),
         _Command("watch", "train:watch", "Watch a run live."),
-        _Command("attach", "train:watch", "Watch a run live: another name of `watch`."),
-        _Command("notify", "train:notify", "Be told when a run finishes, fails or stagnates."),
+        _Command("attach", "train:watch", "Alias of `watch`."),
+        _Command("notify", "train:notify", "Notify when a run finishes, fails or stagnates."),
         _Command("stop", "runs:stop", "Stop a run, with a checkpoint."),
-        _Command("checkpoint", "runs:checkpoint", "Have a run write a checkpoint now."),
-        _Command("pause", "runs:pause", "Let a run stand still."),
+        _Command("checkpoint", "runs:checkpoint", "Write a checkpoint of a run now."),
+        _Command("pause", "runs:pause", "Pause a run."),
         _Command(
             "resume",
             "runs:resume",
-            "Let a run go on: after a pause, or from its last checkpoint.",
+            "Resume a run after a pause or from its last checkpoint.",
         ),
-        _Command("archive", "runs:archive", "Put a run that has ended into its folder."),
+        _Command("archive", "runs:archive", "Archive a run that has ended into its run folder."),
         _Command("delete", "runs:delete", "Delete runs that have ended."),
         _Command("fork", "runs:fork", "Start a new run from a checkpoint of another."),
         _Command("scale", "runs:scale", "Change the number of generators or environments."),
-        _Command("priority", "runs:priority", "Change the priority of a run that waits."),
-        _Command("label", "runs:label", "Tag a run, group it, write notes on it."),
+        _Command("priority", "runs:priority", "Change the priority of a queued run."),
+        _Command("label", "runs:label", "Change a run's tags, group and notes."),
         _Command("cost", "runs:cost", "Show the slot-hours that runs have used."),
     ],
     "Inference": [
         _Command("serve", "serving:serve", "Serve a model: a folder, a run, or RUN@STEP."),
-        _Command("infer", "serving:infer", "Play a game with a model and tell how it did."),
+        _Command("infer", "serving:infer", "Play a game with a model and report its scores."),
     ],
-    "Programs of others": [
-        _Command(
-            "tinker up", "serving:up", "Let programs that speak the Tinker API train adapters."
-        ),
+    "Tinker API": [
+        _Command("tinker up", "serving:up", "Serve the Tinker API: let programs train adapters."),
     ],
-    "Looking into a run": [
-        _Command("logs", "inspection:logs", "Print what the actors of a run wrote."),
-        _Command("rollouts", "inspection:rollouts", "Read a run's rollouts."),
+    "Inspecting a run": [
+        _Command("logs", "inspection:logs", "Print the logs of a run's actors."),
+        _Command("rollouts", "inspection:rollouts", "Print a run's rollouts."),
         _Command(
             "profile", "inspection:profile", "Show where a run's time goes, and what to change."
         ),
-        _Command("eval", "evaluation:evaluate", "Evaluate a version of a run, or a checkpoint."),
+        _Command("eval", "evaluation:evaluate", "Evaluate a run or a checkpoint."),
         _Command("replay", "evaluation:replay", "Train a finished run again from its log."),
         _Command("decode", "decode:decode", "Print one msgpack payload from a pipe as text."),
     ],
     "Users": [
-        _Command("user add", "admin:add", "Make a user; shows the key once."),
+        _Command("user add", "admin:add", "Add a user and print the key once."),
         _Command("user list", "admin:list_users", "List the users."),
-        _Command("user rotate", "admin:rotate", "Replace a user's key by a new one."),
-        _Command("user revoke", "admin:revoke", "Shut a user out, and close his connections."),
-        _Command("user quota", "admin:quota", "Change a user's share of the pool."),
-        _Command("user invite", "admin:invite", "Let people register themselves."),
-        _Command("user audit", "admin:audit", "Print what was done to users, and refused."),
-        _Command("register", "admin:register", "Become a user by an invitation."),
+        _Command("user rotate", "admin:rotate", "Replace a user's key."),
+        _Command("user revoke", "admin:revoke", "Revoke a user's key and close the connections."),
+        _Command("user quota", "admin:quota", "Change a user's quota."),
+        _Command("user invite", "admin:invite", "Create an invitation to register."),
+        _Command("user audit", "admin:audit", "Print the audit log of users."),
+        _Command("register", "admin:register", "Register with an invitation."),
     ],
     "Single actors, for debugging": [
         _Command("auth", "actor:auth", "Run the auth service of a pool in the foreground."),
         _Command("scheduler", "actor:scheduler", "Run a scheduler in the foreground."),
-        _Command("node", "actor:node", "Run a node in the foreground: it joins the pool."),
+        _Command("node", "actor:node", "Run a node of the pool in the foreground."),
         _Command("gateway", "actor:gateway", "Serve the dashboard and the REST interface."),
         _Command("learner", "actor:learner", "Run the learner of a job."),
         _Command("generator", "actor:generator", "Run one more generator of a job."),
@@ -219,42 +217,44 @@ _GROUPS: dict[str, list[_Command]] = {
         _Command("server", "actor:server", "Run one more inference server of a job."),
         _Command("environment", "actor:environment", "Run an environment host of a job."),
     ],
-    "Writing one": [
+    "Writing your own": [
         _Command("config show", "config:show", "Print the effective configuration."),
         _Command("config schema", "config:schema", "Print every key, or the JSON Schema."),
         _Command(
             "data prepare",
             "games:prepare",
-            "Make data of a published set: gsm8k, math, geo3k.",
+            "Convert a published dataset: gsm8k, math, geo3k.",
         ),
         _Command(
             "algorithm check",
             "games:check_algorithm",
-            "Check an advantage, loss or correction of your own.",
+            "Check a custom advantage, loss or correction.",
         ),
-        _Command("agent new", "new_package:new_agent", "Make a folder with an agent of your own."),
+        _Command("agent new", "new_package:new_agent", "Create a folder with a new agent program."),
         _Command("agent check", "agents:check", "Run a program once against a scripted model."),
-        _Command("agent play", "agents:play", "Be the model of an agent program yourself."),
+        _Command("agent play", "agents:play", "Answer an agent program's calls yourself."),
         _Command("agent host", "run_host:host", "Host a run's programs in this process."),
         _Command("env list", "games:list_games", "List the games."),
-        _Command("env check", "games:check", "Prove that a game is sound, without a model."),
-        _Command("env new", "new_package:new", "Make a package with a game of your own."),
-        _Command("env play", "games:play", "Play a game yourself: you are the policy."),
+        _Command("env check", "games:check", "Check a game without a model."),
+        _Command("env new", "new_package:new", "Create a package with a new game."),
+        _Command("env play", "games:play", "Play a game yourself."),
         _Command(
-            "env eval", "evaluation:evaluate_game", "Play a game with a model and tell how it did."
+            "env eval",
+            "evaluation:evaluate_game",
+            "Play a game with a model and report its scores.",
         ),
         _Command("env serve", "games:serve", "Host a run's game in this process."),
     ],
 }
 _ALSO = {"version": ("version", "--version")}
 _FAMILIES = {
-    "algorithm": ("Writing one", "Write advantages, losses and corrections of your own."),
-    "agent": ("Writing one", "Make, check, play and host agent programs."),
-    "config": ("Writing one", "Look at the configuration of a job."),
-    "data": ("Writing one", "Prepare data."),
-    "tinker": ("Programs of others", "Serve programs that speak the Tinker API."),
-    "deploy": ("Stack", "Look after a machine that systemd runs the pool on."),
-    "env": ("Writing one", "Make, check, play, evaluate and serve games."),
+    "algorithm": ("Writing your own", "Check custom advantages, losses and corrections."),
+    "agent": ("Writing your own", "Create, check, play and host agent programs."),
+    "config": ("Writing your own", "Show the configuration of a job."),
+    "data": ("Writing your own", "Prepare data."),
+    "tinker": ("Tinker API", "Serve the Tinker API."),
+    "deploy": ("Stack", "Check machines on which systemd runs the pool."),
+    "env": ("Writing your own", "Create, check, play, evaluate and serve games."),
     "user": ("Users", "Manage the users of a pool with authentication."),
 }
 
@@ -264,7 +264,7 @@ def build_app() -> App:
     app = App(
         name="tinkermq",
         help="Agentic reinforcement learning over NATS. Every command takes `--help`, and "
-        "`--debug` to show the traceback of an error.",
+        "`--debug`, which shows the traceback of an error.",
         version_flags=[],  # `version` has this name, too
         default_parameter=Parameter(negative=()),
         # A wrong command line ends with 2, not with the parser's own exit.
@@ -293,9 +293,9 @@ def build_app() -> App:
 
 
 def find_command(tokens: Sequence[str]) -> Callable[[], int] | None:
-    """Parse one command line, importing its command; return what runs it, which returns its code.
+    """Parse a command line and import its command; return a function that runs it.
 
-    None where it cannot be parsed: what is wrong was printed.
+    The function returns the exit code. None if the line cannot be parsed; the error was printed.
     """
     app = build_app()
     try:

@@ -26,7 +26,7 @@ _ANYWHERE = "all addresses"
 
 
 def read_nats_conf(path: Path, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the keys at the top level, also of included files; of blocks only that they are there.
+    """Return the top-level keys, also those of included files; of blocks only their presence.
 
     `$NAME` is looked up in `variables`. Raises OSError for a file that cannot be read.
     """
@@ -44,7 +44,7 @@ def read_nats_conf(path: Path, variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _statements(text: str) -> list[str]:
-    """Return the statements at the top level, without comments and what is inside of brackets."""
+    """Return the top-level statements, without comments and contents of brackets."""
     done, words, depth = list[str](), list[str](), 0
     for part in [*_TOKEN.findall(text), "\n"]:
         if part.startswith(("#", "//")):
@@ -59,7 +59,7 @@ def _statements(text: str) -> list[str]:
 
 
 def listening_host(conf: Mapping[str, str]) -> str:
-    """Return the address on which clients are listened to; nats-server's default is everywhere."""
+    """Return the address that clients connect to; nats-server's default is all addresses."""
     host, colon, _ = conf.get("listen", "").rpartition(":")
     return (host.strip("[]") if colon else conf.get("host", conf.get("net", ""))) or _ANYWHERE
 
@@ -78,7 +78,7 @@ def check(*, root: Path = Path("/"), common: Common = COMMON) -> int:
     Parameters
     ----------
     root
-        Folder that stands for `/`, to check an image.
+        Folder to treat as `/`, to check an image.
     """
     units = _units(root)
     findings = [_installed(units), *(_unit(root, unit) for unit in units)]
@@ -106,7 +106,7 @@ def _installed(units: list[Path]) -> Finding:
 
 
 def _unit(root: Path, unit: Path) -> Finding:
-    """Check that a unit's program is there and that it asks for enough open files."""
+    """Check that a unit's program exists and that its limit of open files is high enough."""
     text = unit.read_text(encoding="utf-8")
     commands = re.findall(r"^ExecStart=(.*)$", text, re.MULTILINE)
     programs = [Path(shlex.split(command)[0]) for command in commands]
@@ -155,13 +155,13 @@ def _environment(root: Path) -> Finding:
 
 
 def _variables(path: Path) -> dict[str, str]:
-    """Return what an environment file sets."""
+    """Return the variables that an environment file sets."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     return dict(line.split("=", 1) for line in lines if "=" in line and line[0] != "#")
 
 
 def _secrets(root: Path) -> list[Finding]:
-    """Check that nobody else may read what holds secrets."""
+    """Check that files with secrets are not readable by others."""
     folder = root / "etc/tinkermq"
     paths = [one for one in sorted(folder.rglob("*")) if one.is_file() and not _is_public(one)]
     exposed = [one for one in paths if one.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH)]
@@ -176,7 +176,7 @@ def _is_public(path: Path) -> bool:
 
 
 def _nats(root: Path) -> list[Finding]:
-    """Judge the configuration of this machine's server, if it has one."""
+    """Check the configuration of this machine's nats-server, if there is one."""
     config = root / "etc/tinkermq/nats.conf"
     if not config.is_file():
         return [Finding("nats.conf", True, "none: the server runs on another machine")]
@@ -184,7 +184,7 @@ def _nats(root: Path) -> list[Finding]:
 
 
 def _accepted(config: Path) -> Finding:
-    """Let nats-server judge its configuration."""
+    """Run nats-server's own check of its configuration."""
     try:
         command = [str(binary_path()), "-t", "-c", str(config)]
         done = subprocess.run(
@@ -200,7 +200,7 @@ def _accepted(config: Path) -> Finding:
 
 
 def _guarded(config: Path) -> Finding:
-    """Check that a server which other machines reach asks for keys and encrypts."""
+    """Check that a server reachable from other machines requires keys and encrypts."""
     try:
         conf = read_nats_conf(config, _variables(config.with_name("nats.env")))
     except OSError as error:
@@ -217,7 +217,7 @@ def _guarded(config: Path) -> Finding:
 
 
 def _certificates(root: Path) -> list[Finding]:
-    """Check that the certificates go on being valid for two weeks."""
+    """Check that the certificates are valid for at least two more weeks."""
     openssl = shutil.which("openssl")
     findings: list[Finding] = []
     for path in sorted((root / "etc/tinkermq/tls").glob("*.crt")):
@@ -234,7 +234,7 @@ def _certificates(root: Path) -> list[Finding]:
 
 
 def _storage(root: Path) -> Finding:
-    """Check that there is room for messages and runs."""
+    """Check that there is disk space for messages and runs."""
     folder = root / "var/lib"
     if not folder.is_dir():
         return Finding("storage", False, f"{folder} is not there")
@@ -244,7 +244,7 @@ def _storage(root: Path) -> Finding:
 
 
 def _clock() -> Finding:
-    """Check that the clock is kept: keys expire and events are ordered by it."""
+    """Check that the clock is synchronised: keys expire and events are ordered by it."""
     program = shutil.which("timedatectl")
     if program is None:
         return Finding("clock", True, "not known: there is no timedatectl")

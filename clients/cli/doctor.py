@@ -47,7 +47,7 @@ from .session import COMMON, Common, with_pool
 
 
 def pool(*, common: Common = COMMON) -> int:
-    """Show the pool's nodes, what was asked of a cluster, what came of it, and what it costs."""
+    """Show the pool's nodes, the machines requested from a cluster, their state and cost."""
 
     async def work(pool: Pool) -> tuple[list[NodeStatus], MachineList]:
         return await pool.nodes(), await pool.machines()
@@ -64,7 +64,7 @@ def pool(*, common: Common = COMMON) -> int:
     if rows:
         print_table(("machine", "state", "slots", "used", "since", "time left", "waits for"), rows)
     else:
-        print_note("no nodes: start one by `tinkermq node`, or get machines by `tinkermq up --on`")
+        print_note("no nodes: start one with `tinkermq node`, or machines with `tinkermq up --on`")
     if machines.on:
         print_plain(_summary(machines))
     if machines.trouble:
@@ -75,7 +75,7 @@ def pool(*, common: Common = COMMON) -> int:
 
 
 def package_differences(nodes: list[NodeStatus]) -> list[str]:
-    """Say which packages differ between nodes: ranks of a learner lie on those that are alike."""
+    """Describe package differences between nodes; a learner's ranks run on equal nodes only."""
     return [
         f"packages differ: {difference}"
         for difference in differences((node.node, node.packages) for node in nodes)
@@ -83,7 +83,7 @@ def package_differences(nodes: list[NodeStatus]) -> list[str]:
 
 
 def clock_differences(nodes: list[NodeStatus]) -> list[str]:
-    """Say which clocks are off, as the scheduler has measured them."""
+    """Describe which nodes' clocks are off, as measured by the scheduler."""
     warnings: list[str] = []
     for node in nodes:
         ahead_s = node.clock_ahead_s or 0.0
@@ -118,7 +118,7 @@ def _used(node: NodeStatus) -> int:
 
 
 def _summary(machines: MachineList) -> str:
-    """Say in one line what is asked for, what has come, and what it costs."""
+    """Return one line: requested machines, running machines, and cost."""
     states = Counter(machine.state for machine in machines.machines)
     counts = ", ".join(f"{states[name]} {name}" for name in ("asked", "coming", "here", "draining"))
     budget = machines.slot_hours_per_day
@@ -139,7 +139,7 @@ _MAX_RECORDS = 10
 
 
 class Finding(NamedTuple):
-    """The answer to one question."""
+    """The result of one check."""
 
     name: str
     ok: bool
@@ -170,7 +170,7 @@ def doctor(
 
 
 def _check_gpus(*, as_json: bool) -> int:
-    """Run the checks of GPUs, which need torch, in a process of their own; return its code."""
+    """Run the GPU checks, which need torch, in a process of their own; return its exit code."""
     if find_spec("torch") is None:
         raise ConfigError(
             "torch is not installed, which the checks of GPUs need",
@@ -181,7 +181,7 @@ def _check_gpus(*, as_json: bool) -> int:
 
 
 def show_findings(findings: list[Finding], *, as_json: bool) -> None:
-    """Print what was found, with the remedy below what is not well."""
+    """Print findings, with a remedy below each failed one."""
     if as_json:
         print_json([finding._asdict() for finding in findings])
         return
@@ -231,7 +231,7 @@ def _model_cache() -> Finding:
 
 
 def _sandbox() -> Finding:
-    """Run the start-up test of games that run programs; they alone need what it tests."""
+    """Run the sandbox's self-test; only games that run programs need it."""
     try:
         return Finding("sandbox", True, LocalCodeSandbox(SandboxSettings(packages=[])).self_test())
     except SandboxError as error:
@@ -239,7 +239,7 @@ def _sandbox() -> Finding:
 
 
 def _temporary() -> Finding:
-    """See that sandboxed games can have a socket in the temporary folder, as a node makes one."""
+    """Check that a sandboxed game can have a socket in the temporary folder, as on a node."""
     chosen = os.environ.get("TMPDIR", "")
     try:
         folder = tempfile.gettempdir()
@@ -264,7 +264,7 @@ def _disk() -> Finding:
 
 
 def _pool(nats_url: str | None) -> list[Finding]:
-    """Look at broker, JetStream, scheduler, nodes and clocks."""
+    """Check broker, JetStream, scheduler, nodes and clocks."""
     try:
         return asyncio.run(_look(find_url(nats_url)))
     except TinkermqError as error:
@@ -305,7 +305,7 @@ async def _look(url: str) -> list[Finding]:
 
 
 async def _machines(broker: Broker) -> list[Finding]:
-    """Tell whether nodes have the same packages and time, and whether their actors live."""
+    """Check that nodes have equal packages and clocks, and that their actors are alive."""
     try:
         nodes = await SchedulerCalls(broker).nodes()
     except TinkermqError as error:
@@ -314,7 +314,7 @@ async def _machines(broker: Broker) -> list[Finding]:
 
 
 def check_nodes(nodes: "list[NodeStatus]") -> list[Finding]:
-    """Say of nodes whether they are alike, their actors live, and their broker kept its store."""
+    """Check that nodes are equal, their actors are alive, and the broker kept its store."""
     packages, clocks = package_differences(nodes), clock_differences(nodes)
     same = "ranks of one learner lie on machines that are alike: install the same versions on all"
     silent = [
@@ -355,7 +355,7 @@ def check_nodes(nodes: "list[NodeStatus]") -> list[Finding]:
 
 
 async def _trouble(broker: Broker, heard: Sequence[Presence]) -> Finding:
-    """Tell what keeps the pool and the user's runs from going on: full disks, missing games."""
+    """Describe what blocks the pool and the user's runs: full disks, missing games."""
     with contextlib.suppress(NotFoundError):
         own = [entry.value for entry in await list_presences(broker, broker.user)]
         heard = [*heard, *own]
@@ -378,7 +378,7 @@ async def _trouble(broker: Broker, heard: Sequence[Presence]) -> Finding:
 
 
 async def _records(broker: Broker) -> Finding:
-    """Tell which records of the pool count for nothing, and why."""
+    """Describe which records of the pool are ignored, and why."""
     try:
         damaged = await SchedulerCalls(broker).damaged()
     except TinkermqError as error:

@@ -56,7 +56,7 @@ _KINDS: dict[str, type[TinkermqError]] = {
 
 @dataclass(frozen=True)
 class _Result:
-    """What somebody said of one thing that the job needs."""
+    """The result of checking one requirement of a job."""
 
     what: str
     detail: str
@@ -70,10 +70,10 @@ class _Result:
 def dry_run(
     config: JobConfig, nats_url: str | None, *, as_json: bool, from_run: str | None = None
 ) -> int:
-    """Check everything, print what is set and what was found, and raise the first problem.
+    """Check a job, print its configuration and the results, and raise the first problem.
 
-    This machine looks as far as it sees, and a pool that answers says what a submission would be
-    told: the scheduler of slots, names and quotas, its nodes of models, data and games.
+    This machine checks what it can reach. If a pool answers, its scheduler checks slots, names and
+    quotas, and its nodes check models, data and games.
     """
     if not as_json:
         from ...schemas.config.load_config import write_yaml
@@ -113,7 +113,7 @@ def dry_run(
 def _checks_here(
     config: JobConfig, nats_url: str | None, from_run: str | None
 ) -> Iterator[tuple[str, Callable[[], str]]]:
-    """Yield what can be looked at on this machine."""
+    """Yield the checks that this machine can run."""
     if from_run is None:
         yield "model", lambda: check_model(config, nats_url)
     if config.sft.data:
@@ -129,9 +129,9 @@ def _run_check(what: str, check: Callable[[], str]) -> _Result:
 
 
 def _check_inside_model(config: JobConfig, here: Sequence[_Result]) -> list[_Result]:
-    """Return what the run's own code says of model, template, adapter, rows and saving.
+    """Check model, chat template, adapter, rows and saving with the run's own code.
 
-    Nothing where this machine lacks the model, or has found something else wrong with it.
+    Returns nothing if this machine lacks the model, or if an earlier check failed.
     """
     sound = {result.what for result in here if result.error is None}
     if any(result.error is not None and result.what in ("model", "data") for result in here):
@@ -147,7 +147,7 @@ def _check_inside_model(config: JobConfig, here: Sequence[_Result]) -> list[_Res
 
 
 def _model_results(results: Sequence[CheckResult], by: str) -> list[_Result]:
-    """Return what is wrong inside of a model, or that nothing is."""
+    """Return the failed checks of a model, or one result that all passed."""
     wrong = [
         _Result("model", f"{result.name}? no: {result.detail}", by, _refusal(result))
         for result in results
@@ -162,7 +162,7 @@ def _refusal(result: CheckResult) -> TinkermqError:
 
 
 def _ask_pool(config: JobConfig, nats_url: str | None, from_run: str | None) -> list[_Result]:
-    """Return what scheduler and nodes say; nothing but what is needed where no stack is up."""
+    """Return the results of scheduler and nodes; without a running stack, only the needed slots."""
     try:
         url = find_url(nats_url)
     except BrokerError:
@@ -186,14 +186,14 @@ def _ask_pool(config: JobConfig, nats_url: str | None, from_run: str | None) -> 
 
 
 def _ask_node(config: JobConfig, nats_url: str | None) -> list[_Result]:
-    """Return what a node says that looks into the model, where this machine cannot."""
+    """Return the results of a node that checks the model if this machine cannot."""
     try:
         url = find_url(nats_url)
     except BrokerError:
         return []
 
     async def work(pool: Pool) -> GameCheckReply:
-        print_note("a node looks into the model: two minutes at most")
+        print_note("a node checks the model: two minutes at most")
         given = config.model_dump(exclude_unset=True)
         return await pool.check_game(
             resolve_paths(given, url, has_users=pool.has_users), look="model"
@@ -243,7 +243,7 @@ def _check_of_episodes(config: JobConfig) -> list[tuple[str, Callable[[], str]]]
 
 
 def check_model(config: JobConfig, nats_url: str | None) -> str:
-    """Look at a local model folder without loading it; one of the pool's or the hub's is named.
+    """Check a local model folder without loading it; a model elsewhere is only named.
 
     Raises ModelError for a folder that is not a model.
     """
@@ -254,7 +254,7 @@ def check_model(config: JobConfig, nats_url: str | None) -> str:
 
 
 def _is_here(nats_url: str | None) -> bool:
-    """Whether the job would run on this machine, whose folders are seen."""
+    """Whether the job would run on this machine and see its folders."""
     try:
         return is_local_pool(find_url(nats_url))
     except BrokerError:  # no stack is up
@@ -297,7 +297,7 @@ def check_agent(config: JobConfig) -> str:
 
 
 def check_rows(config: JobConfig) -> str:
-    """Read every row of an SFT job's data; DataError for the first that cannot be learnt from."""
+    """Read every row of an SFT job's data; DataError for the first invalid one."""
     with contextlib.closing(ChatData(config.sft.data)) as data:
         for number in range(len(data)):
             data.check_row(number)

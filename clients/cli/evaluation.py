@@ -47,7 +47,7 @@ _TOLD_EVERY = 10
 @Parameter(name="*")
 @dataclass(frozen=True)
 class PlayFlags:
-    """Which episodes are played, and how the model answers."""
+    """Which episodes are played and how the model samples."""
 
     data: Annotated[
         list[Path] | None,
@@ -80,7 +80,7 @@ class PlayFlags:
     seed: Annotated[int, Parameter(help="Seed from which those of the rows follow.")] = 0
 
     def options(self, **others: Any) -> PlayOptions:
-        """Return what is played, with what the command itself says of it."""
+        """Return the options of an inference, with those of the command itself."""
         given: dict[str, Any] = {
             "data_path": [str(path) for path in self.data] if self.data else None,
             "output_path": self.output,
@@ -100,7 +100,7 @@ PLAY_FLAGS = PlayFlags()
 
 
 def find_served(url: str, model: str) -> tuple[JobRecord | None, dict[str, Any]]:
-    """Return the serving job that a name means, if it is one, and the `env` of the run it means."""
+    """Return the serving job of this name, if there is one, and the `env` of its run."""
 
     async def resolve(pool: Pool) -> tuple[JobRecord | None, dict[str, Any]]:
         return await resolve_served(pool, model)
@@ -109,7 +109,7 @@ def find_served(url: str, model: str) -> tuple[JobRecord | None, dict[str, Any]]
 
 
 async def resolve_served(pool: Pool, model: str) -> tuple[JobRecord | None, dict[str, Any]]:
-    """Return what `find_served` does."""
+    """Find a serving job in a pool; see `find_served`."""
     run = model.partition("@")[0]
     if not is_token(run):
         return None, {}
@@ -124,7 +124,7 @@ async def resolve_served(pool: Pool, model: str) -> tuple[JobRecord | None, dict
 def play_in_pool(
     url: str, served: JobRecord | None, model: str, options: PlayOptions, *, as_json: bool
 ) -> InferenceReport:
-    """Play with a serving job, or with `model` served for the occasion."""
+    """Play with a serving job, or serve `model` for the duration of the command."""
     progress = Progress(as_json=as_json)
     opened = open_served(
         served.job if served else None, None, model_path=None if served else model, url=url
@@ -133,7 +133,7 @@ def play_in_pool(
 
 
 class Progress:
-    """Tells how an inference goes on."""
+    """Prints the progress of an inference."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
@@ -141,11 +141,11 @@ class Progress:
         self._reward = 0.0
 
     def follow(self, options: PlayOptions) -> PlayOptions:
-        """Return the options with which this is told of each episode."""
+        """Return the options with this progress as their callbacks."""
         return replace(options, on_start=self.start, on_result=self.add)
 
     def announce(self, record: JobRecord) -> None:
-        """Say which job plays."""
+        """Print which job plays."""
         if self._as_json:
             print_json_line({"job": record.model_dump(exclude={"config"})})
         else:
@@ -159,7 +159,7 @@ class Progress:
             )
 
     def start(self, total: int, done: int) -> None:
-        """Say how much there is to play."""
+        """Print the number of episodes."""
         self._total, self._next = total - done, 0
         if not self._as_json:
             print_note(
@@ -167,7 +167,7 @@ class Progress:
             )
 
     def add(self, result: EpisodeResult) -> None:
-        """Tell of one more episode, every tenth part of the way."""
+        """Count one more episode; print every tenth part of the total."""
         if self._as_json:
             print_json_line({"result": result.to_dict()})
             return
@@ -199,7 +199,9 @@ def _print_scores_of_report(report: InferenceReport, output: Path | None) -> Non
             f"{len(report.failed)} episodes failed; the first: {literal(_first_error(report))}"
         )
         print_note(
-            "the same command tries them again" if output else "--output FILE keeps what was played"
+            "run the same command again to retry them"
+            if output
+            else "with --output FILE, results are kept"
         )
     if output is not None:
         print_text(f"results  {output}")
@@ -220,7 +222,7 @@ def score_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def read_tasks(text: str) -> list[int]:
-    """Return a list of rows or seeds: `1,5,9`, or a file with one number (or JSON object) a line.
+    """Parse rows or seeds: `1,5,9`, or a file with one number or JSON object per line.
 
     Raises ConfigError.
     """
@@ -262,8 +264,8 @@ def evaluate(
 ) -> int:
     """Evaluate the newest version of a live run, or a checkpoint, on its validation set.
 
-    A live run's own evaluator does it beside the training; a checkpoint is evaluated by a job of
-    its own. With --compare two of them play the same tasks, and the difference is told with its
+    A live run is evaluated by its own evaluator during training, a checkpoint by a separate job.
+    With --compare, two versions play the same tasks, and their difference is printed with its
     95 % confidence interval.
 
     Parameters
@@ -272,11 +274,11 @@ def evaluate(
         A run (its newest version, or last checkpoint when it has ended), `RUN@STEP`, or the folder
         of a model.
     overrides
-        Configuration keys that differ: `evaluation.samples=8`. Only for checkpoints.
+        Changed configuration keys: `evaluation.samples=8`. Only for checkpoints.
     compare
         Two checkpoints or model folders: `--compare RUN@10 RUN@80`.
     tasks
-        A fixed list of rows, or seeds of a generated game: `1,5,9`, or a file with one a line.
+        A fixed list of rows, or seeds of a generated game: `1,5,9`, or a file with one per line.
     data
         Parquet or JSONL files to evaluate on, row by row, instead of the validation set.
     like
@@ -292,7 +294,7 @@ def evaluate(
         return _compare(compare, chosen(*settings), common)
     if target is None:
         raise ConfigError(
-            "it was not said what to evaluate", hint="name a run, RUN@STEP, or a model folder"
+            "no run or model to evaluate was given", hint="name a run, RUN@STEP, or a model folder"
         )
     settings = chosen(*overrides)
     on_submitted = _ignore if common.json else _print_submitted
@@ -311,7 +313,7 @@ def evaluate(
 
 
 def _ignore(_: JobRecord) -> None:
-    """Say nothing of the job that evaluates."""
+    """Ignore the job that evaluates."""
 
 
 def _print_submitted(job: JobRecord) -> None:
@@ -330,7 +332,7 @@ def _print_scores(done: Evaluated) -> None:
 
 
 def _compare(pair: tuple[str, str], settings: EvaluationSettings, common: Common) -> int:
-    """Evaluate two versions on the same tasks and tell their difference."""
+    """Evaluate two versions on the same tasks and print their difference."""
 
     on_submitted = _ignore if common.json else _print_submitted
     a, b = with_pool(
@@ -378,8 +380,8 @@ def _print_difference(
 def replay(run: str, /, *, common: Common = COMMON) -> int:
     """Train a finished run again from its rollout log and compare the weights.
 
-    The run must have kept its log: `training.keep_rollouts=true`. Or do the session of a program
-    again that was written with Tinker's SDK, on the machine that has the folder of its service.
+    The run must have kept its log: `training.keep_rollouts=true`. A session of the Tinker API can
+    be replayed as well, on the machine with the run folder of its service.
 
     Parameters
     ----------
@@ -400,7 +402,7 @@ def replay(run: str, /, *, common: Common = COMMON) -> int:
 
 
 async def _find_replayed(name: str, pool: Pool) -> tuple[JobRecord, str]:
-    """Return a run, or the service that has a session, and which; raises NotFoundError."""
+    """Return a run and "", or the service of a session and the session; raises NotFoundError."""
     session = name.partition(":")[0]
     try:
         return await pool.find(name), ""
@@ -430,20 +432,20 @@ def evaluate_game(
     concurrent: int = 64,
     common: Common = COMMON,
 ) -> int:
-    """Play a game with a model, many episodes at once, and tell how it did.
+    """Play a game with a model, many episodes at once, and print its scores.
 
-    The model is an OpenAI-compatible URL, asked from here without a pool, or what `tinkermq infer`
-    takes: a model folder, RUN@STEP, a run, a job that serves.
+    The model is an OpenAI-compatible URL, which needs no pool, or a model as in `tinkermq infer`:
+    a model folder, RUN@STEP, a run, or a serving job.
 
     Parameters
     ----------
     game
         Registered name, `package.module:Class`, or the YAML file of a run, whose validation data,
-        turns and limits are used; else what `make_data` makes, or 100 seeds, and 10 turns.
+        turns and limits are used; otherwise the data of `make_data`, or 100 seeds, and 10 turns.
     arguments
         `key=value`: of the game's constructor, or of the YAML file.
     model
-        `http://HOST:PORT/v1`, a model folder, RUN@STEP, a run, or a job that serves; default:
+        `http://HOST:PORT/v1`, a model folder, RUN@STEP, a run, or a serving job; default:
         that of the YAML file. The key of a URL is $OPENAI_API_KEY.
     model_name
         Name of the model at a URL; default: the only one there.
@@ -478,7 +480,7 @@ def _at_endpoint(
 ) -> InferenceReport:
     quiet_logs()
     endpoint = Endpoint.find(url, model_name)
-    print_note(f"{endpoint.model} at {endpoint.url} plays")
+    print_note(f"playing with {endpoint.model} at {endpoint.url}")
     progress = Progress(as_json=common.json)
     with unwrap_error_groups():
         return asyncio.run(play_with_endpoint(endpoint, progress.follow(options)))

@@ -63,10 +63,12 @@ def open_game(
     train_data: Sequence[str] = (),
     val_data: Sequence[str] = (),
 ) -> Iterator[ChosenGame]:
-    """Yield the game that the words of a command line mean.
+    """Yield the game that a command line names.
 
     `arguments` are `key=value`: of the game's constructor, or of the YAML file. A registered
-    dataset game without data makes some for as long as the block runs. Raises ConfigError.
+    dataset game without data gets data from `make_data` for the duration of the block.
+
+    Raises ConfigError.
     """
     chosen = _from_yaml(game, arguments) if game.endswith((".yaml", ".yml")) else None
     if chosen is not None:
@@ -117,7 +119,7 @@ def checks_of_node(
     val_data: Sequence[str],
     nats_url: str | None,
 ) -> tuple[str, list[CheckResult]]:
-    """Return the node that played the game, and what it found.
+    """Return the node that played the game, and its results.
 
     Raises ConfigError, DataError, GameError, BusyError, BrokerError.
     """
@@ -135,7 +137,7 @@ def checks_of_node(
 def _job(
     game: str, arguments: Sequence[str], train_data: Sequence[str], val_data: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the configuration of a job that plays the game which a command line means."""
+    """Return the configuration of a job that plays the game of a command line."""
     if game.endswith((".yaml", ".yml")):
         if train_data or val_data:
             raise ConfigError("a YAML file names its own data", hint="leave --train-data out")
@@ -153,9 +155,9 @@ _DEADLINE_S = 120.0
 
 
 def model_to_check(chosen: ChosenGame, model: str | None) -> tuple[str | None, str]:
-    """Return the model whose tokenizer can be asked, or None and why there is none.
+    """Return the model whose tokenizer is used, or None and the reason.
 
-    Raises ConfigError for a model that was asked for and cannot be had here.
+    Raises ConfigError for a requested model that cannot be used here.
     """
     path = model or (chosen.job.model.path if chosen.job else None)
     if path is None:
@@ -174,10 +176,10 @@ def model_to_check(chosen: ChosenGame, model: str | None) -> tuple[str | None, s
 
 
 def check_with_model(chosen: ChosenGame, model: str) -> list[CheckResult]:
-    """Ask a model's tokenizer and chat template about the game's conversations.
+    """Check the game's conversations with a model's tokenizer and chat template.
 
-    Of a job what else it reads of its model is looked at, too. Raises ModelError for a model that
-    cannot be opened, GameError.
+    For a job, everything else that it reads of its model is checked as well. Raises ModelError for
+    a model that cannot be opened, GameError.
     """
     job = chosen.job or JobConfig.model_validate({"model": {"path": model}, "env": chosen.env})
     config = job.model_dump(mode="json", exclude_unset=True)
@@ -188,15 +190,15 @@ def check_with_model(chosen: ChosenGame, model: str) -> list[CheckResult]:
 
 
 def can_check_model(config: JobConfig) -> bool:
-    """Whether this machine can look into a job's model: it is here, and so is transformers."""
+    """Whether this machine can check a job's model: the folder and transformers are here."""
     is_here = Path(config.model.path).expanduser().is_dir()
     return is_here and importlib.util.find_spec("transformers") is not None
 
 
 def check_job_here(config: JobConfig, *, plays: bool) -> list[CheckResult]:
-    """Look at what a job reads of its model and data, with the code of the run.
+    """Check what a job reads of its model and data, with the run's own code.
 
-    `plays` says that its game is sound here: its conversations are looked at, too. Raises
+    With `plays`, the conversations of its game are checked as well. Raises
     ModelError for a model that cannot be opened.
     """
     played = _play_conversations(config, config.seed) if plays else []
@@ -259,7 +261,7 @@ FAILED = 1
 
 
 def list_games(*, json: bool = False) -> int:
-    """List the games that are registered here.
+    """List the registered games.
 
     Parameters
     ----------
@@ -288,11 +290,11 @@ def check(
     nats_url: str | None = None,
     json: bool = False,
 ) -> int:
-    """Prove that a game is sound, without generating anything.
+    """Check a game without a model.
 
-    It imports, resets and steps in time, returns the right types, a seed reproduces an episode,
-    the global random generators are left alone, gold answers score full marks; with a model, its
-    chat template only appends, and prompts and gold answers fit the limits in tokens.
+    Checks that it imports, resets and steps in time, returns the right types, reproduces an episode
+    from its seed, leaves global random generators alone, and gives gold answers full reward. With
+    a model: that its chat template only appends, and that prompts and gold answers fit the limits.
 
     Parameters
     ----------
@@ -301,16 +303,16 @@ def check(
     arguments
         `key=value`: of the game's constructor, or of the YAML file.
     model
-        Folder (or hub name) of a model whose tokenizer is asked; default: that of the YAML file,
+        Folder (or hub name) of the model whose tokenizer is used; default: that of the YAML file,
         if it is a folder here.
     train_data
         Parquet or JSONL files of a dataset game; default: what its `make_data` makes.
     val_data
         Validation files of a dataset game.
     on_node
-        Let a node of the pool play it, where a job would, with its packages, files and sandbox.
+        Play it on a node of the pool, with the packages, files and sandbox of a job.
     nats_url
-        The broker that leads to that node; default: $TINKERMQ_NATS_URL, or the local stack.
+        The broker of that pool; default: $TINKERMQ_NATS_URL, or the local stack.
     json
         Print JSON.
     """
@@ -352,14 +354,14 @@ def print_checks(results: Sequence[CheckResult], *, json: bool, node: str = "") 
 def serve(run: str, /, *, name: str = "", nats_url: str | None = None) -> int:
     """Host a run's game, or its agent programs, in this process until Ctrl-C or the run's end.
 
-    The run's generators use it at once. Of a run that has ended nothing is hosted.
+    The run's generators use it at once. A run that has ended cannot be hosted.
 
     Parameters
     ----------
     run
         Name or job id.
     name
-        Name of this host; default: one of its own.
+        Name of this host; default: a generated one.
     nats_url
         The broker; default: $TINKERMQ_NATS_URL, or the local stack.
     """
@@ -383,11 +385,11 @@ def play(
     train_data: list[str] | None = None,
     json: bool = False,
 ) -> int:
-    """Play an episode yourself: every line is an answer of the policy.
+    """Play an episode yourself: every typed line is an action.
 
-    From a pipe it plays a script: `printf '3\\n5\\n' | tinkermq env play guess`. A line that ends
-    with a backslash goes on in the next. Ends with 0 when the game says that it is over, with 1
-    when the input ends before.
+    Actions can come from a pipe: `printf '3\\n5\\n' | tinkermq env play guess`. A backslash at the
+    end of a line continues the action on the next. The exit code is 0 if the game is over, 1 if
+    the input ended before.
 
     Parameters
     ----------
@@ -398,9 +400,9 @@ def play(
     seed
         Seed of the episode.
     row
-        Row of a dataset game; default: the row that `seed` falls on.
+        Row of a dataset game; default: the row that `seed` selects.
     gold
-        Let the game's own `gold_action` play.
+        Play the game's own `gold_action`.
     train_data
         Parquet or JSONL files of a dataset game; default: what its `make_data` makes.
     json
@@ -450,7 +452,7 @@ def _gold_actions(episode: LocalEpisode, *, echo: bool) -> Iterator[str]:
 
 
 def _typed_actions(*, echo: bool) -> Iterator[str]:
-    """Yield what is typed, or what stands in the pipe; there it is printed as well."""
+    """Yield typed actions, or those of a pipe, which are printed as well."""
     is_terminal = sys.stdin.isatty()
     lines: list[str] = []
     while True:
@@ -468,7 +470,7 @@ def _typed_actions(*, echo: bool) -> Iterator[str]:
 
 
 class _Text:
-    """Shows an episode to people."""
+    """Prints an episode as text."""
 
     def prompt(self, messages: list[ChatMessage]) -> None:
         for message in messages:
@@ -497,7 +499,7 @@ class _Text:
 
 
 class _Json:
-    """Shows an episode to programs."""
+    """Prints an episode as JSON."""
 
     def prompt(self, messages: list[ChatMessage]) -> None:
         print_json_line({"messages": messages})
@@ -521,18 +523,18 @@ class _Json:
 def prepare(
     name: str, source: Path, out: Path, /, *, instruction: str | None = None, json: bool = False
 ) -> int:
-    """Make parquet files for training from the original files of a published set.
+    """Convert the original files of a published dataset to parquet files for training.
 
     Parameters
     ----------
     name
-        The set: gsm8k, math or geo3k.
+        The dataset: gsm8k, math or geo3k.
     source
         Folder of its original files.
     out
         Folder to write train.parquet, test.parquet … to.
     instruction
-        What to put behind each question; default: the set's usual words.
+        Text to append to each question; default: the dataset's usual instruction.
     json
         Print JSON.
     """
@@ -555,17 +557,17 @@ def check_algorithm(
     kind: Literal["loss", "advantage", "correction", "mask", "filter", "curriculum"] = "loss",
     json: bool = False,
 ) -> int:
-    """Check a function of your own that learners run, without a model or a pool.
+    """Check a custom function of the learner, without a model or a pool.
 
-    One finite value for each token, the same twice; a loss keeps a finite gradient, makes tokens
-    with positive advantages likelier, and a token's loss hangs on its own sequence alone.
+    Checks for one finite value per token, the same twice. A loss must have a finite gradient, make
+    tokens with positive advantages likelier, and depend only on a token's own sequence.
 
     Parameters
     ----------
     function
-        `module:function`, also of the working folder, or a name that a package has registered.
+        `module:function`, also from the working folder, or a registered name.
     kind
-        What it is.
+        Kind of the function.
     json
         Print JSON.
     """

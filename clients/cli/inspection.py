@@ -64,18 +64,18 @@ def logs(
     attempt: int | None = None,
     common: Common = COMMON,
 ) -> int:
-    """Print what the actors of a run wrote, oldest first.
+    """Print the logs of a run's actors, oldest first.
 
     Parameters
     ----------
     run
         Name or job id.
     follow
-        Go on with new lines until Ctrl-C.
+        Keep printing new lines until Ctrl-C.
     actor
         Only this actor's lines: learner, generator-0, evaluator-0 …
     attempt
-        Only those of one attempt of the run: 1, 2 …
+        Only lines of this attempt of the run: 1, 2 …
     """
 
     async def work(pool: Pool) -> int:
@@ -119,22 +119,22 @@ def rollouts(
 ) -> int:
     """Read a run's episodes: messages, rewards by turn, policy versions.
 
-    The log holds what the run still needs, and at its end the newest groups (16 MiB); with
-    `training.keep_rollouts=true` all of it. Older ones come from the run's folder, where that is on
-    this machine: a sample of the whole run, and what is left of a run that was archived.
+    The log holds the groups that the run still needs, and after its end the newest ones (16 MiB);
+    with `training.keep_rollouts=true`, all. Older ones are read from the run folder if it is on
+    this machine: a sample of the whole run, or the rollouts of an archived run.
 
     Parameters
     ----------
     run
-        Name or job id; or the folder of a run, whose rollouts are read without its broker.
+        Name or job id; or a run folder, which is read without a broker.
     step
         Only the groups that this training step trained.
     sort
         `log`: newest first; `reward`: best first.
     errors
-        Only what failed: tasks given up, and episodes with failed tries.
+        Only failures: failed tasks, and episodes with failed attempts.
     limit
-        Print at most so many.
+        Most episodes to print.
     """
 
     async def work(pool: Pool) -> list[LoggedEpisode]:
@@ -171,7 +171,7 @@ async def _of_folder(folder: str, wanted: EpisodeFilter) -> list[LoggedEpisode]:
 
 
 def _cut_turns(trajectory: Trajectory) -> str:
-    """Name the turns that their limit cut, counted from 1."""
+    """List the turns that their token limit cut, counted from 1."""
     cut = [str(turn) for turn, why in enumerate(trajectory.finish_reasons, 1) if why == "length"]
     return f" (cut: turn {', '.join(cut)})" if cut else ""
 
@@ -279,12 +279,12 @@ def profile(
     run
         Name or job id.
     steps
-        How many of the newest steps to look at (default: 100); of the next ones to trace (1).
+        Number of newest steps to analyse (default: 100), or of next steps to trace (default: 1).
     torch_profiler
-        Have the learner trace its next steps with torch's profiler, and print the files on the
-        pool, which chrome://tracing and Perfetto open.
+        Trace the learner's next steps with torch's profiler, and print the trace files on the
+        pool, for chrome://tracing or Perfetto.
     otlp
-        Send the spans of these steps to a collector of OpenTelemetry's at this URL, such as
+        Send the spans of these steps to an OpenTelemetry collector at this URL, such as
         http://127.0.0.1:4318.
     """
 
@@ -377,7 +377,7 @@ def _row(
 
 
 def _parts(shares: Mapping[str, float]) -> str:
-    """Return shares from the largest on; what rounds to nothing is left out."""
+    """Return shares, largest first, without those that round to zero."""
     ordered = sorted(shares.items(), key=lambda item: -item[1])
     return ", ".join(
         f"{_WORDS.get(kind, kind)} {share:.0%}" for kind, share in ordered if share >= 0.005
@@ -385,7 +385,7 @@ def _parts(shares: Mapping[str, float]) -> str:
 
 
 def _print_path(typical: TypicalStep) -> None:
-    """Print what a step was made of, one line for each part."""
+    """Print the parts of a step, one per line."""
     print_plain(f"step {typical.step}, of median length, took {seconds_text(typical.seconds)}:")
     if typical.task is not None:
         print_plain(f"  it waited for task {typical.task} of {typical.source}")
@@ -406,7 +406,7 @@ _TIMEOUT_S = 10.0
 def send_spans(spans: Sequence[Span], url: str, attributes: Mapping[str, str]) -> None:
     """Send spans to a collector, such as http://127.0.0.1:4318; `attributes` name the run.
 
-    Raises ConfigError when the packages are not installed, BrokerError when nobody takes them.
+    Raises ConfigError when the packages are not installed, BrokerError when no collector accepts.
     """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -428,7 +428,7 @@ def send_spans(spans: Sequence[Span], url: str, attributes: Mapping[str, str]) -
             result = sender.export(readable[start : start + _BATCH])
             if result is not SpanExportResult.SUCCESS:
                 raise BrokerError(
-                    f"nobody took the spans at {endpoint}",
+                    f"no collector accepted the spans at {endpoint}",
                     hint="does the collector run, and does it listen for OTLP over HTTP?",
                 )
     finally:
@@ -436,7 +436,7 @@ def send_spans(spans: Sequence[Span], url: str, attributes: Mapping[str, str]) -
 
 
 def _readable(span: Span, attributes: Mapping[str, str]) -> "ReadableSpan":
-    """Return a span as the SDK knows it, of the actor as its service's instance."""
+    """Return a span of the SDK, with the actor as service instance."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.trace import Link, SpanContext, TraceFlags

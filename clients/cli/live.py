@@ -30,15 +30,15 @@ _SHOWN_EVENTS = 3
 
 
 class Display(Protocol):
-    """Something that shows a run as it goes on."""
+    """A display of a run in progress."""
 
     @property
     def needs_actors(self) -> bool:
-        """Whether it shows what the run's actors say of themselves."""
+        """Whether it shows the states of the run's actors."""
         ...
 
     def show(self, update: Update) -> None:
-        """Take one update of the run."""
+        """Show an update of the run."""
         ...
 
 
@@ -56,7 +56,7 @@ def open_display(progress: RunProgress, *, as_json: bool) -> Iterator[Display]:
 
 
 class JsonDisplay:
-    """One JSON document a line: `{"metric": …}`, `{"event": …}` or `{"job": …}`."""
+    """One JSON document per line: `{"metric": …}`, `{"event": …}` or `{"job": …}`."""
 
     needs_actors = False
 
@@ -106,7 +106,7 @@ class LineDisplay:
 class LiveDisplay:
     """Progress, reward, validation, success, lag, speed, time left, episodes, the bottleneck.
 
-    It is drawn some times a second, however fast the updates of a long run come.
+    It is redrawn a few times per second, however fast updates come.
     """
 
     needs_actors = True
@@ -116,7 +116,7 @@ class LiveDisplay:
         self._events: list[Event] = []
 
     def show(self, update: Update) -> None:
-        """Take what is new; the next drawing shows it."""
+        """Add an update; the next redraw shows it."""
         update_progress(self._progress, update)
         if isinstance(update, Event) and update.kind != "bottleneck":
             self._events = [*self._events, update][-_SHOWN_EVENTS:]
@@ -127,7 +127,7 @@ class LiveDisplay:
 
 
 def update_progress(progress: RunProgress, update: Update) -> bool:
-    """Enter an update into the progress; return whether it tells of a new training step."""
+    """Add an update to the progress; return whether it has a new training step."""
     if isinstance(update, Metric):
         return progress.add_metric(update)
     if isinstance(update, Event):
@@ -203,7 +203,7 @@ def _curves(progress: RunProgress) -> list[Table]:
 
 
 def _validated(progress: RunProgress, last: tuple[int, float]) -> str:
-    """Return the last score, and the best where that is another."""
+    """Return the last score, and the best one if different."""
     text = f"{last[1]:.3f} at step {last[0]}"
     best = progress.best_validation()
     return text if best is None or best == last else f"{text}, best {best[1]:.3f} at {best[0]}"
@@ -219,7 +219,7 @@ def _lags(progress: RunProgress) -> str:
 
 
 def _figures(progress: RunProgress) -> list[tuple[str, str]]:
-    """Return what a step tells in numbers, those of learning first."""
+    """Return the figures of a step, learning first."""
     figures: list[tuple[str, str]] = []
     last = progress.last_validation()
     for name, label, shape in (
@@ -252,7 +252,7 @@ def _event_line(event: Event) -> str:
 
 
 def print_submitted(record: JobRecord, *, commands: bool = True) -> None:
-    """Say what was submitted and, unless told not to, what can be done with it."""
+    """Print which job was submitted and, unless suppressed, commands for it."""
     name = record.name
     print_text(f"[bold green]submitted[/] [bold]{name}[/]  (job {record.job})")
     if commands:

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def guarded(command: Callable[[], int], *, debug: bool) -> int:
-    """Return the exit code of `command`, printing an error of ours for people to read."""
+    """Run `command` and return its exit code; print a TinkermqError with its hint."""
     try:
         code = command()
         sys.stdout.flush()
@@ -84,7 +84,7 @@ _LOGS, _UNSEEN = "structlog", "rich"
 
 
 class FastFinder:
-    """A finder of `sys.meta_path` for a few modules by name; all others are left to the others."""
+    """A finder of `sys.meta_path` for a few modules by name."""
 
     def __init__(self, lazy: frozenset[str]) -> None:
         self._lazy = lazy
@@ -106,7 +106,7 @@ class FastFinder:
 
 
 class _Without(SourceFileLoader):
-    """Loads a module as if another were not installed."""
+    """Loads a module as if rich were not installed."""
 
     def exec_module(self, module: ModuleType) -> None:
         sys.modules[_UNSEEN] = None  # pyright: ignore[reportArgumentType]  # as Python has it
@@ -118,9 +118,9 @@ class _Without(SourceFileLoader):
 
 @contextmanager
 def importing(lazy: frozenset[str] = LAZY) -> Iterator[None]:
-    """Import fast in this block: some modules at their first use, and without looking for garbage.
+    """Import fast in this block: some modules lazily, and without garbage collection.
 
-    What is imported stays, so that collecting finds none of it, and takes a tenth of the time.
+    Imported modules stay, so collecting them finds nothing and takes a tenth of the time.
     """
     finder = FastFinder(lazy)
     sys.meta_path.insert(0, finder)

@@ -42,17 +42,17 @@ _CLIENTS: Mapping[AgentKind, str] = {
 
 
 def new_agent(name: str, /, *, kind: AgentKind = "openai", into: Path = Path()) -> int:
-    """Make a folder with an agent of your own: program, tasks, reward, configuration.
+    """Create a folder with a new agent: program, tasks, reward, configuration.
 
     Parameters
     ----------
     name
         Name of the agent and of its folder: small letters, digits and hyphens.
     kind
-        How its program asks the model: by the package openai or anthropic, or as any command may,
-        by plain HTTP.
+        How its program calls the model: with the openai or anthropic package, or, as any command
+        can, by plain HTTP.
     into
-        Folder in which the agent's folder is made.
+        Parent folder of the new folder.
     """
     folder = write_agent(name, kind, into)
     print_text(f"made {literal(str(folder))}")
@@ -73,13 +73,13 @@ def write_agent(name: str, kind: AgentKind, into: Path) -> Path:
     """Write an agent into a new folder of `into`; return it. Raises ConfigError."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"{name!r} is no name of an agent",
-            hint="write small letters and digits, with hyphens between words: file-finder",
+            f"{name!r} is not a valid name for an agent",
+            hint="use lower-case letters and digits, with hyphens between words: file-finder",
         )
     folder = into / name
     if folder.exists():
         raise ConfigError(
-            f"{folder} is there already", hint="choose another name, or remove it first"
+            f"{folder} already exists", hint="choose another name, or remove it first"
         )
     words = {"name": name, "client": _CLIENTS[kind]}
     templates = files("tinkermq.clients") / "new_agent"
@@ -127,7 +127,7 @@ _TRAIN = (
 
 @dataclass(frozen=True)
 class _Kind:
-    """What the templates are told of a kind: sizes are those of the tiny model's training."""
+    """Template values of a kind; sizes are those of the tiny model's training."""
 
     max_turns: int = 1
     max_prompt: int = 96
@@ -144,7 +144,7 @@ class _Kind:
     """Ending of the data's files."""
 
     def words(self, module: str) -> dict[str, str]:
-        """Return what stands in the templates for it."""
+        """Return the template values."""
         words = {name: str(value) for name, value in vars(self).items()}
         words["env_data"] = words["data_row"] = ""
         if self.data:
@@ -187,17 +187,17 @@ _KINDS: dict[Kind, _Kind] = {
 
 
 def new(name: str, /, *, kind: Kind = "dataset", into: Path = Path()) -> int:
-    """Make a package with a game of your own: game, data, configuration, test, entry point.
+    """Create a package with a new game: game, data, configuration, test, entry point.
 
     Parameters
     ----------
     name
         Name of the game and of its folder: small letters, digits and hyphens.
     kind
-        What the game is like: rows of a dataset, states that it draws itself, tools, several
-        roles, images; or an agent program, as `tinkermq agent new` makes it.
+        Kind of the game: dataset rows, generated states, tools, several roles, or images; or an
+        agent program, as with `tinkermq agent new`.
     into
-        Folder in which the package's folder is made.
+        Parent folder of the new package.
     """
     if kind == "agent":
         return new_agent(name, into=into)
@@ -227,7 +227,7 @@ def write_package(name: str, into: Path, kind: Kind = "dataset") -> Path:
     folder = into / name
     if folder.exists():
         raise ConfigError(
-            f"{folder} is there already", hint="choose another name, or remove it first"
+            f"{folder} already exists", hint="choose another name, or remove it first"
         )
     words = {
         "name": name,
@@ -250,8 +250,8 @@ def write_package(name: str, into: Path, kind: Kind = "dataset") -> Path:
 def _check_name(name: str, module: str) -> None:
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"{name!r} is no name of a game",
-            hint="write small letters and digits, with hyphens between words: word-chain",
+            f"{name!r} is not a valid name for a game",
+            hint="use lower-case letters and digits, with hyphens between words: word-chain",
         )
     if keyword.iskeyword(module) or module in sys.stdlib_module_names or module == "tinkermq":
         raise ConfigError(

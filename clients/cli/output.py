@@ -30,7 +30,7 @@ def stderr() -> "Console":
 
 
 def is_terminal() -> bool:
-    """Whether somebody looks at the output as it comes."""
+    """Whether the output is a terminal."""
     return sys.stdout.isatty()
 
 
@@ -53,7 +53,7 @@ def print_plain(text: str) -> None:
 
 
 def print_note(text: str) -> None:
-    """Print one line about the work, not of its result, on the error stream."""
+    """Print one line of progress or advice to standard error."""
     stderr().print(text)
 
 
@@ -109,7 +109,7 @@ def _print_aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Non
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as people say it: `45s`, `3m 20s`, `2h 05m`."""
+    """Format a duration: `45s`, `3m 20s`, `2h 05m`."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole}s"
@@ -121,7 +121,7 @@ def duration(seconds: float) -> str:
 
 
 def print_commands(commands: Mapping[str, str]) -> None:
-    """Print commands that may come next, each with its meaning."""
+    """Print possible next commands, each with its meaning."""
     width = max(map(len, commands))
     for command, meaning in commands.items():
         print_text(f"  {command:<{width}}   [dim]{meaning}[/]")

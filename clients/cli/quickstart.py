@@ -49,7 +49,7 @@ _HEAD = "# Written by `tinkermq quickstart`, which writes it again: change a cop
 
 
 def check_worker() -> None:
-    """Raise ConfigError where this Python lacks what trains a model."""
+    """Raise ConfigError if packages for training are not installed."""
     lacking = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if lacking:
         raise ConfigError(
@@ -92,7 +92,7 @@ def make_model(folder: Path) -> None:
 
 
 def _run(module: str, *words: str) -> int:
-    """Run a module of the actors to its end, which torch needs no part of this process for."""
+    """Run a module of the actors in a process of its own, as it needs torch."""
     return subprocess.run(
         [sys.executable, "-m", module, *words],
         check=False,
@@ -149,7 +149,7 @@ def print_outcome(progress: RunProgress, config: Path) -> int:
 
 
 def smoothed_rewards(progress: RunProgress) -> Points:
-    """Return for each step the mean of its reward and of those of some steps before."""
+    """Return a moving average of the rewards by step."""
     rewards = sorted(progress.rewards.items())
     points: Points = []
     for end, (step, _) in enumerate(rewards, 1):
@@ -175,7 +175,7 @@ def _print_next(config: Path) -> None:
 
 
 def _program() -> str:
-    """Return how this command line is typed: by its name where that finds this one."""
+    """Return the command to type: the name if it is on the PATH, else the full path."""
     here = Path(sys.executable).parent / "tinkermq"
     path = shutil.which("tinkermq")
     same = path is not None and Path(path).resolve() == here.resolve()
@@ -183,7 +183,7 @@ def _program() -> str:
 
 
 def _short(path: Path) -> str:
-    """Return a path relative to where the user is, if that is shorter."""
+    """Return a path relative to the working folder if that is shorter."""
     relative = os.path.relpath(path)
     return relative if len(relative) < len(str(path)) else str(path)
 
@@ -194,18 +194,18 @@ INTERRUPTED = 130
 
 
 def quickstart(*overrides: str, output_dir: Path = Path("outputs")) -> int:
-    """Train a tiny model on this machine, from nothing, and watch its reward rise.
+    """Train a tiny model on this machine, from scratch, and watch its reward rise.
 
-    It needs no checkout, no GPU and no pool: it makes a model of 0.4 million parameters and its
-    data (once), starts a stack of its own, trains the two-turn calculator task in it, and stops
-    the stack. No process is left behind, also not after Ctrl-C.
+    It needs no checkout, no GPU and no pool. It creates a model of 0.4 million parameters and its
+    data (once), starts its own stack, trains the two-turn calculator task, and stops the stack.
+    No process is left behind, also after Ctrl-C.
 
     Parameters
     ----------
     overrides
         `section.key=value`, such as `training.num_steps=20`.
     output_dir
-        Everything is written below this folder: model, data, configuration and run.
+        Folder for model, data, configuration and run.
     """
     check_worker()
     _make_folder(output_dir)
@@ -233,7 +233,7 @@ def _make_folder(folder: Path) -> None:
 
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM do what Ctrl-C does: what was started is stopped."""
+    """Handle SIGTERM like Ctrl-C: stop everything that was started."""
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         yield
@@ -246,7 +246,7 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 
 
 def _train_in_own_stack(folder: Path, config: Path, overrides: tuple[str, ...]) -> RunProgress:
-    """Bring a stack up on free ports, train in it, and take it down whatever happens."""
+    """Start a stack on free ports, train in it, and stop it in any case."""
     given = load_config(config, overrides).model_dump(exclude_unset=True)
     with tempfile.TemporaryDirectory(prefix=".stack-", dir=folder.resolve()) as place:
         home = Home(place)

@@ -40,8 +40,8 @@ def host_run(run: str, nats_url: str | None, make: MakeHost) -> int:
         record = await pool.find(run)
         if record.state in FINAL_STATES:
             raise StateError(
-                f"run {record.name} is {record.state}: nobody plays its episodes any more",
-                hint=f"let it go on first: `tinkermq resume {record.name}`",
+                f"run {record.name} is {record.state}: its episodes are no longer played",
+                hint=f"resume it first: `tinkermq resume {record.name}`",
             )
         await _serve(pool, record, make(pool, record))
 
@@ -69,7 +69,7 @@ async def _serve(pool: Pool, record: JobRecord, host: "EnvironmentHost") -> None
 
 
 async def _wait_until_ended(pool: Pool, job: str, stopping: asyncio.Event) -> None:
-    """Set `stopping` when a job has ended; a broker that is away for a while is waited for."""
+    """Set `stopping` when a job has ended; waits for a broker that is away."""
     while True:
         await asyncio.sleep(END_POLL_S)
         try:
@@ -87,7 +87,7 @@ async def _wait_until_ended(pool: Pool, job: str, stopping: asyncio.Event) -> No
 def make_host(
     pool: Pool, record: JobRecord, name: str = "", *, job: JobConfig | None = None
 ) -> "EnvironmentHost":
-    """Return a host of a run's episodes; `job` stands for its stored configuration.
+    """Return a host of a run's episodes; `job` replaces its stored configuration.
 
     Raises StateError for a run whose episodes cannot be hosted by a command.
     """
@@ -138,9 +138,9 @@ def host(
 ) -> int:
     """Run a run's agent programs on this machine until Ctrl-C or the run's end.
 
-    One outgoing connection to the broker is enough. With `env.hosts: 0` all programs of the run
-    are those of such hosts, else they come on top of the pool's. Relative paths of the run's
-    section `agent` are those of this machine, from the present folder.
+    One outgoing connection to the broker is enough. With `env.hosts: 0`, such hosts run all
+    programs of the run, otherwise they add to the pool's hosts. Relative paths in the run's section `agent`
+    are resolved on this machine, from the working folder.
 
     Parameters
     ----------
@@ -151,9 +151,9 @@ def host(
     reward_files
         Folder of the reward command, in place of the run's `agent.reward_files`.
     places
-        Programs at the same time, in place of the run's `agent.per_host`.
+        Most programs at once, in place of the run's `agent.per_host`.
     name
-        Name of this host; default: one of its own.
+        Name of this host; default: a generated one.
     nats_url
         The broker; default: $TINKERMQ_NATS_URL, or the local stack.
     """

@@ -49,20 +49,20 @@ def ps(
 ) -> int:
     """List runs: state, step, reward, validation, tokens/s, slots, age and restarts.
 
-    Where the user has a quota, the last line tells how many slots of it are held.
+    If the user has a quota, the last line shows how much of it is in use.
 
     Parameters
     ----------
     all
-        Also runs that have ended, archived ones included.
+        Include runs that have ended, also archived ones.
     everyone
-        Those of all users, for admins.
+        Runs of all users, for admins.
     archived
-        Those that were archived, and no others.
+        Only archived runs.
     tag
-        Only those with this tag; of several tags, with all of them.
+        Only runs with this tag; with several, runs that have all of them.
     group
-        Only those of this group.
+        Only runs of this group.
     """
 
     async def work(pool: Pool) -> tuple[list[dict[str, Any]], str]:
@@ -106,14 +106,14 @@ def _print_rows(rows: Sequence[dict[str, Any]], *, everyone: bool) -> None:
 
 
 async def _describe_pool(pool: Pool) -> str:
-    """Say what keeps the pool from going on, and what of the user's quota is held."""
+    """Describe what blocks the pool, and how much of the user's quota is in use."""
     return "\n".join(
         line for line in (await describe_trouble(pool), await _describe_quota(pool)) if line
     )
 
 
 async def describe_trouble(pool: Pool) -> str:
-    """Say what keeps the pool from going on, as its scheduler sees it."""
+    """Describe what blocks the pool, according to its scheduler."""
     try:
         async with asyncio.timeout(_QUOTA_S):
             trouble = await pool.trouble()
@@ -123,7 +123,7 @@ async def describe_trouble(pool: Pool) -> str:
 
 
 async def _describe_quota(pool: Pool) -> str:
-    """Say what of the user's quota is held; runs are told of without a scheduler, too."""
+    """Describe how much of the user's quota is in use; runs are listed without a scheduler, too."""
     try:
         async with asyncio.timeout(_QUOTA_S):
             quota = await pool.quota()
@@ -136,11 +136,11 @@ async def _describe_quota(pool: Pool) -> str:
         for name, bound in bounds.items()
         if bound is not None
     ]
-    return f"{', '.join(parts)} of your quota are held" if parts else ""
+    return f"{', '.join(parts)} of your quota in use" if parts else ""
 
 
 async def _describe_silent_scheduler(pool: Pool) -> str:
-    """Say of a scheduler that does not answer whether there is one, which its heartbeat tells."""
+    """Describe whether a scheduler that does not answer has a heartbeat."""
     try:
         async with asyncio.timeout(_QUOTA_S):
             presences = [entry.value for entry in await list_presences(pool.broker, "pool")]
@@ -150,13 +150,13 @@ async def _describe_silent_scheduler(pool: Pool) -> str:
     if not schedulers:
         return "no scheduler answers: your quota is unknown, and nothing is placed"
     return (
-        f"{', '.join(schedulers)} lives and has not answered within {_QUOTA_S:g} s: your quota is "
-        "unknown"
+        f"{', '.join(schedulers)} is alive and has not answered within {_QUOTA_S:g} s: your quota "
+        "is unknown"
     )
 
 
 async def _row(pool: Pool, record: JobRecord) -> dict[str, Any]:
-    """Return what is known of a run, its figures from its newest metrics if it is the user's."""
+    """Return a row for a run, with figures from its newest metrics if it is the user's."""
     values: dict[str, float] = {}
     actors: list[Presence] = []
     if record.user == pool.broker.user:
@@ -181,7 +181,7 @@ async def _row(pool: Pool, record: JobRecord) -> dict[str, Any]:
 
 
 def _describe_missing(actors: Sequence[Presence]) -> str:
-    """Say what is not there that somebody outside must bring, and since when."""
+    """Describe what an actor waits for from outside, and for how long."""
     waits = [(actor.missing_since, actor) for actor in actors if actor.missing_since is not None]
     if not waits:
         return ""
@@ -190,7 +190,7 @@ def _describe_missing(actors: Sequence[Presence]) -> str:
 
 
 def _describe_failure(record: JobRecord, actors: Sequence[Presence]) -> str:
-    """Say which actor fails again and again, unless it has done some work by now."""
+    """Describe an actor that keeps failing and has made no progress since."""
     working = {actor.actor for actor in actors if actor.progress}
     troubles = (
         actor.trouble for actor in record.actors if actor.trouble and actor.name not in working
@@ -223,7 +223,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _describe_reason(row: dict[str, Any]) -> str:
-    """Say in a line why a run does not run, or does not get on."""
+    """Return one line: why a run does not run or makes no progress."""
     if row["missing"]:
         return str(row["missing"])
     if row["trouble"]:
@@ -244,9 +244,9 @@ def stop(run: str, /, *, now: bool = False, complete: bool = False, common: Comm
     run
         Name or job id.
     now
-        Do not wait for a checkpoint, or for answers that are being made.
+        Do not wait for a checkpoint, or for requests in flight.
     complete
-        Let it end as COMPLETED: what it has learned is enough.
+        End it as COMPLETED instead.
     """
     record = with_pool(
         common.nats_url,
@@ -255,13 +255,13 @@ def stop(run: str, /, *, now: bool = False, complete: bool = False, common: Comm
     if record.state in FINAL_STATES:
         text = f"{record.name} is {record.state} already"
     else:
-        drains = "after a checkpoint" if record.trains else "once it has answered what it was asked"
+        drains = "after a checkpoint" if record.trains else "after its open requests"
         text = f"{record.name} stops {'at once' if now else drains}"
     return _print_change(record, text, as_json=common.json)
 
 
 def checkpoint(run: str, /, *, common: Common = COMMON) -> int:
-    """Have a run write a checkpoint now, between two steps; prints its folder on the pool.
+    """Write a checkpoint of a run after the current step; print its folder on the pool.
 
     Parameters
     ----------
@@ -283,7 +283,7 @@ def checkpoint(run: str, /, *, common: Common = COMMON) -> int:
 
 
 def pause(run: str, /, *, common: Common = COMMON) -> int:
-    """Let a run stand still; its actors keep their slots, and `resume` lets it go on.
+    """Pause a run. Its actors keep their slots until `tinkermq resume`.
 
     Parameters
     ----------
@@ -295,14 +295,14 @@ def pause(run: str, /, *, common: Common = COMMON) -> int:
 
 
 def resume(run: str, /, *overrides: str, common: Common = COMMON) -> int:
-    """Let a run go on: after a pause, or from its last checkpoint; harmless while it runs.
+    """Resume a run after a pause or from its last checkpoint. Harmless while it runs.
 
     Parameters
     ----------
     run
         Name or job id.
     overrides
-        Of a run that has ended: keys that differ from now on: `training.num_steps=80`.
+        Changed configuration keys of a run that has ended: `training.num_steps=80`.
     """
     changes = _tree(overrides)
     record = with_pool(common.nats_url, lambda pool: pool.resume_run(run, changes))
@@ -322,7 +322,7 @@ def fork(
     source
         `RUN@STEP`, or `RUN@last`.
     overrides
-        Configuration keys that differ: `learner.lr=1e-5`.
+        Changed configuration keys: `learner.lr=1e-5`.
     """
     changes = _tree(overrides)
     record = with_pool(common.nats_url, lambda pool: pool.fork_run(source, changes))
@@ -336,7 +336,7 @@ def fork(
 
 
 def scale(run: str, target: str, /, *, common: Common = COMMON) -> int:
-    """Change how many generators, environment hosts or servers a running run has.
+    """Change the number of generators, environment hosts or servers of a run.
 
     Parameters
     ----------
@@ -355,9 +355,7 @@ def scale(run: str, target: str, /, *, common: Common = COMMON) -> int:
 def _parse_target(target: str) -> tuple[Literal["generator", "environment", "server"], int]:
     word, separator, count = target.partition("=")
     if not separator or not count.isdigit():
-        raise ConfigError(
-            f"{target!r} does not say how many of what", hint="write it as generators=2"
-        )
+        raise ConfigError(f"{target!r} is not a role and a number", hint="write it as generators=2")
     if word not in _ROLES:
         raise ConfigError(f"{word!r} cannot be scaled", hint=did_you_mean(word, _ROLES))
     return _ROLES[word], int(count)
@@ -396,14 +394,14 @@ _HOUR_S = 3600.0
 
 
 def priority(run: str, value: int, /, *, common: Common = COMMON) -> int:
-    """Change the priority of a run that waits: higher ones are placed first.
+    """Change the priority of a queued run. Higher ones are placed first.
 
     Parameters
     ----------
     run
         Name or job id.
     value
-        From -10 to 10; 0 is usual.
+        From -10 to 10; default 0.
     """
 
     async def work(pool: Pool) -> JobRecord:
@@ -418,7 +416,7 @@ def priority(run: str, value: int, /, *, common: Common = COMMON) -> int:
 
 
 def cost(run: str | None = None, /, *, common: Common = COMMON) -> int:
-    """Show the slot-hours that runs have used, by the role of their actors.
+    """Show the slot-hours of runs by the role of their actors.
 
     Parameters
     ----------
@@ -472,22 +470,22 @@ def label(
     notes: str | None = None,
     common: Common = COMMON,
 ) -> int:
-    """Change what a run is found by, its tags, group and notes; print them as they are then.
+    """Change the tags, group and notes of a run, and print them.
 
-    `tags`, `group` and `notes` of the configuration set them from the start.
+    The configuration keys `tags`, `group` and `notes` set them at submission.
 
     Parameters
     ----------
     run
         Name or job id.
     tag
-        Add this one; may be given several times.
+        Tag to add; may be given several times.
     untag
-        Take this one away.
+        Tag to remove; may be given several times.
     group
-        Put it into this group; "" takes it out of the one that it is in.
+        New group; "" removes the run from its group.
     notes
-        What is to be remembered of it; "" removes them.
+        New notes; "" removes them.
     """
 
     async def work(pool: Pool) -> JobRecord:
@@ -510,7 +508,7 @@ def label(
 
 
 def changed_tags(tags: Sequence[str], more: Sequence[str], fewer: Sequence[str]) -> list[str]:
-    """Return tags with more of them behind, each once, and without some."""
+    """Return tags with `more` appended, without `fewer` and without duplicates."""
     return [tag for tag in dict.fromkeys((*tags, *more)) if tag not in fewer]
 
 
@@ -534,10 +532,9 @@ def delete(
     yes: Annotated[bool, Parameter(alias="-y")] = False,
     common: Common = COMMON,
 ) -> int:
-    """Delete runs that have ended, with all that is stored of them; nothing of it comes back.
+    """Delete runs that have ended, with all their data. This cannot be undone.
 
-    Their record, streams and weights, evaluations, secrets, and their run folders with the
-    checkpoints.
+    Deletes records, streams, weights, evaluations, secrets, and run folders with checkpoints.
 
     Parameters
     ----------
@@ -547,7 +544,7 @@ def delete(
         Do not ask.
     """
     if not yes and sys.stdin.isatty():
-        print_note(f"{', '.join(runs)}: records, checkpoints and all else will be gone for good")
+        print_note(f"{', '.join(runs)}: all their data will be deleted for good")
         if input("delete? [y/N] ").strip().lower() not in ("y", "yes"):
             return 1
 
@@ -563,17 +560,17 @@ def delete(
 
 
 def archive(run: str, /, *, undo: bool = False, common: Common = COMMON) -> int:
-    """Put a run that has ended away: what the broker stores of it goes into its run folder.
+    """Archive a run that has ended: move its data from the broker into its run folder.
 
-    It can still be forked, served and evaluated from its checkpoints, and is listed by
-    `tinkermq ps --archived` only.
+    An archived run can still be forked, served and evaluated from its checkpoints. Only
+    `tinkermq ps --archived` lists it.
 
     Parameters
     ----------
     run
         Name or job id.
     undo
-        Bring it back, so that it can be looked into and resumed.
+        Restore it, so that it can be inspected and resumed.
     """
 
     async def work(pool: Pool) -> str:

@@ -39,7 +39,7 @@ def serve(
     detach: Annotated[bool, Parameter(alias="-d")] = False,
     common: Common = COMMON,
 ) -> int:
-    """Serve a model; it goes on until `tinkermq stop`.
+    """Serve a model until `tinkermq stop`.
 
     Parameters
     ----------
@@ -48,16 +48,16 @@ def serve(
     overrides
         Configuration keys: `generator.max_requests=64`.
     adapter
-        `RUN@STEP` of a LoRA run on the same base, to be served beside the model under that name;
+        `RUN@STEP` of a LoRA run on the same base, served beside the model under this name;
         may be given several times.
     servers
-        Servers that share the requests; each holds one slot.
+        Number of servers that share the requests; each takes one slot.
     max_model_len
-        Longest prompt and answer together, in tokens.
+        Most tokens of prompt and answer together.
     tokenizer
         Folder of the tokenizer; default: the model's own.
     trust_remote_code
-        Run code that comes with the model.
+        Run Python code from the model's folder.
     gateway
         URL of the pool's gateway; default: $TINKERMQ_GATEWAY_URL, or the local stack's.
     detach
@@ -134,15 +134,15 @@ def infer(
     token_ids: bool = False,
     common: Common = COMMON,
 ) -> int:
-    """Play a game with a model, many episodes at once, and tell how it did.
+    """Play a game with a model, many episodes at once, and print its scores.
 
-    Started again with the same settings and --output, it goes on where it ended.
+    Repeated with the same settings and --output, it continues where it ended.
 
     Parameters
     ----------
     model
-        A job that serves (`tinkermq serve`), or what is served for the occasion: a model folder,
-        a run, `RUN@STEP`.
+        A serving job (`tinkermq serve`), or a model to serve for the duration of the command: a
+        model folder, a run, `RUN@STEP`.
     game_arguments
         Arguments of the game's constructor: `max_turns=3`. They need --game.
     game
@@ -151,11 +151,11 @@ def infer(
     top_p
         Nucleus sampling.
     top_k
-        Keep the k likeliest tokens; 0: all.
+        Sample from the k likeliest tokens; 0: all.
     max_tokens
-        Tokens after the first prompt; default: as in training.
+        Most tokens after the first prompt; default: as in training.
     success_reward
-        An episode whose return is above this is solved, unless the game says so in its info.
+        Return above which an episode counts as solved, unless the game's info has `success`.
     concurrent
         Episodes at the same time.
     token_ids
@@ -192,16 +192,16 @@ def up(
     gateway: str | None = None,
     common: Common = COMMON,
 ) -> int:
-    """Train adapters on base models for whoever comes; it goes on until `tinkermq stop`.
+    """Serve the Tinker API on base models until `tinkermq stop`.
 
     Parameters
     ----------
     overrides
         Configuration keys: `tinker.max_rank=32`.
     model
-        `NAME=FOLDER`: a base model under the name that programs ask for, such as
-        `Qwen/Qwen3.5-9B-Base=/models/qwen`, or an absolute path, which is its name then; may be
-        given several times, for a service each.
+        `NAME=FOLDER`: a base model and its name for programs, such as
+        `Qwen/Qwen3.5-9B-Base=/models/qwen`; or an absolute path, which then is the name. May be
+        given several times; each starts a service.
     gateway
         URL of the pool's gateway; default: $TINKERMQ_GATEWAY_URL, or the local stack's.
     """

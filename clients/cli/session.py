@@ -20,7 +20,7 @@ CONNECT_DEADLINE_S = 5.0
 def with_pool(
     nats_url: str | None, work: Callable[[Pool], Awaitable[T]], *, api_key: str | None = None
 ) -> T:
-    """Connect to the named broker, or to that of the local stack, run `work`, and close.
+    """Connect to the named broker or the local stack's, run `work`, and close.
 
     Without `api_key` that of $TINKERMQ_API_KEY counts. Raises the one TinkermqError inside an
     exception group by itself.
@@ -44,7 +44,7 @@ def with_pool(
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Common:
-    """Which pool is meant, and how the answer is printed."""
+    """The pool to use and the format of the output."""
 
     nats_url: Annotated[
         str | None,
@@ -54,7 +54,7 @@ class Common:
 
 
 COMMON = Common()
-"""Neither is given."""
+"""The defaults."""
 
 
 # A broker of one command's own, on this machine, gone with it.

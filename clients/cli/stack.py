@@ -50,37 +50,37 @@ def up(
     foreground: bool = False,
     json: bool = False,
 ) -> int:
-    """Start broker, scheduler, one node and the dashboard on this machine; harmless when they run.
+    """Start broker, scheduler, one node and the dashboard on this machine, unless they run.
 
-    They go on in the background, and each is started again if it dies, until `tinkermq down`. In a
-    folder where `tinkermq init` has made secrets, the broker lets nobody in without a key.
+    They run in the background until `tinkermq down`, and each is restarted if it dies. In a
+    folder where `tinkermq init` has created secrets, the broker requires a key.
 
     Parameters
     ----------
     nats_url
-        Use a NATS server that runs already (with JetStream) instead of starting one.
+        Use a running NATS server (with JetStream) instead of starting one.
     host
-        Address that the server listens on; beyond this machine only with authentication.
+        Address that the server listens on; other than loopback only with authentication.
     tls_cert
-        Certificate of the server in PEM: connections are encrypted.
+        Certificate of the server in PEM format, to encrypt connections.
     tls_key
         Its private key.
     port
-        Port of the server that is started; 0 takes a free one.
+        Port of the started server; 0: a free one.
     slots
         Slots of the node; default: its GPUs, or its CPU cores.
     store
         Folder of state, logs and stored messages; default: $TINKERMQ_HOME, or
         ~/.local/share/tinkermq.
     gateway_port
-        Port of the dashboard; default: 8780, or a free one where that is taken.
+        Port of the dashboard; default: 8780, or a free one if that is taken.
     no_gateway
         Start no dashboard.
     on
-        Start no node here: get machines as the queue needs them, and give them back, from
+        Start no node here, but request machines as the queue needs them, and release them, from
         slurm:PARTITION, ray:ADDRESS, or as a YAML file says (docs/slurm.md, docs/ray.md).
     foreground
-        Stay until Ctrl-C instead of going into the background.
+        Run in the foreground until Ctrl-C.
     json
         Print JSON.
     """
@@ -116,7 +116,7 @@ def up(
 def down(*, store: Path | None = None, json: bool = False) -> int:
     """Stop what `tinkermq up` started; harmless when nothing runs.
 
-    Running jobs write a checkpoint and go on at the next `up`.
+    Running jobs write a checkpoint and continue at the next `up`.
 
     Parameters
     ----------
@@ -153,7 +153,7 @@ def _gateway_port(given: int | None, *, any_port: bool) -> int | None:
 
 
 def _machines(on: str | None, slots: int | None) -> str | None:
-    """Return where machines come from, checked; a file by its whole path."""
+    """Check the source of machines and return it, a file with its absolute path."""
     if on is None:
         return None
     machines_config(on)
@@ -168,13 +168,13 @@ def _machines(on: str | None, slots: int | None) -> str | None:
 def _check_listening(
     home: Home, host: str, nats_url: str | None, tls_cert: Path | None, tls_key: Path | None
 ) -> None:
-    """Refuse a broker that the world could use, and half a certificate."""
+    """Refuse a broker open to other machines without keys, and a certificate without its key."""
     if (tls_cert is None) != (tls_key is None):
         raise ConfigError("--tls-cert and --tls-key belong together", hint="give both, or neither")
     is_secured = PoolSecrets(home.secrets).exist
     if host not in LOOPBACK and not is_secured:
         raise ConfigError(
-            f"a broker on {host} without authentication could be used by everybody",
+            f"a broker on {host} without authentication could be used by anyone",
             hint="make users first: `tinkermq init`",
         )
     if nats_url is not None and is_secured:
@@ -229,7 +229,7 @@ def _first_line(process: "subprocess.Popen[bytes]") -> bytes:
 
 
 def stop_detached(home: Home, state: StackState) -> None:
-    """Stop a supervisor and wait until it has let go of its folder."""
+    """Stop a supervisor and wait until it has released its folder."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(state.pid, signal.SIGTERM)
     deadline = time.monotonic() + DOWN_DEADLINE_S
@@ -262,7 +262,7 @@ def _show(state: StackState, *, as_json: bool, foreground: bool = False) -> None
     if Path(state.home) != default_folder().resolve():
         print_text(f"  other commands find it with [bold]{HOME_VARIABLE}={state.home}[/]")
     if "auth" in state.children and not os.environ.get(KEY_VARIABLE):
-        print_text(f"  it lets in who has a key: set {KEY_VARIABLE}")
+        print_text(f"  it requires a key: set {KEY_VARIABLE}")
     if foreground:
         print_text("  Ctrl-C stops it")
         return

@@ -42,12 +42,12 @@ HEALTHY_S = 30.0
 
 
 class StackProcess:
-    """A process that shall always run."""
+    """A process that is restarted when it dies."""
 
     def __init__(
         self, name: str, command: Sequence[str], *, log: Path, environment: Mapping[str, str]
     ) -> None:
-        """Describe it; `start` starts it. Its output is appended to `log`."""
+        """Name its command; `start` starts it. Its output is appended to `log`."""
         self.name = name
         self.log = log
         self.restarts = 0
@@ -82,7 +82,7 @@ class StackProcess:
         self._started = time.monotonic()
 
     def revive(self) -> bool:
-        """Start it again if it has died and its pause is over; return whether it was started."""
+        """Restart it if it has died and its pause is over; return whether it was started."""
         if self.pid is not None:
             return False
         alive_s = time.monotonic() - self._started
@@ -107,7 +107,7 @@ class StackProcess:
             self._process.wait()
 
     def last_words(self) -> TinkermqError:
-        """Return why it ended, from the last lines of its log."""
+        """Return the error in the last lines of its log."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         for line in reversed(lines):
             message = _read_message(line)
@@ -152,7 +152,7 @@ MACHINES_STOP_S = 50.0
 
 @dataclass(frozen=True)
 class StackOptions:
-    """What `up` was asked for."""
+    """The options of `tinkermq up`."""
 
     home: Path
     """Folder of the stack."""
@@ -195,7 +195,7 @@ class StackOptions:
 
 @dataclass
 class Supervisor:
-    """Starts the stack, keeps it up, and takes it down."""
+    """Starts the stack, restarts its processes, and stops it."""
 
     options: StackOptions
     stopping: bool = False
@@ -214,9 +214,9 @@ class Supervisor:
         self._is_starting = False
 
     def run(self, ready: Callable[[StackState], None]) -> None:
-        """Hold the stack up until a signal; `ready` is called once it is up.
+        """Run the stack until a signal; `ready` is called once it is up.
 
-        Raises TinkermqError when it does not come up; nothing is left running then.
+        Raises TinkermqError if it does not come up; nothing is left running.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
@@ -261,7 +261,7 @@ class Supervisor:
         return url
 
     def _machines(self) -> list[str]:
-        """Return what the scheduler is told of where machines come from."""
+        """Return the scheduler's options for the source of machines."""
         if self.options.on is None:
             return []
         words = ["--machines", self.options.on]
@@ -336,9 +336,9 @@ class Supervisor:
             time.sleep(POLL_S)
 
     def _keep_server(self, server: NatsServer) -> bool:
-        """Start a broker again that died, or that a full disk has stopped from storing.
+        """Restart a broker that has died, or that stopped storing on a full disk.
 
-        It may take as long as it needs to read its store, and as many tries: the stack stays up.
+        It may take any time and number of attempts to read its store: the stack stays up.
         Returns whether it has come up.
         """
         is_well = server.running and not self._is_starting
@@ -389,7 +389,7 @@ class Supervisor:
             self.server.stop()
 
     def _give_machines_back(self) -> None:
-        """Have all machines drain while the broker is there to tell them apart from a failure."""
+        """Drain all machines while the broker still runs, so that it is no failure to them."""
         if self.options.on is None or self.server is None or not self.server.running:
             return
         module = "tinkermq.actors.scheduler.machines"
@@ -437,7 +437,7 @@ def _place(url: str) -> tuple[str, int]:
 
 
 async def _list_actor_pids(url: str, credentials: Path | None) -> set[int]:
-    """Return the process ids of the pool's actors that are heard of."""
+    """Return the process ids of the pool's actors that have a heartbeat."""
     from ...broker.client.connection import connect
     from ...broker.presence import list_presences
     from ...schemas.wire.errors import NotFoundError
@@ -450,7 +450,7 @@ async def _list_actor_pids(url: str, credentials: Path | None) -> set[int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a supervisor that tells its parent by one line whether the stack is up."""
+    """Run a supervisor; it writes one line to its parent once the stack is up or has failed."""
     options = _parse(argv)
     for name in OF_PERSONS:
         erase_variable(name)
@@ -479,7 +479,7 @@ def _parse(argv: Sequence[str] | None) -> StackOptions:
 
 
 def _tell(message: dict[str, object]) -> None:
-    """Write the one line for `up`, then give its pipe back; `up` may be gone already."""
+    """Write the line for `up`, then close the pipe; `up` may have ended already."""
     try:
         sys.stdout.write(json.dumps(message) + "\n")
         sys.stdout.flush()

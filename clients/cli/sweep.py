@@ -145,11 +145,11 @@ def sweep(
     dry_run: bool = False,
     common: Common = COMMON,
 ) -> int:
-    """Train a run for each combination of values, some at a time, and compare what they came to.
+    """Train a run for each combination of values, some at a time, and compare the results.
 
-    `learner.lr=1e-5,3e-5 seed=1,2,3` are six runs. `learner.lr=1e-6..1e-4` is a range, of which
-    --runs says how many points are drawn. The runs are named NAME-000 and so on and have the group
-    NAME. Ctrl-C leaves those that run; the same command goes on where it was, and makes none twice.
+    `learner.lr=1e-5,3e-5 seed=1,2,3` are six runs. `learner.lr=1e-6..1e-4` is a range, from which
+    --runs points are drawn. The runs are named NAME-000 and so on, in the group NAME. Ctrl-C
+    leaves them running; the same command continues the sweep and submits no run twice.
 
     Parameters
     ----------
@@ -158,17 +158,17 @@ def sweep(
     overrides
         `section.key=value`; a key with several values, or a range, varies.
     name
-        Name of the group, and the beginning of the runs' names.
+        Name of the group, and prefix of the runs' names.
     runs
-        Draw so many points instead of taking every combination.
+        Number of points to draw instead of taking every combination.
     at_once
-        Runs that are queued or running at the same time.
+        Most runs that are queued or running at once.
     seed
-        Of what is drawn.
+        Seed of the drawn points.
     metric
-        What the table is sorted by, the best first.
+        Metric that sorts the table, best first.
     dry_run
-        Print the points, submit nothing.
+        Print the points without submitting.
     """
     same, space = parse_space(overrides)
     chosen = list_points(space, runs, seed)
@@ -208,7 +208,7 @@ def _config_of(file: Path, same: list[str], name: str, number: int, point: Point
 async def _run_all(
     pool: Pool, configs: list[JobConfig], at_once: int, *, quiet: bool
 ) -> list[JobRecord]:
-    """Submit the runs, as many at a time as may be, and wait for the end of all."""
+    """Submit the runs, at most `at_once` at a time, and wait until all have ended."""
     waiting, announced = list(configs), set[str]()
     records: dict[str, JobRecord] = {}
     while True:

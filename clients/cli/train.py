@@ -39,7 +39,7 @@ def train(
     priority: int = 0,
     common: Common = COMMON,
 ) -> int:
-    """Submit a training job and watch it; Ctrl-C detaches and the run goes on.
+    """Submit a training job and watch it. Ctrl-C detaches; the run continues.
 
     Parameters
     ----------
@@ -48,14 +48,14 @@ def train(
     overrides
         `section.key=value`, such as `learner.lr=1e-5 training.num_steps=20`.
     from_
-        `RUN@STEP`, or `RUN` for its newest checkpoint: begin with its weights instead of
-        `model.path`. (`fork` goes on where a run was.)
+        `RUN@STEP`, or `RUN` for its newest checkpoint: start from its weights instead of
+        `model.path`. (`fork` continues the whole run.)
     dry_run
-        Check configuration, model, game, data and slots, here and in the pool, submit nothing.
+        Check configuration, model, game, data and slots, here and in the pool, without submitting.
     detach
-        Submit and return.
+        Do not watch the run.
     priority
-        From -10 to 10: runs of a higher one are placed first.
+        From -10 to 10; runs with a higher priority are placed first.
     """
     effective = _load(config, overrides, from_)
     return _submit(effective, from_, dry_run, detach=detach, priority=priority, common=common)
@@ -71,7 +71,7 @@ def sft(
     priority: int = 0,
     common: Common = COMMON,
 ) -> int:
-    """Submit a job that learns from conversations, and watch it.
+    """Submit a supervised fine-tuning job and watch it.
 
     Parameters
     ----------
@@ -80,14 +80,14 @@ def sft(
     overrides
         `section.key=value`, such as `learner.lr=1e-5 training.num_epochs=2`.
     from_
-        `RUN@STEP`, or `RUN` for its newest checkpoint: begin with its weights instead of
+        `RUN@STEP`, or `RUN` for its newest checkpoint: start from its weights instead of
         `model.path`.
     dry_run
-        Check configuration, model, data and slots, here and in the pool, submit nothing.
+        Check configuration, model, data and slots, here and in the pool, without submitting.
     detach
-        Submit and return.
+        Do not watch the run.
     priority
-        From -10 to 10: runs of a higher one are placed first.
+        From -10 to 10; runs with a higher priority are placed first.
     """
     effective = _load(config, overrides, from_)
     if not effective.sft.data:
@@ -99,7 +99,7 @@ def sft(
 
 
 def _load(config: Path, overrides: Sequence[str], from_run: str | None) -> JobConfig:
-    """Read the configuration; the run that it begins with takes the model's place."""
+    """Read the configuration; with `from_`, that run stands in for the model."""
     given = [] if from_run is None else [f"model.path={from_run}"]
     return load_config(config, [*overrides, *given])
 
@@ -147,7 +147,7 @@ def _submit(
 
 
 def watch(run: str, /, *, common: Common = COMMON) -> int:
-    """Watch a run until it ends; Ctrl-C detaches and the run goes on.
+    """Watch a run until it ends. Ctrl-C detaches; the run continues.
 
     Parameters
     ----------
@@ -164,12 +164,12 @@ def watch(run: str, /, *, common: Common = COMMON) -> int:
 def _detachable(
     url: str, work: Callable[[Pool], Awaitable[int]], watched: Sequence[str], *, as_json: bool
 ) -> int:
-    """Do what Ctrl-C may leave; `watched` names the run by then, if there is one."""
+    """Run `work`; Ctrl-C detaches, and `watched` holds the run's name once it is known."""
     try:
         return with_pool(url, work)
     except KeyboardInterrupt:
         if not as_json and watched:
-            print_note(f"detached; the run goes on (`tinkermq ps`, `tinkermq watch {watched[0]}`)")
+            print_note(f"detached; the run continues (see `tinkermq watch {watched[0]}`)")
         elif not as_json:
             print_note(
                 "interrupted before the run was accepted (`tinkermq ps` shows whether it was)"
@@ -178,7 +178,7 @@ def _detachable(
 
 
 async def show_run(pool: Pool, record: JobRecord, *, as_json: bool = False) -> RunProgress:
-    """Show a run until its end; return what became of it."""
+    """Display a run until it ends; return its final record."""
     progress = RunProgress(record)
     with open_display(progress, as_json=as_json) as display:
         updates = follow_run(pool, record, with_actors=display.needs_actors)
@@ -189,7 +189,7 @@ async def show_run(pool: Pool, record: JobRecord, *, as_json: bool = False) -> R
 
 
 async def _follow(pool: Pool, record: JobRecord, *, as_json: bool) -> int:
-    """Show a run until its end; return the exit code that its end stands for."""
+    """Display a run until it ends; return the exit code for its final state."""
     progress = await show_run(pool, record, as_json=as_json)
     if not as_json:
         _print_end(progress)
@@ -197,7 +197,7 @@ async def _follow(pool: Pool, record: JobRecord, *, as_json: bool) -> int:
 
 
 def _print_end(progress: RunProgress) -> None:
-    """Say how a run ended, and what to do next."""
+    """Print how a run ended and what to do next."""
     record = progress.record
     if progress.validation:
         steps = sorted(progress.validation)
@@ -219,10 +219,10 @@ def _print_end(progress: RunProgress) -> None:
 
 
 def notify(run: str, /, *, common: Common = COMMON) -> int:
-    """Be told when a run finishes, fails or no longer improves.
+    """Get a notification when a run finishes, fails or no longer improves.
 
-    The pool sends it, so your machine may sleep. Where to is a URL of apprise's, in
-    `TINKERMQ_NOTIFY_URL` or on standard input: it is a secret, so no option takes it.
+    The pool sends it, so this machine need not stay on. Its target is an Apprise URL, read from
+    $TINKERMQ_NOTIFY_URL or standard input. The URL is a secret, so there is no option for it.
 
     Parameters
     ----------
@@ -235,7 +235,7 @@ def notify(run: str, /, *, common: Common = COMMON) -> int:
         record = await pool.find(run)
         if record.state in FINAL_STATES:
             raise ConfigError(
-                f"run {record.name} is {record.state}: there is nothing more to tell",
+                f"run {record.name} is {record.state}: it has ended already",
                 hint=f"its end: `tinkermq ps --all`; let it go on: `tinkermq resume {record.name}`",
             )
         return await pool.hand_over(record.job, {NOTIFY_URL: url})
@@ -244,7 +244,7 @@ def notify(run: str, /, *, common: Common = COMMON) -> int:
     if common.json:
         print_json(record.model_dump())
     else:
-        print_text(f"the pool will tell of the end of {record.name}")
+        print_text(f"the pool will send a notification when {record.name} ends")
     return 0
 
 

@@ -114,7 +114,7 @@ Program = Callable[[dict[str, Any], "AgentEpisode"], "Awaitable[Reward] | Reward
 
 
 class AgentEpisode(SdkClients):
-    """One episode: its task, where its program finds the model, and what it is worth."""
+    """One episode: its task, the URLs of its model, and its reward."""
 
     def __init__(self, given: "GivenEpisode", loop: asyncio.AbstractEventLoop) -> None:
         """Wrap what the host has given out on its own event loop."""
@@ -139,7 +139,7 @@ class AgentEpisode(SdkClients):
 
     @property
     def is_over(self) -> bool:
-        """Whether no call is answered any more."""
+        """Whether the episode has ended; its calls are no longer answered."""
         return bool(self._episode.over)
 
     def reward(self, reward: float, call: int | None = None, *, branch: int | None = None) -> None:
@@ -157,9 +157,9 @@ class AgentEpisode(SdkClients):
         info: dict[str, Any] | None = None,
         failed: bool = False,
     ) -> None:
-        """End the episode, with its reward if that was not given; harmless when it is over.
+        """End the episode, with its reward if not given before; harmless when it is over.
 
-        Raises ValueError for a reward that is no finite number, and for `info` that cannot travel.
+        Raises ValueError for a reward that is not finite, or `info` that cannot be serialised.
         """
         value = None if reward is None else _number(reward)
         details = plain_value(dict(info or {}), "info")
@@ -167,7 +167,7 @@ class AgentEpisode(SdkClients):
         self._soon(partial(self._end, value, succeeded, details, failed=failed))
 
     def fail(self, error: str) -> None:
-        """End the episode because its program did with an error: it is tried again."""
+        """End the episode as failed: it is tried again."""
         self._soon(partial(self._given.crash, error))
 
     def _soon(self, change: Callable[[], None]) -> None:
@@ -204,7 +204,7 @@ class AgentEpisode(SdkClients):
 
 
 class _LeasingEnvironment(HostedEnvironment):
-    """Hosts the episodes of a job whose programs are run from here."""
+    """Hosts the episodes of a job whose programs are run by this process."""
 
     def __init__(
         self, config: Any, job_id: str | None, api_key: str | None, gateway: str = ""
@@ -240,7 +240,7 @@ class _LeasingEnvironment(HostedEnvironment):
         )
 
     def start_episode(self, episode: AgentEpisode, given: "GivenEpisode") -> None:
-        """Take an episode that has started; on the host's event loop."""
+        """Handle a started episode, on the host's event loop."""
         raise NotImplementedError
 
 
@@ -248,8 +248,8 @@ class AgentEnvironment(_LeasingEnvironment):
     """A function that is an agent's program, hosted in this process for one job.
 
     `config` is the same object that is given to `set_config`; of it the keys of `env` and `agent`
-    are read here, and go before those of the job. A function that raises has crashed: its episode
-    is tried again.
+    are used here and override those of the job. If the function raises, its episode is tried
+    again.
     """
 
     def __init__(
@@ -286,7 +286,7 @@ class AgentEnvironment(_LeasingEnvironment):
             episode.fail(_traceback(error))
 
     async def _call_program(self, episode: AgentEpisode) -> tuple[Any, str]:
-        """Return what the function returns, or else the traceback of what it has raised."""
+        """Return the function's result, or the traceback of its exception."""
         if inspect.iscoroutinefunction(self._program):
             return await self._program(episode.task, episode), ""
 
@@ -301,7 +301,7 @@ class AgentEnvironment(_LeasingEnvironment):
 
 
 def _number(reward: Any) -> float:
-    """Return a reward as a number; ValueError for what is none, or not finite."""
+    """Return a reward as a float; ValueError if it is not a finite number."""
     if isinstance(reward, str | bytes):
         raise ValueError(f"a reward is a number, not {shown(reward)}")
     try:
@@ -366,7 +366,7 @@ class AgentEpisodes(_LeasingEnvironment):
                     await stopping.wait()
 
     def start_episode(self, episode: AgentEpisode, given: "GivenEpisode") -> None:
-        """Let the next who asks have an episode."""
+        """Queue an episode for the iterator."""
         self._given.put(episode)
 
     def __iter__(self) -> Iterator[AgentEpisode]:
@@ -390,7 +390,7 @@ class AgentEpisodes(_LeasingEnvironment):
 
 
 def agent(program: Program) -> Program:
-    """Mark a function as an agent's program; ConfigError for one that takes something else."""
+    """Mark a function as an agent's program; ConfigError for a wrong signature."""
     names = list(inspect.signature(program).parameters)
     if len(names) != 2:
         raise ConfigError(

@@ -89,7 +89,7 @@ class HostedEnvironment(ABC):
     async def wait_until_over(
         self, broker: "Broker", address: JobAddress, stopping: asyncio.Event
     ) -> None:
-        """Wait for as long as is hosted."""
+        """Wait until hosting shall end."""
         del broker, address
         await stopping.wait()
 
@@ -119,14 +119,14 @@ class HostedEnvironment(ABC):
             raise
 
     def check(self) -> None:
-        """Raise what ended the host, if it has ended by itself."""
+        """Raise the error that ended the host, if there is one."""
         if self._hosting is not None and self._hosting.done():
             hosting, self._hosting = self._hosting, None
             hosting.result()
 
     @property
     def hosting(self) -> "Future[None] | None":
-        """The host's end: a future that is done when it stopped or failed."""
+        """A future that is done once the host has stopped or failed."""
         return self._hosting
 
     def cleanup(self) -> None:
@@ -164,7 +164,7 @@ class HostedEnvironment(ABC):
 
 
 def _wait_until_ready(ready: "Future[None]", hosting: "Future[None]") -> None:
-    """Wait until the host serves; raise what it raised instead."""
+    """Wait until the host is ready; raise its error if it fails."""
     hosting.add_done_callback(lambda _: ready.done() or ready.set_result(None))
     ready.result()
     if hosting.done():
@@ -286,7 +286,7 @@ def _read_env(config: Any) -> dict[str, Any]:
 
 
 def _shown(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return constructor arguments for the job's record; what cannot travel by its repr."""
+    """Return constructor arguments for the job's record; unserialisable ones as their repr."""
     shown: dict[str, Any] = {}
     for key, value in kwargs.items():
         try:

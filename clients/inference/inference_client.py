@@ -1,4 +1,4 @@
-"""Serve a model: `InferenceSchedulerClient`, and its async twin."""
+"""Serve a model: `InferenceSchedulerClient`, and `AsyncInferenceSchedulerClient`."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ DEFAULT_CONTEXT = 4096
 
 
 class ModelSource(NamedTuple):
-    """What a submission of kind `infer` says."""
+    """The parts of a submission of kind `infer`."""
 
     config: dict[str, Any]
     fork_of: str | None = None
@@ -43,9 +43,9 @@ class ModelSource(NamedTuple):
 async def find_source(pool: Pool, name: str) -> ModelSource:
     """Return the submission that serves `name`.
 
-    A run that is live is followed; of one that has ended the last checkpoint is served. A run comes
-    before a folder of that name, which is meant by `./name`. Raises
-    NotFoundError or ModelError that says what `name` could have meant.
+    A live run is followed; of a run that has ended, the last checkpoint is served. A run takes
+    precedence over a folder of that name; write `./name` for the folder. Raises NotFoundError or
+    ModelError with suggestions.
     """
     if is_path(name):
         return await _tinker_source(pool, name)
@@ -103,7 +103,7 @@ def model_config(
 ) -> dict[str, Any]:
     """Return the configuration of a plain model, without a game.
 
-    Its context is that of the model, up to `longest`; None: whatever that is.
+    Its context is the model's, up to `longest`; None: no limit.
     """
     positions = _positions(folder)
     context = positions if longest is None else min(longest, positions)
@@ -115,7 +115,7 @@ def model_config(
 
 
 def _lengths(context: int) -> dict[str, Any]:
-    """Divide a context between prompt and response, with the usual lengths where they fit."""
+    """Divide a context between prompt and response, with the default lengths if they fit."""
     usual = RolloutConfig()
     response = min(usual.max_response_tokens, max(1, context // 2))
     return {
@@ -129,7 +129,7 @@ def _lengths(context: int) -> dict[str, Any]:
 
 
 def _positions(folder: Path | None) -> int:
-    """Return how many positions a model has, or the base of an adapter."""
+    """Return the number of positions of a model, or of an adapter's base."""
     try:
         if folder is not None and (folder / ADAPTER_CONFIG).is_file():
             adapter = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
@@ -151,7 +151,7 @@ def with_options(
     broker_url: str = "",
     has_users: bool = False,
 ) -> dict[str, Any]:
-    """Return the configuration of a source with a user's wishes laid over it."""
+    """Return the configuration of a source with a user's options merged in."""
     config = source.config
     model: dict[str, Any] = {}
     if tokenizer_path is not None and tokenizer_path != config.get("model", {}).get("path"):
@@ -189,7 +189,7 @@ class AsyncInferenceSchedulerClient(AsyncSchedulerClient):
         *,
         url: str = "",
     ) -> None:
-        """Name the pool's broker and, if it is not found by itself, the gateway's `http://…`."""
+        """Name the pool's broker and, if it cannot be found, the gateway's `http://…`."""
         super().__init__(scheduler_url, api_key, timeout, poll_interval, url=url)
         self._gateway = gateway_url
 
@@ -292,7 +292,7 @@ async def submit_inference(
     """Submit a job that serves `model` and further adapters on its base.
 
     `num_servers` share the requests; `max_model_len` bounds prompt and answer together;
-    `tokenizer_path` is another than the model's own; `overrides` are further keys of the job.
+    `tokenizer_path` replaces the model's own; `overrides` are further keys of the job.
     """
     source = await find_source(pool, model)
     config = with_options(
@@ -318,7 +318,7 @@ async def submit_inference(
 async def wait_until_served(pool: Pool, record: JobRecord, timeout_s: float) -> JobRecord:
     """Wait until a server of the job answers.
 
-    Raises JobFailedError, or DeadlineError that says what it waits for.
+    Raises JobFailedError, or DeadlineError with the reason.
     """
     deadline = asyncio.get_running_loop().time() + timeout_s
     actors = presences(pool.broker)

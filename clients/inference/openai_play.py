@@ -110,11 +110,11 @@ class ChatAnswer:
 
 
 class _Transient(Exception):
-    """The endpoint may answer when it is asked again."""
+    """A failure after which a retry may succeed."""
 
 
 def _send(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Ask an endpoint, again while it is busy; return its JSON answer."""
+    """Call an endpoint, with retries while it is busy; return its JSON answer."""
     try:
         for attempt in stamina.retry_context(on=_Transient, attempts=_ATTEMPTS, timeout=None):
             with attempt:
@@ -165,7 +165,7 @@ async def play_with_endpoint(endpoint: Endpoint, options: PlayOptions) -> Infere
     """Play episodes of `options.game_class`, many at once.
 
     Raises ConfigError, DataError, GameError for a game that cannot be made, and what
-    `Endpoint.answer` raises. An episode whose game fails is told in the report.
+    `Endpoint.answer` raises. Episodes whose game fails are listed in the report.
     """
     game_class = options.game_class
     env = hosted_env(game_class, options.data_path, options.game_kwargs)
@@ -233,7 +233,7 @@ class _Player:
         self._threads = threads
 
     async def play(self, task: int, sample: int) -> EpisodeResult:
-        """Play one episode; one whose game fails says so."""
+        """Play one episode; a failure of the game becomes its result."""
         start = self._chosen.start(task)
         name = uuid.uuid4().hex
         record = self._data.record(start["split"], start["sample"])
@@ -262,7 +262,7 @@ class _Player:
         )
 
     async def _turns(self, name: str, messages: list[ChatMessage], *, seed: int) -> "_Played":
-        """Let model and game take turns until one of them is done."""
+        """Alternate model and game until the episode is over."""
         request = self._request(seed)
         loop = asyncio.get_running_loop()
         rewards: list[float] = []
@@ -280,7 +280,7 @@ class _Player:
             messages = [*messages, {"role": result.role, "content": result.observation}]
 
     def _request(self, seed: int) -> dict[str, Any]:
-        """Return what the endpoint is asked besides the conversation."""
+        """Return the request's fields besides the conversation."""
         options = self._options
         request: dict[str, Any] = {"temperature": options.temperature, "top_p": options.top_p}
         if options.temperature > 0:

@@ -1,4 +1,4 @@
-"""Play the episodes of an inference, many at once, and keep what they came to."""
+"""Play the episodes of an inference, many at once, and store their results."""
 
 import asyncio
 import contextlib
@@ -76,7 +76,7 @@ class EpisodeResult:
 
     @property
     def scored(self) -> Scored:
-        """What counts in a summary."""
+        """The values that a summary uses."""
         return Scored(self.task, self.sample, self.reward, self.success, self.type)
 
     def to_dict(self) -> dict[str, Any]:
@@ -88,10 +88,10 @@ class EpisodeResult:
 
 
 class ResultFile:
-    """A JSONL file of results; None keeps nothing on disk."""
+    """A JSONL file of results; without a path, nothing is written."""
 
     def __init__(self, path: str | Path | None, settings: Mapping[str, Any]) -> None:
-        """Read what an earlier inference with the same settings has left in `path`.
+        """Read the results of an earlier inference with the same settings from `path`.
 
         Raises ConfigError for a file of other settings, StorageError.
         """
@@ -199,7 +199,7 @@ class Tasks:
     """Tasks only number the seeds: the validation of a generated game."""
 
     def start(self, task: int) -> dict[str, Any]:
-        """Return the fields of a play request that say what the episode starts from."""
+        """Return the fields of a play request for the episode's start."""
         if self.rows or self.numbered:
             return {"split": self.split, "sample": task, "seed": task_seed(self.seed, task)}
         return {"split": self.split, "sample": None, "seed": task}
@@ -295,7 +295,7 @@ class PlayOptions:
     """Called with each episode."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for numbers that make no sense."""
+        """Raise ConfigError for invalid numbers."""
         if self.samples_per_task < 1 or self.max_concurrent < 1:
             raise ConfigError(
                 f"samples_per_task={self.samples_per_task} and "
@@ -310,7 +310,7 @@ class PlayOptions:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """How episodes are sampled; results of other sampling are kept apart."""
+        """How episodes are sampled; a result file has one sampling only."""
         return {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -323,7 +323,7 @@ class PlayOptions:
 
 @dataclass
 class InferenceReport:
-    """What an inference came to."""
+    """The result of an inference."""
 
     results: list[EpisodeResult] = field(default_factory=list[EpisodeResult])
     """The episodes, by task and sample; also those of an earlier start."""
@@ -352,7 +352,7 @@ async def play_all(
     settings: Mapping[str, Any],
     play: Callable[[int, int], Awaitable[EpisodeResult]],
 ) -> InferenceReport:
-    """Play what is not in the file of results yet; `settings` say what may stand in one file.
+    """Play the episodes that have no result in the file yet; a file has results of one `settings`.
 
     `play` is called with task and sample. Raises ConfigError for a file of other settings,
     StorageError, and what `play` raises, in a group.
@@ -381,7 +381,7 @@ async def play_all(
 
 
 async def _store_results(file: ResultFile, result: EpisodeResult) -> None:
-    """Write a result as soon as there is room for it."""
+    """Write a result once there is disk space."""
 
     async def add() -> None:
         file.add(result)

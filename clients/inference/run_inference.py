@@ -192,7 +192,7 @@ async def play_served(
     options: PlayOptions,
     on_job: Callable[[JobRecord], None] | None = None,
 ) -> InferenceReport:
-    """Play episodes with a job that `open_served` yields; `on_job` is told which."""
+    """Play episodes with a job that `open_served` yields; `on_job` is called with it."""
     env = hosted_env(options.game_class, options.data_path, options.game_kwargs)
     with unwrap_error_groups():
         async with served as (pool, record):
@@ -330,7 +330,7 @@ class _Inference:
             yield _Hosting(session, host.num_train)
 
     async def play(self, env: EnvConfig | None, host: _Hosting) -> InferenceReport:
-        """Play what was asked for and is not there yet."""
+        """Play the episodes that have no result yet."""
         record, options = self._record, self._options
         settings = {
             "model": record.serves or str(record.config.get("model", {}).get("path")),
@@ -346,7 +346,7 @@ class _Inference:
         return await play_all(chosen, options, settings, play)
 
     async def _choose(self, host: _Hosting) -> Tasks:
-        """Return which tasks are played."""
+        """Return the tasks to play."""
         tasks, most = self._options.tasks, self._options.max_samples
         if host.session:
             chosen = chosen_tasks(tasks, host.num_rows, most)
@@ -364,7 +364,7 @@ class _Inference:
         return Tasks("val", chosen, bool(config.val_data), int(record.config.get("seed", 0)), True)
 
     async def _episode(self, chosen: Tasks, task: int, sample: int, session: str) -> EpisodeResult:
-        """Play one episode, again when its server is busy or has died."""
+        """Play one episode; retry if its server is busy or has died."""
         lost = 0
         while True:
             options = self._options

@@ -50,10 +50,10 @@ def test_a_new_agent_has_program_tasks_reward_and_configuration(cli: Cli, tmp_pa
         "tiny/sft.yaml",
     ]
     again = cli("agent", "new", "my-agent", "--into", str(tmp_path))
-    assert (again.code, again.err.splitlines()[0]) == (2, f"error: {folder} is there already")
+    assert (again.code, again.err.splitlines()[0]) == (2, f"error: {folder} already exists")
     bad = cli("agent", "new", "../up", "--into", str(tmp_path))
     assert bad.code == 2
-    assert "'../up' is no name of an agent" in bad.err
+    assert "'../up' is not a valid name for an agent" in bad.err
 
 
 @pytest.mark.parametrize("kind", ["openai", "anthropic", "command"])

@@ -401,4 +401,4 @@ async def test_the_key_of_a_tracker_reaches_the_learner_and_stands_nowhere(
 def test_a_broker_for_the_world_needs_authentication(tmp_path: Path) -> None:
     outcome = Operator(tmp_path / "home").run("up", "--host", "0.0.0.0", "--port", "0")
     assert outcome.code != 0
-    assert "could be used by everybody" in outcome.err
+    assert "could be used by anyone" in outcome.err
