@@ -18,11 +18,11 @@ from ..schemas.wire.errors import NotFoundError
 from .pool import Pool
 
 Actors: TypeAlias = tuple[Presence, ...]
-"""The actors of a run, as their heartbeats tell of them."""
+"""The actors of a run, by their heartbeats."""
 Update: TypeAlias = Metric | Event | JobRecord | Actors
 POLL_S = 0.5
 QUIET_S = 0.5
-"""After the end of a run its last metrics are waited for until the feed is quiet this long."""
+"""After the end of a run, its feed is read until it is quiet for this long."""
 _QUEUE_LENGTH = 256
 
 
@@ -32,9 +32,9 @@ async def follow_run(
     """Yield metrics and events of a run in order, and its record whenever it has changed.
 
     `with_actors` also yields its actors every two seconds, while it runs. The last update is the
-    record in its final state. A broker that is away is waited for, and told of by the events
-    `broker_away` and `broker_back`. Leave it through `contextlib.aclosing`. Raises NotFoundError
-    when the job is removed.
+    record in its final state. Waits for a broker that is away and yields the events `broker_away`
+    and `broker_back`. Use it with `contextlib.aclosing`. Raises NotFoundError when the job is
+    removed.
     """
     broker = pool.broker
     was_patient = broker.is_patient
@@ -77,16 +77,16 @@ class _Follower:
         self._is_away = False
 
     def report_broker_away(self) -> None:
-        """Tell that the broker is away, once for each time."""
+        """Report that the broker is away, once per outage."""
         if self._is_away:
             return
         self._is_away = True
-        self._tell("broker_away", "it is waited for; what runs in the pool waits, too")
+        self._tell("broker_away", "waiting for it; the pool waits, too")
 
     def report_broker_back(self) -> None:
-        """Tell that the broker is back."""
+        """Report that the broker is back."""
         self._is_away = False
-        self._tell("broker_back", "the run is followed on")
+        self._tell("broker_back", "following the run again")
 
     def _tell(self, kind: str, message: str) -> None:
         event = Event(kind=kind, source="client", message=message, time=time.time())
@@ -94,14 +94,14 @@ class _Follower:
             self.updates.put_nowait(event)
 
     async def guard(self, part: Coroutine[Any, Any, None]) -> None:
-        """Run one reader; what it raises goes to whoever reads the queue."""
+        """Run one reader; put its exception into the queue."""
         try:
             await part
         except Exception as error:  # noqa: BLE001  handed on to the reader, not swallowed
             await self.updates.put(error)
 
     async def pump(self) -> None:
-        """Read metrics and events, from the moment at which the job's streams are there."""
+        """Read metrics and events once the job's streams exist."""
         while True:
             try:
                 await self._read_feed()
@@ -124,7 +124,7 @@ class _Follower:
                     await self.updates.put(message)
 
     async def watch(self) -> None:
-        """Read the record now and then; its final state comes after the last metrics."""
+        """Poll the record; its final state is queued after the last metrics."""
         if not self._ended:
             await self.updates.put(self._record)
         while not self._ended:
@@ -140,7 +140,7 @@ class _Follower:
         await self.updates.put(self._record)
 
     async def read_actors(self) -> None:
-        """Read the heartbeats now and then."""
+        """Poll the heartbeats."""
         while not self._ended:
             presences = await list_presences(self._pool.broker, self._record.scope.key)
             await self.updates.put(tuple(entry.value for entry in presences))
@@ -151,7 +151,7 @@ class _Follower:
         return self._record.state in FINAL_STATES
 
 
-# How far a run is: a pure summary of its metrics and events, for displays.
+# The progress of a run: a pure summary of its metrics and events, for displays.
 
 REWARD = "training_step_reward"
 LOSS = "actor/pg_loss"
@@ -166,7 +166,7 @@ _QUIET_EVENTS = frozenset({"bottleneck"})
 
 @dataclass
 class RunProgress:
-    """What is known of a run so far; `take_*` bring it up to date."""
+    """The state of a run so far; `add_*` update it."""
 
     record: JobRecord
     step: int = 0
@@ -178,7 +178,7 @@ class RunProgress:
     bottleneck: str = ""
     event: Event | None = None
     phases: dict[str, int] = field(default_factory=dict[str, int])
-    """Episodes under way by what they wait for; empty before anybody told."""
+    """Running episodes by phase; empty before the first heartbeat."""
     _times: dict[int, float] = field(default_factory=dict[int, float])
 
     def __post_init__(self) -> None:
@@ -192,7 +192,7 @@ class RunProgress:
 
     @property
     def ended(self) -> bool:
-        """Whether the run has come to its last state."""
+        """Whether the run is in a final state."""
         return self.record.state in FINAL_STATES
 
     @property
@@ -205,18 +205,18 @@ class RunProgress:
         return max(0.0, (self.total_steps - self.step) * pace)
 
     def add_record(self, record: JobRecord) -> None:
-        """Take the job's newest record."""
+        """Add the job's newest record."""
         self.record = record
 
     def add_event(self, event: Event) -> None:
-        """Take an event."""
+        """Add an event."""
         if event.kind == "bottleneck":
             self.bottleneck = event.message
         if event.kind not in _QUIET_EVENTS:
             self.event = event
 
     def add_actors(self, crew: Sequence[Presence]) -> None:
-        """Take what generators, evaluators and environment hosts say of their episodes."""
+        """Count the running episodes of generators, evaluators and environment hosts."""
 
         def total(name: str, *roles: str) -> int:
             return int(sum(actor.numbers.get(name, 0.0) for actor in crew if actor.role in roles))
@@ -231,7 +231,7 @@ class RunProgress:
         }
 
     def add_metric(self, metric: Metric) -> bool:
-        """Take the numbers of a step; return whether they tell of a new training step."""
+        """Add the metrics of a step; return whether it is a new training step."""
         self.values.update(metric.values)
         total = metric.values.get("training/total_steps")
         if total is not None and math.isfinite(total):

@@ -1,8 +1,8 @@
-"""The configuration keys that users of OpenTinker know, translated to a job's own.
+"""OpenTinker's configuration keys and arguments, translated to ours.
 
-One table says for every such key which of our keys it means, why the job is the same without it, or
-why it has no effect here and what to use instead. A configuration may mix both kinds; a key that
-neither side knows is an error that names the closest one. What a key means is kept:
+One table has, for each such key, our key, or why it makes no difference, or why it has no effect
+here and what to use instead. A configuration may mix both kinds; an unknown key is an error that
+names the closest one. The meaning of a key is kept:
 `max_new_tokens` bounds the whole episode after the first prompt, observations included, which here
 is `rollout.max_response_tokens`.
 """
@@ -174,8 +174,8 @@ def translate(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return `config` as a tree of our own keys.
 
     Dotted keys become sections. One warning lists the keys that make no difference.
-    Raises ConfigError for keys that are unknown, that would have no effect here, or that say
-    something else than another key for the same thing: for all of them at once.
+    Raises one ConfigError for all keys that are unknown, have no effect here, or contradict another
+    key.
     """
     tree: dict[str, Any] = {}
     flat = dict(flatten(config))
@@ -318,7 +318,7 @@ def _translate_lora(flat: dict[str, Any], _: dict[str, Any]) -> None:
 
 
 def _fit_lengths(tree: dict[str, Any]) -> None:
-    """Give the lengths that OpenTinker leaves open room for `max_new_tokens`.
+    """Fit the lengths that OpenTinker does not set to `max_new_tokens`.
 
     Without `max_tokens_per_turn` a turn may use the whole budget; the learner's rows must hold
     the longest episode.
@@ -354,7 +354,7 @@ def _translate_turn_limits(flat: dict[str, Any], tree: dict[str, Any]) -> None:
 
 
 def _translate_template(flat: dict[str, Any], _: dict[str, Any]) -> None:
-    """What the policy sees of a turn is what the game says, in no frame of words."""
+    """Observations have no text frame of their own."""
     template = flat.pop(_TEMPLATE, _BARE)
     if template != _BARE:
         raise ConfigError(
@@ -400,7 +400,7 @@ def _translate_turn_samples(flat: dict[str, Any], tree: dict[str, Any]) -> None:
         _put(tree, "algorithm.gamma", gamma, name)
 
 
-# What users hand over as a configuration: maps, namespaces, dataclasses, OmegaConf's trees.
+# Configurations of users: maps, namespaces, dataclasses, OmegaConf's trees.
 
 
 def as_tree(value: Any) -> dict[str, Any]:
@@ -458,7 +458,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-# The arguments of OpenTinker's `run_inference`, as those of ours.
+# The arguments of OpenTinker's `run_inference`, translated to ours.
 
 _SERVED = "the model that is served says it"
 _NEEDLESS = {
@@ -475,10 +475,10 @@ _TURNS = ("max_user_turns", "max_assistant_turns")
 def translate_inference(
     options: Mapping[str, Any], game_class: type | None, ours: Collection[str]
 ) -> dict[str, Any]:
-    """Return options of `ours`: limits of turns are one, arguments of the game go to it.
+    """Return options of `ours`: one limit of turns, the game's arguments in `game_kwargs`.
 
-    What needs no saying is left out with one warning. An argument is the game's if its constructor
-    names it, and we do not. Raises ConfigError for limits that contradict each other.
+    Unneeded options are ignored with one warning. An argument is the game's if its constructor has
+    it and ours does not. Raises ConfigError for contradicting limits.
     """
     rest = dict(options)
     needless = {name: _NEEDLESS[name] for name in _NEEDLESS if rest.pop(name, None) is not None}

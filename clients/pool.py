@@ -34,7 +34,7 @@ from ..schemas.wire.errors import (
 from ..schemas.wire.subjects import DEFAULT_USER, token
 from .validation import did_you_mean, split_checkpoint_name
 
-# What of the caller's environment goes with a job: secrets, sealed, and what wandb is told.
+# Secrets and wandb settings of the caller's environment that are sent with a job.
 
 _OF_WANDB = {
     "WANDB_ENTITY": ("tracking", "entity"),

@@ -47,7 +47,7 @@ from .run_records import (
 from .scheduler_client import job_failure
 from .validation import resolve_paths, split_checkpoint_name
 
-# Evaluating a version of a run, or a model, and comparing two of them.
+# Evaluate a version of a run or a model, and compare two.
 
 OnSubmitted: TypeAlias = Callable[[JobRecord], None]
 """Called with the job that evaluates, once it is submitted."""

@@ -1,4 +1,4 @@
-"""What a run has written: its episodes, and the log lines of its actors."""
+"""The records of a run: its episodes and the log lines of its actors."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Mapping
@@ -29,7 +29,7 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class LoggedEpisode:
-    """One trajectory of the log, or the fate of a task without any."""
+    """One trajectory of the log, or a failed task without any."""
 
     seq: int
     group: Group
@@ -43,7 +43,7 @@ class LoggedEpisode:
         return self.trajectory.reward if self.trajectory else float("-inf")
 
     def fields(self) -> dict[str, Any]:
-        """Return what is printed as JSON."""
+        """Return the fields for JSON output."""
         shared = {
             "seq": self.seq,
             "task": self.group.task.task,
@@ -78,20 +78,20 @@ class EpisodeFilter:
     """Which episodes of a run are read."""
 
     step: int | None = None
-    """Only those that this step trained."""
+    """Only episodes trained in this step."""
     errors: bool = False
-    """Only what failed."""
+    """Only failed episodes."""
     most: int | None = None
-    """At most so many, the newest; None: all."""
+    """Most episodes, newest first; None: all."""
 
     def matches(self, episode: LoggedEpisode) -> bool:
-        """Whether an episode is one of them."""
+        """Whether the filter selects an episode."""
         trajectory = episode.trajectory
         return not self.errors or trajectory is None or bool(trajectory.failures)
 
 
 async def read_steps(broker: Broker, scope: JobScope, rollouts: RunRollouts) -> dict[int, int]:
-    """Return the step that trained each entry; what was archived is known by its file's name."""
+    """Return the step that trained each entry; archived entries have it in their file names."""
     try:
         records = await BatchLog(broker, scope).read_all()
     except NotFoundError:
@@ -102,7 +102,7 @@ async def read_steps(broker: Broker, scope: JobScope, rollouts: RunRollouts) -> 
 async def read_episodes(
     rollouts: RunRollouts, step_of: Mapping[int, int], episode_filter: EpisodeFilter
 ) -> list[LoggedEpisode]:
-    """Return the episodes of a run that are wanted, newest first.
+    """Return the episodes of a run that a filter selects, newest first.
 
     Raises NotFoundError for a step that was not trained.
     """
@@ -135,7 +135,7 @@ def _episodes(entry: LogEntry, step: int | None) -> Iterator[LoggedEpisode]:
         yield LoggedEpisode(entry.seq, group, number, trajectory, step)
 
 
-# What the actors of a run wrote.
+# The log lines of a run's actors.
 
 _START_POLL_S = 1.0
 
@@ -152,7 +152,7 @@ def check_actor(record: JobRecord, actor: str | None) -> None:
 async def read_log_lines(
     pool: Pool, record: JobRecord, *, follow_on: bool
 ) -> AsyncGenerator[LogLines, None]:
-    """Yield the stored lines, and then new ones for ever if `follow_on`."""
+    """Yield the stored lines, and with `follow_on` new ones without end."""
     scope = record.scope
     left = await _num_stored(pool, scope)
     while left is None and follow_on and record.state not in FINAL_STATES:
@@ -173,7 +173,7 @@ async def read_log_lines(
 
 
 async def _num_stored(pool: Pool, scope: JobScope) -> int | None:
-    """Return how many batches of lines are stored, None while there is no stream for them."""
+    """Return the number of stored batches of lines, or None while there is no stream."""
     try:
         return int((await stream_info(pool.broker, scope.stream_log))["state"]["messages"])
     except NotFoundError:

@@ -208,7 +208,10 @@ class AsyncSchedulerClient(PoolClient):
         group: str | None = None,
         notes: str | None = None,
     ) -> dict[str, Any]:
-        """Change tags, group and notes of a job; None keeps a value, "" removes the group."""
+        """Change tags, group and notes of a job; None keeps a value, "" removes the group.
+
+        Raises MessageError for an invalid tag or group.
+        """
         pool = await self._connected()
         job = (await pool.find(job_id)).job
         return self._summary(await pool.label(job, tags=tags, group=group, notes=notes))

@@ -52,10 +52,9 @@ def full_checkpoint_name(name: str) -> str:
     return f"{run}@{step or LAST_STEP}"
 
 
-# Paths in a configuration: what is relative to the submitter becomes absolute.
+# Paths in a configuration: paths relative to the submitter become absolute.
 #
-# A pool on another machine has other folders: there, paths that do not exist here are left as
-# they are and mean the pool's own.
+# A pool on another machine has other folders, so paths that do not exist here are left unchanged.
 
 _LOCAL_HOSTS = {"localhost", "127.0.0.1", "::1"}
 
@@ -99,12 +98,12 @@ def is_local_pool(broker_url: str) -> bool:
 
 
 def _existing(path: str) -> str:
-    """Return the absolute path of what exists here; anything else (a hub name) as it is."""
+    """Return the absolute path of what exists, anything else (a hub name) unchanged."""
     place = Path(path).expanduser()
     return str(place.resolve()) if place.exists() else path
 
 
-# What a configuration names: models, data, programs; looked at without loading them.
+# The files of a configuration: models, data, programs; checked without loading them.
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _DATA_KEYS = (
@@ -115,10 +114,10 @@ _DATA_KEYS = (
 
 
 def check_files_exist(tree: Mapping[str, Any], broker_url: str, *, has_model: bool = False) -> None:
-    """Raise ModelError, DataError or ConfigError for what a job on this machine would not find.
+    """Raise ModelError, DataError or ConfigError for files that a job on this machine lacks.
 
-    The folders of a pool elsewhere are not seen: what it lacks, its processes say. With `has_model`
-    the model is a run's.
+    Nothing is checked for a pool on other machines: its processes report what they lack. With
+    `has_model`, the model is a run's.
     """
     if not is_local_pool(broker_url):
         return
@@ -151,11 +150,10 @@ def _check_folders_exist(agent: Mapping[str, Any]) -> None:
 
 
 def check_model_folder(path: str, *, here: bool, has_tokenizer: bool = False) -> str:
-    """Look at a model folder without loading it; one of the pool's or the hub's is named.
+    """Check a model folder without loading it, and describe it; a model elsewhere is only named.
 
-    `here` says that the job would run on this machine, `has_tokenizer` that the tokenizer lies
-    elsewhere. Raises ModelError for a folder that is not a
-    model.
+    `here`: the job would run on this machine. `has_tokenizer`: the tokenizer is in another folder.
+    Raises ModelError for a folder that is not a model.
     """
     folder = Path(path).expanduser()
     if not folder.exists():
@@ -191,10 +189,10 @@ def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
 
 
-# Whether a configuration says all that a job needs to start.
+# Whether a configuration is complete enough to start a job.
 
 _LEARNT = (("env", "game"), ("agent", "command"), ("agent", "client"), ("sft", "data"))
-"""Keys that say what a job learns."""
+"""Keys of which a job needs at least one to train on."""
 
 
 def is_complete(tree: dict[str, Any]) -> bool:
@@ -205,7 +203,7 @@ def is_complete(tree: dict[str, Any]) -> bool:
 
 
 def section_value(tree: dict[str, Any], section: str, key: str) -> Any:
-    """Return a value of a section, or None; raises ConfigError for a section that is none."""
+    """Return a value of a section, or None; raises ConfigError if the section is not a map."""
     inner: Any = tree.get(section) or {}
     if not isinstance(inner, dict):
         raise ConfigError(f"{section} is a section, got {inner!r}")

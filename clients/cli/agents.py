@@ -119,7 +119,7 @@ def _call_line(call: CallReport) -> str:
     return literal(", ".join(part for part in parts if part))
 
 
-# Lines that are typed, or stand in a pipe or a file, while an event loop goes on.
+# Lines of a terminal, pipe or file, read while an event loop runs.
 
 _CHUNK = 64 << 10
 
@@ -163,7 +163,7 @@ class TypedLines:
         return os.read(self._file, _CHUNK)
 
 
-# `tinkermq agent play`: the human is the model.
+# `tinkermq agent play`: a human is the model.
 
 NOT_ENDED = 1
 _CONTINUES = "\\"

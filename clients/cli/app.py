@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, cast
 
 from cyclopts import App, CycloptsError, Parameter
 
-# The examples with which `--help` of a command ends.
+# The examples at the end of a command's `--help`.
 #
 # `train.yaml` stands for the configuration that `tinkermq env new` writes, `my-run` for a run. A
 # test reads every example out of `--help`, parses it, and runs it where that needs no pool.

@@ -16,7 +16,7 @@ from .doctor import FAILED, Finding, show_findings
 from .session import COMMON, Common
 from .stack import LOOPBACK
 
-# What a configuration of nats-server says at its top level: enough to see who can reach it.
+# The top level of a nats-server configuration: enough to see who can reach the server.
 #
 # The server judges the rest itself (`nats-server -t`).
 

@@ -43,7 +43,7 @@ from .output import (
 )
 from .session import COMMON, Common, with_pool
 
-# `tinkermq pool`: the nodes that are there, and the machines that come and go.
+# `tinkermq pool`: the pool's nodes, and the machines of a cluster.
 
 
 def pool(*, common: Common = COMMON) -> int:

@@ -1,4 +1,4 @@
-"""What `train --dry-run` checks without starting anything, here and in the pool."""
+"""The checks of `train --dry-run`, here and in the pool."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence

@@ -414,7 +414,7 @@ async def _find_replayed(name: str, pool: Pool) -> tuple[JobRecord, str]:
         raise
 
 
-# `tinkermq env eval`: how well does a model play a game?
+# `tinkermq env eval`: evaluate a model on a game.
 
 MAX_TURNS = 10
 """Answers of the policy per episode where no YAML file says another number."""

@@ -106,7 +106,7 @@ def _with_data(env: EnvConfig, folder: str) -> EnvConfig:
     return env.model_copy(update={"train_data": [str(train)], "val_data": [str(val)]})
 
 
-# `tinkermq env check --on-node`: a game is played where a job would play it.
+# `tinkermq env check --on-node`: check a game on a node of the pool.
 
 _NO_MODEL = "none"
 """A job has one; to play its game takes none, and nobody looks for it."""
@@ -149,7 +149,7 @@ def _job(
     return {"model": {"path": _NO_MODEL}, "env": env}
 
 
-# The part of `env check` that needs a tokenizer: done by a process of the pool's room.
+# The part of `env check` that needs a tokenizer, in a process of its own.
 
 _DEADLINE_S = 120.0
 
@@ -369,7 +369,7 @@ def serve(run: str, /, *, name: str = "", nats_url: str | None = None) -> int:
     return host_run(run, nats_url, lambda pool, record: make_host(pool, record, name))
 
 
-# `tinkermq env play`: the human is the policy.
+# `tinkermq env play`: a human is the policy.
 
 NOT_ENDED = 1
 _CONTINUES = "\\"
@@ -547,7 +547,7 @@ def prepare(
     return 0
 
 
-# `tinkermq algorithm check`: functions of one's own, on small random tensors.
+# `tinkermq algorithm check`: custom functions on small random tensors.
 
 
 def check_algorithm(

@@ -395,9 +395,9 @@ def _print_path(typical: TypicalStep) -> None:
         print_plain(f"  trace {typical.trace}")
 
 
-# Sending the spans of a run to whatever takes OpenTelemetry's protocol over HTTP.
+# Send the spans of a run to an OpenTelemetry collector over HTTP.
 #
-# The packages are those of the extra `otel`; they are imported when somebody asks for this.
+# The packages are those of the extra `otel` and are imported on use.
 
 _BATCH = 512
 _TIMEOUT_S = 10.0

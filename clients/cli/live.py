@@ -1,4 +1,4 @@
-"""The live display of a run: a few lines that are drawn again, or one line a step when piped."""
+"""The display of a run: a few lines that are redrawn, or one line per step when piped."""
 
 import time
 from collections.abc import Iterator

@@ -68,7 +68,7 @@ def _print_error(error: TinkermqError) -> None:
         stderr().print(f"  [dim]{literal(error.hint)}[/]", highlight=False)
 
 
-# What lets a command answer at once: most of its time it would import what it never uses.
+# Fast start of commands, which would otherwise spend most of their time on unused imports.
 #
 # nats-py imports aiohttp, where that is installed, for WebSockets alone, which no URL of ours
 # asks for; that takes longer than most commands' own work. In the process of the command line,

@@ -1,4 +1,4 @@
-"""What commands print: text for a terminal, plain lines for a pipe, JSON for a program."""
+"""Output of commands: text for a terminal, plain lines for a pipe, JSON for a program."""
 
 import json
 import math

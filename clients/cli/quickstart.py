@@ -39,7 +39,7 @@ from .stack import start_detached, stop_detached
 from .supervisor import StackOptions
 from .train import show_run
 
-# What the quickstart needs before it trains: a configuration, a model, data.
+# Before training: a configuration, a model, data.
 
 GAME = "calculator"
 _NEEDS = ("torch", "transformers", "safetensors", "peft", "blake3", "psutil")
@@ -114,7 +114,7 @@ def prepare_data(folder: Path) -> None:
     print_text(f"data       {train}, {val}")
 
 
-# What came of the quickstart: reward before and after, its curve, and what to try next.
+# After training: reward before and after, its curve, and what to try next.
 
 SMOOTH_STEPS = 5
 _MAX_WIDTH = 72

@@ -1,4 +1,4 @@
-"""Hosting the episodes of a run in this process: its game, or its programs."""
+"""Host the episodes of a run in this process: its game or its agent programs."""
 
 import asyncio
 import contextlib
@@ -123,7 +123,7 @@ def _host_of_game(pool: Pool, record: JobRecord, name: str) -> "EnvironmentHost"
     return EnvironmentHost(pool.broker, record.scope, env, name=name, seed=seed)
 
 
-# `tinkermq agent host`: run a run's programs on this machine.
+# `tinkermq agent host`: run a run's agent programs on this machine.
 
 
 def host(
@@ -139,8 +139,8 @@ def host(
     """Run a run's agent programs on this machine until Ctrl-C or the run's end.
 
     One outgoing connection to the broker is enough. With `env.hosts: 0`, such hosts run all
-    programs of the run, otherwise they add to the pool's hosts. Relative paths in the run's section `agent`
-    are resolved on this machine, from the working folder.
+    programs of the run, otherwise they add to the pool's hosts. Relative paths in the run's section
+    `agent` are resolved on this machine, from the working folder.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
 """Commands that list and change runs: `tinkermq ps`, `stop`, `resume`, `fork`, `label`, `delete` ….
 
-What one of them alone needs is imported there: `ps` is typed often, and should answer at once.
+Imports that only one command needs are in its function: `ps` is used often and must start fast.
 """
 
 import asyncio

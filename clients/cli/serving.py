@@ -183,7 +183,7 @@ def infer(
     return print_report(report, flags.output, as_json=common.json)
 
 
-# `tinkermq tinker up`: let programs that speak the Tinker API train adapters on a base model.
+# `tinkermq tinker up`: serve the Tinker API on base models.
 
 
 def up(

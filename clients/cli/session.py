@@ -57,7 +57,7 @@ COMMON = Common()
 """The defaults."""
 
 
-# A broker of one command's own, on this machine, gone with it.
+# A temporary broker for one command.
 
 
 def with_private_broker(work: Callable[[Broker], Awaitable[T]]) -> T:

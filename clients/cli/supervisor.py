@@ -34,7 +34,7 @@ from ...schemas.wire.errors import (
 )
 from ..home import URL_VARIABLE, Home, StackState
 
-# One child process of the supervisor: a scheduler or a node that is started again when it dies.
+# A child process of the supervisor, restarted when it dies.
 
 FIRST_RESTART_PAUSE_S = 0.5
 LAST_RESTART_PAUSE_S = 10.0

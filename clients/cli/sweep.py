@@ -23,7 +23,7 @@ from .output import print_json, print_note, print_table
 from .session import COMMON, Common, with_pool
 from .train import INTERRUPTED
 
-# Which runs a sweep is made of: every combination of values, or some that are drawn. Pure.
+# The points of a sweep: all combinations of values, or random ones. Pure.
 
 MAX_RUNS = 1000
 _LOG_RATIO = 10.0

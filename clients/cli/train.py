@@ -215,7 +215,7 @@ def _print_end(progress: RunProgress) -> None:
         print_text(f"  tinkermq rollouts {record.name} --sort reward")
 
 
-# `tinkermq notify`: be told of the end of a run, wherever you are by then.
+# `tinkermq notify`: a notification at the end of a run.
 
 
 def notify(run: str, /, *, common: Common = COMMON) -> int:

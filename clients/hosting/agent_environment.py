@@ -1,4 +1,4 @@
-"""Agent programs of the user's own: functions of this process, or programs started from here.
+"""Custom agent programs: functions in this process, or programs started by it.
 
     async def run(task, model):
         client = model.async_openai()
@@ -12,7 +12,7 @@
         subprocess.run(["my-agent", episode.prompt[-1]["content"]], env=environment)
         episode.end(grade(...))
 
-Calls of the model go through a proxy in this process, and one outgoing connection to the broker.
+Model calls go through a proxy in this process and one outgoing connection to the broker.
 """
 
 import asyncio
@@ -117,7 +117,7 @@ class AgentEpisode(SdkClients):
     """One episode: its task, the URLs of its model, and its reward."""
 
     def __init__(self, given: "GivenEpisode", loop: asyncio.AbstractEventLoop) -> None:
-        """Wrap what the host has given out on its own event loop."""
+        """Wrap an episode that the host has leased on its event loop."""
         self._given = given
         self._loop = loop
         self._episode = given.episode
@@ -220,7 +220,7 @@ class _LeasingEnvironment(HostedEnvironment):
         return {**self._tree, "env": env, "agent": {**self._tree.get("agent", {}), "client": True}}
 
     async def make_host(self, broker: "Broker", address: JobAddress) -> "EnvironmentHost":
-        """Return the host, which gives its episodes to `given`."""
+        """Return the host, which calls `start_episode` for each episode."""
         from ...envs.agents.given_out import GivenOutRunner
         from ...envs.agents.proxy.proxy import ModelProxy
         from ...envs.serving.host import EnvironmentHost
@@ -322,12 +322,11 @@ def _traceback(error: BaseException) -> str:
 
 
 class AgentEpisodes(_LeasingEnvironment):
-    """The episodes of a job, one after the other, for programs that are started from here.
+    """The episodes of a job, one after another, for programs that this process starts.
 
-    Iterate over it (`for` or `async for`) for as long as the job trains: an episode waits to be
-    ended by `end`, at most `agent.timeout_s`. Several may be under way at the same time. Their
-    programs find the model in this process, or, with `gateway`, wherever the pool's is reached:
-    for sandboxes, containers and other machines.
+    Iterate over it (`for` or `async for`) while the job trains. End each episode with `end` within
+    `agent.timeout_s`. Several may run at once. Their programs reach the model in this process or,
+    with `gateway`, at the pool's gateway: for sandboxes, containers and other machines.
     """
 
     def __init__(
@@ -340,9 +339,9 @@ class AgentEpisodes(_LeasingEnvironment):
     ) -> None:
         """Host the episodes of a job: its client, or its server_url.
 
-        Keys of `config` go before those of the job's section `agent`. `gateway` is the URL of the
-        pool's gateway (https://pool), for programs elsewhere. Raises ConfigError for what is no
-        such URL.
+        Keys of `config` override those of the job's section `agent`. `gateway` is the URL of the
+        pool's gateway (https://pool), for programs elsewhere. Raises ConfigError for an invalid
+        URL.
         """
         tree = {"agent": dict(config)} if config is not None else None
         super().__init__(tree, None, api_key, _checked_url(gateway))
@@ -370,7 +369,7 @@ class AgentEpisodes(_LeasingEnvironment):
         self._given.put(episode)
 
     def __iter__(self) -> Iterator[AgentEpisode]:
-        """Yield episodes until the hosting ends; raises what ended it."""
+        """Yield episodes until hosting ends; raises the error that ended it."""
         while (episode := self._given.get()) is not None:
             if not episode.is_over:
                 yield episode
@@ -378,7 +377,7 @@ class AgentEpisodes(_LeasingEnvironment):
         self.check()
 
     async def __aiter__(self) -> AsyncIterator[AgentEpisode]:
-        """Yield episodes until the hosting ends; raises what ended it."""
+        """Yield episodes until hosting ends; raises the error that ended it."""
         while (episode := await asyncio.to_thread(self._given.get)) is not None:
             if not episode.is_over:
                 yield episode
@@ -401,7 +400,7 @@ def agent(program: Program) -> Program:
 
 
 def _hosted_config(stored: Mapping[str, Any], own: Mapping[str, Any]) -> JobConfig:
-    """Return a job's configuration as far as it counts for a host: `own` goes before `stored`."""
+    """Return the part of a job's configuration that a host uses: `own` overrides `stored`."""
     env, agent, rollout = (dict(stored.get(name) or {}) for name in ("env", "agent", "rollout"))
     tree: dict[str, Any] = {
         "model": {"path": "-"},
@@ -414,7 +413,7 @@ def _hosted_config(stored: Mapping[str, Any], own: Mapping[str, Any]) -> JobConf
 
 
 def _checked_url(gateway: str) -> str:
-    """Return the URL of a gateway; ConfigError for another."""
+    """Return the URL of a gateway; ConfigError if it is not one."""
     parts = urlsplit(gateway)
     if gateway and (parts.scheme not in ("http", "https") or not parts.netloc or parts.query):
         raise ConfigError(

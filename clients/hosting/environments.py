@@ -1,7 +1,7 @@
-"""Episodes that run inside the user's own process, and reach the pool through one connection.
+"""Games hosted in the user's own process, with one connection to the pool.
 
-The host is the one that the pool's environment actors run. It lives in a thread with an event loop
-of its own, so that it serves whatever the user's program does meanwhile.
+The host is the one that the pool's environment actors run. It runs in a thread with its own event
+loop, so that it is not blocked by the user's program.
 """
 
 import asyncio
@@ -32,10 +32,10 @@ READY_S = 60.0
 
 @contextlib.asynccontextmanager
 async def run_environment_host(host: "EnvironmentHost") -> AsyncIterator[None]:
-    """Run a host for as long as the block runs, which begins once episodes can be reset.
+    """Run a host for the duration of the block, which starts once episodes can be reset.
 
-    Raises GameError or DataError when the game cannot be played, DeadlineError when it does not
-    become ready; what ends the host later cancels the block. Comes in an exception group.
+    Raises GameError or DataError if the game cannot be played, DeadlineError if it does not become
+    ready. An error of the host later cancels the block. Errors come in an exception group.
     """
     stopping = asyncio.Event()
     async with asyncio.TaskGroup() as group:
@@ -68,7 +68,7 @@ class HasServerUrl(Protocol):
 
 
 class HostedEnvironment(ABC):
-    """What this process hosts for one job: use it as a context manager, or call `cleanup`."""
+    """An environment that this process hosts for one job: a context manager, or call `cleanup`."""
 
     def __init__(self, job_id: str | None, api_key: str | None) -> None:
         """Prepare to host; without `api_key` that of $TINKERMQ_API_KEY counts."""

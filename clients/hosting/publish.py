@@ -1,4 +1,4 @@
-"""The publish API: an agent of the user's own puts finished trajectories, or tasks, into a job.
+"""The publish API: an external agent adds finished trajectories, or tasks, to a job.
 
 Trajectories that were made elsewhere (by another agent framework, against the job's model) enter
 the same log as those of the generators: numbers are reserved from the learner, which keeps the
@@ -72,11 +72,10 @@ class AsyncTrajectoryPublisher(PoolClient):
     ) -> int:
         """Append the trajectories of one prompt to the job's rollout log; return its task number.
 
-        There must be as many as the job's `rollout.group_size`; make them with
-        `make_trajectory`. Waits up to `timeout_s` for a learner that starts, and while the
-        staleness bound lets no more in.
+        Their number must be the job's `rollout.group_size`; make them with `make_trajectory`. Waits
+        up to `timeout_s` for a starting learner and while the staleness bound is reached.
 
-        Raises MessageError that names the rule which the group breaks, DeadlineError.
+        Raises MessageError with the violated rule, DeadlineError.
         """
         # What can be checked is checked before a number is taken: an unused one blocks the job
         # until its reservation runs out.
@@ -97,10 +96,10 @@ class AsyncTrajectoryPublisher(PoolClient):
     async def publish_tasks(
         self, tasks: Sequence[TaskSpec | Mapping[str, Any]], *, timeout_s: float = 60
     ) -> int:
-        """Have the job's generators roll out tasks of one's own; return how many were issued.
+        """Have the job's generators roll out given tasks; return the number of issued tasks.
 
-        A task is a `TaskSpec`, or a map with `sample`, `seed` and `reset_kwargs`. They enter as
-        the staleness bound allows; waits up to `timeout_s` for the last.
+        A task is a `TaskSpec`, or a map with `sample`, `seed` and `reset_kwargs`. Tasks are issued
+        as the staleness bound allows; waits up to `timeout_s` for the last.
 
         Raises MessageError for a malformed task, DeadlineError.
         """
@@ -116,7 +115,7 @@ class AsyncTrajectoryPublisher(PoolClient):
         return num_issued
 
     async def _issue(self, specs: list[TaskSpec], deadline: float) -> int:
-        """Issue as many tasks as the learner takes now; wait for a learner that starts."""
+        """Issue as many tasks as the learner accepts now; wait for a starting learner."""
         while True:
             try:
                 request = PublishTasksRequest(tasks=specs)
@@ -140,7 +139,7 @@ class AsyncTrajectoryPublisher(PoolClient):
         sample: int | None,
         limits: ReserveReply | None,
     ) -> Group:
-        """Make and check a group; limits that are not known yet are not checked."""
+        """Make and check a group; unknown limits are not checked."""
         sampled = [trajectory for trajectory in trajectories if not trajectory.greedy]
         episodes = len(episodes_of(sampled))
         size = limits.group_size if limits is not None else max(1, episodes)
@@ -208,7 +207,7 @@ class AsyncTrajectoryPublisher(PoolClient):
 
 
 class TrajectoryPublisher(SyncTwin[AsyncTrajectoryPublisher]):
-    """Publishes finished trajectories, or tasks, of an agent of one's own into one job.
+    """Publishes finished trajectories, or tasks, of an external agent into one job.
 
     Works inside a running event loop, too; async code takes `AsyncTrajectoryPublisher`.
     """
@@ -225,9 +224,9 @@ class TrajectoryPublisher(SyncTwin[AsyncTrajectoryPublisher]):
 
 
 def _batches(sizes: Sequence[int], most: int) -> list[int]:
-    """Return where a message ends that begins with each of the tasks.
+    """Return, for each task, the end of the message that begins with it.
 
-    Raises MessageError for a task that no message holds.
+    Raises MessageError for a task too large for a message.
     """
     for place, size in enumerate(sizes):
         if size > most:
@@ -289,12 +288,12 @@ def make_trajectory(
     `version` the policy version, of the generated tokens (a single number, or one per token);
     both are ignored elsewhere. A turn is a run of generated tokens; `rewards` has one number per
     turn, or is a single one for the end of the episode. `finish_reasons` has one per turn: `length`
-    for one that its limit of tokens cut, else `stop`; empty: not told.
+    for a turn cut by its token limit, else `stop`; empty: unknown.
 
-    `messages` are the conversation, for people to read. `role` is that which was played in a game
-    for several; rows with the same `episode` are those of one episode, within their group; `greedy`
-    is the baseline of remax, which is not trained. `info` is what the game said at its end, such as
-    `success`, `data_source` the origin by which scores are told apart, `seed` that of the episode.
+    `messages` are the conversation as text. `role` is the played role in a multi-agent game. Rows
+    with the same `episode` belong to one episode of their group. `greedy` marks the baseline of
+    remax, which is not trained. `info` is the game's final info, such as `success`; `data_source`
+    groups scores; `seed` is that of the episode.
     `generate_s` and `environment_s` are the seconds spent waiting for the model and for the
     environment.
 
@@ -338,7 +337,7 @@ def make_trajectory(
     try:
         return Trajectory(**fields)
     except ValidationError as error:
-        raise MessageError(f"a trajectory is refused: {summarize(error)}") from error
+        raise MessageError(f"a trajectory is invalid: {summarize(error)}") from error
 
 
 def _vector(name: str, values: Any, dtype: Any) -> NDArray[Any]:

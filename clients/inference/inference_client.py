@@ -27,7 +27,7 @@ from ..validation import (
     split_checkpoint_name,
 )
 
-# What an inference job serves, from what a user names: a model folder, a run, `run@step`.
+# The model to serve: a model folder, a run, or `run@step`.
 
 DEFAULT_CONTEXT = 4096
 

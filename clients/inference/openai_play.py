@@ -44,7 +44,7 @@ from .play import (
     play_all,
 )
 
-# A model behind an OpenAI-compatible URL, asked with what Python has itself.
+# A model behind an OpenAI-compatible URL, called with urllib: httpx is no base dependency.
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 ANSWER_TIMEOUT_S = 300.0

@@ -1,7 +1,7 @@
 """Play a game with a model that is served: `run_inference`, many episodes at once.
 
-The game is the class that training uses, hosted in this process or by the pool; the servers play
-with the generator's own code, token ids in and out, so prompts and turns are those of training.
+The game is the class used in training, hosted in this process or by the pool. The servers use the
+generator's code, with token ids in and out, so prompts and turns are the same as in training.
 """
 
 import asyncio
@@ -63,10 +63,9 @@ async def open_served(
     url: str | None = None,
     api_key: str | None = None,
 ) -> AsyncIterator[tuple[Pool, JobRecord]]:
-    """Yield the pool and a job that serves; one made here for `model_path` ends with the block.
+    """Yield the pool and a serving job; a job started here for `model_path` ends with the block.
 
-    Raises NotFoundError for a job that is not there or is another user's, ConfigError,
-    JobFailedError.
+    Raises NotFoundError for an unknown job or another user's, ConfigError, JobFailedError.
     """
     if (model_path is None) == (server is None and job is None):
         raise ConfigError(
@@ -236,29 +235,28 @@ def run_inference(
 
     `vllm_server_url` is what `submit_inference_job` returned, or a job's id or name; with
     `job_id` the gateway's URL is enough. `model_path` instead serves a model folder, a run or
-    `RUN@STEP` for as long as the episodes take. `game_class` is the class that was trained on,
-    hosted here with `data_path` (parquet or JSONL) or on seeds; without it the job's own game is
-    played by the pool on its validation set.
+    `RUN@STEP` for the duration of the call. `game_class` is the class used in training, hosted here
+    with `data_path` (parquet or JSONL) or on seeds; without it, the pool plays the job's own game
+    on its validation set.
 
-    Results go to `output_path`, one JSON object a line, as they come; started again with the same
-    settings it goes on where it ended.
+    Results are appended to `output_path`, one JSON object per line; a repeated call with the same
+    settings continues where it ended.
 
-    `game_kwargs` are arguments of the game's constructor. Played are at most `max_samples` tasks,
-    or `tasks`, a fixed list of rows or seeds; each `samples_per_task` times, over 1 for pass@k;
-    `max_concurrent` episodes at the same time. `seed` is that from which those of the rows follow.
+    `game_kwargs` are arguments of the game's constructor. At most `max_samples` tasks are played,
+    or `tasks`, a fixed list of rows or seeds; each `samples_per_task` times (more than 1 for pass@k),
+    with `max_concurrent` episodes at once. `seed` determines the seeds of the rows.
     `temperature` 0 is greedy. `max_turns`, `max_tokens` (after the first prompt) and
-    `max_tokens_per_turn` are as in training unless told. An episode counts as solved above
-    `success_reward`, unless the game says so in `info["success"]`. `token_ids` keeps them in the
+    `max_tokens_per_turn` default to those of training. An episode counts as solved above
+    `success_reward`, unless the game sets `info["success"]`. `token_ids` adds token ids to the
     results. `scheduler_url` and `api_key` name pool and user. `on_job(record)`,
-    `on_start(episodes, already_there)` and `on_result(result)` are called as it goes on.
+    `on_start(episodes, already_there)` and `on_result(result)` are called during the run.
 
-    `others` are the game's, if its constructor names them, or OpenTinker's: `max_user_turns` and
-    `max_assistant_turns` are `max_turns`, and what needs no saying here (`env_endpoint`,
-    `tokenizer_path` …) is left out with a warning. The report is iterated as the list of its
-    results.
+    `others` are arguments of the game's constructor, or OpenTinker's: `max_user_turns` and
+    `max_assistant_turns` mean `max_turns`, and unneeded ones (`env_endpoint`, `tokenizer_path` …)
+    are ignored with a warning. Iterating over the report yields its results.
 
-    Raises NotFoundError for a job that is not there or is another user's, ConfigError, for an
-    unknown option too, GameError, JobFailedError.
+    Raises NotFoundError for an unknown job or another user's, ConfigError (also for an unknown
+    option), GameError, JobFailedError.
     """
     return shared_loop().run(
         run_inference_async(
