@@ -102,7 +102,7 @@ $(VENV)-docs/docs.stamp:
 # A real Ray for the tests of pools on one; the pool speaks HTTP with it and needs nothing of it.
 ray: $(VENV)-ray/ray.stamp
 test-ray: $(VENV)/dev.stamp ray  ## Run the tests of a pool on Ray, with a cluster on this machine
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long tests/system/test_ray.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long -k "ray" tests/system
 
 $(VENV)-ray/ray.stamp:
 	@echo "installing Ray into $(VENV)-ray: 400 MB, once"
@@ -165,11 +165,12 @@ programs:
 	  apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y \
 	    --no-install-recommends $$lacking fonts-dejavu-core >/dev/null; } || true
 
-lint: $(VENV)/dev.stamp  ## Run ruff, pyright and import-linter
+lint: $(VENV)/dev.stamp  ## Run ruff, pyright and import-linter, and report the size of the code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m tests.support.code_size
 
 format: $(VENV)/dev.stamp  ## Put the code into ruff's format
 	$(BIN)/ruff check --fix .

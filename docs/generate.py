@@ -10,28 +10,30 @@ import pkgutil
 import re
 import sys
 import types
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
 import tinkermq.schemas
-import tinkermq.schemas.machines
 import tinkermq.schemas.tinker
 import tinkermq.schemas.wire
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from tinkermq.schemas.config.job import JobConfig
-from tinkermq.schemas.config.sections import Section, only_while
+from tinkermq.schemas.config.sections import OWN_FUNCTION, Section, only_while
 from tinkermq.schemas.wire import array_codec, bounds, codec, errors
-from tinkermq.schemas.wire.errors import InternalError, TinkermqError
+from tinkermq.schemas.wire.errors import TinkermqError
 from tinkermq.schemas.wire.field_docs import field_docs
 from tinkermq.schemas.wire.field_text import default_text, type_text
-from tinkermq.schemas.wire.message import SCHEMA_VERSION, Message
+from tinkermq.schemas.wire.message import SCHEMA_VERSION, Message, Request
 from tinkermq.schemas.wire.subjects import PREFIX, acting
 
 from docs.topics import STORES, TOPICS
 
 _WRITTEN = "<!-- Written by `make docs` from {source}: change that, not this page. -->"
+_COMMON = 3
+"""Messages that must declare a key alike before it is explained once for all."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,25 +55,29 @@ def pages() -> dict[str, str]:
 
 def messages_page() -> str:
     """Return the reference of subjects, stores, messages and errors."""
+    modules = list(message_modules())
+    common = _common_keys([model for _, models in modules for model in models])
     parts = [
         "# Messages",
         _WRITTEN.format(source="`schemas/`"),
         _encoding(),
         "## Subjects",
-        f"All subjects start with `{PREFIX}`. `<u>` is the user, `<j>` the job id, `<n>` the "
-        "number of a task. A request has a reply; what is sent on a stream is stored; an "
-        "announcement is heard or lost. An admin who acts for a user sends on "
-        f"`{acting('<admin>', '<u>', 'scheduler', '<method>')}`, and likewise for `store` and for "
-        f"`ctl` (`{acting('<admin>', '<u>', '<j>', 'ctl.<actor>')}`): nobody else may, so who asks "
-        "is always told by the subject.",
-        _table(("subject", "kind", "message", "reply", "from → to"), _topic_rows()),
+        f"`<u>` is the user, `<j>` the job id, `<n>` a task number, `<e>` an episode id. A request "
+        "has a reply, a message on a stream is stored, an announcement is not. An admin who acts "
+        f"for a user sends on `{acting('<admin>', '<u>', 'scheduler', '<method>')}`, and likewise "
+        f"for `store` and `ctl` (`{acting('<admin>', '<u>', '<j>', 'ctl.<actor>')}`). No one else "
+        "may, so the subject always names the sender.",
+        *_subjects(),
         "## Streams and buckets",
-        "Every job has the stores whose names hold `<u>` and `<j>`; all jobs share the others.",
-        _table(("name", "kind", "subjects or keys", "holds", "keeps it"), _store_rows()),
+        "Each job has its own stores with `<u>` and `<j>` in the name. All jobs share the others.",
+        _table(("name", "kind", "subjects or keys", "entry", "kept"), _store_rows()),
+        "## Common keys",
+        "These keys mean the same in every message that lists them.",
+        "\n".join(common.values()),
     ]
-    for title, models in message_modules():
+    for title, models in modules:
         parts.append(f"## {title}")
-        parts += [_message(model) for model in models]
+        parts += [_message(model, common) for model in models]
     return "\n\n".join([*parts, "## Error codes", _error_codes()]) + "\n"
 
 
@@ -80,7 +86,7 @@ def message_modules() -> Iterator[tuple[str, list[type[Message]]]]:
     schemas = tinkermq.schemas
     found = [
         (info.name, f"{package.__name__}.{info.name}")
-        for package in (schemas, schemas.machines, schemas.tinker, schemas.wire)
+        for package in (schemas, schemas.tinker, schemas.wire)
         for info in pkgutil.iter_modules(package.__path__)
         if not info.ispkg
     ]
@@ -102,8 +108,9 @@ def _encoding() -> str:
     longest = f"{codec.MAX_CONTAINER_LENGTH:,}"
     return f"""\
 Every payload is a msgpack map with the keys below and `v`, the schema version (now
-{SCHEMA_VERSION}). Unknown keys are ignored, an unknown `v` is refused. `tinkermq decode` prints a
-payload: `nats sub --translate "tinkermq decode" '{PREFIX}.job.>'`.
+{SCHEMA_VERSION}). A key's type and default stand in parentheses; without a default it is required.
+Unknown keys are ignored, an unknown `v` is refused. `tinkermq decode` prints a payload:
+`nats sub --translate "tinkermq decode" '{PREFIX}.job.>'`.
 
 A numeric array is msgpack extension type {array_codec.ARRAY_EXT}, little endian throughout:
 
@@ -116,20 +123,23 @@ A numeric array is msgpack extension type {array_codec.ARRAY_EXT}, little endian
 | the rest | the elements, row major |
 
 A payload has at most {codec.MAX_MESSAGE_BYTES // 2**20} MiB, a list or map at most {longest}
-entries. A request that breaks a rule gets an
-[ErrorReply](#errorreply), whose headers `Nats-Service-Error-Code` and `Nats-Service-Error` say the
-same to the ordinary NATS tools."""
+entries. A request that breaks a rule gets an [ErrorReply](#errorreply)."""
 
 
 def _dtypes() -> str:
     return _cell(", ".join(f"`{name}`" for name in sorted(array_codec.ARRAY_DTYPES)))
 
 
-def _topic_rows() -> list[tuple[str, ...]]:
-    return [
-        (f"`{topic.subject}`", topic.kind, _link(topic.message), _link(topic.reply), topic.route)
-        for topic in TOPICS
-    ]
+def _subjects() -> Iterator[str]:
+    """Yield a heading for each route, and the subjects on it."""
+    groups: dict[str, list[str]] = {}
+    for topic in TOPICS:
+        kind = "" if topic.kind == "request" else f" ({topic.kind})"
+        reply = f" → {_link(topic.reply)}" if topic.reply else ""
+        line = f"- `{topic.subject}`: {_link(topic.message)}{reply}"
+        groups.setdefault(f"**{topic.route}**{kind}", []).append(line)
+    for heading, lines in groups.items():
+        yield f"{heading}\n\n" + "\n".join(lines)
 
 
 def _store_rows() -> list[tuple[str, ...]]:
@@ -143,22 +153,41 @@ def _link(model: type[Message] | None) -> str:
     return f"[{model.__name__}](#{model.__name__.lower()})" if model else ""
 
 
-def _message(model: type[Message]) -> str:
-    rows = [
-        (f"`{name}`", type_text(field), default_text(field), text_of(model, name))
-        for name, field in model.model_fields.items()
-    ]
+def _message(model: type[Message], common: dict[str, str]) -> str:
+    """Return the section of one message: its own keys; those that need no text share a line."""
+    lines = {name: _key(model, name) for name in _own_keys(model)}
+    plain = [line.removeprefix("- ") for line in lines.values() if "): " not in line]
+    shared = [f"`{name}`" for name, line in lines.items() if common.get(name) == line]
+    parts = [line for name, line in lines.items() if "): " in line and common.get(name) != line]
+    if plain:
+        parts.append(f"- {', '.join(plain)}")
+    if shared:
+        parts.append(f"- {', '.join(shared)}: [common](#common-keys)")
     about = _unwrap(inspect.getdoc(model) or "")
-    heading = f"### {model.__name__}\n\n{about}"
-    return (
-        f"{heading}\n\n{_table(('key', 'type', 'default', 'meaning'), rows)}" if rows else heading
-    )
+    base = model.__base__
+    if base is not None and base not in (Message, Request):
+        about += f" Has the keys of [{base.__name__}](#{base.__name__.lower()}), too."
+    return "\n\n".join([f"### {model.__name__}", about, *(["\n".join(parts)] if parts else [])])
+
+
+def _own_keys(model: type[BaseModel]) -> list[str]:
+    """Return the fields that a model declares itself."""
+    return [name for name in model.model_fields if name in model.__annotations__]
+
+
+def _common_keys(models: Sequence[type[Message]]) -> dict[str, str]:
+    """Return the keys that at least `_COMMON` messages declare alike, with their lines."""
+    counts = Counter((name, _key(model, name)) for model in models for name in _own_keys(model))
+    often: dict[str, str] = {}
+    for (name, line), count in counts.most_common():
+        if count >= _COMMON and "): " in line:
+            often.setdefault(name, line)
+    return dict(sorted(often.items()))
 
 
 def _error_codes() -> str:
     about = {found: _unwrap(inspect.getdoc(found) or "") for found in _errors()}
     del about[TinkermqError]
-    about[InternalError] = "Something that nobody foresaw; the log of the actor says what."
     rows = [
         (f"`{found.code}`", f"`{found.__name__}`", about[found])
         for found in sorted(about, key=lambda found: found.code)
@@ -184,24 +213,22 @@ def configuration_page() -> str:
     parts = [
         "# Configuration",
         _WRITTEN.format(source="`schemas/config/job.py`"),
-        "A job's configuration comes from its defaults, then the YAML file, then the overrides on "
-        "the command line (`section.key=value`). An unknown key is an error that names the "
-        "closest known one; a key that has no effect beside the others is an error, too. "
-        "`tinkermq config show FILE [section.key=value …]` prints what is in effect.",
-        "The type of a key says how its value is read, in the file and in an override alike. A "
-        "text is what is written: `name: 007`, `notes: 1.10`, `project: yes` and `2024-11-25` "
-        "are these texts; in an override it may hold `#`, `: ` and brackets without quotes. A "
-        "number may be `1e-5`, `1_000`, `0x1f`, `0o17`, `.inf` or stand in quotes; a boolean is "
-        "true or false, yes or no, on or off; `null`, `~` and nothing unset what may be unset. "
-        "A map of your own has no types: there, YAML 1.2's core schema holds for what is not "
-        "quoted, so `1e-3` is a number, `007` is 7, `true` a boolean, and `yes`, `on`, `1_000` "
-        "and `2024-11-25` are texts. Keys are texts, and one that stands twice is an error, "
-        "like an alias.",
-        f"Where a key names no bound, a text has at most {bounds.MAX_CHARS:,} characters, a list "
-        f"or map {bounds.MAX_ITEMS:,} entries, a whole number lies within "
-        f"±{bounds.MAX_NUMBER:,}, and a map of your own (`env.kwargs`) holds "
-        f"{bounds.MAX_TREE_VALUES:,} values and {bounds.MAX_TREE_CHARS:,} characters in "
-        f"{bounds.MAX_TREE_DEPTH} levels.",
+        "A job's configuration is made of the defaults, the YAML file, and the overrides on the "
+        "command line (`section.key=value`), in this order. An unknown key is an error that names "
+        "the closest known one, and so is a key that has no effect. `tinkermq config show FILE "
+        "[section.key=value …]` prints the result.",
+        "Values are read by the type of their key, in files and overrides alike. A text is taken "
+        "as written: `name: 007`, `project: yes` and `2024-11-25` are texts, and in an override "
+        "`#`, `: ` and brackets need no quotes. A number may be `1e-5`, `1_000`, `0x1f`, `0o17`, "
+        "`.inf` or quoted; a boolean is true/false, yes/no or on/off; `null`, `~` and an empty "
+        "value mean null. Maps of your own, such as `env.kwargs`, follow YAML 1.2's core schema: "
+        "`1e-3` is a number, `007` is 7, `true` a boolean, and `yes`, `on`, `1_000` and "
+        "`2024-11-25` are texts. Duplicate keys and YAML aliases are errors.",
+        "A key's type, bounds and default stand in parentheses; without a default it is required. "
+        f"Unless a key says otherwise, a text has at most {bounds.MAX_CHARS:,} characters, a "
+        f"list or map {bounds.MAX_ITEMS:,} entries, an integer lies within "
+        f"±{bounds.MAX_NUMBER:,}, and a map of your own holds {bounds.MAX_TREE_VALUES:,} "
+        f"values and {bounds.MAX_TREE_CHARS:,} characters in {bounds.MAX_TREE_DEPTH} levels.",
     ]
     for title, model in _sections(JobConfig, ""):
         heading = f"## {title}" if title else "## Top level"
@@ -218,17 +245,8 @@ def _sections(model: type[Section], name: str) -> Iterator[tuple[str, type[Secti
 
 
 def _keys(model: type[Section]) -> str:
-    rows = [
-        (
-            f"`{name}`",
-            type_text(field),
-            default_text(field),
-            text_of(model, name) + only_while(field),
-        )
-        for name, field in model.model_fields.items()
-        if not is_section(field)
-    ]
-    return _table(("key", "type", "default", "meaning"), rows)
+    fields = model.model_fields.items()
+    return "\n".join(_key(model, name) for name, field in fields if not is_section(field))
 
 
 def is_section(field: FieldInfo) -> bool:
@@ -238,6 +256,15 @@ def is_section(field: FieldInfo) -> bool:
 
 
 # -- fields --------------------------------------------------------------------------------------
+
+
+def _key(model: type[BaseModel], name: str) -> str:
+    """Return the line of one key: name, type, default if it has one, and text."""
+    field = model.model_fields[name]
+    kind = type_text(field).replace(f" that matches `{OWN_FUNCTION}`", "")
+    default = "" if field.is_required() else f", {default_text(field)}"
+    text = text_of(model, name) + only_while(field)
+    return f"- `{name}` ({kind}{default}){f': {text}' if text else ''}"
 
 
 def text_of(model: type[BaseModel], name: str) -> str:

@@ -206,7 +206,7 @@ def _scheduler(method: str, message: type[Message], reply: type[Message]) -> Top
 
 
 def _users(method: str, message: type[Message], reply: type[Message], who: str = "admin") -> Topic:
-    caller = "invited" if who == "somebody invited" else "<u>"
+    caller = "invited" if who == "invited" else "<u>"
     subject = subjects.rpc(caller, "users", method)
     return Topic(subject, "request", message, reply, f"{who} → auth service")
 
@@ -251,13 +251,13 @@ TOPICS: tuple[Topic, ...] = (
     ),
     _users("add", AddUser, NewKey),
     _users("list", ListUsers, UserList),
-    _users("rotate", RotateKey, NewKey, "admin, the user himself"),
+    _users("rotate", RotateKey, NewKey, "admin, user"),
     _users("revoke", NameUser, UserReply),
     _users("quota", SetQuota, UserReply),
     _users("invite", Invite, NewKey),
     _users("audit", AuditRequest, AuditList),
     _users("me", Empty, UserReply, "user"),
-    _users("register", Register, NewKey, "somebody invited"),
+    _users("register", Register, NewKey, "invited"),
     Topic(
         subjects.rpc("node", "keys", "job"),
         "request",
@@ -265,8 +265,8 @@ TOPICS: tuple[Topic, ...] = (
         NewKey,
         "node → auth service",
     ),
-    Topic(subjects.AUDIT, "stream", AuditRecord, None, "auth service, scheduler → people"),
-    Topic(subjects.REFUSALS, "stream", AuditRecord, None, "auth service → people"),
+    Topic(subjects.AUDIT, "stream", AuditRecord, None, "auth service, scheduler → admins"),
+    Topic(subjects.REFUSALS, "stream", AuditRecord, None, "auth service → admins"),
     Topic(subjects.node("<node>", "sync"), "request", NodeSync, NodeStatus, "scheduler → node"),
     Topic(subjects.node("<node>", "remove"), "request", RemoveRun, Empty, "scheduler → node"),
     Topic(
@@ -284,7 +284,7 @@ TOPICS: tuple[Topic, ...] = (
     Topic(subjects.node("<node>", "status"), "request", Empty, NodeStatus, "anyone → node"),
     _stored(_SCOPE.task("<n>"), Task, "learner → one generator"),
     _stored(_SCOPE.rollout("<n>"), Group, "generator, external agent → learner"),
-    _stored(_SCOPE.segment("<n>", "<e>"), Segment, "generator → the next holder of its task"),
+    _stored(_SCOPE.segment("<n>", "<e>"), Segment, "generator → next holder of the task"),
     _tinker("submit", ModelOperation, OperationTaken, "trainer"),
     _tinker("result", AwaitResult, OperationResult, "trainer"),
     _tinker("info", AboutModel, ModelInfo, "trainer"),
@@ -312,22 +312,22 @@ TOPICS: tuple[Topic, ...] = (
     _stored(
         _SCOPE.operation("<user>", "session", "<n>", "<seq>").replace("session", "<session>"),
         ModelOperation,
-        "trainer → its own restart",
+        "trainer → itself after a restart",
     ),
     _stored(
         _SCOPE.result("<user>", "session", "<n>", "<seq>").replace("session", "<session>"),
         OperationResult,
-        "trainer → who asks for it",
+        "trainer → clients",
     ),
     Topic(
         _shown(_SCOPE.appended),
         "announcement",
         Empty,
         None,
-        "nats-server → learner, clients: no payload, the headers of a group that was stored",
+        "nats-server → learner, clients: headers of a stored group",
     ),
-    _stored(_SCOPE.batch, BatchRecord, "learner → its own restart"),
-    _stored(_SCOPE.dead, DeadLetter, "generator → people"),
+    _stored(_SCOPE.batch, BatchRecord, "learner → itself after a restart"),
+    _stored(_SCOPE.dead, DeadLetter, "generator → clients"),
     _stored(_SCOPE.metric, Metric, "learner, evaluator → clients"),
     _stored(_SCOPE.event, Event, "any actor → clients"),
     _stored(_SCOPE.trace, StepTrace, "learner → clients"),
@@ -344,7 +344,7 @@ TOPICS: tuple[Topic, ...] = (
         _SCOPE.snapshot("fetch"),
         FetchSnapshot,
         SnapshotPart,
-        "sampler → trainer, where it does not see its disk",
+        "sampler → trainer, on different disks",
     ),
     _job(
         _SCOPE.weights_join,
@@ -429,35 +429,35 @@ STORES: tuple[Store, ...] = (
         "stream",
         "`task.<n>`, one message each",
         Task,
-        "until a generator acknowledges it",
+        "until acknowledged",
     ),
     Store(
         _shown(_SCOPE.stream_rollout),
         "stream",
         "`rollout.<n>`, one message each",
         Group,
-        "until the next checkpoint, or for good with `training.keep_rollouts`",
+        "until trimmed behind checkpoints; with `training.keep_rollouts` for good",
     ),
     Store(
         _shown(_SCOPE.stream_segment),
         "stream",
         "`segment.<n>.<e>`; only with `generator.segment_tokens`",
         Segment,
-        "until the task's group is in the log, up to `limits.segment_bytes`, a day at most",
+        "until the group is logged, at most a day, up to `limits.segment_bytes`",
     ),
     Store(
         _shown(_SCOPE.stream_operation),
         "stream",
         "`op.<user>.<session>.<n>.<seq>`, one message each; only of a Tinker service",
         ModelOperation,
-        "until the model's state on disk is behind it",
+        "until included in the model's state on disk",
     ),
     Store(
         _shown(_SCOPE.stream_result),
         "stream",
         "`result.<user>.<session>.<n>.<seq>`, one message each; only of a Tinker service",
         OperationResult,
-        "a day, up to `limits.operation_bytes`: the oldest go first",
+        "a day, the newest up to `limits.operation_bytes`",
     ),
     Store(_shown(_SCOPE.stream_batch), "stream", "`batch`", BatchRecord, "for good"),
     Store(
@@ -465,35 +465,35 @@ STORES: tuple[Store, ...] = (
         "stream",
         "`dead`",
         DeadLetter,
-        "up to a byte bound, the oldest go first",
+        "the newest, up to a byte bound",
     ),
     Store(
         _shown(_SCOPE.stream_feed),
         "stream",
         "`metric`, `event`",
         None,
-        "up to `limits.log_bytes`, the oldest go first",
+        "the newest, up to `limits.log_bytes`",
     ),
     Store(
         _shown(_SCOPE.stream_trace),
         "stream",
         "`trace`",
         StepTrace,
-        "up to `limits.log_bytes`, the oldest go first",
+        "the newest, up to `limits.log_bytes`",
     ),
     Store(
         _shown(_SCOPE.stream_log),
         "stream",
         "`log.<actor>`",
         LogLines,
-        "up to `limits.log_bytes`, the oldest go first",
+        "the newest, up to `limits.log_bytes`",
     ),
     Store(
         _shown(_SCOPE.bucket_weights),
         "bucket",
         "`v<version>`, `latest`",
         Manifest,
-        "until no one needs the version",
+        "while the version is needed",
     ),
     Store(
         _shown(_SCOPE.object_weights),
@@ -538,7 +538,7 @@ STORES: tuple[Store, ...] = (
         "bucket",
         "`<node>`",
         NodeStatus,
-        "until the node leaves or falls silent",
+        "while the node is alive",
     ),
     Store(
         subjects.BUCKET_LEASES,
@@ -567,7 +567,7 @@ STORES: tuple[Store, ...] = (
         "stream",
         "`tmq.v1.audit`",
         AuditRecord,
-        "up to a byte bound, the oldest go first; nothing can be deleted",
+        "the newest, up to a byte bound; cannot be deleted",
     ),
     Store(
         subjects.STREAM_REFUSALS,

@@ -1,8 +1,8 @@
-"""What travels: every message, subject and name of the system.
+"""Messages, subjects and names of the system.
 
-This room imports none of the others. The modules here are messages by noun; `wire/` is what they
-are made of and how they are packed and addressed, `config/` the configuration of a job, `bounds/`
-how large anything may be.
+This room imports none of the others. The modules here hold messages by noun; `wire/` their base,
+encoding and addresses, `config/` the configuration of a job, `bounds/` the default bounds of
+fields.
 """
 
 if __name__ != "tinkermq.schemas":

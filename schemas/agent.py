@@ -1,4 +1,4 @@
-"""What an agent program asks of the model that is trained under it, and what it is told."""
+"""Agent programs: calls of the model by a program, and episodes that clients run."""
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -12,261 +12,260 @@ from .wire.message import Message, Part
 MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_OPEN_CALLS = 64
-"""Requests of one episode's program at the same time."""
+"""Concurrent requests of one episode's program."""
 RequestId = Annotated[str, Field(min_length=1, max_length=64)]
 
 
 class CallMessage(Message):
-    """One message of a program's history, whichever API it speaks."""
+    """One message of a program's history, in any of the APIs."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: list[str | bytes] = Field(default_factory=list[str | bytes])
-    """Texts, and encoded images, in order."""
+    """Texts and encoded images, in order."""
     calls: list[tuple[str, str, str]] = Field(default_factory=list[tuple[str, str, str]])
-    """Tools that the assistant called: name, arguments as they were written, id."""
+    """The assistant's tool calls: name, arguments as written, id."""
     reasoning: str | None = None
-    """What the assistant thought before; None: not told."""
+    """The assistant's reasoning; null: not sent."""
     call_id: str = ""
-    """Of a tool's result: the call that it answers."""
+    """For a tool result: the call that it answers."""
 
 
 class CallDelta(Message):
-    """What one choice of an answer has gained since the part before."""
+    """What one choice of an answer has gained since the previous part."""
 
     choice: int = Field(ge=0, lt=MAX_CHOICES)
     """Number of the choice."""
     text: str = ""
     """New text."""
     token_ids: list[int] = Field(default_factory=list[int])
-    """New tokens; the text of the newest may come with a later part."""
+    """New tokens; text of the newest may come in a later part."""
     logprobs: list[float] = Field(default_factory=list[float])
     """Behaviour log-prob of each new token."""
     versions: list[int] = Field(default_factory=list[int])
-    """Policy version that drew each of them."""
+    """Policy version that generated each new token."""
     tokens: list[str] = Field(default_factory=list[str])
-    """Text of each of them by itself, where asked for."""
+    """Text of each new token, if requested."""
     top_tokens: list[list[str]] = Field(default_factory=list[list[str]])
-    """Texts of the likeliest tokens in the place of each, best first, where asked for; none of a
-    token that was drawn for an earlier request."""
+    """Texts of the likeliest tokens at each position, best first, if requested; none for tokens of
+    an earlier request."""
     top_logprobs: list[list[float]] = Field(default_factory=list[list[float]])
     """Their log-probs."""
     finish: Literal["stop", "length", "cancelled"] | None = None
-    """Why the choice has ended; None while it goes on."""
+    """Why the choice ended; null: it goes on."""
 
 
 class CallPart(Part):
-    """A piece of the answer to a call; the last one says that all of it is in the log."""
+    """Part of the answer to a call. After the last part all of it is in the log."""
 
     delivery: int = Field(default=0, ge=0)
-    """How often the task had been handed out when who answers got it; 0 where nothing is told."""
+    """How often the task had been delivered when the answering generator got it; 0 in parts without
+    content."""
     names: list[str] = Field(default_factory=list[str])
-    """In the first part that tells anything: with what the ids of each choice's tool calls begin.
-    """
+    """Prefix of the tool call ids of each choice. This and the next six are set in the first part
+    with content."""
     has_tools: bool = False
-    """There: whether what looks like a tool call is one."""
+    """Whether text that looks like a tool call is one."""
     is_thinking: bool = False
-    """There: whether the prompt has opened the reasoning of the answer."""
+    """Whether the prompt has opened the answer's reasoning."""
     num_prompt: int = 0
-    """There: tokens of the prompt."""
+    """Tokens of the prompt."""
     prompt_ids: list[int] = Field(default_factory=list[int])
-    """There: their ids, where they were asked for."""
+    """Token ids of the prompt, if requested."""
     num_reused: int = 0
-    """There: how many of them stand in the calls before."""
+    """Prompt tokens taken from earlier calls."""
     parent: int | None = None
-    """There: number of the call that is continued; None: a root."""
+    """Number of the call that is continued; null: none."""
     branch: str = ""
-    """There: why it is not the only continuation (see the generator's `Branch`)."""
+    """Why it is not that call's only continuation (`Branch` of the generator)."""
     deltas: list[CallDelta] = Field(default_factory=list[CallDelta])
-    """What is new, by choice."""
+    """New content, by choice."""
     calls: list[int] = Field(default_factory=list[int])
-    """In the last part: the number of each choice among the calls of the episode."""
+    """In the last part: number of each choice among the episode's calls."""
 
 
 class CallRequest(Message):
     """One call of the model by a program, on `episode.<e>.call`; parts come until the last one.
 
-    Who plays the episode hears it; during a change of hands two may, and the parts say whose
-    delivery of the task is the later.
+    While a task changes hands two generators may answer; `delivery` says which one is later.
     """
 
     request: RequestId
-    """Id made by the program's proxy, by which the call can be cancelled. Where the proxy asks
-    again, because who answered has died or was overtaken, `-1`, `-2` … follow the same id: it is
-    the same call, and no new sample."""
+    """Id made by the program's proxy; cancels the call. A retry after the generator died appends
+    `-1`, `-2` … and is the same call, not a new sample."""
     messages: list[CallMessage] = Field(min_length=1)
-    """The whole history, or what follows `previous`."""
+    """The whole history, or the messages after `previous`."""
     tools: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
     """Tools, as the chat template takes them."""
     num_choices: int = Field(default=1, ge=1, le=MAX_CHOICES)
-    """Answers that are wanted."""
+    """Number of answers."""
     max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-    """Tokens of an answer at most; the job's own limits bind as well."""
+    """Largest number of tokens in an answer; the job's limits apply as well."""
     stop: list[str] = Field(default_factory=list[str], max_length=MAX_STOPS)
-    """Texts at which an answer ends; they are not part of it."""
+    """Texts that end an answer; not part of it."""
     format: OutputFormat | None = None
-    """The form that an answer must have; None: any."""
+    """Required form of the answer; null: any."""
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    """Tell the text of each token, and so many of the likeliest in its place; None: neither."""
+    """Return the text of each token and this many of the likeliest at its position; null:
+    neither."""
     stream: bool = False
-    """Tell tokens as they are generated, instead of all at the end."""
+    """Stream tokens instead of sending all at the end."""
     is_prefill: bool = False
     """The last message is the beginning of the answer."""
     previous: int | None = Field(default=None, ge=0)
-    """Number of the call whose answer the messages follow; None: they are the whole history."""
+    """Number of the call whose answer the messages follow; null: they are the whole history."""
     sampled: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Sampling that the program asked for; what the job says goes before it."""
+    """Sampling options of the program; the job's configuration decides whether they count."""
     without_effect: list[str] = Field(default_factory=list[str], max_length=256)
-    """Fields that the program sent and that change nothing, to be told once per episode."""
+    """Fields of the program's request that have no effect; reported once per episode."""
     is_retry: bool = False
-    """The program's client says that it has sent this before and got no answer."""
+    """The program's client sent this before and got no answer."""
     token_ids: bool = False
-    """Tell the ids of the prompt's tokens as well."""
+    """Return the prompt's token ids."""
     count_only: bool = False
-    """Only count the tokens of the prompt, as it would be continued."""
+    """Only count the prompt's tokens."""
     begun: CallPart | None = None
-    """What the program has been told of the answer already, by one who no longer plays the episode:
-    all his parts as one, with everything of each choice from its beginning. Whoever answers
-    continues the same `parent` by these tokens, keeps the names, and generates behind them: his
-    first part tells the head once more, and his deltas only what is new, none of a choice that has
-    its `finish`. The text of the tokens begins with the text that was told."""
+    """The part of the answer that the program already has from a previous holder of the episode,
+    merged into one. The new holder continues the same `parent` with these tokens, keeps the names
+    and generates on. Its first part repeats the head; its deltas hold only what is new, none for
+    finished choices. The text of the tokens begins with the text already sent."""
 
 
 class CancelCall(Message):
-    """A program does not want the rest of an answer, on `episode.<e>.cancel`."""
+    """The program no longer wants the rest of an answer, on `episode.<e>.cancel`."""
 
     request: RequestId
     """Id of the call."""
 
 
 class CallDelivered(Message):
-    """Whether a program has the end of an answer, on `episode.<e>.delivered`; told by its proxy."""
+    """Whether the program received the end of an answer, on `episode.<e>.delivered`; sent by its
+    proxy."""
 
     calls: list[int] = Field(max_length=MAX_CHOICES)
     """Numbers of the calls."""
     whole: bool
-    """False: the program had gone before the end."""
+    """False: the program left before the end."""
 
 
 class EpisodeSecret(Message):
-    """What a job's hosts sign the keys of its episodes with; the auth service tells it to them."""
+    """Secret with which a job's hosts sign episode keys; from the auth service."""
 
     secret: bytes = Field(min_length=32, max_length=32)
-    """It follows from the pool's own, and is worth nothing for another job."""
+    """Derived from the pool's own secret, valid for this job only."""
 
 
 class ReportedCall(Message):
-    """One call of a program that was answered through a gateway."""
+    """One call of a program that a gateway answered."""
 
     names: list[str] = Field(default_factory=list[str], max_length=MAX_CHOICES)
-    """With what the ids of each choice's tool calls begin."""
+    """Prefix of the tool call ids of each choice."""
     calls: list[int] = Field(min_length=1, max_length=MAX_CHOICES)
-    """Number of each choice among the calls of the episode."""
+    """Number of each choice among the episode's calls."""
 
 
 class EpisodePost(Message):
-    """What a gateway tells the host of an episode, on `episode.<e>.post`.
+    """A gateway's message to the host of an episode, on `episode.<e>.post`.
 
-    It holds a request of the program that is the host's to answer, or none: then it only reports
-    how the program's calls go, which the gateway asks whoever plays the episode.
+    It carries a request for the host to answer, or only reports the program's calls, which the
+    gateway sends to the generator itself.
     """
 
     max_bytes: ClassVar[int] = 4 << 20
     request: RequestId
     """Id made by the gateway."""
     key: str = Field(max_length=512)
-    """The episode's key, as the program has sent it."""
+    """The episode's key, as the program sent it."""
     source: RequestId
-    """Which gateway it is."""
+    """Id of the gateway."""
     num_open: int = Field(default=0, ge=0, le=MAX_OPEN_CALLS)
     """Calls of the program that wait for an answer at this gateway."""
     answered: list[ReportedCall] = Field(default_factory=list[ReportedCall], max_length=1024)
-    """Calls that were answered there; one that was told before counts once."""
+    """Calls answered there; repeated reports count once."""
     limit: Literal["", "episode_limit", "context_length_exceeded"] = ""
-    """Code of the limit that the last call was refused for."""
+    """Code of the limit that refused the last call."""
     method: Literal["", "GET", "POST"] = ""
-    """Of the program's request; empty: there is none."""
+    """HTTP method; empty: no request."""
     path: str = Field(default="", max_length=1024)
-    """Its path, without a key."""
+    """Path, without a key."""
     name: str = Field(default="", max_length=256)
-    """Its `Idempotency-Key`."""
+    """`Idempotency-Key` header."""
     body: bytes = b""
-    """Its body."""
+    """Body."""
 
 
 class EpisodePosted(Part):
-    """The host's answer: what the program is told, and whether the episode goes on."""
+    """The host's answer, and whether the episode goes on."""
 
     status: int = 0
-    """HTTP status of the answer; 0: there was no request."""
+    """HTTP status; 0: there was no request."""
     headers: dict[str, str] = Field(default_factory=dict[str, str])
-    """Its headers."""
+    """Headers."""
     body: bytes = b""
-    """Its body."""
+    """Body."""
     over: str = ""
-    """Why no call of the program is answered any more; empty while calls are."""
+    """Why the program's calls are no longer answered; empty: they are."""
 
 
 class GiveRequest(Message):
-    """Ask a host in the pool for an episode, on `env.give`; for jobs with `agent.client`."""
+    """Request an episode from a host in the pool, on `env.give`; for jobs with `agent.client`."""
 
     name: str = Field(default="", max_length=256)
-    """Made by who asks: the same name gets the same episode while that is under way."""
+    """Name chosen by the caller. The same name gets the same episode while it runs."""
     wait_s: float = Field(default=5.0, ge=0, le=10)
-    """How long the host may hold its answer back."""
+    """Longest time that the host may delay its answer."""
 
 
 class GiveReply(Message):
-    """An episode to be run by who asked, or none yet."""
+    """An episode for the caller to run, or none yet."""
 
     episode: str = ""
-    """Its id; empty: none has come."""
+    """Episode id; empty: none yet."""
     key: str = ""
-    """What its program proves itself by, at any gateway."""
+    """The episode's key, for any gateway."""
     task: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """The row of the data without its gold answer."""
+    """The data row without its gold answer."""
     prompt: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
-    """The chat messages by which the task is known."""
+    """Chat messages that state the task."""
     seed: int = 0
-    """The same for all episodes of a task."""
+    """Seed, equal for all episodes of a task."""
     split: Literal["train", "val"] = "train"
-    """Whether it is trained or only counted."""
+    """Whether it is trained or only evaluated."""
     left_s: float = 0.0
-    """How long it may still take."""
+    """Time left for it."""
 
 
 class RewardedBranch(Message):
-    """A branch of a program's calls that was given a reward of its own."""
+    """A branch of a program's calls with its own reward."""
 
     call: int = Field(ge=0)
-    """Number of the call that it begins with; it has all that continue this one."""
+    """First call of the branch; all its continuations belong to it."""
     role: str = ""
     """Branches of equal roles are compared with each other."""
     reward: float = 0.0
-    """What was posted for it."""
+    """The posted reward."""
 
 
 class CallPlaces(Message):
-    """Where the K turns of a row stand among all calls of their episode."""
+    """Positions of a row's K turns among all calls of their episode."""
 
     numbers: IntVector
-    """int32[K]: number of the call that each turn is."""
+    """int32[K]: call number of each turn."""
     nexts: IntVector
-    """int32[K]: number of the trained call that it led to, perhaps in another row; -1: to none."""
+    """int32[K]: number of the next trained call, perhaps in another row; -1: none."""
     depths: IntVector
-    """int32[K]: calls before it in its conversation."""
+    """int32[K]: number of calls before it in its conversation."""
     observed: IntVector
-    """int32[K]: tokens right before it that were new to the model."""
+    """int32[K]: new observation tokens right before it."""
     rewards: FloatVector
-    """float32[K]: what was posted for each call itself."""
+    """float32[K]: reward posted for the call itself."""
     branches: IntVector
-    """int32[K]: the innermost branch with a reward that it is in, by the call which that begins
-    with; -1: none."""
+    """int32[K]: innermost rewarded branch that contains it, by its first call; -1: none."""
     roles: list[str]
-    """Calls of equal roles and depths are compared with each other where turns are."""
+    """With turns as samples, calls of equal roles and depths are compared."""
     outcome: float = 0.0
-    """The episode's own reward, in its main row; it is part of that row's last reward."""
+    """The episode's own reward, in its main row; part of that row's last reward."""
     rewarded: list[RewardedBranch] = Field(default_factory=list[RewardedBranch])
-    """The branches of the episode that have a reward, in its main row."""
+    """The episode's branches with a reward, in its main row."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

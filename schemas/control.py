@@ -1,4 +1,4 @@
-"""Control requests to one actor of a job, on `ctl.<actor>`, and a learner's orders to its ranks."""
+"""Control of actors, and of a learner's ranks."""
 
 from typing import Any, Literal
 
@@ -10,61 +10,61 @@ MAX_TRACED_STEPS = 32
 
 
 class ControlRequest(Message):
-    """Ask an actor to do something."""
+    """Ask an actor to do something, on `ctl.<actor>`."""
 
     verb: Literal["pause", "resume", "checkpoint", "profile", "stop", "hand_over", "status"]
-    """pause and resume the work; write a checkpoint now, or torch's traces of the next steps; drain
-    and end; end as on SIGTERM, because the job goes on elsewhere; tell."""
+    """checkpoint: write one now; profile: record torch traces of the next steps; stop: drain and
+    exit; hand_over: exit as on SIGTERM, because the job continues elsewhere; status: report."""
     reason: str = ""
-    """Why, for the event."""
+    """Reason, for the event."""
     steps: int = Field(default=1, ge=1, le=MAX_TRACED_STEPS)
-    """How many steps to trace."""
+    """Number of steps to trace."""
 
 
 class ControlReply(Message):
-    """What the actor did."""
+    """Result of a control request."""
 
     actor: str
     """The actor that answers."""
     step: int | None = None
-    """Training step it is at."""
+    """Its training step."""
     detail: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Further key-values: the path of a checkpoint, those of traces."""
+    """Further values, such as the paths of a checkpoint or of traces."""
 
 
 class ReserveRequest(Message):
-    """An external agent asks the learner for task numbers, on `ctl.learner.reserve`."""
+    """An external agent reserves task numbers, on `ctl.learner.reserve`."""
 
     count: int = Field(ge=1, le=10_000)
-    """How many groups it will append."""
+    """Number of groups that it will append."""
     source: str
     """Name of the agent."""
     deadline_s: float = Field(default=60.0, gt=0, le=3600)
-    """Numbers not used by then are given up."""
+    """Time after which unused numbers expire."""
 
 
 class ReserveReply(Message):
     """Task numbers for an external agent."""
 
     tasks: list[int]
-    """Numbers to append groups under."""
+    """Task numbers for the groups."""
     group_size: int
-    """Trajectories that each group must have."""
+    """Required trajectories per group."""
     version: int
-    """The learner's present version."""
+    """The learner's version."""
     vocab_size: int
-    """Token ids must be below this."""
+    """Bound of token ids."""
     max_tokens: int
     """Longest trajectory, in tokens."""
 
 
 class TaskSpec(Message):
-    """One plain task: what to reset the game with."""
+    """One task: how to reset the game."""
 
     sample: int | None = Field(default=None, ge=0)
     """Row of the training data."""
     seed: int | None = Field(default=None, ge=0)
-    """Seed; None: derived from the task's number."""
+    """Seed; null: derived from the task number."""
     reset_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Further arguments for the game's `reset`."""
 
@@ -73,60 +73,60 @@ class PublishTasksRequest(Message):
     """A client's own tasks for a job, on `ctl.learner.tasks`."""
 
     tasks: list[TaskSpec] = Field(min_length=1, max_length=10_000)
-    """The tasks, in the order in which they are issued."""
+    """Tasks, in the order in which they are issued."""
 
 
 class PublishTasksReply(Message):
-    """Tasks taken."""
+    """The tasks are queued."""
 
     queued: int
-    """How many of the client's tasks now wait for the staleness gate."""
+    """Number of the client's tasks that wait for the staleness gate."""
 
 
 class RankOrder(Message):
-    """One piece of work for a rank; it does one after the other.
+    """One order to a rank, which executes them one at a time.
 
-    The first one, `begin`, goes to `rank.<actor>.begin`, the rest to `rank.<actor>.order-<process>`
-    of whoever answered that: of a rank that was replaced, and does not know it, two may listen.
+    The first, `begin`, goes to `rank.<actor>.begin`, the others to `rank.<actor>.order-<process>`
+    of the process that answered it, because a replaced rank may still listen.
     """
 
     learner: str
-    """Which process of the learner asks: a new one begins anew."""
+    """The learner process; a new one starts anew."""
     number: int = Field(ge=0)
-    """Which of its orders this is, from 0: one that comes again was taken before."""
+    """Number of the order, from 0; a repeated one is not executed twice."""
     do: Literal["begin", "step", "gather", "save", "end"]
-    """Load everything and meet the others, train a batch, gather the weights, write a
-    checkpoint, do nothing more for this process."""
+    """begin: load and connect to the others; step: train a batch; gather: collect the weights;
+    save: write a checkpoint; end: stop serving this process."""
     fields: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """What it needs to know for that."""
+    """Arguments of the order."""
     seqs: list[int] = Field(default_factory=list[int])
-    """Entries of the rollout log that are the batch; each rank reads them itself."""
+    """Log entries of the batch, which each rank reads itself."""
 
 
 class RankState(Message):
-    """How a rank is: reply to each order, and on `rank.<actor>.look-<process>`."""
+    """State of a rank: reply to each order, and on `rank.<actor>.look-<process>`."""
 
     rank: int = Field(ge=1)
-    """Its number."""
+    """Number of the rank."""
     process: str
-    """Which process of the rank's actor this is."""
+    """Process of the rank's actor."""
     learner: str = ""
-    """Which process of the learner it serves; none yet."""
+    """Learner process that it serves; empty: none."""
     host: str = ""
     """Host name of its machine."""
     works: bool = False
-    """Whether the process that computes is there."""
+    """Whether the computing process runs."""
     error: str = ""
-    """Why it is not."""
+    """Why it does not run."""
     draining: bool = False
-    """Whether it was told to end: it does once the learner has."""
+    """Whether it is to exit, which it does after the learner."""
 
 
 def rank_of(actor: str) -> int:
-    """Return the number of the rank that an actor of this name is: 3 for `rank-3`."""
+    """Return the rank number in an actor's name: 3 for `rank-3`."""
     return int(actor.removeprefix("rank-"))
 
 
 def rank_name(rank: int) -> str:
-    """Return the name of the actor that is a rank."""
+    """Return the actor name of a rank."""
     return f"rank-{rank}"

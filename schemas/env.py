@@ -1,4 +1,4 @@
-"""What generators and environment hosts say to each other."""
+"""Environment hosts: resets and steps of episodes."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -12,96 +12,94 @@ EpisodeId = Annotated[str, Field(min_length=1, max_length=128)]
 
 
 class DescribeRequest(Message):
-    """Ask any environment host of the job what it serves, on `env.describe`."""
+    """Ask any of the job's environment hosts what it serves, on `env.describe`."""
 
 
 class DescribeReply(Message):
-    """What the environment hosts of the job serve."""
+    """What the job's environment hosts serve."""
 
     game: str
     """Name of the game."""
     num_train: int | None
-    """Rows of the training data; None for a game that generates its states."""
+    """Rows of the training data; null: the game generates its states."""
     num_val: int
     """Rows, or seeds, of the validation set."""
     host: str
     """The host that answered."""
     roles: list[str] = Field(default_factory=list[str])
-    """Players of a game for several; empty for a game for one."""
+    """Roles of a multi-agent game; empty: a single-agent game."""
 
 
 class ResetRequest(Message):
-    """Start episodes of one task, on `env.reset` (one of the hosts takes it).
+    """Start episodes of one task, on `env.reset`, which one of the hosts takes.
 
-    Sent again to `env.<host>.reset` it asks after those that were not ready; asking again with an
-    episode's id is harmless.
+    Repeat it on `env.<host>.reset` for episodes that were not ready; repeating an episode's id does
+    no harm.
     """
 
     episodes: list[EpisodeId] = Field(min_length=1, max_length=4096)
-    """Ids of the episodes, made by the generator."""
+    """Episode ids, made by the generator."""
     split: Split
-    """Which data the sample is a row of."""
+    """Data set of the sample."""
     sample: int | None
-    """Row of the data, or None for a game that generates its states."""
+    """Data row; null: the game generates its states."""
     seed: int = Field(ge=0)
-    """Seed of the episodes' own random generators."""
+    """Seed of the episodes' random generators."""
     kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Further arguments for the game's `reset`."""
     wait_s: float = Field(default=1.0, ge=0, le=10)
-    """How long the host may hold its answer back for episodes that are not ready."""
+    """Longest time that the host may delay its answer for episodes that are not ready."""
     only_held: bool = False
-    """Start nothing: an episode that is not held here is an error."""
+    """Start nothing: an episode that this host does not hold is an error."""
     table: EpisodeId | None = None
-    """In a game with roles: the episode, held by this host, at which `role` takes its seat. The
-    seat is ready when its first turn comes."""
+    """In a game with roles: the episode at this host in which `role` plays. The reply is ready when
+    its first turn comes."""
     role: str = ""
-    """Role of the seat."""
+    """Role to play."""
 
 
 class Opened(Message):
-    """What became of the start of one episode; neither field is set while it lasts."""
+    """Start of one episode; neither field is set while it is pending."""
 
     prompt: int | None = None
-    """Which of the reply's prompts is the episode's."""
+    """Index of the episode's prompt in the reply."""
     error: ErrorReply | None = None
-    """Why it could not be started."""
+    """Why it could not start."""
 
 
 class ResetReply(Message):
-    """The first prompts of episodes, and where they live."""
+    """First prompts of episodes, and the host that holds them."""
 
     host: str = Field(pattern=NAME_PATTERN)
-    """The host that holds the episodes: steps and close go to it."""
+    """Host of the episodes, for steps and close."""
     prompts: list[list[dict[str, Any]]]
-    """Chat messages of the first prompts, each different one once; no messages for a game with
-    roles, whose prompts are those of its seats, and for a seat whose turn never came."""
+    """Chat messages of the first prompts, without duplicates; empty for a game with roles, and for
+    a role whose turn never came."""
     tools: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
-    """Function schemas of the tools that the policy may call, for its chat template."""
+    """Function schemas of the tools that the policy may call."""
     episodes: list[Opened]
-    """What became of each episode, in the order of the request."""
+    """State of each episode, in request order."""
     data_source: str = ""
-    """What the row says of its origin; scores are told apart by it."""
+    """`data_source` of the row; scores are reported by it."""
     lease_s: float
-    """An episode is freed when it is neither stepped nor closed for this long."""
+    """An episode that is neither stepped nor closed for this long is freed."""
 
 
 class StepRequest(Message):
-    """One action each for episodes that one host holds, on `env.<host>.step`, column by column.
-
-    To ask after those that were not ready, send them again.
-    """
+    """One action each for episodes at one host, on `env.<host>.step`, as columns. Repeat it for
+    those that were not ready."""
 
     episodes: list[EpisodeId] = Field(min_length=1, max_length=4096)
-    """Ids of the episodes."""
+    """Episode ids."""
     turns: list[Annotated[int, Field(ge=0)]]
-    """Numbers of their turns; asking again with the same number returns the same answer."""
+    """Turn numbers; a repeated number returns the same answer."""
     actions: list[str]
-    """The generated texts of the turns."""
+    """The generated texts."""
     final: list[bool] = Field(default_factory=list[bool], max_length=4096)
-    """Whether the policy plays no more: the action is empty, and the episode is only rewarded.
-    Left out where no action is such a one."""
+    """Whether the policy plays no further: the action is empty and the episode is only rewarded.
+    Omitted if false for all."""
     wait_s: float = Field(default=1.0, ge=0, le=10)
-    """How long the host may hold its answer back for games that are not ready."""
+    """Longest time that the host may delay its answer for games that are not ready."""
 
     @model_validator(mode="after")
     def _check_columns(self) -> Self:
@@ -113,37 +111,37 @@ class StepRequest(Message):
 
     @property
     def is_final(self) -> list[bool]:
-        """`final`, spelled out."""
+        """`final` with one value per episode."""
         return self.final or [False] * len(self.episodes)
 
 
 class FailedStep(Message):
-    """An action that the game did not survive, or that could not be played."""
+    """An action that failed in the game or could not be played."""
 
     index: int
-    """Which of the request's actions."""
+    """Index of the action in the request."""
     error: ErrorReply
     """What happened."""
 
 
 class StepReply(Message):
-    """What became of the actions of a request, in its order, column by column."""
+    """Results of the actions, in request order, as columns."""
 
     observations: list[str | None]
-    """What the policy sees next; None for an action that failed or is not ready yet."""
+    """Next observation; null: failed, or not ready yet."""
     rewards: list[float]
     """Rewards of the turns."""
     done: list[bool]
     """Whether the episodes have ended."""
     infos: list[dict[str, Any]]
-    """Whatever else the games tell."""
+    """`info` of the games."""
     roles: list[Literal["user", "tool"]] = Field(default_factory=list[Literal["user", "tool"]])
-    """Who says the observations; empty where that is the user everywhere."""
+    """Roles of the observations; empty: `user` for all."""
     failed: list[FailedStep] = Field(default_factory=list[FailedStep])
-    """The actions that failed; their episodes have ended."""
+    """Failed actions; their episodes have ended."""
     timed_out: list[int] = Field(default_factory=list[int])
-    """Numbers of the actions whose step took too long, where that ends an episode without failing
-    it (`env.on_step_timeout`)."""
+    """Indices of actions whose step timed out and ended the episode without failing it
+    (`env.on_step_timeout`)."""
 
     @model_validator(mode="after")
     def _check_columns(self) -> Self:
@@ -163,4 +161,4 @@ class CloseRequest(Message):
     """Free an episode, on `env.<host>.close`."""
 
     episode: EpisodeId
-    """Id of the episode; an unknown one is fine."""
+    """Episode id; an unknown one is accepted."""

@@ -1,4 +1,4 @@
-"""Jobs: their record, states, and what clients ask the scheduler for."""
+"""Jobs: records, states, and requests to the scheduler."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -10,10 +10,10 @@ from .tinker.sessions import SamplerTokens
 from .wire.message import Message, Request
 from .wire.subjects import JobScope, token
 
-# Secrets of a job: sealed by the client, opened by the scheduler, given to one process.
+# Secrets of jobs: sealed by the client, opened by the scheduler.
 
 SecretName = Literal["WANDB_API_KEY", "TINKERMQ_NOTIFY_URL", "TINKERMQ_TEACHER_KEY"]
-"""What a user may hand over with a job: the names of environment variables."""
+"""Environment variables that a user may pass to a job."""
 WANDB_KEY: SecretName = "WANDB_API_KEY"
 NOTIFY_URL: SecretName = "TINKERMQ_NOTIFY_URL"
 TEACHER_KEY: SecretName = "TINKERMQ_TEACHER_KEY"
@@ -21,23 +21,23 @@ MAX_SEALED_BYTES = 16 << 10
 
 
 class JobSecrets(Message):
-    """What a sealed text holds; never sent, stored or logged as it is."""
+    """Content of a sealed box; never sent, stored or logged in the clear."""
 
     user: str
-    """Who sealed it: a copied text opens for nobody else's job."""
+    """Who sealed it; a copy opens for no other user's job."""
     values: dict[SecretName, Annotated[str, Field(min_length=1, max_length=4096)]]
     """The secrets, by name."""
 
 
 class SealingKey(Message):
-    """The public key to which secrets are sealed: reply of the scheduler's `key`."""
+    """Public key for sealing secrets: reply of the scheduler's `key`."""
 
     public: bytes = Field(min_length=32, max_length=32)
     """An X25519 key."""
 
 
 class SecretsRequest(Request):
-    """Hand secrets over for a job that is there: `secrets`."""
+    """Set the secrets of an existing job: `secrets`."""
 
     job: str
     """Job id or run name."""
@@ -46,14 +46,14 @@ class SecretsRequest(Request):
 
 
 class SealedSecrets(Message):
-    """The secrets of a job, in the KV bucket of secrets until the job has ended."""
+    """Secrets of a job, in the KV bucket of secrets until the job ends."""
 
     sealed: bytes = Field(max_length=MAX_SEALED_BYTES)
     """JobSecrets in a sealed box."""
 
 
 class OpenRequest(Message):
-    """A node asks for what a process that it starts needs, on `rpc.node.secrets.open`."""
+    """A node requests the secrets of a process that it starts, on `rpc.node.secrets.open`."""
 
     user: str
     """Owner of the job."""
@@ -66,10 +66,10 @@ class OpenRequest(Message):
 
 
 class OpenedSecrets(Message):
-    """What the process gets in its environment."""
+    """Secrets for the process's environment."""
 
     values: dict[SecretName, str]
-    """The secrets, by name; empty for a process that needs none."""
+    """The secrets, by name; empty: it needs none."""
 
 
 JobState = Literal[
@@ -79,9 +79,9 @@ HOLDING_STATES: frozenset[str] = frozenset({"STARTING", "RUNNING", "PAUSED"})
 """States in which a job has actors on nodes."""
 FINAL_STATES: frozenset[str] = frozenset({"COMPLETED", "FAILED", "CANCELLED"})
 LAST_STEP = "last"
-"""Stands for a step in `run@step`: that of the run's newest checkpoint."""
+"""Step in `run@step`: the run's newest checkpoint."""
 BEST_STEP = "best"
-"""Stands for that of the checkpoint, of those that are left, with the best validation."""
+"""Step in `run@step`: the remaining checkpoint with the best validation."""
 Removal = Literal["no", "archive", "unarchive", "delete"]
 Role = Literal[
     "learner", "rank", "generator", "evaluator", "environment", "server", "trainer", "sampler"
@@ -96,53 +96,54 @@ MAY_FOLLOW: dict[str, frozenset[str]] = {
     "FAILED": frozenset({"QUEUED"}),
     "CANCELLED": frozenset({"QUEUED"}),
 }
-"""Which state may follow which; a final state is left only by `resume`."""
+"""Allowed transitions of states; final states are left only by `resume`."""
 
 
 MAX_PRIORITY = 10
 MAX_CONFIG_BYTES = 512 << 10
-"""Of a request that carries a configuration."""
+"""Size of a request with a configuration."""
 MAX_RECORD_BYTES = 1 << 20
-"""Of a job's record."""
+"""Size of a job's record."""
 Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 
 
 class ActorPlacement(Message):
-    """One actor of a job, and the node it was given to."""
+    """One actor of a job, and its node."""
 
     name: str
     """Name within the job: `learner`, `generator-0` …"""
     role: Role
     """What it does."""
     node: str | None = None
-    """The node it was given to, or None while it waits for one."""
+    """Its node; null: it waits for one."""
     slots: int = Field(default=1, ge=0)
-    """Slots of the node that it holds."""
+    """Slots that it holds."""
     devices: list[int] = Field(default_factory=list[int])
-    """Which slots of the node: indices of its GPUs, or of its CPU shares."""
+    """Which slots of the node: indices of GPUs or CPU shares."""
     state: Literal["placed", "running", "exited", "failed"] = "placed"
-    """What the node last said of it."""
+    """State that the node last reported."""
     restarts: int = 0
-    """How often the node started it again."""
+    """How often the node restarted it."""
     trouble: str = ""
-    """Why it was started again, while it has finished no piece of work since."""
+    """Why it was restarted, until it finishes some work."""
     spread: list[int] = Field(default_factory=list[int])
-    """Of a learner with ranks: over how many machines they may lie in equal parts, best first."""
+    """For a learner with ranks: numbers of machines over which they may be divided equally, best
+    first."""
 
 
 class JobRecord(Message):
-    """All that the scheduler knows of a job, in the KV bucket of jobs."""
+    """The scheduler's record of a job, in the KV bucket of jobs."""
 
     job: str
     """Job id."""
     name: str
-    """Readable name of the run; also the name of its folder."""
+    """Name of the run and of its folder."""
     user: str
     """Owner."""
     kind: Literal["train", "infer", "eval", "sft", "tinker"] = "train"
     """What it does."""
     state: JobState
-    """Where it stands."""
+    """Its state."""
     reason: str = ""
     """Why it is in this state."""
     priority: int = 0
@@ -150,84 +151,82 @@ class JobRecord(Message):
     config: dict[str, Any]
     """The effective configuration."""
     configured: bool = True
-    """False while a client still has to complete the configuration (`set_config`, `fit`)."""
+    """False until a client has completed the configuration (`set_config`, `fit`)."""
     actors: list[ActorPlacement] = Field(default_factory=list[ActorPlacement])
     """Its actors."""
     attempt: int = Field(default=1, ge=1)
-    """1 + the number of times it was resumed."""
+    """1 + number of resumes."""
     losses: int = 0
-    """How often it lost its node since it was submitted or resumed."""
+    """Node losses since it was submitted or resumed."""
     run_dir: str = ""
-    """Folder of the run on the pool."""
+    """Run folder on the pool."""
     output_roots: list[str] = Field(default_factory=list[str])
-    """Folders below which its processes may write; none: anywhere."""
+    """Folders below which its processes may write; empty: anywhere."""
     fork_of: str | None = None
-    """`run@step` whose checkpoint the job starts from."""
+    """`run@step` of the checkpoint that it starts from."""
     weights_only: bool = False
-    """The checkpoint is the job's initial model: optimiser, steps and data order begin anew."""
+    """That checkpoint is the initial model; optimiser, steps and data order start anew."""
     fork_dir: str = ""
-    """Folder of that checkpoint; once the job is configured, its own copy in `run_dir`."""
+    """Folder of that checkpoint; once configured, the job's own copy in `run_dir`."""
     follow: str | None = None
     """Job id of the live run whose newest version an inference job serves."""
     judge: str | None = None
     """Job id of the inference job that judges its episodes (`env.reward.judge`)."""
     teachers: dict[str, str] = Field(default_factory=dict[str, str])
-    """Inference jobs that its generators ask as teachers: their names in the configuration
-    (`job:NAME`) to their ids."""
+    """Job ids of its teachers, by their names in the configuration (`job:NAME`)."""
     serves: str = ""
-    """What an inference job serves: `run@step`, the run that it follows, or empty for a model."""
+    """What an inference job serves: `run@step`, the followed run, or empty for a model."""
     adapters: dict[str, str] = Field(default_factory=dict[str, str])
-    """Further LoRA adapters that an inference job serves on the same base: `run@step` to the folder
-    of its own copy."""
+    """Further LoRA adapters served on the same base: `run@step` to the folder of its copy."""
     stop: Literal["no", "drain", "now"] = "no"
-    """Whether a stop was asked for: drain writes a checkpoint first, now does not."""
+    """Requested stop: drain writes a checkpoint first, now does not."""
     stop_complete: bool = False
-    """The stop that was asked for ends the job as COMPLETED."""
+    """Whether that stop ends the job as COMPLETED."""
     stopped_by: str = ""
-    """Who asked for the stop."""
+    """Who requested the stop."""
     place: int = 0
-    """Place in the queue, from 1; told in answers only."""
+    """Place in the queue, from 1; in replies only."""
     version: int = 0
-    """Newest policy version that the scheduler has heard of."""
+    """Newest policy version known to the scheduler."""
     created: float
     """Seconds since the epoch."""
     started: float | None = None
-    """When it first ran."""
+    """First start."""
     finished: float | None = None
-    """When it came to its last state."""
+    """Time of its final state."""
     untold: list[Event] = Field(default_factory=list[Event])
-    """Events of its moves that are not in its stream yet: all until that is made, when it first
-    starts; then the scheduler tells them at its next turn."""
+    """Events not yet in its stream: all until the stream exists, at the first start; later those of
+    the scheduler's current round."""
     has_streams: bool = False
-    """Whether its streams were made."""
+    """Whether its streams exist."""
     stored_bytes: int = Field(default=0, ge=0)
-    """What its streams may hold while it lives, what they do hold once it has ended."""
+    """Bytes that its streams may hold while it lives, and do hold after its end."""
     slot_s: dict[str, float] = Field(default_factory=dict[str, float])
-    """Slot-seconds that it has held, by role, until `metered`."""
+    """Slot-seconds used until `metered`, by role."""
     tinker_tokens: dict[str, int] = Field(default_factory=dict[str, int])
     """Tokens that a Tinker service has computed for models, by user."""
     tinker_sampled: dict[str, int] = Field(default_factory=dict[str, int])
     """Tokens that its samplers have computed, prompts included, by user."""
     tinker_samplers: dict[str, SamplerTokens] = Field(default_factory=dict[str, SamplerTokens])
-    """What each of its samplers has last told; it is in the sum."""
+    """Last report of each sampler; included in the sum."""
     secrets: list[SecretName] = Field(default_factory=list[SecretName])
-    """Names of what its owner has handed over sealed; never the values."""
+    """Names of its sealed secrets."""
     metered: float = 0.0
-    """When what it holds last changed."""
+    """When its slots last changed."""
     removal: Removal = "no"
-    """What the scheduler is doing to a job that has ended, until it is done."""
+    """Archiving or deletion in progress."""
     archived: float | None = None
-    """When its streams were put into its archive, in seconds since the epoch; the record is in the
-    bucket of archived jobs then."""
+    """When it was archived, in seconds since the epoch; the record is then in the bucket of
+    archived jobs."""
     refused: str = ""
-    """Why it could not be brought back when that was last asked for."""
+    """Why the last request to restore it failed."""
     archive_digest: str = Field(default="", max_length=64, pattern=r"^[0-9a-f]*$")
-    """BLAKE3 of its archive, once that is whole: nothing else is brought back."""
+    """BLAKE3 of its complete archive, checked before restoring."""
     brought_back: float | None = None
-    """When it was last brought back from there: it stays as long as one that ended then."""
+    """When it was last restored; it counts as ended then."""
 
     def named_at(self, at: str) -> str:
-        """Return the key of the job; the names of its actors and of other jobs are checked, too."""
+        """Return the key of the job; checks the names of its actors and of other jobs, too."""
         for actor in self.actors:
             token(actor.name, what="actor")
         for job in (self.follow, self.judge, *self.teachers.values()):
@@ -241,23 +240,23 @@ class JobRecord(Message):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The configuration as a job for the same thing takes it: without what names this one."""
+        """The configuration without the keys that name this job, for another job."""
         own = ("name", "tags", "group", "notes")
         return {key: value for key, value in self.config.items() if key not in own}
 
     @property
     def tags(self) -> list[str]:
-        """What the job is found by."""
+        """Tags of the job."""
         return [str(tag) for tag in self.config.get("tags") or ()]
 
     @property
     def group(self) -> str:
-        """The group that the job is in, or nothing."""
+        """Group of the job, or nothing."""
         return str(self.config.get("group") or "")
 
     @property
     def notes(self) -> str:
-        """What its owner wrote down of the job."""
+        """Notes of the job."""
         return str(self.config.get("notes") or "")
 
     @property
@@ -280,7 +279,7 @@ class JobRecord(Message):
 
 
 class RequestRecord(Message):
-    """The job that a submission made, in the KV bucket of requests: it may be sent again."""
+    """The job made by a submission, in the KV bucket of requests, for repeated requests."""
 
     job: str
     """Job id."""
@@ -292,58 +291,56 @@ class SubmitRequest(Request):
     max_bytes: ClassVar[int] = MAX_CONFIG_BYTES
 
     request_id: str = Field(min_length=1, max_length=64)
-    """Made by the client; the same id returns the same job."""
+    """Made by the client; a repeated id returns the same job."""
     kind: Literal["train", "infer", "eval", "sft", "tinker"] = "train"
     """What the job does."""
     config: dict[str, Any]
-    """Configuration, checked against JobConfig."""
+    """Configuration (JobConfig)."""
     configured: bool = True
-    """False: the configuration is completed later by `configure`."""
+    """False: `configure` completes the configuration later."""
     fork_of: str | None = None
-    """`run@step` whose checkpoint the job starts from, `run@last` or `run@best`."""
+    """Checkpoint to start from: `run@step`, `run@last` or `run@best`."""
     weights_only: bool = False
-    """Take the checkpoint's weights as the initial model and begin a new run with them, instead of
-    going on where the other one was."""
+    """Use only the checkpoint's weights, as the initial model of a new run."""
     priority: Priority = 0
     """Jobs of a higher priority are placed first."""
     sealed: bytes = Field(default=b"", max_length=MAX_SEALED_BYTES)
-    """JobSecrets in a sealed box to the scheduler's key; kept beside the record, never in it."""
+    """JobSecrets in a box sealed to the scheduler's key; kept apart from the record."""
     follow: str | None = None
     """Live run, by id or name, whose newest version an inference job serves."""
     adapters: list[str] = Field(default_factory=list[str], max_length=64)
-    """Further checkpoints of LoRA runs (`run@step`, `run@last`) that an inference job serves on one
-    base."""
+    """Further LoRA checkpoints (`run@step`, `run@last`) served on one base."""
 
 
 class JobRequest(Request):
-    """Name one job, by id or by name of its run."""
+    """Name one job."""
 
     job: str
     """Job id or run name."""
 
 
 class ResumeRequest(Request):
-    """Let a job go on: `resume`."""
+    """Continue a job: `resume`."""
 
     max_bytes: ClassVar[int] = MAX_CONFIG_BYTES
 
     job: str
     """Job id or run name."""
     config: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Keys to lay over the configuration of a job that has ended: `training.num_steps`."""
+    """Keys that replace those of an ended job, such as `training.num_steps`."""
 
 
 class ConfigureRequest(Request):
-    """Complete the configuration of a job that was submitted without: `configure`."""
+    """Complete the configuration of a job: `configure`."""
 
     max_bytes: ClassVar[int] = MAX_CONFIG_BYTES
 
     job: str
     """Job id or run name."""
     config: dict[str, Any]
-    """Keys to merge over those sent before."""
+    """Keys to merge into the configuration."""
     start: bool = False
-    """True: the configuration is complete, start the actors."""
+    """True: the configuration is complete; start the actors."""
 
 
 class StopRequest(Request):
@@ -358,49 +355,49 @@ class StopRequest(Request):
 
 
 class ScaleRequest(Request):
-    """Change the number of generators, servers or environment hosts of a job: `scale`."""
+    """Change the number of a job's generators, servers or environment hosts: `scale`."""
 
     job: str
     """Job id or run name."""
     role: Literal["generator", "environment", "server"]
     """Which actors."""
     count: int = Field(ge=0, le=1024)
-    """How many there shall be."""
+    """Their number."""
 
 
 class PriorityRequest(Request):
-    """Change the priority of a job that waits: `priority`."""
+    """Change the priority of a waiting job: `priority`."""
 
     job: str
     """Job id or run name."""
     priority: Priority
-    """The new one."""
+    """The new priority."""
 
 
 class LabelRequest(Request):
-    """Change what a job is found by, whether it runs or has ended: `label`."""
+    """Change tags, group and notes of a job: `label`. null leaves a value as it is."""
 
     job: str
     """Job id or run name."""
     tags: Annotated[list[Label], Field(max_length=MAX_TAGS)] | None = None
-    """All its tags from now on; none: they stay."""
+    """All its tags."""
     group: Label | Literal[""] | None = None
-    """Its group; empty: it leaves the one that it is in; none: it stays."""
+    """Its group; empty: none."""
     notes: Annotated[str, Field(max_length=MAX_NOTES)] | None = None
-    """Its notes; none: they stay."""
+    """Its notes."""
 
 
 class ListRequest(Request):
     """List jobs: `list`."""
 
     all: bool = False
-    """Also those that have ended."""
+    """Include ended jobs."""
     archived: bool = False
-    """Also those that were archived."""
+    """Include archived jobs."""
     widest: bool = False
-    """Also those of others, as far as the user may see them: for admins."""
+    """Include jobs of others, for admins."""
     after: str = Field(default="", max_length=128)
-    """Only those behind this place, which the reply before told."""
+    """Continue after this place, from the previous reply."""
 
 
 class JobReply(Message):
@@ -411,25 +408,25 @@ class JobReply(Message):
 
 
 class SubmissionFinding(Message):
-    """What was found of one thing that a job needs."""
+    """Result of one check of a job."""
 
     what: Literal["job", "model", "data", "game", "slots"]
-    """What it is of."""
+    """What was checked."""
     ok: bool
     """Whether a submission would pass."""
     text: str
-    """What was found, or why it would be refused."""
+    """The finding, or why a submission would be refused."""
     hint: str = ""
     """What to do about it."""
     by: str
-    """Who says so: the scheduler, or nodes by their names."""
+    """Who checked: the scheduler, or nodes by name."""
 
 
 class SubmissionFindings(Message):
-    """What the pool says of a job that was not submitted."""
+    """Result of a dry run."""
 
     findings: list[SubmissionFinding]
-    """In the order in which they were looked for."""
+    """In the order of the checks."""
 
 
 class JobList(Message):
@@ -438,4 +435,4 @@ class JobList(Message):
     records: list[JobRecord]
     """Their records."""
     after: str = ""
-    """There are more: ask again with this place. Empty: these were the last."""
+    """`after` of the next request; empty: these were the last."""

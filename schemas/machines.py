@@ -1,4 +1,4 @@
-"""Where a pool gets machines, and how many: `tinkermq up --on`, `tinkermq scheduler --machines`."""
+"""Configuration of a pool's machines: `tinkermq up --on`, `tinkermq scheduler --machines`."""
 
 import sys
 from pathlib import Path
@@ -14,19 +14,19 @@ from .wire.message import Message
 Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:@-]*$", max_length=255)]
 
 _PLACES = {"slurm": "partition", "ray": "address"}
-"""What `KIND:PLACE` says of each kind."""
+"""Key that `KIND:PLACE` sets, by kind."""
 _CLUSTERS = when("kind", "slurm", "ray", "kubernetes")
 _KUBERNETES = when("kind", "kubernetes")
 
 
 class MachinesConfig(Section):
-    """Machines that are asked of a cluster as the queue needs them."""
+    """Machines requested from a cluster as the queue needs them."""
 
     kind: Literal["slurm", "ray", "kubernetes", "ssh", "none"] = "none"
-    """slurm: a Slurm job for each machine; ray: a Ray job for each; kubernetes: a pod for each;
-    ssh: a node on each of some hosts; none: nodes are started by hand."""
+    """slurm: a Slurm job per machine; ray: a Ray job per machine; kubernetes: a pod per machine;
+    ssh: a node on each host; none: start nodes by hand."""
     hosts: list[Host] = Field(default_factory=list[Host], json_schema_extra=when("kind", "ssh"))
-    """Hosts as `ssh` names them, `user@host` for another user."""
+    """Hosts as `ssh` takes them, such as `user@host`."""
     ssh: list[str] = Field(default_factory=list[str], json_schema_extra=when("kind", "ssh"))
     """Further arguments of ssh, such as `-i`, `/home/pool/.ssh/key`."""
     address: str = Field(
@@ -34,67 +34,66 @@ class MachinesConfig(Section):
         pattern=r"^((https?://)?[A-Za-z0-9_.\-]+(:[0-9]+)?(/[A-Za-z0-9_.~/%\-]*)?)?$",
         json_schema_extra=when("kind", "ray"),
     )
-    """Where Ray's dashboard takes jobs, such as `http://head:8265`; empty: port 8265 of the machine
-    of the scheduler."""
+    """Address of Ray's dashboard, such as `http://head:8265`; empty: port 8265 of the scheduler's
+    machine."""
     ray: dict[str, Any] = Field(
         default_factory=dict[str, Any], json_schema_extra=when("kind", "ray")
     )
-    """Further fields of a job's submission, such as `entrypoint_resources`,
+    """Further fields of the job submission, such as `entrypoint_resources`,
     `entrypoint_label_selector` or `runtime_env`."""
     namespace: str = Field(
         default="default", pattern=r"^[a-z0-9-]+$", max_length=63, json_schema_extra=_KUBERNETES
     )
     """Namespace of the pods."""
     context: str = Field(default="", json_schema_extra=_KUBERNETES)
-    """Context of the kubeconfig; empty: its current one, or the cluster in which the scheduler
-    runs."""
+    """Context of the kubeconfig; empty: the current one, or the scheduler's own cluster."""
     image: str = Field(default="", json_schema_extra=_KUBERNETES)
-    """Image of the node's container, with tinkermq in it."""
+    """Image of the node's container, with tinkermq installed."""
     pod: dict[str, Any] = Field(default_factory=dict[str, Any], json_schema_extra=_KUBERNETES)
-    """What else a pod says, as a manifest has it (`metadata`, `spec`): maps are merged by key and
-    lists by name; the node's container is called `node`."""
+    """Further parts of the pod manifest (`metadata`, `spec`): maps are merged by key, lists by
+    name; the node's container is called `node`."""
     partition: str = Field(default="", json_schema_extra=when("kind", "slurm"))
-    """Slurm's partition; empty: its default."""
+    """Slurm partition; empty: its default."""
     least: int = Field(default=0, ge=0, le=10_000)
-    """Machines that are kept though nothing needs them."""
+    """Machines that are kept when idle."""
     most: int = Field(default=4, ge=0, le=10_000)
-    """Machines that there may be, those included that are on their way in or out."""
+    """Largest number of machines, starting and ending ones included."""
     slots: int = Field(default=2, ge=1, le=4096)
-    """Slots of one machine: its GPUs where `gpus` is set, else CPU cores."""
+    """Slots per machine: GPUs if `gpus` is set, else CPU cores."""
     gpus: bool = False
     """Whether a slot is a GPU."""
     slot_hours_per_day: float | None = Field(default=None, gt=0)
-    """Budget of a day (UTC), counted while a machine runs, whether anything runs on it or not. Once
-    it is used up all machines are given back: jobs write a checkpoint and wait for the next day."""
+    """Budget per day (UTC), used while a machine runs, idle or not. When it is used up, all
+    machines are returned; jobs write a checkpoint and wait for the next day."""
     idle_s: float = Field(default=300.0, ge=0)
-    """A machine on which nothing ran for so long, in seconds, is given back."""
+    """Seconds after which an idle machine is returned."""
     join_s: float = Field(default=300.0, gt=0)
-    """A machine that was started and whose node has not joined after so long is given back."""
+    """Seconds after which a started machine whose node has not joined is returned."""
     look_s: float = Field(default=5.0, gt=0)
-    """Between two looks at the cluster, in seconds."""
+    """Seconds between polls of the cluster."""
     drain_s: int = Field(default=120, ge=1, le=65_535, json_schema_extra=_CLUSTERS)
-    """So long before its end a machine is told to drain, in seconds: its jobs write a checkpoint
-    and go on elsewhere."""
+    """Seconds before its end at which a machine drains: its jobs write a checkpoint and continue
+    elsewhere."""
     sbatch: list[str] = Field(default_factory=list[str], json_schema_extra=when("kind", "slurm"))
     """Further arguments of sbatch, such as `--account=lab`, `--time=4:00:00`, `--qos=low`."""
     url: str = ""
-    """URL at which machines reach the broker; empty: the one that the scheduler uses."""
+    """URL of the broker for machines; empty: the scheduler's."""
     credentials: str = ""
-    """File with the credentials of nodes, as machines see it; empty: a pool without users."""
+    """File with the node credentials, as a path on the machines; empty: a pool without users."""
     python: str = Field(default=sys.executable)
-    """Python with tinkermq on the machines."""
+    """Python with tinkermq, as a path on the machines."""
     logs: str = Field(default="", json_schema_extra=when("kind", "slurm", "ssh"))
-    """Folder for what nodes write, as machines see it; empty: the one in which the scheduler
-    was started."""
+    """Folder for the nodes' output, as a path on the machines; empty: the folder in which the
+    scheduler was started."""
 
     @classmethod
     def none(cls) -> "MachinesConfig":
-        """Return the configuration of a pool that asks nobody for machines."""
+        """Return the configuration of a pool that requests no machines."""
         return cls(most=0)
 
     @property
     def on(self) -> str:
-        """Where machines are asked for, as a person writes it; empty: nowhere."""
+        """Where machines are requested, for people; empty: nowhere."""
         if self.kind == "ssh":
             return f"ssh: {len(self.hosts)} hosts"
         if self.kind == "kubernetes":
@@ -103,9 +102,9 @@ class MachinesConfig(Section):
 
 
 def machines_config(text: str, *, credentials: str = "") -> MachinesConfig:
-    """Return what `slurm:PARTITION`, `ray:ADDRESS`, `none` or the path of a YAML file stands for.
+    """Return the configuration of `slurm:PARTITION`, `ray:ADDRESS`, `none` or a YAML file.
 
-    `credentials` of nodes are used where the file names none. Raises ConfigError.
+    `credentials` of nodes are used if the file names none. Raises ConfigError.
     """
     if text == "none":
         return MachinesConfig.none()
@@ -156,54 +155,54 @@ def _check_hosts(config: MachinesConfig) -> None:
         )
 
 
-# What a pool asks of a cluster, and what the scheduler says of it.
+# Machines: what a pool has requested from a cluster, and how the scheduler reports it.
 
 MachineState = Literal["asked", "coming", "here", "draining"]
 
 
 class MachineStatus(Message):
-    """One machine that the pool has asked for."""
+    """One machine that the pool has requested."""
 
     name: str
-    """Its name, which is that of its node."""
+    """Name, also that of its node."""
     state: MachineState
-    """asked: the cluster has not started it; coming: it has, and no node has joined yet; here: its
-    node has joined; draining: it is given back, or its time is up."""
+    """asked: requested, not started; coming: started, its node has not joined; here: its node has
+    joined; draining: being returned, or its time is up."""
     id: str = ""
-    """What the cluster calls it."""
+    """Id at the cluster."""
     started: float | None = None
-    """When the cluster started it, in seconds since the epoch."""
+    """Start, in seconds since the epoch."""
     ends: float | None = None
-    """When its time is up, in seconds since the epoch."""
+    """End of its time, in seconds since the epoch."""
     why: str = ""
-    """What the cluster says it waits for."""
+    """Reason why it is waiting, in the cluster's words."""
 
 
 class MachineList(Message):
-    """What came of asking for machines: reply of the scheduler's `machines`."""
+    """State of the requested machines: reply of the scheduler's `machines`."""
 
     on: str = ""
-    """Where machines are asked for; empty: nowhere, nodes are started by hand."""
+    """Where machines are requested; empty: nowhere, nodes are started by hand."""
     least: int = Field(default=0, ge=0)
-    """Machines that are kept."""
+    """Machines that are kept when idle."""
     most: int = Field(default=0, ge=0)
-    """Machines that there may be."""
+    """Largest number of machines."""
     slots: int = Field(default=0, ge=0)
-    """Slots of one machine."""
+    """Slots per machine."""
     slot_hours: float = Field(default=0.0, ge=0)
-    """Used since midnight (UTC), whether anything ran on them or not."""
+    """Slot-hours used since midnight (UTC), idle or not."""
     slot_hours_per_day: float | None = None
-    """Those that may be used in a day; None: any."""
+    """Slot-hours allowed per day; null: no bound."""
     machines: list[MachineStatus] = Field(default_factory=list[MachineStatus])
-    """By name."""
+    """Machines, sorted by name."""
     trouble: str = ""
-    """Why none come, in the cluster's words; empty while all is well."""
+    """Why none come, in the cluster's words; empty: no trouble."""
 
 
 class MachineSpending(Message):
-    """What machines have used of a day's budget, in the KV bucket of machines."""
+    """Use of a day's budget, in the KV bucket of machines."""
 
     day: int
     """Days since the epoch (UTC)."""
     seconds: dict[str, float] = Field(default_factory=dict[str, float])
-    """Seconds of that day in which each machine ran, by what the cluster calls it."""
+    """Seconds that each machine ran on that day, by its id at the cluster."""

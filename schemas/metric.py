@@ -1,4 +1,4 @@
-"""Metrics, events, log lines and evaluations of a job."""
+"""Metrics, events, log lines, evaluations and heartbeats."""
 
 from typing import Any, Literal, cast
 
@@ -11,40 +11,40 @@ _PLAIN_FIELDS = ("timestamp", "level", "event", "role", "actor", "job")
 
 
 class Metric(Message):
-    """Numbers of one step, on `metric`."""
+    """Metrics of one step, on `metric`."""
 
     step: int = Field(ge=0)
-    """Training step they belong to; 0 is before training."""
+    """Training step; 0 is before training."""
     values: dict[str, float]
-    """Name to value; NaN marks what could not be computed."""
+    """Values by name; NaN: could not be computed."""
     time: float
     """Seconds since the epoch."""
 
 
 class Event(Message):
-    """Something that happened to the job, on `event`."""
+    """An event of the job, on `event`."""
 
     kind: str
     """Noun and verb, such as `job_started` or `checkpoint_saved`."""
     source: str
-    """The actor that tells it."""
+    """The actor that reports it."""
     message: str = ""
-    """The reason, for people."""
+    """Text for people."""
     data: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Key-values."""
+    """Further values."""
     time: float
     """Seconds since the epoch."""
 
 
 class LogLines(Message):
-    """Lines that an actor wrote, on `log.<actor>`."""
+    """Output of an actor, on `log.<actor>`."""
 
     actor: str
-    """The actor's name."""
+    """Name of the actor."""
     attempt: int = Field(ge=1)
-    """Which start of the actor within the run wrote them."""
+    """Number of the actor's start within the run."""
     lines: list[str]
-    """Lines without their line ends."""
+    """Lines without line ends."""
     time: float
     """Seconds since the epoch."""
 
@@ -57,11 +57,11 @@ class EvalRecord(Message):
     """One evaluation of one version, in the KV bucket of evaluations."""
 
     version: int = Field(ge=0)
-    """The version to evaluate."""
+    """The version."""
     step: int = Field(ge=0)
     """Training step at which the result is reported."""
     state: Literal["requested", "running", "done", "failed", "reported", "given_up"] = "requested"
-    """Where it stands; the learner turns done into reported and failed into given_up."""
+    """Its state; the learner turns done into reported and failed into given_up."""
     values: dict[str, float] = Field(default_factory=dict[str, float])
     """Results: `val/mean_score`, `val/pass@k` …"""
     blame: str = ""
@@ -73,29 +73,29 @@ class EvalRecord(Message):
 
 
 class Presence(Message):
-    """An actor's heartbeat, in the KV bucket of actors; gone 10 s after the last."""
+    """An actor's heartbeat, in the KV bucket of actors; expires after 10 s."""
 
     actor: str
     """Name within the job, or of the node or scheduler."""
     role: str
     """learner, generator, evaluator, environment, scheduler or node."""
     host: str
-    """Host name of the machine."""
+    """Host name."""
     pid: int
-    """Process id there."""
+    """Process id."""
     state: str
-    """What it does now: `starting`, `working`, `waiting`, `paused` or `draining`."""
+    """What it does."""
     waits_for: str = ""
-    """Name of the wait it is in, and of whom it waits for."""
+    """Name of its current wait, and whom it waits for."""
     missing_since: float | None = None
-    """Since when that is not there at all, and only somebody outside can bring it: the host of a
-    game that a client hosts, room on a disk. In seconds since the epoch."""
+    """Since when (seconds since the epoch) it waits for something that only an outsider can
+    provide: the host of a client's game, or room on a disk."""
     version: int | None = None
-    """Policy version it works with."""
+    """Policy version in use."""
     progress: int = Field(default=0, ge=0)
-    """Pieces of work that this process has finished: steps, groups, evaluations, answers."""
+    """Finished work: steps, groups, evaluations, answers."""
     numbers: dict[str, float] = Field(default_factory=dict[str, float])
-    """Its own figures: tokens/s, episodes running, share of time busy …"""
+    """Its own figures: tokens/s, running episodes, share of time busy …"""
     time: float
     """Seconds since the epoch."""
 
@@ -105,7 +105,7 @@ class Presence(Message):
 
 
 def readable(line: str) -> str:
-    """Return a structured log line as text; any other line as it is."""
+    """Return a structured log line as text; any other line unchanged."""
     try:
         entry = read_json(line)
     except ValueError:

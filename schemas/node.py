@@ -1,4 +1,4 @@
-"""What the scheduler and the nodes say to each other."""
+"""Nodes: what they run, and questions to them."""
 
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -10,18 +10,18 @@ from .wire.message import Message, Request
 from .wire.subjects import NAME_PATTERN, JobScope, token
 
 MAX_SLOTS = 4096
-"""Slots of one node at most."""
+"""Largest number of slots of a node."""
 MUST_MATCH = ("tinkermq", "torch", "transformers", "cuda", "nccl")
-"""Packages whose versions the ranks of one learner must have in common."""
+"""Packages whose versions must be equal among the ranks of a learner."""
 CLOCK_BOUND_S = 2.0
-"""A clock that is further off than this is told."""
+"""Clock offset above which a node is reported."""
 MAX_TEXT_CHARS = 1_000
-"""Of what a check of a game says."""
+"""Length of a game check's texts."""
 _NAMED = 3
 
 
 class WantedActor(Message):
-    """An actor that a node shall run."""
+    """An actor that a node is to run."""
 
     user: str = Field(pattern=NAME_PATTERN)
     """Owner of the job."""
@@ -34,47 +34,47 @@ class WantedActor(Message):
     slots: int = Field(default=1, ge=0)
     """Slots that it holds."""
     devices: list[int] = Field(default_factory=list[int])
-    """Which slots of the node: on a GPU node the GPUs that it sees."""
+    """Which slots of the node; on a GPU node the visible GPUs."""
     attempt: int = Field(default=1, ge=1)
     """Attempt of the job: a higher one starts an exited actor again."""
     run_dir: str
-    """Folder of the run; logs go to `logs/attempt_<n>/<name>.log` in it."""
+    """Run folder; logs go to its `logs/attempt_<n>/<name>.log`."""
     output_roots: list[str] = Field(default_factory=list[str])
-    """Folders below which its job may write; none: anywhere."""
+    """Folders below which its job may write; empty: anywhere."""
     reads: list[str] = Field(default_factory=list[str])
-    """Data files that an environment host reads."""
+    """Data files of an environment host."""
     programs: list[str] | None = None
-    """Folders that an environment host shows to agent programs, which it runs behind walls of their
-    own; None: it hosts a game."""
+    """Folders that an environment host shows to its agent programs, each in a sandbox; null: it
+    hosts a game."""
     own_code: list[str] | None = None
-    """What a learner that runs functions of the job's owner reads beside its run's folder: models
-    and data; None: it runs none."""
+    """Models and data that a learner with the owner's functions reads outside of its run folder;
+    null: it has none."""
     own_network: bool = False
-    """Whether such a learner has the node's network; else it reaches the broker alone."""
+    """Whether such a learner has the node's network; else it reaches only the broker."""
     threads: int = Field(default=1, ge=1)
-    """CPU threads of its computation."""
+    """CPU threads."""
     secrets: bool = False
-    """Whether to ask for secrets at its start."""
+    """Whether to request secrets at its start."""
     max_restarts: int = Field(default=5, ge=0)
-    """Failing more often within ten minutes, or in a row without any work done, is final."""
+    """Failures within ten minutes, or in a row without any work, after which it has failed."""
 
 
 class NodeSync(Message):
-    """All actors that a node shall run, on `node.<n>.sync`: missing ones are started, others
-    stopped."""
+    """All actors that a node is to run, on `node.<n>.sync`: it starts missing ones and stops
+    others."""
 
     scheduler: str
-    """The scheduler that asks."""
+    """The scheduler that sends it."""
     epoch: int = 0
-    """Of the scheduler's lease: a node refuses what an older holder still sends."""
+    """Epoch of the scheduler's lease: a node ignores older ones."""
     actors: list[WantedActor]
     """The wanted actors."""
     kill: list[str] = Field(default_factory=list[str])
-    """Jobs (`<user>.<job>`) whose actors are ended without draining."""
+    """Jobs (`<user>.<job>`) whose actors end without draining."""
 
 
 class ActorStatus(Message):
-    """What became of one wanted actor."""
+    """State of one wanted actor."""
 
     user: str
     """Owner of the job."""
@@ -83,42 +83,42 @@ class ActorStatus(Message):
     name: str
     """Name within the job."""
     slots: int = 0
-    """Slots that it holds until it has ended."""
+    """Slots that it holds until it ends."""
     devices: list[int] = Field(default_factory=list[int])
     """Which slots of the node."""
     attempt: int
-    """Attempt of the job it was started for."""
+    """Attempt of the job for which it was started."""
     state: Literal["running", "restarting", "exited", "failed"]
-    """exited: with code 0, done; failed: for good; restarting: waits for its next start."""
+    """exited: done, with code 0; failed: finally; restarting: waits for its next start."""
     exit_code: int | None = None
     """Exit code of the last process."""
     restarts: int = 0
-    """How often it was started again."""
+    """Number of restarts."""
     fruitless: int = Field(default=0, ge=0)
-    """How often in a row it failed without having finished a piece of work."""
+    """Failures in a row without finished work."""
     error: str = ""
-    """Last error it told."""
+    """Last error that it reported."""
     silent_s: float = Field(default=0.0, ge=0)
-    """For how long a process that runs has told no heartbeat, once that is long."""
+    """Time since the last heartbeat of a running process, once that is long."""
     pid: int | None = None
     """Process id."""
 
 
 class Gpu(Message):
-    """A GPU that a node gives away."""
+    """A GPU of a node."""
 
     index: int = Field(ge=0)
-    """Number at the driver."""
+    """Index at the driver."""
     model: str
-    """Name of the model."""
+    """Model name."""
     memory_bytes: int = 0
-    """Memory it has."""
+    """Its memory."""
     used_bytes: int = 0
-    """Memory in use, by whomever."""
+    """Memory in use by all processes."""
     utilization: float = Field(default=0.0, ge=0, le=1)
-    """Share of the last moments in which it computed."""
+    """Recent share of time in which it computed."""
     numa: int = 0
-    """Memory domain of the host it hangs at."""
+    """NUMA node that it belongs to."""
 
 
 class NodeStatus(Message):
@@ -129,36 +129,35 @@ class NodeStatus(Message):
     host: str
     """Host name."""
     slots: int = Field(ge=0, le=MAX_SLOTS)
-    """Slots it can give away."""
+    """Number of slots."""
     slot_kind: Literal["gpu", "cpu"] = "cpu"
     """What a slot is."""
     slot_model: str = ""
     """Model of the GPU or CPU."""
     groups: list[list[int]] = Field(default_factory=list[list[int]])
-    """Slots that are linked closely (NVLink, else a common memory domain); empty: all alike."""
+    """Groups of closely linked slots (NVLink, else NUMA); empty: all alike."""
     link: str = ""
-    """Name of a fast network that it shares with the nodes that say the same."""
+    """Fast network shared with nodes that name the same."""
     gpus: list[Gpu] = Field(default_factory=list[Gpu])
     """Its GPUs; a slot's number is an index of this list."""
     actors: list[ActorStatus] = Field(default_factory=list[ActorStatus])
-    """What it runs."""
+    """Actors that it runs."""
     draining: bool = False
-    """Whether it was told to end: it gives no slots away any more."""
+    """Whether it is ending: it offers no slots."""
     packages: dict[str, str] = Field(default_factory=dict[str, str])
-    """Versions of Python and of what its actors compute with, CUDA's and NCCL's among them."""
+    """Versions of Python and of computing packages, CUDA and NCCL included."""
     time: float
     """Seconds since the epoch."""
     epoch: int = Field(default=0, ge=0)
-    """The highest that it has heard of a scheduler's lease; it does what that scheduler says."""
+    """Highest epoch of a scheduler's lease that it has seen; it obeys that scheduler."""
     store_lost: float | None = None
-    """When it found, in seconds since the epoch, that the broker had come back without what it had
-    stored while this node ran."""
+    """When it found (seconds since the epoch) that the broker had lost its store while this node
+    ran."""
     clock_ahead_s: float | None = None
-    """How far its clock is ahead of the scheduler's, in seconds, as told by the scheduler; None: it
-    has not answered yet."""
+    """Seconds that its clock is ahead of the scheduler's; null: not measured yet."""
 
     def named_at(self, at: str) -> str:
-        """Return the node's name, which is its key; those of its actors are checked with it."""
+        """Return the node's name, its key; checks the names of its actors, too."""
         for actor in self.actors:
             JobScope(actor.user, actor.job)
             token(actor.name, what="actor")
@@ -166,9 +165,9 @@ class NodeStatus(Message):
 
 
 def differences(packages: Iterable[tuple[str, Mapping[str, str]]]) -> list[str]:
-    """Say which packages that must match do not, by node: `torch 2.6.0 on a, b; 2.5.1 on c`.
+    """Name packages with differing versions, by node: `torch 2.6.0 on a, b; 2.5.1 on c`.
 
-    Nodes that do not tell their packages are passed over.
+    Nodes without package information are skipped.
     """
     told = [(node, versions) for node, versions in packages if versions]
     found: list[str] = []
@@ -177,12 +176,12 @@ def differences(packages: Iterable[tuple[str, Mapping[str, str]]]) -> list[str]:
         for node, versions in told:
             by_version.setdefault(versions.get(package, "none"), []).append(node)
         if len(by_version) > 1:
-            parts = (f"{version} on {_some(nodes)}" for version, nodes in by_version.items())
+            parts = (f"{version} on {some_names(nodes)}" for version, nodes in by_version.items())
             found.append(f"{package} {'; '.join(parts)}")
     return found
 
 
-def _some(nodes: list[str]) -> str:
+def some_names(nodes: list[str]) -> str:
     """Name the first of many nodes."""
     more = len(nodes) - _NAMED
     return ", ".join(nodes[:_NAMED]) + (f" and {more} more" if more > 0 else "")
@@ -192,73 +191,73 @@ class NodeList(Message):
     """The nodes that answer: reply of the scheduler's `nodes`."""
 
     nodes: list[NodeStatus]
-    """Their last answers, by name."""
+    """Their last status, by name."""
     trouble: str = ""
-    """What keeps the pool from going on, as the scheduler sees it; empty while all is well."""
+    """What keeps the pool from working; empty: nothing."""
 
 
 class RemoveRun(Message):
-    """A job was deleted: a node removes the run folder that it has of it, on `node.<n>.remove`."""
+    """Remove the run folder of a deleted job, on `node.<n>.remove`."""
 
     user: str
     """Owner of the job."""
     job: str
     """Job id."""
     run_dir: str
-    """Folder of the run."""
+    """Run folder."""
 
 
 class DamagedRecord(Message):
-    """A record of the pool that counts for nothing."""
+    """A record of the pool that is ignored because it is damaged."""
 
     bucket: str
-    """The KV bucket that holds it."""
+    """Its KV bucket."""
     key: str
-    """Its key there."""
+    """Its key."""
     why: str
     """What is wrong with it."""
 
 
 class DamagedRecords(Message):
-    """Reply of the scheduler's `damaged`: those of the caller's jobs, for admins all."""
+    """Reply of the scheduler's `damaged`: records of the caller's jobs, for admins all."""
 
     records: list[DamagedRecord]
     """The first of them, by bucket and key."""
     total: int = Field(default=0, ge=0)
-    """How many there are."""
+    """Number of all."""
 
 
 class SchedulerLease(Message):
-    """Which scheduler reconciles, in the KV bucket of leases; taken over once it stands still."""
+    """The leading scheduler, in the KV bucket of leases; taken over when it stops changing."""
 
     holder: str
-    """Host, process id and a random part; empty once it was given back."""
+    """Host, process id and a random part; empty: given back."""
     epoch: int
-    """Grows with every new holder, whatever their clocks say."""
+    """Grows with each holder, independently of clocks."""
     beat: int = 0
-    """Grows with every renewal."""
+    """Grows with each renewal."""
 
 
 class LookQuestion(Message):
-    """What a job's hosts would look for on a node, on `node.<n>.look`; asked by a dry run."""
+    """Which files and game of a job a node can find, on `node.<n>.look`; sent by a dry run."""
 
     files: list[Annotated[str, Field(max_length=4096)]] = Field(
         default_factory=list[str], max_length=512
     )
     """Data files."""
     game: str = Field(default="", max_length=512)
-    """A registered name, or `package.module:Class`; empty: none."""
+    """Registered name, or `package.module:Class`; empty: none."""
 
 
 class LookAnswer(Message):
-    """What a node says of them."""
+    """A node's answer."""
 
     known: bool = True
-    """False: it could not find out in time."""
+    """False: not found out in time."""
     missing: list[str] = Field(default_factory=list[str])
-    """Files that are not there."""
+    """Missing files."""
     game: str = ""
-    """Where the game would be imported from; empty: it cannot be, or was not asked for."""
+    """Where the game would be imported from; empty: nowhere, or not asked."""
     lacks_game: str = ""
     """Why it cannot be imported."""
     hint: str = ""
@@ -266,45 +265,45 @@ class LookAnswer(Message):
 
 
 class ModelQuestion(Message):
-    """Whether a node can have a model, on `node.<n>.model`; asked before a job is queued."""
+    """Whether a node can load a model, on `node.<n>.model`; sent before a job is queued."""
 
     model: str = Field(min_length=1, max_length=4096)
     """Folder on the node, or `owner/name` of the hub."""
     alike: bool = False
-    """Whether to say the same of everything at a path that is no model, be it there or not."""
+    """Whether to give the same answer for every path without a model, existing or not."""
 
 
 class ModelAnswer(Message):
-    """What a node says of a model."""
+    """A node's answer about a model."""
 
     known: bool
-    """False: it could not find out in time."""
+    """False: not found out in time."""
     missing: str = ""
-    """Why it cannot have it; empty: it can."""
+    """Why it cannot be loaded; empty: it can."""
     hint: str = ""
     """What to do about it."""
 
 
 class GameCheckRequest(Request):
-    """Try a job on a node, on `rpc.<u>.scheduler.check_game`; asked again until it is done."""
+    """Try a job on a node, on `rpc.<u>.scheduler.check_game`; repeated until done."""
 
     max_bytes: ClassVar[int] = MAX_CONFIG_BYTES
 
     request_id: str = Field(min_length=1, max_length=64)
-    """Tells one check from the next: the same id asks for the same one."""
+    """Id of the check, equal in repeated requests."""
     config: dict[str, Any]
     """Configuration of the job."""
     look: Literal["game", "model"] = "game"
-    """What of it is tried: its game is played, or its model and conversations are looked into."""
+    """What to check: play its game, or inspect its model and conversations."""
 
 
 class GameCheck(Message):
-    """The answer to one question about a game, or about what a job reads of its model."""
+    """Result of one check of a game, model or data."""
 
     name: str = Field(max_length=MAX_TEXT_CHARS)
-    """What was asked."""
+    """What was checked."""
     ok: bool
-    """Whether the answer is good."""
+    """Whether it passed."""
     detail: str = Field(default="", max_length=MAX_TEXT_CHARS)
     """What was found."""
     hint: str = Field(default="", max_length=MAX_TEXT_CHARS)
@@ -312,43 +311,42 @@ class GameCheck(Message):
 
 
 class GameCheckReply(Message):
-    """How far a check is."""
+    """Progress of a check."""
 
     done: bool
-    """False: ask again."""
+    """False: repeat the request."""
     node: str = ""
-    """The node that played."""
+    """The node that checked."""
     checks: list[GameCheck] = Field(default_factory=list[GameCheck])
-    """What was found, in order."""
+    """Results, in order."""
 
 
 class PlayQuestion(Message):
     """Play a game without a model, on `node.<n>.play`."""
 
     wanted: WantedActor
-    """The environment host that a job would have; the game runs where that would, with its
-    walls."""
+    """The job's environment host; the game runs in the same sandbox."""
     env: dict[str, Any]
-    """The `env` of the job's configuration."""
+    """The job's `env` section."""
     seed: int = 0
     """The job's seed."""
 
 
 class InspectQuestion(Message):
-    """Look into the model of a job with the code of the run, on `node.<n>.inspect`."""
+    """Inspect a job's model with the code of a run, on `node.<n>.inspect`."""
 
     config: dict[str, Any]
-    """The job's configuration."""
+    """Configuration of the job."""
 
 
 class PlayAnswer(Message):
-    """What came of it."""
+    """Result of the check."""
 
     known: bool = True
-    """False: the node plays another already, or cannot."""
+    """False: the node is busy with another, or cannot."""
     trouble: str = ""
-    """Why it could not be played to the end; empty: it could."""
+    """Why it did not complete; empty: it did."""
     hint: str = ""
     """What to do about that."""
     checks: list[GameCheck] = Field(default_factory=list[GameCheck])
-    """What was found, in order."""
+    """Results, in order."""

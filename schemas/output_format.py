@@ -1,7 +1,7 @@
-"""The form that an answer must have: JSON of a schema, or calls of tools, or either of them.
+"""Structured output: JSON of a schema, or tool calls.
 
-`check_schema` says at once, with its place, what of a schema is malformed, too large or not
-supported; whether the rest can be decoded is said where it is compiled. Pure.
+`check_schema` reports, with its place, what is malformed, too large or unsupported. Whether a
+schema can be decoded is found when it is compiled. Pure.
 """
 
 import json
@@ -14,14 +14,14 @@ from .wire.errors import ConfigError
 from .wire.message import Message
 
 MAX_SCHEMA_CHARS = 128 << 10
-"""Of a schema as JSON."""
+"""Length of a schema as JSON."""
 MAX_SCHEMA_DEPTH = 64
-"""Objects and lists of a schema within each other."""
+"""Nested objects and lists of a schema."""
 MAX_PENALTY = 2.0
-"""Of presence and frequency penalties, either side of 0, as OpenAI bounds them."""
+"""Absolute value of presence and frequency penalties, as OpenAI bounds them."""
 MAX_REPETITION = 10.0
 MAX_TOP_LOGPROBS = 20
-"""Likeliest tokens that are told in the place of each generated one, as OpenAI bounds them."""
+"""Likeliest tokens per position, as OpenAI bounds them."""
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 """The schema of `json_object`."""
 
@@ -47,7 +47,7 @@ _UNSUPPORTED = (
     "$dynamicRef",
     "$recursiveRef",
 )
-"""Keywords that limit a value in a way that no grammar of ours can."""
+"""Keywords that our grammars cannot enforce."""
 _FORMATS = (
     "date",
     "date-time",
@@ -63,7 +63,7 @@ _FORMATS = (
 
 
 class SchemaError(ConfigError):
-    """A schema that no answer can be held to; names the place."""
+    """A JSON schema that cannot be enforced; names the place."""
 
     def __init__(self, message: str, *, place: str, hint: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -72,22 +72,23 @@ class SchemaError(ConfigError):
 
 
 class OutputFormat(Message):
-    """What an answer must be: JSON of `json_schema`, calls of `functions`; either, if both stand.
+    """Required form of an answer: JSON of `json_schema`, calls of `functions`, or either if both
+    are set.
 
-    Tokens that would lead elsewhere are not drawn, the end of the answer included until it is
-    complete; log-probs are those of the model alone.
+    Tokens that violate it are not drawn, nor is the end of the answer until it is complete.
+    Log-probs are those of the model alone.
     """
 
     json_schema: dict[str, Any] | bool | None = None
-    """The schema of a JSON answer; None: it is none."""
+    """Schema of a JSON answer; null: none."""
     functions: list[str] = Field(default_factory=list[str], max_length=1024)
-    """Names of the tools of which one at least is called."""
+    """Names of the tools, of which at least one is called."""
     is_single: bool = False
-    """Only one tool is called."""
+    """Exactly one tool is called."""
 
 
 def check_schema(schema: Any, place: str) -> None:
-    """Raise SchemaError, which names the place, for what is no schema or not supported."""
+    """Raise SchemaError, naming the place, for an invalid or unsupported schema."""
     _check_size(schema, place)
     if isinstance(schema, (dict, bool)):
         _check(schema, place, cast("Any", schema))
@@ -96,7 +97,7 @@ def check_schema(schema: Any, place: str) -> None:
 
 
 def _check_size(schema: Any, place: str) -> None:
-    """Refuse what is too deep or too large before anything walks it by recursion."""
+    """Refuse a schema that is too deep or large, before any recursion."""
     level, depth = [schema], 0
     while level:
         if (depth := depth + 1) > MAX_SCHEMA_DEPTH:
@@ -238,11 +239,11 @@ _SCHEMA_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitio
 
 
 def closed(schema: Any) -> Any:
-    """Return a schema whose objects hold what they name, where it does not say otherwise.
+    """Return a schema whose objects have only named properties unless it says otherwise.
 
-    What it allows is allowed by the schema itself. Without this, a model may write properties of
-    its own making without end. Schemas that are put together by `allOf` stay as they are: closing
-    one part would shut out another's properties.
+    The original schema allows all that this one allows. Otherwise a model may invent properties
+    without end. Schemas combined by `allOf` stay open, since closing one part would exclude
+    another's properties.
     """
     return schema if _is_composed(schema) else _closed(schema)
 

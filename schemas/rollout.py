@@ -1,4 +1,4 @@
-"""Trajectories and groups: what generators and external agents append to the rollout log."""
+"""Trajectories and groups of the rollout log."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -27,18 +27,18 @@ from .wire.message import Message, with_last
 from .wire.shared_rows import with_shared, without_shared
 from .wire.subjects import NAME_PATTERN
 
-# What a teacher said of an episode, where it was asked before the episode entered the log.
+# Teachers: log-probs taken before an episode enters the log.
 
 
 class Teaching(Message):
-    """What belongs to a trajectory of N generated tokens, for its teacher."""
+    """Teacher data of a trajectory with N generated tokens."""
 
     prompt: IntVector | None = None
-    """int32[P]: the first prompt as the teacher reads it; None: as the policy does."""
+    """int32[P]: the first prompt for the teacher; null: the policy's."""
     logprobs: FloatVector | None = None
-    """float32[N]: log-prob of each generated token to the teacher; None: the learner asks it."""
+    """float32[N]: the teacher's log-prob of each generated token; null: the learner computes it."""
     top_ids: IntMatrix | None = None
-    """int32[N, K]: the teacher's likeliest tokens in the place of each, where asked for."""
+    """int32[N, K]: the teacher's likeliest tokens at each position, if requested."""
     top_logprobs: FloatMatrix | None = None
     """float32[N, K]: their log-probs."""
 
@@ -53,11 +53,11 @@ class Teaching(Message):
         return self
 
     def fits(self, num_generated: int) -> bool:
-        """Whether it is of a trajectory with so many generated tokens."""
+        """Whether it belongs to a trajectory with this many generated tokens."""
         return self.logprobs is None or len(self.logprobs) == num_generated
 
     def wrong(self, vocab_size: int) -> str:
-        """Say what is wrong with the elements of its arrays; empty: nothing is."""
+        """Return what is wrong with its arrays' elements; empty: nothing."""
         known = [one for one in (self.prompt, self.top_ids) if one is not None]
         if any(((one < 0) | (one >= vocab_size)).any() for one in known):
             return f"a teacher's token ids must be from 0 to {vocab_size - 1}"
@@ -69,68 +69,66 @@ class Teaching(Message):
 
 _MOST_KEYS = 1000
 Finish = Literal["done", "turns", "length", "timeout"]
-"""What ends an episode."""
+"""Why an episode ended."""
 
 
 class Trajectory(Message):
-    """The token-level record of one episode.
+    """Token-level record of one episode.
 
     The four vectors have one entry per token of the whole conversation, prompt included.
     """
 
     token_ids: IntVector
-    """int32[T]: prompt, then generated tokens and observations in order."""
+    """int32[T]: prompt, generated tokens and observations, in order."""
     mask: MaskVector
     """uint8[T]: 1 where the policy generated the token, 0 elsewhere."""
     logprobs: FloatVector
-    """float32[T]: behaviour log-prob of each generated token before top-p/top-k; 0 elsewhere."""
+    """float32[T]: behaviour log-prob of generated tokens before top-p/top-k; 0 elsewhere."""
     versions: IntVector
-    """int32[T]: policy version that produced each generated token; -1 elsewhere."""
+    """int32[T]: policy version of generated tokens; -1 elsewhere."""
     experts: ExpertArray | None = None
-    """uint8[T - 1, L, M]: the M experts that read each token but the last, in each of L layers with
-    experts, as the engine computed the token first; None: not recorded (`algorithm.router_replay`).
-    """
+    """uint8[T - 1, L, M]: the M experts that read each token but the last in each of L expert
+    layers, when the engine first computed it; null: not recorded (`algorithm.router_replay`)."""
     teaching: Teaching | None = None
-    """What is for its teacher, or came from it (`algorithm.teacher`)."""
+    """Input for or output of its teacher (`algorithm.teacher`)."""
     turn_ends: IntVector
-    """int32[K]: position of the last generated token of each turn, ascending."""
+    """int32[K]: position of each turn's last generated token, ascending."""
     rewards: FloatVector
-    """float32[K]: the game's reward for each turn."""
+    """float32[K]: reward of each turn."""
     finish: Finish = "done"
-    """Why there was no further turn: the game said so, the turn limit, the token limit, or a step
-    that took the game too long (`env.on_step_timeout`)."""
+    """Why the episode ended: the game, the turn limit, the token limit, or a step timeout
+    (`env.on_step_timeout`)."""
     finish_reasons: list[Literal["stop", "length"]] = Field(
         default_factory=list[Literal["stop", "length"]]
     )
-    """Why each turn ended: by a stop token, or cut by its limit of tokens; empty: not told."""
+    """Why each turn ended: a stop token, or its token limit; empty: unknown."""
     role: str = ""
-    """Role that it was played in; empty in a game for one."""
+    """Role; empty in a single-agent game."""
     episode: int = Field(default=-1, ge=-1)
-    """Number of its episode within the group, where an episode has several rows: together they
-    count as one. -1: it is a whole episode."""
+    """Episode within the group, if an episode has several rows, which then count as one; -1: a
+    whole episode."""
     kind: str = Field(default="", max_length=32)
-    """What it is of its episode: main, sub-agent, compacted, edited or sample; empty: all."""
+    """Kind of row: main, sub-agent, compacted, edited or sample; empty: all."""
     calls: CallPlaces | None = None
-    """Where its turns stand among the calls of an agent's episode; None: one after the other."""
+    """Positions of its turns among an agent episode's calls; null: consecutive."""
     opponents: dict[str, int] = Field(default_factory=dict[str, int])
-    """Roles that an earlier version played, and that version; they have no trajectories."""
+    """Roles played by an earlier version, and that version; they have no trajectories."""
     greedy: bool = False
-    """This episode is the greedy baseline of remax: it is not trained."""
+    """The greedy baseline of remax, not trained."""
     seed: int = Field(default=0, ge=0)
-    """Seed of the game's random generator in this episode."""
+    """Seed of the game's random generator."""
     messages: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
-    """The conversation as chat messages, for people to read; its images are those that the policy
-    saw in the first prompt."""
+    """The conversation for people; its images are those of the first prompt."""
     info: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """What the game said in `info` at its last step."""
+    """`info` of the game's last step."""
     host: str = ""
-    """The environment host that ran the game."""
+    """Environment host of the game."""
     data_source: str = ""
-    """What the row of the data says of its origin; scores are told apart by it."""
+    """`data_source` of the row; scores are reported by it."""
     num_tries: int = Field(default=1, ge=1)
-    """1 + the number of earlier tries of this episode that failed."""
+    """1 + number of failed tries."""
     failures: list[Blame] = Field(default_factory=list[Blame])
-    """Why the earlier tries failed."""
+    """Why earlier tries failed."""
     generate_s: float = 0.0
     """Seconds spent waiting for the engine."""
     environment_s: float = 0.0
@@ -171,8 +169,7 @@ class Trajectory(Message):
 
     @property
     def ended_by(self) -> Finish:
-        """What ended the episode: `length` where its last turn was cut, whatever came of it, but
-        that it took the game too long."""
+        """Why the episode ended: `length` if its last turn was cut, unless a step timed out."""
         was_cut = self.finish_reasons[-1:] == ["length"] and self.finish != "timeout"
         return "length" if was_cut else self.finish
 
@@ -198,53 +195,50 @@ class Trajectory(Message):
 
 
 class Group(Message):
-    """All trajectories of one task, on `rollout.<n>`; appended once, by whoever is first.
+    """All trajectories of one task, on `rollout.<n>`; the first append wins.
 
-    A task that was given up has `error` set and no trajectories, so that the log holds the fate
-    of every number.
+    A failed task has `error` and no trajectories, so that the log holds the outcome of every
+    number.
     """
 
     max_bytes: ClassVar[int] = 64 << 20
-    """As much as a server can be set to take (`max_payload`)."""
+    """Largest size that a server can be configured for (`max_payload`)."""
 
     task: Task
-    """The task as it was issued."""
+    """The issued task."""
     trajectories: list[Trajectory] = Field(default_factory=list[Trajectory], max_length=1 << 16)
-    """One per episode, and per role in a game with roles; the greedy baseline, where asked for,
-    stands last. The rows of an agent's episode stand together, the main one first. A row that
-    begins as the one before it travels without that: its `shared` tells how many tokens, which are
-    not generated in this row, and how many messages are left out."""
+    """One per episode, and per role in a game with roles; a greedy baseline comes last. Rows of an
+    agent's episode are adjacent, the main one first. A row omits what it shares with the previous
+    one: `shared` holds the number of these tokens (none generated in this row) and messages."""
     images: list[bytes] = Field(default_factory=list[bytes])
-    """Encoded images that messages name by their place here, so that each travels once."""
+    """Encoded images, named in messages by their index here."""
     error: Blame | None = None
-    """Why the task was given up."""
+    """Why the task failed."""
     source: str
     """The generator or external agent that appended it."""
     kv_on_swap: Literal["keep", "recompute"] = "keep"
-    """What the engine did with the cache of running requests at a weight swap."""
+    """How the engine treats KV caches at a weight swap."""
     started: float = 0.0
-    """Seconds since the epoch at which the first episode began."""
+    """Start of the first episode, in seconds since the epoch."""
     finished: float = 0.0
-    """Seconds since the epoch at which the last episode ended."""
+    """End of the last episode, in seconds since the epoch."""
     tokens_wasted: int = Field(default=0, ge=0)
-    """Generated tokens of tries that failed and are not in `trajectories`."""
+    """Generated tokens of failed tries."""
     tokens_continued: int = Field(default=0, ge=0)
-    """Generated tokens of `trajectories` that a generator before this one had written down, and
-    that were not generated again."""
+    """Generated tokens of `trajectories` taken over from another generator's segments."""
     tokens_cut: list[int] = Field(default_factory=list[int])
-    """Generated tokens of each episode beyond `group_size`, which was cut when enough had ended:
-    lower bounds of their lengths."""
+    """Generated tokens of each oversampled episode that was cut: lower bounds of their lengths."""
     weights_s: float = Field(default=0.0, ge=0)
-    """Seconds for which its generator held the task and waited for weights as new as it asks."""
+    """Seconds that its generator waited for new enough weights."""
     time_use: dict[str, float] = Field(default_factory=dict[str, float])
-    """Seconds of the generator since its last group, by what it did (see `StepTrace`)."""
+    """Seconds since the generator's last group, by activity (see `StepTrace`)."""
 
     def named_at(self, at: str) -> str:
         """Return the subject of its task."""
         return with_last(at, self.task.task)
 
     def to_bytes(self, **instead: Any) -> bytes:
-        """Pack to a msgpack map, with what rows of an episode have in common once."""
+        """Pack to a msgpack map, with common parts of an episode's rows once."""
         if not any(one.episode == more.episode >= 0 for one, more in pairwise(self.trajectories)):
             return super().to_bytes(**instead)  # each row is an episode, and vectors are not copied
         rows = without_shared([vars(item) for item in self.trajectories])
@@ -282,7 +276,7 @@ class Group(Message):
         return self
 
     def with_shared_images(self) -> "Group":
-        """Return the group with each of its images once; DataError for one that is not there."""
+        """Return the group with each image once; DataError for a missing one."""
         shared = dict[bytes, int]()
         trajectories = [
             item.model_copy(update={"messages": number_images(item.messages, shared, self.images)})
@@ -292,12 +286,12 @@ class Group(Message):
 
     @property
     def sampled(self) -> list[Trajectory]:
-        """The trajectories that are trained: all but the greedy baseline."""
+        """The trained trajectories: all but the greedy baseline."""
         return [trajectory for trajectory in self.trajectories if not trajectory.greedy]
 
     @property
     def episodes(self) -> list[list[Trajectory]]:
-        """The rows of each episode that is trained, its main row first; mostly it has one."""
+        """The rows of each trained episode, its main row first; usually one."""
         return episodes_of(self.sampled)
 
     @property
@@ -332,7 +326,7 @@ def episodes_of(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
 
 
 def return_of(rows: Sequence[Trajectory]) -> float:
-    """Return what an episode earned in all its rows."""
+    """Return the return of an episode over all its rows."""
     return sum(item.reward for item in rows)
 
 
@@ -345,10 +339,9 @@ def num_too_old(trajectories: Iterable[Trajectory], oldest: int) -> int:
 
 
 def with_cut_infos(group: Group, num_bytes: int, most: int) -> Group:
-    """Return a group that has `num_bytes` with so much less `info` that it has about `most`.
+    """Return a group of `num_bytes` with `info` cut to about `most` bytes in all.
 
-    What is cut of an `info` says so in it; see `cut_info`. Where that is not enough, the rest is
-    left as it was.
+    A cut `info` says so; see `cut_info`. If that does not suffice, the rest is unchanged.
     """
     sizes = [packed_bytes(item.info) for item in group.trajectories]
     left = sum(sizes) - (num_bytes - most)
@@ -368,7 +361,7 @@ def with_cut_infos(group: Group, num_bytes: int, most: int) -> Group:
 
 
 def _level(sizes: Sequence[int], most: int) -> int:
-    """Return the level to which the larger ones are cut so that the sum is `most`."""
+    """Return the size to which larger ones are cut so that the sum is `most`."""
     left = most
     for place, size in enumerate(sorted(sizes)):
         share = left // (len(sizes) - place)
@@ -379,7 +372,7 @@ def _level(sizes: Sequence[int], most: int) -> int:
 
 
 def largest_parts(group: Group, count: int = 3) -> list[str]:
-    """Name the largest parts of a group: field, episode and bytes."""
+    """Name the largest parts of a group by field, episode and bytes."""
     found: list[tuple[int, str]] = [(sum(map(len, group.images)), "images")]
     if group.task.reset_kwargs:
         found.append((packed_bytes(group.task.reset_kwargs), "task.reset_kwargs"))
@@ -393,7 +386,7 @@ def largest_parts(group: Group, count: int = 3) -> list[str]:
 
 
 def _named(name: str, value: Any, size: int) -> str:
-    """Return a field's name, with the key where one holds most of it."""
+    """Return a field's name, with the key that holds most of it."""
     if name == "info" and len(value) <= _MOST_KEYS:
         for key, part in value.items():
             if packed_bytes(part) > size // 2:
@@ -410,9 +403,9 @@ def _episode(item: Trajectory) -> tuple[str, int, bool]:
 
 
 def check_group(group: Group, *, vocab_size: int, max_tokens: int, version: int) -> None:
-    """Check the elements of a group's arrays, which validation at the boundary leaves alone.
+    """Check the elements of a group's arrays, which validation skips.
 
-    Raises MessageError naming the first rule that is broken.
+    Raises MessageError naming the first broken rule.
     """
     episodes = group.trajectories
     lengths = np.array([len(item.token_ids) for item in episodes])
@@ -454,7 +447,7 @@ def check_group(group: Group, *, vocab_size: int, max_tokens: int, version: int)
 
 
 def _further_rewards(episodes: Iterable[Trajectory]) -> NDArray[np.float64]:
-    """Return what was posted for calls, episodes and branches apart from the turns' rewards."""
+    """Return the rewards posted for calls, episodes and branches."""
     places = [item.calls for item in episodes if item.calls is not None]
     found = [one.outcome for one in places]
     found += [branch.reward for one in places for branch in one.rewarded]
@@ -468,7 +461,7 @@ def _turns_fit(
     ends: NDArray[np.int32],
     mask: NDArray[np.uint8],
 ) -> bool:
-    """Whether the turns of each trajectory ascend and end where the policy's tokens do."""
+    """Whether each trajectory's turns ascend and end at generated tokens."""
     starts = np.cumsum(lengths) - lengths
     if mask[starts].any() or ends.min() < 0 or (ends >= np.repeat(lengths, num_turns)).any():
         return False
@@ -480,84 +473,83 @@ def _turns_fit(
     return bool(mask[places].all() and follows.all() and (final == last_of_each).all())
 
 
-# Segments of an episode that is being played: what another generator needs to go on with it.
+# Segments: state of running episodes, from which another generator continues.
 
 
 class LoggedCall(Message):
-    """One call of the model by a program, as it is written down; its tokens are the segment's."""
+    """One call of the model by a program; its tokens are the segment's."""
 
     parent: int | None = Field(default=None, ge=0)
-    """Number of the call that it continues; None: it is a root."""
+    """Call that it continues; null: none."""
     follows: int | None = Field(default=None, ge=0)
-    """Number of the call whose history it continues, rendered anew."""
+    """Call whose history it continues after rendering it anew."""
     context: bytes
     """Digest of the tools and of what else shapes the prompt."""
     given: list[CallMessage]
-    """The messages since its parent's answer."""
+    """Messages since the parent's answer."""
     num_given: int = Field(ge=0)
-    """Tokens of the segment that stand for them; the rest was generated."""
+    """Tokens of the segment for these messages; the rest is generated."""
     name: str
-    """With what the ids of its tool calls begin."""
+    """Prefix of its tool call ids."""
     has_tools: bool
-    """Whether what looks like a tool call is one."""
+    """Whether text that looks like a tool call is one."""
     is_thinking: bool
-    """Whether the prompt has opened the reasoning."""
+    """Whether the prompt has opened the answer's reasoning."""
     prefill: str = ""
-    """What the program wrote of the answer itself."""
+    """Beginning of the answer, written by the program."""
     text: str | None = None
-    """What the program was told, where that is more than its tokens say: up to a stop text."""
+    """Text sent to the program, if it differs from the tokens (cut at a stop text)."""
     finish: Literal["stop", "length"]
     """Why it ended."""
     num_seen: int = Field(ge=0)
-    """Calls that had ended when it was asked for."""
+    """Number of calls that had ended when it was requested."""
     branch: str = Field(default="", max_length=32)
-    """Why it is not the only continuation of its parent."""
+    """Why it is not its parent's only continuation."""
     masked: float = Field(default=0.0, ge=0)
-    """Sum over its tokens: which share of the probability the format of the answer took out of the
-    choice of each."""
+    """Sum over its tokens of the probability removed by the answer's format."""
     request: bytes
-    """Digest of what was asked for, prompt and limits: the same again may be answered by it."""
+    """Digest of the request, prompt and limits; it may answer an equal request."""
     asked: str = Field(default="", max_length=64)
-    """Id of the request, as the program's proxy made it: by it the proxy may ask again."""
+    """Id of the request from the program's proxy, for retries."""
 
 
 class Segment(Message):
     """What one episode gained since its last segment, on `segment.<n>.<e>`.
 
-    It is appended with the sequence of the segment before it as the expected last one of its
-    subject. One without tokens takes the episode over: its writer has the task now. The four
-    vectors go on where those of the segment before end; see `Trajectory`.
+    It is appended with the previous segment's sequence as the expected last one. A segment without
+    tokens takes the episode over for its writer. The four vectors continue those of the previous
+    segment; see `Trajectory`.
     """
 
     delivery: int = Field(ge=1)
-    """How often the task had been handed out when its writer got it; it never falls."""
+    """How often the task had been delivered when its writer got it; never decreases."""
     writer: str
     """The generator, its process and its lease of the task."""
     episode: str = ""
-    """Id of the episode at its environment host."""
+    """Episode id at its environment host."""
     host: str = Field(default="", pattern=f"^$|{NAME_PATTERN}")
-    """The environment host that holds the episode."""
+    """Environment host of the episode."""
     seed: int = Field(default=0, ge=0)
-    """Seed of the episode's sampling; its turns count up from it."""
+    """Seed of the episode's sampling; turns count up from it."""
     start: int = Field(ge=0)
-    """Position of the first token in the whole conversation. 0: the episode begins anew, and what
-    was appended before is void."""
+    """Position of the first token in the conversation. 0: the episode starts anew, and earlier
+    segments are void."""
     token_ids: IntVector
     """int32[T]: prompt, generated tokens and observations, in order."""
     mask: MaskVector
-    """uint8[T]: 1 where the policy generated the token."""
+    """uint8[T]: 1 where the policy generated the token, 0 elsewhere."""
     logprobs: FloatVector
-    """float32[T]: behaviour log-prob of each generated token; 0 elsewhere."""
+    """float32[T]: behaviour log-prob of generated tokens before top-p/top-k; 0 elsewhere."""
     versions: IntVector
-    """int32[T]: policy version that produced each generated token; -1 elsewhere."""
+    """int32[T]: policy version of generated tokens; -1 elsewhere."""
     turn_ends: list[int] = Field(default_factory=list[int])
-    """Positions of the last tokens of the turns that ended since the segment before."""
+    """Positions of the last tokens of turns that ended."""
     rewards: list[float] = Field(default_factory=list[float])
-    """The game's rewards for the turns that it answered since then."""
+    """Rewards of answered turns."""
     observations: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
-    """Its answers, as chat messages."""
+    """Observations, as chat messages."""
     call: LoggedCall | None = None
-    """In the episode of a program: the call whose tokens these are."""
+    """For programs: the call whose tokens these are."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -568,12 +560,12 @@ class Segment(Message):
 
     @classmethod
     def empty(cls, **fields: Any) -> Self:
-        """Return one without tokens."""
+        """Return a segment without tokens."""
         ints, floats = np.empty(0, np.int32), np.empty(0, np.float32)
         mask = np.empty(0, np.uint8)
         return cls(token_ids=ints, mask=mask, logprobs=floats, versions=ints, **fields)
 
     @property
     def end(self) -> int:
-        """Position behind the last token."""
+        """Position after the last token."""
         return self.start + len(self.token_ids)

@@ -1,4 +1,4 @@
-"""Tasks: one prompt each, to be rolled out `group_size` times."""
+"""Tasks: one prompt each, rolled out `group_size` times."""
 
 from typing import Any, Literal
 
@@ -12,40 +12,39 @@ from .wire.message import MAX_CHARS, Message, with_last
 class Task(Message):
     """One prompt to be rolled out, on the work-queue stream `task.<n>`.
 
-    It names a dataset row or a seed, never a prompt: the prompt is made in the environment host,
-    where the data is.
+    It names a data row or a seed. The environment host, which has the data, makes the prompt.
     """
 
     task: int = Field(ge=0)
     """Number of the task within its job."""
     sample: int | None = None
-    """Row of the training data, or None for a game that generates its states."""
+    """Row of the training data; null: the game generates its states."""
     seed: int = Field(ge=0)
-    """Seed of the group's episodes; each episode derives its own from it."""
+    """Seed of the group; episodes derive theirs from it."""
     index: int | None = Field(default=None, ge=0)
-    """Position in the job's data order; None for a task of a client's own."""
+    """Position in the job's data order; null: a client's own task."""
     item: int | None = Field(default=None, ge=0)
-    """What a curriculum chose: a row, or one of the seeds of a game that generates its states."""
+    """Choice of the curriculum: a row, or a seed."""
     chosen_at: int | None = Field(default=None, ge=0)
-    """Version after which it chose: by the success rates of the steps up to it."""
+    """Version after whose success rates it was chosen."""
     reissue_of: int | None = Field(default=None, ge=0)
-    """Number of the dropped task in whose place it stands."""
+    """Number of the dropped task that it replaces."""
     tries: int = Field(default=0, ge=0, le=100)
-    """How often it was issued before and came back as nothing that can be trained."""
+    """How often it was issued before without a trainable result."""
     min_version: int = Field(default=0, ge=0)
-    """A generator waits until its weights are at this version or newer."""
+    """Oldest version with which a generator may start it."""
     group_size: int = Field(ge=1, le=4096)
     """Number of episodes."""
     issued: float = 0.0
-    """Seconds since the epoch at which the learner issued it; 0: a client made it."""
+    """When the learner issued it, in seconds since the epoch; 0: a client made it."""
     greedy_baseline: bool = False
-    """Add one greedy episode, for the remax baseline."""
+    """Add a greedy episode, for remax."""
     reset_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments for the game's `reset`, from a client that publishes its own tasks."""
+    """Further arguments for the game's `reset`."""
 
     @property
     def identity(self) -> tuple[int | None, int | None, int | None, int]:
-        """What is played, whoever issued it and whenever: position, row, choice and seed."""
+        """What is played, independent of number and issuer: position, row, choice and seed."""
         return self.index, self.sample, self.item, self.seed
 
     def named_at(self, at: str) -> str:
@@ -54,51 +53,51 @@ class Task(Message):
 
 
 class Blame(Message):
-    """Where and why something failed: exactly one boundary is blamed."""
+    """Where and why something failed, with exactly one boundary."""
 
     boundary: Boundary
-    """The boundary at which it failed."""
+    """The boundary that failed."""
     code: str
-    """The error's stable code."""
+    """Stable error code."""
     message: str
-    """What happened, with which value; a game's traceback where there is one."""
+    """What happened, with which value; a game's traceback if there is one."""
     hint: str = ""
-    """What to do next."""
+    """What to do about it."""
 
     @field_validator("message", "hint", mode="before")
     @classmethod
     def _travels(cls, value: Any) -> str:
-        """Take any text, as errors quote what games, data and models say."""
+        """Clean any text, since errors quote games, data and models."""
         return clean_text(value, MAX_CHARS)
 
 
 class DeadLetter(Message):
-    """A task given up after its last attempt, on `dead`."""
+    """A task that failed its last try, on `dead`."""
 
     task: Task
-    """The task as it was issued."""
+    """The issued task."""
     blame: Blame
     """The last error."""
     num_attempts: int = Field(ge=1)
-    """How often it was tried."""
+    """Number of tries."""
     source: str
-    """The generator that gave it up."""
+    """The generator that gave up."""
     time: float
     """Seconds since the epoch."""
 
 
-# Batch records: which groups each optimiser step trains, written before it trains them.
+# Batch records: the groups of each optimiser step, written before the step.
 
 DropReason = Literal["stale", "equal_rewards", "filtered", "failed", "duplicate", "malformed"]
 
 
 class Dropped(Message):
-    """A log entry that the learner passed over, and why."""
+    """A log entry that the learner did not train, and why."""
 
     seq: int = Field(ge=1)
     """Sequence of the entry in the rollout log."""
     task: int | None
-    """Its task number; None when the entry is malformed."""
+    """Task number; null: the entry is malformed."""
     reason: DropReason
     """Why it is not trained."""
 
@@ -107,21 +106,21 @@ class BatchRecord(Message):
     """One optimiser step, appended to `batch` before the step is done.
 
     The expected last sequence of the append fences off a second learner. Training the records in
-    order from a checkpoint gives the same weights again.
+    order from a checkpoint reproduces the weights.
     """
 
     step: int = Field(ge=1)
-    """The step that trains this batch; the version becomes `step` by it."""
+    """The step, and the version that it makes."""
     seqs: list[int] = Field(min_length=1)
-    """Sequences in the rollout log, in the order in which they are trained."""
+    """Sequences in the rollout log, in training order."""
     tasks: list[int]
     """Task numbers of `seqs`."""
     dropped: list[Dropped] = Field(default_factory=list[Dropped])
-    """Entries decided on since the last record that are not trained."""
+    """Entries skipped since the last record."""
     oldest: int = Field(default=0, ge=0)
-    """Tokens of earlier versions are not trained in this step: they are context."""
+    """Tokens of earlier versions are context only, not trained."""
     seed: int = Field(ge=0)
-    """Seed of the step's own randomness."""
+    """Seed of the step's randomness."""
     digest: str
     """SHA-256 over the SHA-256 digests of the groups' payloads, in order."""
     learner: str

@@ -1,4 +1,4 @@
-"""Users of the pool: their records, what admins ask for, and what is written down about it."""
+"""Users: records, quotas, requests of admins, and the audit."""
 
 from typing import Annotated, Literal
 
@@ -17,76 +17,75 @@ Wish = Annotated[int, Field(ge=-1, le=1 << 60)] | None
 
 
 class Quota(Message):
-    """What a user may hold of the pool; null: no bound.
+    """What a user may hold; null: no bound.
 
-    A user whose record names none has the defaults, a pool without users has `NO_BOUNDS`.
+    A user without a value has the default. Pools without users have no bounds.
     """
 
     max_slots: Bound = None
-    """Slots that the user's jobs may hold at once."""
+    """Slots of the user's jobs at once."""
     weight: float = Field(default=1.0, gt=0)
-    """Share of the pool in relation to the other users that wait."""
+    """Share of the pool among waiting users."""
     max_priority: Priority = MAX_PRIORITY
-    """Highest priority that the user's jobs may have."""
+    """Highest priority of the user's jobs."""
     max_jobs: Bound = 5000
-    """Jobs that are kept, ended and archived ones included."""
+    """Jobs, ended and archived ones included."""
     max_live_jobs: Bound = 64
-    """Jobs that have not ended, those that wait included."""
+    """Jobs that have not ended."""
     max_actors: Bound = 256
-    """Processes that the user's jobs may have at once, environment hosts and evaluators, which
-    hold no slot, included."""
+    """Processes of the user's jobs at once, also those without slots (environment hosts,
+    evaluators)."""
     max_stored_bytes: Bound = 1 << 40
-    """Bytes at the broker: what `limits` lets the streams of live jobs hold, and all that those of
-    ended ones do hold."""
+    """Bytes at the broker: what `limits` allows streams of live jobs, and what those of ended jobs
+    hold."""
     max_record_bytes: Bound = 16 << 20
-    """Bytes of the records of the user's jobs, archived ones included."""
+    """Bytes of the jobs' records, archived ones included."""
     max_evaluations: Bound = 4096
-    """Evaluations of the user's jobs that are kept."""
+    """Evaluations kept of the user's jobs."""
     max_tinker_tokens: Bound = None
-    """Tokens that are computed for the user's programs that speak the Tinker API, in all."""
+    """Tokens computed for the user's Tinker programs, in all."""
     max_requests: Bound = 16
-    """Requests of the user that a service of the pool works on at once; eight times as many may
-    wait."""
+    """Requests in progress at one service of the pool; eight times as many may wait."""
     max_connections: Bound = 64
     """Connections with the user's key."""
     max_subscriptions: Bound = 4096
-    """Subscriptions of these connections together."""
+    """Subscriptions of these connections."""
     max_messages_s: Bound = 20_000
-    """Messages a second that these connections may send, averaged over some seconds."""
+    """Messages per second of these connections, averaged over some seconds."""
     max_bytes_s: Bound = 128 << 20
-    """Bytes a second that they may send, averaged so, too."""
+    """Bytes per second of these connections, averaged over some seconds."""
 
 
 BOUNDS = tuple(name for name in Quota.model_fields if name not in ("weight", "max_priority"))
 """The values of a quota that are bounds."""
 NO_BOUNDS = Quota.model_validate(dict.fromkeys(BOUNDS))
-"""What everybody has in a pool without users."""
+"""The quota in a pool without users."""
 
 
 class QuotaReply(Quota):
-    """A user's quota, and what is held of it: reply of the scheduler's `quota`."""
+    """A user's quota and its use: reply of the scheduler's `quota`."""
 
     held: dict[str, int] = Field(default_factory=dict[str, int])
-    """By the name of the bound, where the scheduler knows it."""
+    """Use by name of the bound, where the scheduler knows it."""
 
 
 class UserInfo(Quota):
-    """What is told of a user."""
+    """Public information about a user."""
 
     user: str
-    """Name; also the token of the user's subjects."""
+    """Name, and token of the user's subjects."""
     role: UserRole = "user"
-    """An admin manages users and may look at and stop everybody's jobs."""
+    """An admin manages users and may read and stop all jobs."""
     created: float
     """Seconds since the epoch."""
     expires: float | None = None
-    """When the key ends, in seconds since the epoch; null: never."""
+    """Expiry of the key, in seconds since the epoch; null: never."""
     revoked: float | None = None
-    """When the user was shut out for good."""
+    """When the user was revoked."""
 
 
 class UserRecord(UserInfo):
-    """A user, in the KV bucket of users; the key itself is kept nowhere."""
+    """A user, in the KV bucket of users, without the key."""
 
     key_hash: str
     """SHA-256 of the API key, hexadecimal."""
@@ -102,34 +101,34 @@ class Invitation(Message):
     code_hash: str
     """SHA-256 of the code, hexadecimal."""
     uses_left: int = Field(ge=0)
-    """How many may still register with it."""
+    """Remaining uses."""
     expires: float
-    """When it ends, in seconds since the epoch."""
+    """Expiry, in seconds since the epoch."""
     key_days: float
-    """Life of the keys of those who register; 0: for ever."""
+    """Lifetime of the new users' keys in days; 0: for ever."""
     max_slots: int | None = None
-    """Quota of those who register."""
+    """Slots of the new users."""
 
 
 RequestId = Annotated[str, Field(min_length=16, max_length=64)]
 
 
 class AddUser(Request):
-    """Make a user: `rpc.<admin>.users.add`."""
+    """Create a user: `rpc.<admin>.users.add`."""
 
     request_id: RequestId = Field(default_factory=new_id)
-    """Made by the client for itself alone: the same id returns the same key, for two minutes."""
+    """Made by the client; for two minutes a repeated id returns the same key."""
 
     user: str
     """Name."""
     role: UserRole = "user"
-    """What the user may do."""
+    """Role."""
     days: float = Field(default=365.0, ge=0)
-    """Life of the key in days; 0: for ever."""
+    """Lifetime of the key in days; 0: for ever."""
     max_slots: int | None = Field(default=None, ge=0)
-    """Quota."""
+    """Slots of the user's jobs at once."""
     weight: float = Field(default=1.0, gt=0)
-    """Share of the pool."""
+    """Share of the pool among waiting users."""
 
 
 class NameUser(Request):
@@ -140,19 +139,20 @@ class NameUser(Request):
 
 
 class RotateKey(Request):
-    """Replace a user's key by a new one: `rotate`; a user may do so with the own key."""
+    """Replace a user's key: `rotate`; users may rotate their own."""
 
     request_id: RequestId = Field(default_factory=new_id)
-    """Made by the client for itself alone: the same id returns the same key."""
+    """Made by the client; for two minutes a repeated id returns the same key."""
 
     user: str
     """Name."""
     days: float = Field(default=365.0, ge=0)
-    """Life of the new key in days; 0: for ever."""
+    """Lifetime of the key in days; 0: for ever."""
 
 
 class SetQuota(Request):
-    """Change a user's share of the pool: `quota`; null leaves a value as it is."""
+    """Change a user's quota: `quota`. null leaves a value as it is, -1 removes the bound. The keys
+    are those of [Quota](#quota)."""
 
     user: str
     """Name."""
@@ -189,42 +189,42 @@ class SetQuota(Request):
 
 
 class Invite(Request):
-    """Make an invitation: `invite`."""
+    """Create an invitation: `invite`."""
 
     request_id: RequestId = Field(default_factory=new_id)
-    """Made by the client for itself alone: the same id returns the same invitation."""
+    """Made by the client; a repeated id returns the same invitation."""
 
     uses: int = Field(default=1, ge=1, le=10_000)
-    """How many may register with it."""
+    """Number of users who may register."""
     days: float = Field(default=7.0, gt=0)
-    """Its life in days."""
+    """Lifetime of the invitation in days."""
     key_days: float = Field(default=365.0, ge=0)
-    """Life of the keys of those who register."""
+    """Lifetime of the new users' keys in days; 0: for ever."""
     max_slots: int | None = Field(default=None, ge=0)
-    """Quota of those who register."""
+    """Slots of the new users."""
 
 
 class Register(Request):
-    """Become a user by an invitation: `rpc.invited.users.register`."""
+    """Register with an invitation: `rpc.invited.users.register`."""
 
     request_id: RequestId = Field(default_factory=new_id)
-    """Made by the client for itself alone: the same id returns the same key, for two minutes."""
+    """Made by the client; for two minutes a repeated id returns the same key."""
 
     code: str = Field(max_length=200)
     """The invitation's code."""
     user: str
-    """Wanted name."""
+    """Requested name."""
 
 
 class NewKey(Message):
-    """A key or code that is told once and kept nowhere."""
+    """A key or code, sent once and not stored."""
 
     secret: str
     """The API key, or the invitation's code."""
     user: str = ""
-    """Whose key it is."""
+    """Its user."""
     expires: float | None = None
-    """When it ends; null: never."""
+    """Expiry, in seconds since the epoch; null: never."""
 
 
 class UserReply(Message):
@@ -235,23 +235,23 @@ class UserReply(Message):
 
 
 class UserList(Message):
-    """All users, by name."""
+    """Users, by name."""
 
     users: list[UserInfo]
-    """What is known of each."""
+    """Users."""
     more: bool = False
-    """Others follow: ask again with the last name as `after`."""
+    """There are more: repeat with the last name as `after`."""
 
 
 class ListUsers(Request):
-    """List the users by name: `list`."""
+    """List the users: `list`."""
 
     after: str = ""
-    """Only those behind this name."""
+    """Only names after this one."""
 
 
 class JobKeyRequest(Message):
-    """A node asks for the credentials of one actor: `rpc.node.keys.job`."""
+    """A node requests the credentials of an actor: `rpc.node.keys.job`."""
 
     user: str
     """Owner of the job."""
@@ -264,31 +264,31 @@ class JobKeyRequest(Message):
 
 
 class AuditRecord(Message):
-    """Something that touches security, in the audit stream."""
+    """A security event, in the audit stream."""
 
     who: str
     """Who did or tried it."""
     what: str
     """`login`, `users.add`, `users.rotate`, `users.revoke` …"""
     target: str = ""
-    """Whom it concerns."""
+    """User concerned."""
     outcome: str
     """`done`, or why it was refused."""
     detail: str = ""
-    """Address and client of a log-in; how many like it were left out."""
+    """Address and client of a log-in; number of similar entries left out."""
     time: float
     """Seconds since the epoch."""
 
 
 class AuditRequest(Request):
-    """Ask what was written down last: `audit`."""
+    """Read the newest audit records: `audit`."""
 
     limit: int = Field(default=200, ge=1, le=2000)
-    """At most so many records."""
+    """Largest number of records."""
 
 
 class AuditList(Message):
-    """What was written down, newest first."""
+    """Audit records, newest first."""
 
     records: list[AuditRecord]
     """The records."""

@@ -1,4 +1,4 @@
-"""Manifests of published weights."""
+"""Published weights: manifests and transfers."""
 
 from typing import Literal
 
@@ -31,103 +31,102 @@ class TensorEntry(Message):
 
 
 class Difference(Message):
-    """What makes one version of another."""
+    """Difference between one version and another."""
 
     base: int = Field(ge=0)
     """The other version."""
     base_digest: str
-    """BLAKE3 of its payload: a difference fits nothing else."""
+    """BLAKE3 of the base's payload, which must match."""
     num_bytes: int = Field(ge=0)
     """Size."""
     digest: str
     """BLAKE3 of the difference itself."""
     location: str
-    """Object name, or path of the file."""
+    """Object name, or path."""
 
 
 class Manifest(Message):
-    """What one version is made of, in the KV bucket of the job's weights."""
+    """Content of one version, in the KV bucket of the job's weights."""
 
     version: int = Field(ge=0)
-    """The policy's number."""
+    """Policy version."""
     kind: Literal["full", "delta", "lora"] = "full"
-    """What is stored: the payload, that of an adapter, or differences from other versions."""
+    """full: the payload; lora: that of an adapter; delta: differences from other versions."""
     tensors: list[TensorEntry]
     """Layout of the payload."""
     num_bytes: int = Field(ge=0)
     """Size of the payload."""
     digest: str
-    """BLAKE3 of the payload, hexadecimal; of a delta, of what it makes; of `nccl`, a fingerprint
-    that GPUs compute."""
+    """BLAKE3 of the payload, hexadecimal; of a delta, of its result; with `nccl`, a fingerprint
+    computed on GPUs."""
     transport: Literal["object", "file", "nccl"]
-    """How it is fetched."""
+    """How it is transferred."""
     location: str = ""
-    """Of the whole payload: object name, path of the file, or what the learner calls it; empty for
-    a delta."""
+    """Whole payload: object name, path, or the learner's name for it; empty for a delta."""
     differences: list[Difference] = Field(default_factory=list[Difference])
-    """Of a delta: from the version before, then, unless that is the same, from the newest whole
-    one, its anchor. Of an anchor, which is full: from the version before, if that is smaller."""
+    """For a delta: from the previous version, and from its anchor, the newest full one, if that is
+    another. For an anchor: from the previous version, if smaller."""
     published: float
     """Seconds since the epoch."""
     host: str = ""
-    """The machine of the learner."""
+    """Host name of the learner."""
     files: dict[str, str] = Field(default_factory=dict[str, str])
-    """What it sees in the folder of the model: digests by path."""
+    """Digests of the model folder's files as the learner sees them, by path."""
     software: str = Field(default="", max_length=64)
-    """Version of tinkermq that the learner runs; empty for one that did not tell yet."""
+    """tinkermq version of the learner; empty: older than this key."""
 
     def named_at(self, at: str) -> str:
-        """Return the key of its version; any may be the latest."""
+        """Return the key of its version; any version may be the latest."""
         return at if at == LATEST else manifest_key(self.version)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes that were stored for it."""
+        """Bytes stored for it."""
         whole = self.num_bytes if self.location else 0
         return whole + sum(one.num_bytes for one in self.differences)
 
 
 class WeightsAnnouncement(Message):
-    """A new version is out, on `weights`."""
+    """A new version is published, on `weights`."""
 
     version: int = Field(ge=0)
-    """The version whose manifest is in KV."""
+    """The version; its manifest is in KV."""
 
 
 class JoinRound(Message):
-    """A receiver asks the learner for a place in the next round of a version, on `weights.join`."""
+    """A receiver joins the next transfer of a version, on `weights.join`."""
 
     receiver: str = Field(max_length=64)
-    """Name that nobody else has."""
+    """Unique name."""
     version: int = Field(ge=0)
     """The version."""
     location: str = Field(pattern=r"^v\d{1,18}-[0-9a-f]{8}$")
-    """What the learner calls it, as the manifest tells."""
+    """The learner's name for the version, from the manifest."""
     num_bytes: int = Field(ge=0)
-    """Size of the payload, as the manifest tells."""
+    """Size of the payload, from the manifest."""
     device: Literal["cpu", "cuda"]
-    """Where the receiver would have it."""
+    """Where the receiver wants it."""
     port: int = Field(default=0, ge=0, le=65535)
-    """Port of the place to meet that the receiver is connected to; 0: none."""
+    """Port of the TCPStore that it is connected to; 0: none."""
     group: str = Field(default="", max_length=64)
-    """The group that it is still a member of, if any."""
+    """Group that it still belongs to, if any."""
 
 
 class Round(Message):
-    """The learner's answer to a receiver: its place in a group, or why it has none."""
+    """The receiver's place in a transfer group, or why it has none."""
 
     answer: Literal["place", "connect", "later", "removed"]
-    """`connect` to the place to meet and ask again; ask again `later`, when a learner that was
-    started again has trained so far; or the version was `removed`."""
+    """place: join the group; connect: connect to the TCPStore and repeat; later: repeat when a
+    restarted learner has reached the version; removed: the version is gone."""
     address: str
-    """Address of the place to meet (a TCPStore of torch.distributed)."""
+    """Address of the TCPStore (torch.distributed)."""
     port: int = Field(ge=1, le=65535)
-    """Its port."""
+    """Port of the TCPStore."""
     group: str = ""
-    """The group that sends."""
+    """The sending group."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where it sends from and to: `cpu` by gloo, `cuda` by NCCL."""
+    """Device and backend: `cpu` with gloo, `cuda` with NCCL."""
     rank: int = Field(default=0, ge=0)
-    """The receiver's rank; the learner's is 0."""
+    """Rank of the receiver; the learner's is 0."""
     size: int = Field(default=0, ge=0)
-    """Members of the group, with the learner."""
+    """Size of the group, with the learner."""

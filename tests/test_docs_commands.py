@@ -37,6 +37,7 @@ from tests.support.pages import (
     script,
     typed,
 )
+from tests.support.waiting import PATIENCE_S
 
 TRIED = ROOT / "tests" / "agents" / "programs"
 BLOCKS = of_language(*SHELLS)
@@ -186,7 +187,7 @@ def test_every_python_program_has_the_options_that_a_page_gives_it() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

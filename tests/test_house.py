@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from tinkermq.broker.client.rpc import VERSION
 
+from tests.support.waiting import PATIENCE_S
 from tests.support.wheel import ROOMS, build_wheel
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -151,7 +152,11 @@ def loaded_by(names: list[str]) -> set[str]:
         "print(*{name.split('.')[0] for name in sys.modules})"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
     return set(result.stdout.split())

@@ -58,7 +58,6 @@ def _param(page: Path) -> Any:
     return pytest.param(page, id=page.stem, marks=marks)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", [_param(page) for page in TUTORIALS])
 def test_a_tutorial_does_what_it_shows(page: Path, tmp_path: Path) -> None:
     reader = Reader(tmp_path)

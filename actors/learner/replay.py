@@ -193,7 +193,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = service_parser("learner.replay")
     parser.add_argument("--user", default="local", help="owner of the job (default: local)")
     parser.add_argument("--job", required=True, help="job id or name of the run")
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     try:
         return asyncio.run(_main(parser.parse_args(argv), console))
     except TinkermqError as error:

@@ -119,7 +119,7 @@ async def describe_trouble(pool: Pool) -> str:
             trouble = await pool.trouble()
     except (BrokerError, TimeoutError):
         return ""  # no scheduler answers: the quota's line says so
-    return f"the broker is in trouble: {trouble}" if trouble else ""
+    return f"the scheduler waits for {trouble}" if trouble else ""
 
 
 async def _describe_quota(pool: Pool) -> str:

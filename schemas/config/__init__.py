@@ -1,1 +1,1 @@
-"""The configuration of a job: a section for each part of the system, and how a file becomes one."""
+"""The configuration of a job: one section per part of the system, and its parser."""

@@ -1,4 +1,4 @@
-"""The configuration of agent programs: what is run in place of a game, and its limits."""
+"""Configuration of agent programs and their limits."""
 
 import re
 from collections.abc import Mapping
@@ -9,93 +9,89 @@ from pydantic import Field, field_validator
 from .sections import MAX_WAIT_S, Section, when
 
 IMPLIED_OF_ENV = ("game", "hosts", "reset_timeout_s", "step_timeout_s", "on_step_timeout")
-"""Keys of the section `env` that follow from the section `agent`."""
+"""Keys of `env` implied by the section `agent`."""
 TRAIN_WORDS = ("all", "main", "alive")
-"""Values of `agent.train` that are no pattern."""
+"""Values of `agent.train` other than patterns."""
 _GAME = "agent"
 _MARGIN_S = 30.0
 
 
 class AgentConfig(Section):
-    """Programs that call the model through OpenAI's or Anthropic's API, one for each episode."""
+    """Programs that call the model through OpenAI's or Anthropic's API, one per episode."""
 
     command: list[str] = Field(default_factory=list[str], max_length=1024)
-    """What is run for each episode: a program and its arguments. `{prompt}`, `{workdir}`, `{input}`
-    and `{python}` stand for the task's last user message, the folder that it runs in, the file with
-    the task's row, and the pool's interpreter. Empty: no agent job, or `client`."""
+    """Program and arguments to run for each episode. `{prompt}`, `{workdir}`, `{input}` and
+    `{python}` stand for the task's last user message, the working folder, the file with the task's
+    row, and the pool's interpreter. Empty: no agent job, or `client`."""
     client: bool = False
-    """Episodes are run by whoever calls `AgentEpisodes` or hosts a Python function, with
-    `env.hosts=0`, the default then; with `env.hosts=1` by whoever asks a gateway for them at
-    `/v1/episodes`."""
+    """Clients run the episodes: with `env.hosts=0` (then the default) callers of `AgentEpisodes` or
+    hosts of a Python function, with `env.hosts=1` clients of a gateway's `/v1/episodes`."""
     files: str | None = Field(default=None, json_schema_extra=when("command"))
-    """Folder whose copy is the program's folder, a fresh one for each try; default: an empty
-    folder. Like all folders here it is relative to where the job is submitted, or, with
-    `env.hosts=0`, to where `tinkermq agent host` runs."""
+    """Folder that is copied as the program's folder for each try; default: an empty folder. Folders
+    here are relative to where the job is submitted or, with `env.hosts=0`, to where `tinkermq agent
+    host` runs."""
     setup: list[str] = Field(default_factory=list[str], json_schema_extra=when("command"))
-    """Command that is run there before the program, with the program's walls."""
+    """Command run there before the program, in the same sandbox."""
     reward: list[str] = Field(default_factory=list[str], json_schema_extra=when("command"))
-    """Command that is run when all processes of the program are dead; it writes a number, or an
-    object with `reward` and perhaps `success` and `info`, as the last line it prints."""
+    """Command run after all processes of the program have ended. Its last line of output is a
+    number, or an object with `reward` and optionally `success` and `info`."""
     reward_files: str | None = Field(default=None, json_schema_extra=when("reward"))
-    """Folder that only the reward command sees, as `{grader}`; it runs in a copy of the program's
+    """Folder visible to the reward command only, as `{grader}`; it runs in a copy of the program's
     folder."""
     per_host: int = Field(default=16, ge=1, le=1024)
-    """Programs of one host at the same time."""
+    """Concurrent programs per host."""
     timeout_s: float = Field(default=1800.0, gt=0, le=MAX_WAIT_S)
-    """How long one try of an episode may take."""
+    """Time limit of one try."""
     setup_timeout_s: float = Field(default=300.0, gt=0, le=MAX_WAIT_S)
-    """How long `setup` may take, and the wait for a place at the host."""
+    """Time limit of `setup`, and of waiting for a place at the host."""
     reward_timeout_s: float = Field(default=120.0, gt=0, le=MAX_WAIT_S)
-    """How long `reward` may take."""
+    """Time limit of `reward`."""
     grace_s: float = Field(default=20.0, ge=0, le=MAX_WAIT_S)
-    """Time between SIGTERM and SIGKILL for a program that is over a limit."""
+    """Seconds from SIGTERM to SIGKILL for a program over a limit."""
     idle_s: float = Field(default=600.0, gt=0, le=MAX_WAIT_S)
-    """A program that has no call open and makes none for so long is stuck."""
+    """A program without an open call for this long is stuck."""
     max_calls: int = Field(default=200, ge=1, le=100_000)
-    """Calls of the model in one episode."""
+    """Model calls per episode."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Tokens that the model may generate in one episode, all its calls together; default: no
-    bound."""
+    """Generated tokens per episode, all calls together; default: no bound."""
     on_crash: Literal["retry", "score"] = "retry"
-    """A program that exits with an error after it has called the model: another try, and the last
-    one counts; or what it has done counts at once. One that is stuck is tried again once."""
+    """When a program fails after calling the model: retry: try again, and count the last try;
+    score: count it at once. A stuck program is retried once."""
     failed_reward: float = 0.0
-    """Reward of an episode that failed, ran out of time, was stuck or crashed and has no other."""
+    """Reward of an episode that failed, timed out, was stuck or crashed, and has no other."""
     image: str | None = Field(
         default=None,
         max_length=512,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$",
         json_schema_extra=when("command"),
     )
-    """Image of a container that podman or docker has on the hosts' machines: programs see its
-    files, read-only, in place of the machine's, and `{python}` is its `python3`. Its variables are
-    set; its user, folder and entry point have no effect."""
+    """Container image that podman or docker has on the hosts' machines: programs see its files,
+    read-only, instead of the machine's, and `{python}` is its `python3`. Its variables are set; its
+    user, folder and entry point are ignored."""
     network: Literal["model", "open"] = Field(default="model", json_schema_extra=when("command"))
-    """What a program reaches: the model and nothing else, or whatever the machine does."""
+    """What a program reaches: only the model, or all that the machine does."""
     memory_mb: int = Field(default=2048, ge=64, le=1 << 24, json_schema_extra=when("command"))
-    """Memory of a program with all its processes."""
+    """Memory of a program, all processes together."""
     processes: int = Field(default=256, ge=1, le=1 << 16, json_schema_extra=when("command"))
-    """Processes and threads of a program at the same time."""
+    """Concurrent processes and threads of a program."""
     disk_mb: int = Field(default=1024, ge=1, le=1 << 24, json_schema_extra=when("command"))
-    """Room in its folder, its home and its temporary folder."""
+    """Disk space of its folder, home and temporary folder."""
     environment: dict[str, str] = Field(
         default_factory=dict[str, str], json_schema_extra=when("command")
     )
-    """Further environment variables of the program; of the host's own it sees PATH, LANG and TZ."""
+    """Further environment variables; of the host's own the program sees PATH, LANG and TZ."""
     read: list[str] = Field(default_factory=list[str], json_schema_extra=when("command"))
-    """Further folders that the program may read, such as an environment with its packages."""
+    """Further folders that the program may read, such as a virtual environment."""
     sampling: Literal["job", "request"] = "job"
-    """Whether `rollout` says how tokens are drawn, or the program's own temperature, top_p and
-    top_k do where it sends them: what is drawn otherwise than the learner computes is off-policy.
-    """
+    """Whether `rollout` sets the sampling, or the program's temperature, top_p and top_k do if
+    sent; tokens drawn at other settings than the learner computes with are off-policy."""
     train: str = Field(default="all", max_length=4096)
-    """Which calls are trained, with the episode's reward: `all` whose answer arrived, those of the
-    `main` conversation, `/PATTERN/`: those of conversations in whose system message (where there
-    is none: whose first message) the regular expression is found, `not /PATTERN/`: those of all
-    others, or `alive`: those that can have had a part in the outcome."""
+    """Which calls are trained: `all` delivered ones; those of the `main` conversation; `/PATTERN/`:
+    of conversations whose system message (else first message) matches the regular expression; `not
+    /PATTERN/`; or `alive`: those that can have influenced the outcome."""
     reasoning: Literal["keep", "template"] = "keep"
-    """What becomes of earlier reasoning when a user speaks again: its tokens stay as they were
-    drawn, or the history is rendered as the chat template has it, as a branch."""
+    """Earlier reasoning at the next user message: keep: its tokens stay; template: the history is
+    rendered by the chat template, as a branch."""
 
     @field_validator("train")
     @classmethod
@@ -111,14 +107,14 @@ class AgentConfig(Section):
 
     @property
     def episode_s(self) -> float:
-        """How long an episode may take from its program's start to its reward."""
+        """Longest time from the program's start to its reward."""
         return self.timeout_s + self.grace_s + self.reward_timeout_s + _MARGIN_S
 
 
 def train_pattern(value: str) -> tuple[re.Pattern[str], bool]:
-    """Return the pattern in a value of `agent.train`, and whether what it matches is trained.
+    """Return the pattern of an `agent.train` value, and whether matching calls are trained.
 
-    Raises ValueError for a value that holds none.
+    Raises ValueError if there is none.
     """
     text = value.removeprefix("not ").strip()
     if len(text) < 3 or not (text.startswith("/") and text.endswith("/")):
@@ -134,15 +130,15 @@ def train_pattern(value: str) -> tuple[re.Pattern[str], bool]:
 
 
 def runs_programs(tree: Mapping[str, Any]) -> bool:
-    """Whether the episodes of a configuration, which may be incomplete, are those of programs."""
+    """Whether a configuration, perhaps incomplete, is one of agent programs."""
     given = _section(tree, "agent")
     return bool(given.get("command") or given.get("client"))
 
 
 def settle_agent(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree of an agent job with what it implies; any other tree as it is.
+    """Return an agent job's tree with implied keys; any other tree unchanged.
 
-    Raises ValueError for a key that would have no effect.
+    Raises ValueError for a key without effect.
     """
     tree = dict(values)
     given = _section(tree, "agent")
@@ -183,6 +179,6 @@ def settle_agent(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a section given as a map; empty for one that is missing or a model already."""
+    """Return a section given as a map; empty if it is missing or already a model."""
     found = tree.get(name)
     return cast("Mapping[str, Any]", found) if isinstance(found, Mapping) else {}

@@ -1,4 +1,4 @@
-"""The algorithm of a job: advantage, loss, off-policy correction, KL, and the critic."""
+"""Configuration of the algorithm: advantage, loss, off-policy correction, KL, and the critic."""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from ..wire.bounds import MAX_TOP_K
 from .sections import OWN_FUNCTION, Rule, Section, when
 
-# Advantages, and ways to make one number of token losses, by name.
+# Names of advantages and of loss aggregations.
 
 AdvantageName = Literal[
     "grpo",
@@ -34,18 +34,16 @@ AggregationName = Literal[
 ]
 
 
-# Off-policy corrections by name, and the masks that go with any of them.
+# Names of off-policy corrections, and their masks.
 
 CorrectionName = Literal["none", "tis", "icepop", "geometric", "mis", "veto", "decoupled", "m2po"]
 OF_WHOLE_SEQUENCES = ("geometric", "mis", "veto")
-"""Corrections that need all of a sequence at once."""
+"""Corrections that need a whole sequence at once."""
 
 
 class CorrectionMask(Section):
-    """Tokens that are not trained because the policy has moved too far from what drew them.
-
-    w = π_o/π_b of a token: the policy before the update over the one that generated it.
-    """
+    """Mask of tokens from which the policy has moved too far. w = π_o/π_b of a token: the policy
+    before the update over the generating one."""
 
     over: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] = "token"
     """What is dropped: a token by its own value; all of a sequence by the sum (of ratios: the
@@ -76,7 +74,7 @@ class CorrectionMask(Section):
         return self
 
 
-# The policy losses by name, and what each has beside its clips.
+# Names and options of policy losses.
 
 LossName = Literal[
     "ppo",
@@ -94,9 +92,9 @@ LossName = Literal[
     "sft",
 ]
 CORRECTING_LOSSES = ("dppo", "dppo_kl", "topr", "vespo")
-"""Losses that correct for the behaviour policy by themselves."""
+"""Losses with an off-policy correction of their own."""
 LOSSES_OF_SEQUENCES = ("gspo", "gmpo", "topr", "vespo")
-"""Losses that need all of a sequence at once."""
+"""Losses that need a whole sequence at once."""
 _ABOVE_0, _AT_MOST_1 = (1e-6, 1e6), (1e-6, 1.0)
 LOSS_OPTIONS: dict[str, dict[str, tuple[float, float]]] = {
     "sapo": {"tau_pos": _ABOVE_0, "tau_neg": _ABOVE_0},
@@ -106,7 +104,7 @@ LOSS_OPTIONS: dict[str, dict[str, tuple[float, float]]] = {
     "dppo_kl": {"ratio_cap": _ABOVE_0},
     "vespo": dict.fromkeys(("k_pos", "lambda_pos", "k_neg", "lambda_neg"), _ABOVE_0),
 }
-"""What losses have beside their clips: each with its least and its greatest value."""
+"""Options of losses besides clips, with their bounds."""
 
 
 # The reference policy, to which a KL is taken.
@@ -131,25 +129,25 @@ class ReferenceConfig(Section):
 
     @property
     def moves(self) -> bool:
-        """Whether it changes as the policy is trained."""
+        """Whether it changes during training."""
         return self.ema is not None or self.reset_every > 0
 
 
-# What a teacher of on-policy distillation is called, and which kind of teacher that is.
+# Names and kinds of teachers for on-policy distillation.
 
 SELF = "self"
-"""The policy itself, as it is before each step, with what only a teacher may read."""
+"""The policy before each step, with a text that only a teacher reads."""
 _JOB = "job:"
 _CHECKPOINT = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}@(?:\d{1,9}|last|best)")
 
 
 def is_checkpoint(name: str) -> bool:
-    """Whether a name is that of a run's checkpoint, `RUN@STEP`, and not of a folder or a model."""
+    """Whether a name is a run's checkpoint, `RUN@STEP`, not a folder or model."""
     return _CHECKPOINT.fullmatch(name) is not None
 
 
 def served_job(name: str) -> str | None:
-    """Return the inference job that a teacher is, by its name or id; None for another kind."""
+    """Return the inference job that a teacher names; None for another kind."""
     return name.removeprefix(_JOB) if name.startswith(_JOB) else None
 
 
@@ -159,19 +157,19 @@ def is_endpoint(name: str) -> bool:
 
 
 def is_asked(name: str) -> bool:
-    """Whether generators ask a teacher as episodes end, in place of learners that load it."""
+    """Whether generators ask the teacher as episodes end; otherwise learners load it."""
     return is_endpoint(name) or served_job(name) is not None
 
 
 def endpoint(name: str) -> tuple[str, str]:
-    """Return the base URL of an endpoint, up to `/v1`, and the model that is asked there."""
+    """Return an endpoint's base URL, up to `/v1`, and its model."""
     parts = urlsplit(name)
     model = parse_qs(parts.query).get("model", [""])[0]
     return urlunsplit((parts.scheme, parts.netloc, parts.path.rstrip("/"), "", "")), model
 
 
 def why_no_teacher(name: str) -> str:
-    """Say what is wrong with the name of a teacher; empty: nothing is."""
+    """Return what is wrong with a teacher's name; empty: nothing."""
     if served_job(name) == "":
         return "job: names no job: write job:NAME, of one that `tinkermq serve` has started"
     if not is_endpoint(name):
@@ -189,52 +187,49 @@ class AlgorithmConfig(Section):
     """Advantage, policy loss, off-policy correction, KL."""
 
     advantage: AdvantageName = "grpo"
-    """How rewards become advantages; gae is PPO and trains a critic beside the policy."""
+    """How rewards become advantages; gae is PPO and trains a critic."""
     advantage_std: Literal["group", "batch", "none"] = Field(
         default="group", json_schema_extra=when("advantage", "grpo", "gigpo")
     )
-    """Whose standard deviation grpo and both parts of gigpo divide by; none: by nothing (gigpo's
-    F_norm = 1). batch is grpo's alone."""
+    """Standard deviation that grpo and both parts of gigpo divide by; none: no division (gigpo's
+    F_norm = 1); batch: grpo only."""
     reward_components: dict[str, float] = Field(
         default_factory=dict[str, float],
         max_length=16,
         json_schema_extra=when("advantage", "gdpo"),
     )
-    """What gdpo adds up, with weights: numbers that the game tells in `info` at an episode's end,
-    each normalised in its group by itself, so that none drowns the others. `{correct: 1, format:
-    0.2}`."""
+    """Weights of the numbers in the final `info` that gdpo adds up, each normalised in its group:
+    `{correct: 1, format: 0.2}`."""
     gamma: float | None = Field(default=None, ge=0, le=1)
-    """Discount: per token for reinforce_pp and gae, per turn for grpo_per_turn, grpo_per_step,
-    gigpo and turns as samples that earn what follows them (per turn only, then); default 1, for
-    gigpo 0.95."""
+    """Discount: per token for reinforce_pp and gae; per turn for grpo_per_turn, grpo_per_step,
+    gigpo and turns as samples with returns. Default 1, for gigpo 0.95."""
     gae_lambda: float = Field(default=1.0, ge=0, le=1, json_schema_extra=when("advantage", "gae"))
     """λ of the generalised advantage: 1 trusts the rewards, 0 the critic."""
     gae_lambda_length: float | None = Field(
         default=None, gt=0, le=1e6, json_schema_extra=when("advantage", "gae")
     )
-    """α of a λ for the policy's advantages that grows with the sample, in place of `gae_lambda`,
-    which stays the critic's: 1 − 1 / (α · tokens), at least 0 (VAPO)."""
+    """α of a length-dependent λ for the policy, 1 − 1 / (α · tokens), at least 0 (VAPO); the critic
+    keeps `gae_lambda`."""
     turn_gamma: float | None = Field(
         default=None, ge=0, le=1, json_schema_extra=when("advantage", "gae")
     )
-    """Discount of gae from a turn's last token to the next turn, in place of `gamma`, which is then
-    that between the tokens of a turn."""
+    """gae's discount from a turn's last token to the next turn; `gamma` then holds within turns."""
     turn_lambda: float | None = Field(
         default=None, ge=0, le=1, json_schema_extra=when("advantage", "gae")
     )
-    """λ of gae from a turn's last token to the next turn, in place of `gae_lambda`."""
+    """gae's λ from a turn's last token to the next turn, instead of `gae_lambda`."""
     step_weight: float = Field(default=1.0, ge=0, json_schema_extra=when("advantage", "gigpo"))
-    """Weight of the advantage among turns that answer equal observations."""
+    """Weight of the advantage among turns with equal observations."""
     sample: Literal["episode", "turn"] = "episode"
-    """What is rewarded and weighed as one: an episode, or each of its turns with the conversation
-    before it as its prompt. Turns are compared with those of the same number in their group."""
+    """Unit that is rewarded and weighed: an episode, or each turn with the conversation before it
+    as its prompt. Turns are compared by number within their group."""
     turn_reward: Literal["reward", "return"] = Field(
         default="return", json_schema_extra=when("sample", "turn")
     )
-    """What a turn as a sample earns: its own reward, or that and the later ones discounted."""
+    """Reward of a turn as a sample: its own, or the discounted return from it."""
     branch_credit: Literal["episode", "own", "both"] = "episode"
-    """What an agent's branch with a reward of its own is credited with: the episode's, as all else;
-    its own, compared with the branches of its role in the group; or the sum of both advantages."""
+    """Credit of an agent's branch with its own reward: the episode's; its own, compared with
+    branches of its role in the group; or the sum of both advantages."""
     loss: LossName = "ppo"
     """Policy loss; SFT jobs have sft, the cross entropy, by themselves."""
     clip_low: float | None = Field(
@@ -256,23 +251,23 @@ class AlgorithmConfig(Section):
     """Upper clip; default 0.2 (ppo, clip_cov, dppo), 4e-4 (gspo), 0.4 (gmpo), 5 (cispo), 0.05
     (dppo_kl)."""
     loss_options: dict[str, float] = Field(default_factory=dict[str, float])
-    """What the loss has beside its clips, by name: `{tau_pos: 1, tau_neg: 1.05}` of sapo
+    """Options of the loss besides its clips: `{tau_pos: 1, tau_neg: 1.05}` of sapo
     ([losses](training.md#losses))."""
     dual_clip: float = Field(default=3.0, gt=1, json_schema_extra=when("loss", "ppo"))
-    """Bound of the loss for negative advantages."""
+    """Bound of the loss at negative advantages."""
     correction: CorrectionName = "tis"
-    """Off-policy correction by the recorded behaviour log-probs; none for dppo, dppo_kl, topr and
-    vespo, which correct for them by themselves."""
+    """Off-policy correction with the recorded behaviour log-probs; none for dppo, dppo_kl, topr and
+    vespo, which correct themselves."""
     correction_level: Literal["token", "sequence"] = Field(
         default="token", json_schema_extra=when("correction", "tis")
     )
-    """Truncate each token's weight, or the product over the sequence."""
+    """Truncate each token's weight, or that of the sequence."""
     correction_cap: float | None = Field(
         default=None,
         gt=0,
         json_schema_extra=when("correction", "tis", "mis", "icepop", "geometric", "decoupled"),
     )
-    """Upper bound of the weight, or of what is kept; default 2 (tis), 3 (mis), 5 (icepop), 1.01
+    """Upper bound of weights, or of what is kept; default 2 (tis), 3 (mis), 5 (icepop), 1.01
     (geometric), none (decoupled)."""
     correction_floor: float | None = Field(
         default=None, ge=0, json_schema_extra=when("correction", "icepop", "geometric", "veto")
@@ -285,66 +280,64 @@ class AlgorithmConfig(Section):
     correction_masks: Annotated[list[CorrectionMask], Field(max_length=16)] = Field(
         default_factory=list[CorrectionMask]
     )
-    """Masks beside what the correction itself drops: any number, each with its bounds."""
+    """Further masks, each with its bounds."""
     correction_normalise: bool = False
-    """Divide the weights by their mean over the batch; needs a forward pass before the update."""
+    """Divide the weights by their batch mean; needs a forward pass before the update."""
     correction_denominator: Literal["all", "kept"] = "all"
-    """Whether tokens that are dropped count in what losses are divided by; kept, where they do not,
-    needs a forward pass before the update."""
+    """Whether dropped tokens count in the divisor of losses; kept: they do not, which needs a
+    forward pass before the update."""
     proximal: Literal["forward", "loglinear"] = Field(
         default="forward", json_schema_extra=when("correction", "decoupled")
     )
-    """Proximal policy: a forward pass before the update, or interpolated by version."""
+    """Proximal policy: a forward pass before the update, or interpolation by version."""
     router_replay: bool = False
-    """Of a mixture of experts: record which experts read each token as it is generated, and train
-    with those (R3), so that generator and learner compute with the same experts."""
+    """For mixtures of experts: record the experts of each token at generation and train with them
+    (R3)."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL to the reference policy; 0: none is loaded."""
+    """Weight of the KL to the reference policy; 0: no reference is loaded."""
     kl_estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] = Field(
         default="k3", json_schema_extra=when("kl_coef")
     )
-    """Estimator of the KL; k1 in rewards only, its gradient in a loss is zero in expectation. k1+
-    and k3+ have the gradient of k2, which is that of the KL."""
+    """Estimator of the KL. k1 only in rewards, since its gradient in a loss is zero in expectation;
+    k1+ and k3+ have the gradient of k2, the KL's."""
     kl_in: Literal["loss", "reward"] = Field(default="loss", json_schema_extra=when("kl_coef"))
     """Where the KL enters."""
     kl_importance: bool = Field(default=False, json_schema_extra=when("kl_coef"))
-    """Weigh the KL in the loss by π/π_b of each token, which makes its estimate unbiased where the
-    policy has moved from what drew the token (DeepSeek-V3.2)."""
+    """Weigh the KL loss by π/π_b of each token, which makes it unbiased off-policy
+    (DeepSeek-V3.2)."""
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
     own_advantage: str | None = Field(default=None, pattern=OWN_FUNCTION, max_length=200)
-    """An advantage of one's own in the place of the one named, whose inputs it gets:
-    `module:function`, or the name under which a package has registered it, found where the learner
-    runs ([own algorithms](own-algorithms.md))."""
+    """Your own advantage function, with the inputs of the named one: `module:function`, or a name
+    registered by a package, available where the learner runs ([own
+    algorithms](own-algorithms.md))."""
     own_loss: str | None = Field(default=None, pattern=OWN_FUNCTION, max_length=200)
-    """A policy loss of one's own in the place of `loss`."""
+    """Your own policy loss, instead of `loss`."""
     own_correction: str | None = Field(default=None, pattern=OWN_FUNCTION, max_length=200)
-    """Off-policy weights of one's own in the place of `correction`'s; masks are laid over them."""
+    """Your own off-policy weights, instead of `correction`; masks still apply."""
     own_mask: str | None = Field(default=None, pattern=OWN_FUNCTION, max_length=200)
-    """A mask of one's own, laid over the correction: which tokens are trained."""
+    """Your own mask of trained tokens, on top of the correction."""
     own_filter: str | None = Field(default=None, pattern=OWN_FUNCTION, max_length=200)
-    """A filter of one's own: which groups are trained; those left out give their admission credit
-    back."""
+    """Your own filter of trained groups; those left out give their admission credit back."""
     teacher: (
         Annotated[str, Field(min_length=1, max_length=4096)]
         | Annotated[dict[str, str], Field(min_length=1, max_length=16)]
         | None
     ) = None
-    """On-policy distillation: the model that says of each token that the policy drew how likely it
-    was; several by the data source of the rows that each teaches, `""` for all others. It is named
-    by folder, URL of a store, name of the hub, or `RUN@STEP`; `job:NAME` is a job that serves,
-    `https://HOST/v1?model=NAME` an API, `self` the policy with a `teacher_context`. It must have
+    """On-policy distillation: the model that scores the policy's tokens, or one per `data_source`,
+    `""` for all others. A folder, store URL, hub name, `RUN@STEP`, `job:NAME` (a serving job),
+    `https://HOST/v1?model=NAME` (an API) or `self` (the policy with `teacher_context`). It needs
     the policy's tokenizer ([distillation](distillation.md))."""
     teacher_loss: Literal["reverse_kl", "forward_kl"] = Field(
         default="reverse_kl", json_schema_extra=when("teacher")
     )
-    """How it teaches: by log π_teacher − log π_o of each token that was drawn, as its advantage; or
-    by KL(π_teacher‖π) over its likeliest tokens in the place of each, as a loss."""
+    """reverse_kl: log π_teacher − log π_o of each drawn token is its advantage; forward_kl:
+    KL(π_teacher‖π) over the teacher's likeliest tokens is a loss."""
     teacher_top_k: int = Field(
         default=32, ge=1, le=MAX_TOP_K, json_schema_extra=when("teacher_loss", "forward_kl")
     )
-    """Likeliest tokens that forward_kl looks at; all others are taken as one event."""
+    """Likeliest tokens used by forward_kl; the rest counts as one event."""
     teacher_coef: float = Field(default=1.0, gt=0, le=1e6, json_schema_extra=when("teacher"))
-    """What the advantage, or the loss, of a teacher is multiplied by."""
+    """Factor of the teacher's advantage or loss."""
     teacher_normalise: bool = Field(
         default=False, json_schema_extra=when("teacher_loss", "reverse_kl")
     )
@@ -352,55 +345,55 @@ class AlgorithmConfig(Section):
     teacher_context: Annotated[str, Field(min_length=1, max_length=200)] | None = Field(
         default=None, json_schema_extra=when("teacher")
     )
-    """What the teacher reads and the policy does not: the name of a text that the game tells in
-    `info` at an episode's end (a solution, say), which stands at the end of the first prompt."""
+    """What only the teacher reads: name of a text in the game's final `info` (such as a solution),
+    appended to the first prompt."""
     teacher_context_tokens: int = Field(
         default=1024, ge=1, le=1 << 20, json_schema_extra=when("teacher_context")
     )
-    """Tokens by which it may make the prompt longer; an episode with a longer one is given up."""
+    """Largest length of it; an episode with a longer one is given up."""
     reward_coef: float = Field(default=1.0, ge=0, le=1e6, json_schema_extra=when("teacher"))
-    """What the advantages of rewards are multiplied by beside a teacher's; 0: it teaches alone, and
-    `rollout.group_size: 1` will do."""
+    """Factor of the rewards' advantages beside a teacher; 0: the teacher alone, which allows
+    `rollout.group_size: 1`."""
     entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the entropy bonus; with `entropy_target` that of the first step."""
+    """Weight of the entropy bonus; with `entropy_target` its initial value."""
     entropy_target: float | None = Field(default=None, gt=0)
-    """Entropy of a token, in nats, at which the policy is held: after a step below it the weight of
-    the bonus rises, after others it falls, and it counts only below (Skywork-OR1)."""
+    """Target entropy per token, in nats: after a step below it the bonus's weight rises, else it
+    falls, and it only counts below (Skywork-OR1)."""
     entropy_coef_step: float = Field(
         default=0.001, gt=0, le=1, json_schema_extra=when("entropy_target")
     )
-    """How far the weight of the entropy bonus rises or falls after a step."""
+    """Change of that weight per step."""
     entropy_share: float = Field(default=1.0, gt=0, le=1)
-    """Share of the batch's tokens that rewards train: those with the highest entropy. The others
-    count in what losses are divided by. Below 1 it needs a forward pass before the update."""
+    """Share of the batch's tokens that rewards train, those of the highest entropy; the rest still
+    counts in divisors. Below 1 it needs a forward pass before the update."""
     loss_agg: AggregationName = "token-mean"
-    """How token losses become one number."""
+    """How token losses are aggregated."""
     loss_agg_length: int | None = Field(
         default=None, ge=1, json_schema_extra=when("loss_agg", "seq-mean-token-sum-norm")
     )
-    """Constant length that divides; default `rollout.max_response_tokens`."""
+    """Constant divisor; default `rollout.max_response_tokens`."""
     filter_equal_rewards: bool = False
-    """Drop groups whose rewards are all equal; each gives its admission credit back (DAPO)."""
+    """Drop groups with equal rewards; each gives its admission credit back (DAPO)."""
     overlong_buffer: int = Field(default=0, ge=0)
-    """Soft penalty over the last so many tokens before the limit (`rollout.max_turn_tokens` of an
-    episode of one turn, else `rollout.max_response_tokens`); 0: none."""
+    """Soft penalty over the last tokens before the limit (`rollout.max_turn_tokens` for one-turn
+    episodes, else `rollout.max_response_tokens`); 0: none."""
     overlong_factor: float = Field(default=1.0, ge=0, json_schema_extra=when("overlong_buffer"))
-    """Largest overlong penalty: that of an episode which a token limit ended."""
+    """Largest overlong penalty, at the limit."""
     overlong_filter: bool = False
-    """Leave episodes that a token limit ended out of the losses, the critic's too, and out of what
-    those are divided by (DAPO); their rewards still count in their group's mean and std."""
+    """Leave episodes cut by a token limit out of all losses and their divisors (DAPO); their
+    rewards still count in group mean and std."""
     length_coef: float = Field(default=0.0, ge=0)
-    """Reward the shorter episodes of a group, by up to half of this; those that are not solved
-    (`evaluation.success_reward`) only lose by being long (Kimi k1.5)."""
+    """Reward shorter episodes of a group by up to half of this; unsolved ones
+    (`evaluation.success_reward`) only lose by length (Kimi k1.5)."""
 
     @property
     def teachers(self) -> dict[str, str]:
-        """The teachers by data source; `""` for all that have none of their own."""
+        """Teachers by data source; `""`: for all others."""
         return {"": self.teacher} if isinstance(self.teacher, str) else dict(self.teacher or {})
 
     @property
     def loaded_teachers(self) -> dict[str, str]:
-        """Those that learners load, by data source."""
+        """Teachers that learners load, by data source."""
         return {
             source: name
             for source, name in self.teachers.items()
@@ -409,11 +402,11 @@ class AlgorithmConfig(Section):
 
     @property
     def asked_teachers(self) -> dict[str, str]:
-        """Those that generators ask, by data source."""
+        """Teachers that generators ask, by data source."""
         return {source: name for source, name in self.teachers.items() if is_asked(name)}
 
     def renamed(self, places: Mapping[str, str]) -> "AlgorithmConfig":
-        """Return the same with other names for teachers and reference, where there are some."""
+        """Return a copy with other names of teachers and reference."""
         teachers = {source: places.get(name, name) for source, name in self.teachers.items()}
         path = self.reference.path
         reference = self.reference.model_copy(update={"path": places.get(path or "", path)})
@@ -424,7 +417,7 @@ class AlgorithmConfig(Section):
 
     @property
     def weighs_whole_batches(self) -> bool:
-        """Whether the weights of the correction hang on the whole batch."""
+        """Whether correction weights depend on the whole batch."""
         return (
             self.correction == "m2po"
             or self.correction_normalise
@@ -433,7 +426,7 @@ class AlgorithmConfig(Section):
 
     @property
     def corrects_sequences(self) -> bool:
-        """Whether the correction keeps, drops or weighs a sequence as a whole."""
+        """Whether the correction treats a sequence as a whole."""
         by_weight = self.correction == "tis" and self.correction_level == "sequence"
         by_mask = any(mask.over != "token" for mask in self.correction_masks)
         return self.correction in OF_WHOLE_SEQUENCES or by_weight or by_mask
@@ -447,21 +440,21 @@ class AlgorithmConfig(Section):
 
     @property
     def token_discount(self) -> float:
-        """The discount from token to token (of advantages by turn: from turn to turn).
+        """The discount between tokens (for per-turn advantages: between turns).
 
-        Turns as samples that earn what follows them are discounted once, from turn to turn.
+        Turns as samples with returns are discounted once, between turns.
         """
         return 1.0 if self.sample == "turn" and self.turn_reward == "return" else self.discount
 
     @property
     def end_discount(self) -> float:
-        """The discount of what is expected behind an episode that a limit ended."""
+        """The discount of the value after an episode that a limit cut."""
         return self.token_discount if self.turn_gamma is None else self.turn_gamma
 
     @model_validator(mode="before")
     @classmethod
     def _some_losses_correct_by_themselves(cls, values: Any) -> Any:
-        """Let such a loss imply correction=none, and refuse another one."""
+        """Let self-correcting losses imply correction=none, and refuse any other."""
         if not isinstance(values, dict):
             return values
         given = cast("dict[str, Any]", values)
@@ -552,29 +545,29 @@ class AlgorithmConfig(Section):
         return self
 
 
-# The critic of a job, where its advantage needs one.
+# Configuration of the critic.
 
 
 class CriticConfig(Section):
-    """The critic, which `algorithm.advantage: gae` trains; betas, weight decay, clipping of
-    gradients, minibatches and memory are those of the learner."""
+    """The critic of `algorithm.advantage: gae`. Betas, weight decay, gradient clipping, minibatches
+    and memory are the learner's."""
 
     path: str | None = None
-    """Model whose weights it starts from; default: the policy's initial ones."""
+    """Model of its initial weights; default: the policy's initial ones."""
     lr: float = Field(default=1e-5, gt=0)
-    """Peak learning rate; it rises and falls as `learner.schedule` says."""
+    """Peak learning rate, scheduled as `learner.schedule`."""
     gae_lambda: float | None = Field(default=None, ge=0, le=1)
-    """λ of the returns that it is trained towards; default: `algorithm.gae_lambda`."""
+    """λ of the critic's returns; default: `algorithm.gae_lambda`."""
     bootstrap_cut: bool = False
-    """An episode that a limit of turns or tokens ended is worth at its end what the critic expects
-    there, in place of 0: its game would have gone on. One more pass over such episodes."""
+    """Value the end of an episode that a turn or token limit cut by the critic instead of 0; needs
+    one more pass over such episodes."""
     clip: float = Field(default=0.5, gt=0)
-    """An update is not rewarded for moving a value further than this from where it was."""
+    """Largest rewarded change of a value per update."""
     warmup_steps: int = Field(default=0, ge=0)
-    """First steps, in which only the critic is trained and the policy stays as it is."""
+    """First steps, in which only the critic is trained."""
 
 
-# What the keys of teachers say of other sections (`rules.py` has all others).
+# Rules between teachers and other sections (`rules.py` has all others).
 
 TEACHER_RULES = (
     Rule(

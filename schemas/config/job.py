@@ -1,8 +1,8 @@
 """The configuration of a job: one typed tree.
 
-The text below a field is its documentation everywhere: `--help`, the JSON schema, the reference
-page. `when(...)` marks a key that only some choices read; setting it under another choice is an
-error, because it would have no effect.
+The text below a field is its documentation in `--help`, the JSON schema and the reference page.
+`when(...)` marks a key that only some values of another key use; setting it under others is an
+error.
 """
 
 from typing import Annotated, Any, Literal, Self, cast
@@ -44,13 +44,13 @@ class ModelConfig(Section):
     tokenizer: str | None = None
     """Folder of the tokenizer; default: the model's own."""
     attn_implementation: Literal["sdpa", "flash_attention_2"] = "sdpa"
-    """Attention kernel of the learner; flash_attention_2 needs a GPU, the `flash-attn` extra and
-    `learner.dtype=bfloat16`, and computes a shared prompt once for each of its episodes, and what
-    rows of an agent's episode have in common once for each row."""
+    """Attention kernel of the learner. flash_attention_2 needs a GPU, the extra `flash-attn` and
+    `learner.dtype=bfloat16`, and computes shared prompts once per episode and shared parts of agent
+    episodes once per row."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Arguments of the chat template (`enable_thinking: false`), the same at every turn."""
+    """Arguments of the chat template at every turn (`enable_thinking: false`)."""
 
     @field_validator("template_kwargs")
     @classmethod
@@ -72,39 +72,38 @@ class EnvConfig(Section):
     kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Arguments of the game's constructor."""
     train_data: list[str] = Field(default_factory=list[str])
-    """Parquet or JSONL files of a dataset game; empty for a game that generates its states."""
+    """Parquet or JSONL files of a dataset game; empty: the game generates its states."""
     val_data: list[str] = Field(default_factory=list[str])
     """Validation files of a dataset game."""
     num_val: int = Field(default=64, ge=0, le=1_000_000)
-    """Validation tasks: the first rows of `val_data` after a seeded shuffle, or generated seeds."""
+    """Validation tasks: rows of `val_data` after a seeded shuffle, or seeds."""
     hosts: int = Field(default=1, ge=0, le=256)
-    """Environment hosts that the pool runs; 0: the client hosts the game (`GameEnvironment`)."""
+    """Environment hosts in the pool; 0: the client hosts the game (`GameEnvironment`)."""
     workers: int = Field(default=4, ge=1, le=1024)
-    """Games that step at the same time in one host."""
+    """Games that step concurrently in one host."""
     isolation: Literal["thread", "process"] | None = None
-    """Where games run; default: as the game's class says (`isolation`), threads where it says
-    nothing. A hung game in a process is killed; in a thread it can only be given up."""
+    """Where games run; default: as the game's class says, else threads. A hung game in a process is
+    killed; in a thread it can only be abandoned."""
     worker_memory_mb: int | None = Field(
         default=None, ge=1, json_schema_extra=when("isolation", "process")
     )
-    """Memory that the games of one worker process may use, beyond what it takes to load them; one
-    that wants more fails its episode. Default: no bound."""
+    """Memory per worker process beyond loading its games; an episode that exceeds it fails.
+    Default: no bound."""
     reset_timeout_s: float = Field(default=30.0, gt=0, le=MAX_WAIT_S)
     """A reset that takes longer fails its episode."""
     step_timeout_s: float = Field(default=30.0, gt=0, le=MAX_WAIT_S)
     """A step that takes longer fails its episode, or ends it as `on_step_timeout` says."""
     on_step_timeout: Literal["retry", "penalty", "mask"] = "retry"
-    """What an episode becomes whose step takes too long. retry: it has failed, and is played again.
-    penalty: it has ended, its last turn is rewarded with `step_timeout_reward` and it is trained,
-    for the policy's action is to blame. mask: it has ended, is in the rollout log, and is neither
-    trained nor compared with. Under the last two games run in processes, which can be ended,
-    unless `isolation` is thread or the game is async."""
+    """When a step times out: retry: the episode fails and is played again; penalty: it ends, its
+    last turn earns `step_timeout_reward` and it is trained; mask: it ends, is logged, and is
+    neither trained nor compared with. penalty and mask run games in processes, unless `isolation`
+    is thread or the game is async."""
     step_timeout_reward: float = Field(
         default=-1.0,
         allow_inf_nan=False,
         json_schema_extra=when("on_step_timeout", "penalty"),
     )
-    """Reward of a turn whose step takes too long, in place of all others of that turn."""
+    """Reward of a turn whose step times out, replacing that turn's others."""
     reward: RewardConfig = Field(default_factory=RewardConfig)
     lease_s: float = Field(default=600.0, gt=0, le=MAX_WAIT_S)
     """An episode that is neither stepped nor closed for this long is freed."""
@@ -114,38 +113,38 @@ class GeneratorConfig(Section):
     """The rollout generators."""
 
     count: int = Field(default=1, ge=0, le=1024)
-    """Generators the pool runs for this job; more can be added while it runs."""
+    """Generators that the pool runs; more can be added later."""
     slots: int = Field(default=1, ge=1, le=64)
-    """Slots that each generator holds: linked GPUs of one node, or CPU shares."""
+    """Slots per generator: linked GPUs of one node, or CPU shares."""
     engine: Literal["transformers", "vllm"] = "transformers"
-    """What generates; vllm needs the `vllm` extra where generators run."""
+    """Inference engine; vllm needs the extra `vllm` where generators run."""
     tensor_parallel: int = Field(default=1, ge=1, le=64, json_schema_extra=when("engine", "vllm"))
-    """Slots that hold one copy of the model together, at most `slots`."""
+    """Slots per copy of the model, at most `slots`."""
     kv_cache_mb: int | None = Field(default=None, ge=1, json_schema_extra=when("engine", "vllm"))
-    """Memory of the KV cache; default: what vLLM finds free on a GPU, 1024 on a CPU."""
+    """KV cache; default: vLLM's choice on a GPU, 1024 on a CPU."""
     compile: bool = Field(default=True, json_schema_extra=when("engine", "vllm"))
-    """Compile the model and record CUDA graphs: starts later, generates faster."""
+    """Compile the model and record CUDA graphs: slower start, faster generation."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype of the engine."""
     max_episodes: int = Field(default=256, ge=1, le=65_536)
-    """Episodes that run at the same time in one generator."""
+    """Concurrent episodes per generator."""
     max_requests: int = Field(default=256, ge=1, le=65_536)
-    """Requests that decode in one forward pass."""
+    """Requests per forward pass."""
     max_context: int | None = Field(default=None, ge=2)
-    """Longest sequence that the engine takes; default: the longest episode of `rollout`."""
+    """Longest sequence; default: the longest episode of `rollout`."""
     kv_on_swap: Literal["keep", "recompute"] = "keep"
-    """What becomes of the cache of running requests at a weight swap."""
+    """KV caches of running requests at a weight swap."""
     ack_wait_s: float = Field(default=30.0, ge=1, le=MAX_WAIT_S)
-    """A task is given to another generator this long after its holder was last heard of."""
+    """Seconds of silence after which a task goes to another generator."""
     segment_tokens: int = Field(default=0, ge=0)
-    """Write running episodes down after so many tokens, and after each turn, so that another
-    generator goes on with them when this one dies; 0: they start again."""
+    """Log running episodes after this many tokens and after each turn, so that another generator
+    can continue them; 0: they start again."""
     threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads for torch."""
 
 
 class TrainingConfig(Section):
-    """How long, how far off-policy, and what is kept."""
+    """Length, staleness, and what is kept."""
 
     num_steps: int | None = Field(default=None, ge=1)
     """Optimiser steps; wins over `num_epochs`."""
@@ -154,67 +153,66 @@ class TrainingConfig(Section):
     batch_size: int = Field(default=16, ge=1, le=65_536)
     """Tasks per step."""
     max_staleness: Annotated[int, Field(ge=0)] | Literal["auto"] = 2
-    """Nothing with a larger lag is trained (see `staleness_policy`); 0 is on-policy; auto: as far
-    ahead as measured times ask for, from 1 to `staleness_limit`."""
+    """Largest lag of trained groups (see `staleness_policy`); 0: on-policy; auto: chosen from
+    measured times, from 1 to `staleness_limit`."""
     staleness_limit: int = Field(default=8, ge=1, json_schema_extra=when("max_staleness", "auto"))
-    """Largest bound that auto may choose: no group with a larger lag is trained."""
+    """Largest bound that auto may choose."""
     staleness_policy: Literal["drop", "wait", "train", "mask"] = "drop"
-    """A group over the bound: dropped and issued again, waited for beforehand, or trained; with
-    mask without its tokens over the bound, which stay as context, while its episodes count in
-    baselines as they are: for episodes that take longer than many steps."""
+    """Groups over the bound: drop and reissue; wait, to avoid them; train; or mask: tokens over the
+    bound become context, and the episodes still count in baselines, for episodes longer than many
+    steps."""
     curriculum: Literal["none", "success_rate"] = "none"
-    """Which task comes next: each once an epoch in a shuffled order, or by success rate, those
-    that are solved about half of the time most often."""
+    """Task order: none: shuffled, each once per epoch; success_rate: prefer tasks solved about half
+    of the time."""
     curriculum_uniform: float = Field(
         default=0.1, ge=0, le=1, json_schema_extra=when("curriculum", "success_rate")
     )
-    """Share of the tasks that are chosen whatever their success rate."""
+    """Share of tasks chosen regardless of success rate."""
     own_curriculum: str | None = Field(
         default=None,
         pattern=OWN_FUNCTION,
         max_length=200,
         json_schema_extra=when("curriculum", "success_rate"),
     )
-    """A function of one's own that weighs the tasks, from how often each was tried and solved
-    ([own algorithms](own-algorithms.md))."""
+    """Your own function that weighs tasks by how often each was tried and solved ([own
+    algorithms](own-algorithms.md))."""
     curriculum_tasks: int | None = Field(
         default=None, ge=1, json_schema_extra=when("curriculum", "success_rate")
     )
-    """Seeds that are chosen from, of a game that generates its states."""
+    """Number of seeds to choose from, for a game that generates its states."""
     tasks: Literal["data", "external"] = "data"
     """Tasks come from the data, or only from clients that publish tasks or trajectories."""
     test_freq: int = Field(default=0, ge=0)
-    """Validate every so many steps; 0: only before and after."""
+    """Validate every N steps; 0: only before and after training."""
     validate_before_training: bool = True
     """Validate the initial weights."""
     save_freq: int = Field(default=0, ge=0)
-    """Checkpoint every so many steps, and at the end; 0: when `save_minutes` ask for one."""
+    """Checkpoint every N steps, and at the end; 0: only by `save_minutes`."""
     save_minutes: float = Field(default=15.0, ge=0)
-    """Checkpoint, too, when the last is so old: a learner that dies trains no more than that again.
-    Rarer where writing one takes over a tenth of that time; 0: never."""
+    """Checkpoint also when the last is this old, which bounds the work that a dying learner loses.
+    Less often if writing takes over a tenth of that time; 0: never."""
     keep_last: int = Field(default=2, ge=1)
-    """Newest checkpoints that are kept. The rollout log is kept from the one before the newest on,
-    which is gone on from when the newest is damaged, unless it fills three quarters of
-    `limits.rollout_bytes`; with 1 there is none to go back to."""
+    """Newest checkpoints to keep. The rollout log goes back to the second newest, for the case that
+    the newest is damaged, unless it fills three quarters of `limits.rollout_bytes`; with 1 there is
+    no fallback."""
     keep_every: int = Field(default=0, ge=0)
-    """Checkpoints of every so many steps are kept for good; 0: none."""
+    """Keep checkpoints of every N steps for good; 0: none."""
     keep_best: bool = Field(default=False, json_schema_extra=when("test_freq"))
-    """Write a checkpoint at each step that is validated, and keep the one with the best mean score
-    until a better one is there: `RUN@best`, and the link `best` in the run folder."""
+    """Write a checkpoint at each validated step, and keep the best by mean score: `RUN@best`, link
+    `best` in the run folder."""
     keep_rollouts: bool = False
-    """Never trim the rollout log: the run can be replayed, and all of it looked at. Else the
-    newest groups are left when it ends."""
+    """Never trim the rollout log, so that the run can be replayed. Otherwise only the newest groups
+    remain at its end."""
     kept_rollout_bytes: int = Field(default=32 << 20, ge=0, le=1 << 40)
-    """Bytes of rollouts that are kept in the run's folder, where they outlive the log, for people
-    to look at: at its end the newest, for half of the bytes, and some of each checkpoint's steps,
-    sampled more thinly the longer the run is; 0: none."""
+    """Bytes of rollouts kept in the run folder for people, beyond the log: the newest for half of
+    the bytes, and samples of each checkpoint's steps, thinner in long runs; 0: none."""
     plateau_steps: int = Field(default=0, ge=0)
-    """Who has asked for notifications is told when validation, or else the reward, has not improved
-    for so many steps; 0: never."""
+    """Send a notification when validation, or else the reward, has not improved for N steps; 0:
+    never."""
 
     @property
     def largest_staleness(self) -> int:
-        """Largest bound that may come into force."""
+        """Largest bound that may apply."""
         return self.staleness_limit if self.max_staleness == "auto" else self.max_staleness
 
 
@@ -222,27 +220,27 @@ class EvaluationConfig(Section):
     """How versions are validated."""
 
     samples: int = Field(default=1, ge=1, le=4096)
-    """Episodes per validation task; over 1 gives pass@k."""
+    """Episodes per validation task; more than 1 gives pass@k."""
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature; 0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling."""
     success_reward: float = 0.5
-    """A return above this is a success, unless the game tells it in `info["success"]`."""
+    """A return above this is a success, unless `info["success"]` says otherwise."""
     data: Literal["val", "train"] = "val"
-    """What is evaluated: the validation set, or the rows of `env.train_data` in their own order."""
+    """The validation set, or the rows of `env.train_data` in order."""
     reset_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Further arguments of the game's `reset` in validation, such as another opponent."""
+    """Further arguments of `reset` in validation, such as another opponent."""
     tasks: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=50_000)] | None = None
-    """A fixed list of rows, or of seeds of a game that generates its states; default: all."""
+    """Fixed list of rows or seeds; default: all."""
 
 
 class WeightsConfig(Section):
     """How new weights reach the generators."""
 
     transport: Literal["object", "file", "nccl"] = "object"
-    """Through NATS; through a folder that learner and generators share; or from the learner's
-    memory by torch.distributed, which speaks NCCL between GPUs and gloo otherwise."""
+    """object: through NATS; file: a shared folder; nccl: from the learner's memory by
+    torch.distributed, with NCCL between GPUs and gloo otherwise."""
     folder: str | None = Field(default=None, json_schema_extra=when("transport", "file"))
     """The shared folder; default: the run folder."""
     chunk_bytes: int = Field(
@@ -250,33 +248,31 @@ class WeightsConfig(Section):
     )
     """Size of one message."""
     differences: bool = Field(default=True, json_schema_extra=when("transport", "object", "file"))
-    """Send 16-bit weights (`learner.publish_dtype: bfloat16`) as differences from earlier versions
-    where that is less; learner, generators and evaluators then keep two versions in memory."""
+    """Send 16-bit weights (`learner.publish_dtype: bfloat16`) as differences where smaller;
+    learner, generators and evaluators then hold two versions in memory."""
     whole_every: int = Field(default=16, ge=2, json_schema_extra=when("differences", True))
-    """Of so many versions one is stored whole, too, for those who join or were away."""
+    """Every N versions one is stored whole, for receivers that join or were away."""
     stock_digest: bool = Field(default=True, json_schema_extra=when("transport", "object"))
-    """Also compute the SHA-256 without which `nats object get` refuses what is published: on a
-    processor without instructions for it that takes longer than sending."""
+    """Also compute the SHA-256 that `nats object get` requires; without CPU instructions for it,
+    this takes longer than sending."""
     shared_bytes: int = Field(
         default=64 << 30, ge=0, le=MAX_STREAM_BYTES, json_schema_extra=when("transport", "object")
     )
-    """Room in each machine's shared memory (/dev/shm), where the first of the job's actors puts a
-    version and the others find it: never more than half of what is free. 0: each reads for itself.
-    """
+    """Space in each machine's /dev/shm in which the job's actors share a version, at most half of
+    what is free. 0: each reads for itself."""
 
 
 class TrackingConfig(Section):
-    """What trackers of experiments (`logger_backends`) are told beside metrics."""
+    """What experiment trackers (`logger_backends`) get besides metrics."""
 
     entity: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")] | None = None
-    """Team or user of wandb; default: that of the key."""
+    """wandb team or user; default: the key's."""
     episodes_every: int = Field(default=0, ge=0)
-    """Every so many steps, episodes of the step as a table: their messages, reward and version;
-    0: never."""
+    """Log a table of episodes (messages, reward, version) every N steps; 0: never."""
     max_episodes: int = Field(default=16, ge=1, le=1024, json_schema_extra=when("episodes_every"))
-    """Episodes in such a table."""
+    """Episodes per table."""
     checkpoints: bool = False
-    """Keep each checkpoint there, too: an artifact of wandb or MLflow."""
+    """Upload each checkpoint as an artifact (wandb, MLflow)."""
 
 
 class LimitsConfig(Section):
@@ -285,30 +281,28 @@ class LimitsConfig(Section):
     task_bytes: int = Field(default=64 << 20, ge=1 << 16, le=MAX_STREAM_BYTES)
     """Task queue."""
     rollout_bytes: int = Field(default=4 << 30, ge=1 << 20, le=MAX_STREAM_BYTES)
-    """Rollout log; a full log makes generators wait."""
+    """Rollout log; generators wait while it is full."""
     segment_bytes: int = Field(default=256 << 20, ge=1 << 16, le=MAX_STREAM_BYTES)
-    """Running episodes, with `generator.segment_tokens` or programs; what does not fit is not
-    written down."""
+    """Running episodes, with `generator.segment_tokens` or programs; the rest is not logged."""
     operation_bytes: int = Field(default=4 << 30, ge=1 << 20, le=MAX_STREAM_BYTES)
-    """Operations of programs that use the Tinker API, and their results, each; results are kept for
-    a day, the oldest go first."""
+    """Operations of Tinker programs, and their results, each; results are kept for a day, the
+    oldest go first."""
     checkpoint_bytes: int = Field(default=16 << 30, ge=1 << 20, le=MAX_STREAM_BYTES)
-    """Checkpoints in the broker (`storage.url: "broker:"`): room for `training.keep_last` + 2,
-    one more with `training.keep_best`."""
+    """Checkpoints in the broker (`storage.url: "broker:"`): room for `training.keep_last` + 2, one
+    more with `training.keep_best`."""
     log_bytes: int = Field(default=64 << 20, ge=1 << 16, le=MAX_STREAM_BYTES)
-    """Log lines of the actors, metrics and events, and traces, each; the oldest go first."""
+    """Log lines, metrics and events, and traces, each; the oldest go first."""
     max_restarts: int = Field(default=5, ge=0, le=1000)
-    """An actor that fails more often within ten minutes fails the job; so does one that fails more
-    often in a row, over any time, without having done any work in between: a step, a group, an
-    evaluation, an answer."""
+    """Failures of one actor within ten minutes, or in a row without any finished work (a step,
+    group, evaluation or answer), after which the job fails."""
     max_losses: int = Field(default=5, ge=0, le=1000)
-    """A job that loses its node more often is not queued again but fails."""
+    """Node losses after which the job fails."""
     untrainable_groups: int | None = Field(default=None, ge=0)
-    """So many groups in a row that could not be trained (all returns equal, filtered, stale,
-    malformed) end the run with a checkpoint; default: 20 batches, but at least 256; 0: never."""
+    """Untrainable groups in a row (equal returns, filtered, stale, malformed) that end the run with
+    a checkpoint; default: 20 batches, at least 256; 0: never."""
     idle_s: float = Field(default=86400.0, gt=0)
-    """A run of which no task was finished for so long, in seconds, ends with a checkpoint: it
-    gives its slots back when whoever hosts its game has gone for good."""
+    """Seconds without a finished task after which the run ends with a checkpoint and frees its
+    slots."""
 
 
 class JobConfig(Section):
@@ -317,19 +311,19 @@ class JobConfig(Section):
     name: str | None = Field(default=None, pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")
     """Name of the run; default `<env>-<model>-<two words>`."""
     tags: Annotated[list[Label], Field(max_length=MAX_TAGS)] = Field(default_factory=list[str])
-    """What the run is found by in lists; `tinkermq label` changes them later."""
+    """Tags for lists and search; `tinkermq label` changes them later."""
     group: Label | None = None
-    """Runs that belong together have the same: those of one sweep, the seeds of one setting."""
+    """Group of related runs, such as a sweep."""
     notes: str = Field(default="", max_length=MAX_NOTES)
-    """What is to be remembered of the run, for people."""
+    """Notes for people."""
     seed: int = Field(default=0, ge=0, lt=1 << 63)
     """Seed of data order, episodes and optimiser."""
     output_dir: str = "outputs"
-    """Run folders are made here, on the pool."""
+    """Parent of run folders, on the pool."""
     logger_backends: list[LoggerName] = Field(default_factory=lambda: ["jsonl"])
-    """Where metrics go besides the broker; jsonl always."""
+    """Where metrics go besides the broker; always jsonl."""
     project: str = "tinkermq"
-    """Project name at the experiment tracker."""
+    """Project at the experiment tracker."""
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
     model: ModelConfig
     env: EnvConfig
@@ -347,7 +341,7 @@ class JobConfig(Section):
     policies: dict[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,31}$")], str] = Field(
         default_factory=dict[str, str]
     )
-    """Roles with a policy of their own, and its model; `model` plays all the others."""
+    """Models of roles with their own policy; `model` plays all others."""
     self_play: SelfPlayConfig = Field(default_factory=SelfPlayConfig)
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
     storage: StorageConfig = Field(default_factory=StorageConfig)
@@ -355,7 +349,7 @@ class JobConfig(Section):
 
     @property
     def episodes_at_once(self) -> int:
-        """Episodes that one generator has under way: of programs no more than have a place."""
+        """Concurrent episodes of one generator; programs are also limited by their places."""
         most = self.generator.max_episodes
         if not self.agent.runs_programs:
             return most
@@ -364,7 +358,7 @@ class JobConfig(Section):
 
     @property
     def keeps_segments(self) -> bool:
-        """Whether running episodes are written down."""
+        """Whether running episodes are logged."""
         return self.agent.runs_programs or self.generator.segment_tokens > 0
 
     @property
@@ -374,12 +368,12 @@ class JobConfig(Section):
 
     @property
     def generator_slots(self) -> int:
-        """Slots of one generator; that of an SFT job only reads data, which takes none."""
+        """Slots of one generator; an SFT job's only reads data and takes none."""
         return 0 if self.sft.data else self.generator.slots
 
     @property
     def own_functions(self) -> dict[str, str]:
-        """The user's own functions that the learner runs, by the key that names each."""
+        """The user's functions in the learner, by configuration key."""
         named = {
             f"{section}.{name}": value
             for section in ("algorithm", "training")
@@ -389,14 +383,14 @@ class JobConfig(Section):
         return {key: value for key, value in named.items() if value is not None}
 
     def with_model(self, path: str) -> "JobConfig":
-        """Return the same configuration for another model, with the tokenizer that lies there."""
+        """Return a copy for another model, with its tokenizer."""
         model = self.model.model_copy(update={"path": path, "tokenizer": None})
         return self.model_copy(update={"model": model})
 
     @model_validator(mode="before")
     @classmethod
     def _kind_settles_the_rest(cls, values: Any) -> Any:
-        """Fill in what an SFT or agent job implies, and refuse what would have no effect in one."""
+        """Add what an SFT or agent job implies, and refuse keys without effect."""
         if not isinstance(values, dict):
             return values
         known = without_removed(cast("dict[str, Any]", values))

@@ -1,4 +1,4 @@
-"""Read a job's configuration: defaults, then the YAML file, then `key=value` overrides.
+"""Load a job's configuration: defaults, then the YAML file, then `key=value` overrides.
 
 An unknown key is an error that names the closest known one.
 """
@@ -57,7 +57,7 @@ _TAGS = frozenset({"str", "int", "float", "bool", "null", "map", "seq"})
 
 
 def core_value(text: str) -> Any:
-    """Return what an unquoted text is by YAML's core schema: null, boolean, number or text."""
+    """Return an unquoted text's value in YAML's core schema: null, boolean, number or text."""
     if text in _NULL:
         return None
     if text in _BOOLEANS:
@@ -76,7 +76,7 @@ def core_value(text: str) -> Any:
 
 
 def read_value(text: str, what: str, wanted: Any = Any) -> Any:
-    """Return the value of a YAML text for a key of the type `wanted`; ConfigError names `what`."""
+    """Return a YAML text's value for a key of type `wanted`; ConfigError names `what`."""
     try:
         events = iter(yaml.parse(text.removeprefix("\ufeff"), Loader=_LOADER))
         return _Builder(events, what).document(wanted)
@@ -90,9 +90,9 @@ def read_value(text: str, what: str, wanted: Any = Any) -> Any:
 
 
 def read_argument(text: str, what: str, wanted: Any) -> Any:
-    """Return the value of `key=value` for a key of the type `wanted`.
+    """Return the value of `key=value` for a key of type `wanted`.
 
-    For a text key it is what is written, with `#`, `:` and brackets, but for quotes around it all.
+    For a text key it is taken as written, with `#`, `:` and brackets, without enclosing quotes.
     """
     kinds = _kinds(wanted)
     if not text:
@@ -115,12 +115,12 @@ def _argument_text(text: str, kinds: Sequence[Any]) -> Any:
 
 
 def write_yaml(values: Mapping[str, Any]) -> str:
-    """Return a map as YAML that `read_value` reads as the same again."""
+    """Return a map as YAML that `read_value` reads back equally."""
     return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes texts that would be read as something else."""
+    """Quotes texts that would otherwise be read as another type."""
 
 
 def _quoted(_: _Dumper, text: str) -> yaml.ScalarNode:
@@ -132,7 +132,7 @@ _Dumper.add_representer(str, _quoted)
 
 
 def type_at(model: type[BaseModel] | None, path: Sequence[str]) -> Any:
-    """Return the type of a key, given as the names on the way to it; Any for one in a free map."""
+    """Return the type of a key, given by its path; Any within a free map."""
     wanted: Any = Any if model is None else model
     for name in path:
         wanted = _type_of_key(wanted, name)
@@ -140,7 +140,7 @@ def type_at(model: type[BaseModel] | None, path: Sequence[str]) -> Any:
 
 
 class _Builder:
-    """Builds values from the events of a parser."""
+    """Builds values from a parser's events."""
 
     def __init__(self, events: Iterator[Any], what: str) -> None:
         self._events = events
@@ -148,7 +148,7 @@ class _Builder:
         self._depth = 0
 
     def document(self, wanted: Any) -> Any:
-        """Return the one value of a stream, None for an empty one."""
+        """Return the single value of a stream, None if empty."""
         value: Any = None
         num_documents = 0
         for event in self._events:
@@ -224,7 +224,7 @@ class _Builder:
 
 
 def _scalar(text: str, kinds: Sequence[Any]) -> Any:
-    """Return an unquoted text as the first of the types that it can be."""
+    """Return an unquoted text as the first type that fits."""
     value = core_value(text)
     if Any in kinds or (value is None and NoneType in kinds):
         return value
@@ -242,7 +242,7 @@ def _scalar(text: str, kinds: Sequence[Any]) -> Any:
 
 
 def _kinds(wanted: Any) -> list[Any]:
-    """Return the types that a key may have, out of unions and annotations."""
+    """Return the types that a key may have, from unions and annotations."""
     origin = get_origin(wanted)
     if origin is Annotated:
         return _kinds(get_args(wanted)[0])
@@ -296,7 +296,7 @@ _PLAIN = (str, int, float, bool, type(None), date)
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> JobConfig:
     """Return the effective configuration of a YAML file and `section.key=value` overrides.
 
-    Raises ConfigError, naming the key, for anything that cannot be used.
+    Raises ConfigError, naming the key, for invalid input.
     """
     values = read_yaml(path) if path is not None else {}
     for override in overrides:
@@ -305,7 +305,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> JobCo
 
 
 def read_yaml(path: str | Path, model: type[BaseModel] = JobConfig) -> dict[str, Any]:
-    """Read a YAML map from a file; `model` says of what type its keys are."""
+    """Read a YAML map from a file; `model` types its keys."""
     file = Path(path)
     if not file.is_file():
         raise ConfigError(
@@ -325,9 +325,9 @@ def read_yaml(path: str | Path, model: type[BaseModel] = JobConfig) -> dict[str,
 
 
 def parse_yaml(text: str, what: str, model: type[BaseModel] = JobConfig) -> dict[str, Any]:
-    """Return the YAML map that a text holds, none for an empty one; raises ConfigError.
+    """Return the YAML map of a text, empty for an empty one; raises ConfigError.
 
-    The type of a key in `model` says how its value is read, see `yaml_values`.
+    Values are read by the types of `model`, see `yaml_values`.
     """
     value = read_value(text, what, model)
     if value is None:
@@ -346,8 +346,8 @@ def apply_override(
 ) -> None:
     """Set `section.key=value` in a tree of maps.
 
-    The value is read as in a file, by the type that `model` has for the key (None: of a free map).
-    A text may stand without quotes whatever is in it.
+    The value is read as in a file, by the key's type in `model` (None: a free map). Texts need no
+    quotes.
     """
     key, separator, text = override.partition("=")
     if not separator or not key.strip():
@@ -365,7 +365,7 @@ def apply_override(
 
 
 def parse_config(values: dict[str, Any]) -> JobConfig:
-    """Validate a tree of maps; ConfigError says which key is wrong and what it could be."""
+    """Validate a tree of maps; ConfigError names the wrong key and alternatives."""
     check_keys(values)
     try:
         return JobConfig.model_validate(values)
@@ -374,10 +374,10 @@ def parse_config(values: dict[str, Any]) -> JobConfig:
 
 
 def check_keys(values: dict[str, Any]) -> None:
-    """Refuse unknown keys and wrong values of a configuration that is not complete yet.
+    """Refuse unknown keys and invalid values of an incomplete configuration.
 
-    What keys say of one another is left for the complete one. Raises ConfigError, naming the
-    closest known key, or the key and its value.
+    Rules between keys are checked once it is complete. Raises ConfigError, naming the key and its
+    value, or the closest known key.
     """
     _refuse_strange(values)
     try:
@@ -394,7 +394,7 @@ def check_keys(values: dict[str, Any]) -> None:
 
 
 def _may_be_mended(problem: ErrorDetails) -> bool:
-    """Whether further keys can mend it: one is missing, or those of a section do not fit."""
+    """Whether further keys can fix it: one is missing, or keys of a section conflict."""
     if problem["type"] == "missing":
         return True
     model: Any = JobConfig
@@ -409,9 +409,9 @@ def _is_section(annotation: Any) -> bool:
 
 
 def _refuse_strange(values: dict[str, Any]) -> None:
-    """Raise ConfigError for what JSON could not say, and for more values than any job has.
+    """Raise ConfigError for values outside of JSON, and for too many values.
 
-    A configuration may come from anybody as msgpack, with arrays, bytes and keys that are none.
+    A configuration may arrive as msgpack with arrays, bytes and other keys.
     """
     left: list[tuple[str, int, Any]] = [("", 0, values)]
     num_values = 0
@@ -451,7 +451,7 @@ def _refuse_unknown(values: dict[str, Any], model: type[BaseModel], prefix: str)
 
 
 def _first_leaf(key: str, value: Any) -> str:
-    """Return the key with the first one inside, as people write it: `trainig.num_steps`."""
+    """Return the key with its first inner key, dotted: `trainig.num_steps`."""
     while isinstance(value, dict) and value:
         inner, value = next(iter(cast("dict[Any, Any]", value).items()))
         key = f"{key}.{inner}"

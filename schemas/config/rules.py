@@ -1,7 +1,7 @@
-"""What the keys of a job's configuration say of one another: the one table of what is refused.
+"""Rules between configuration keys: one table of refused combinations.
 
-A key that is read only under one choice of its own section says so where it stands, by `when`. What
-spans sections, or compares values, is a row here.
+Conditions within a section are declared at the key by `when`. Rules that span sections or compare
+values are rows here.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,12 +17,11 @@ if TYPE_CHECKING:
     from .job import JobConfig
 
 
-# What a job cannot have whose episodes are those of agent programs.
+# Options that agent programs exclude.
 #
-# A program branches: an episode is a tree of calls, and its rows are paths of that tree.
-# Baselines, means over sequences and what is trained count episodes, in however many rows they
-# stand. What goes from turn to turn follows the calls from one to the next that it led to. What
-# takes a row for the whole episode is refused.
+# A program's episode is a tree of calls, and its rows are paths of that tree. Baselines, sequence
+# means and training count episodes, whatever their number of rows; per-turn values follow the
+# calls. Options that need one row per episode are refused.
 
 _BY_CALL = ("gae", "gigpo", "grpo_per_turn", "reinforce_pp")
 
@@ -147,7 +146,7 @@ _WITHOUT_PLACES = Rule(
 
 
 def why_no_rows(job: "JobConfig") -> str | None:
-    """Return why a job cannot train episodes of several rows; None where it can."""
+    """Return why a job cannot train episodes of several rows; None: it can."""
     rules = (*_ROWS, _WITHOUT_PLACES)
     return next((rule.sentence(job) for rule in rules if rule.when(job)), None)
 

@@ -1,1 +1,1 @@
-"""What travels of the Tinker API's operations, and the values that they are about."""
+"""Messages and values of the Tinker API."""

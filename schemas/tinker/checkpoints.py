@@ -1,4 +1,4 @@
-"""What is asked and told about checkpoints, training runs and sessions under the Tinker API."""
+"""Checkpoints, training runs and sessions of the Tinker API."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -8,17 +8,17 @@ from ..wire.message import Message, Request
 from .operation import ModelId
 
 MAX_METADATA_BYTES = 4 << 10
-"""Of what a user says about one run, checkpoint or session, as JSON."""
+"""Size of a user's metadata of a run, checkpoint or session, as JSON."""
 MAX_PAGE = 500
 PART_BYTES = 4 << 20
-"""Of a file that is read at once."""
+"""Size of one read of a file."""
 Metadata = dict[str, str]
 Path = Annotated[str, Field(max_length=400)]
 SessionId = Annotated[str, Field(min_length=1, max_length=80)]
 
 
 class TinkerPage(Message):
-    """Asks for a part of a list, newest first."""
+    """A page of a list, newest first."""
 
     offset: int = Field(default=0, ge=0, le=10**9)
     limit: int = Field(default=20, ge=0, le=MAX_PAGE)
@@ -27,7 +27,7 @@ class TinkerPage(Message):
 
 
 class TinkerCheckpoint(Message):
-    """One checkpoint that has a name."""
+    """A named checkpoint."""
 
     path: Path
     """`tinker://…`"""
@@ -35,40 +35,40 @@ class TinkerCheckpoint(Message):
     """When it was saved, in seconds since the epoch."""
     size_bytes: int
     is_public: bool = False
-    """Whether everybody in the pool may read it."""
+    """Whether everyone in the pool may read it."""
     expires: float = 0.0
-    """When it is removed, in seconds since the epoch; 0: never."""
+    """When it expires, in seconds since the epoch; 0: never."""
     user_metadata: Metadata | None = None
 
 
 class ListCheckpoints(TinkerPage):
-    """Asks for a user's checkpoints, of one model or of all."""
+    """List a user's checkpoints."""
 
     model: str = Field(default="", max_length=80)
-    """Empty: of all models."""
+    """Of this model; empty: all."""
 
 
 class CheckpointPage(Message):
-    """Some of a user's checkpoints."""
+    """A page of checkpoints."""
 
     checkpoints: list[TinkerCheckpoint] = Field(default_factory=list[TinkerCheckpoint])
     total: int = 0
-    """How many there are."""
+    """Number of all."""
 
 
 class ChangeCheckpoint(Message):
-    """Changes an own checkpoint."""
+    """Change one of the user's checkpoints."""
 
     path: Path
     action: Literal["delete", "publish", "unpublish", "expire"]
     ttl_s: int | None = Field(default=None, ge=1, le=10**10)
-    """With `expire`: seconds from now; None: it is kept."""
+    """With `expire`: seconds from now; null: never."""
 
     max_bytes: ClassVar[int] = 1 << 10
 
 
 class ExportCheckpoint(Message):
-    """Asks for a ticket with which the files of a checkpoint are fetched."""
+    """Request a ticket for fetching a checkpoint's files."""
 
     path: Path
 
@@ -83,16 +83,16 @@ class ExportedFile(Message):
 
 
 class CheckpointExport(Message):
-    """The files of a checkpoint, and what opens them without a key until it expires."""
+    """Files of a checkpoint, and a ticket that opens them without a key until it expires."""
 
     ticket: str
     expires: float
-    """In seconds since the epoch."""
+    """Seconds since the epoch."""
     files: list[ExportedFile]
 
 
 class FetchFile(Message):
-    """Asks for a part of a file of a checkpoint; whoever has the ticket may."""
+    """Request a part of a checkpoint's file, with its ticket."""
 
     ticket: str = Field(max_length=1000)
     file: str = Field(max_length=200)
@@ -106,42 +106,42 @@ class FilePart(Message):
 
     data: bytes
     size_bytes: int
-    """Of the whole file."""
+    """Size of the whole file."""
 
 
 class TrainingRun(Message):
-    """One model, whether it is in memory or only has checkpoints."""
+    """One model, in memory or with checkpoints only."""
 
     model: ModelId
     base: str
     rank: int
     owner: str
     time: float
-    """When something was last asked of it, in seconds since the epoch."""
+    """Last request for it, in seconds since the epoch."""
     user_metadata: Metadata | None = None
     checkpoint: TinkerCheckpoint | None = None
-    """The newest one to train on from."""
+    """Newest checkpoint to train from."""
     sampler_checkpoint: TinkerCheckpoint | None = None
-    """The newest one to sample from."""
+    """Newest checkpoint to sample from."""
 
 
 class ListRuns(TinkerPage):
-    """Asks for a user's training runs, or for one."""
+    """List a user's training runs, or one."""
 
     model: str = Field(default="", max_length=80)
-    """Empty: all."""
+    """This model; empty: all."""
 
 
 class RunPage(Message):
-    """Some of a user's training runs."""
+    """A page of training runs."""
 
     runs: list[TrainingRun] = Field(default_factory=list[TrainingRun])
     total: int = 0
-    """How many there are."""
+    """Number of all."""
 
 
 class TellSession(Message):
-    """Tells trainers of a user's session: that it begins, goes on, samples, or is over."""
+    """Report a session to trainers: it begins, goes on, samples, or is over."""
 
     session: SessionId
     event: Literal["begin", "beat", "sampler", "finish"]
@@ -157,19 +157,19 @@ class TellSession(Message):
 
 
 class SessionState(Message):
-    """What a trainer knows of a session."""
+    """A trainer's state of a session."""
 
     state: Literal["unknown", "live", "over"]
 
 
 class TinkerSession(Message):
-    """One session of a user's program."""
+    """A session of a user's program."""
 
     session: SessionId
     time: float
-    """When it began, in seconds since the epoch."""
+    """Start, in seconds since the epoch."""
     seen: float = 0.0
-    """When its program was last heard of."""
+    """Last contact."""
     reason: str = ""
     """How it ended; empty: it has not."""
     user_metadata: Metadata | None = None
@@ -177,26 +177,26 @@ class TinkerSession(Message):
     sdk_version: str = ""
     models: list[str] = Field(default_factory=list[str])
     samplers: list[str] = Field(default_factory=list[str])
-    """The newest ones."""
+    """Newest samplers."""
 
 
 class ListSessions(TinkerPage):
-    """Asks for a user's sessions, or for one."""
+    """List a user's sessions, or one."""
 
     session: str = Field(default="", max_length=80)
-    """Empty: all."""
+    """This session; empty: all."""
 
 
 class SessionPage(Message):
-    """Some of a user's sessions."""
+    """A page of sessions."""
 
     sessions: list[TinkerSession] = Field(default_factory=list[TinkerSession])
     total: int = 0
-    """How many there are."""
+    """Number of all."""
 
 
 class TakeCheckpoint(Request):
-    """Asks that a checkpoint of an own run can be loaded by programs written for Tinker."""
+    """Make a run's checkpoint loadable by Tinker programs."""
 
     path: str = Field(max_length=200)
     """`tinker://RUN@STEP`."""

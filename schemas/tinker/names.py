@@ -1,7 +1,7 @@
-"""How sessions, models, requests and checkpoints of the Tinker API are named.
+"""Names of sessions, models, requests and checkpoints of the Tinker API.
 
-A model is `<session>:train:<number>`, a request of it `<model>:<sequence number>`: both are
-computed, so whoever answers a poll needs no table. A checkpoint is `tinker://<model>/<kind>/<name>`.
+A model is `<session>:train:<number>`, its request `<model>:<sequence number>`. Both are computed,
+so polls need no table. A checkpoint is `tinker://<model>/<kind>/<name>`.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ MAX_SEQ = 10**9 - 1
 
 
 def session_name(text: str) -> str:
-    """Return the id of a session; raises NotFoundError for what cannot be one."""
+    """Return a session's id; raises NotFoundError if it cannot be one."""
     if re.fullmatch(_SESSION, text) is None:
         raise NotFoundError(
             f"there is no session {text[:80]!r}", hint="create_session returns a session's id"
@@ -33,13 +33,13 @@ def session_name(text: str) -> str:
 
 
 def run_in(path: str) -> tuple[str, int] | None:
-    """Return run and step of `tinker://RUN@STEP`, a checkpoint of a run; None for another path."""
+    """Return run and step of `tinker://RUN@STEP`; None for another path."""
     found = _RUN.fullmatch(path)
     return (found[1], int(found[2])) if found else None
 
 
 def is_path(text: str) -> bool:
-    """Whether a text is meant as the path of a checkpoint, `tinker://…`."""
+    """Whether a text is a checkpoint path, `tinker://…`."""
     return text.startswith("tinker://")
 
 
@@ -52,7 +52,7 @@ class ModelName:
 
     @classmethod
     def parse(cls, text: str) -> "ModelName":
-        """Read `<session>:train:<number>`; raises NotFoundError: there is no model of another."""
+        """Read `<session>:train:<number>`; raises NotFoundError."""
         if (found := _MODEL.fullmatch(text)) is None:
             raise NotFoundError(
                 f"there is no model {text[:80]!r}", hint="create_model returns a model's id"
@@ -65,7 +65,7 @@ class ModelName:
 
 @dataclass(frozen=True)
 class OperationName:
-    """One operation of a model: the one that made it is number 0."""
+    """One operation of a model; number 0 creates the model."""
 
     model: ModelName
     seq: int
@@ -85,7 +85,7 @@ class OperationName:
 
 @dataclass(frozen=True)
 class CheckpointName:
-    """A checkpoint that has a name."""
+    """A named checkpoint."""
 
     model: ModelName
     kind: CheckpointKind
@@ -95,7 +95,7 @@ class CheckpointName:
     def parse(cls, path: str) -> "CheckpointName":
         """Read `tinker://<model>/<kind>/<name>`; raises NotFoundError.
 
-        `tinker://RUN@STEP` is the name under which a checkpoint of a run is taken over.
+        `tinker://RUN@STEP` is the name of an imported checkpoint of a run.
         """
         if (run := run_in(path)) is not None:
             session = f"run-{hashlib.sha256(run[0].encode()).hexdigest()[:16]}"

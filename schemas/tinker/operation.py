@@ -1,4 +1,4 @@
-"""The operations of a model under the Tinker API, their results, and what is asked about them."""
+"""Operations of the Tinker API on models, and their results."""
 
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
@@ -20,13 +20,13 @@ OperationKind = Literal[
 ]
 _AT_0 = frozenset({"create_model", "load_weights", "missing"})
 MAX_BODY_BYTES = 7 << 20
-"""Of one operation, as it came: a request of the broker's size holds it and its names."""
+"""Size of one operation: with its names it fits into a request of the broker."""
 Seq = Annotated[int, Field(ge=0, le=MAX_SEQ)]
 ModelId = Annotated[str, Field(min_length=1, max_length=80)]
 
 
 class Company(NamedTuple):
-    """Beside how much of others' a micro-batch was computed, which decides its last bits."""
+    """Rows of other models computed with a micro-batch, which decide its last bits."""
 
     before: int = 0
     """Rows of others before its own; tokens, where the attention reads all rows as one."""
@@ -40,32 +40,32 @@ ALONE = Company()
 
 
 class ModelOperation(Message):
-    """One operation of one model, as its client sent it."""
+    """One operation of one model, as the client sent it."""
 
     kind: OperationKind
-    """What is done; `missing` stands for one that never came, so that those behind it can fail."""
+    """What is done; `missing` replaces one that never came, so that later ones can fail."""
     model: ModelId
     """`<session>:train:<number>`."""
     seq: Seq
-    """Its place among the operations of the model; 0 makes the model."""
+    """Number within the model's operations; 0 creates the model."""
     body: bytes = Field(max_length=MAX_BODY_BYTES)
-    """Protobuf for `forward_backward`, JSON for all else."""
+    """Protobuf for `forward_backward`, else JSON."""
     is_zstd: bool = False
     """Whether the body is compressed."""
     time: float = 0.0
-    """When it was taken, in seconds since the epoch."""
+    """When it was accepted, in seconds since the epoch."""
     companies: list[Company] = Field(default_factory=list[Company])
-    """Of its micro-batches, where it is kept for those who do it again; see `OperationResult`."""
+    """Companies of its micro-batches, in kept history; see `OperationResult`."""
 
     max_bytes: ClassVar[int] = MAX_BODY_BYTES + (4 << 10)
 
     @property
     def name(self) -> OperationName:
-        """Its name; raises NotFoundError for a model id that is none."""
+        """Its name; raises NotFoundError for an invalid model id."""
         return OperationName(ModelName.parse(self.model), self.seq)
 
     def check_place(self) -> None:
-        """Raise MessageError for what cannot stand at its number."""
+        """Raise MessageError for an operation that cannot have its number."""
         fits = self.kind in _AT_0 if self.seq == 0 else self.kind != "create_model"
         if not fits:
             raise MessageError(
@@ -75,46 +75,47 @@ class ModelOperation(Message):
 
 
 class OperationTaken(Message):
-    """Says that an operation is in the log: whatever dies, it takes effect once."""
+    """The operation is in the log and takes effect once."""
 
     request_id: str
-    """Its name, computed from model and number."""
+    """Its name, from model and number."""
     is_new: bool = True
-    """False for one that had been taken before; its first form counts."""
+    """False: it was accepted before; the first form counts."""
 
 
 class AwaitResult(Message):
-    """Asks for the result of an operation, and waits for it a while."""
+    """Wait for the result of an operation."""
 
     model: ModelId
     seq: Seq
     wait_s: float = Field(default=25.0, ge=0, le=60)
-    """How long."""
+    """Longest wait."""
 
     max_bytes: ClassVar[int] = 1 << 10
 
 
 class OperationResult(Message):
-    """What has become of an operation."""
+    """State and result of an operation."""
 
     state: Literal["pending", "done", "failed"] = "pending"
     """Whether it has taken effect, or never will."""
     body: bytes = b""
-    """Its result, as clients read it."""
+    """Result for the client."""
     is_proto: bool = False
-    """Whether that is protobuf, or JSON."""
+    """True: protobuf; false: JSON."""
     error: str = ""
     """Why it failed."""
     category: Literal["user", "server", "unknown"] = "unknown"
-    """Whose mistake that was."""
+    """Whose fault the error is."""
     queue_reason: str = ""
-    """While it is pending: what it waits for."""
+    """What a pending operation waits for."""
     companies: list[Company] = Field(default_factory=list[Company])
-    """Of its micro-batches, if some were computed beside those of others."""
+    """How many rows of other models each micro-batch was computed with, which decides its last
+    bits."""
 
 
 class AboutModel(Message):
-    """Asks about one model."""
+    """Request information about a model."""
 
     model: ModelId
 
@@ -122,7 +123,7 @@ class AboutModel(Message):
 
 
 class AboutCheckpoint(Message):
-    """Asks what a checkpoint holds."""
+    """Request information about a checkpoint."""
 
     path: str = Field(max_length=400)
     """`tinker://…`"""
@@ -131,11 +132,11 @@ class AboutCheckpoint(Message):
 
 
 class ModelInfo(Message):
-    """What a trainer knows of one model."""
+    """Information about one model."""
 
     model: ModelId
     base: str
-    """Name under which the base model is offered."""
+    """Name of the base model."""
     folder: str
     """Folder of the base model, with its tokenizer."""
     arch: str
@@ -145,23 +146,23 @@ class ModelInfo(Message):
     train_mlp: bool = True
     train_unembed: bool = True
     applied: int = 0
-    """Number of the newest operation that has taken effect."""
+    """Newest operation that has taken effect."""
 
 
 class TrainerOffer(Message):
-    """A base model on which users of the pool may train."""
+    """A base model that users may train."""
 
     job: str
-    """The job that trains on it."""
+    """Job id of the service."""
     base: str
-    """Name under which programs ask for it."""
+    """Name that programs use."""
     max_context: int
-    """Longest sequence in tokens; 0: as the model has it."""
+    """Longest sequence in tokens; 0: as the model allows."""
     max_rank: int
     """Largest rank of an adapter."""
 
 
 class TrainerOffers(Message):
-    """All base models that are offered, whether their trainers run at this moment or not."""
+    """All offered base models, whether their trainers run or not."""
 
     offers: list[TrainerOffer] = Field(default_factory=list[TrainerOffer])

@@ -1,4 +1,4 @@
-"""What is sampled under the Tinker API, and by whom."""
+"""Sampling through the Tinker API."""
 
 import base64
 import binascii
@@ -18,12 +18,12 @@ _USER = r"^([a-z0-9][a-z0-9_]{0,31})?$"
 _BASE = "base:"
 _MOVES = "inflight:"
 MAX_SAMPLE_BYTES = 4 << 20
-"""Of one request to sample."""
+"""Size of a sample request."""
 
 
 @dataclass(frozen=True)
 class SamplerName:
-    """A sampling session: what it samples from stands in its name, so that nobody keeps a table."""
+    """A sampling session; its name contains its source, so no table is needed."""
 
     session: str
     number: int
@@ -48,29 +48,29 @@ class SamplerName:
 
     @classmethod
     def of_base(cls, session: str, number: int, base: str) -> "SamplerName":
-        """Return the name of a session that samples from a base model."""
+        """Return the name of a session on a base model."""
         return cls(session, number, _BASE + base)
 
     @property
     def base(self) -> str | None:
-        """The base model that it samples from, or None: it samples from a checkpoint."""
+        """The base model, or None for a checkpoint."""
         return self.source.removeprefix(_BASE) if self.source.startswith(_BASE) else None
 
     @classmethod
     def of_checkpoint(
         cls, session: str, number: int, path: CheckpointName, *, moves: bool = False
     ) -> "SamplerName":
-        """Return the name of a session that samples from a checkpoint, or from later ones, too."""
+        """Return the name of a session on a checkpoint, or on later ones, too."""
         return cls(session, number, f"{_MOVES if moves else ''}{path}")
 
     @property
     def moves(self) -> bool:
-        """Whether its samples move on to the weights that are saved later."""
+        """Whether its samples use weights saved later."""
         return self.source.startswith(_MOVES)
 
     @property
     def checkpoint(self) -> CheckpointName:
-        """The checkpoint that it samples from, the oldest if it moves on; raises NotFoundError."""
+        """The checkpoint, the oldest if it moves; raises NotFoundError."""
         return CheckpointName.parse(self.source.removeprefix(_MOVES))
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class SamplerName:
 
 @dataclass(frozen=True)
 class SampleName:
-    """One request of a sampling session, and the sampler that has taken it."""
+    """One request of a sampling session, and its sampler."""
 
     sampler: SamplerName
     seq: int
@@ -88,7 +88,7 @@ class SampleName:
 
     @classmethod
     def parse(cls, text: str) -> "SampleName | None":
-        """Read a request id; None for one of another kind. Raises NotFoundError."""
+        """Read a request id; None for another kind. Raises NotFoundError."""
         if (found := _REQUEST.fullmatch(text)) is None:
             return None
         return cls(SamplerName.parse(found[1]), int(found[2]), found[3])
@@ -98,63 +98,63 @@ class SampleName:
 
 
 class SampleRequest(Message):
-    """Asks a sampler for continuations of a prompt, or what its tokens' log-probs are."""
+    """Request continuations of a prompt, or its log-probs."""
 
     source: str = Field(max_length=400)
-    """What is sampled from, as the name of a sampling session tells it."""
+    """Source of a sampling session: a path or base model."""
     request: str = Field(max_length=600)
-    """Id of the sampling session and number of the request: sent again, it is the same one."""
+    """Id of the sampling session and number of the request; a repeated one is the same."""
     body: bytes = Field(max_length=MAX_SAMPLE_BYTES)
-    """The JSON of the request, as it came."""
+    """JSON of the request."""
 
     max_bytes: ClassVar[int] = MAX_SAMPLE_BYTES + (4 << 10)
 
 
 class SampleTaken(Message):
-    """Says which sampler has taken a request."""
+    """The sampler that accepted a request."""
 
     actor: str
     num_samples: int
 
 
 class AwaitSample(Message):
-    """Asks a sampler for the result of a request that it has taken, or to end it."""
+    """Wait for a sample, or cancel it."""
 
     request: str = Field(max_length=600)
     wait_s: float = Field(default=25.0, ge=0, le=60)
     cancel: bool = False
-    """Nobody wants the result any more: it is sampled no further."""
+    """The result is no longer wanted."""
 
     max_bytes: ClassVar[int] = 2 << 10
 
 
 class FindSnapshot(Message):
-    """Asks a trainer, by one of its samplers, what a user's samples are drawn with now."""
+    """A sampler asks its trainer for the current weights of a user's samples."""
 
     user: str = Field(default="", pattern=_USER)
     path: str = Field(default="", max_length=400)
-    """The checkpoint; empty: only what the trainer's folder is known by."""
+    """Checkpoint path; empty: only identify the trainer's folder."""
     moves: bool = False
-    """Whether it is the least, and a later one is wanted."""
+    """Whether a later checkpoint is wanted if there is one."""
 
     max_bytes: ClassVar[int] = 2 << 10
 
 
 class FoundSnapshot(Message):
-    """Says which checkpoint it is."""
+    """The checkpoint to use."""
 
     mark: str
-    """Tells the trainer's folder from others: who has it there shares its disk."""
+    """Identifies the trainer's folder; a sampler that finds it shares the disk."""
     owner: str = ""
     path: str = ""
     seq: int = 0
-    """The operation that saved it."""
+    """Operation that saved it."""
     files: dict[str, int] = Field(default_factory=dict[str, int])
-    """Names and bytes of its files."""
+    """Sizes of its files, by name."""
 
 
 class FetchSnapshot(Message):
-    """Asks for a part of a file."""
+    """Request a part of a file."""
 
     user: str = Field(pattern=_USER)
     path: str = Field(max_length=400)
@@ -166,7 +166,7 @@ class FetchSnapshot(Message):
 
 
 class SnapshotPart(Message):
-    """A part of a file; empty behind its end."""
+    """A part of a file; empty: its end."""
 
     data: bytes
 

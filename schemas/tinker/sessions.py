@@ -1,4 +1,4 @@
-"""What a user asks a trainer to show: its models, who waits for it, and curves."""
+"""What the dashboard shows of a Tinker service."""
 
 from typing import Annotated, Any, ClassVar
 
@@ -9,26 +9,26 @@ from .operation import ModelInfo
 
 
 class AboutSessions(Message):
-    """Asks which models a user has, and who has how much to be done."""
+    """Request the user's models and the queue."""
 
     max_bytes: ClassVar[int] = 1 << 10
 
 
 class ModelShown(Message):
-    """One model of the user who asks, as it is now."""
+    """One of the user's models."""
 
     info: ModelInfo
     steps: int
     """Updates so far."""
     tokens: int = 0
-    """Computed for it, in `forward` and `forward_backward`."""
+    """Tokens computed in `forward` and `forward_backward`."""
     waiting: int
-    """Operations that wait for their turn."""
+    """Waiting operations."""
     waiting_bytes: int
     reason: str = ""
     """What they wait for."""
     idle_s: float | None = None
-    """Seconds since its last operation; None where that was before the trainer started."""
+    """Seconds since its last operation; null: that was before the trainer started."""
     last: dict[str, float] = Field(default_factory=dict[str, float])
     """Metrics of its newest step."""
 
@@ -39,14 +39,14 @@ class TenantShown(Message):
     user: str
     models: int
     tokens: int = 0
-    """Computed for them."""
+    """Tokens computed for the user."""
     waiting: int
-    """Operations that wait for their turn."""
+    """Waiting operations."""
     waiting_bytes: int
 
 
 class SessionsShown(Message):
-    """The user's models, and all users that have models here."""
+    """The user's models, and all users of the trainer."""
 
     base: str
     models: list[ModelShown] = Field(default_factory=list[ModelShown])
@@ -58,46 +58,46 @@ class ModelCurves(Message):
 
     shown: ModelShown
     points: dict[str, Any]
-    """`width` steps to a point, `x` their first steps, `series` by name with `y`, `low`, `high`."""
+    """`width` steps per point, `x` their first steps, `series` by name with `y`, `low`, `high`."""
 
 
-# What users of a Tinker service have used, and what they may use.
+# Usage and shares of a Tinker service's users.
 
 
 class TrainerUsage(Request):
-    """A trainer or sampler tells what its users have used, and asks for their shares."""
+    """A trainer or sampler reports its users' usage and requests their shares."""
 
     job: str
-    """Its job, of the user who asks."""
+    """Its job, of the requesting user."""
     sampler: str = Field(default="", max_length=80)
-    """The sampler that tells; empty: the trainer."""
+    """The reporting sampler; empty: the trainer."""
     since: float = 0.0
-    """When that sampler started: its tokens are those since."""
+    """Start of that sampler, from which its tokens count."""
     tokens: dict[str, Annotated[int, Field(ge=0)]] = Field(
         default_factory=dict[str, int], max_length=1000
     )
-    """Tokens computed for each user: for models in all of the service's life, or sampled."""
+    """Tokens by user: of a trainer in the service's life, of a sampler since its start."""
 
 
 class SamplerTokens(Message):
-    """What one sampler has last told."""
+    """Last report of one sampler."""
 
     since: float
-    """When it started."""
+    """Its start."""
     tokens: dict[str, int]
-    """What it has computed since, prompts included, by user."""
+    """Tokens computed since, prompts included, by user."""
 
 
 class TenantShare(Message):
-    """What one user has of a service."""
+    """One user's share of a service."""
 
     weight: float = 1.0
-    """In relation to other users."""
+    """Weight among the users."""
     tokens_left: int | None = None
-    """Tokens that the user's programs may still compute; null: no bound."""
+    """Tokens that the user may still compute; null: no bound."""
 
 
 class TenantShares(Message):
-    """The shares of the users whom a trainer has named."""
+    """Shares of the users that a trainer named."""
 
     users: dict[str, TenantShare] = Field(default_factory=dict[str, TenantShare])

@@ -1,1 +1,1 @@
-"""How anything travels: the base of messages, their encoding, errors, ids, subjects and traces."""
+"""Base of messages, encoding, errors, ids, subjects and traces."""

@@ -1,4 +1,4 @@
-"""Array fields of messages: dtype and number of dimensions are checked, elements are not."""
+"""Array fields of messages: dtype and number of dimensions are validated, elements are not."""
 
 from typing import Annotated, Any, cast
 

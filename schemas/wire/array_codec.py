@@ -1,6 +1,6 @@
-"""Numeric arrays in msgpack's extension type 1; imported when the first array travels.
+"""Numeric arrays as msgpack extension type 1, imported with the first array.
 
-Most processes send and receive none, and need not load NumPy for them.
+Most processes send none and need not load NumPy.
 """
 
 import math
@@ -25,7 +25,7 @@ _DTYPES_BY_NAME: dict[bytes, "np.dtype[Any]"] = {
 _NAMES_BY_DTYPE = {dtype: name for name, dtype in _DTYPES_BY_NAME.items()}
 _SHAPES: list[struct.Struct] = [struct.Struct(f"<{ndim}Q") for ndim in range(_MAX_DIMS + 1)]
 _extension = cast("Any", tuple).__new__
-"""Makes an extension without the checks of its constructor, which take longer than the array."""
+"""Creates an extension without the constructor's checks, which cost more than the array."""
 
 
 def pack_array(value: Any) -> msgpack.ExtType:
@@ -44,7 +44,7 @@ def pack_array(value: Any) -> msgpack.ExtType:
 
 @lru_cache(1024)
 def _head(dtype: "np.dtype[Any]", shape: tuple[int, ...]) -> bytes | None:
-    """Return what stands before the numbers, None for a dtype that does not travel so.
+    """Return the header before the numbers, None for an unsupported dtype.
 
     Raises TypeError for too many dimensions.
     """
@@ -57,7 +57,7 @@ def _head(dtype: "np.dtype[Any]", shape: tuple[int, ...]) -> bytes | None:
 
 
 def _little_endian(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-    """Return an array of the other byte order in ours; TypeError for what does not travel."""
+    """Return a big-endian array as little-endian; TypeError for unsupported types."""
     array = array.astype(array.dtype.newbyteorder("<"), copy=False)
     if array.dtype not in _NAMES_BY_DTYPE:
         raise TypeError(f"arrays of {array.dtype} do not travel")
@@ -65,7 +65,7 @@ def _little_endian(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
 
 
 def unpack_array(code: int, data: bytes) -> "np.ndarray[Any, Any]":
-    """Return an extension as a read-only array over `data`; MessageError for what is none."""
+    """Return an extension as a read-only array over `data`; MessageError if it is invalid."""
     if code != ARRAY_EXT:
         raise MessageError(f"unknown msgpack extension type {code}")
     try:

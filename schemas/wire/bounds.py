@@ -1,8 +1,8 @@
-"""The bounds of fields that name none: no text, list, map or number of a user is without one.
+"""Default bounds of texts, lists, maps and numbers from users.
 
-`bounded` is the one place. Sections of the configuration and requests of users pass the schema that
-pydantic has made of them through it, so a new field cannot be forgotten. Where a field of the kind
-`Any` holds a tree of its own, its size is bounded as a whole.
+`bounded` applies them: sections of the configuration and requests of users pass their pydantic
+schema through it, so no new field can be forgotten. A field of type `Any` that holds a tree is
+bounded as a whole.
 """
 
 from typing import Any, cast
@@ -10,21 +10,21 @@ from typing import Any, cast
 from pydantic_core import CoreSchema, core_schema
 
 MAX_CHARS = 4096
-"""Of a text: a path, a name, a reason."""
+"""Length of a text: a path, a name, a reason."""
 MAX_ITEMS = 10_000
-"""Of a list or map."""
+"""Entries of a list or map."""
 MAX_NUMBER = 1_000_000_000
-"""Of a whole number, either side of 0."""
+"""Absolute value of an integer."""
 MAX_REAL = 1e12
-"""Of any other number, either side of 0."""
+"""Absolute value of any other number."""
 MAX_TREE_CHARS = 256 << 10
-"""Of all texts of a free tree together."""
+"""Length of all texts of a free tree together."""
 MAX_TREE_VALUES = 50_000
 """Values of a free tree."""
 MAX_TREE_DEPTH = 32
-"""Maps and lists of a free tree within each other."""
+"""Nested maps and lists of a free tree."""
 MAX_TOP_K = 256
-"""Of the likeliest tokens that a model is asked for in the place of each."""
+"""Likeliest tokens requested per position."""
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "str": {"max_length": MAX_CHARS},
@@ -40,7 +40,7 @@ _OPAQUE = frozenset({"serialization", "metadata", "config", "default", "function
 
 
 def bounded(schema: CoreSchema) -> CoreSchema:
-    """Return the schema of a model with a bound for each field that has none."""
+    """Return a model's schema with a bound for each field that has none."""
     return cast("CoreSchema", _bounded(cast("dict[str, Any]", schema), is_outer=True))
 
 
@@ -63,7 +63,7 @@ def _bounded(schema: dict[str, Any], *, is_outer: bool) -> dict[str, Any]:
 
 
 def _inside(value: Any, *, is_outer: bool) -> Any:
-    """Bound the schemas that stand in a part of a schema: one, a list, or a map by name."""
+    """Bound the schemas within a schema: one, a list, or a map by name."""
     if isinstance(value, list):
         return [_inside(one, is_outer=is_outer) for one in cast("list[Any]", value)]
     if not isinstance(value, dict):
@@ -75,7 +75,7 @@ def _inside(value: Any, *, is_outer: bool) -> Any:
 
 
 def check_tree(value: Any) -> Any:
-    """Return a tree of maps, lists and plain values as it is; ValueError if it is too large."""
+    """Return a tree of maps, lists and plain values unchanged; ValueError if it is too large."""
     left: list[tuple[Any, int]] = [(value, 0)]
     num_values = num_chars = 0
     while left:

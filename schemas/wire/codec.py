@@ -20,7 +20,7 @@ from .errors import MessageError
 MAX_MESSAGE_BYTES = 8 * 2**20
 MAX_CONTAINER_LENGTH = 1_000_000
 MAX_CONTAINERS = 200_000
-"""Lists and maps of one payload, empty ones too."""
+"""Lists and maps of one payload, empty ones included."""
 MAX_JSON_COMMAS = 500_000
 _SHOWN = 300
 _packb = cast("Callable[..., bytes]", msgpack.packb)  # pyright: ignore[reportUnknownMemberType]
@@ -28,9 +28,9 @@ _unpackb = cast("Callable[..., Any]", msgpack.unpackb)  # pyright: ignore[report
 
 
 def pack(value: Any, *, plain: Callable[[Any], Any] | None = None) -> bytes:
-    """Pack plain values and NumPy arrays to msgpack; `plain` may return a plain value for others.
+    """Pack plain values and NumPy arrays to msgpack; `plain` may convert others.
 
-    Raises MessageError when a value has no msgpack form.
+    Raises MessageError for a value without a msgpack form.
     """
     try:
         return _packb(value, default=partial(_pack_other, plain), use_bin_type=True)
@@ -42,7 +42,7 @@ def pack(value: Any, *, plain: Callable[[Any], Any] | None = None) -> bytes:
 
 
 def unpack(payload: bytes | memoryview, *, max_bytes: int = MAX_MESSAGE_BYTES) -> Any:
-    """Unpack one msgpack value; arrays come back as read-only views of `payload`.
+    """Unpack one msgpack value; arrays are read-only views of `payload`.
 
     Raises MessageError for a payload that is truncated, too large, too deep or not msgpack.
     """
@@ -70,10 +70,10 @@ def unpack(payload: bytes | memoryview, *, max_bytes: int = MAX_MESSAGE_BYTES) -
 
 
 def read_json(text: str | bytes) -> Any:
-    """Read one JSON value that anybody may have written, bytes of it in UTF-8.
+    """Read one untrusted JSON value; bytes are UTF-8.
 
-    Raises MessageError for what is none, nests too deep, holds too many values, or half a
-    character, which no text of ours can hold.
+    Raises MessageError if it is invalid, nests too deep, has too many values, or holds a lone
+    surrogate.
     """
     comma = "," if isinstance(text, str) else b","
     if text.count(cast("Any", comma)) > MAX_JSON_COMMAS:
@@ -96,7 +96,7 @@ def read_json(text: str | bytes) -> Any:
 
 
 class _Counting:
-    """Counts the lists and maps of one payload: a byte each stands for many in memory."""
+    """Counts a payload's lists and maps: each takes one byte there and many in memory."""
 
     def __init__(self) -> None:
         self._left = MAX_CONTAINERS
@@ -109,7 +109,7 @@ class _Counting:
 
 
 def too_large(num_bytes: int, max_bytes: int) -> MessageError:
-    """Return the error of a payload that is over its limit."""
+    """Return the error of a payload over its limit."""
     return MessageError(
         f"a payload of {num_bytes:,} bytes is over the limit of {max_bytes:,}",
         hint="send large data as weights or in several messages",
@@ -130,17 +130,17 @@ def _unpack_other(code: int, data: bytes) -> Any:
 
 @cache
 def _arrays() -> tuple[Callable[[Any], Any], Callable[[int, bytes], Any]]:
-    """Return what packs and unpacks arrays, imported when the first one travels."""
+    """Return the array packer and unpacker, imported at first use."""
     from .array_codec import pack_array, unpack_array
 
     return pack_array, unpack_array
 
 
-# Trees of maps, as configurations are before they are validated.
+# Trees of maps, such as unvalidated configurations.
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with the leaves of `over` laid over it."""
+    """Return `base` overlaid with the leaves of `over`."""
     result = dict(base)
     for key, value in over.items():
         inner = result.get(key)

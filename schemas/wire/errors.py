@@ -1,15 +1,15 @@
 """The errors of the system.
 
-Every error says what happened, with which value, and what to do next. The three parts travel in
-an error reply (`code`, `message`, `hint`) and come back as the same class at the caller; a subclass
-without a code of its own comes back as its parent. What is decided from an error stands here as a
-fact of its class: nobody reads a message to decide.
+Every error has a stable `code`, a `message` (what happened, with which value) and a `hint` (what to
+do). They travel in an error reply and are raised as the same class at the caller; a subclass
+without its own code is raised as its parent. Decisions are made on attributes of the class, never
+on a message's text.
 """
 
 from typing import ClassVar, Literal, cast
 
 Boundary = Literal["engine", "environment", "sandbox", "reward", "task", "broker"]
-"""The parts of an episode that may be to blame for its failure."""
+"""Parts of an episode that can be blamed for its failure."""
 
 
 class TinkermqError(Exception):
@@ -39,7 +39,7 @@ class TinkermqError(Exception):
 
 
 class InternalError(TinkermqError):
-    """A service failed in a way that it does not tell; its log has it."""
+    """An unexpected failure in a service; its log has the details."""
 
     may_pass = True
 
@@ -53,7 +53,7 @@ class ConfigError(TinkermqError, ValueError):
 
 
 class DataError(TinkermqError, ValueError):
-    """A dataset that is missing, empty or lacks a column."""
+    """A dataset that is missing, empty, or lacks a column."""
 
     code = "data"
     status = 400
@@ -70,7 +70,7 @@ class ModelError(TinkermqError, ValueError):
 
 
 class GameError(TinkermqError, ValueError):
-    """A game that cannot be imported, raised, hung, or returned the wrong type."""
+    """A game that cannot be imported, raised, hung, or returned a wrong type."""
 
     code = "game"
     status = 400
@@ -78,14 +78,14 @@ class GameError(TinkermqError, ValueError):
 
 
 class SandboxError(TinkermqError):
-    """The sandbox for programs of the model cannot be used, or failed."""
+    """The sandbox for generated programs is unavailable or failed."""
 
     code = "sandbox"
     boundary = "sandbox"
 
 
 class RewardError(TinkermqError):
-    """A reward function, endpoint or judge failed, or said something that is no reward."""
+    """A reward function, endpoint or judge failed, or returned no valid reward."""
 
     code = "reward"
     boundary = "reward"
@@ -133,14 +133,14 @@ class LogInRefusedError(BrokerError):
 
 
 class AuthError(TinkermqError, PermissionError):
-    """An API key that is no key, or a user without the right to do this."""
+    """An invalid API key, or a user without the required right."""
 
     code = "auth"
     status = 403
 
 
 class ConflictError(TinkermqError):
-    """A compare-and-set lost: somebody else wrote first."""
+    """A compare-and-set failed: another writer was first."""
 
     code = "conflict"
     status = 409
@@ -148,7 +148,7 @@ class ConflictError(TinkermqError):
 
 
 class FencedError(ConflictError):
-    """This process is no longer the one that owns the log: a newer one has written to it."""
+    """A newer process owns the log."""
 
     code = "fenced"
 
@@ -161,20 +161,20 @@ class NotFoundError(TinkermqError, ValueError):
 
 
 class CheckpointGoneError(NotFoundError):
-    """A checkpoint that was there: it was deleted, or its time is over."""
+    """A checkpoint that was deleted or has expired."""
 
     code = "checkpoint_gone"
 
 
 class NobodyAnswersError(NotFoundError):
-    """Nobody listens on the subject of a request: who is asked there has ended, or starts again."""
+    """No service listens on the subject: it has ended or is restarting."""
 
     code = "nobody_answers"
     status = 503
 
 
 class DeadlineError(TinkermqError, TimeoutError):
-    """A wait that went past its deadline; the message names the wait and whom it waited for."""
+    """A wait exceeded its deadline; the message names the wait and the other side."""
 
     code = "deadline"
     status = 504
@@ -196,27 +196,27 @@ class QuotaError(TinkermqError, ValueError):
 
 
 class StateError(TinkermqError, ValueError):
-    """An operation that the job's present state does not allow."""
+    """An operation that the job's state does not allow."""
 
     code = "state"
     status = 409
 
 
 class SessionOverError(StateError):
-    """An operation for a session of the Tinker API that its client has finished."""
+    """An operation for a finished session of the Tinker API."""
 
     code = "session_over"
     status = 410
 
 
 class JobFailedError(TinkermqError, RuntimeError):
-    """A job that a client waited for has failed or was stopped; the message is the pool's."""
+    """A job that a client waited for failed or was stopped, with the pool's message."""
 
     code = "job_failed"
 
 
 class BusyError(TinkermqError):
-    """A service that has taken on as much as it may: the same request is welcome later."""
+    """A service at its capacity: retry later."""
 
     code = "busy"
     status = 429
@@ -225,14 +225,14 @@ class BusyError(TinkermqError):
 
 
 class ExhaustedError(TinkermqError):
-    """A user has used up a quota: the same request is welcome once an admin has raised it."""
+    """A used-up quota: retry after an admin has raised it."""
 
     code = "exhausted"
     status = 402
 
 
 class StorageError(TinkermqError):
-    """A file could not be written or read: a full disk, a missing right."""
+    """A file could not be read or written, such as on a full disk or without permission."""
 
     code = "storage"
     is_full: bool = False
@@ -240,7 +240,7 @@ class StorageError(TinkermqError):
 
 
 class StoreAwayError(StorageError):
-    """A store of files that does not answer, breaks off or has no room: it may later."""
+    """An object store that does not answer, breaks off or has no room; it may later."""
 
     status = 503
     may_pass = True
@@ -254,12 +254,12 @@ def _subclasses(base: type[TinkermqError]) -> list[type[TinkermqError]]:
 
 
 def of_boundary(boundary: Boundary) -> type[TinkermqError]:
-    """Return the class of the errors that arise at a boundary."""
+    """Return the error class of a boundary."""
     return next(cls for cls in _subclasses(TinkermqError) if cls.boundary == boundary)
 
 
 def root_cause(raised: BaseException) -> BaseException:
-    """Return the one error inside an exception group, or the group's first."""
+    """Return the single error inside an exception group, or the group's first."""
     while isinstance(raised, BaseExceptionGroup):
         inner = cast("tuple[BaseException, ...]", raised.exceptions)
         named = [error for error in inner if isinstance(error, TinkermqError)]
@@ -268,7 +268,7 @@ def root_cause(raised: BaseException) -> BaseException:
 
 
 def error_from_reply(code: str, message: str, hint: str) -> TinkermqError:
-    """Rebuild the error class that a peer raised, from its error reply."""
+    """Return the error of an error reply, as its class."""
     # a subclass without a code of its own is private to its module: the parent stands for it
     by_code = {cls.code: cls for cls in reversed(_subclasses(TinkermqError)[1:])}
     return by_code.get(code, InternalError)(message, hint=hint)

@@ -1,8 +1,8 @@
-"""The texts below the fields of models, read out of the source when somebody asks for them.
+"""Texts below the fields of models, read from the source on demand.
 
-pydantic would read them whenever a class is made (`use_attribute_docstrings`), which takes longer
-than all else that it does with our classes, in every process; and only help, JSON schemas and the
-reference pages show them.
+pydantic would read them whenever a class is created (`use_attribute_docstrings`), which takes
+longer than all its other work on our classes. Only help, JSON schemas and reference pages need
+them.
 """
 
 import ast
@@ -18,12 +18,12 @@ from pydantic import BaseModel, GetJsonSchemaHandler
 from pydantic_core import CoreSchema
 
 _PARSING = threading.Lock()
-"""CPython 3.11 may fail where two threads parse at a time, as `inspect.getsource` does, too."""
+"""CPython 3.11 may fail if two threads parse at once, also in `inspect.getsource`."""
 
 
 @cache
 def field_docs(model: type[BaseModel]) -> dict[str, str]:
-    """Return the text of each field of a model, also of those that it inherits, by name."""
+    """Return the text of each field of a model, inherited ones included, by name."""
     texts: dict[str, str] = {}
     for one in reversed(model.__mro__):
         if issubclass(one, BaseModel) and one is not BaseModel:
@@ -34,9 +34,9 @@ def field_docs(model: type[BaseModel]) -> dict[str, str]:
 def described(
     model: type[BaseModel], core_schema: CoreSchema, handler: GetJsonSchemaHandler
 ) -> dict[str, Any]:
-    """Return the JSON schema of a model with the texts of its fields as their descriptions.
+    """Return a model's JSON schema with field texts as descriptions.
 
-    For a model's `__get_pydantic_json_schema__`.
+    For `__get_pydantic_json_schema__`.
     """
     schema = handler(core_schema)
     properties = handler.resolve_ref_schema(schema).get("properties", {})
@@ -47,7 +47,7 @@ def described(
 
 
 def _texts(model: type[BaseModel]) -> Iterator[tuple[str, str]]:
-    """Yield name and text of the fields that a class itself declares."""
+    """Yield name and text of the fields that a class declares itself."""
     try:
         with _PARSING:
             body = ast.parse(textwrap.dedent(inspect.getsource(model))).body[0]

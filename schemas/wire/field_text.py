@@ -1,4 +1,4 @@
-"""A field's type, bounds and default in words, as Markdown: for reference pages and `--help`."""
+"""Type, bounds and default of a field as Markdown, for reference pages and `--help`."""
 
 import types
 import typing
@@ -13,11 +13,11 @@ from .ids import new_id
 from .message import Message
 
 _BOUNDS = ((Ge, "ge", "≥"), (Gt, "gt", ">"), (Le, "le", "≤"), (Lt, "lt", "<"))
-_LENGTHS = ((MinLen, "min_length", "at least"), (MaxLen, "max_length", "at most"))
+_LENGTHS = ((MinLen, "min_length", "≥"), (MaxLen, "max_length", "≤"))
 
 
 def type_text(field: FieldInfo) -> str:
-    """Return a field's type and bounds for people to read, as Markdown."""
+    """Return a field's type and bounds as Markdown."""
     arrays = [rule for rule in field.metadata if isinstance(rule, WithJsonSchema)]
     if arrays:
         return str((arrays[0].json_schema or {})["description"])
@@ -31,9 +31,9 @@ def _bounds(field: FieldInfo) -> Iterator[str]:
         for kind, attribute, sign in _BOUNDS:
             if isinstance(rule, kind):
                 yield f" {sign} {getattr(rule, attribute):,}"
-        for kind, attribute, words in _LENGTHS:
+        for kind, attribute, sign in _LENGTHS:
             if isinstance(rule, kind):
-                yield f", {words} {getattr(rule, attribute):,} long"
+                yield f" {sign} {getattr(rule, attribute):,} long"
         pattern = getattr(rule, "pattern", None)
         if pattern is not None:
             yield f" that matches `{pattern}`"
@@ -44,7 +44,7 @@ def _type(annotation: Any) -> str:
     if annotation is None or annotation is type(None):
         return "null"
     if origin is Literal:
-        return " or ".join(f"`{value}`" for value in arguments)
+        return f"`{'|'.join(map(str, arguments))}`"
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_type(argument) for argument in arguments)
     if origin is list:
@@ -61,7 +61,7 @@ def _type(annotation: Any) -> str:
 
 
 def default_text(field: FieldInfo) -> str:
-    """Return a field's default for people to read, as Markdown."""
+    """Return a field's default as Markdown."""
     if field.is_required():
         return "required"
     if field.default_factory is new_id:

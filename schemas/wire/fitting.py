@@ -1,7 +1,7 @@
-"""What does not fit into one message: cut where only people read it, and named where not.
+"""Fit groups into a message: cut what only people read, and name the rest.
 
-A game's `info` is for people, but for its numbers, which become metrics. So texts in it are cut
-first, then whole values, until the rest fits; the numbers stay.
+A game's `info` is for people, except its numbers, which become metrics. Texts in it are cut first,
+then whole values; numbers stay.
 """
 
 from collections.abc import Mapping
@@ -13,28 +13,28 @@ from .codec import MAX_MESSAGE_BYTES, pack
 CUT = "info_cut"
 """Key of an `info` that was cut; its value says what it had: `{"bytes": 2000000, "keys": 3}`."""
 _TEXTS = (1 << 16, 1 << 12, 1 << 9)
-"""Characters that are left of texts: as many as fit."""
+"""Lengths to which texts are cut: the largest that fits."""
 _SHORT_BYTES = 1 << 9
-"""Values that are never cut."""
+"""Size of values that are never cut."""
 _MOST_ITEMS = 10_000
-"""Of an `info` that is cut so many keys are left; lists and maps with more are cut whole."""
+"""Keys left in a cut `info`; larger lists and maps are cut as a whole."""
 
 
 def most_bytes(max_payload_bytes: int, read_bytes: int = MAX_MESSAGE_BYTES) -> int:
-    """Return the largest message that a server takes, and of which its readers read so much."""
+    """Return the largest message that a server accepts and readers can read."""
     return min(max_payload_bytes, read_bytes)
 
 
 def packed_bytes(value: Any) -> int:
-    """Return the bytes of a value as it travels. Raises MessageError for what cannot."""
+    """Return the packed size of a value; raises MessageError."""
     return len(pack(value))
 
 
 def cut_info(info: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """Return an `info` of about `most` bytes at most, with a mark where one was cut.
+    """Return an `info` of about `most` bytes, with marks where it was cut.
 
-    Texts are cut first, then the largest values are replaced. Numbers stay, so that many of them
-    may be more than `most`. Raises MessageError for what cannot travel.
+    Texts are cut first, then the largest values are replaced. Numbers stay, so many of them may
+    exceed `most`. Raises MessageError for an unsupported value.
     """
     size = packed_bytes(info)
     if size <= most:
@@ -58,7 +58,7 @@ def cut_info(info: Mapping[str, Any], most: int) -> dict[str, Any]:
 
 
 def _with_short_texts(value: Any, characters: int) -> Any:
-    """Return a value with its texts and bytes, however deep, cut to so many characters."""
+    """Return a value with all its texts and bytes cut to this length."""
     if isinstance(value, str):
         if len(value) <= characters:
             return value

@@ -1,11 +1,11 @@
-"""Code that others wrote, at the places where it is met: what it raises, and what it returns.
+"""Boundary to code of others: its exceptions and return values.
 
-Games, rewards, agents and functions of users, and libraries below them, may raise whatever Python
-can raise, and return whatever it can hold. Here that becomes an error of ours that names the one to
-blame, or a plain value that can travel; whatever else runs in the process goes on.
+Games, rewards, agents, users' functions and libraries may raise any exception and return any value.
+Here these become errors that name the culprit, or plain values that can travel; the process goes
+on.
 
-What ends ourselves is not foreign and goes on as it is: the cancellation of the running task, the
-end of its coroutine, and an interrupt that came as a signal.
+The cancellation of the running task, the end of its coroutine, and an interrupt by signal are not
+foreign and are passed on.
 """
 
 import asyncio
@@ -26,12 +26,12 @@ from .codec import MAX_MESSAGE_BYTES, pack, unpack
 from .errors import MessageError, TinkermqError
 
 Blame = Callable[[BaseException], TinkermqError]
-"""Returns the error that names who is to blame for what was raised; may return it as it is."""
+"""Returns the error that names the culprit of an exception; may return the exception itself."""
 
 MAX_DEPTH = 64
-"""Lists and maps within each other, in one value."""
+"""Nested lists and maps of one value."""
 MAX_CONTAINERS = 10_000
-"""Lists and maps of one value: a message holds the values of many episodes."""
+"""Lists and maps of one value: a message holds values of many episodes."""
 _MAX_TEXT_CHARS = MAX_MESSAGE_BYTES // 4
 _NUM_FRAMES = 6
 _NUM_INNER = 5
@@ -46,9 +46,9 @@ _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 
 def blaming(blame: Blame) -> AbstractContextManager[None]:
-    """Turn whatever the block raises into the error that `blame` returns.
+    """Turn any exception of the block into the error that `blame` returns.
 
-    The block calls foreign code and awaits nothing.
+    The block calls foreign code and does not await.
     """
     if threading.current_thread() is threading.main_thread():
         return _BlamingInMainThread(blame)
@@ -56,7 +56,7 @@ def blaming(blame: Blame) -> AbstractContextManager[None]:
 
 
 class _Blaming:
-    """A context without a generator: it stands around every step of a game."""
+    """A context without a generator, for speed: it surrounds every step of a game."""
 
     __slots__ = ("_blame",)
 
@@ -72,7 +72,7 @@ class _Blaming:
 
 
 class _BlamingInMainThread:
-    """The same where SIGINT may interrupt the block: no code of it has raised that."""
+    """The same where SIGINT may interrupt the block, which is not the block's own exception."""
 
     def __init__(self, blame: Blame) -> None:
         self._blame = blame
@@ -102,9 +102,9 @@ class _BlamingInMainThread:
 
 @contextlib.contextmanager
 def blaming_awaited(blame: Blame) -> Iterator[None]:
-    """Turn whatever the block raises, which awaits foreign code, into the error of `blame`.
+    """Turn any exception of an awaiting block into the error of `blame`.
 
-    A CancelledError is foreign unless somebody has cancelled the running task.
+    A CancelledError is foreign unless the running task was cancelled.
     """
     task = asyncio.current_task()
     try:
@@ -116,7 +116,7 @@ def blaming_awaited(blame: Blame) -> Iterator[None]:
 
 
 def ends_this_task(error: BaseException) -> bool:
-    """Whether an error is the cancellation of the running task, and no CancelledError of others."""
+    """Whether an error cancels the running task, rather than a foreign CancelledError."""
     return _ends(_current_task(), error)
 
 
@@ -142,7 +142,7 @@ def _raise_blamed(blame: Blame, error: BaseException) -> None:
 
 
 def words_of(error: BaseException) -> str:
-    """Return `Type: message` of whatever was raised, of a group also what is in it."""
+    """Return `Type: message` of an exception, for a group also its members'."""
     words = f"{type(error).__name__}: {_text_of(error)}".removesuffix(": ")
     if isinstance(error, BaseExceptionGroup):
         inner = _leaves(cast("BaseExceptionGroup[BaseException]", error))
@@ -151,9 +151,9 @@ def words_of(error: BaseException) -> str:
 
 
 def lines_of(error: BaseException, skip: Collection[str] = ()) -> str:
-    """Return the end of a traceback and what was raised, without the frames of files in `skip`.
+    """Return the end of a traceback and its exception, without frames of files in `skip`.
 
-    Of a group it has the tracebacks of what is in it, too.
+    For a group with its members' tracebacks.
     """
     try:
         frames = traceback.extract_tb(error.__traceback__)
@@ -171,9 +171,9 @@ def lines_of(error: BaseException, skip: Collection[str] = ()) -> str:
 
 
 def place_of(error: BaseException, skip: Collection[str] = ()) -> str:
-    """Return `file.py, line 3` of what was raised as foreign code was imported, or nothing.
+    """Return `file.py, line 3` of an exception while importing foreign code, or nothing.
 
-    Frames of files in `skip`, and of the import itself, do not count.
+    Frames of files in `skip`, and of the import machinery, do not count.
     """
     try:
         frames = traceback.extract_tb(error.__traceback__)
@@ -185,7 +185,7 @@ def place_of(error: BaseException, skip: Collection[str] = ()) -> str:
 
 
 def clean_text(text: object, most_chars: int = _MOST_CHARS, *, keep_end: bool = False) -> str:
-    """Return a text that can travel and be logged, of whatever was to be one."""
+    """Return any value as a text that can travel and be logged."""
     told = str.__str__(text) if isinstance(text, str) else shown(text)
     told = _cut(told, most_chars, keep_end=keep_end)
     return _cut(told.encode(errors="backslashreplace").decode(), most_chars, keep_end=keep_end)
@@ -198,7 +198,7 @@ def _cut(text: str, most_chars: int, *, keep_end: bool) -> str:
 
 
 def shown(value: object) -> str:
-    """Return the short form of any value for a message, also of one that cannot be shown."""
+    """Return a short form of any value for a message."""
     try:
         text = _short.repr(value)
     except BaseException:  # noqa: BLE001 - its own code is asked how it looks
@@ -215,7 +215,7 @@ def _text_of(error: BaseException) -> str:
 
 
 def _leaves(group: "BaseExceptionGroup[BaseException]") -> list[BaseException]:
-    """Return the first errors of a group that are no groups."""
+    """Return the members of a group that are not groups."""
     found: list[BaseException] = []
     waiting: list[BaseException] = [group]
     while waiting and len(found) < _NUM_INNER:
@@ -228,7 +228,7 @@ def _leaves(group: "BaseExceptionGroup[BaseException]") -> list[BaseException]:
 
 
 class _Shown(reprlib.Repr):
-    """Short forms of values: NumPy's own of many numbers takes long, an int may have no text."""
+    """Short forms of values: NumPy's own take long, and a large int may have no text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,9 +249,9 @@ _short = _Shown()
 
 
 def plain_text(value: str, name: str) -> str:
-    """Return a text as it can travel; MessageError naming `name` for one that cannot.
+    """Return a text that can travel; MessageError naming `name` for another.
 
-    That is one with half a character (a lone surrogate, as "\\ud83d" in JSON makes), or too long.
+    Lone surrogates ("\\ud83d" in JSON) and too long texts cannot.
     """
     text = value if type(value) is str else str.__str__(value)
     if text.isascii() and len(text) <= _MAX_TEXT_CHARS:
@@ -269,9 +269,9 @@ def plain_text(value: str, name: str) -> str:
 
 
 def plain_value(value: Any, name: str) -> Any:
-    """Return a copy of a value as it arrives at the other end of a message.
+    """Return a copy of a value as it arrives after transport.
 
-    Maps with text keys, lists, texts, numbers of 64 bits, bytes, arrays and None travel. Raises
+    Maps with text keys, lists, texts, 64-bit numbers, bytes, arrays and None can travel. Raises
     MessageError that names the item which cannot, as `info["board"][3]`.
     """
     if value is None or type(value) in (bool, float):
@@ -296,7 +296,7 @@ def _check_size(num_bytes: int, name: str) -> None:
 
 
 def _check_shape(plain: Any, name: str) -> None:
-    """Raise MessageError for a value that nests too deep, or holds what is not plain."""
+    """Raise MessageError for a value that nests too deep or has unsupported types."""
     level, depth, count = [plain], 0, 0
     while level:
         inner: list[Any] = []

@@ -1,9 +1,9 @@
-"""Images in chat messages: parts of a message's content, in the order in which they are seen.
+"""Images in chat messages, as ordered parts of a message's content.
 
-A part is `{"type": "image", "image": …}` (or `image_url`), its image the encoded bytes of a file
-(PNG, JPEG …), a map that holds them under `bytes`, or a data URL. In a group of trajectories,
-whose prompts are alike, each image travels once: there a part's image is a number, its place in
-the group's `images`. Nothing here looks inside.
+A part is `{"type": "image", "image": …}` (or `image_url`) with the bytes of an encoded file (PNG,
+JPEG …), a map that holds them under `bytes`, or a data URL. In a group, where prompts are alike,
+each image travels once: a part then has its index in the group's `images`. Images are not decoded
+here.
 """
 
 import base64
@@ -23,7 +23,7 @@ _MAGIC = {
 
 
 def image_parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the parts of the messages that are images."""
+    """Yield the image parts of messages."""
     for message in messages:
         content = message.get("content")
         for part in cast("list[Any]", content) if isinstance(content, list) else []:
@@ -34,12 +34,12 @@ def image_parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any
 def images_of(
     messages: Sequence[Mapping[str, Any]], shared: Sequence[bytes] = ()
 ) -> tuple[bytes, ...]:
-    """Return the encoded images of the messages; DataError for one that is not there in bytes."""
+    """Return the encoded images of messages; DataError for one without bytes."""
     return tuple(encoded_image(part, shared) for part in image_parts(messages))
 
 
 def shows_later(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether images stand behind the first answer of the assistant."""
+    """Whether images follow the assistant's first answer."""
     roles = [message.get("role") for message in messages]
     first = roles.index("assistant") if "assistant" in roles else len(roles)
     return any(image_parts(messages[first:]))
@@ -48,7 +48,7 @@ def shows_later(messages: Sequence[Mapping[str, Any]]) -> bool:
 def replace_images(
     messages: Sequence[Mapping[str, Any]], new: Callable[[dict[str, Any]], Any]
 ) -> list[dict[str, Any]]:
-    """Return the messages with `new(part)` as the image of each part that is one."""
+    """Return messages with `new(part)` as the image of each image part."""
     return [
         {**message, "content": [_replaced(part, new) for part in cast("list[Any]", content)]}
         if isinstance(content := message.get("content"), list)
@@ -60,7 +60,7 @@ def replace_images(
 def number_images(
     messages: Sequence[Mapping[str, Any]], numbers: dict[bytes, int], shared: Sequence[bytes] = ()
 ) -> list[dict[str, Any]]:
-    """Return the messages with images as numbers; those that `numbers` lacks are added to it."""
+    """Return messages with image numbers; adds missing ones to `numbers`."""
     return replace_images(
         messages, lambda part: numbers.setdefault(encoded_image(part, shared), len(numbers))
     )
@@ -69,16 +69,16 @@ def number_images(
 def restore_images(
     messages: Sequence[Mapping[str, Any]], shared: Sequence[bytes]
 ) -> list[dict[str, Any]]:
-    """Return the messages with bytes in place of the numbers of images."""
+    """Return messages with bytes instead of image numbers."""
     return replace_images(
         messages, lambda part: encoded_image(part, shared) if _is_number(part) else _image(part)
     )
 
 
 def with_data_urls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages as OpenAI's interface takes them: each image as a data URL.
+    """Return messages for OpenAI's API: each image as a data URL.
 
-    Raises DataError for an image that is not there in bytes, or none of a known kind.
+    Raises DataError for an image without bytes or of unknown type.
     """
     return [
         {**message, "content": [_as_url(part) for part in cast("list[Any]", content)]}
@@ -89,7 +89,8 @@ def with_data_urls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def data_url(encoded: bytes) -> str:
-    """Return the data URL of a PNG, JPEG, GIF or WebP file, told by its first bytes; else ""."""
+    """Return the data URL of a PNG, JPEG, GIF or WebP file, recognised by its first bytes; else
+    ""."""
     kind = next((kind for magic, kind in _MAGIC.items() if encoded.startswith(magic)), None)
     if kind is None or (kind == "image/webp" and encoded[8:12] != b"WEBP"):
         return ""

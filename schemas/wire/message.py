@@ -1,4 +1,4 @@
-"""The base of every message: a pydantic model that travels as a msgpack map with its version."""
+"""Base of all messages: a pydantic model that travels as a msgpack map with a version."""
 
 import reprlib
 from typing import Any, ClassVar, Self, cast
@@ -24,10 +24,10 @@ _MOST_CHARS = 200
 
 
 class Message(BaseModel):
-    """A message of the system.
+    """Base of all messages.
 
-    Unknown keys are ignored, so that an older actor understands a newer one; an unknown `v` is
-    refused. Field docstrings become docs/messages.md.
+    Unknown keys are ignored, so that older actors understand newer ones; an unknown `v` is refused.
+    Field docstrings become docs/messages.md.
     """
 
     model_config = ConfigDict(
@@ -47,36 +47,36 @@ class Message(BaseModel):
         return described(cls, core_schema, handler)
 
     def to_bytes(self, **instead: Any) -> bytes:
-        """Pack to a msgpack map with the key `v`; `instead` are fields that are told otherwise."""
+        """Pack to a msgpack map with the key `v`; `instead` replaces fields."""
         return pack({"v": SCHEMA_VERSION, **vars(self), **instead}, plain=_fields_of)
 
     def to_map(self) -> dict[str, Any]:
-        """Return the plain map that is packed; arrays stay NumPy arrays."""
+        """Return the plain map to pack; arrays stay NumPy arrays."""
         return {"v": SCHEMA_VERSION, **_plain_fields(self)}
 
     @classmethod
     def from_bytes(cls, payload: bytes | memoryview, *, at: str | None = None) -> Self:
-        """Unpack and validate a payload; `at` is the key or subject under which it was stored.
+        """Unpack and validate a payload stored under key or subject `at`.
 
-        Raises MessageError, naming the field, for anything that is not this message, or that
-        names itself otherwise than its key or subject does.
+        Raises MessageError, naming the field, for an invalid message, or one whose fields
+        contradict `at`.
         """
         message = cls.from_map(unpack(payload, max_bytes=cls.max_bytes))
         return message if at is None else message.check_at(at)
 
     def named_at(self, at: str) -> str:
-        """Return the key or subject that the message's own fields name.
+        """Return the key or subject that the message's fields name.
 
-        `at` is the one under which it was found: what the fields do not tell is taken from it.
-        Raises MessageError for a field that cannot be part of a name.
+        `at` is the one under which it was found, for what the fields do not name. Raises
+        MessageError for a field that cannot be part of a name.
         """
         return at
 
     def check_at(self, at: str) -> Self:
-        """Return the message if it names itself as its key or subject does.
+        """Return the message if its fields match its key or subject.
 
-        Who may write where is the broker's to guard, and it sees keys and subjects only: a name
-        within a payload is anybody's word. Raises MessageError.
+        The broker guards keys and subjects only, so names in a payload are untrusted. Raises
+        MessageError.
         """
         named = self.named_at(at)
         if named != at:
@@ -115,12 +115,12 @@ class Message(BaseModel):
 
 
 class Request(Message):
-    """What users ask the pool's own services: every field is bounded, by itself or by default."""
+    """Base of users' requests to the pool's services: every field is bounded."""
 
     max_bytes: ClassVar[int] = 64 << 10
 
     def __init__(self, **values: Any) -> None:
-        """Make a request; raises MessageError: what is wrong is what somebody has typed."""
+        """Make a request; raises MessageError, since a user typed the values."""
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -132,7 +132,7 @@ class Request(Message):
 
 
 class Empty(Request):
-    """A request or reply that says nothing beyond having been sent."""
+    """A message without content."""
 
     max_bytes: ClassVar[int] = 1 << 10
 
@@ -144,12 +144,12 @@ def with_last(at: str, name: str | int) -> str:
 
 
 def _fields_of(value: Any) -> Any:
-    """Return a model's fields, which the packer itself goes through; anything else as it is."""
+    """Return a model's fields for the packer; anything else unchanged."""
     return vars(value) if isinstance(value, BaseModel) else value
 
 
 def _plain_fields(model: BaseModel) -> dict[str, Any]:
-    """Return the fields of a validated model as plain values; four times as fast as a dump."""
+    """Return a validated model's fields as plain values, four times as fast as a dump."""
     return {name: _plain(value) for name, value in vars(model).items()}
 
 
@@ -164,7 +164,7 @@ def _plain(value: Any) -> Any:
 
 
 def summarize(error: ValidationError) -> str:
-    """Say each problem of a pydantic error in one short clause: where, what, which value."""
+    """Describe each pydantic error in one clause: where, what, which value."""
     if error.error_count() > _MOST_ERRORS:  # to list them takes longer than to find them
         return f"{error.error_count():,} of its values are wrong"
     clauses: list[str] = []
@@ -180,7 +180,7 @@ def summarize(error: ValidationError) -> str:
 
 
 class _Short(reprlib.Repr):
-    """Short forms of values; NumPy's own of an array of many dimensions takes seconds to make."""
+    """Short forms of values; NumPy's own takes seconds for many dimensions."""
 
     def repr_ndarray(self, array: Any, _: int) -> str:
         return f"{array.dtype} array of {array.shape}"
@@ -189,31 +189,28 @@ class _Short(reprlib.Repr):
 _short = _Short()
 
 
-# The reply to a request that failed.
+# Replies: errors and parts.
 
 MAX_CHARS = 8000
-"""Characters of a message or hint."""
+"""Length of a message or hint."""
 
 
 class ErrorReply(Message):
-    """What a service answers when a request failed.
-
-    The headers `Nats-Service-Error-Code` and `Nats-Service-Error` say the same to the ordinary
-    tools.
-    """
+    """Reply to a request that failed. The headers `Nats-Service-Error-Code` and
+    `Nats-Service-Error` repeat it for NATS tools."""
 
     code: str
-    """Stable, machine-readable."""
+    """Stable error code."""
     message: str
     """What happened, with which value."""
     hint: str = ""
-    """What to do next."""
+    """What to do about it."""
 
     @classmethod
     def of(cls, code: str, message: str, hint: str = "") -> Self:
-        """Make a reply of any text, also of what has no UTF-8 form (games and models say it).
+        """Make a reply of any text, also invalid Unicode from games and models.
 
-        What is longer than anybody reads is cut: a reply that is too large would be none.
+        Long texts are cut, so that the reply fits a message.
         """
         return cls(code=code, message=_clean(message), hint=_clean(hint))
 
@@ -223,18 +220,15 @@ class ErrorReply(Message):
 
 
 class Part(Message):
-    """One of the messages that answer one request, when the answer comes bit by bit.
-
-    What extends it carries a piece of the answer; one that carries none says that the service is
-    still at work.
-    """
+    """One of several messages that answer a request. A part without content says that the service
+    is still working."""
 
     index: int = Field(default=0, ge=0)
-    """Number of the message, from 0: a gap means that one was lost."""
+    """Number of the part, from 0; a gap means a loss."""
     last: bool = False
-    """Nothing follows."""
+    """No part follows."""
     error: ErrorReply | None = None
-    """Why the answer ends here; only in the last one."""
+    """Why the answer ends here; in the last part only."""
 
 
 def _clean(told: object) -> str:

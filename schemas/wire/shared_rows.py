@@ -1,7 +1,7 @@
-"""Rows of an episode as they travel: what one begins with in common with the row before, once.
+"""Rows of an episode as they travel: a beginning shared with the previous row is sent once.
 
-The rows of an agent's episode are paths of one tree of calls. Where a history is rendered anew at
-each call they repeat nearly all of it, and the whole would be many times what was said.
+Rows of an agent's episode are paths of one tree of calls. Where histories are rendered anew at each
+call, rows repeat nearly all of it.
 """
 
 from collections.abc import Sequence
@@ -11,17 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 _VECTORS = {"token_ids": None, "mask": 0, "logprobs": 0.0, "versions": -1}
-"""What has a value for each token, and the value of one that the policy did not generate here."""
+"""Per-token arrays, and their value for tokens not generated in this row."""
 _MOST_TOKENS = 1 << 23
-"""Tokens that the rows of a group may have in common with others: a bound of what is unpacked."""
+"""Shared tokens of a group's rows: a bound of unpacking."""
 _MOST_MESSAGES = 1 << 19
-"""Messages, likewise."""
+"""Shared messages, likewise."""
 
 Row = dict[str, Any]
 
 
 def without_shared(rows: Sequence[Row]) -> list[Row]:
-    """Leave out of each row what it begins with as the row of its episode before it does."""
+    """Remove from each row the beginning that it shares with the previous one."""
     found: list[Row] = []
     before: Row | None = None
     for row in rows:
@@ -32,7 +32,7 @@ def without_shared(rows: Sequence[Row]) -> list[Row]:
 
 
 def with_shared(rows: Sequence[Any]) -> list[Any]:
-    """Give each row what was left out of it; ValueError for rows that cannot be whole."""
+    """Restore removed beginnings; ValueError for rows that cannot be complete."""
     found: list[Any] = []
     num_tokens, num_messages = 0, 0
     for row in rows:
@@ -73,7 +73,7 @@ def _behind(before: Row, row: Row) -> Row:
 
 
 def _num_tokens(before: Row, row: Row) -> int:
-    """Count the leading tokens that are the same and were not generated in this row."""
+    """Count the equal leading tokens that were not generated in this row."""
     given = len(row["mask"])
     for name, value in _VECTORS.items():
         if value is not None and (others := np.flatnonzero(row[name] != value)).size:

@@ -1,4 +1,4 @@
-"""Every subject, stream, bucket and consumer name of the system, built here and nowhere else.
+"""Every subject, stream, bucket and consumer name of the system, built only here.
 
 Subjects are lower case, most general token first; `<u>` is the user, `<j>` the job id. Stream and
 bucket names hold user and job as whole tokens, so that permissions can name them.
@@ -11,7 +11,7 @@ from .errors import MessageError
 
 PREFIX = "tmq.v1"
 DEFAULT_USER = "local"
-"""Everybody, in a pool without authentication."""
+"""The only user of a pool without authentication."""
 
 BUCKET_JOBS = "tmq-jobs"
 BUCKET_ARCHIVE = "tmq-archive"
@@ -32,17 +32,17 @@ TASK_CONSUMER = "generators"
 SERVICES = ("auth", "scheduler", "node", "gateway")
 """Services of the pool, each with credentials of its own."""
 RESERVED_USERS = frozenset({*SERVICES, "job", "pool", "invited", "sys", "tinker"})
-"""Names that no user may have: they stand for something else in subjects, keys and inboxes."""
+"""Names that users cannot have, because subjects, keys and inboxes use them."""
 
 _USER = re.compile(r"[a-z0-9][a-z0-9_]{0,31}")
 _TOKEN = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,63}$"
-"""What may stand as one token of a subject; for fields whose value becomes one."""
+"""A valid token of a subject; for fields whose value becomes one."""
 
 
 def token(value: str, *, what: str) -> str:
-    """Return `value` if it may stand as one token of a subject, else raise MessageError."""
+    """Return `value` if it is a valid token of a subject, else raise MessageError."""
     if not _TOKEN.fullmatch(value):
         raise MessageError(
             f"{what} {value!r} cannot be part of a subject",
@@ -58,17 +58,17 @@ def rpc(user: str, service: str, method: str) -> str:
 
 
 def acting(admin: str, user: str, service: str, method: str) -> str:
-    """Subject of a request that an admin sends on behalf of `user`: no one else may publish it.
+    """Subject of an admin's request on behalf of `user`; only the admin may publish it.
 
-    It says who asks, which the reply subject cannot, as that is the asker's to choose.
+    It identifies the admin, unlike the reply subject, which the sender chooses.
     """
     return f"{PREFIX}.as.{admin}.{user}.{service}.{method}"
 
 
 def user_name(value: str) -> str:
-    """Return `value` if a user may have this name, else raise MessageError.
+    """Return `value` if it is a valid user name, else raise MessageError.
 
-    There is no '-' in it: stream names join user, job and kind by it.
+    It has no '-', which joins user, job and kind in stream names.
     """
     if not _USER.fullmatch(value):
         raise MessageError(
@@ -81,20 +81,20 @@ def user_name(value: str) -> str:
 
 
 def inbox(user: str) -> str:
-    """Prefix of the inboxes of a user or service; nobody else may listen there."""
+    """Prefix of the inboxes of a user or service, where only they may listen."""
     return f"_INBOX_{user}"
 
 
 def tinker_inbox(user: str) -> str:
-    """Prefix of the inboxes in which a user hears the trainers of others; nobody else may listen.
+    """Prefix of the inboxes for answers of other users' trainers.
 
-    The trainers of the pool may answer there, and nowhere else of a user.
+    Only the user may listen there, and trainers may answer only there.
     """
     return f"{inbox('tinker')}.{user}"
 
 
 def user_store(user: str, caller: str = "") -> str:
-    """Subject below which a user, or an admin for him, asks the store proxy for what is stored."""
+    """Subject prefix of a user's requests, or an admin's for the user, to the store proxy."""
     if caller not in ("", user):
         return acting(caller, user, "store", "").rstrip(".")
     return rpc(user, "store", "").rstrip(".")
@@ -106,13 +106,13 @@ def node(name: str, verb: str) -> str:
 
 
 def user_of_rpc(subject: str) -> str:
-    """Return on whose behalf a request is: identity is taken from its subject and nothing else."""
+    """Return the user of a request, which only its subject identifies."""
     parts = subject.split(".")
     return parts[4] if parts[2] == "as" else parts[3]
 
 
 def caller_of_rpc(subject: str) -> str:
-    """Return who sent a request: its user, or the admin who acts for him."""
+    """Return the sender of a request: its user, or the acting admin."""
     return subject.split(".")[3]
 
 
@@ -131,9 +131,9 @@ _KIND_OF_STREAM = {"metric": "feed", "event": "feed"}
 
 
 def stream_of(subject: str) -> str:
-    """Return the stream that stores a subject: of a job, a bucket or an object store.
+    """Return the stream that stores a subject of a job, a bucket or an object store.
 
-    A subject that none of them stores is returned as it is.
+    Any other subject is returned unchanged.
     """
     parts = subject.split(".")
     if parts[0] in ("$KV", "$O") and len(parts) > 2:
@@ -181,7 +181,7 @@ class JobScope:
 
     @property
     def appended(self) -> str:
-        """Subject on which the server says that the rollout log has a new entry."""
+        """Subject on which the server announces a new entry of the rollout log."""
         return self._subject("appended")
 
     def rollout(self, number: int | str) -> str:
@@ -199,7 +199,7 @@ class JobScope:
 
     @property
     def dead(self) -> str:
-        """Subject of tasks given up."""
+        """Subject of failed tasks."""
         return self._subject("dead")
 
     @property
@@ -218,7 +218,7 @@ class JobScope:
         return self._subject("trace")
 
     def operation(self, user: str, session: str, number: int | str, seq: int | str) -> str:
-        """Subject of one operation of a user's model (`*` for all of its)."""
+        """Subject of one operation of a user's model (`*` for all)."""
         return self._subject(f"op.{user}.{token(session, what='session')}.{number}.{seq}")
 
     @property
@@ -232,7 +232,7 @@ class JobScope:
 
     @property
     def claim_of_results(self) -> str:
-        """Subject under which a trainer claims that it alone writes results."""
+        """Subject under which a trainer claims the log of results."""
         return self._subject("result.claim")
 
     @property
@@ -241,7 +241,7 @@ class JobScope:
         return self._subject("result.>")
 
     def snapshot(self, verb: str) -> str:
-        """Subject of `find` or `fetch`: what samplers ask their trainer of an adapter."""
+        """Subject of `find` or `fetch`: samplers' requests to their trainer."""
         return self._subject(f"snapshot.{verb}")
 
     def log(self, actor: str) -> str:
@@ -255,7 +255,7 @@ class JobScope:
 
     @property
     def weights_join(self) -> str:
-        """Subject on which receivers ask the learner for a place in a round of weights."""
+        """Subject on which receivers join the learner's next transfer."""
         return self._subject("weights.join")
 
     @property
@@ -270,7 +270,7 @@ class JobScope:
 
     @property
     def env_give(self) -> str:
-        """Subject on which a host in the pool gives an episode to a user who runs its program."""
+        """Subject on which a host in the pool gives an episode to a client."""
         return self._subject("env.give")
 
     def env(self, host: str, verb: str) -> str:
@@ -278,18 +278,18 @@ class JobScope:
         return self._subject(f"env.{host}.{verb}")
 
     def episode(self, episode: str, verb: str) -> str:
-        """Subject of `call`, `cancel` or `delivered` at the generator that plays the episode of a
-        program, and of `post` at its host."""
+        """Subject of `call`, `cancel` or `delivered` at an episode's generator, or of `post` at its
+        host."""
         return self._subject(f"episode.{token(episode, what='episode')}.{verb}")
 
     @property
     def episode_posts(self) -> str:
-        """Subjects on which the hosts hear what programs elsewhere post."""
+        """Subjects on which hosts receive posts of programs."""
         return self._subject("episode.*.post")
 
     @property
     def episode_keys(self) -> str:
-        """Subject on which a host asks the auth service for what it signs episodes' keys with."""
+        """Subject on which a host requests the secret for episode keys."""
         return self._subject("episode.keys")
 
     @staticmethod
@@ -298,7 +298,7 @@ class JobScope:
         return f"{PREFIX}.job.*.*.episode.keys"
 
     def episode_inbox(self, episode: str) -> str:
-        """Prefix of the inboxes of who has the key of an episode."""
+        """Prefix of the inboxes of an episode key's holder."""
         return self.inbox(f"episode.{token(episode, what='episode')}")
 
     @property
@@ -307,7 +307,7 @@ class JobScope:
         return self._subject("episode.>")
 
     def store(self, role: str) -> str:
-        """Subject below which the actors of one role ask the store proxy for what is stored."""
+        """Subject prefix of requests of one role's actors to the store proxy."""
         return self._subject(f"store.{role}")
 
     def inbox(self, actor: str) -> str:
@@ -315,7 +315,7 @@ class JobScope:
         return f"_INBOX_job.{self.user}.{self.job}.{actor}"
 
     def of_session(self, session: str) -> "JobScope":
-        """Return the names of one caller's games within this inference job."""
+        """Return the names of one caller's games within an inference job."""
         return JobScope(self.user, self.job, session)
 
     def infer(self, verb: str) -> str:
@@ -323,7 +323,7 @@ class JobScope:
         return self._subject(f"infer.{verb}")
 
     def rank(self, actor: str, verb: str) -> str:
-        """Subject of `begin`, `order-<process>` or `look-<process>`: learner to another rank."""
+        """Subject of `begin`, `order-<process>` or `look-<process>`: learner to rank."""
         return self._subject(f"rank.{actor}.{verb}")
 
     def control(self, actor: str) -> str:
@@ -331,7 +331,7 @@ class JobScope:
         return self._subject(f"ctl.{actor}")
 
     def control_by(self, admin: str, actor: str) -> str:
-        """Subject of an admin's control requests to one actor of somebody else's job."""
+        """Subject of an admin's control requests to an actor of another user's job."""
         return acting(admin, self.user, self.job, f"ctl.{actor}")
 
     @property
@@ -346,7 +346,7 @@ class JobScope:
 
     @property
     def stream_segment(self) -> str:
-        """Stream of the segments of episodes that are being played."""
+        """Stream of the segments of running episodes."""
         return self._stream("segment")
 
     @property
@@ -356,17 +356,17 @@ class JobScope:
 
     @property
     def stream_dead(self) -> str:
-        """Log stream of tasks given up."""
+        """Log stream of failed tasks."""
         return self._stream("dead")
 
     @property
     def stream_operation(self) -> str:
-        """Log stream of the operations on users' models."""
+        """Log stream of operations on users' models."""
         return self._stream("op")
 
     @property
     def stream_result(self) -> str:
-        """Limited stream of their results."""
+        """Limited stream of operations' results."""
         return self._stream("result")
 
     @property

@@ -1,8 +1,8 @@
-"""Traces: where the time of each training step and of its groups went.
+"""Traces: time use of training steps and their groups.
 
-Ids are those of the W3C's trace context, which OpenTelemetry speaks: each task is a trace, made by
-the learner. The header `traceparent` carries it along: with the task, with the episodes' resets,
-and with the group in the rollout log.
+Ids follow the W3C trace context, as in OpenTelemetry: each task is a trace, created by the learner.
+The header `traceparent` travels with the task, the episodes' resets, and the group in the rollout
+log.
 """
 
 import re
@@ -15,9 +15,9 @@ from .message import Message
 TRACEPARENT = "traceparent"
 """Name of the header."""
 GENERATOR_KINDS = ("swap", "generate", "environment", "weights", "other", "tasks")
-"""What a generator's time goes into; of several at once the first one counts."""
+"""Activities of a generator; of simultaneous ones the first counts."""
 HOST_KINDS = ("full", "play", "idle")
-"""What a host's time goes into."""
+"""Activities of a host."""
 _TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -32,47 +32,47 @@ def is_traceparent(value: str) -> bool:
 
 
 def trace_of(traceparent: str) -> str:
-    """Return the trace id, 32 hexadecimal digits; empty for what is no `traceparent`."""
+    """Return the trace id, 32 hexadecimal digits; empty if it is no `traceparent`."""
     return traceparent[3:35] if is_traceparent(traceparent) else ""
 
 
 def span_of(traceparent: str) -> str:
-    """Return the span id, 16 hexadecimal digits; empty for what is no `traceparent`."""
+    """Return the span id, 16 hexadecimal digits; empty if it is no `traceparent`."""
     return traceparent[36:52] if is_traceparent(traceparent) else ""
 
 
 class GroupTrace(Message):
-    """How one group that a step trained came to be.
+    """Timing of one group of a step.
 
-    The two moments are by the learner's clock, the lengths were measured where they passed.
+    `issued` and `arrived` are by the learner's clock; durations were measured where they occurred.
     """
 
     task: int
-    """Number of the task."""
+    """Task number."""
     traceparent: str = ""
     """W3C trace context of the task."""
     source: str
-    """The generator, or the external agent."""
+    """The generator or external agent."""
     issued: float
-    """Seconds since the epoch at which the learner issued the task; 0: it did not."""
+    """When the learner issued the task, in seconds since the epoch; 0: it did not."""
     arrived: float
-    """Seconds since the epoch at which the group was at the learner."""
+    """When the group reached the learner, in seconds since the epoch."""
     weights_s: float = Field(ge=0)
-    """Its generator held the task, and waited for weights that are new enough for it."""
+    """Seconds that its generator waited for new enough weights."""
     rollout_s: float = Field(ge=0)
-    """From the first episode's begin to the last one's end."""
+    """From the first episode's start to the last one's end."""
     generate_s: float = Field(ge=0)
-    """What the slowest episode waited for the engine."""
+    """Time that the slowest episode waited for the engine."""
     environment_s: float = Field(ge=0)
-    """What the slowest episode waited for the game."""
+    """Time that the slowest episode waited for the game."""
     answer_s: float = Field(ge=0)
-    """What its episodes waited for one answer of the game, on average."""
+    """Mean time until the game answered."""
 
 
 class StepTrace(Message):
-    """Where the time of one training step went, on `trace`.
+    """Time use of one training step, on `trace`.
 
-    Times by kind are seconds, and add up to the wall time of their actor.
+    Times are seconds by activity; they add up to the actor's wall time.
     """
 
     step: int = Field(ge=1)
@@ -80,22 +80,22 @@ class StepTrace(Message):
     traceparent: str
     """W3C trace context of the step."""
     formed: float
-    """Seconds since the epoch at which its groups were there and training began."""
+    """When its batch was complete and training began, in seconds since the epoch."""
     ended: float
-    """Seconds since the epoch at which it was over: its weights are taken, sending them goes on."""
+    """When it ended, in seconds since the epoch; sending its weights may go on."""
     learner: dict[str, float]
-    """The learner, since the step before: `wait` for groups, `train`, `publish`, `checkpoint`,
-    `paused`, `other`. All but `wait`, and what came before it, lies behind `formed`."""
+    """The learner, since the previous step: `wait` for groups, `train`, `publish`, `checkpoint`,
+    `paused`, `other`. All but `wait`, and what preceded it, comes after `formed`."""
     send_s: float = 0.0
-    """Sending the version before to the broker, beside training."""
+    """Sending the previous version, during training."""
     generators: dict[str, dict[str, float]] = Field(default_factory=dict[str, dict[str, float]])
-    """Each generator, up to its last group that arrived: `generate`, `environment` (all episodes
-    wait for the game), `swap` (of weights, decoding stands still), `weights` (all tasks wait for
-    newer ones), `tasks` (there is none to pull), `other`."""
+    """Each generator, up to its last group: `generate`, `environment` (all episodes wait for the
+    game), `swap` (weights), `weights` (all tasks wait for newer ones), `tasks` (none available),
+    `other`."""
     hosts: dict[str, dict[str, float]] = Field(default_factory=dict[str, dict[str, float]])
-    """Each environment host of the pool: `full` (as many games are asked as it has workers), `play`
-    (some are), `idle`."""
+    """Each environment host of the pool: `full` (as many requests as workers), `play` (fewer),
+    `idle`."""
     num_groups: int = Field(ge=0)
-    """Groups that it trained."""
+    """Number of its groups."""
     groups: list[GroupTrace]
-    """Those of them that came last, at most 64, the last one last."""
+    """The last 64 of them to arrive, in order."""

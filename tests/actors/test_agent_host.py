@@ -36,7 +36,7 @@ from urllib.parse import urlsplit
 
 def ask(text):
     url = urlsplit(os.environ["OPENAI_BASE_URL"])
-    connection = http.client.HTTPConnection(url.netloc, timeout=60)
+    connection = http.client.HTTPConnection(url.netloc, timeout=600)
     body = {"model": "policy", "messages": [{"role": "user", "content": text}]}
     headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
     connection.request("POST", url.path + "/chat/completions", json.dumps(body), headers)

@@ -12,6 +12,8 @@ from huggingface_hub.errors import (
 )
 from tinkermq.actors.policy.model_folder import hub_error
 
+from tests.support.waiting import PATIENCE_S
+
 _OPEN = """
 from tinkermq.actors.policy.model_folder import load_model_config
 from tinkermq.schemas.wire.errors import ModelError
@@ -53,7 +55,7 @@ def test_offline_mode_is_named_by_who_opens_the_model() -> None:
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=True,
     )
     assert "nowhere/model is neither a folder on" in done.stdout

@@ -94,7 +94,6 @@ def assert_exact(rows: list[Trajectory], engine: ScriptedEngine) -> None:
     assert num_trained == sum(int(np.sum(row.mask)) for row in rows)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("agent", PUBLISHED, ids=lambda agent: agent.id)
 async def test_a_published_program_is_trained_as_it_is(
     agent: PublishedAgent, chat: ChatTokenizer, broker: Broker, scope: JobScope, tmp_path: Path

@@ -38,7 +38,6 @@ def benchmark(name: str) -> Any:
     return pytest.param(name, marks=pytest.mark.skipif(bool(missing), reason=reason))
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", [benchmark(name) for name in NAMES])
 def test_a_benchmark_runs_and_tells_its_figures(name: str, tmp_path: Path) -> None:
     file = tmp_path / "result.json"
@@ -86,6 +85,8 @@ def test_the_page_says_of_every_target_whether_it_was_met() -> None:
         "remark": "",
     }
     text = page([result])
-    assert "ours over theirs | **1.50×** | ≥ 1.30× | met |" in text
-    assert "idle node | **120.0 MB** | ≤ 100.0 MB | **missed** |" in text
+    assert "1 of 2 targets were met." in text
+    assert "idle node | **120.0 MB** | ≤ 100.0 MB |" in text
+    assert "- ours over theirs: 1.50× (target ≥ 1.30×, met)" in text
+    assert "- idle node: 120.0 MB (target ≤ 100.0 MB, **missed**)" in text
     assert "| 1 | 2\\|3 |" in text

@@ -143,8 +143,8 @@ async def test_more_keys_than_one_batch_are_all_listed(bucket: Bucket[RequestRec
 
 async def test_a_key_with_a_ttl_vanishes_and_one_that_is_renewed_stays(broker: Broker) -> None:
     bucket = Bucket(broker, BUCKET_LEASES, RequestRecord)
-    await bucket.create("short", _value("a"), ttl_s=1)
-    revision = await bucket.create("renewed", _value("a"), ttl_s=1)
+    await bucket.create("short", _value("a"), ttl_s=3)
+    revision = await bucket.create("renewed", _value("a"), ttl_s=3)
     await bucket.update("renewed", _value("b"), revision, ttl_s=60)
     async with asyncio.timeout(PATIENCE_S):
         while await bucket.get("short") is not None:

@@ -29,6 +29,7 @@ from tinkermq.schemas.wire.subjects import (
 )
 
 from tests.support.groups import make_group, make_trajectory
+from tests.support.waiting import PATIENCE_S
 
 TASK = Task(task=0, seed=0, group_size=1)
 GROUP = make_group([make_trajectory([1], [([2], [])], [0.0])])
@@ -113,7 +114,7 @@ async def test_what_was_known_of_a_bucket_that_was_deleted_stays_known(own_broke
     await delete_stream(own_broker, f"KV_{BUCKET_REQUESTS}")
     heard.clear()
     await own_broker.publish(f"$KV.{BUCKET_REQUESTS}.a", b"stored nowhere")
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         await heard.wait()
     assert await mirror.refresh() == {"a"}
     assert mirror.entries["a"].value.job == "x"
@@ -127,7 +128,7 @@ async def test_who_asks_while_a_mirror_reads_knows_afterwards_what_it_has_read(
     await mirror.open(heard.set)
     await mirror.refresh()
     await mirror.bucket.put("b", RequestRecord(job="y"))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         await heard.wait()
     first = asyncio.create_task(mirror.refresh())
     await asyncio.sleep(0)  # it has asked the broker, and no answer can have come

@@ -22,7 +22,7 @@ from tinkermq.schemas.wire.errors import (
 from tinkermq.schemas.wire.message import ErrorReply
 from tinkermq.schemas.wire.subjects import JobScope, rpc
 
-from tests.support.waiting import AFTER_PATIENCE_S, until
+from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, until
 
 
 class Counter:
@@ -91,8 +91,8 @@ async def test_a_service_that_takes_its_time_gives_signs_of_life(
     broker: Broker, scope: JobScope, counter: Counter
 ) -> None:
     counter.go_on.clear()
-    task = asyncio.create_task(last_part(asking(broker, scope, silence_s=1.0)))
-    await asyncio.sleep(1.5)  # longer than the silence that is borne
+    task = asyncio.create_task(last_part(asking(broker, scope, silence_s=3.0)))
+    await asyncio.sleep(4)  # longer than the silence that is borne
     assert not task.done()
     counter.go_on.set()
     assert (await task).model == "done"
@@ -147,7 +147,7 @@ async def test_a_caller_who_goes_away_ends_the_work(
     counter.go_on.clear()
     async with aclosing(asking(broker, scope, 1)) as parts:
         assert (await anext(parts)).index == 0
-    await asyncio.wait_for(counter.cancelled.wait(), 60)
+    await asyncio.wait_for(counter.cancelled.wait(), PATIENCE_S)
 
 
 async def test_one_id_is_one_request(broker: Broker, scope: JobScope, counter: Counter) -> None:

@@ -48,7 +48,7 @@ async def test_a_number_that_is_queued_or_held_is_not_queued_twice(
     queue = TaskQueue(broker, scope)
     assert await queue.publish(make_task(7))
     assert not await queue.publish(make_task(7))
-    [lease] = await queue.pull(1, 5)
+    [lease] = await queue.pull(1, PATIENCE_S)
     assert not await queue.publish(make_task(7))
     assert await queue.pending_numbers() == {7}
     await lease.done()
@@ -59,13 +59,13 @@ async def test_a_number_that_is_queued_or_held_is_not_queued_twice(
 async def test_a_lease_that_is_not_kept_goes_to_somebody_else(
     broker: Broker, scope: JobScope
 ) -> None:
-    queue = TaskQueue(broker, scope, ack_wait_s=1)
+    queue = TaskQueue(broker, scope, ack_wait_s=4)
     await _publish(queue, range(2))
     kept, _ = await _pull(queue, 2)
-    for _ in range(6):
-        await asyncio.sleep(0.2)
+    for _ in range(12):
+        await asyncio.sleep(0.4)
         await kept.keep()
-    [again] = await queue.pull(2, 5)
+    [again] = await queue.pull(2, PATIENCE_S)
     assert (again.task.task, again.num_delivered) == (1, 2)
     await queue.close()
 
@@ -75,10 +75,10 @@ async def test_a_task_that_is_given_back_comes_after_the_delay(
 ) -> None:
     queue = TaskQueue(broker, scope)
     await _publish(queue, range(1))
-    [lease] = await queue.pull(1, 5)
+    [lease] = await queue.pull(1, PATIENCE_S)
     await lease.give_back(0.3)
     started = time.monotonic()
-    [again] = await queue.pull(1, 5)
+    [again] = await queue.pull(1, PATIENCE_S)
     assert time.monotonic() - started > 0.2
     assert again.num_delivered == 2
     await queue.close()
@@ -120,7 +120,7 @@ async def test_the_number_of_leases_is_bounded(broker: Broker, scope: JobScope) 
     leases = await _pull(queue, 3)
     assert await queue.pull(2, 0.1) == []
     await leases[0].done()
-    assert len(await queue.pull(2, 5)) == 1
+    assert len(await queue.pull(2, PATIENCE_S)) == 1
     await queue.close()
 
 
@@ -146,7 +146,7 @@ async def test_a_full_queue_makes_the_publisher_wait(broker: Broker, scope: JobS
     async def fill() -> None:
         nonlocal number
         while True:
-            await queue.publish(make_task(number), deadline_s=0.3)
+            await queue.publish(make_task(number), deadline_s=2.0)
             number += 1
 
     with pytest.raises(
@@ -154,8 +154,8 @@ async def test_a_full_queue_makes_the_publisher_wait(broker: Broker, scope: JobS
     ) as raised:
         await fill()
     assert "limits.task_bytes" in raised.value.hint
-    waiting = asyncio.create_task(queue.publish(make_task(number), deadline_s=10))
-    [lease] = await queue.pull(1, 5)
+    waiting = asyncio.create_task(queue.publish(make_task(number), deadline_s=PATIENCE_S))
+    [lease] = await queue.pull(1, PATIENCE_S)
     assert not waiting.done()
     await lease.done()
     assert await waiting
@@ -184,7 +184,7 @@ async def test_a_publish_during_a_restart_is_repeated_until_it_is_confirmed(
 ) -> None:
     queue = TaskQueue(own_broker, own_scope)
     own_server.kill()
-    publishing = asyncio.create_task(queue.publish(make_task(1), deadline_s=20))
+    publishing = asyncio.create_task(queue.publish(make_task(1), deadline_s=PATIENCE_S))
     await asyncio.sleep(0.3)
     own_server.start()
     assert await publishing
@@ -226,7 +226,7 @@ async def test_what_arrived_but_was_not_pulled_is_handed_back_at_the_end(
         await queue.publish(make_task(1))  # goes to the request that was given up
         await asyncio.sleep(0.1)
         await leaver.close()
-    [lease] = await queue.pull(1, 5)
+    [lease] = await queue.pull(1, PATIENCE_S)
     assert lease.task.task == 1
     await queue.close()
 
@@ -234,10 +234,10 @@ async def test_what_arrived_but_was_not_pulled_is_handed_back_at_the_end(
 async def test_a_holder_whose_lease_ran_out_goes_on_with_the_next_one(
     broker: Broker, scope: JobScope
 ) -> None:
-    queue = TaskQueue(broker, scope, ack_wait_s=1)
+    queue = TaskQueue(broker, scope, ack_wait_s=4)
     await _publish(queue, range(1))
     [held] = await _pull(queue, 1)
-    [again] = await queue.pull(1, 5)
+    [again] = await queue.pull(1, PATIENCE_S)
     held.replace(again)
     assert held.num_delivered == 2
     await held.done()

@@ -16,6 +16,7 @@ from tinkermq.schemas.wire.trace import (
 )
 
 from tests.support.groups import make_group, make_trajectory
+from tests.support.waiting import PATIENCE_S
 
 
 async def test_a_trace_goes_with_a_task_to_its_group_and_to_whom_is_asked(
@@ -42,7 +43,7 @@ async def test_a_trace_goes_with_a_task_to_its_group_and_to_whom_is_asked(
             scope.control("x"),
             ControlRequest(verb="status"),
             ControlReply,
-            timeout_s=5,
+            timeout_s=PATIENCE_S,
             waiting_for="x",
             traceparent=sent,
         )

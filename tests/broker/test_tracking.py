@@ -475,7 +475,7 @@ tracker.flush(60.0)
 killed = psutil.Process().children(recursive=True)
 for one in killed:
     one.kill()
-psutil.wait_procs(killed)
+psutil.wait_procs(killed, timeout=10)  # a zombie that nobody reaps is dead, too
 print(len(killed), [news.kind for news in log_steps(tracker, 2, 3)])
 """
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.waiting import PATIENCE_S
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -21,7 +23,7 @@ def tinkermq(
     *words: str,
     env: Mapping[str, str] | None = None,
     stdin: bytes = b"",
-    timeout: float = 60,
+    timeout: float = PATIENCE_S,
     cwd: Path | None = None,
 ) -> Outcome:
     """Run one command to its end."""

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import PATIENCE_S
+
 ROOT = Path(__file__).parents[2]
 ROOMS = ("schemas", "broker", "envs", "actors", "clients")
 GOOD = """
@@ -37,6 +39,6 @@ def test_a_type_checker_knows_the_keys(tmp_path: Path, old: str, new: str, told:
     file.write_text(GOOD.replace(old, new) if old else GOOD)
     command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, str(file)]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False
+        command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=tmp_path, check=False
     )
     assert told in done.stdout, done.stdout

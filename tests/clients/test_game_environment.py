@@ -18,6 +18,8 @@ from tinkermq.schemas.env import DescribeReply, DescribeRequest
 from tinkermq.schemas.wire.errors import ConfigError, DataError, GameError
 from tinkermq.schemas.wire.subjects import JobScope
 
+from tests.support.waiting import PATIENCE_S
+
 
 class EchoGame(AbstractGame):
     """Pays for repeating a word."""
@@ -86,7 +88,7 @@ async def test_a_dataset_game_reads_its_files_in_the_users_process(
             scope.env_describe,
             DescribeRequest(),
             DescribeReply,
-            timeout_s=10,
+            timeout_s=PATIENCE_S,
             waiting_for="the game",
         )
         assert (described.num_train, described.num_val) == (8, 3)

@@ -61,7 +61,6 @@ def raised(told: str) -> tuple[float, float]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tiny_model_learns_a_new_game_of_each_kind(cli: Cli, tmp_path: Path, kind: str) -> None:
     told = Made(cli, tmp_path, kind).say("make train", timeout_s=280)
@@ -71,7 +70,6 @@ def test_a_tiny_model_learns_a_new_game_of_each_kind(cli: Cli, tmp_path: Path, k
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", get_args(AgentKind))
 def test_a_tiny_model_learns_to_use_the_tool_of_a_new_agent(
     cli: Cli, tmp_path: Path, kind: str

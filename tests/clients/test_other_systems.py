@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from tests.support.waiting import PATIENCE_S
+
 UNIX_ONLY = ("fcntl", "grp", "pwd", "resource", "termios", "tty", "uvloop")
 
 
@@ -20,7 +22,10 @@ def test_commands_of_users_run_without_what_only_unix_has(words: str) -> None:
         "sys.exit(main(sys.argv[1:]))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, *words.split()], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code, *words.split()],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert "Traceback" not in done.stderr
     if words.startswith("ps"):

@@ -361,5 +361,5 @@ def test_the_sandbox_of_games_works_as_hardened_as_the_unit(
                 command = ["unshare", "-m", "sh", "-c", OPENED, "sh", str(closed), *command]
     else:
         command = ["setpriv", "--no-new-privs", *command]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     assert said in done.stdout, done.stderr

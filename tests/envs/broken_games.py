@@ -175,7 +175,7 @@ class Waits(CountingGame):
         if action == "hang":
             await asyncio.sleep(3600)
         if action == "compute":
-            time.sleep(1.2)  # noqa: ASYNC251 - the mistake that is tested
+            time.sleep(5)  # noqa: ASYNC251 - the mistake that is tested
         return super().step(action)
 
     async def meet(self) -> None:

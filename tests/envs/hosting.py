@@ -45,7 +45,7 @@ class Client:
             subject,
             request,
             reply_model,
-            timeout_s=10,
+            timeout_s=PATIENCE_S,
             waiting_for="the host",
             traceparent=self.traceparent,
         )

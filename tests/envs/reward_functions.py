@@ -28,7 +28,7 @@ def raises(**_: Any) -> float:
 
 def hangs(**_: Any) -> float:
     """Take too long."""
-    time.sleep(3)
+    time.sleep(5)
     return 1.0
 
 
@@ -131,7 +131,7 @@ async def foreign_async(solution_str: str, **_: Any) -> Any:
     if solution_str == "wait long":
         await asyncio.sleep(3600)
     if solution_str == "compute":
-        time.sleep(1.2)  # noqa: ASYNC251 - the mistake that is tested
+        time.sleep(4)  # noqa: ASYNC251 - the mistake that is tested
     return foreign(solution_str)
 
 

@@ -15,6 +15,8 @@ from tinkermq.envs.prompt import open_game
 from tinkermq.schemas.config.job import EnvConfig
 from tinkermq.schemas.wire.errors import GameError
 
+from tests.support.waiting import PATIENCE_S
+
 pytestmark = pytest.mark.extras
 
 
@@ -161,7 +163,7 @@ def test_a_seed_gives_the_same_prompt_in_every_process(household, hash_seed):
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     game, _ = opened(household, 3)
     for _ in range(3):

@@ -19,6 +19,8 @@ from tinkermq.schemas.config.job import EnvConfig
 from tinkermq.schemas.env import ResetReply, ResetRequest, StepReply, StepRequest
 from tinkermq.schemas.wire.errors import GameError
 
+from tests.support.waiting import PATIENCE_S
+
 FOREIGN = [
     pytest.param({"game": "foreign_games:Foreign", "isolation": "thread"}, id="thread"),
     pytest.param({"game": "foreign_games:Foreign", "isolation": "process"}, id="process"),
@@ -44,7 +46,7 @@ async def _reset_each(client, troubles):
             client.scope.env_reset,
             request,
             ResetReply,
-            timeout_s=20,
+            timeout_s=PATIENCE_S,
             waiting_for="the host",
         )
         (opened,) = reply.episodes
@@ -60,7 +62,7 @@ async def _step_all(client, actions):
     request = StepRequest(episodes=names, turns=[0] * len(names), actions=list(actions), wait_s=9)
     subject = client.scope.env(client.host.name, "step")
     return await call(
-        client.broker, subject, request, StepReply, timeout_s=20, waiting_for="the host"
+        client.broker, subject, request, StepReply, timeout_s=PATIENCE_S, waiting_for="the host"
     )
 
 

@@ -82,22 +82,22 @@ async def test_an_async_episode_from_reset_to_done(broker, scope):
 
 
 async def test_an_async_game_that_hangs_or_raises_fails_alone(broker, scope):
-    async with serving(broker, scope, "Waits", step_timeout_s=0.4) as (host, caller):
+    async with serving(broker, scope, "Waits", step_timeout_s=2.0) as (host, caller):
         await asyncio.gather(*(caller.reset(episode, START) for episode in MANY[:20]))
         hung = asyncio.create_task(play(caller, host, MANY[0], "hang"))
         raised = asyncio.create_task(play(caller, host, MANY[1], "raise"))
         await asyncio.gather(*(play(caller, host, episode) for episode in MANY[2:20]))
-        with pytest.raises(GameError, match=r"Waits hung in step for 0\.4 s"):
+        with pytest.raises(GameError, match=r"Waits hung in step for 2 s"):
             await hung
         with pytest.raises(GameError, match="Waits raised in step: ValueError: boom at 42"):
             await raised
 
 
 async def test_an_async_game_that_computes_for_long_loses_its_loop_not_its_host(broker, scope):
-    limits: dict[str, Any] = {"step_timeout_s": 0.3, "reset_timeout_s": 0.3}
+    limits: dict[str, Any] = {"step_timeout_s": 2.0, "reset_timeout_s": 2.0}
     async with hosting(broker, scope, "broken_games:Waits", **limits) as client:
         await client.reset("bad")
-        with pytest.raises(GameError, match=r"held up its event loop for 0\.3 s") as error:
+        with pytest.raises(GameError, match=r"held up its event loop for 2 s") as error:
             await client.step("bad", 0, "compute")
         assert "must await" in error.value.hint
         await client.reset("next")

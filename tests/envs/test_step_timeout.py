@@ -9,8 +9,10 @@ from test_seats import act, take
 from tinkermq.envs.running.episodes import TimedOut
 from tinkermq.schemas.wire.errors import GameError
 
-PENALTY = {"on_step_timeout": "penalty", "step_timeout_reward": -2.5, "step_timeout_s": 0.4}
-MASK = {"on_step_timeout": "mask", "step_timeout_s": 0.4}
+HUNG_S = 2.0
+"""What goes on beside a game that hangs takes less, on a slow machine, too."""
+PENALTY = {"on_step_timeout": "penalty", "step_timeout_reward": -2.5, "step_timeout_s": HUNG_S}
+MASK = {"on_step_timeout": "mask", "step_timeout_s": HUNG_S}
 
 
 @pytest.mark.parametrize("isolation", [None, "thread", "process"])
@@ -42,7 +44,7 @@ async def test_an_async_game_that_hangs_is_ended_too(broker, scope):
 
 @ISOLATIONS
 async def test_by_default_the_episode_has_failed(broker, scope, isolation):
-    told = {"isolation": isolation, "step_timeout_s": 0.4}
+    told = {"isolation": isolation, "step_timeout_s": HUNG_S}
     async with hosting(broker, scope, "CountingGame", **told) as (_, caller):
         bad = await caller.reset("bad", START)
         with pytest.raises(GameError, match="hung in step"):
@@ -50,7 +52,7 @@ async def test_by_default_the_episode_has_failed(broker, scope, isolation):
 
 
 async def test_a_reset_that_hangs_is_nobodys_action(broker, scope):
-    told = PENALTY | {"reset_timeout_s": 0.4}
+    told = PENALTY | {"reset_timeout_s": HUNG_S}
     async with hosting(broker, scope, "HangsInReset", **told) as (_, caller):
         with pytest.raises(GameError, match="hung in reset"):
             await caller.reset("a", START)

@@ -193,7 +193,7 @@ def test_an_answer_that_repeats_broken_tags_is_read_in_little_time() -> None:
         told = "".join(stream.push(broken) for _ in range(500))
         rest, calls = stream.finish()
         assert (told + rest, calls) == (broken * 500, [])
-    assert time.process_time() - started < 5
+    assert time.process_time() - started < 20
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 200])

@@ -20,6 +20,7 @@ from tests.support.configs import REPOSITORY, small_job
 from tests.support.processes import alive
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.support.stack import Stack
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.faults, pytest.mark.long]
 
@@ -64,7 +65,7 @@ async def test_a_job_goes_on_after_its_broker_was_away(
             "generator-0": 1,
             "environment-0": 1,
         }
-        rest, _ = await asyncio.to_thread(watching.communicate, timeout=60)
+        rest, _ = await asyncio.to_thread(watching.communicate, timeout=PATIENCE_S)
         told = heard + rest
         assert watching.returncode == 0, told
         assert "broker_away: it is waited for" in told

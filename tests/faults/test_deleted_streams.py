@@ -88,7 +88,6 @@ async def test_a_run_needs_no_stream_that_only_tells_of_it(
     await job.until("COMPLETED")
 
 
-@pytest.mark.timeout(600)
 async def test_a_pool_without_a_shared_bucket_names_it_and_makes_it_again(
     tmp_path: Path, model: Path
 ) -> None:
@@ -111,7 +110,6 @@ async def test_a_pool_without_a_shared_bucket_names_it_and_makes_it_again(
         await job.until("COMPLETED")
 
 
-@pytest.mark.timeout(600)
 async def test_a_pool_without_the_records_of_its_jobs_stops_nothing_and_says_what_is_gone(
     tmp_path: Path, model: Path
 ) -> None:

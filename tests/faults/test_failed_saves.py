@@ -26,4 +26,4 @@ async def test_a_save_that_fails_keeps_the_weights_and_says_where(
     assert load_file(kept / "model.safetensors")
     folder.unlink()
     (job.run_dir / "aside").rename(folder)
-    await job.until("COMPLETED", deadline_s=240)
+    await job.until("COMPLETED")

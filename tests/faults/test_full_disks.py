@@ -13,9 +13,9 @@ from tests.support.disks import fill, small_disk
 from tests.support.jobs import Job
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.support.stack import Stack
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE_S, eventually
 
-pytestmark = [pytest.mark.faults, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.faults, pytest.mark.long]
 
 SLOW = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.2}, "num_val": 0}
 
@@ -28,7 +28,7 @@ def tinkermq(stack: Stack, *words: str) -> str:
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
     return done.stdout + done.stderr
@@ -40,7 +40,7 @@ async def trouble_of(job: Job) -> str:
 
 
 async def assert_complete(job: Job) -> None:
-    ended = await job.until("COMPLETED", deadline_s=240)
+    ended = await job.until("COMPLETED")
     assert (ended.attempt, ended.losses) == (1, 0)
     assert {one.name: one.restarts for one in ended.actors if one.restarts} == {}
     await assert_every_task_once(job)
@@ -96,7 +96,7 @@ async def test_a_broker_without_room_is_waited_for_and_told(tmp_path: Path, mode
             async def told() -> bool:
                 return "is the disk of nats-server full?" in tinkermq(stack, "doctor")
 
-            await eventually(told, "the full disk to be told", 120)
+            await eventually(told, "the full disk to be told")
             assert "is the disk of nats-server full?" in tinkermq(stack, "ps")
             ballast.unlink()
             await stack.restart("nats-server")  # as the operator does, and `tinkermq up`

@@ -42,7 +42,7 @@ from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-FEW, MANY = 25, 10_000
+FEW, MANY = 12, 10_000
 AT_ONCE = 16
 ANSWER_S = 60.0
 MAX_GROWTH_MB = 500

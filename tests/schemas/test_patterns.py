@@ -77,8 +77,14 @@ def test_no_pattern_of_the_code_ends_where_a_line_break_may_follow() -> None:
     assert not found, "write fullmatch, or \\Z"
 
 
-@pytest.mark.parametrize("pattern", sorted(_of_messages()))
-def test_no_pattern_of_a_message_lets_a_line_break_pass(pattern: str) -> None:
+def test_no_pattern_of_a_message_lets_a_line_break_pass() -> None:
+    patterns = sorted(_of_messages())
+    assert len(patterns) > 10
+    for pattern in patterns:
+        _assert_no_line_break_passes(pattern)
+
+
+def _assert_no_line_break_passes(pattern: str) -> None:
     kind: Any = Annotated[str, StringConstraints(pattern=pattern)]
     adapter: TypeAdapter[str] = TypeAdapter(kind)
 

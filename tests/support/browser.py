@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 import pytest
 from playwright.async_api import Browser, ConsoleMessage, Page, async_playwright
 
+from tests.support.waiting import PATIENCE_S
+
 __all__ = ["FLAGS", "Browser", "chromium", "open_browser", "watched_page"]
 
 FLAGS = [
@@ -18,7 +20,7 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-PATIENCE_MS = 60_000
+PATIENCE_MS = 1000 * PATIENCE_S
 
 
 def chromium() -> str:

@@ -227,7 +227,7 @@ class Cluster(Stack):
             except AssertionError:
                 return ""
 
-        self._user = json.loads(await eventually(let_in, "the admin to make a user", 90))["api_key"]
+        self._user = json.loads(await eventually(let_in, "the admin to make a user"))["api_key"]
         self._broker = await self._connect()
 
     async def _connect(self) -> Broker:
@@ -242,4 +242,4 @@ class Cluster(Stack):
                 return False
             return len(found) == len(NODES)
 
-        await eventually(known, "the scheduler to know both nodes", 90)
+        await eventually(known, "the scheduler to know both nodes")

@@ -19,9 +19,7 @@ from tinkermq.broker.service_process import die_with
 
 from tests.support.certificates import Certificate
 from tests.support.configs import REPOSITORY
-from tests.support.waiting import eventually
-
-_STOP_S = 15.0
+from tests.support.waiting import PATIENCE_S, eventually
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ class Gateway:
         secure = urllib.request.HTTPSHandler(context=self._tls)
         opener = urllib.request.build_opener(_NoRedirect, secure)
         try:
-            with opener.open(request, timeout=60) as reply:
+            with opener.open(request, timeout=PATIENCE_S) as reply:
                 return Answer(reply.status, reply.read(), dict(reply.headers.items()))
         except urllib.error.HTTPError as error:
             with error:
@@ -146,7 +144,7 @@ async def run_gateway(
         await eventually(gateway.alive, "the gateway to answer")
         yield gateway
         gateway.process.terminate()  # a test may have killed the first one
-        code = await asyncio.to_thread(gateway.process.wait, _STOP_S)
+        code = await asyncio.to_thread(gateway.process.wait, PATIENCE_S)
         assert code == 0, gateway.log.read_text()
     finally:
         gateway.process.kill()

@@ -33,7 +33,7 @@ from tests.support.processes import alive
 if TYPE_CHECKING:
     from tests.support.stack import Stack
 
-DEADLINE_S = 120.0
+DEADLINE_S = 2 * waiting.PATIENCE_S
 _LOG_LINES = 25
 
 T = TypeVar("T")

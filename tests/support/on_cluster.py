@@ -19,7 +19,7 @@ from tinkermq.schemas.wire.errors import BrokerError
 from tests.clients.command import Outcome, tinkermq
 from tests.support.configs import REPOSITORY, small_job
 from tests.support.processes import alive
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE_S, eventually
 
 SLOW = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.3}, "num_val": 0}
 
@@ -41,7 +41,7 @@ class OnCluster:
         }
 
     async def command(self, *words: str) -> Outcome:
-        return await asyncio.to_thread(tinkermq, *words, env=self._environment, timeout=120)
+        return await asyncio.to_thread(tinkermq, *words, env=self._environment, timeout=PATIENCE_S)
 
     async def up(self, **config: Any) -> Broker:
         file = self._folder / "machines.yaml"
@@ -62,13 +62,13 @@ class OnCluster:
 
     def scheduler_pid(self) -> int:
         """Return the process of the scheduler that runs, waiting for one that is started again."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             state = Home(self._folder / "home").read_running_stack()
             if state is not None and alive(state.children["scheduler"]):
                 return state.children["scheduler"]
             time.sleep(0.1)
-        raise TimeoutError("no scheduler was started again within 30 s")
+        raise TimeoutError("no scheduler was started again")
 
     async def submit(self, pool: Pool, model: Path, **sections: Any) -> JobRecord:
         config = {**small_job(model, **sections), "output_dir": str(self._folder / "runs")}
@@ -82,7 +82,7 @@ async def machines(pool: Pool, *states: str) -> MachineList:
         told = await pool.machines()
         return told if sorted(one.state for one in told.machines) == sorted(states) else None
 
-    return await eventually(look, f"machines that are {states}", 90)
+    return await eventually(look, f"machines that are {states}")
 
 
 async def job_is(pool: Pool, job: str, *states: str) -> JobRecord:
@@ -93,4 +93,4 @@ async def job_is(pool: Pool, job: str, *states: str) -> JobRecord:
             record = await pool.get(job)
             return record if record.state in states else None
 
-    return await eventually(look, f"a job that is {states}", 120)
+    return await eventually(look, f"a job that is {states}")

@@ -8,6 +8,8 @@ import openai
 from tinkermq.envs.agents.episode import ProgramEpisode
 from tinkermq.envs.agents.proxy.proxy import ModelProxy
 
+from tests.support.waiting import PATIENCE_S
+
 
 def openai_client(proxy: ModelProxy, episode: ProgramEpisode, **options: Any) -> openai.AsyncOpenAI:
     """OpenAI's library."""
@@ -30,7 +32,7 @@ def anthropic_client(
 def http_client(proxy: ModelProxy, episode: ProgramEpisode, **headers: str) -> httpx.AsyncClient:
     """Plain HTTP with the episode's key."""
     told = {"authorization": f"Bearer {episode.key}", **headers}
-    return httpx.AsyncClient(base_url=proxy.base_url, headers=told, timeout=60)
+    return httpx.AsyncClient(base_url=proxy.base_url, headers=told, timeout=PATIENCE_S)
 
 
 def chat_body(text: str = "Hello", **fields: Any) -> dict[str, Any]:

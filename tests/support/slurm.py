@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.support.waiting import PATIENCE_S
+
 PROGRAMS = ("munged", "munge", "slurmctld", "slurmd", "sbatch", "squeue", "scancel", "sinfo")
 _DEADLINE_S = 60.0
 
@@ -74,7 +76,7 @@ class Slurm:
             env={**os.environ, **self.environment},
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=PATIENCE_S,
             check=True,
         )
         return done.stdout
@@ -110,7 +112,9 @@ class Slurm:
         """Start slurmdbd, which keeps accounts and their limits, and its database."""
         data, (database, port) = self.folder / "database", _free_ports(2)
         plain = ("--no-defaults", f"--datadir={data}", "--user=root")
-        subprocess.run(("mariadb-install-db", *plain), check=True, capture_output=True, timeout=120)
+        subprocess.run(
+            ("mariadb-install-db", *plain), check=True, capture_output=True, timeout=PATIENCE_S
+        )
         listen = ("--bind-address=127.0.0.1", f"--port={database}", "--skip-grant-tables")
         self._run("mariadbd", *plain, *listen, f"--socket={data}/socket")
         _until((data / "socket").exists, "mariadbd")

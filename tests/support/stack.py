@@ -215,7 +215,7 @@ class Stack:
             except (NobodyAnswersError, DeadlineError):
                 return None
 
-        return await eventually(answer, "an answer of the scheduler", 30)
+        return await eventually(answer, "an answer of the scheduler")
 
     async def until_nodes(self, count: int = 1) -> None:
         """Wait until the scheduler knows so many nodes."""
@@ -223,7 +223,7 @@ class Stack:
         async def known() -> bool:
             return len((await self.ask("nodes", Empty(), NodeList)).nodes) == count
 
-        await eventually(known, f"the scheduler to know {count} nodes", 60)
+        await eventually(known, f"the scheduler to know {count} nodes")
 
     async def stop_all(self) -> None:
         """End all jobs at once, without checkpoints."""

@@ -7,6 +7,7 @@ import venv
 from pathlib import Path
 
 from tests.support.configs import REPOSITORY
+from tests.support.waiting import PATIENCE_S
 
 ROOMS = ("schemas", "broker", "envs", "actors", "clients")
 _PIP = (sys.executable, "-W", "ignore", "-m", "pip", "-q", "--disable-pip-version-check")
@@ -44,5 +45,7 @@ def install_wheel(wheel: Path, folder: Path) -> Path:
 
 
 def _pip(*words: str) -> None:
-    done = subprocess.run([*_PIP, *words], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [*_PIP, *words], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -26,7 +26,7 @@ async def test_an_asynchronous_run_trains_and_tells_success_by_type(
     job = await stack.submit(
         small_job(model, env=env, rollout=limits, learner=learner, training=training)
     )
-    await job.until("COMPLETED", deadline_s=150)
+    await job.until("COMPLETED")
     validation = (await job.validations())[2]
     assert validation["val/num_episodes"] == 6
     assert validation["val/failed_episodes"] == 0

@@ -17,7 +17,6 @@ from tests.support.stack_fixtures import warm_model
 pytestmark = [
     pytest.mark.learns,
     pytest.mark.long,
-    pytest.mark.timeout(900),
     pytest.mark.asyncio(loop_scope="session"),
 ]
 

@@ -54,7 +54,7 @@ async def two_turns(task: dict[str, Any], model: AgentEpisode) -> float:
 
 async def trained(stack: Stack, config: dict[str, Any], program: Any, tmp_path: Path) -> Any:
     """Train with a function as the program; return the job's record when it has ended."""
-    async with AsyncSchedulerClient(stack.server.url, timeout=90) as scheduler:
+    async with AsyncSchedulerClient(stack.server.url, timeout=PATIENCE_S) as scheduler:
         job = await scheduler.submit_job({**config, "output_dir": str(tmp_path)})
         env = AgentEnvironment(program, config)
         async with AsyncServiceClient(job["server_url"]) as client:
@@ -72,6 +72,7 @@ async def two_turns_and_their_rewards(task: dict[str, Any], model: AgentEpisode)
     return reward
 
 
+@pytest.mark.long
 async def test_a_function_is_trained_with_the_openai_sdk(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
@@ -119,7 +120,7 @@ async def test_a_command_is_trained_in_the_pools_own_sandbox(
     config = small_job(
         model,
         rollout={**LIMITS, "group_size": 2},
-        training={"num_steps": 2, "batch_size": 2, "keep_rollouts": True, "test_freq": 2},
+        training={"num_steps": 1, "batch_size": 2, "max_staleness": 0, "test_freq": 1},
         agent={
             "command": ["{python}", "agent.py", "{prompt}"],
             "files": str(tmp_path / "files"),
@@ -128,7 +129,7 @@ async def test_a_command_is_trained_in_the_pools_own_sandbox(
             "timeout_s": 60,
         },
     )
-    config["env"] = {"train_data": [str(data)], "val_data": [str(data)], "num_val": 2}
+    config["env"] = {"train_data": [str(data)], "val_data": [str(data)], "num_val": 1}
     job = await stack.submit(config)
     await job.until("COMPLETED")
     groups = [entry.group for entry in await job.entries() if entry.group]
@@ -136,11 +137,11 @@ async def test_a_command_is_trained_in_the_pools_own_sandbox(
     assert rows_of
     assert {row.info["outcome"] for row in rows_of} == {"done"}
     validated = await job.validations()
-    assert {step: values["val/num_episodes"] for step, values in validated.items()} == {0: 2, 2: 2}
+    assert {step: values["val/num_episodes"] for step, values in validated.items()} == {0: 1, 1: 1}
     await assert_every_task_once(job)
-    await assert_replay_is_identical(job)
 
 
+@pytest.mark.long
 async def test_programs_elsewhere_are_trained_through_the_gateway(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ from tests.support.jobs import Job
 from tests.support.models import make_tiny_model, plain_logprobs
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.support.stack import Stack
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 ALONE = {"group_size": 1}
@@ -68,7 +69,7 @@ class Road:
 @contextlib.asynccontextmanager
 async def served(stack: Stack, folder: Path, tmp_path: Path) -> AsyncIterator[dict[str, Any]]:
     """Serve a model while the block lasts."""
-    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=90) as client:
+    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=PATIENCE_S) as client:
         config = {"output_dir": str(tmp_path)}
         job = await client.submit_inference_job(str(folder), max_model_len=96, config=config)
         yield job
@@ -92,6 +93,7 @@ async def told_of_teacher(job: Job, teacher: Path) -> None:
         np.testing.assert_allclose(item.teaching.logprobs, wanted, atol=2e-4)
 
 
+@pytest.mark.long
 async def test_an_api_that_is_away_is_waited_for_and_the_run_is_replayed_to_the_bit(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:

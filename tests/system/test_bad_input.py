@@ -1,7 +1,4 @@
-"""What users get wrong ends their job with the reason, and harms no other job.
-
-All jobs run at the same time on one stack, beside a healthy one.
-"""
+"""What users get wrong ends their job with the reason, and harms no other job."""
 
 import json
 import shutil
@@ -52,11 +49,30 @@ def with_settings(model: Path, folder: Path) -> Path:
     return folder
 
 
+class Mistakes:
+    """A job for each mistake, and one without; each starts when a test first asks for it."""
+
+    def __init__(self, stack: Stack, configs: dict[str, dict[str, Any]]) -> None:
+        self._stack = stack
+        self._configs = configs
+        self._jobs: dict[str, Job] = {}
+
+    async def job(self, name: str) -> Job:
+        """Return the job, started now or before."""
+        if name not in self._jobs:
+            self._jobs[name] = await self._stack.submit(self._configs[name])
+        return self._jobs[name]
+
+    async def all_jobs(self) -> dict[str, Job]:
+        """Return every job, side by side."""
+        return {name: await self.job(name) for name in self._configs}
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def jobs(
+async def mistakes(
     shared_stack: Stack, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[dict[str, Job]]:
-    """Start a job for each mistake, and one without."""
+) -> AsyncIterator[Mistakes]:
+    """Write the files and configurations of all jobs; at the end, end what still runs."""
     folder = tmp_path_factory.mktemp("mistakes")
     cut = shutil.copytree(model, folder / "cut")
     weights = cut / "model.safetensors"
@@ -103,39 +119,46 @@ async def jobs(
         ),
         "healthy": small_job(with_settings(model, folder / "sampled")),
     }
-    yield {name: await shared_stack.submit(config) for name, config in configs.items()}
+    yield Mistakes(shared_stack, configs)
     await shared_stack.stop_all()
+
+
+def rarely(*case: Any) -> Any:
+    """Leave a case to the long suite: the learner's own tests show the same sooner."""
+    return pytest.param(*case, marks=pytest.mark.long)
 
 
 @pytest.mark.parametrize(
     ("mistake", "told"),
     [
-        ("model", ["a *.safetensors file of model", "/cut is damaged or cut", "again"]),
-        ("template", ["chat template"]),
-        ("missing", ["missing.parquet"]),
+        rarely("model", ["a *.safetensors file of model", "/cut is damaged or cut", "again"]),
+        rarely("template", ["chat template"]),
+        rarely("missing", ["missing.parquet"]),
         ("column", ["no_answer.jsonl", "answer"]),
-        ("nothing", ["nothing.jsonl"]),
-        ("import", ["module tests.support.games has no game 'NoSuchGame'", "SlowBandit"]),
+        rarely("nothing", ["nothing.jsonl"]),
+        rarely("import", ["module tests.support.games has no game 'NoSuchGame'", "SlowBandit"]),
         ("raises", ["tasks in a row failed", "ValueError: no rule for", "letters"]),
-        ("reward", ["tasks in a row failed", "no_reward raised LookupError: no rubric for this"]),
-        ("equal", ["groups could not be trained", "equal_rewards", "rollout.temperature"]),
-        ("hangs", ["tasks in a row failed", "SlowBandit hung in step for 0.5 s"]),
-        ("prompt", ["tasks in a row failed", "rollout.max_prompt_tokens is 5"]),
-        ("hostless", ["no task was finished for 1 s (limits.idle_s)", "bring them back"]),
+        rarely(
+            "reward", ["tasks in a row failed", "no_reward raised LookupError: no rubric for this"]
+        ),
+        rarely("equal", ["groups could not be trained", "equal_rewards", "rollout.temperature"]),
+        rarely("hangs", ["tasks in a row failed", "SlowBandit hung in step for 0.5 s"]),
+        rarely("prompt", ["tasks in a row failed", "rollout.max_prompt_tokens is 5"]),
+        rarely("hostless", ["no task was finished for 1 s (limits.idle_s)", "bring them back"]),
     ],
 )
 async def test_a_mistake_fails_the_job_with_its_reason(
-    jobs: dict[str, Job], mistake: str, told: list[str]
+    mistakes: Mistakes, mistake: str, told: list[str]
 ) -> None:
-    job = jobs[mistake]
-    record = await job.until("FAILED", deadline_s=240)
+    job = await mistakes.job(mistake)
+    record = await job.until("FAILED")
     for part in told:
         assert part in record.reason
     assert "Traceback" not in record.reason or mistake == "raises"
 
 
 async def test_a_folder_without_a_model_is_refused_by_a_node_and_makes_no_job(
-    shared_stack: Stack, jobs: dict[str, Job], tmp_path: Path
+    shared_stack: Stack, tmp_path: Path
 ) -> None:
     told = "empty is no model folder: config.json is missing"
     (tmp_path / "empty").mkdir()
@@ -146,22 +169,23 @@ async def test_a_folder_without_a_model_is_refused_by_a_node_and_makes_no_job(
 
 @pytest.mark.long
 async def test_a_deserted_run_gives_its_slots_back_and_leaves_a_checkpoint(
-    jobs: dict[str, Job],
+    mistakes: Mistakes,
 ) -> None:
-    job = jobs["deserted"]
+    job = await mistakes.job("deserted")
     await job.until_step(1)
     await job.scale("generator", 0)
-    record = await job.until("FAILED", deadline_s=240)
+    record = await job.until("FAILED")
     assert "no task was finished for 20 s (limits.idle_s)" in record.reason
     assert "resume the run" in record.reason
     assert (job.run_dir / "latest").exists()
 
 
+@pytest.mark.long
 async def test_groups_that_cannot_be_trained_are_told_and_leave_a_checkpoint(
-    jobs: dict[str, Job],
+    mistakes: Mistakes,
 ) -> None:
-    job = jobs["equal"]
-    await job.until("FAILED", deadline_s=240)
+    job = await mistakes.job("equal")
+    await job.until("FAILED")
     first = (await job.events("groups_untrainable"))[0]
     assert "groups could not be trained" in first.message
     assert "after 40 the run ends" in first.message
@@ -169,22 +193,28 @@ async def test_groups_that_cannot_be_trained_are_told_and_leave_a_checkpoint(
     assert await job.batches() == []
 
 
-async def test_failed_tasks_are_in_the_dead_letters_with_their_blame(
-    jobs: dict[str, Job],
-) -> None:
-    await jobs["raises"].until("FAILED", deadline_s=240)
-    letters = await jobs["raises"].dead()
+async def test_failed_tasks_are_in_the_dead_letters_with_their_blame(mistakes: Mistakes) -> None:
+    job = await mistakes.job("raises")
+    await job.until("FAILED")
+    letters = await job.dead()
     assert letters
     for letter in letters:
         assert letter.blame.boundary == "environment"
         assert "no rule for" in letter.blame.message
         assert letter.num_attempts >= 3
-    prompts = await jobs["prompt"].dead()
-    assert {letter.blame.boundary for letter in prompts} == {"task"}
 
 
-async def test_the_healthy_job_beside_them_is_unharmed(jobs: dict[str, Job]) -> None:
-    await jobs["healthy"].until("COMPLETED", deadline_s=240)
-    await assert_every_task_once(jobs["healthy"])
-    saved = jobs["healthy"].run_dir / "latest" / "generation_config.json"
+@pytest.mark.long
+async def test_a_prompt_that_is_too_long_is_the_tasks_own_failure(mistakes: Mistakes) -> None:
+    job = await mistakes.job("prompt")
+    await job.until("FAILED")
+    assert {letter.blame.boundary for letter in await job.dead()} == {"task"}
+
+
+@pytest.mark.long
+async def test_a_healthy_job_beside_all_mistakes_is_unharmed(mistakes: Mistakes) -> None:
+    healthy = (await mistakes.all_jobs())["healthy"]
+    await healthy.until("COMPLETED")
+    await assert_every_task_once(healthy)
+    saved = healthy.run_dir / "latest" / "generation_config.json"
     assert json.loads(saved.read_text())["top_p"] == 0.6

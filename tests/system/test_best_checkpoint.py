@@ -13,6 +13,7 @@ from tests.support.stack import Stack
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
+@pytest.mark.long
 async def test_the_best_is_kept_and_forked_by_name(stack: Stack, model: Path) -> None:
     training = {"num_steps": 9, "save_freq": 0, "test_freq": 2, "keep_best": True, "keep_last": 1}
     config = small_job(model, env={"num_val": 4}, training=training)

@@ -13,7 +13,6 @@ from tests.support.stack import Stack
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.long,
-    pytest.mark.timeout(400),
 ]
 PATIENCE_MS = 120_000
 

@@ -1,7 +1,6 @@
 """Users' ways into a real pool: the command line, the Python clients, a game of one's own."""
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
@@ -16,15 +15,8 @@ import yaml
 from tinkermq.broker.feed import read_traces
 from tinkermq.broker.presence import list_presences
 from tinkermq.broker.rollouts import RolloutLog
-from tinkermq.clients import (
-    AsyncSchedulerClient,
-    AsyncServiceClient,
-    AsyncTrajectoryPublisher,
-    GameEnvironment,
-    make_trajectory,
-)
+from tinkermq.clients import AsyncSchedulerClient, AsyncServiceClient, GameEnvironment
 from tinkermq.schemas.wire.errors import (
-    BrokerError,
     ConfigError,
     DataError,
     GameError,
@@ -40,7 +32,7 @@ from tests.clients.test_game_environment import EchoGame
 from tests.support.configs import UNHURRIED, small_job
 from tests.support.processes import listening_ports
 from tests.support.stack import Stack
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -80,6 +72,7 @@ async def test_the_names_of_opentinker_train_a_game_that_the_client_hosts(
     assert {0, 3} <= validated <= {0, 2, 3}
 
 
+@pytest.mark.long
 async def test_a_client_that_dies_comes_back_and_finds_its_run_waiting(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
@@ -94,21 +87,21 @@ client.set_config({args!r}, env)
 client.fit(env, num_steps=80)
 """
     with _started([sys.executable, "-c", script]) as process:
-        await asyncio.wait_for(asyncio.to_thread(_until_a_step, process), 120)
+        await asyncio.wait_for(asyncio.to_thread(_until_a_step, process), PATIENCE_S)
         process.send_signal(signal.SIGINT)
-        _, said = await asyncio.to_thread(process.communicate, timeout=120)
+        _, said = await asyncio.to_thread(process.communicate, timeout=PATIENCE_S)
     assert process.returncode == 130
     assert "Traceback" not in said
     for part in (f"run {job['name']} goes on", f"tinkermq stop {job['name']}", "hosted here"):
         assert part in said
     with _started([sys.executable, "-c", script]) as process:
-        await asyncio.wait_for(asyncio.to_thread(_until_a_step, process), 120)
+        await asyncio.wait_for(asyncio.to_thread(_until_a_step, process), PATIENCE_S)
         process.kill()
     async with AsyncServiceClient(job["server_url"]) as client:
         record = await client.status()
         assert record.state == "RUNNING"
         with GameEnvironment(EchoGame, args) as env:
-            last = await asyncio.wait_for(client.fit(env, verbose=False), 120)
+            last = await asyncio.wait_for(client.fit(env, verbose=False), PATIENCE_S)
     assert last["training/global_step"] == 80
 
 
@@ -118,7 +111,7 @@ async def test_a_job_that_fails_tells_its_reason_to_whoever_waits(
     config = small_job(
         model, env={"game": "tests.support.games:NoSuchGame"}, training={"num_steps": 2}
     )
-    async with AsyncSchedulerClient(stack.server.url, timeout=90) as scheduler:
+    async with AsyncSchedulerClient(stack.server.url, timeout=PATIENCE_S) as scheduler:
         # It fails while it starts, or just after.
         with pytest.raises(JobFailedError, match="has no game 'NoSuchGame'"):
             await _train_to_the_end(scheduler, {**config, "output_dir": str(tmp_path)})
@@ -163,7 +156,7 @@ async def test_what_cannot_work_is_refused_when_it_is_said(
 async def _train_to_the_end(scheduler: AsyncSchedulerClient, config: dict[str, Any]) -> None:
     job = await scheduler.submit_job(config)
     async with AsyncServiceClient(job["server_url"]) as client:
-        await asyncio.wait_for(client.fit(verbose=False), 90)
+        await asyncio.wait_for(client.fit(verbose=False), PATIENCE_S)
 
 
 async def test_a_job_that_can_never_fit_is_refused_at_once(stack: Stack, model: Path) -> None:
@@ -171,29 +164,6 @@ async def test_a_job_that_can_never_fit_is_refused_at_once(stack: Stack, model: 
     async with AsyncSchedulerClient(stack.server.url) as scheduler:
         with pytest.raises(PlacementError, match="501 slots"):
             await scheduler.submit_job(config)
-
-
-async def test_an_external_agent_trains_a_job_by_its_own_trajectories(
-    stack: Stack, model: Path, tmp_path: Path
-) -> None:
-    training = {"tasks": "external", "num_steps": 2, "batch_size": 2}
-    config = small_job(model, training=training, rollout={"group_size": 2})
-    async with AsyncSchedulerClient(stack.server.url, timeout=90) as scheduler:
-        job = await scheduler.submit_job({**config, "output_dir": str(tmp_path)})
-    async with AsyncTrajectoryPublisher(job["server_url"], source="my-agent") as publisher:
-
-        async def publish(reward: float) -> bool:
-            episodes = [_episode(reward), _episode(1 - reward)]
-            with contextlib.suppress(BrokerError):  # the learner is not up yet
-                await publisher.publish_group(episodes, timeout_s=60)
-                return True
-            return False
-
-        for reward in (0.0, 1.0, 0.0, 1.0):
-            await eventually(lambda reward=reward: publish(reward), "the learner", 90)
-    async with AsyncServiceClient(job["server_url"]) as client:
-        last = await asyncio.wait_for(client.fit(verbose=False), 90)
-    assert last["training_step_reward"] == 0.5
 
 
 def _started(words: list[str]) -> "subprocess.Popen[str]":
@@ -218,10 +188,6 @@ def _until_a_step(process: "subprocess.Popen[str]") -> str:
         if line.startswith("step "):
             return "".join(seen)
     raise AssertionError(f"it ended: {''.join(seen)}{process.stderr.read()}")
-
-
-def _episode(reward: float) -> Any:
-    return make_trajectory([10, 11, 12, 13], [0, 0, 1, 1], [0, 0, -5.0, -5.0], reward, version=0)
 
 
 async def _assert_traced(file: Path) -> None:
@@ -262,11 +228,11 @@ async def test_train_streams_and_control_c_detaches_without_stopping_the_run(
     file.write_text(yaml.safe_dump({**config, "output_dir": str(tmp_path), "name": "cli-run"}))
     words = ["train", str(file), "--nats-url", stack.server.url]
     with _started(command(words)) as process:
-        seen = await asyncio.wait_for(asyncio.to_thread(_until_a_step, process), 120)
+        seen = await asyncio.wait_for(asyncio.to_thread(_until_a_step, process), PATIENCE_S)
         assert "submitted cli-run" in seen
         assert "tinkermq stop cli-run" in seen
         process.send_signal(signal.SIGINT)
-        _, errors = await asyncio.to_thread(process.communicate, None, 30)
+        _, errors = await asyncio.to_thread(process.communicate, None, PATIENCE_S)
     assert process.returncode == 130
     assert "detached; the run continues" in errors
     assert "Traceback" not in errors

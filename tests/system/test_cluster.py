@@ -12,7 +12,7 @@ from tests.support.jobs import Job
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.faults, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.faults, pytest.mark.long]
 
 LONG_S = 300.0
 

@@ -31,6 +31,7 @@ async def test_a_run_of_components_is_replayed_to_the_bit(stack: Stack, model: P
     await assert_replay_is_identical(job)
 
 
+@pytest.mark.long
 async def test_a_component_that_the_game_does_not_tell_is_named(stack: Stack, model: Path) -> None:
     algorithm = {"advantage": "gdpo", "reward_components": {"format": 1.0}}
     env = {"game": "tests.support.games:ScoredBandit", "num_val": 0}

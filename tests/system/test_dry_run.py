@@ -107,6 +107,7 @@ async def from_elsewhere(url: str) -> AsyncIterator[str]:
         yield f"nats://{host}:{own_port}"
 
 
+@pytest.mark.long
 async def test_a_pool_elsewhere_may_have_what_this_machine_lacks(
     stack: Stack, tmp_path: Path, model: Path
 ) -> None:

@@ -65,6 +65,7 @@ async def test_what_no_node_has_or_would_play_is_said(stack: Stack) -> None:
         await pool.check_game(job(game="guess", hosts=0))
 
 
+@pytest.mark.long
 async def test_a_node_looks_into_a_model_with_the_code_of_the_run(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:

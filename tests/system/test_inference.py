@@ -37,6 +37,7 @@ from tests.support.games import RaisesInStep, SlowBandit
 from tests.support.jobs import Job
 from tests.support.models import plain_logprobs
 from tests.support.stack import Stack
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -56,10 +57,11 @@ async def ask(stack: Stack, scope: JobScope, name: str, **fields: Any) -> list[I
         return [part async for part in parts]
 
 
+@pytest.mark.long
 async def test_a_model_folder_is_served_by_several_servers(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
-    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=90) as client:
+    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=PATIENCE_S) as client:
         job = await client.submit_inference_job(
             str(model), num_gpus=2, max_model_len=256, config={"output_dir": str(tmp_path)}
         )
@@ -83,7 +85,7 @@ async def test_a_model_folder_is_served_by_several_servers(
 async def test_the_gateway_serves_a_real_model_to_the_official_client(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
-    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=90) as client:
+    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=PATIENCE_S) as client:
         job = await client.submit_inference_job(
             str(model), max_model_len=256, config={"output_dir": str(tmp_path)}
         )
@@ -150,6 +152,7 @@ async def _assert_prompts_are_scored(
             await openai.completions.create(model=name, prompt="2+2=", **wrong)
 
 
+@pytest.mark.long
 async def test_episodes_have_the_tokens_of_training_and_files_go_on_where_they_ended(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
@@ -205,11 +208,12 @@ async def test_episodes_have_the_tokens_of_training_and_files_go_on_where_they_e
         await run_inference_async(**{**settings, "temperature": 0.5})
 
 
+@pytest.mark.long
 async def test_served_episodes_are_those_of_the_generators_own_loop(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {"rollout": SHORT}
-    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=90) as client:
+    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=PATIENCE_S) as client:
         job = await client.submit_inference_job(
             str(model), config={"output_dir": str(tmp_path), **settings}
         )
@@ -243,7 +247,7 @@ async def test_a_server_that_is_killed_costs_no_episode(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
     config = {"output_dir": str(tmp_path), "generator": {"max_episodes": 6}, "rollout": SHORT}
-    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=90) as client:
+    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=PATIENCE_S) as client:
         described = await client.submit_inference_job(str(model), num_gpus=2, config=config)
         job = Job(stack, await JobStore(stack.broker).get("local", described["job_id"]))
         pid = await job.pid("server-1")
@@ -269,12 +273,13 @@ async def test_a_server_that_is_killed_costs_no_episode(
         await client.cancel_job(described["job_id"])
 
 
+@pytest.mark.long
 async def test_a_game_that_fails_is_recorded_and_played_again_next_time(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "results.jsonl"
     config = {"output_dir": str(tmp_path), "rollout": SHORT}
-    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=90) as client:
+    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=PATIENCE_S) as client:
         job = await client.submit_inference_job(str(model), config=config)
         for tries in (1, 2):
             report = await run_inference_async(

@@ -12,6 +12,7 @@ from tests.support.configs import small_job
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.support.stack import Stack
 from tests.support.stack_fixtures import warm_model
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="session")]
 
@@ -46,7 +47,7 @@ async def test_a_served_model_judges_every_episode(
 ) -> None:
     taught = await stack.submit(lessons(tmp_path))
     await taught.until("COMPLETED")
-    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=90) as client:
+    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=PATIENCE_S) as client:
         judge = await client.submit_inference_job(
             "taught@last", max_model_len=64, config={"output_dir": str(tmp_path)}
         )

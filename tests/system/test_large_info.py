@@ -22,7 +22,7 @@ async def test_a_job_with_two_megabytes_of_info_in_each_episode_completes(
             training={"num_steps": 3},
         )
     )
-    await job.until("COMPLETED", deadline_s=240)
+    await job.until("COMPLETED")
     await assert_every_task_once(job)
     assert await job.events("group_cut")
     assert not await job.dead()

@@ -11,7 +11,6 @@ from tests.support.stack_fixtures import warm_model
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.timeout(600),
     pytest.mark.asyncio(loop_scope="session"),
 ]
 

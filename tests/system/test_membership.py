@@ -11,6 +11,7 @@ from tests.support.configs import small_job
 from tests.support.jobs import Job
 from tests.support.proofs import assert_no_task_twice
 from tests.support.stack import Stack
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="session")]
 
@@ -40,7 +41,7 @@ async def test_generators_and_environment_hosts_come_and_go_while_a_job_runs(
         assert await _shares_work(job, generators=everybody, num_hosts=2)
 
         helper.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(helper.wait, 30) == EXIT_DRAINED
+        assert await asyncio.to_thread(helper.wait, PATIENCE_S) == EXIT_DRAINED
     finally:
         helper.kill()
         helper.wait()

@@ -14,11 +14,10 @@ from tests.support.configs import UNHURRIED, example, small_job
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.support.stack import Stack
 from tests.support.stack_fixtures import warm_model
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE_S, eventually
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.timeout(900),
     pytest.mark.asyncio(loop_scope="session"),
 ]
 NCCL = {"transport": "nccl"}
@@ -62,7 +61,7 @@ async def test_a_learner_of_two_ranks_sends_to_a_server_that_follows(
     config = small_job(model, env=UNHURRIED, training=training, learner=learner, weights=NCCL)
     live = await stack.submit(config)
     await live.until_step(1)
-    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=120) as client:
+    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=PATIENCE_S) as client:
         job = await client.submit_inference_job(
             live.record.name, config={"output_dir": str(tmp_path)}
         )
@@ -74,6 +73,6 @@ async def test_a_learner_of_two_ranks_sends_to_a_server_that_follows(
             version = max(int(one.model.rpartition("@")[2]) for one in report.results)
             return version if version >= least else None
 
-        first = await eventually(lambda: newest(1), "a version", 120)
-        assert await eventually(lambda: newest(first + 1), "a newer version", 120) > first
+        first = await eventually(lambda: newest(1), "a version")
+        assert await eventually(lambda: newest(first + 1), "a newer version") > first
         await client.cancel_job(job["job_id"])

@@ -58,7 +58,6 @@ def test_every_key_that_the_guide_calls_needless_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
 @pytest.mark.asyncio(loop_scope="session")
 async def test_the_script_of_the_guide_trains_after_its_diff(
     stack: Stack, tmp_path: Path, model: Path

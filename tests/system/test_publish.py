@@ -9,7 +9,7 @@ from tinkermq.schemas.wire.errors import MessageError
 
 from tests.faults.injected import append_untrainable, episode
 from tests.support.configs import small_job
-from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
+from tests.support.proofs import assert_every_task_once
 from tests.support.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -35,7 +35,6 @@ async def test_trajectories_and_tasks_of_a_client_are_trained_and_malformed_ones
             await publisher.publish_group([episode(1), episode(0)])
     await job.until("COMPLETED")
     await assert_every_task_once(job)
-    await assert_replay_is_identical(job)
     records = await job.batches()
     dropped = [(item.task, item.reason) for record in records for item in record.dropped]
     assert dropped == [(smuggled, "malformed")]

@@ -42,6 +42,7 @@ def _said(tasks: dict[int, list[Trajectory]]) -> dict[int, list[tuple[list[int],
     }
 
 
+@pytest.mark.long
 async def test_the_rollouts_of_a_seed_repeat(stack: Stack, model: Path) -> None:
     training = {"max_staleness": 0, "num_steps": 12}
     await assert_repeats(stack, small_job(model, training=training, learner={"lr": 1e-2}))

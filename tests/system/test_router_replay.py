@@ -34,7 +34,7 @@ async def trained_with_experts(stack: Stack, folder: Path, **generator: Any) -> 
         training={"num_steps": 4, "max_staleness": 1},
     )
     job = await stack.submit(config)
-    await job.until("COMPLETED", deadline_s=200)
+    await job.until("COMPLETED")
     await assert_every_task_once(job)
     for entry in await job.entries():
         assert entry.group is not None

@@ -13,7 +13,7 @@ from tests.support.stack import Stack
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-async def test_a_run_is_read_evaluated_and_compared(stack: Stack, model: Path) -> None:
+async def test_a_run_is_read(stack: Stack, model: Path) -> None:
     env = {"game": "bandit", "num_val": 8}
     job = await stack.submit(small_job(model, env=env, training={"num_steps": 6, "test_freq": 3}))
     name = (await job.until("COMPLETED")).name
@@ -36,18 +36,21 @@ async def test_a_run_is_read_evaluated_and_compared(stack: Stack, model: Path) -
         with pytest.raises(NotFoundError, match="no actor 'learnr'"):
             await run.logs("learnr")
         assert (await run.profile()).num_steps == 6
+    with Run(name, stack.server.url) as notebook:
+        assert repr(notebook) == f"Run({name!r})"
+        shown = notebook._repr_html_()
+        assert repr(notebook) == f"Run({name!r}, COMPLETED)"
+    assert name in shown
+    assert "<polyline" in shown
+
+
+@pytest.mark.long
+async def test_checkpoints_of_a_run_are_evaluated_and_compared(stack: Stack, model: Path) -> None:
+    env = {"game": "bandit", "num_val": 8}
+    job = await stack.submit(small_job(model, env=env, training={"num_steps": 6, "test_freq": 3}))
+    name = (await job.until("COMPLETED")).name
+    async with AsyncRun(name, stack.server.url) as run:
         values = await run.evaluate(6)
         assert "val/mean_score" in values
         difference = await run.compare(6, f"{name}@3", tasks=[0, 1, 2])
         assert difference.num_tasks == 3
-
-
-async def test_a_notebook_sees_state_and_curve(stack: Stack, model: Path) -> None:
-    job = await stack.submit(small_job(model, training={"num_steps": 2}))
-    name = (await job.until("COMPLETED")).name
-    with Run(name, stack.server.url) as run:
-        assert repr(run) == f"Run({name!r})"
-        shown = run._repr_html_()
-        assert repr(run) == f"Run({name!r}, COMPLETED)"
-    assert name in shown
-    assert "<polyline" in shown

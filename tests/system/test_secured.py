@@ -160,7 +160,7 @@ async def trained(pool: Pool, config: dict[str, Any]) -> JobRecord:
         now = await pool.find(record.job)
         return now if now.state in FINAL_STATES else None
 
-    return await eventually(ended, f"{record.name} to end", 150)
+    return await eventually(ended, f"{record.name} to end")
 
 
 def processes_with(secret: str) -> list[str]:
@@ -176,7 +176,7 @@ def processes_with(secret: str) -> list[str]:
     return lines
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.long
 async def test_programs_of_a_user_see_nothing_of_the_pool(
     operator: Operator, model: Path, tmp_path: Path
 ) -> None:
@@ -213,9 +213,11 @@ async def test_a_game_that_a_node_tries_runs_in_the_sandbox_of_hosted_ones(
         assert ("0 came off" in failed[0]["detail"]) == bool(words), failed
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "own", [False, pytest.param(True, marks=pytest.mark.long)], ids=["plain", "ranks and own loss"]
+)
 async def test_two_users_train_and_neither_reaches_the_others_job(
-    operator: Operator, model: Path, tmp_path: Path
+    operator: Operator, model: Path, tmp_path: Path, own: bool
 ) -> None:
     config = {**small_job(model), "output_dir": str(tmp_path / "runs")}
     config["training"] = {**config["training"], "num_steps": 3}
@@ -228,10 +230,10 @@ async def test_two_users_train_and_neither_reaches_the_others_job(
             "game": "tests.support.games:Snoop",
             "kwargs": {"pattern": pattern.replace("/", "|")},
         }
-        settings = {**config, "name": f"run-{name}", "env": {**config["env"], **snoop}}
-        if name == "ada":  # two actors, one of which tells the other what to do
+        settings = {**config, "name": f"run-{name}-{int(own)}", "env": {**config["env"], **snoop}}
+        if own and name == "ada":  # two actors, one of which tells the other what to do
             settings["learner"] = {**config["learner"], "ranks": 2, "slots": 2}
-        else:  # a learner with code of its owner's, in a sandbox
+        if own and name == "bob":  # a learner with code of its owner's, in a sandbox
             settings["algorithm"] = {"own_loss": "tests.support.nosy_loss:nosy"}
             for secret in (operator.home, tmp_path / "nothing"):
                 nosy = {**settings, "model": {**settings["model"], "tokenizer": str(secret)}}
@@ -243,11 +245,11 @@ async def test_two_users_train_and_neither_reaches_the_others_job(
         assert not processes_with(operator.keys[name])
     for name, other in (("ada", "bob"), ("bob", "ada")):
         pool, record = Pool(brokers[name]), records[other]
-        own, theirs = JobScope(name, records[name].job), JobScope(other, record.job)
+        mine, theirs = JobScope(name, records[name].job), JobScope(other, record.job)
         listed = await pool.list_jobs(all=True)
         assert {one.user for one in listed} == {name}
         assert records[name].job in {one.job for one in listed}
-        metrics = await read_metrics(brokers[name], own)
+        metrics = await read_metrics(brokers[name], mine)
         assert metrics[-1].step == 3
         # a game in the pool, which the owner wrote, read nothing of any run and did nothing else
         assert {one.values["training_step_reward"] for one in metrics} == {0.0}
@@ -256,7 +258,7 @@ async def test_two_users_train_and_neither_reaches_the_others_job(
         for change in (pool.stop, pool.pause, pool.resume):
             with pytest.raises(NotFoundError):
                 await change(record.job)
-        assert [one.step for one in await read_traces(brokers[name], own, 2)] == [2, 3]
+        assert [one.step for one in await read_traces(brokers[name], mine, 2)] == [2, 3]
         with pytest.raises(BrokerError):
             await read_metrics(brokers[name], theirs)
         with pytest.raises(BrokerError):
@@ -274,16 +276,17 @@ async def test_two_users_train_and_neither_reaches_the_others_job(
     for name, shown in (("root", {"ada", "bob"}), ("ada", {"ada"})):
         listed = operator.told("ps", "--everyone", "--all", key=name)
         assert {row["user"] for row in listed} == shown
-    assert operator.run("logs", "run-ada", key="ada").code == 0
-    assert operator.run("rollouts", "run-ada", key="ada").code == 0
-    assert operator.run("logs", "run-ada", key="bob").code != 0
-    attached = operator.run("attach", "run-ada", key="bob")
-    assert (attached.code, "there is no run 'run-ada'" in attached.err) == (2, True)
+    run = records["ada"].name
+    assert operator.run("logs", run, key="ada").code == 0
+    assert operator.run("rollouts", run, key="ada").code == 0
+    assert operator.run("logs", run, key="bob").code != 0
+    attached = operator.run("attach", run, key="bob")
+    assert (attached.code, f"there is no run '{run}'" in attached.err) == (2, True)
     for key in [*operator.keys.values(), "tmqj."]:
         assert not files_with(key, tmp_path / "runs", operator.home / "logs")
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.long
 async def test_a_user_hosts_the_game_with_the_own_key(
     operator: Operator, model: Path, tmp_path: Path
 ) -> None:
@@ -301,12 +304,13 @@ async def test_a_user_hosts_the_game_with_the_own_key(
                 now = await pool.find(record.job)
                 return now if now.state in FINAL_STATES else None
 
-            done = await eventually(ended, "the job to end", 150)
+            done = await eventually(ended, "the job to end")
         finally:
             await asyncio.to_thread(game.cleanup)
     assert done.state == "COMPLETED", done.reason
 
 
+@pytest.mark.long
 def test_a_user_serves_follows_and_infers_and_another_reaches_none_of_it(
     operator: Operator, model: Path, tmp_path: Path
 ) -> None:
@@ -357,7 +361,7 @@ def holders(secret: str) -> set[str]:
     return found
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.long
 async def test_the_key_of_a_tracker_reaches_the_learner_and_stands_nowhere(
     operator: Operator, model: Path, tmp_path: Path
 ) -> None:
@@ -381,7 +385,7 @@ async def test_the_key_of_a_tracker_reaches_the_learner_and_stands_nowhere(
             assert now.state not in FINAL_STATES, now.reason
             return now if now.version > 0 else None
 
-        record = await eventually(trains, "the run to train", 150)
+        record = await eventually(trains, "the run to train")
         assert record.secrets == ["WANDB_API_KEY"]
         having = holders(secret)
         assert having
@@ -393,7 +397,7 @@ async def test_the_key_of_a_tracker_reaches_the_learner_and_stands_nowhere(
         async def ended() -> bool:
             return (await pool.find("tracked")).state in FINAL_STATES and not holders(secret)
 
-        await eventually(ended, "the run to end", 150)
+        await eventually(ended, "the run to end")
         assert secret not in str(await pool.find("tracked"))
     assert not files_with(secret, tmp_path, operator.home)
 

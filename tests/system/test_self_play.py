@@ -15,7 +15,6 @@ from tests.support.stack_fixtures import warm_model
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.timeout(600),
     pytest.mark.asyncio(loop_scope="session"),
 ]
 
@@ -50,7 +49,6 @@ async def test_a_game_is_learnt_by_self_play(
 
 
 @pytest.mark.learns
-@pytest.mark.timeout(900)  # the warm start alone takes two or three minutes
 @pytest.mark.parametrize("name", ["gomoku_small", "gomoku_small_self_play"])
 async def test_gomoku_on_a_small_board_is_learnt_from_opponents_and_by_self_play(
     stack: Stack, name: str

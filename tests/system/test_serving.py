@@ -27,7 +27,7 @@ from tests.clients.command import Outcome, command
 from tests.support.configs import UNHURRIED, small_job
 from tests.support.jobs import Job
 from tests.support.stack import Stack
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -39,7 +39,7 @@ async def run(stack: Stack, *words: str, without: Path | None = None) -> Outcome
         empty = 'mount -t tmpfs none "$0" && exec "$@"'
         full = ["unshare", "--map-root-user", "--mount", "sh", "-c", empty, str(without), *full]
     done = await asyncio.to_thread(
-        subprocess.run, full, capture_output=True, check=False, timeout=170
+        subprocess.run, full, capture_output=True, check=False, timeout=PATIENCE_S
     )
     return Outcome(done.returncode, done.stdout.decode(), done.stderr.decode())
 
@@ -91,12 +91,13 @@ async def test_serve_in_one_line_and_infer_against_it(
         assert (await run(stack, "stop", row["run"])).code == 0
 
 
+@pytest.mark.long
 async def test_a_live_run_is_followed_to_its_newest_version(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
     live = await stack.submit(small_job(model, env=UNHURRIED, training={"num_steps": 500}))
     await live.until_step(1)
-    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=120) as client:
+    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=PATIENCE_S) as client:
         job = await client.submit_inference_job(
             live.record.name, config={"output_dir": str(tmp_path)}
         )
@@ -111,8 +112,8 @@ async def test_a_live_run_is_followed_to_its_newest_version(
             version = max(int(model.rpartition("@")[2]) for model in models)
             return version if version >= least else None
 
-        first = await eventually(lambda: newest(1), "a version", 120)
-        assert await eventually(lambda: newest(first + 1), "a newer version", 120) > first
+        first = await eventually(lambda: newest(1), "a version")
+        assert await eventually(lambda: newest(first + 1), "a newer version") > first
         await client.cancel_job(job["job_id"])
 
 
@@ -162,6 +163,7 @@ async def test_a_checkpoint_that_is_not_there_is_refused_at_once(
             await client.submit_inference_job(f"{trained.record.name}@3")
 
 
+@pytest.mark.long
 async def test_a_tokenizer_of_another_model_fails_the_job_with_both_sizes(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
@@ -170,7 +172,7 @@ async def test_a_tokenizer_of_another_model_fails_the_job_with_both_sizes(
     tokenizer = AutoTokenizer.from_pretrained(other)
     tokenizer.add_tokens([AddedToken("<extra>")])
     tokenizer.save_pretrained(other)
-    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=120) as client:
+    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=PATIENCE_S) as client:
         with pytest.raises(JobFailedError, match=r"does not match model .* 265 tokens.* knows 264"):
             await client.submit_inference_job(
                 str(model), tokenizer_path=str(other), config={"output_dir": str(tmp_path)}

@@ -30,11 +30,11 @@ from tests.support.jobs import Job
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.support.stack import Stack
 from tests.support.stack_fixtures import warm_model
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = [
     pytest.mark.learns,
     pytest.mark.long,
-    pytest.mark.timeout(600),
     pytest.mark.asyncio(loop_scope="session"),
 ]
 
@@ -149,7 +149,7 @@ async def assert_served(stack: Stack, rl: Job, tmp_path: Path) -> None:
     """Serve two of the run's adapters and its base with one server, and play with the last."""
     last, earlier = (f"{rl.record.name}@{step}" for step in (LORA_STEPS, LORA_STEPS - 10))
     base = rl.record.config["model"]["path"]
-    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=90) as client:
+    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=PATIENCE_S) as client:
         job = await client.submit_inference_job(base, adapters=[earlier, last])
         async with openai_client(stack.broker) as openai:
             models = {model.id async for model in await openai.models.list()}

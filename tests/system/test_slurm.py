@@ -1,9 +1,5 @@
 """A pool on a real Slurm: machines come for what waits, and go when nothing does."""
 
-import asyncio
-import os
-import random
-import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +16,6 @@ from tests.support.waiting import eventually
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(bool(lacking()), reason=f"Slurm cannot be had: {lacking()}"),
 ]
 
@@ -47,23 +42,6 @@ async def on_slurm(slurm: Slurm, tmp_path: Path) -> AsyncIterator[OnCluster]:
     yield pool
     await pool.down()
     assert slurm.jobs() == []
-
-
-async def test_a_machine_comes_for_a_job_and_goes_after_it(
-    on_slurm: OnCluster, slurm: Slurm, model: Path
-) -> None:
-    async with await on_slurm.up(idle_s=2) as broker:
-        pool = Pool(broker)
-        assert (await machines(pool)).on == "slurm:p"
-        job = await on_slurm.submit(pool, model)
-        await machines(pool, "here")
-        shown = await on_slurm.command("pool")
-        assert "1 here" in shown.out
-        assert "slot-hours today" in shown.out
-        await job_is(pool, job.job, "COMPLETED")
-        told = await machines(pool)
-        assert told.slot_hours > 0
-        assert slurm.jobs() == []
 
 
 async def test_what_slurm_refuses_is_told_in_its_words(on_slurm: OnCluster, model: Path) -> None:
@@ -103,22 +81,6 @@ async def test_a_machine_that_the_cluster_may_not_give_is_refused_with_what_to_m
     assert slurm.jobs() == []
 
 
-async def test_a_preempted_machine_drains_and_its_job_goes_on_on_another(
-    on_slurm: OnCluster, slurm: Slurm, model: Path
-) -> None:
-    async with await on_slurm.up(partition="low") as broker:
-        pool = Pool(broker)
-        job = await on_slurm.submit(pool, model, env=SLOW, training={"num_steps": 40})
-        await job_is(pool, job.job, "RUNNING")
-        more_important = ("--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 5")
-        slurm.tell("sbatch", "--partition=p", *more_important)
-        await job_is(pool, job.job, "QUEUED")
-        done = await job_is(pool, job.job, "COMPLETED", "FAILED")
-        assert done.state == "COMPLETED", done.reason
-        assert done.losses == 0
-        await machines(pool)
-
-
 async def test_a_machine_whose_time_is_up_drains_and_its_job_goes_on_on_another(
     on_slurm: OnCluster, model: Path
 ) -> None:
@@ -151,7 +113,7 @@ async def test_a_machine_whose_node_never_joins_is_given_back_and_told(
         async def trouble() -> str:
             return (await pool.machines()).trouble
 
-        told = await eventually(trouble, "a machine that is late", 60)
+        told = await eventually(trouble, "a machine that is late")
         assert "has not joined within 4 s: can it reach the broker at its URL?" in told
         await machines(pool)
         assert (await pool.get(job.job)).state == "QUEUED"
@@ -180,20 +142,4 @@ async def test_a_budget_that_is_used_up_lets_all_machines_go_until_there_is_more
         pool = Pool(broker)
         done = await job_is(pool, job.job, "COMPLETED", "FAILED")
         assert done.state == "COMPLETED", done.reason
-        await machines(pool)
-
-
-async def test_a_scheduler_that_is_killed_again_and_again_asks_for_no_machine_twice(
-    on_slurm: OnCluster, slurm: Slurm, model: Path
-) -> None:
-    async with await on_slurm.up(most=3) as broker:
-        pool = Pool(broker)
-        jobs = [await on_slurm.submit(pool, model) for _ in range(2)]
-        for _ in range(4):
-            await asyncio.sleep(random.uniform(0.3, 3.0))
-            os.kill(on_slurm.scheduler_pid(), signal.SIGKILL)
-            names = [line.split()[0] for line in slurm.jobs() if "RUNNING" in line]
-            assert len(names) == len(set(names)) <= 3
-        for job in jobs:
-            assert (await job_is(pool, job.job, "COMPLETED", "FAILED")).state == "COMPLETED"
         await machines(pool)

@@ -15,7 +15,6 @@ from tests.support.waiting import eventually
 URL = "nats://127.0.0.1:1"
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(
         bool(lacking(*ACCOUNTING)), reason=f"accounting cannot be had: {lacking(*ACCOUNTING)}"
     ),
@@ -73,4 +72,4 @@ async def test_a_machine_beyond_the_accounts_cores_waits_and_says_so(source: Slu
     async def waits() -> bool:
         return "AssocGrpCpuLimit" in {one.why for one in await source.look()}
 
-    await eventually(waits, "a machine that waits for its account", 60)
+    await eventually(waits, "a machine that waits for its account")

@@ -1,7 +1,6 @@
 """A pool whose machines are hosts by SSH, with a real sshd: nodes come when jobs wait."""
 
 import asyncio
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,21 +9,15 @@ import pytest
 import yaml
 from tinkermq.actors.scheduler.machines.source import Machine, MachineNames
 from tinkermq.actors.scheduler.machines.ssh import SSHSource
-from tinkermq.broker.client.connection import connect
 from tinkermq.broker.nats_server import NatsServer
-from tinkermq.clients.pool import Pool
-from tinkermq.schemas.job import JobRecord
-from tinkermq.schemas.machines import MachineList, MachinesConfig, machines_config
+from tinkermq.schemas.machines import MachinesConfig, machines_config
 from tinkermq.schemas.wire.errors import ConfigError, PlacementError
 
-from tests.clients.command import Outcome, tinkermq
-from tests.support.configs import REPOSITORY, small_job
 from tests.support.sshd import Sshd, lacking
 from tests.support.waiting import eventually
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(bool(lacking()), reason=f"no SSH server can be had: {lacking()}"),
 ]
 
@@ -95,42 +88,3 @@ def test_hosts_that_make_no_sense_are_refused(
     file.write_text(yaml.safe_dump({"kind": "ssh", **changed}))
     with pytest.raises(ConfigError, match=words):
         machines_config(str(file))
-
-
-async def test_a_job_brings_a_host_trains_there_and_lets_it_go(
-    sshd: Sshd, model: Path, tmp_path: Path
-) -> None:
-    environment = {
-        **os.environ,
-        "TINKERMQ_HOME": str(tmp_path / "home"),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(REPOSITORY),
-    }
-    file = tmp_path / "machines.yaml"
-    file.write_text(yaml.safe_dump({**hosts(sshd, tmp_path), "look_s": 0.5, "idle_s": 2}))
-
-    async def command(*words: str) -> Outcome:
-        return await asyncio.to_thread(tinkermq, *words, env=environment, timeout=120)
-
-    up = await command("up", "--on", str(file), "--port", "0", "--no-gateway", "--json")
-    assert up.code == 0, up.err
-    try:
-        async with await connect(yaml.safe_load(up.out)["url"], name="test") as broker:
-            pool = Pool(broker)
-            config = {**small_job(model), "output_dir": str(tmp_path / "runs")}
-            job = await pool.submit(config)
-
-            async def ended() -> JobRecord | None:
-                record = await pool.get(job.job)
-                return record if record.state in ("COMPLETED", "FAILED") else None
-
-            async def gone() -> MachineList | None:
-                told = await pool.machines()
-                return told if not told.machines else None
-
-            done = await eventually(ended, "the job's end", 120)
-            assert done.state == "COMPLETED", done.reason
-            assert (await eventually(gone, "no machine", 60)).slot_hours > 0
-    finally:
-        down = await command("down")
-    assert down.code == 0, down.err

@@ -1,11 +1,10 @@
 """The staleness bound holds in whole runs, whatever the stragglers do, and nothing deadlocks.
 
-All runs go on at the same time: their games sleep most of it. In those with stragglers the step
-of one episode in thirty takes as long as several training steps.
+In runs with stragglers the step of one episode in thirty takes as long as several training steps.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
@@ -34,10 +33,13 @@ UNEVEN = {"game": "tests.support.games:UnevenEcho", "num_val": 0, "workers": 64}
 COIN = {"game": "tests.support.games:FirstLetter", "num_val": 0}
 
 
+RunOf = Callable[[str], Awaitable[Job]]
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def runs(shared_stack: Stack, model: Path) -> AsyncIterator[dict[str, Job]]:
-    """Start all runs of this module."""
-    stack = shared_stack
+async def run_of(shared_stack: Stack, model: Path) -> AsyncIterator[RunOf]:
+    """Return the run of a name, which starts when a test first asks for it."""
+    stack, runs = shared_stack, dict[str, Job]()
 
     def straggling(max_staleness: int, policy: str) -> dict:
         training = {"num_steps": 16, "max_staleness": max_staleness, "staleness_policy": policy}
@@ -61,13 +63,19 @@ async def runs(shared_stack: Stack, model: Path) -> AsyncIterator[dict[str, Job]
             training={"num_steps": 16, "max_staleness": 1, "staleness_policy": "mask"},
         ),
     }
-    yield {name: await stack.submit(config) for name, config in configs.items()}
+
+    async def start(name: str) -> Job:
+        if name not in runs:
+            runs[name] = await stack.submit(configs[name])
+        return runs[name]
+
+    yield start
     await stack.stop_all()
 
 
 async def trained(job: Job) -> list[tuple[BatchRecord, list[Group]]]:
     """Wait for a run's end, prove it, and return what each step trained."""
-    await job.until("COMPLETED", deadline_s=240)
+    await job.until("COMPLETED")
     await assert_every_task_once(job)
     groups = {entry.seq: entry.group for entry in await job.entries() if entry.group is not None}
     return [(record, [groups[seq] for seq in record.seqs]) for record in await job.batches()]
@@ -83,10 +91,8 @@ def stale(steps: list[tuple[BatchRecord, list[Group]]]) -> set[int | None]:
     return {item.task for record, _ in steps for item in record.dropped if item.reason == "stale"}
 
 
-async def test_without_staleness_every_token_is_on_policy(
-    runs: dict[str, Job], model: Path
-) -> None:
-    job = runs["on_policy"]
+async def test_without_staleness_every_token_is_on_policy(run_of: RunOf, model: Path) -> None:
+    job = await run_of("on_policy")
     steps = await trained(job)
     assert set(lags(steps)) == {0}
     for metric in await job.metrics():
@@ -107,25 +113,23 @@ def _assert_first_batch_is_of_the_initial_model(model: Path, groups: list[Group]
         assert np.abs(expected - episode.logprobs[start:]).max() < 1e-4
 
 
-async def test_groups_that_teach_nothing_give_their_credits_back(runs: dict[str, Job]) -> None:
-    steps = await trained(runs["on_policy"])
+async def test_groups_that_teach_nothing_give_their_credits_back(run_of: RunOf) -> None:
+    steps = await trained(await run_of("on_policy"))
     reasons = {item.reason for record, _ in steps for item in record.dropped}
     assert reasons == {"equal_rewards"}
     for _, groups in steps:
         assert all(len({episode.reward for episode in group.sampled}) > 1 for group in groups)
 
 
-@pytest.mark.parametrize("bound", [1, 4])
-async def test_no_group_over_the_bound_is_trained_under_drop(
-    runs: dict[str, Job], bound: int
-) -> None:
-    steps = await trained(runs[f"drop_{bound}"])
+@pytest.mark.parametrize("bound", [1, pytest.param(4, marks=pytest.mark.long)])
+async def test_no_group_over_the_bound_is_trained_under_drop(run_of: RunOf, bound: int) -> None:
+    steps = await trained(await run_of(f"drop_{bound}"))
     assert 0 < max(lags(steps)) <= bound
     assert {item.reason for record, _ in steps for item in record.dropped} <= {"stale"}
 
 
-async def test_a_group_dropped_for_its_age_is_issued_again(runs: dict[str, Job]) -> None:
-    job = runs["drop_1"]
+async def test_a_group_dropped_for_its_age_is_issued_again(run_of: RunOf) -> None:
+    job = await run_of("drop_1")
     dropped = stale(await trained(job))
     assert dropped, "there was no straggler"
     groups = [entry.group for entry in await job.entries() if entry.group is not None]
@@ -137,21 +141,23 @@ async def test_a_group_dropped_for_its_age_is_issued_again(runs: dict[str, Job])
         assert task.task > number
 
 
-async def test_wait_trains_every_group_within_the_bound(runs: dict[str, Job]) -> None:
-    steps = await trained(runs["wait_1"])
+@pytest.mark.long
+async def test_wait_trains_every_group_within_the_bound(run_of: RunOf) -> None:
+    steps = await trained(await run_of("wait_1"))
     assert max(lags(steps)) <= 1
     assert not [item for record, _ in steps for item in record.dropped]
 
 
-async def test_train_keeps_a_group_whatever_its_age(runs: dict[str, Job]) -> None:
-    steps = await trained(runs["train_1"])
+@pytest.mark.long
+async def test_train_keeps_a_group_whatever_its_age(run_of: RunOf) -> None:
+    steps = await trained(await run_of("train_1"))
     assert max(lags(steps)) > 1
     assert not [item for record, _ in steps for item in record.dropped]
 
 
 @pytest.mark.long
-async def test_mask_leaves_out_old_tokens_and_keeps_their_episodes(runs: dict[str, Job]) -> None:
-    job = runs["mask_1"]
+async def test_mask_leaves_out_old_tokens_and_keeps_their_episodes(run_of: RunOf) -> None:
+    job = await run_of("mask_1")
     steps = await trained(job)
     assert max(lags(steps)) > 1
     assert [record.oldest for record, _ in steps] == [0, 0, *range(1, 15)]

@@ -36,7 +36,7 @@ async def test_a_sweep_that_was_killed_goes_on_and_ends_in_a_table(
     async def two() -> bool:
         return len(await made()) >= 2
 
-    await eventually(two, "the second run of the sweep", 120)
+    await eventually(two, "the second run of the sweep")
     first.kill()
     await asyncio.to_thread(first.wait)
     assert len(await made()) < 4

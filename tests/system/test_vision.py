@@ -24,10 +24,10 @@ from tests.support.images import IMAGE_ID, make_vision_model
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.support.stack import Stack
 from tests.support.stack_fixtures import warm_model
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.timeout(600),
     pytest.mark.asyncio(loop_scope="session"),
 ]
 
@@ -91,7 +91,7 @@ async def test_tries_with_feedback_are_trained_replayed_and_served_with_their_dr
     assert (await job.validations())[3]["val/failed_episodes"] == 0
 
     played: dict[str, Any] = {"game_class": Geo3KToolGame, "data_path": val, "max_samples": 8}
-    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=90) as client:
+    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=PATIENCE_S) as client:
         served = await client.submit_inference_job(
             f"{job.record.name}@3", config={"output_dir": str(tmp_path)}
         )

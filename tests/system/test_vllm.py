@@ -28,13 +28,12 @@ from tests.support.models import make_tiny_model, plain_logprobs
 from tests.support.proofs import assert_every_task_once
 from tests.support.stack import Stack
 from tests.support.stack_fixtures import warm_model
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE_S, eventually
 from tests.system.test_repeats import assert_repeats
 from tests.system.test_router_replay import trained_with_experts
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.timeout(560),
     pytest.mark.asyncio(loop_scope="session"),
 ]
 STEPS = 60
@@ -94,7 +93,7 @@ async def test_open_streams_of_programs_go_on_when_vllm_is_killed(
 async def _serve(stack: Stack, job: Job) -> None:
     """Play games with what vLLM serves of a run."""
     checkpoint = f"{job.record.name}@{STEPS}"
-    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=200) as client:
+    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=PATIENCE_S) as client:
         served = await client.submit_inference_job(checkpoint)
         report = await run_inference_async(
             served["vllm_server_url"], game_class=GuessGame, max_samples=32, temperature=1.0
@@ -138,7 +137,7 @@ async def _api_server(folder: Path, log: Path) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
-        await asyncio.to_thread(process.wait, 60)
+        await asyncio.to_thread(process.wait, PATIENCE_S)
 
 
 def _start_server(folder: Path, log: Path) -> tuple["subprocess.Popen[bytes]", int]:

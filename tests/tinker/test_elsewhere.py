@@ -23,7 +23,6 @@ from tests.tinker.service import TinkerService, tinker_service
 
 pytestmark = [
     pytest.mark.tinker,
-    pytest.mark.timeout(400),
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.skipif(bool(lacking("newest")), reason=lacking("newest")),
 ]

@@ -20,7 +20,6 @@ from tests.tinker.service import TinkerService, adapter_digest, tinker_service
 
 pytestmark = [
     pytest.mark.tinker,
-    pytest.mark.timeout(900),
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.skipif(bool(lacking("newest")), reason=lacking("newest")),
 ]

@@ -57,7 +57,6 @@ from tests.tinker.sdks import BASE, PROGRAMS, SdkProgram, lacking
 
 pytestmark = [
     pytest.mark.tinker,
-    pytest.mark.timeout(400),
     pytest.mark.asyncio(loop_scope="module"),
 ]
 

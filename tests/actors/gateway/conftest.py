@@ -19,7 +19,7 @@ async def gateway(shared_stack: Stack) -> AsyncIterator[Gateway]:
         yield running
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def browser() -> AsyncIterator[Browser]:
     """Debian's chromium, without a window."""
     async with open_browser() as opened:

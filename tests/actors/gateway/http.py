@@ -13,7 +13,7 @@ from tinkermq.actors.gateway.openai.routes import routes
 from tinkermq.actors.gateway.tinker.trainers import Trainers
 from tinkermq.broker.client.connection import Broker
 
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 
 @dataclass
@@ -48,7 +48,7 @@ async def serving(broker: Broker) -> AsyncIterator[str]:
 async def openai_client(broker: Broker) -> AsyncIterator[AsyncOpenAI]:
     """Yield the official client of such a gateway; it never tries again by itself."""
     async with serving(broker) as url:
-        client = AsyncOpenAI(base_url=url, api_key="any", max_retries=0, timeout=60)
+        client = AsyncOpenAI(base_url=url, api_key="any", max_retries=0, timeout=PATIENCE_S)
         try:
             yield client
         finally:

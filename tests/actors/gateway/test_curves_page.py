@@ -16,7 +16,7 @@ from tests.support.browser import Browser, watched_page
 from tests.support.gateway import Gateway
 from tests.support.stack import Stack
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(200)]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 REWARD = "training_step_reward"
 
 

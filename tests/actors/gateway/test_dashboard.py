@@ -24,7 +24,7 @@ from tests.support.gateway import Gateway
 from tests.support.groups import make_group
 from tests.support.stack import Stack
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(400)]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def last_step(page: Page) -> int:

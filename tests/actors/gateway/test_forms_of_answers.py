@@ -26,6 +26,7 @@ from tinkermq.schemas.wire.subjects import JobScope
 from tests.actors.gateway.canned import canned_server
 from tests.actors.gateway.http import serving
 from tests.support.models import HERMES, make_tiny_model
+from tests.support.waiting import PATIENCE_S
 
 MODEL = "my-run@4"
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -101,7 +102,9 @@ async def url(broker: Broker, scope: JobScope, folder: Path, thinks: bool) -> As
 
 @pytest_asyncio.fixture
 async def client(url: str) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=url, api_key="any", max_retries=0, timeout=60) as client:
+    async with AsyncOpenAI(
+        base_url=url, api_key="any", max_retries=0, timeout=PATIENCE_S
+    ) as client:
         yield client
 
 

@@ -13,7 +13,7 @@ from tests.support.stack import Stack
 from tests.support.waiting import eventually
 
 CONFIG = {"env": {"game": "bandit"}, "model": {"path": "tiny"}}
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(200)]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def test_a_run_is_labelled_on_its_page_and_found_by_a_click_on_its_tag(

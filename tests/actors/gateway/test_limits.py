@@ -251,7 +251,7 @@ async def impatient(
         return StreamingResponse(blocks())
 
     async def slow(_: Request) -> Response:
-        await asyncio.sleep(1.5)  # an answer may take longer than any deadline of the visitor's
+        await asyncio.sleep(3)  # an answer may take longer than any deadline of the visitor's
         return PlainTextResponse("late")
 
     app = Starlette(
@@ -335,7 +335,7 @@ async def test_a_reader_who_takes_nothing_has_a_deadline() -> None:
 
 async def test_who_waits_for_an_answer_is_not_hurried_and_may_ask_again() -> None:
     async with (
-        impatient(head_s=0.5, body_s=0.3, stalled_s=0.3) as port,
+        impatient(head_s=2.5, body_s=2.0, stalled_s=2.0) as port,
         opened(port) as (reader, writer),
     ):
         for _ in range(2):

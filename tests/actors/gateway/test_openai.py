@@ -15,6 +15,7 @@ from tinkermq.schemas.wire.errors import BusyError, ConfigError
 
 from tests.actors.gateway.canned import Canned
 from tests.actors.gateway.http import openai_client, serving
+from tests.support.waiting import PATIENCE_S
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
@@ -187,7 +188,7 @@ async def test_a_reader_who_leaves_a_stream_ends_the_work_for_it(
         if chunk.choices[0].delta.content:
             break
     await stream.close()
-    await asyncio.wait_for(canned.cancelled.wait(), 60)
+    await asyncio.wait_for(canned.cancelled.wait(), PATIENCE_S)
 
 
 async def test_a_caller_who_hangs_up_ends_the_work_for_it(
@@ -200,7 +201,7 @@ async def test_a_caller_who_hangs_up_ends_the_work_for_it(
     while not canned.asked:
         await asyncio.sleep(0.01)
     asking.cancel()
-    await asyncio.wait_for(canned.cancelled.wait(), 60)
+    await asyncio.wait_for(canned.cancelled.wait(), PATIENCE_S)
 
 
 async def test_a_body_that_is_no_json_gets_the_envelope(broker: Broker) -> None:

@@ -20,7 +20,7 @@ from tests.actors.gateway.test_rest import HOSTILE
 from tests.support.browser import Browser, watched_page
 from tests.support.gateway import Gateway, run_gateway
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(200)]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 ANSWER = "article.m-assistant"
 
 

@@ -13,7 +13,7 @@ from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.support.elsewhere import Elsewhere, elsewhere
 from tests.support.gateway import Gateway, run_gateway
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 SAY = [{"role": "user", "content": "Hello"}]
 
@@ -165,7 +165,7 @@ async def test_an_episodes_key_opens_nothing_else_of_the_gateway(program: Elsewh
 
 async def test_large_bodies_are_refused_in_the_words_of_the_api(program: Elsewhere) -> None:
     body = b'{"messages": "' + b"x" * (100 << 20) + b'"}'
-    async with httpx.AsyncClient(base_url=program.gateways[0].url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=program.gateways[0].url, timeout=PATIENCE_S) as client:
         answer = await client.post("/v1/messages", content=body, headers=program.key)
     assert answer.status_code == 413
     assert answer.json()["type"] == "error"

@@ -19,7 +19,7 @@ from tinkermq.schemas.wire.subjects import JobScope
 from tests.support.elsewhere import Elsewhere, elsewhere
 from tests.support.gateway import Gateway, run_gateway
 from tests.support.secured import SecuredPool, environment, refused_publish, secured
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -218,7 +218,7 @@ async def test_an_endless_body_is_cut_off(guarded: Guarded, hosted: Elsewhere) -
 
 async def test_requests_of_one_episode_are_bounded(guarded: Guarded, hosted: Elsewhere) -> None:
     hosted.script.stops_at = 0
-    async with httpx.AsyncClient(base_url=guarded.gateway.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=guarded.gateway.url, timeout=PATIENCE_S) as client:
         many = [
             asyncio.create_task(
                 client.post(CHAT, json={"messages": SAY, "seed": seed}, headers=hosted.key)

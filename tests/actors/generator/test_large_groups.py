@@ -1,6 +1,7 @@
 """A group that no message holds costs itself only, and what is large is named."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -147,17 +148,17 @@ def done(result: Any) -> Any:
     return future
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"log": "x" * 20 * MB},
-        {"log": b"x" * 20 * MB},
-        {"list": list(range(5 * MB))},
-        {f"{number}": number for number in range(MB)},
-    ],
-    ids=["text", "bytes", "list", "numbers"],
-)
-async def test_a_hosts_answer_holds_a_large_info_cut(more: dict[str, Any], broker: Broker) -> None:
+LARGE: dict[str, Callable[[], dict[str, Any]]] = {
+    "text": lambda: {"log": "x" * 20 * MB},
+    "bytes": lambda: {"log": b"x" * 20 * MB},
+    "list": lambda: {"list": list(range(5 * MB))},
+    "numbers": lambda: {f"{number}": number for number in range(MB)},
+}
+
+
+@pytest.mark.parametrize("kind", LARGE)
+async def test_a_hosts_answer_holds_a_large_info_cut(kind: str, broker: Broker) -> None:
+    more = LARGE[kind]()
     most = most_bytes(broker.max_payload_bytes) * 3 // 4
     answer = StepAnswer(most)
     answer.add(done(StepResult("ok", 1.0, True, {"score": 1.0, **more})))

@@ -22,7 +22,6 @@ torch.set_num_threads(1)
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore"),  # torch warns of itself where it compiles
 ]
 

@@ -17,6 +17,7 @@ from tinkermq.schemas.node import ModelQuestion
 from tinkermq.schemas.wire.errors import ModelError
 
 from tests.support.hollow_model import hollow_model
+from tests.support.waiting import PATIENCE_S
 
 _ASK = """
 import sys
@@ -59,7 +60,7 @@ def ask(model: str, tmp_path: Path, **environment: str) -> str:
         env={**os.environ, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=True,
     )
     return done.stdout

@@ -153,10 +153,12 @@ async def test_an_actor_that_is_wanted_again_while_it_drains_starts_anew(client:
 
 
 async def test_the_end_of_an_actor_that_the_node_stopped_is_not_the_actors_own(
-    client: Client,
+    client: Client, tmp_path: Path
 ) -> None:
-    client.texts["a"] = HANGS
+    up = tmp_path / "up"
+    client.texts["a"] = HANGS.replace("print(", f"open({str(up)!r}, 'w'); print(")
     await client.until(client.wanted("a"), that=all_run)
+    await until(up.exists, "the actor to ignore SIGTERM")
     await client.sync()
     status = await client.sync(client.wanted("a"))
     assert states(status) == {"a": "restarting"}
@@ -199,17 +201,25 @@ async def test_a_second_node_of_the_same_name_is_refused(client: Client, broker:
     await service.stop(0)
 
 
-async def test_a_node_that_drains_starts_nothing_more(client: Client) -> None:
+async def test_a_node_that_drains_starts_nothing_more(client: Client, tmp_path: Path) -> None:
     client.texts["a"] = (
-        "import signal, time; signal.signal(signal.SIGTERM, lambda *_: time.sleep(0.5) or exit(0))"
-        f"; {SLEEPS}"
+        "import os, pathlib, signal, time\n"
+        f"here = pathlib.Path({str(tmp_path)!r})\n"
+        "def wait(*_):\n"
+        "    (here / 'asked').touch()\n"
+        "    while not (here / 'go').exists(): time.sleep(0.01)\n"
+        "    os._exit(0)\n"
+        "signal.signal(signal.SIGTERM, wait)\n"
+        "(here / 'up').touch()\n"
+        "time.sleep(600)"
     )
     await client.until(client.wanted("a"), that=all_run)
-    await asyncio.sleep(0.2)
+    await until((tmp_path / "up").exists, "the actor to be up")
     client.stopping.set()
-    await asyncio.sleep(0.05)
+    await until((tmp_path / "asked").exists, "the actor to be asked to end")
     status = await client.sync(client.wanted("a"), client.wanted("b"))
     assert states(status) == {"a": "restarting"}
+    (tmp_path / "go").touch()
 
 
 def test_a_name_is_locked_on_one_machine_for_one_broker() -> None:

@@ -43,7 +43,7 @@ from tinkermq.schemas.wire.subjects import rpc
 
 from tests.actors.scheduler.toy_node import toy_command
 from tests.support.hollow_model import hollow_model
-from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, eventually
+from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, eventually, until
 
 TOY_NODE = Path(__file__).with_name("toy_node.py")
 FAST = Timing(turn_s=0.1, renew_s=0.3, stale_s=2.0)
@@ -297,6 +297,11 @@ class Stack:
         hidden = path.with_suffix(".writing")
         hidden.write_text(what)
         hidden.rename(path)
+
+    async def until_obeyed(self, job: JobRecord, actor: str) -> None:
+        """Wait until a toy actor has read what it was told to do."""
+        order = Path(job.run_dir) / f"{actor}.do"
+        await until(lambda: not order.exists(), f"{actor} to obey")
 
     def logs(self) -> str:
         files = sorted(self.folder.rglob("*.log"))

@@ -1,5 +1,6 @@
 """What is known of the clocks of nodes, and that nothing else depends on them."""
 
+import re
 import time
 from dataclasses import replace
 
@@ -54,7 +55,7 @@ async def test_a_node_whose_clock_is_an_hour_off_is_told_and_works_as_any(
         asked.append(request)
         return status()
 
-    await stack.scheduler(replace(FAST, silent_s=1.0))
+    await stack.scheduler(replace(FAST, silent_s=3.0))
     records = Bucket(stack.broker, BUCKET_NODES, NodeStatus)
     async with await Service.start(stack.broker, name="odd", description="a node") as service:
         await service.endpoint("sync", node("odd", "sync"), NodeSync, sync)
@@ -65,11 +66,12 @@ async def test_a_node_whose_clock_is_an_hour_off_is_told_and_works_as_any(
 
         (off,) = await eventually(told, "a clock that is off")
         side = "ahead of" if ahead_s > 0 else "behind"
-        assert off.startswith(("the clock of odd is 3600.", "the clock of odd is 3599."))
-        assert off.endswith(f"s {side} the scheduler's")
+        said = re.fullmatch(rf"the clock of odd is ([0-9.]+) s {side} the scheduler's", off)
+        assert said is not None, off
+        assert abs(float(said[1]) - 3600) < 60
         job = await stack.submit()
         seen = time.monotonic()
-        while time.monotonic() - seen < 2.5:  # a heartbeat is one, whatever it shows
+        while time.monotonic() - seen < 4:  # a heartbeat is one, whatever it shows
             await told()
             assert (await stack.ask_for("nodes", Empty(), NodeList)).nodes != []
         assert any(one.job == job.job for request in asked for one in request.actors)

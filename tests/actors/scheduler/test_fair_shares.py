@@ -77,7 +77,6 @@ class Lab:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_a_full_pool_is_divided_by_weight_and_wide_jobs_wait_no_longer_than_narrow_ones() -> None:
     lab = Lab()
     while lab.now < END:

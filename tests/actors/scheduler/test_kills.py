@@ -51,7 +51,7 @@ async def test_what_happened_while_no_scheduler_ran_is_caught_up(stack: Stack) -
     first.kill()
     await first.wait()
     stack.do(job, "learner", "done")
-    await asyncio.sleep(0.3)
+    await stack.until_obeyed(job, "learner")
     await stack.scheduler()
     await stack.until(job, "COMPLETED")
 
@@ -94,12 +94,12 @@ async def test_a_killed_node_takes_its_actors_and_its_successor_starts_them_agai
                 break
             await asyncio.sleep(0.05)
     assert not [actor.name for actor in before.values() if actor.pid and alive(actor.pid)]
-    assert (await stack.get(job)).state == "RUNNING"
+    await stack.until(job, "RUNNING")
 
 
 @pytest.mark.faults
 async def test_a_node_that_stays_silent_loses_its_job_to_another(stack: Stack) -> None:
-    await stack.scheduler(replace(FAST, silent_s=1.5))
+    await stack.scheduler(replace(FAST, silent_s=5.0))
     first = await stack.node_process("n1")
     await stack.until_nodes(1)
     job = await stack.until(await stack.submit(), "RUNNING")
@@ -116,7 +116,7 @@ async def test_a_node_that_stays_silent_loses_its_job_to_another(stack: Stack) -
 
 @pytest.mark.faults
 async def test_the_learner_of_a_node_that_hangs_is_told_to_leave_its_job(stack: Stack) -> None:
-    await stack.scheduler(replace(FAST, silent_s=1.5))
+    await stack.scheduler(replace(FAST, silent_s=5.0))
     hanging = await stack.node_process("n1")
     await stack.until_nodes(1)
     job = await stack.until(await stack.submit(), "RUNNING")

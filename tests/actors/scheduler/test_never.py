@@ -71,7 +71,7 @@ async def test_a_start_that_hangs_holds_up_neither_clients_nor_other_jobs(stack:
     await stack.until_nodes(2)
     others = await asyncio.gather(*(stack.submit() for _ in range(8)))
     assert len(await stack.list_jobs(ListRequest())) == 9
-    assert (await stack.get(hanging)).state == "STARTING"
+    await stack.until(hanging, "STARTING")
     await stack.until(others[0], "RUNNING")
     stopped = await stack.ask("stop", StopRequest(job=hanging.job, now=True))
     await stack.until(stopped, "CANCELLED")
@@ -295,7 +295,7 @@ def test_no_id_of_a_job_follows_from_that_of_another() -> None:
 @pytest.mark.long
 @pytest.mark.faults
 async def test_a_job_that_keeps_losing_its_nodes_fails_in_the_end(stack: Stack) -> None:
-    await stack.scheduler(replace(FAST, silent_s=1.5))
+    await stack.scheduler(replace(FAST, silent_s=5.0))
     job = await stack.submit(limits={"max_losses": 1})
     for name in ("n1", "n2"):
         node = await stack.node_process(name)

@@ -21,7 +21,7 @@ from tinkermq.schemas.user import UserRecord
 from tinkermq.schemas.wire.errors import ConfigError, QuotaError, StateError
 
 from tests.actors.scheduler.conftest import Stack
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, until
 
 
 async def test_a_job_runs_to_its_end_and_leaves_no_actor(stack: Stack) -> None:
@@ -41,7 +41,7 @@ async def test_a_job_runs_to_its_end_and_leaves_no_actor(stack: Stack) -> None:
     ]
     await stack.until_actors()
     log = Path(job.run_dir) / "logs" / "attempt_1" / "generator-0.log"
-    assert log.read_text() == "up\ndrained\n"
+    await until(lambda: log.read_text() == "up\ndrained\n", "the last line of a drained actor")
 
 
 async def test_an_end_that_cannot_be_told_yet_is_told_later(stack: Stack) -> None:
@@ -70,8 +70,7 @@ async def test_a_failure_for_good_is_the_jobs_reason(stack: Stack) -> None:
 async def test_a_killed_actor_is_started_again_and_the_job_goes_on(stack: Stack) -> None:
     job = await stack.running()
     stack.do(job, "learner", "crash")
-    job = await stack.until(job, lambda now: now.actors[0].restarts == 1)
-    assert job.state == "RUNNING"
+    await stack.until(job, lambda now: now.actors[0].restarts == 1 and now.state == "RUNNING")
 
 
 async def test_the_learners_heartbeat_tells_the_version(stack: Stack) -> None:
@@ -112,11 +111,7 @@ async def test_a_stop_waits_for_a_learner_that_does_not_listen_yet(stack: Stack)
 async def test_stop_now_kills_what_would_not_drain(stack: Stack) -> None:
     job = await stack.running()
     stack.do(job, "generator-0", "hang")
-
-    async def obeyed() -> bool:
-        return not (Path(job.run_dir) / "generator-0.do").exists()
-
-    await eventually(obeyed, "the actor to hang")
+    await stack.until_obeyed(job, "generator-0")
     await stack.ask("stop", StopRequest(job=job.job, now=True))
     await stack.until(job, "CANCELLED")
     await stack.until_actors()

@@ -49,6 +49,7 @@ from tinkermq.schemas.wire.errors import (
 
 from tests.actors.scheduler.conftest import Stack
 from tests.support.s3 import environment
+from tests.support.waiting import eventually
 
 
 async def test_the_same_request_makes_one_job_however_often_it_comes(stack: Stack) -> None:
@@ -198,10 +199,15 @@ async def test_a_fork_of_a_run_whose_checkpoints_are_in_the_broker_has_a_copy_of
     (made / "config.json").write_text("40")
     write_digests(made)
     await asyncio.to_thread(mirror.upload, 40, made)
-    await asyncio.sleep(3)  # the scheduler has seen that change
-    with pytest.raises(NotFoundError, match="of step 7") as missing:
-        await stack.submit(fork_of="origin@7")
-    assert missing.value.hint == "there are those of steps 40"
+
+    async def missing() -> NotFoundError | None:
+        with pytest.raises(NotFoundError) as told:
+            await stack.submit(fork_of="origin@7")
+        return told.value if told.value.hint.startswith("there are") else None
+
+    told = await eventually(missing, "the scheduler to have seen the streams")
+    assert "of step 7" in told.message
+    assert told.hint == "there are those of steps 40"
     fork = await stack.submit(fork_of="origin@last")
     own = f"broker:runs/local/{fork.job}/fork"
     assert (fork.fork_of, fork.fork_dir) == ("origin@40", own)

@@ -30,6 +30,7 @@ from tinkermq.schemas.wire.errors import (
 )
 
 from tests.support.s3 import S3, environment, s3_server
+from tests.support.waiting import PATIENCE_S
 
 BIG = os.urandom((8 << 20) * 2 + 12345)
 
@@ -248,7 +249,7 @@ FolderCache(Path(sys.argv[1]), 100).hold("one", 10, fetch)
 def test_processes_that_ask_at_the_same_time_fetch_once(tmp_path: Path) -> None:
     words = [sys.executable, "-c", ASKS, str(tmp_path / "cache"), str(tmp_path / "told")]
     asking = [subprocess.Popen(words) for _ in range(4)]
-    assert [one.wait(60) for one in asking] == [0, 0, 0, 0]
+    assert [one.wait(PATIENCE_S) for one in asking] == [0, 0, 0, 0]
     assert (tmp_path / "told").read_text() == "x"
 
 

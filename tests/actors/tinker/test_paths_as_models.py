@@ -152,7 +152,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
             await kept.calls.open(service, f"tinker-{SCOPE.job}", Models())
             await kept.snapshots.open(service, SCOPE)
             async with sampling(broker, config, base, states) as sampler, serving(broker) as url:
-                client = AsyncOpenAI(base_url=url, api_key="any", max_retries=0, timeout=60)
+                client = AsyncOpenAI(base_url=url, api_key="any", max_retries=0, timeout=PATIENCE_S)
                 chat = open_chat(config.model)
                 folders = CheckpointFolders(states)
                 adapter = await asyncio.to_thread(make_adapter, model)
@@ -276,7 +276,7 @@ async def test_a_service_whose_samplers_are_away_is_503_and_where_none_runs_404(
             return TrainerOffers(offers=offers)
 
         await service.endpoint("trainers", rpc("*", "scheduler", "trainers"), Empty, offers_now)
-        client = AsyncOpenAI(base_url=url, api_key="any", max_retries=0, timeout=60)
+        client = AsyncOpenAI(base_url=url, api_key="any", max_retries=0, timeout=PATIENCE_S)
         with pytest.raises(openai.NotFoundError, match="start the one that has saved it"):
             await client.chat.completions.create(model=path, messages=ASKED)
         offers += (await offered(Empty())).offers

@@ -104,7 +104,7 @@ async def test_calls_beside_each_other_streams_and_choices_are_seen(tried: Try) 
 import threading
 def stream():
     url = urlsplit(os.environ["OPENAI_BASE_URL"])
-    connection = http.client.HTTPConnection(url.netloc, timeout=60)
+    connection = http.client.HTTPConnection(url.netloc, timeout=600)
     body = json.dumps({"messages": history, "stream": True})
     headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
     connection.request("POST", url.path + "/chat/completions", body, headers)

@@ -29,7 +29,7 @@ from tests.support.program_clients import (
     response_body,
 )
 from tests.support.scripted_generator import Script
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 PATHS = {
     "/v1/chat/completions": chat_body(),
@@ -210,7 +210,7 @@ async def test_a_key_is_worth_something_in_its_episode_only(
 ) -> None:
     other = ProgramEpisode(episode="t3-1", task_input={})
     path, body = "/v1/chat/completions", chat_body()
-    async with httpx.AsyncClient(base_url=proxy.base_url, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=proxy.base_url, timeout=PATIENCE_S) as http:
 
         async def ask(**headers: str) -> httpx.Response:
             told = {name.replace("_", "-"): value for name, value in headers.items()}

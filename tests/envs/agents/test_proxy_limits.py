@@ -23,7 +23,7 @@ from tests.support.program_clients import (
     response_body,
 )
 from tests.support.scripted_generator import Script, ScriptedGenerator
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 RETRY, NO_RETRY = "true", "false"
 
@@ -109,7 +109,7 @@ async def test_whoever_sends_no_whole_request_is_dropped(
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(sent.replace(b"KEY", episode.key.encode()))
         with contextlib.suppress(ConnectionError):
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE_S):
                 await reader.read()
         writer.close()
         assert episode.num_open == 0

@@ -22,7 +22,7 @@ from tests.support.program_clients import (
     response_body,
 )
 from tests.support.scripted_generator import Script, ScriptedGenerator
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 LONG = "one two three four five six seven eight nine ten"
 
@@ -32,7 +32,7 @@ async def brisk(
     broker: Broker, scope: JobScope, episode: ProgramEpisode
 ) -> AsyncIterator[ModelProxy]:
     """A proxy that soon takes silence for death."""
-    times = ProxyTimes(silence_s=1.0, pause_s=0.02, adopt_s=0.5)
+    times = ProxyTimes(silence_s=3.0, pause_s=0.02, adopt_s=0.5)
     async with ModelProxy(broker, scope, times=times) as proxy:
         proxy.open(episode)
         yield proxy
@@ -67,12 +67,12 @@ async def test_a_generator_that_dies_within_a_stream_is_followed_by_another(
     heard = asyncio.Event()
     async with ScriptedGenerator(broker, scope, script).playing(episode.episode):
         reading = asyncio.create_task(text_of(brisk, episode, heard))
-        await asyncio.wait_for(heard.wait(), 60)
+        await asyncio.wait_for(heard.wait(), PATIENCE_S)
         await until(lambda: bool(script.asked), "the call")
     script.stops_at = None
     second = ScriptedGenerator(broker, scope, script, delivery=2)
     async with second.playing(episode.episode):
-        assert await asyncio.wait_for(reading, 60) == LONG
+        assert await asyncio.wait_for(reading, PATIENCE_S) == LONG
         await until(lambda: bool(script.delivered), "the delivery")
     first, again = script.asked
     assert again.request == f"{first.request}-{again.request.rpartition('-')[2]}"
@@ -105,13 +105,13 @@ async def test_who_was_overtaken_is_not_heard(
     heard = asyncio.Event()
     async with ScriptedGenerator(broker, scope, script).playing(episode.episode):
         reading = asyncio.create_task(text_of(brisk, episode, heard))
-        await asyncio.wait_for(heard.wait(), 60)
+        await asyncio.wait_for(heard.wait(), PATIENCE_S)
     # silent for good; the one who follows is heard by the second request, as is another of before
     script.stops_at = None
     old = ScriptedGenerator(broker, scope, Script(say=lambda request, choice: "no"), delivery=0)
     new = ScriptedGenerator(broker, scope, other, delivery=2)
     async with old.playing(episode.episode), new.playing(episode.episode):
-        assert await asyncio.wait_for(reading, 60) == LONG
+        assert await asyncio.wait_for(reading, PATIENCE_S) == LONG
 
 
 async def test_a_program_that_hangs_up_and_comes_back_finds_its_call(

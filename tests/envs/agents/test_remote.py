@@ -18,7 +18,7 @@ from tinkermq.schemas.agent import EpisodePost, EpisodePosted, ReportedCall
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.support.scripted_generator import Script, ScriptedGenerator
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 SAY = {"messages": [{"role": "user", "content": "Hello"}]}
 CHAT = "/v1/chat/completions"
@@ -53,7 +53,7 @@ async def remote_of(broker: Broker, key: str) -> RemoteEpisode:
     identity = read_episode_key(key)
     assert identity is not None
     own = await connect(broker.url, name="program", login=of_program(key, with_users=False))
-    times = HostTimes(report_s=0.1, first_s=0.2, away_s=0.2)
+    times = HostTimes(report_s=0.1, first_s=2.0, away_s=2.0)
     return RemoteEpisode(own, identity, key, BodyRoom(1 << 26), host_times=times)
 
 
@@ -63,7 +63,7 @@ def client_of(remote: RemoteEpisode, episode: ProgramEpisode) -> httpx.AsyncClie
         transport=httpx.ASGITransport(app=remote),  # type: ignore[arg-type]
         base_url="http://pool",
         headers={"authorization": f"Bearer {episode.key}"},
-        timeout=60,
+        timeout=PATIENCE_S,
     )
 
 

@@ -94,4 +94,4 @@ def test_no_answer_takes_long_to_read(piece):
     for answer in (text := (piece * 1000)[:1000], f"5 {text}", f"{text}5"):
         started = time.process_time()
         to_compare("5 cm", answer)
-        assert time.process_time() - started < 1
+        assert time.process_time() - started < 5

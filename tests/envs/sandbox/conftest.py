@@ -11,7 +11,7 @@ from tinkermq.envs.sandbox.interpreters import LocalCodeSandbox, Outcome, Sandbo
 from tinkermq.envs.sandbox.watch import descendants
 
 LIMITS: dict[str, Any] = {
-    "time_s": 8,
+    "time_s": 120,
     "memory_mb": 128,
     "processes": 6,
     "disk_mb": 16,

@@ -46,7 +46,7 @@ async def states(asked: KubernetesSource, *wanted: str) -> list[Machine]:
     if not wanted:
         await asyncio.sleep(0.3)
         return await asked.look()
-    found = await eventually(look, f"machines that are {wanted}", 20)
+    found = await eventually(look, f"machines that are {wanted}")
     assert found is not None
     return found
 

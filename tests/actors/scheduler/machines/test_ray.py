@@ -17,6 +17,8 @@ from tinkermq.actors.scheduler.machines.ray import RaySource, address, submissio
 from tinkermq.schemas.machines import MachinesConfig, machines_config
 from tinkermq.schemas.wire.errors import ConfigError, PlacementError
 
+from tests.support.waiting import PATIENCE_S
+
 NODE = """
 import signal, sys, time
 heard = open(sys.argv[1], "a")
@@ -91,7 +93,7 @@ def test_a_node_on_ray_hears_one_signal_however_its_job_ends(tmp_path: Path, kil
         below = [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]
         for process in below:  # as Ray's supervisor does, or as its watcher does
             os.kill(process.pid, signal.SIGKILL if killed else signal.SIGTERM)
-        job.wait(20)
+        job.wait(PATIENCE_S)
         wait_for(heard, "told")
     finally:
         job.kill()
@@ -110,8 +112,8 @@ def test_a_job_of_ray_that_is_stopped_as_it_begins_leaves_no_node(
     for process in [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
-    job.wait(20)
-    deadline = time.monotonic() + 20
+    job.wait(PATIENCE_S)
+    deadline = time.monotonic() + PATIENCE_S
     while nodes := [one for one in psutil.process_iter(["cmdline"]) if is_node(one, program)]:
         assert time.monotonic() < deadline, nodes
         time.sleep(0.05)
@@ -122,7 +124,7 @@ def is_node(process: psutil.Process, program: Path) -> bool:
 
 
 def wait_for(file: Path, text: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while not file.exists() or text not in file.read_text():
-        assert time.monotonic() < deadline, f"no {text} within 20 s"
+        assert time.monotonic() < deadline, f"no {text} came"
         time.sleep(0.05)

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 def post(path, **body):
     url = urlsplit(os.environ["OPENAI_BASE_URL"])
-    connection = http.client.HTTPConnection(url.netloc, timeout=60)
+    connection = http.client.HTTPConnection(url.netloc, timeout=600)
     headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
     connection.request("POST", url.path + path, json.dumps(body), headers)
     answer = connection.getresponse()

@@ -14,6 +14,7 @@ from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.wire.errors import ConfigError, SandboxError
 
 from tests.envs.agents.programs.conftest import hosting
+from tests.support.waiting import PATIENCE_S
 
 _TOOLS = ("podman", "busybox")
 LACKING = [one for one in _TOOLS if shutil.which(one) is None]
@@ -29,7 +30,7 @@ wget -q -O answer --header "Authorization: Bearer $OPENAI_API_KEY" \
 def podman(*words: str, stdin: int | None = None) -> None:
     """Run podman, which is to succeed."""
     done = subprocess.run(
-        ["podman", *words], stdin=stdin, capture_output=True, timeout=120, check=False
+        ["podman", *words], stdin=stdin, capture_output=True, timeout=PATIENCE_S, check=False
     )
     assert done.returncode == 0, done.stderr.decode()
 
