@@ -243,8 +243,8 @@ def run_inference(
     settings continues where it ended.
 
     `game_kwargs` are arguments of the game's constructor. At most `max_samples` tasks are played,
-    or `tasks`, a fixed list of rows or seeds; each `samples_per_task` times (2 or more for pass@k), with
-    `max_concurrent` episodes at once. `seed` determines the seeds of the rows.
+    or `tasks`, a fixed list of rows or seeds; each `samples_per_task` times (2 or more for
+    pass@k), with `max_concurrent` episodes at once. `seed` determines the seeds of the rows.
     `temperature` 0 is greedy. `max_turns`, `max_tokens` (after the first prompt) and
     `max_tokens_per_turn` default to those of training. An episode counts as solved above
     `success_reward`, unless the game sets `info["success"]`. `token_ids` adds token ids to the
