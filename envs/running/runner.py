@@ -11,7 +11,15 @@ from ...schemas.wire.errors import GameError
 from ..game import AbstractGame, ChatMessage, StepResult
 from ..registry import load_game
 from .async_runner import AsyncRunner
-from .episodes import GameFacts, GameHung, Opening, TimeLimits, end_of_hung, is_async, refuse_async
+from .episodes import (
+    GameFacts,
+    GameHung,
+    Opening,
+    TimeLimits,
+    end_of_hung,
+    is_async,
+    refuse_async,
+)
 from .process_runner import ProcessRunner
 from .thread_runner import ThreadRunner
 

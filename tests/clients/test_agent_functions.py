@@ -6,8 +6,8 @@ import threading
 from typing import Any
 
 import pytest
+from tinkermq.clients.base import LoopThread
 from tinkermq.clients.hosting.agent_environment import AgentEnvironment, AgentEpisode
-from tinkermq.clients.sync.loop_thread import LoopThread
 from tinkermq.envs.agents.episode import ProgramEpisode
 from tinkermq.envs.agents.given_out import GivenEpisode
 
@@ -56,7 +56,7 @@ async def played(program: Any) -> GivenEpisode:
     environment = AgentEnvironment(program)
     given = GivenEpisode(ProgramEpisode("e-1", {}), [], "http://127.0.0.1:1", {})
     episode = AgentEpisode(given, asyncio.get_running_loop())
-    environment.given(episode, given)
+    environment.start_episode(episode, given)
     async with asyncio.timeout(PATIENCE_S):
         await given.episode.said_end.wait()
     return given
@@ -112,7 +112,7 @@ async def test_an_episode_that_is_dropped_ends_its_function() -> None:
 
     environment = AgentEnvironment(program)
     given = GivenEpisode(ProgramEpisode("e-1", {}), [], "http://127.0.0.1:1", {})
-    environment.given(AgentEpisode(given, asyncio.get_running_loop()), given)
+    environment.start_episode(AgentEpisode(given, asyncio.get_running_loop()), given)
     async with asyncio.timeout(PATIENCE_S):
         await began.wait()
         for drop in given.on_drop:

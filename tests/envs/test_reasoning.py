@@ -7,7 +7,13 @@ from tinkermq.envs.games.guess import GuessGame
 from tinkermq.envs.games.math import MathGame
 from tinkermq.envs.math.answers import answer_of
 from tinkermq.envs.math.rewards import think_format
-from tinkermq.envs.reasoning import MARKS, behind_reasoning, opened_by, tagged, tagged_or_last_line
+from tinkermq.envs.reasoning import (
+    MARKS,
+    behind_reasoning,
+    opened_by,
+    tagged,
+    tagged_or_last_line,
+)
 
 CUT = r"<think>" + "\n" + r"maybe \boxed{5}, let me check again"
 

@@ -20,10 +20,8 @@ from tinkermq.broker.client.parts import ask_parts
 from tinkermq.broker.jobs import JobStore
 from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference_async
 from tinkermq.clients.address import parse_server_url
-from tinkermq.clients.inference.openai_endpoint import Endpoint
-from tinkermq.clients.inference.openai_play import play_with_endpoint
-from tinkermq.clients.inference.play import PlayOptions
-from tinkermq.clients.inference.results import EpisodeResult
+from tinkermq.clients.inference.openai_play import Endpoint, play_with_endpoint
+from tinkermq.clients.inference.play import EpisodeResult, PlayOptions
 from tinkermq.envs.games.calculator import CalculatorGame, make_data
 from tinkermq.envs.games.guess import GuessGame
 from tinkermq.envs.serving.host import EnvironmentHost
