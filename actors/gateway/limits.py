@@ -5,7 +5,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
-from ...envs.http_server import ConnectionBounds, Connections, Deadlines, Scope
+from starlette.types import Scope
+
+from ...envs.http_server import ConnectionBounds, Connections, Deadlines
 from ...schemas.wire.errors import BusyError
 
 P = ParamSpec("P")

@@ -12,8 +12,7 @@ from ...schemas.tinker.names import CheckpointName
 from ...schemas.tinker.operation import ModelInfo
 from ...schemas.wire.errors import NotFoundError, QuotaError, StorageError
 from ..policy.lora import base_of, config_of
-from ..tinker.adapter_cache import STATES
-from .tinker_checkpoints import CheckpointFolders, StoredCheckpoint
+from .tinker_checkpoints import TINKER_FOLDER, CheckpointFolders, StoredCheckpoint
 
 _ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})
 _MLP = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
@@ -40,7 +39,7 @@ def take_over(
 
 def _copy(folder: Path, service: JobRecord, config: JobConfig, user: str, path: str) -> ModelInfo:
     name = CheckpointName.parse(path)
-    folders = CheckpointFolders(Path(service.run_dir) / STATES)
+    folders = CheckpointFolders(Path(service.run_dir) / TINKER_FOLDER)
     known = folders.read(user, name)
     if known is not None and known.is_there(time.time()):
         return known.info

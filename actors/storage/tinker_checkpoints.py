@@ -26,6 +26,8 @@ from ...schemas.wire.errors import (
     StorageError,
 )
 
+TINKER_FOLDER = "tinker"
+"""In the run folder of a Tinker service: its adapters, checkpoints and records."""
 _META = "tinker.json"
 Gone = Literal["", "deleted", "expired"]
 

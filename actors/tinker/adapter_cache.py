@@ -29,8 +29,6 @@ from .operations import Adapters
 # A state is written directly behind an `optim_step`, when no gradients are pending, so that the
 # operations behind it, done again, lead to the same bits. It is there whole or not at all.
 
-STATES = "tinker"
-"""Folder of a run in which its models' states and checkpoints lie."""
 _META = "tinker.json"
 _SUSPENDED = "suspended.safetensors"
 

@@ -36,8 +36,9 @@ from ...schemas.wire.errors import BusyError, MessageError, NotFoundError, State
 from ...schemas.wire.subjects import rpc
 from ..policy.devices import own_device
 from ..runtime import JobContext, settle_memory
+from ..storage.tinker_checkpoints import TINKER_FOLDER
 from ..training.parallel import once_in_torch
-from .adapter_cache import STATES, States
+from .adapter_cache import States
 from .apply import Applying
 from .checkpoints.user_records import KeptByTrainer
 from .fair_share import Shares
@@ -344,7 +345,7 @@ async def run_trainer(context: JobContext) -> None:
     base = await asyncio.to_thread(base_info, config)
     adapters = await once_in_torch(config.learner.threads, partial(open_trainer, config))
     name = base.base
-    folder_of_states = context.run_dir / STATES
+    folder_of_states = context.run_dir / TINKER_FOLDER
     states = States(folder_of_states)
     kept = KeptByTrainer(folder_of_states, max_bytes=config.tinker.checkpoint_mb << 20)
     applying = Applying(adapters, states, kept, base)

@@ -11,8 +11,7 @@ import pytest
 import pytest_asyncio
 import torch
 from peft import PeftModel
-from tinkermq.actors.storage.tinker_checkpoints import CheckpointFolders
-from tinkermq.actors.tinker.adapter_cache import STATES
+from tinkermq.actors.storage.tinker_checkpoints import TINKER_FOLDER, CheckpointFolders
 from tinkermq.schemas.tinker.names import CheckpointName
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -53,7 +52,7 @@ async def run(service: TinkerService, *words: str) -> Outcome:
 
 def greedy(service: TinkerService, path: str, prompt: str) -> str:
     """Return what PEFT continues a prompt with."""
-    folders = CheckpointFolders(service.job.run_dir / STATES)
+    folders = CheckpointFolders(service.job.run_dir / TINKER_FOLDER)
     folder = folders.find("local", CheckpointName.parse(path)).folder
     base = service.folder / BASE
     model = cast("Any", AutoModelForCausalLM).from_pretrained(base)

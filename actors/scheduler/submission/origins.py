@@ -24,8 +24,7 @@ from ....schemas.wire.errors import ConfigError, NotFoundError, StateError
 from ...policy.lora import base_of, is_adapter
 from ...storage.opening import Stores
 from ...storage.taken_checkpoints import take_over
-from ...storage.tinker_checkpoints import CheckpointFolders, missing
-from ...tinker.adapter_cache import STATES
+from ...storage.tinker_checkpoints import TINKER_FOLDER, CheckpointFolders, missing
 from ..jobs.view import JobsView
 from .access import refuse_removed
 from .run_folder import find_checkpoint
@@ -175,7 +174,7 @@ class Origins:
         for record in list(self._view.live.values()):
             if record.kind == "tinker" and record.run_dir:
                 try:
-                    folders = CheckpointFolders(Path(record.run_dir) / STATES)
+                    folders = CheckpointFolders(Path(record.run_dir) / TINKER_FOLDER)
                     return str(folders.find(user, name).folder)
                 except NotFoundError as error:
                     told = error

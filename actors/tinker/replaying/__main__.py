@@ -26,7 +26,7 @@ from ....schemas.job import JobRecord
 from ....schemas.tinker.names import ModelName
 from ....schemas.wire.errors import NotFoundError, TinkermqError
 from ...runtime import service_parser
-from ..adapter_cache import STATES
+from ...storage.tinker_checkpoints import TINKER_FOLDER
 from ..service import base_info, open_trainer
 from .archive import place_of, read_kept
 from .replayer import ModelReplay, Replayer
@@ -42,7 +42,7 @@ def replay_session(
     `session` may also be the id of one model. Raises NotFoundError.
     """
     config = parse_config(record.config)
-    stored = Path(record.run_dir) / STATES
+    stored = Path(record.run_dir) / TINKER_FOLDER
     models = _models_of(stored, session)
     torch.set_num_threads(config.learner.threads)
     adapters = open_trainer(config)

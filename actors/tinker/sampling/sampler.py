@@ -37,7 +37,7 @@ from ...policy.chat import ChatTokenizer, open_chat
 from ...policy.token_text import TextStream
 from ...rollout.completions import Answers
 from ...runtime import JobContext, settle_memory
-from ..adapter_cache import STATES
+from ...storage.tinker_checkpoints import TINKER_FOLDER
 from ..apply import as_failure
 from ..fair_share import Shares
 from .engines import EngineOfUser, MeteredEngine, SampledAdapters, SampledBase, open_engine
@@ -183,7 +183,7 @@ async def run_sampler(context: JobContext) -> None:
     await context.serve_control()
     base = await open_engine(context.config)
     settle_memory()
-    snapshots = Snapshots(context.broker, context.scope, context.run_dir / STATES)
+    snapshots = Snapshots(context.broker, context.scope, context.run_dir / TINKER_FOLDER)
     try:
         await Sampler(context, base, snapshots).run()
     finally:

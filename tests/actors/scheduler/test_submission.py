@@ -17,8 +17,11 @@ from tinkermq.actors.storage.cache import fetch_model, with_checkpoints_here
 from tinkermq.actors.storage.checkpoints import CheckpointMirror, free_copies, free_stored
 from tinkermq.actors.storage.digests import write_digests
 from tinkermq.actors.storage.opening import Stores
-from tinkermq.actors.storage.tinker_checkpoints import CheckpointFolders, StoredCheckpoint
-from tinkermq.actors.tinker.adapter_cache import STATES
+from tinkermq.actors.storage.tinker_checkpoints import (
+    TINKER_FOLDER,
+    CheckpointFolders,
+    StoredCheckpoint,
+)
 from tinkermq.actors.training.checkpoint import CheckpointStore
 from tinkermq.broker.jetstream.streams import (
     create_job_streams,
@@ -307,7 +310,7 @@ async def test_a_job_may_begin_with_an_adapter_of_a_program_written_for_tinker(
     await stack.scheduler()
     service = await stack.submit(kind="tinker", env={"game": ""}, tinker={"base": "org/base"})
     name = CheckpointName.parse("tinker://s1:train:0/weights/end")
-    folders = CheckpointFolders(Path(service.run_dir) / STATES)
+    folders = CheckpointFolders(Path(service.run_dir) / TINKER_FOLDER)
     stored = StoredCheckpoint(
         user="ada",
         name=name,
