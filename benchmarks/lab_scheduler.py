@@ -10,8 +10,8 @@ import sys
 
 from tinkermq.actors.runtime import ActorContext, run_service_actor, service_parser
 from tinkermq.actors.scheduler.jobs.archive import Keeping
+from tinkermq.actors.scheduler.lease import Timing
 from tinkermq.actors.scheduler.scheduler import run
-from tinkermq.actors.scheduler.timing import Timing
 
 YEAR_HOURS = 365 * 24
 

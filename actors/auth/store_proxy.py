@@ -29,24 +29,82 @@ from ...broker.client.nats_internals import (
     WRITE_ID,
 )
 from ...broker.client.rpc import INBOXES
-from ...broker.fair_queue import FairQueue
+from ...broker.fair_queue import DEFAULT_BOUND, FairQueue
+from ...broker.jetstream.kv import Mirror
 from ...broker.jetstream.streams import PRESENCE_BYTES, stream_info, stream_subjects
 from ...broker.jobs import JobStore
 from ...broker.users.audit import Audit
 from ...broker.users.permissions import Guest, is_stream_of, may_read, may_store
+from ...broker.users.records import USER
 from ...schemas.job import JobRecord
+from ...schemas.user import UserRecord
 from ...schemas.wire.codec import read_json
-from ...schemas.wire.errors import MessageError, NotFoundError, QuotaError, TinkermqError
+from ...schemas.wire.errors import (
+    BrokerError,
+    DeadlineError,
+    MessageError,
+    NotFoundError,
+    QuotaError,
+    TinkermqError,
+)
 from ...schemas.wire.subjects import (
     BUCKET_ACTORS,
     BUCKET_EVALS,
+    BUCKET_USERS,
     PREFIX,
     acting,
     caller_of_rpc,
     rpc,
 )
 from ...schemas.wire.trace import TRACEPARENT
-from .user_cache import KnownUsers
+
+# The records of users in memory, for what must be cheap: whose line is this, what is the quota.
+#
+# Who is let in is decided from the record itself (`callout`); a change is here a moment later.
+
+_RETRY_S = 1.0
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+class KnownUsers:
+    """The users as of a moment ago."""
+
+    def __init__(self, broker: Broker) -> None:
+        """Know nobody yet; `open` reads all."""
+        self._mirror = Mirror(broker, BUCKET_USERS, UserRecord, prefix=USER)
+        self._changed = asyncio.Event()
+
+    async def open(self) -> None:
+        """Listen for changes and read everything."""
+        await self._mirror.open(self._changed.set)
+        await self._mirror.refresh()
+
+    async def close(self) -> None:
+        """Stop listening."""
+        await self._mirror.close()
+
+    async def run(self) -> None:
+        """Read what changes, for ever."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            try:
+                await self._mirror.refresh()
+            except (BrokerError, DeadlineError) as error:
+                _log.warning("users_not_read", error=error.message)
+                self._changed.set()
+                await asyncio.sleep(_RETRY_S)
+
+    def get(self, user: str) -> UserRecord | None:
+        """Return a user, or None."""
+        entry = self._mirror.entries.get(f"{USER}.{user}")
+        return None if entry is None else entry.value
+
+    def requests(self, user: str) -> int | None:
+        """Return how many requests of a user may run at once."""
+        record = self.get(user)
+        return DEFAULT_BOUND if record is None else record.max_requests
+
 
 # What guests may add to the buckets that all share: of known kinds, of bounded size and number.
 
@@ -123,7 +181,6 @@ _MAX_MESSAGES = 1000
 _MAX_BYTES = 32 * 2**20
 _HEADERS = (EXPECTED_SEQ, TTL, OPERATION, WRITE_ID, TRACEPARENT)
 """Headers that a guest's message keeps; others could do more than store it."""
-_log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class StoreProxy:

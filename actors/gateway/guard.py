@@ -20,9 +20,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .data.counters import Counters
-from .limits import MAX_PROGRAM_BYTES, max_body_bytes
-from .programs.routes import is_of_program
+from .limits import MAX_PROGRAM_BYTES, Counters, max_body_bytes
+from .programs import is_of_program
 from .sessions import COOKIE
 
 HELD = "tinkermq.held"

@@ -16,13 +16,12 @@ from ...broker.client.connection import Broker
 from ...envs.http_server import give_connection_to
 from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import BrokerError, DeadlineError, MessageError, TinkermqError
-from .data.counters import Counters
 from .data.jobs import Figures
 from .data.metrics import Histories
 from .guard import HELD
-from .limits import max_body_bytes
+from .limits import Counters, max_body_bytes
 from .operations import Scheduler
-from .programs.episodes import ProgramEpisodes
+from .programs import ProgramEpisodes
 from .sessions import COOKIE, LogInError, Sessions, Visitor
 from .tinker.trainers import Trainers
 

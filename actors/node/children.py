@@ -24,9 +24,16 @@ from ...broker.service_process import die_with
 from ...schemas.node import WantedActor
 from ...schemas.wire.errors import ConfigError, StorageError
 from ..storage.access import below_roots
-from .command import ENVIRONMENT, actor_argv, actor_module
 from .fork_server import PACKET_BYTES, ForkRequest
-from .sandbox import NotShown, SandboxStarter, StartRefused, check_programs
+from .sandbox import (
+    ENVIRONMENT,
+    NotShown,
+    SandboxStarter,
+    StartRefused,
+    actor_argv,
+    actor_module,
+    check_programs,
+)
 
 IDLE_S = 300.0
 _START_DEADLINE_S = 120.0

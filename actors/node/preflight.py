@@ -35,9 +35,9 @@ from ...schemas.wire.errors import TinkermqError
 from ..check_game import END, PREFIX, VARIABLE, cut
 from ..policy.model_folder import check_model_alike, check_model_is_here
 from .children import ActorStarter
-from .command import ENVIRONMENT
 from .output import ErrorMemory, read_lines
 from .process import PIPE_DEADLINE_S, kill_group
+from .sandbox import ENVIRONMENT
 
 ANSWER_S = 10.0
 """A file system that takes longer is left for the job to find out."""

@@ -25,9 +25,8 @@ from ...schemas.node import ActorStatus, WantedActor
 from ...schemas.wire.errors import ConfigError, TinkermqError
 from ..runtime import EXIT_CRASHED, EXIT_DONE, EXIT_DRAINED, EXIT_FAILED
 from .children import Child, NotStarted, StartChild
-from .command import actor_environment
 from .output import ActorOutput, LogFile, SendLines
-from .sandbox import StartRefused
+from .sandbox import StartRefused, actor_environment
 
 # When a crashed actor is started again, and when no more. Pure: time comes from the caller.
 #

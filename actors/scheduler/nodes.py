@@ -19,7 +19,7 @@ from ...schemas.node import CLOCK_BOUND_S, ActorStatus, NodeStatus, NodeSync
 from ...schemas.wire.errors import MessageError, TinkermqError
 from ...schemas.wire.subjects import BUCKET_NODES
 from ...schemas.wire.subjects import node as node_subject
-from .timing import Timing
+from .lease import Timing
 
 # How far the clock of a node is off, as seen over a request and its answer. Pure.
 #

@@ -14,13 +14,16 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import structlog
 
 from ...broker.client.connection import Broker
+from ...broker.client.rpc import call
 from ...broker.jetstream.streams import create_job_streams, settle_job_streams
 from ...broker.jobs import JobStore, is_final
 from ...schemas.config.sections import BROKER
+from ...schemas.control import ControlReply, ControlRequest
 from ...schemas.job import FINAL_STATES, ActorPlacement, JobRecord
 from ...schemas.node import ActorStatus, NodeStatus, NodeSync, WantedActor
 from ...schemas.wire.errors import (
@@ -33,28 +36,125 @@ from ...schemas.wire.errors import (
     TinkermqError,
 )
 from ...schemas.wire.subjects import JobScope
-from .jobs.actors import at_rest, main_actor, unplaced, vital, wanted_actor
 from .jobs.removal import Remover
-from .jobs.states import ACTIVE, Transition, next_state, told_placements
+from .jobs.states import (
+    ACTIVE,
+    Transition,
+    at_rest,
+    main_actor,
+    next_state,
+    told_placements,
+    unplaced,
+    vital,
+    wanted_actor,
+)
 from .jobs.view import JobsView, Versions, key_of
-from .lease import LeaderLease
+from .lease import DecisionTimes, LeaderLease, Timing
 from .machines.keeper import Demand
-from .messenger import Messenger
 from .nodes import Nodes
 from .notifier import MoveEvents, Notifier
 from .placement import (
     Assignment,
     NodeSlots,
+    PlacementRequest,
     free_slots,
     is_queued,
     place,
     refuse_impossible,
     request_of,
+    shape_of,
     unwanted,
     with_nodes,
 )
-from .queue import PlacementRequest, shape_of
-from .timing import DecisionTimes, Timing
+
+# Passes on to learners that they shall stop, pause, or leave their job to another.
+#
+# What a learner shall do is in its job's record; here is only remembered which process has heard
+# it. A learner that was started again, or did not listen yet, is told anew.
+
+_CONTROL_TIMEOUT_S = 5.0
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+class Messenger:
+    """Tells each start of a learner once."""
+
+    def __init__(self, broker: Broker) -> None:
+        """Have told nobody."""
+        self._broker = broker
+        self._told: dict[str, tuple[str, int | None]] = {}
+        self._telling: set[str] = set()
+
+    def pass_on(
+        self,
+        key: str,
+        record: JobRecord,
+        learner: ActorStatus | None,
+        group: asyncio.TaskGroup,
+    ) -> None:
+        """Tell the learner to stop or pause, in a task of `group`, unless it knows."""
+        verb = _verb_for(record)
+        if verb is None:
+            self._told.pop(key, None)
+            return
+        if learner is None or learner.state != "running" or key in self._telling:
+            return
+        if self._told.get(key) != (verb, learner.pid):
+            self._telling.add(key)
+            group.create_task(self._tell(key, record, verb, learner.pid), name=f"{verb} {key}")
+
+    def hand_over(self, record: JobRecord, group: asyncio.TaskGroup) -> None:
+        """Tell the learner of a silent node to end, in case that it is the node alone that hangs.
+
+        It could go on training beside its successor otherwise: each would find that the other has
+        written to the batch log, and whichever starts again loses to the one that runs. A learner
+        that does not hear it cannot write there either.
+        """
+        group.create_task(self._hand_over(record), name=f"hand over {record.job}")
+
+    async def _hand_over(self, record: JobRecord) -> None:
+        try:
+            await tell_learner(self._broker, record, "hand_over")
+            _log.info("learner_told_to_end", job=record.job)
+        except TinkermqError as error:
+            _log.debug("learner_not_told", job=record.job, verb="hand_over", error=error.message)
+
+    def forget(self, key: str) -> None:
+        """Drop what is known of a job that has ended."""
+        self._told.pop(key, None)
+
+    async def _tell(
+        self, key: str, record: JobRecord, verb: Literal["stop", "pause"], pid: int | None
+    ) -> None:
+        try:
+            await tell_learner(self._broker, record, verb)
+            self._told[key] = (verb, pid)
+        except TinkermqError as error:  # it may not listen yet: again next turn
+            _log.debug("learner_not_told", job=record.job, verb=verb, error=error.message)
+        finally:
+            self._telling.discard(key)
+
+
+async def tell_learner(
+    broker: Broker, record: JobRecord, verb: Literal["stop", "pause", "resume", "hand_over"]
+) -> ControlReply:
+    """Send a control request to the learner of a job."""
+    return await call(
+        broker,
+        record.scope.control(main_actor(record.actors).name),
+        ControlRequest(verb=verb, reason=f"{verb} of the job"),
+        ControlReply,
+        timeout_s=_CONTROL_TIMEOUT_S,
+        waiting_for=f"the {main_actor(record.actors).role} of {record.name}",
+        idempotent=True,
+    )
+
+
+def _verb_for(record: JobRecord) -> Literal["stop", "pause"] | None:
+    if record.state in ACTIVE and record.stop == "drain":
+        return "stop"
+    return "pause" if record.state == "PAUSED" else None
+
 
 WHO = "scheduler"
 _STARTS_PER_TURN = 32
@@ -62,7 +162,6 @@ _PAUSE_S = 0.01  # what comes at the same time is looked at in one turn
 _IDLE_SHARE = 3.0  # of the time a turn took: so that clients are answered while many jobs wait
 _MEANWHILE = (ConflictError, NotFoundError, MessageError)
 """Somebody has written, removed or damaged the record since it was read: next turn."""
-_log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 Wanted = Mapping[str, list[WantedActor]]
 

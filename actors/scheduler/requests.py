@@ -35,18 +35,14 @@ from ...schemas.user import Quota, QuotaReply
 from ...schemas.wire.errors import StateError
 from ...schemas.wire.message import Empty, Message
 from ...schemas.wire.subjects import DEFAULT_USER, acting, rpc
-from .jobs.actors import scaled, slots_of
-from .jobs.holdings import check_priority, check_room
 from .jobs.secrets import SecretStore
-from .jobs.states import with_usage
+from .jobs.states import check_priority, check_room, scaled, slots_of, with_usage
 from .jobs.view import DamageReport, JobsView
 from .machines.keeper import MachineKeeper
-from .messenger import tell_learner
 from .nodes import Nodes
-from .reconciler import Reconciler
+from .reconciler import Reconciler, tell_learner
 from .submission.access import refuse_removal, refuse_removed
-from .submission.dry_run import TrialSubmission
-from .submission.env_check import GameChecks
+from .submission.dry_run import GameChecks, TrialSubmission
 from .submission.origins import refuse_changes, told_changes
 from .submission.submission import Submission
 

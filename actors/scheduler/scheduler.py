@@ -18,13 +18,12 @@ from .jobs.archive import Keeping
 from .jobs.removal import Remover
 from .jobs.secrets import SecretStore
 from .jobs.view import JobsView
-from .lease import LeaderLease
+from .lease import LeaderLease, Timing
 from .machines.sources import machine_keeper
 from .nodes import Nodes
 from .notifier import Notifier
 from .reconciler import Reconciler
 from .requests import SchedulerRequests
-from .timing import Timing
 
 DEFAULT_TIMING = Timing()
 DEFAULT_KEEPING = Keeping()

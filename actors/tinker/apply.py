@@ -39,10 +39,10 @@ from ...schemas.wire.errors import (
     TinkermqError,
 )
 from .adapter_cache import States
-from .checkpoints.records import metadata_of
-from .checkpoints.user_records import KeptByTrainer
+from .checkpoints import metadata_of
 from .models import TrainedModel
 from .operations import Adapters, RunningLoss, RunningPieces
+from .user_records import KeptByTrainer
 
 _KINDS: dict[OperationKind, CheckpointKind] = {
     "save_weights": "weights",

@@ -40,12 +40,12 @@ from ..storage.tinker_checkpoints import TINKER_FOLDER
 from ..training.parallel import once_in_torch
 from .adapter_cache import States
 from .apply import Applying
-from .checkpoints.user_records import KeptByTrainer
+from .archive import Archive
 from .fair_share import Shares
 from .models import Models, TrainedModel
 from .operations import Adapters
-from .replaying.archive import Archive
 from .training.trainer import AdapterTrainer
+from .user_records import KeptByTrainer
 from .worker import GAP_S, Worker
 
 # Shows users their models, the curves of these, and who waits for the trainer.

@@ -19,9 +19,9 @@ from ..runtime import JobContext
 from ..training.parallel import torch_thread
 from .adapter_cache import Residence, States
 from .apply import Applying, as_failure
+from .archive import Archive
 from .models import Models, TrainedModel
 from .operations import Adapters, Doing, Piece
-from .replaying.archive import Archive
 
 # Pieces of operations, as the trainer's thread does them: one, or a loss and others beside it.
 

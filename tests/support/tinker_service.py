@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from tinkermq.actors.tinker.adapter_cache import States
 from tinkermq.actors.tinker.apply import Applying
-from tinkermq.actors.tinker.checkpoints.user_records import KeptByTrainer
 from tinkermq.actors.tinker.service import TrainerService
+from tinkermq.actors.tinker.user_records import KeptByTrainer
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import call
 from tinkermq.broker.operations import OperationLog

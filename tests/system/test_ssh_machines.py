@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from tinkermq.actors.scheduler.machines.source import Machine, MachineNames
-from tinkermq.actors.scheduler.machines.ssh import SSHSource
+from tinkermq.actors.scheduler.machines.sources import SSHSource
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.machines import MachinesConfig, machines_config
 from tinkermq.schemas.wire.errors import ConfigError, PlacementError

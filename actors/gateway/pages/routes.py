@@ -21,7 +21,6 @@ from ....broker.run_folder import Folder
 from ....schemas.job import FINAL_STATES, JobRecord
 from ....schemas.wire.errors import MessageError, NotFoundError, StorageError, TinkermqError
 from ..data import jobs as logs
-from ..data.checkpoints import scored_checkpoints
 from ..data.jobs import (
     ARCHIVED,
     GROUPS,
@@ -29,12 +28,22 @@ from ..data.jobs import (
     Query,
     differences,
     row,
+    scored_checkpoints,
     select,
     select_rows,
 )
 from ..data.metrics import CHARTS
 from ..data.overview import glance
-from ..openapi import description
+from ..data.rollouts import (
+    actor_in,
+    beside_in,
+    episode_in,
+    job_of,
+    page_of_rollouts,
+    query_of,
+    queue_of,
+    read_episode,
+)
 from ..operations import (
     BODIES,
     Scheduler,
@@ -48,18 +57,9 @@ from ..operations import (
     submit,
     to_yaml,
 )
-from ..queries import (
-    actor_in,
-    beside_in,
-    episode_in,
-    job_of,
-    page_of_rollouts,
-    query_of,
-    queue_of,
-    read_episode,
-)
+from ..rest import description
 from ..sessions import COOKIE, SESSION_S, LogInError, Visitor
-from ..tinker.sessions import curves_of, services_of
+from ..tinker.rest import curves_of, services_of
 from ..web import form_of, gateway_of, number_in, visitor_of
 from .render import VERSION, render
 

@@ -50,8 +50,7 @@ from .requests import (
     visitor_of_key,
 )
 from .rest import Downloads, RestApi
-from .trainers import Trainers
-from .user_records import KeptByTrainers
+from .trainers import KeptByTrainers, Trainers
 
 # The endpoints of the Tinker API by which a client learns what the service is.
 

@@ -27,8 +27,7 @@ from ....schemas.job import (
 )
 from ....schemas.wire.errors import AuthError, MessageError
 from ....schemas.wire.subjects import BUCKET_SECRETS, JobScope
-from .actors import secrets_of
-from .states import ACTIVE
+from .states import ACTIVE, secrets_of
 from .view import JobsView
 
 _PURPOSE = "secrets of jobs"

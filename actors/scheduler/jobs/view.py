@@ -36,11 +36,9 @@ from ....schemas.wire.subjects import (
     BUCKET_USERS,
     DEFAULT_USER,
 )
-from ..queue import UserShares
-from .actors import slots_of
+from ..placement import UserShares
 from .archive import ArchivedJob, ArchivedJobs
-from .holdings import holdings
-from .states import ACTIVE
+from .states import ACTIVE, holdings, slots_of
 
 PAGE_RECORDS, PAGE_BYTES = 1000, 1 << 20
 """Of one answer, which holds at least one record."""

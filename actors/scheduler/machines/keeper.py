@@ -30,8 +30,7 @@ from ....schemas.wire.errors import TinkermqError
 from ....schemas.wire.message import Empty
 from ....schemas.wire.subjects import BUCKET_MACHINES
 from ..nodes import Nodes
-from ..placement import NodeSlots, place
-from ..queue import PlacementRequest, UserShares
+from ..placement import NodeSlots, PlacementRequest, UserShares, place
 from .source import Machine, MachineNames, MachineSource
 
 # How many machines to ask for, and which to give back. Pure.

@@ -6,44 +6,54 @@ was cut off half-way goes on where it was when it is sent again.
 
 import asyncio
 import contextlib
+import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from ....broker.client.connection import Broker
+from ....broker.client.rpc import call
 from ....broker.jobs import JobStore, is_final
 from ....schemas.config.agent import runs_programs
+from ....schemas.config.algorithm import is_checkpoint
 from ....schemas.config.job import JobConfig
 from ....schemas.config.load_config import check_keys, parse_config
-from ....schemas.config.sections import RewardConfig, check_judge_prompt
+from ....schemas.config.sections import RewardConfig, check_judge_prompt, is_url, model_paths
 from ....schemas.job import ActorPlacement, ConfigureRequest, JobRecord, SubmitRequest
+from ....schemas.node import ModelAnswer, ModelQuestion, NodeStatus
 from ....schemas.tinker.names import is_path
 from ....schemas.wire.codec import merged
-from ....schemas.wire.errors import ConfigError, MessageError, StateError, TinkermqError
+from ....schemas.wire.errors import ConfigError, MessageError, ModelError, StateError, TinkermqError
 from ....schemas.wire.ids import new_id
-from ....schemas.wire.subjects import DEFAULT_USER, JobScope, token
+from ....schemas.wire.message import Message
+from ....schemas.wire.subjects import DEFAULT_USER, JobScope, node, token
 from ...storage.access import (
     in_default_folder,
     named_by,
     operator_stores,
     output_roots,
     refuse_other_stores,
+    shown_from,
     with_allowed_folders,
+    without_tilde,
 )
 from ...storage.checkpoints import free_copies
 from ...storage.opening import Stores
-from ..jobs.actors import KINDS, actors_for, slots_of, unplaced
-from ..jobs.holdings import (
+from ..jobs.secrets import SecretStore
+from ..jobs.states import (
+    KINDS,
+    actors_for,
     check_bucket,
     check_priority,
     check_record,
     check_room,
     reserved_bytes,
+    slots_of,
     stored_bytes,
+    unplaced,
 )
-from ..jobs.secrets import SecretStore
 from ..jobs.view import JobsView, size_of
 from ..reconciler import Reconciler
 from .access import (
@@ -56,9 +66,107 @@ from .access import (
     refuse_second_service,
     refuse_unshown,
 )
-from .model_check import Reader, refuse_missing_models
-from .origins import Origins, already_configured, begins_with, changed_config, own
-from .run_folder import keep_checkpoint, make_run_dir, pin_adapters, pin_models, run_dir_of
+from .origins import (
+    Origins,
+    already_configured,
+    begins_with,
+    changed_config,
+    keep_checkpoint,
+    make_run_dir,
+    own,
+    pin_adapters,
+    pin_models,
+    run_dir_of,
+)
+
+# Asking the nodes whether a job's models can be had, before it is queued.
+
+R = TypeVar("R", bound=Message)
+
+ANSWER_S = 12.0
+MOST_ASKED = 8
+"""Nodes that are asked; of a larger pool the others count for ones that can."""
+
+
+class Told(NamedTuple):
+    """What one node says of one model."""
+
+    node: str
+    answer: ModelAnswer
+
+
+class Reader(NamedTuple):
+    """Who may know which files the pool's machines have."""
+
+    user: str
+    roots: Sequence[Path]
+    """Folders below which his jobs may write; none: he may know of all."""
+
+    def may_know(self, model: str) -> bool:
+        """Whether to be told what is at a path."""
+        try:
+            place = Path(os.path.realpath(without_tilde(model)))
+        except ValueError:  # no path: it holds a null byte
+            return True
+        return not self.roots or shown_from(place, self.user, self.roots) is not None
+
+
+async def refuse_missing_models(
+    broker: Broker, nodes: Sequence[NodeStatus], config: JobConfig, reader: Reader
+) -> None:
+    """Raise ModelError for a model that no node can have, in the words of the first one asked.
+
+    Nodes that do not know count for ones that can: the job finds out. So does a pool without nodes,
+    or with more than are asked.
+    """
+    for model in models_of(config):
+        told = await ask_for_model(broker, nodes, model, reader)
+        if told and len(told) == len(nodes) and all(one.answer.missing for one in told):
+            first = told[0]
+            raise ModelError(f"node {first.node}: {first.answer.missing}", hint=first.answer.hint)
+
+
+async def ask_for_model(
+    broker: Broker, nodes: Sequence[NodeStatus], model: str, reader: Reader
+) -> list[Told]:
+    """Return what the nodes say of a model, those that were asked.
+
+    Of a path that the reader may not read they say the same whatever is there, unless a model.
+    """
+    names = [one.node for one in nodes[:MOST_ASKED]]
+    alike = not await asyncio.to_thread(reader.may_know, model)
+    question, unknown = ModelQuestion(model=model, alike=alike), ModelAnswer(known=False)
+    asking = (
+        ask_node(broker, name, "model", question, unknown, timeout_s=ANSWER_S) for name in names
+    )
+    answers = await asyncio.gather(*asking)
+    return [Told(name, answer) for name, answer in zip(names, answers, strict=True)]
+
+
+def models_of(config: JobConfig) -> Iterable[str]:
+    """Return the models that a job starts from, but those of a store and of other runs."""
+    named = model_paths(config)
+    named.pop("model.tokenizer", None)  # it needs no weights
+    return dict.fromkeys(one for one in named.values() if not (is_url(one) or is_checkpoint(one)))
+
+
+async def ask_node(
+    broker: Broker, name: str, verb: str, question: Message, unknown: R, *, timeout_s: float
+) -> R:
+    """Return what a node answers, or `unknown` where it is leaving, or older than the question."""
+    try:
+        return await call(
+            broker,
+            node(name, verb),
+            question,
+            type(unknown),
+            timeout_s=timeout_s,
+            waiting_for=f"node {name}",
+            idempotent=True,
+        )
+    except TinkermqError:
+        return unknown
+
 
 # Names of jobs, from whatever of the configuration is there.
 #

@@ -29,8 +29,7 @@ from ....schemas.wire.errors import ConfigError, ModelError, NotFoundError
 from ...policy.lora import layer_settings, read_lora, uniform
 from ...policy.saving import flush, flush_entries, storage_error
 from ...storage.digests import check_digests, write_digests
-from .adapter import ALPHA, Moments, tensor_shapes
-from .layers import LayerKind, LayerShape
+from .adapter import ALPHA, LayerKind, LayerShape, Moments, tensor_shapes
 
 _WEIGHTS = "adapter_model.safetensors"
 _OPTIMIZER = "optimizer.safetensors"

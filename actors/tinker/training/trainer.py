@@ -28,16 +28,17 @@ from ...training.model import Scorer, load_model
 from .adapter import (
     Adapter,
     Moments,
+    SharedBase,
+    adapt,
     check_adam,
+    linear_names,
     num_bytes_of,
     read_suspended,
     write_suspended,
 )
-from .batching import compute, those_that_fit
 from .folders import MAX_RANK, AdapterOffer, read_adapter, write_adapter
 from .inputs import DataReader, PendingWindow
-from .layers import SharedBase, adapt, linear_names
-from .loss_pass import LossPass
+from .loss_pass import LossPass, compute, those_that_fit
 from .losses import find_loss, read_config
 
 _LOGITS_BYTES = 64 * 2**20

@@ -1,7 +1,7 @@
 """What an evaluation makes of programs: rows are one episode, failures of theirs are zeros."""
 
 import pytest
-from tinkermq.actors.evaluator.validation_metrics import (
+from tinkermq.actors.evaluator.evaluator import (
     is_infrastructure,
     validation_numbers,
     whole_episode,

@@ -24,8 +24,8 @@ from tinkermq.actors.gateway.limits import (
     gateway_connections,
 )
 from tinkermq.actors.gateway.tinker.routes import SAMPLES_AT_ONCE
-from tinkermq.actors.tinker.checkpoints.user_records import KeptByTrainer
 from tinkermq.actors.tinker.models import Models
+from tinkermq.actors.tinker.user_records import KeptByTrainer
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.nats_server import NatsServer

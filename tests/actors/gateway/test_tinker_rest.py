@@ -11,11 +11,11 @@ from typing import Any
 
 import httpx
 import pytest_asyncio
-from tinkermq.actors.gateway.app import make_app
+from tinkermq.actors.gateway.server import make_app
 from tinkermq.actors.gateway.sessions import Sessions
 from tinkermq.actors.storage.tinker_checkpoints import CheckpointFolders, StoredCheckpoint
-from tinkermq.actors.tinker.checkpoints.user_records import KeptByTrainer
 from tinkermq.actors.tinker.models import Models
+from tinkermq.actors.tinker.user_records import KeptByTrainer
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.nats_server import NatsServer

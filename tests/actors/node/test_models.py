@@ -11,7 +11,7 @@ from threading import Thread
 import pytest
 from tinkermq.actors.node.preflight import ModelLookout
 from tinkermq.actors.policy.model_folder import check_model_is_here
-from tinkermq.actors.scheduler.submission.model_check import Reader
+from tinkermq.actors.scheduler.submission.submission import Reader
 from tinkermq.actors.storage.access import MODELS_VARIABLE
 from tinkermq.schemas.node import ModelQuestion
 from tinkermq.schemas.wire.errors import ModelError

@@ -20,7 +20,7 @@ from tinkermq.actors.node.node import Node
 from tinkermq.actors.runtime import ActorContext
 from tinkermq.actors.scheduler import scheduler
 from tinkermq.actors.scheduler.jobs.archive import Keeping
-from tinkermq.actors.scheduler.timing import Timing
+from tinkermq.actors.scheduler.lease import Timing
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import Service, call
 from tinkermq.broker.feed import read_events

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tinkermq.actors.learner.start import starting_point
-from tinkermq.actors.scheduler.jobs.actors import slots_of
+from tinkermq.actors.scheduler.jobs.states import slots_of
 from tinkermq.actors.storage.broker_store import BrokerStore
 from tinkermq.actors.storage.cache import fetch_model, with_checkpoints_here
 from tinkermq.actors.storage.checkpoints import CheckpointMirror, free_copies, free_stored

@@ -11,11 +11,11 @@ from nacl.bindings import crypto_aead_chacha20poly1305_ietf_decrypt as unseal
 from nacl.bindings import crypto_scalarmult, crypto_scalarmult_base
 from safetensors.torch import load_file
 from tinkermq.actors.storage.tinker_checkpoints import CheckpointFolders, StoredCheckpoint
-from tinkermq.actors.tinker.checkpoints import exports as external
-from tinkermq.actors.tinker.checkpoints.exports import Exports
-from tinkermq.actors.tinker.checkpoints.user_records import KeptByTrainer
+from tinkermq.actors.tinker import checkpoints as external
+from tinkermq.actors.tinker.checkpoints import Exports
 from tinkermq.actors.tinker.models import TrainedModel
 from tinkermq.actors.tinker.training.trainer import AdapterTrainer
+from tinkermq.actors.tinker.user_records import KeptByTrainer
 from tinkermq.schemas.tinker.checkpoints import (
     ChangeCheckpoint,
     FetchFile,

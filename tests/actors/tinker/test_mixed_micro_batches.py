@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.tinker.replaying.__main__ import replay_session
+from tinkermq.actors.tinker.replay import replay_session
 from tinkermq.actors.tinker.training.loss_pass import LossPass
 from tinkermq.actors.tinker.training.trainer import AdapterTrainer
 from tinkermq.broker.client.connection import Broker

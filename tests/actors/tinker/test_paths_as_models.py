@@ -22,12 +22,11 @@ from tinkermq.actors.engine.transformers.transformers_engine import Transformers
 from tinkermq.actors.policy.chat import ChatTokenizer, open_chat
 from tinkermq.actors.policy.model_folder import load_tokenizer
 from tinkermq.actors.storage.tinker_checkpoints import CheckpointFolders, StoredCheckpoint
-from tinkermq.actors.tinker.checkpoints.user_records import KeptByTrainer
 from tinkermq.actors.tinker.models import Models
-from tinkermq.actors.tinker.sampling.engines import SampledBase
+from tinkermq.actors.tinker.sampling.engines import SampledBase, Snapshots
 from tinkermq.actors.tinker.sampling.sampler import Sampler
-from tinkermq.actors.tinker.sampling.snapshots import Snapshots
 from tinkermq.actors.tinker.training.trainer import AdapterTrainer
+from tinkermq.actors.tinker.user_records import KeptByTrainer
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import Service, call
 from tinkermq.broker.jetstream.streams import create_shared

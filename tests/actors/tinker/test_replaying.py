@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tinkermq.actors.tinker.replaying.__main__ import replay_session
-from tinkermq.actors.tinker.replaying.archive import Archive, place_of, read_kept
+from tinkermq.actors.tinker.archive import Archive, place_of, read_kept
+from tinkermq.actors.tinker.replay import replay_session
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.streams import create_job_streams
 from tinkermq.broker.nats_server import NatsServer

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tinkermq.actors.tinker.checkpoints.calls import FILES, SnapshotCalls, mark_of
-from tinkermq.actors.tinker.sampling.snapshots import Snapshots
+from tinkermq.actors.tinker.sampling.engines import Snapshots
+from tinkermq.actors.tinker.user_records import FILES, SnapshotCalls, mark_of
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.jetstream.streams import create_job_streams

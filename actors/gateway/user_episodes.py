@@ -15,18 +15,18 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from ....broker.client.connection import Broker
-from ....broker.client.rpc import call
-from ....broker.jobs import JobStore
-from ....envs.agents.episode import EpisodeOver, ProgramEpisode
-from ....envs.agents.proxy.exchange import KeyRefused
-from ....envs.agents.proxy.proxy import model_environment
-from ....envs.agents.remote.remote_episode import RemoteEpisode
-from ....envs.model_apis.request import Fields, RequestError
-from ....schemas.agent import GiveReply, GiveRequest
-from ....schemas.job import FINAL_STATES, JobRecord
-from ....schemas.wire.codec import read_json
-from ....schemas.wire.errors import (
+from ...broker.client.connection import Broker
+from ...broker.client.rpc import call
+from ...broker.jobs import JobStore
+from ...envs.agents.episode import EpisodeOver, ProgramEpisode
+from ...envs.agents.proxy.exchange import KeyRefused
+from ...envs.agents.proxy.proxy import model_environment
+from ...envs.agents.remote.remote_episode import RemoteEpisode
+from ...envs.model_apis.request import Fields, RequestError
+from ...schemas.agent import GiveReply, GiveRequest
+from ...schemas.job import FINAL_STATES, JobRecord
+from ...schemas.wire.codec import read_json
+from ...schemas.wire.errors import (
     ConfigError,
     MessageError,
     NobodyAnswersError,
@@ -34,9 +34,8 @@ from ....schemas.wire.errors import (
     StateError,
     TinkermqError,
 )
-from ..openai.answering import read_body, unless_gone
-from ..openai.routes import UserBrokers, guarded
-from .episodes import ProgramEpisodes
+from .openai import UserBrokers, guarded, read_body, unless_gone
+from .programs import ProgramEpisodes
 
 MAX_WAIT_S = 300.0
 _WAIT_S = 60.0

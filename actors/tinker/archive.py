@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ....schemas.tinker.names import ModelName
-from ....schemas.tinker.operation import ModelOperation, OperationResult
+from ...schemas.tinker.names import ModelName
+from ...schemas.tinker.operation import ModelOperation, OperationResult
 
 _FOLDER = "operations"
 _SEGMENT_BYTES = 64 << 20

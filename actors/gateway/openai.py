@@ -9,26 +9,245 @@ unless the answer has a form of which it is no part; Responses and Messages tell
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+)
 from contextlib import aclosing
-from dataclasses import replace
-from typing import Any, TypeAlias, TypeVar, cast
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 
-from ....broker.client.connection import Broker
-from ....envs.agents.replies import Piece, ReplyReader, TextPiece, call_name
-from ....envs.model_apis.answers import Answer, AnswerHead, ModelApi, NewTokens, TokenLogprob, Usage
-from ....envs.model_apis.chat import CHAT, COMPLETIONS, ChatCompletionAnswer, CompletionAnswer
-from ....envs.model_apis.request import ModelRequest, RequestError, is_label
-from ....schemas.infer import ChatRequest, CompletionRequest, Decoding, Delta, InferPart
-from ....schemas.wire.codec import read_json
-from ....schemas.wire.errors import MessageError, TinkermqError
-from ..limits import MAX_INFERENCE_BYTES
-from .models import ServedModels
+from ...broker.client.connection import Broker
+from ...broker.client.parts import ask_parts
+from ...broker.jobs import JobStore
+from ...broker.presence import presences
+from ...envs.agents.replies import Piece, ReplyReader, TextPiece, call_name
+from ...envs.model_apis.answers import (
+    Answer,
+    AnswerHead,
+    ModelApi,
+    NewTokens,
+    TokenLogprob,
+    Usage,
+    retry_headers,
+)
+from ...envs.model_apis.chat import (
+    CHAT,
+    COMPLETIONS,
+    ChatCompletionAnswer,
+    CompletionAnswer,
+)
+from ...envs.model_apis.messages import MESSAGES
+from ...envs.model_apis.request import ModelRequest, RequestError, is_label
+from ...envs.model_apis.responses import RESPONSES
+from ...schemas.infer import (
+    CancelInference,
+    ChatRequest,
+    CompletionRequest,
+    Decoding,
+    Delta,
+    InferPart,
+)
+from ...schemas.job import JobRecord
+from ...schemas.tinker.names import is_path
+from ...schemas.wire.codec import read_json
+from ...schemas.wire.errors import ConfigError, MessageError, NotFoundError, TinkermqError
+from .limits import MAX_INFERENCE_BYTES
+from .tinker.trainers import Trainers
+
+# What the name of a model means: a job that serves it, or a checkpoint of a Tinker service.
+
+_FRESH_S = 2.0
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A job whose servers answer."""
+
+    record: JobRecord
+    version: int | None
+    adapter: str = ""
+    """Which of its further adapters, as `run@step`; empty: what it serves first."""
+
+    @property
+    def model(self) -> str:
+        """The name of what is served: `run@step`, or the job's."""
+        record = self.record
+        if self.adapter:
+            return self.adapter
+        if record.follow is not None and self.version is not None:
+            return f"{record.serves}@{self.version}"
+        return record.serves or record.name
+
+    def is_called(self, name: str) -> bool:
+        """Whether a model's name means this job: job, run, or `run@step` of what is served."""
+        record = self.record
+        if self.adapter:
+            return name == self.adapter
+        return name in (record.name, record.job, self.model, record.serves)
+
+    def ask(
+        self, broker: Broker, query: ChatRequest | CompletionRequest
+    ) -> AsyncGenerator[InferPart, None]:
+        """Ask one of the job's servers; closing the generator cancels the work."""
+        scope = self.record.scope
+        verb = "chat" if isinstance(query, ChatRequest) else "complete"
+        return ask_parts(
+            broker,
+            scope.infer(verb),
+            query,
+            InferPart,
+            waiting_for=f"a server of {self.record.name}",
+            cancel=(scope.infer("cancel"), CancelInference(request=query.request)),
+        )
+
+    def shown(self) -> dict[str, Any]:
+        """Return it as the list of models tells of it."""
+        record = self.record
+        return {
+            "id": self.model,
+            "object": "model",
+            "created": int(record.created),
+            "owned_by": record.user,
+            "job": record.job,
+            "name": record.name,
+        }
+
+
+class ServingJobs:
+    """The serving jobs of each user, read anew every few seconds."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[float, list[Serving]]] = {}
+
+    async def list(self, broker: Broker) -> list[Serving]:
+        """Return the jobs of the connection's user that answer now, newest first."""
+        read, serving = self._known.get(broker.user, (0.0, []))
+        if not read or time.monotonic() - read > _FRESH_S:
+            serving = await _read(broker)
+            self._known[broker.user] = (time.monotonic(), serving)
+        return serving
+
+    async def find(self, broker: Broker, name: str) -> Serving:
+        """Return the job that a model's name means.
+
+        Raises NotFoundError that names the models there are.
+        """
+        for fresh in (False, True):
+            if fresh:
+                self._known.pop(broker.user, None)
+            for serving in await self.list(broker):
+                if serving.is_called(name):
+                    return serving
+        there = ", ".join(serving.model for serving in await self.list(broker))
+        raise NotFoundError(
+            f"no model {name!r} is served to user {broker.user!r}",
+            hint=f"there are: {there}" if there else "serve one: `tinkermq serve RUN@STEP`",
+        )
+
+
+async def _read(broker: Broker) -> list[Serving]:
+    records = [
+        record
+        for record in await JobStore(broker).list_jobs(broker.user)
+        if record.kind == "infer" and record.state == "RUNNING"
+    ]
+    found = await asyncio.gather(*(_serving(broker, record) for record in records))
+    return [
+        replace(serving, adapter=adapter)
+        for serving in found
+        if serving is not None
+        for adapter in ("", *serving.record.adapters)
+    ]
+
+
+async def _serving(broker: Broker, record: JobRecord) -> Serving | None:
+    entry = await presences(broker).find(f"{record.scope.key}.server-0")
+    if entry is None or entry.value.state != "working":
+        return None
+    return Serving(record, entry.value.version)
+
+
+class ServedModel(Protocol):
+    """Something that answers."""
+
+    @property
+    def adapter(self) -> str:
+        """What a request names, so that it is answered with that."""
+        ...
+
+    def ask(
+        self, broker: Broker, query: ChatRequest | CompletionRequest
+    ) -> AsyncGenerator[InferPart, None]:
+        """Have a request answered; closing the generator cancels the work."""
+        ...
+
+    def shown(self) -> dict[str, Any]:
+        """Return it as OpenAI tells of a model."""
+        ...
+
+
+@dataclass(frozen=True)
+class SampledPath:
+    """A checkpoint that the samplers of a Tinker service answer with."""
+
+    adapter: str
+    """Its path."""
+    job: str
+    """The service."""
+    trainers: Trainers
+
+    def ask(
+        self, broker: Broker, query: ChatRequest | CompletionRequest
+    ) -> AsyncGenerator[InferPart, None]:
+        """Ask one of the samplers; closing the generator cancels the work."""
+        return self.trainers.answer(broker.user, broker, self.job, query)
+
+    def shown(self) -> dict[str, Any]:
+        """Return it as OpenAI tells of a model."""
+        model = {"id": self.adapter, "object": "model", "created": 0}
+        return {**model, "owned_by": "tinker", "job": self.job}
+
+
+class ServedModels:
+    """The models of each user."""
+
+    def __init__(self, trainers: Trainers) -> None:
+        """Find checkpoints at `trainers`."""
+        self.serving = ServingJobs()
+        """The jobs that serve."""
+        self._trainers = trainers
+
+    async def find(self, broker: Broker, name: str) -> ServedModel:
+        """Return what answers under a name; raises NotFoundError, NobodyAnswersError."""
+        if is_path(name):
+            for serving in await self.serving.list(broker):
+                if serving.is_called(name):
+                    return serving
+            return await self._sampled(broker, name)
+        return await self.serving.find(broker, name)
+
+    async def _sampled(self, broker: Broker, path: str) -> SampledPath:
+        name = await self._trainers.source(broker, path)
+        if name.kind == "external_weights":
+            raise ConfigError(
+                f"{path} was saved to be downloaded, and is not sampled from",
+                hint="save the model with save_weights_for_sampler, and name that path",
+            )
+        job = await self._trainers.job_of_checkpoint(broker.user, broker, name)
+        return SampledPath(str(name), job, self._trainers)
+
 
 T = TypeVar("T")
 Query: TypeAlias = ChatRequest | CompletionRequest
@@ -392,3 +611,106 @@ async def read_body(request: Request) -> bytes:
         if len(raw) > MAX_INFERENCE_BYTES:
             raise HTTPException(413, f"the body is over {MAX_INFERENCE_BYTES:,} bytes")
     return bytes(raw)
+
+
+# The endpoints of the model APIs over the inference jobs of a pool, and over its Tinker services.
+#
+# `/v1/models` lists what a user's jobs serve; `/v1/chat/completions`, `/v1/completions`,
+# `/v1/responses` and `/v1/messages` ask them. A model may also be the path of a checkpoint,
+# `tinker://…`. Errors come in the words of each API.
+
+OF_TINKER = "/tinker/oai/api/v1"
+"""Where programs look for OpenAI's endpoints that know Tinker's address alone."""
+_NO_MODEL = "model_not_found"
+
+
+class UserBrokers(Protocol):
+    """The connections of those who are logged in."""
+
+    async def broker(self, request: Request) -> Broker:
+        """Return the NATS connection of the user that a request comes from."""
+        ...
+
+
+def routes(sessions: UserBrokers, trainers: Trainers) -> list[Route]:
+    """Return the endpoints, for the gateway's application."""
+    endpoints = ModelEndpoints(sessions, ServedModels(trainers))
+    asked = (
+        ("/v1/chat/completions", CHAT),
+        ("/v1/completions", COMPLETIONS),
+        (f"{OF_TINKER}/chat/completions", CHAT),
+        (f"{OF_TINKER}/completions", COMPLETIONS),
+        ("/v1/responses", RESPONSES),
+        ("/v1/messages", MESSAGES),
+    )
+    return [
+        Route("/v1/models", guarded(endpoints.models), methods=["GET"]),
+        Route("/v1/models/{model:path}", guarded(endpoints.model), methods=["GET"]),
+        *(
+            Route(path, guarded(endpoints.answering(api), api), methods=["POST"])
+            for path, api in asked
+        ),
+    ]
+
+
+class ModelEndpoints:
+    """The endpoints."""
+
+    def __init__(self, sessions: UserBrokers, models: ServedModels) -> None:
+        """Answer those whom `sessions` knows from `models`."""
+        self._sessions = sessions
+        self._models = models
+        self._answering = Answering(models)
+
+    async def models(self, request: Request) -> Response:
+        """List what the user's jobs serve."""
+        broker = await self._sessions.broker(request)
+        served = await self._models.serving.list(broker)
+        return JSONResponse({"object": "list", "data": [one.shown() for one in served]})
+
+    async def model(self, request: Request) -> Response:
+        """Tell of one model."""
+        broker = await self._sessions.broker(request)
+        found = await self._models.find(broker, request.path_params["model"])
+        return JSONResponse(found.shown())
+
+    def answering(self, api: ModelApi) -> Callable[[Request], Awaitable[Response]]:
+        """Return the endpoint of an API."""
+
+        async def answer(request: Request) -> Response:
+            broker = await self._sessions.broker(request)  # before the body is read
+            return await self._answering.answer(request, broker, api)
+
+        return answer
+
+
+def guarded(
+    endpoint: Callable[[Request], Awaitable[Response]], api: ModelApi = CHAT
+) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    """Return an endpoint whose errors come in the words of an API."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except TinkermqError as error:
+            headers = retry_headers(error, error.status)
+            return JSONResponse(worded(error, error.status, api), error.status, headers=headers)
+        except HTTPException as error:
+            refused = RequestError(str(error.detail))
+            value = worded(refused, error.status_code, api)
+            return JSONResponse(value, error.status_code, headers=error.headers)
+
+    return answer
+
+
+def api_of(path: str) -> ModelApi:
+    """Return the API in whose words errors come under a path."""
+    return {"/v1/messages": MESSAGES, "/v1/responses": RESPONSES}.get(path, CHAT)
+
+
+def worded(error: TinkermqError, status: int, api: ModelApi) -> dict[str, Any]:
+    """Return an error as the API words it; what is not there is a model that is not served."""
+    value = api.error(error, status)
+    if status == 404 and "code" in value["error"]:
+        value["error"]["code"] = _NO_MODEL
+    return value
