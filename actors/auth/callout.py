@@ -88,7 +88,7 @@ class Authenticator:
         if record is None or is_final(record) or record.attempt != identity.attempt:
             raise AuthError("the key of a job that has ended")
         if not any(
-            (one.name, one.role) == (identity.actor, identity.role) for one in record.actors
+            (actor.name, actor.role) == (identity.actor, identity.role) for actor in record.actors
         ):
             raise AuthError("the key of an actor that the job no longer has")
         name = JobConnection.of(identity).name

@@ -62,11 +62,11 @@ async def kick(system: Client, user: str) -> int:
     closed = 0
     for _ in range(_MAX_ROUNDS):
         listed = await _list(system, {"user": user})
-        found = [one for one in listed if one.user == user]
+        found = [entry for entry in listed if entry.user == user]
         if not found:
             break
-        for one in found:
-            await close(system, one)
+        for item in found:
+            await close(system, item)
         closed += len(found)
     _log.info("user_kicked", user=user, connections=closed)
     return closed
@@ -80,7 +80,7 @@ async def close(system: Client, one: Connection) -> None:
 
 async def connected(system: Client) -> set[str]:
     """Return the names of all users and processes that have a connection, at any server."""
-    return {one.user for one in await listed(system)}
+    return {item.user for item in await listed(system)}
 
 
 async def listed(system: Client) -> list[Connection]:
@@ -88,7 +88,7 @@ async def listed(system: Client) -> list[Connection]:
     connections: dict[tuple[str, int], Connection] = {}
     for page in range(_MAX_ROUNDS):
         found = await _list(system, {"offset": page * _PAGE})
-        connections |= {one.key: one for one in found}
+        connections |= {item.key: item for item in found}
         if len(found) < _PAGE:  # of all servers together, so no server has more
             break
     return list(connections.values())
@@ -126,13 +126,13 @@ def _read(answer: Msg) -> list[Connection]:
     return [
         Connection(
             server,
-            int(one["cid"]),
-            str(one.get("authorized_user", "")),
-            int(one.get("in_msgs", 0)),
-            int(one.get("subscriptions", 0)),
-            int(one.get("in_bytes", 0)),
+            int(connection["cid"]),
+            str(connection.get("authorized_user", "")),
+            int(connection.get("in_msgs", 0)),
+            int(connection.get("subscriptions", 0)),
+            int(connection.get("in_bytes", 0)),
         )
-        for one in connections
+        for connection in connections
     ]
 
 
@@ -265,7 +265,7 @@ class UserConnections:
     def num_of(self, name: str) -> int:
         """Return the connections under a name, those that were just let in included."""
         now = time.monotonic()
-        expected = [one for one in self._expected.get(name, ()) if now - one < _EXPECTED_S]
+        expected = [item for item in self._expected.get(name, ()) if now - item < _EXPECTED_S]
         if expected:
             self._expected[name] = expected
         else:
@@ -324,20 +324,20 @@ class UserConnections:
         found = await listed(self._system)
         now = time.monotonic()
         passed_s, self._looked = max(now - self._looked, 0.001), now
-        self._open = {one.key: one.user for one in found}
+        self._open = {element.key: element.user for element in found}
         self._count = defaultdict(int)
-        for one in found:
-            self._count[one.user] += 1
-        rates = {one.key: self._rate(one, passed_s) for one in found}
-        self._seen = {one.key: one for one in found}
+        for item in found:
+            self._count[item.user] += 1
+        rates = {element.key: self._rate(element, passed_s) for element in found}
+        self._seen = {element.key: element for element in found}
         by_user: dict[str, list[Connection]] = defaultdict(list)
-        for one in found:
-            by_user[one.user].append(one)
+        for entry in found:
+            by_user[entry.user].append(entry)
         over: set[str] = set()
         for name, mine in by_user.items():
             quota = self._quota(name)
             if quota is not None:
-                why = _excess(quota, mine, [rates[one.key] for one in mine])
+                why = _excess(quota, mine, [rates[element.key] for element in mine])
                 if why:
                     over.add(name)
                     await self._end(name, why)
@@ -382,7 +382,7 @@ def _excess(quota: Quota, mine: list[Connection], rates: list[_Rate]) -> str:
     num_bytes = sum(rate.num_bytes for rate in rates)
     if quota.max_bytes_s is not None and num_bytes > quota.max_bytes_s:
         return f"{num_bytes:,.0f} bytes a second, the quota is {quota.max_bytes_s:,}"
-    num_subscriptions = sum(one.subscriptions for one in mine)
+    num_subscriptions = sum(item.subscriptions for item in mine)
     if quota.max_subscriptions is not None and num_subscriptions > quota.max_subscriptions:
         return f"{num_subscriptions:,} subscriptions, the quota is {quota.max_subscriptions:,}"
     return ""

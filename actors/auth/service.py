@@ -54,7 +54,7 @@ class JobKeys:
     async def _sign(self, request: JobKeyRequest) -> NewKey:
         record = await self._jobs.find_by_id(request.user, request.job)
         actors = record.actors if record is not None else []
-        actor = next((one for one in actors if one.name == request.actor), None)
+        actor = next((item for item in actors if item.name == request.actor), None)
         if record is None or is_final(record) or record.attempt != request.attempt or not actor:
             raise AuthError(
                 f"job {request.job} does not run {request.actor} in attempt {request.attempt}",

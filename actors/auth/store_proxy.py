@@ -137,7 +137,7 @@ class StorageBounds:
             raise MessageError(f"{num_bytes:,} bytes for {subject}, where {most:,} may be stored")
         record = await self._record(user, job)
         if bucket == BUCKET_ACTORS:
-            if not any((one.name, one.role) == (name, guest.role) for one in record.actors):
+            if not any((actor.name, actor.role) == (name, guest.role) for actor in record.actors):
                 raise MessageError(f"job {job} has no {guest.role} of the name {name!r}")
             return
         quota = self._known.get(user)
@@ -221,8 +221,8 @@ class StoreProxy:
 
     async def close(self) -> None:
         """Take no more requests."""
-        for one in self._listening:
-            await one.stop()
+        for item in self._listening:
+            await item.stop()
         await self.share.settle(_SETTLE_S)
 
     def _take(self, message: Msg) -> None:

@@ -107,8 +107,8 @@ class UserRequests:
 
     async def _list(self, request: ListUsers, context: RequestContext) -> UserList:
         async def work() -> UserList:
-            users = [one for one in await self._users.list() if one.user > request.after]
-            page = [_info(one) for one in users[:PAGE_USERS]]
+            users = [item for item in await self._users.list() if item.user > request.after]
+            page = [_info(user) for user in users[:PAGE_USERS]]
             return UserList(users=page, more=len(users) > len(page))
 
         return await self._as_admin(context, "users.list", "", work)

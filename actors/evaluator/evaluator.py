@@ -142,7 +142,11 @@ def _by_type(done: Sequence[Trajectory], config: EvaluationConfig) -> dict[str, 
 
 def episode_columns(results: Sequence[Played], config: EvaluationConfig) -> dict[str, list[Any]]:
     """Return what counts of each episode that ran, column by column, for an event."""
-    ran = [(one.task, one.sample, one.trajectory) for one in results if one.trajectory is not None]
+    ran = [
+        (result.task, result.sample, result.trajectory)
+        for result in results
+        if result.trajectory is not None
+    ]
     return {
         "tasks": [task for task, _, _ in ran],
         "samples": [sample for _, sample, _ in ran],
@@ -339,7 +343,7 @@ class Evaluator:
         if self._there is not None and self._there.roles:
             # An episode has as many conversations as roles that had a turn: each counts by itself.
             config = config.model_copy(update={"samples": 1})
-        values = validation_numbers([one.trajectory for one in results], config)
+        values = validation_numbers([result.trajectory for result in results], config)
         return {**values, "timing_s/testing": time.perf_counter() - self._started}
 
     async def _play(self, version: int) -> list[Played]:

@@ -529,9 +529,9 @@ def _logprobs(delta: Delta) -> list[TokenLogprob]:
         rows = [
             tuple(
                 TokenLogprob(text, value, (), encoded)
-                for text, value, encoded in zip(*one, strict=True)
+                for text, value, encoded in zip(*column, strict=True)
             )
-            for one in columns
+            for column in columns
         ]
     tokens = zip(delta.tokens, delta.logprobs, rows, delta.token_bytes, strict=True)
     return [TokenLogprob(*token) for token in tokens]
@@ -666,7 +666,7 @@ class ModelEndpoints:
         """List what the user's jobs serve."""
         broker = await self._sessions.broker(request)
         served = await self._models.serving.list(broker)
-        return JSONResponse({"object": "list", "data": [one.shown() for one in served]})
+        return JSONResponse({"object": "list", "data": [item.shown() for item in served]})
 
     async def model(self, request: Request) -> Response:
         """Tell of one model."""

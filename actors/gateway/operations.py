@@ -236,10 +236,10 @@ async def evaluate_checkpoint(scheduler: Scheduler, record: JobRecord, step: int
 
 async def _living(scheduler: Scheduler, kind: str, what: str) -> JobRecord | None:
     """Return the job that serves or evaluates `run@step` now."""
-    for one in await scheduler.list_jobs():
-        named = one.serves if kind == "infer" else one.fork_of
-        if one.kind == kind and named == what and one.state not in FINAL_STATES:
-            return one
+    for job in await scheduler.list_jobs():
+        named = job.serves if kind == "infer" else job.fork_of
+        if job.kind == kind and named == what and job.state not in FINAL_STATES:
+            return job
     return None
 
 

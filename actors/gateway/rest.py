@@ -104,7 +104,7 @@ async def _page(request: Request, visitor: Visitor, made: NewKey | None) -> Resp
         shown["users"] = await all_users(visitor.broker)
         audit = AuditRequest(limit=_AUDIT_SHOWN)
         records = (await ask_users(visitor.broker, "audit", audit, AuditList)).records
-        shown["audit"] = [one for one in records if not _is_look(one)]
+        shown["audit"] = [record for record in records if not _is_look(record)]
     return render(request, "users.html", shown)
 
 
@@ -456,7 +456,7 @@ OPERATIONS: tuple[Operation, ...] = (
 
 def routes() -> list[Route]:
     """Return the routes of the interface."""
-    return [Route(one.path, _checked(one), methods=[one.method]) for one in OPERATIONS]
+    return [Route(item.path, _checked(item), methods=[item.method]) for item in OPERATIONS]
 
 
 def _checked(operation: Operation) -> Handler:
@@ -507,9 +507,9 @@ def description(version: str) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document."""
     paths: dict[str, dict[str, Any]] = {}
     schemas: dict[str, Any] = {"Error": _ERROR}
-    for one in OPERATIONS:
-        path = _TYPED.sub(r"{\1}", one.path)
-        paths.setdefault(path, {})[one.method.lower()] = _operation(one, schemas)
+    for item in OPERATIONS:
+        path = _TYPED.sub(r"{\1}", item.path)
+        paths.setdefault(path, {})[item.method.lower()] = _operation(item, schemas)
     return {
         "openapi": "3.1.0",
         "info": {

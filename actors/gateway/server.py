@@ -185,7 +185,7 @@ async def metrics(request: Request) -> Response:
 async def _pool_text(gateway: Gateway, visitor: Visitor) -> bytes:
     scheduler = Scheduler(visitor)
     records, nodes = await asyncio.gather(scheduler.list_jobs(), scheduler.nodes())
-    live = [one for one in records if one.state not in FINAL_STATES][:_MAX_LIVE_JOBS]
+    live = [record for record in records if record.state not in FINAL_STATES][:_MAX_LIVE_JOBS]
     rows = await gateway.figures.rows(visitor.broker, live)
     places = (visitor.user, "pool") if gateway.sessions.with_keys else ("",)
     actors: list[Entry[Presence]] = []

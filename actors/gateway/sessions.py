@@ -138,7 +138,7 @@ class Sessions:
     async def log_out(self, session: str) -> None:
         """End a session, and its connection unless another one of the same key goes on."""
         ended = self._sessions.pop(session, None)
-        if ended is not None and all(one.key != ended.key for one in self._sessions.values()):
+        if ended is not None and all(item.key != ended.key for item in self._sessions.values()):
             await self._drop(ended.key)
 
     async def visitor(self, *, session: str | None, key: str | None) -> Visitor:
@@ -289,9 +289,9 @@ async def server_info(url: str) -> dict[str, Any]:
     Raises BrokerError.
     """
     *others, last = server_urls(url)
-    for one in others:
+    for other in others:
         with contextlib.suppress(BrokerError):
-            return await _server_info(one)
+            return await _server_info(other)
     return await _server_info(last)
 
 

@@ -150,7 +150,7 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _finite(one) for key, one in cast("dict[Any, Any]", value).items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in cast("list[Any]", value)]
+        return [_finite(item) for item in cast("list[Any]", value)]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, str | int):

@@ -156,7 +156,7 @@ def _refuse_led_away(run_dir: Path) -> None:
         led: str | None = "."
     else:
         with Folder(run_dir, make=True) as folder:
-            led = next((one for one in folder.strange() if not _OWN_LINK.fullmatch(one)), None)
+            led = next((item for item in folder.strange() if not _OWN_LINK.fullmatch(item)), None)
     if led is not None:
         raise StorageError(
             f"{run_dir / led} is a link, or no regular file: a learner would write through it",

@@ -53,7 +53,7 @@ class Forwarder:
 
         Raises SandboxError for servers that cannot be reached so.
         """
-        servers = [urlsplit(one) for one in server_urls(url)] if url else []
+        servers = [urlsplit(item) for item in server_urls(url)] if url else []
         hosts = list(dict.fromkeys(server.hostname for server in servers))
         self.ways = [_way(server, 1 + hosts.index(server.hostname)) for server in servers]
         self._task: asyncio.Task[None] | None = None
@@ -94,8 +94,8 @@ class Forwarder:
                 await self._task
         for server in self._servers:
             server.close()
-        for one in tuple(self._open):
-            one.cancel()
+        for item in tuple(self._open):
+            item.cancel()
         if self._open:
             await asyncio.wait(self._open)
 
@@ -130,15 +130,15 @@ async def _carried(way: Way, reader: asyncio.StreamReader, writer: asyncio.Strea
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for one in both:
-                one.cancel()
+            for entry in both:
+                entry.cancel()
             await asyncio.wait(both)
     except OSError as error:  # TimeoutError is one
         _log.warning("broker_not_reached_for_learner", server=shown_url(way.url), error=str(error))
     finally:
-        for one in (writer, out):
-            if one is not None:
-                await _ended(one)
+        for item in (writer, out):
+            if item is not None:
+                await _ended(item)
 
 
 async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -45,10 +45,12 @@ def package_versions() -> dict[str, str]:
     Nothing is imported. CUDA and NCCL are those that packages bring, as torch's wheels do.
     """
     found = {"python": platform.python_version()}
-    for one in distributions():
+    for distribution in distributions():
         for prefix, name in _PACKAGES.items():
-            if one.name == prefix or (prefix.endswith("-cu") and one.name.startswith(prefix)):
-                found[name] = one.version
+            if distribution.name == prefix or (
+                prefix.endswith("-cu") and distribution.name.startswith(prefix)
+            ):
+                found[name] = distribution.version
     return found
 
 

@@ -59,7 +59,7 @@ async def look(question: LookQuestion) -> LookAnswer:
 
 def look_now(question: LookQuestion) -> LookAnswer:
     """Look at the files, and for the game's package."""
-    missing = [one for one in question.files if not _is_there(Path(one).expanduser())]
+    missing = [file for file in question.files if not _is_there(Path(file).expanduser())]
     if not question.game:
         return LookAnswer(missing=missing)
     try:
@@ -216,8 +216,10 @@ class ModelInspection:
         if "error" in told:
             return PlayAnswer(trouble=told["error"]["message"], hint=told["error"]["hint"])
         found = told["checks"][:MAX_CHECKS]
-        texts = ({**one, "detail": cut(one["detail"]), "hint": cut(one["hint"])} for one in found)
-        return PlayAnswer(checks=[GameCheck.model_validate(one) for one in texts])
+        texts = (
+            {**item, "detail": cut(item["detail"]), "hint": cut(item["hint"])} for item in found
+        )
+        return PlayAnswer(checks=[GameCheck.model_validate(text) for text in texts])
 
 
 # Whether a node can have a model, asked by the scheduler before a job is queued.

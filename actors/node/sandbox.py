@@ -264,7 +264,10 @@ def actor_sandbox(
             memory_folder("/tmp"),  # noqa: S108 - its own
             memory_folder("/dev/shm"),  # noqa: S108 - its own
             *system_mounts(),
-            *(Mount("folder", str(one), mode=0o1777) for one in sorted({Path.home(), Path.cwd()})),
+            *(
+                Mount("folder", str(item), mode=0o1777)
+                for item in sorted({Path.home(), Path.cwd()})
+            ),
             *etc_mounts(etc),
             *(readable(path, is_optional=True) for path in sorted(set(shown))),
             *(readable(path, place, is_optional=True) for path, place in data.items()),
@@ -304,7 +307,7 @@ def _python() -> list[Path]:
         Path(sys.prefix),
         Path(sys.base_prefix),
         *(root / room for room in _ROOMS),
-        *(Path(one) for one in path if one),
+        *(Path(item) for item in path if item),
     ]
 
 
@@ -316,13 +319,13 @@ def check_programs(wanted: WantedActor) -> None:
     """
     _data_files(wanted)
     roots = [Path(root) for root in wanted.output_roots]
-    named = [one.resolve() for one in (*_python(), *_named(FOLDERS_VARIABLE))]
+    named = [item.resolve() for item in (*_python(), *_named(FOLDERS_VARIABLE))]
     for folder in wanted.programs or []:
         path = Path(folder).expanduser().resolve()
         is_own = any(path.is_relative_to(root.resolve()) for root in roots) and not is_of_another(
             path, wanted.user, roots
         )
-        if not is_own and not any(path.is_relative_to(one) for one in named):
+        if not is_own and not any(path.is_relative_to(item) for item in named):
             raise NotShown(
                 f"agent programs of user {wanted.user!r} may not be shown {folder!r}",
                 hint="name a folder in a run of theirs, or let the operator name it in "
@@ -337,7 +340,7 @@ def _data_files(wanted: WantedActor) -> dict[Path, Path]:
     a link, what lies in a run of somebody else.
     """
     roots = [Path(root) for root in wanted.output_roots]
-    named = {Path(one).expanduser().absolute() for one in wanted.reads}
+    named = {Path(read).expanduser().absolute() for read in wanted.reads}
     places = {path: path.resolve() for path in named if is_dataset_name(path) and path.is_file()}
     for path, place in places.items():
         if place != path and (
@@ -412,9 +415,9 @@ def _read_by_learner(wanted: WantedActor, handles: _Handles) -> dict[Path, Path]
     since the job was accepted. Raises NotShown.
     """
     roots = [Path(root) for root in wanted.output_roots]
-    named = {Path(one).expanduser().absolute() for one in wanted.own_code or []}
+    named = {Path(item).expanduser().absolute() for item in wanted.own_code or []}
     places: dict[Path, Path] = {}
-    for path in sorted(one for one in named if one.exists()):
+    for path in sorted(item for item in named if item.exists()):
         place = path.resolve()
         root = shown_from(place, wanted.user, roots)
         if root is None:
@@ -429,7 +432,7 @@ def _read_by_learner(wanted: WantedActor, handles: _Handles) -> dict[Path, Path]
 
 
 def _named(variable: str) -> list[Path]:
-    return [Path(one) for one in os.environ.get(variable, "").split(":") if one]
+    return [Path(item) for item in os.environ.get(variable, "").split(":") if item]
 
 
 def _allowed(environment: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str]:

@@ -143,7 +143,7 @@ class Nodes:
             return None
         wanted = (user, job, actor)
         told = member.status.actors
-        return next((one for one in told if (one.user, one.job, one.name) == wanted), None)
+        return next((item for item in told if (item.user, item.job, item.name) == wanted), None)
 
     async def refresh(self) -> None:
         """Read the nodes' records; note who was heard and who was not."""
@@ -203,9 +203,9 @@ class Nodes:
     def _is_due(self, member: _Member, request: NodeSync) -> bool:
         if member.asked != request or time.monotonic() - member.asked_at >= self._resync_s:
             return True
-        wanted = {(one.user, one.job, one.name): one.attempt for one in request.actors}
+        wanted = {(actor.user, actor.job, actor.name): actor.attempt for actor in request.actors}
         runs = member.status.actors if member.status else []
-        return wanted != {(one.user, one.job, one.name): one.attempt for one in runs}
+        return wanted != {(run.user, run.job, run.name): run.attempt for run in runs}
 
     async def _sync_one(self, name: str, request: NodeSync) -> None:
         self._asking.add(name)

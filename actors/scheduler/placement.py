@@ -222,7 +222,7 @@ def place(
             given = pool.give(request, free)
             num_free = sum(map(len, free.values())) if given else num_free
             if request.whole:  # what a running job lacks counts as held already
-                shares.take(request.user, sum(len(one.devices) for one in given), len(given))
+                shares.take(request.user, sum(len(item.devices) for item in given), len(given))
             result.assignments += given
             most -= bool(given)
         if len(given) == len(request.actors):
@@ -363,14 +363,14 @@ class _Pool:
         All that is free and fits it by now, wherever it lies; the rest on the nodes that serve it
         first.
         """
-        names = {one.actor for one in given}
+        names = {item.actor for item in given}
         for nodes in (free, {name: set(range(node.total)) for name, node in self._nodes.items()}):
             rest = tuple(actor for actor in request.actors if actor.name not in names)
             waiting = PlacementRequest(request.job, rest, home=request.home, whole=False)
             kept, _ = self._fit(waiting, nodes, lambda name: (-len(free[name]), name), prefer=free)
-            for one in kept:
-                free[one.node] -= set(one.devices)
-            names |= {one.actor for one in kept}
+            for entry in kept:
+                free[entry.node] -= set(entry.devices)
+            names |= {item.actor for item in kept}
 
     def _fit(
         self,
@@ -464,7 +464,7 @@ class _Pool:
         if best is None or devices is not None:
             return best, devices
         found = ((name, choose(count, name)) for name in sorted(names, key=rank))
-        return next((one for one in found if one[1] is not None), (None, None))
+        return next((item for item in found if item[1] is not None), (None, None))
 
     def _home(
         self, request: PlacementRequest, available: _Slots, rank: Callable[[str], tuple[int, str]]

@@ -279,7 +279,7 @@ class Reconciler:
                 await self._advance(record, group)
         self._events.tell(self._view.untold(), group)
         self._remover.look(group)
-        active = [one for one in self._view.live.values() if one.state in ACTIVE]
+        active = [item for item in self._view.live.values() if item.state in ACTIVE]
         if await self._versions.look(active):
             await self._notifier.look(active)
 
@@ -310,8 +310,8 @@ class Reconciler:
         placed = place(queue, self._slots(), shares, time.time(), most=_STARTS_PER_TURN)
         self.decisions.note(time.thread_time() - started)
         given: dict[str, list[Assignment]] = defaultdict(list)
-        for one in placed.assignments:
-            given[one.job].append(one)
+        for assignment in placed.assignments:
+            given[assignment.job].append(assignment)
         if len(given) >= _STARTS_PER_TURN:
             self.hurry()
         live = self._view.live
@@ -324,7 +324,7 @@ class Reconciler:
     def _waiting(self) -> list[PlacementRequest]:
         """Return what has no node: actors that running jobs lack, and queued jobs."""
         found = (self._derived(key, record).request for key, record in self._view.live.items())
-        requests = [one for one in found if one is not None]
+        requests = [item for item in found if item is not None]
         requests.sort(key=lambda request: (request.whole, request.created))
         return requests
 
@@ -339,7 +339,7 @@ class Reconciler:
 
     async def _give(self, key: str, given: Sequence[Assignment]) -> None:
         record = self._view.live[key]
-        by_actor = {one.actor: one for one in given}
+        by_actor = {item.actor: item for item in given}
         try:
             if not is_queued(record):
                 await self._jobs.update(record, lambda now: with_nodes(now, by_actor))
@@ -366,7 +366,7 @@ class Reconciler:
                 await settle_job_streams(self._broker, record.scope)
             return
         fresh = record.model_copy(update={"actors": unplaced(record.actors)})
-        where = ", ".join(sorted({one.node for one in by_actor.values()}))
+        where = ", ".join(sorted({item.node for item in by_actor.values()}))
         actors = with_nodes(fresh, by_actor).actors
         await self._jobs.transition(
             record, "STARTING", f"placed on {where}", WHO, actors=actors, has_streams=True
@@ -419,7 +419,7 @@ class Reconciler:
 
     def _to_kill(self, leaving: list[ActorStatus]) -> list[str]:
         """Return the jobs among those still running that were stopped without a checkpoint."""
-        found = {(one.user, one.job): self._view.find(one.user, one.job) for one in leaving}
+        found = {(item.user, item.job): self._view.find(item.user, item.job) for item in leaving}
         return sorted(
             JobScope(user, job).key
             for (user, job), record in found.items()

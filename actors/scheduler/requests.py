@@ -152,11 +152,13 @@ class SchedulerRequests:
         user = None if everybody else context.user
         archive = self._view.archive
         async with archive.turns.turn(context.caller):
-            wanted = [one for one in self._view.records(user) if request.all or not is_final(one)]
+            wanted = [
+                record for record in self._view.records(user) if request.all or not is_final(record)
+            ]
             jobs = self._view.with_archived(wanted, user) if request.archived else wanted
             page, after = self._view.page(jobs, request.after)
         found = await archive.read(page, context.caller)
-        return JobList(records=[self._view.told(one) for one in found], after=after)
+        return JobList(records=[self._view.told(item) for item in found], after=after)
 
     async def nodes(self, _: Empty, context: RequestContext) -> NodeList:
         """Return the nodes that are there; of others' actors only admins see whose they are."""
@@ -386,8 +388,8 @@ class SchedulerRequests:
 def _short(node: NodeStatus) -> NodeStatus:
     """Return a node with the beginnings of its actors' errors: those of all travel together."""
     actors = [
-        one.model_copy(update={"error": one.error[:MAX_ERROR_CHARS]}) if one.error else one
-        for one in node.actors
+        actor.model_copy(update={"error": actor.error[:MAX_ERROR_CHARS]}) if actor.error else actor
+        for actor in node.actors
     ]
     return node.model_copy(update={"actors": actors})
 
@@ -395,5 +397,7 @@ def _short(node: NodeStatus) -> NodeStatus:
 def _shown(node: NodeStatus, user: str) -> NodeStatus:
     """Return a node without the names of other users, their jobs and their errors."""
     nobody = {"user": "", "job": "", "name": "", "error": "", "pid": None}
-    actors = [one if one.user == user else one.model_copy(update=nobody) for one in node.actors]
+    actors = [
+        actor if actor.user == user else actor.model_copy(update=nobody) for actor in node.actors
+    ]
     return node.model_copy(update={"actors": actors})

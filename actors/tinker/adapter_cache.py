@@ -59,7 +59,7 @@ class States:
         """Return the newest state of each model; raises StorageError."""
         found: list[SavedState] = []
         for place in sorted(self.folder.glob("*/*/state")):
-            numbers = sorted(int(one.name) for one in place.iterdir() if one.name.isdigit())
+            numbers = sorted(int(item.name) for item in place.iterdir() if item.name.isdigit())
             if numbers:
                 found.append(_read_state(place / str(numbers[-1])))
         return found

@@ -178,7 +178,7 @@ class Applying:
         result = loss_pass.result()
         model.tokens += sum(len(datum.tokens) for datum in request.data)
         model.history.passed(result.metrics, forward_only=request.forward_only)
-        mixed = any(one != ALONE for one in loss_pass.companies)
+        mixed = any(company != ALONE for company in loss_pass.companies)
         return OperationResult(
             state="done",
             body=write_result(result),

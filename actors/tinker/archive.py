@@ -44,7 +44,7 @@ class Archive:
         """Keep them below `folder`; beyond `max_bytes` (0: none) those of the oldest models go."""
         self._folder = folder
         self._max_bytes = max_bytes
-        self._bytes = sum(one.stat().st_size for one in folder.glob(f"*/*/{_FOLDER}/*"))
+        self._bytes = sum(item.stat().st_size for item in folder.glob(f"*/*/{_FOLDER}/*"))
         self._segments: dict[str, Path] = {}
 
     def add(self, user: str, operation: ModelOperation, result: OperationResult) -> None:
@@ -77,12 +77,12 @@ class Archive:
             if self._bytes <= self._max_bytes:
                 return
             if place != current:
-                self._bytes -= sum(one.stat().st_size for one in place.iterdir())
+                self._bytes -= sum(item.stat().st_size for item in place.iterdir())
                 shutil.rmtree(place, ignore_errors=True)
 
 
 def _last_used(place: Path) -> float:
-    return max((one.stat().st_mtime for one in place.iterdir()), default=0.0)
+    return max((item.stat().st_mtime for item in place.iterdir()), default=0.0)
 
 
 def place_of(folder: Path, user: str, model: ModelName) -> Path:

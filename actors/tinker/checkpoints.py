@@ -116,7 +116,7 @@ def make_external(stored: StoredCheckpoint, recipients: Sequence[str]) -> None:
     Raises ConfigError for a recipient that is no age key, StorageError.
     """
     try:
-        keys = [read_recipient(one) for one in recipients]
+        keys = [read_recipient(recipient) for recipient in recipients]
         (stored.folder / ADAPTER_CONFIG).write_bytes(config_of(stored))
         for file in list(stored.folder.iterdir()):
             if file.name not in FILES:
@@ -143,7 +143,7 @@ def config_of(stored: StoredCheckpoint) -> bytes:
 
 def read_recipient(text: str) -> bytes:
     """Return the X25519 key of `age1…`; raises ConfigError for what is none."""
-    data = [_BECH32.find(one) for one in text.removeprefix("age1")]
+    data = [_BECH32.find(item) for item in text.removeprefix("age1")]
     good = text.startswith("age1") and len(data) == 58 and min(data) >= 0
     if not good or _checksum([3, 3, 3, 0, 1, 7, 5, *data]) != 1:
         raise ConfigError(
@@ -345,15 +345,15 @@ class KeptCheckpoints:
         now = time.time()
         with self._lock:
             mine = list(self._users.get(user, {}).values())
-        found = (one for one in mine if one.is_there(now) and model in (None, one.name.model))
+        found = (item for item in mine if item.is_there(now) and model in (None, item.name.model))
         return sorted(found, key=lambda one: one.time, reverse=True)
 
     def page(self, user: str, asked: ListCheckpoints) -> CheckpointPage:
         """Return a part of the list of a user's checkpoints that have names."""
         model = ModelName.parse(asked.model) if asked.model else None
-        found = [one for one in self.of_user(user, model) if not one.passing]
+        found = [item for item in self.of_user(user, model) if not item.passing]
         part = found[asked.offset : asked.offset + asked.limit]
-        return CheckpointPage(checkpoints=[one.told() for one in part], total=len(found))
+        return CheckpointPage(checkpoints=[item.told() for item in part], total=len(found))
 
     def save(
         self,
@@ -436,14 +436,14 @@ class KeptCheckpoints:
 
     def _all(self) -> Iterable[StoredCheckpoint]:
         with self._lock:
-            return [one for mine in self._users.values() for one in mine.values()]
+            return [item for mine in self._users.values() for item in mine.values()]
 
     def _make_room(self, new: StoredCheckpoint) -> None:
         """Raise QuotaError where a user has too much; what was saved for a while goes first."""
-        passing = [one for one in self.of_user(new.user) if one.passing]
-        of_model = [one for one in passing if one.name.model == new.name.model]
-        for one in of_model[KEPT_PASSING:]:
-            self._forget(one)
+        passing = [entry for entry in self.of_user(new.user) if entry.passing]
+        of_model = [entry for entry in passing if entry.name.model == new.name.model]
+        for item in of_model[KEPT_PASSING:]:
+            self._forget(item)
         while (over := self._over(new)) and passing:
             self._forget(passing.pop())
         if over:
@@ -452,8 +452,10 @@ class KeptCheckpoints:
     def _over(self, new: StoredCheckpoint) -> str:
         """Say by how much a user would have too much; empty: he has not."""
         with self._lock:
-            others = [one for one in self._users.get(new.user, {}).values() if one.name != new.name]
-        used = sum(one.size_bytes for one in others)
+            others = [
+                item for item in self._users.get(new.user, {}).values() if item.name != new.name
+            ]
+        used = sum(other.size_bytes for other in others)
         if used + new.size_bytes > self._max_bytes:
             return (
                 f"the checkpoints of user {new.user!r} have {used:,} bytes; {new.size_bytes:,} "
@@ -499,7 +501,7 @@ def _new(
 
 
 def _size(folder: Path) -> int:
-    return sum(one.stat().st_size for one in folder.rglob("*") if one.is_file())
+    return sum(item.stat().st_size for item in folder.rglob("*") if item.is_file())
 
 
 # The newest weights that a model has for samples that move on while they run.

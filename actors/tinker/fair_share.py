@@ -56,7 +56,7 @@ class FairTurns:
 
     def _share(self, user: str, ready: Collection[str]) -> float:
         """Return a user's tokens of one round."""
-        largest = max(self.weights.get(one, 1.0) for one in ready)
+        largest = max(self.weights.get(item, 1.0) for item in ready)
         return self._quantum * self.weights.get(user, 1.0) / largest
 
     def _pass_over(self, queue: "deque[str]") -> None:

@@ -174,7 +174,7 @@ class Models:
 
     def num_of(self, user: str) -> int:
         """Return how many models a user has."""
-        return sum(one.user == user for one in self)
+        return sum(item.user == user for item in self)
 
     def tokens(self) -> dict[str, int]:
         """Return the tokens computed for each user's models."""
@@ -234,9 +234,9 @@ class Models:
     ) -> list[tuple[TrainedModel, ModelOperation]]:
         """Return what may be computed with a model's next operation, of whoever waits longest."""
         found = [
-            (one, one.next)
-            for one in self._models.values()
-            if one is not model and one.next is not None and may(one)
+            (item, item.next)
+            for item in self._models.values()
+            if item is not model and item.next is not None and may(item)
         ]
         found = [pair for pair in found if pair[1].kind == "forward_backward"]
         return sorted(found, key=lambda pair: self._turns.get(pair[0].key, 0))
@@ -261,9 +261,9 @@ class Models:
 
     def num_before(self, model: TrainedModel) -> int:
         """Return how many operations of others could be done before the next one of a model."""
-        return sum(one is not model and one.next is not None for one in self._models.values())
+        return sum(item is not model and item.next is not None for item in self._models.values())
 
     def num_users_before(self, user: str) -> int:
         """Return how many other users have something to be done."""
-        ready = {one.user for one in self._models.values() if one.next is not None}
+        ready = {model.user for model in self._models.values() if model.next is not None}
         return len(ready - {user})

@@ -107,13 +107,17 @@ class Replayer:
         """Do all operations of a model again; raises NotFoundError if some were not kept."""
         _check_whole(name, kept)
         model, found = TrainedModel(user, name), ModelReplay(str(name))
-        states = {one.applied: one for one in self._states if (one.user, one.name) == (user, name)}
-        for one in kept:
-            result = self._done(model, one)
-            if digest_of(result) != one.digest:
-                found.differing.append(f"the result of operation {one.operation.seq}")
-            model.applied, found.operations = one.operation.seq, found.operations + 1
-            if one.operation.kind in _NAMED and result.state == "done":
+        states = {
+            state.applied: state
+            for state in self._states
+            if (state.user, state.name) == (user, name)
+        }
+        for item in kept:
+            result = self._done(model, item)
+            if digest_of(result) != item.digest:
+                found.differing.append(f"the result of operation {item.operation.seq}")
+            model.applied, found.operations = item.operation.seq, found.operations + 1
+            if item.operation.kind in _NAMED and result.state == "done":
                 self._compare_saved(model, result, found)
             if model.applied in states:
                 self._compare_state(model, states[model.applied], found)
@@ -253,11 +257,11 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
 
         found = replay_session(record, arguments.session, show)
     if arguments.json:
-        told = [{**asdict(one), "identical": one.identical} for one in found]
+        told = [{**asdict(entry), "identical": entry.identical} for entry in found]
         sys.stdout.write(json.dumps(told) + "\n")
-    for one in found:
-        console.print(_told(one), style=None if one.identical else "red", markup=False)
-    return IDENTICAL if all(one.identical for one in found) else DIFFERENT
+    for item in found:
+        console.print(_told(item), style=None if item.identical else "red", markup=False)
+    return IDENTICAL if all(entry.identical for entry in found) else DIFFERENT
 
 
 def _told(one: ModelReplay) -> str:

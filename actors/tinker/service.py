@@ -65,9 +65,9 @@ class Showing:
         await service.endpoint("curves", rpc("*", name, "curves"), AboutModel, self._curves)
 
     async def _list(self, _: AboutSessions, context: RequestContext) -> SessionsShown:
-        mine = [self._shown(one) for one in self._models if one.user == context.user]
+        mine = [self._shown(model) for model in self._models if model.user == context.user]
         return SessionsShown(
-            base=self._base, models=[one for one in mine if one], tenants=self._tenants()
+            base=self._base, models=[item for item in mine if item], tenants=self._tenants()
         )
 
     async def _curves(self, request: AboutModel, context: RequestContext) -> ModelCurves:
@@ -121,7 +121,7 @@ class Showing:
 
 
 def _waiting_bytes(model: TrainedModel) -> int:
-    return sum(len(one.body) for one in model.waiting.values())
+    return sum(len(item.body) for item in model.waiting.values())
 
 
 _MAKING_S = 20.0
@@ -249,8 +249,10 @@ class TrainerService:
         """Forget models of sessions that are over where a user has as many as one may have."""
         over = partial(self._kept.sessions.is_over, user)
         while self.models.num_of(user) >= self.models.most:
-            idle = [one for one in self.models if one.user == user and not one.waiting]
-            gone = [one for one in idle if one.doing is None and over(one.name.session, one.used)]
+            idle = [model for model in self.models if model.user == user and not model.waiting]
+            gone = [
+                item for item in idle if item.doing is None and over(item.name.session, item.used)
+            ]
             if not gone:
                 return
             await self.worker.forget(min(gone, key=lambda one: one.used))
@@ -299,7 +301,7 @@ class TrainerService:
             return f"waits for operation {model.applied + 1}, which has not come"
         if seq not in model.waiting:
             return f"operation {seq} has not come"
-        ahead = sum(one < seq for one in model.waiting)
+        ahead = sum(item < seq for item in model.waiting)
         users = self.models.num_users_before(model.user)
         written = "" if self.worker.residence.is_resident(model) else ", it is out of memory"
         return (

@@ -124,9 +124,9 @@ class TrainingRuns:
     def _newest(self, user: str) -> dict[tuple[str, str], TinkerCheckpoint]:
         """Return the newest checkpoint of each model and kind."""
         found: dict[tuple[str, str], TinkerCheckpoint] = {}
-        for one in self._checkpoints.of_user(user):
-            if not one.passing:
-                found.setdefault((str(one.name.model), one.name.kind), one.told())
+        for item in self._checkpoints.of_user(user):
+            if not item.passing:
+                found.setdefault((str(item.name.model), item.name.kind), item.told())
         return found
 
     def _forget(self, user: str, name: ModelName) -> None:
@@ -148,7 +148,7 @@ def _told(
     model = run.info.model
     checkpoint = newest.get((model, "weights"))
     sampled = newest.get((model, "sampler_weights"))
-    saved = [one.time for one in (checkpoint, sampled) if one is not None]
+    saved = [item.time for item in (checkpoint, sampled) if item is not None]
     return TrainingRun(
         model=model,
         base=run.info.base,
@@ -258,12 +258,12 @@ class TinkerSessions:
         """Return a part of the list of a user's sessions, or one, with their models."""
         with self._lock:
             mine = list(self._users.get(user, {}).values())
-        found = [one for one in mine if asked.session in ("", one.session)]
+        found = [item for item in mine if asked.session in ("", item.session)]
         found.sort(key=lambda one: one.time, reverse=True)
         part = found[asked.offset : asked.offset + asked.limit]
         whole = [
-            one.model_copy(update={"models": self._runs.models_of(user, one.session)})
-            for one in part
+            item.model_copy(update={"models": self._runs.models_of(user, item.session)})
+            for item in part
         ]
         return SessionPage(sessions=whole, total=len(found))
 
@@ -354,9 +354,9 @@ class StoreCalls:
 
     async def _list_runs(self, asked: ListRuns, context: RequestContext) -> RunPage:
         used = {
-            one.name: one.used + self._epoch
-            for one in self._models
-            if one.user == context.user and one.used
+            model.name: model.used + self._epoch
+            for model in self._models
+            if model.user == context.user and model.used
         }
         if asked.model:
             self._check_run(context.user, ModelName.parse(asked.model))

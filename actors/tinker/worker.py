@@ -54,7 +54,7 @@ class Pieces:
         if piece is not None:
             return [(turn, piece)]
         waiting, done = self._company(turn, others)
-        losses = [_doing(one).loss for one in waiting]
+        losses = [_doing(item).loss for item in waiting]
         tokens = [loss.next_tokens for loss in losses]
         try:
             computed = self._applying.advance(losses)
@@ -73,17 +73,17 @@ class Pieces:
         waiting: list[Turn] = [turn]
         done: list[tuple[Turn, Piece]] = []
         room = self._micro_tokens - _doing(turn).loss.next_tokens
-        for one in others:
+        for other in others:
             if room <= 0:
                 break
-            if not self._residence.fits(one.model):
+            if not self._residence.fits(other.model):
                 continue  # nobody is written down for company
-            piece = self._begun(one)
+            piece = self._begun(other)
             if piece is not None:
-                done.append((one, piece))
+                done.append((other, piece))
                 continue
-            waiting.append(one)
-            room -= _doing(one).loss.next_tokens
+            waiting.append(other)
+            room -= _doing(other).loss.next_tokens
         return waiting, done
 
     def _begun(self, turn: Turn) -> Piece | None:
@@ -221,7 +221,7 @@ class Worker:
         others: list[Turn] = []
         if self._mixed and operation.kind == "forward_backward":
             beside = self._models.beside(model, self.residence.who_may_work())[:_MOST_BESIDE]
-            others = [Turn(*one, await self._past(*one)) for one in beside]
+            others = [Turn(*item, await self._past(*item)) for item in beside]
         try:
             done = await self._in_thread(partial(self._pieces.do, turn, others))
         except StorageError as error:  # nobody can be written down: there is no room meanwhile

@@ -91,7 +91,7 @@ def select(records: Sequence[JobRecord], query: Query) -> JobPage:
     archived = [record for record in records if record.archived is not None]
     records = [record for record in records if record.archived is None]
     by_state = Counter(record.state for record in records)
-    counts = {name: sum(by_state[one] for one in states) for name, states in GROUPS.items()}
+    counts = {name: sum(by_state[state] for state in states) for name, states in GROUPS.items()}
     states = GROUPS.get(query.state, frozenset({query.state.upper()}))
     words = query.search.lower().split()
     found = [
@@ -114,7 +114,7 @@ def select(records: Sequence[JobRecord], query: Query) -> JobPage:
 
 def fold(records: Sequence[JobRecord]) -> tuple[list[JobRecord], dict[str, list[JobRecord]]]:
     """Return jobs without those that serve or evaluate another of them, and these by that job."""
-    runs = {name: one for one in records if not _helps(one) for name in (one.job, one.name)}
+    runs = {name: item for item in records if not _helps(item) for name in (item.job, item.name)}
     left: list[JobRecord] = []
     helpers: dict[str, list[JobRecord]] = {}
     for record in records:
@@ -154,8 +154,8 @@ async def select_rows(
 
 def with_helpers(rows: list[dict[str, Any]], page: JobPage) -> list[dict[str, Any]]:
     """Return rows with what is told of the jobs that serve or evaluate each."""
-    told = {job: [_helper(one) for one in those] for job, those in page.helpers.items()}
-    return [{**one, "helpers": told.get(one["job"], [])} for one in rows]
+    told = {job: [_helper(item) for item in those] for job, those in page.helpers.items()}
+    return [{**item, "helpers": told.get(item["job"], [])} for item in rows]
 
 
 def _helper(record: JobRecord) -> dict[str, Any]:
@@ -249,7 +249,7 @@ def row(record: JobRecord, values: dict[str, float]) -> dict[str, Any]:
         "model": model_of(record),
         "total_steps": _whole(values.get("training/total_steps", training.get("num_steps"))),
         "tokens_per_s": values.get("perf/throughput") if record.state == "RUNNING" else None,
-        "slots_wanted": sum(one.slots for one in record.actors),
+        "slots_wanted": sum(item.slots for item in record.actors),
         "notes": record.notes,
         "fork_of": record.fork_of,
         "archived": record.archived,
@@ -286,8 +286,8 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> list[ConfigDifference]:
     """Return the keys in which configurations differ, by name."""
     flat = [_flat(config) for config in configs]
     keys = sorted(set[str]().union(*flat) - _OF_THE_RUN)
-    found = (ConfigDifference(key, [one.get(key) for one in flat]) for key in keys)
-    return [one for one in found if len(set(one.values)) > 1]
+    found = (ConfigDifference(key, [item.get(key) for item in flat]) for key in keys)
+    return [item for item in found if len(set(item.values)) > 1]
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -420,14 +420,16 @@ async def scored_checkpoints(broker: Broker, record: JobRecord) -> list[dict[str
         scores = await read_scores(broker, record.scope)
     except TinkermqError:
         scores = {}  # the bucket is not there, or not for this user
-    best = best_of(scores, [one["step"] for one in found])
-    return [{**one, "score": scores.get(one["step"]), "best": one["step"] == best} for one in found]
+    best = best_of(scores, [item["step"] for item in found])
+    return [
+        {**item, "score": scores.get(item["step"]), "best": item["step"] == best} for item in found
+    ]
 
 
 def list_checkpoints(record: JobRecord, stores: Stores) -> list[dict[str, Any]]:
     """Return step, size and time of each checkpoint, newest first; raises StorageError."""
     found = _in_store(record, stores)
-    there = {one["step"] for one in found}
+    there = {item["step"] for item in found}
     for step, folder in checkpoint_folders(record.run_dir).items():
         files = _files(record.run_dir, step)
         if not files or step in there:

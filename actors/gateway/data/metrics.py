@@ -114,8 +114,8 @@ def job_curves() -> Curves:
 def enter(curves: Curves, metrics: Sequence[Metric]) -> None:
     """Enter the metrics of a job."""
     curves.add(
-        [one.step for one in metrics],
-        [{_TOLD_AT: one.time or math.nan, **finite_values(one)} for one in metrics],
+        [item.step for item in metrics],
+        [{_TOLD_AT: item.time or math.nan, **finite_values(item)} for item in metrics],
     )
 
 
@@ -126,7 +126,7 @@ def names_of(curves: Curves) -> list[str]:
 
 def is_wanted(name: str, wanted: Sequence[str]) -> bool:
     """Whether a metric is one of those named, by itself or by a pattern; none named: all."""
-    return not wanted or any(fnmatchcase(name, one) for one in wanted)
+    return not wanted or any(fnmatchcase(name, item) for item in wanted)
 
 
 def chart_points(
@@ -290,7 +290,7 @@ class History:
         except TinkermqError:
             return []  # the bucket is not there, or not for this user: the whole feed has them
         told = [entry.value for entry in entries if entry.value.values]
-        return [Metric(step=one.step, values=one.values, time=0.0) for one in told]
+        return [Metric(step=item.step, values=item.values, time=0.0) for item in told]
 
 
 class Histories:

@@ -70,27 +70,27 @@ async def actors_of(visitor: Visitor, record: JobRecord) -> list[dict[str, Any]]
     heard = {entry.value.actor: entry.value for entry in entries}
     rows = [
         {
-            "name": one.name,
-            "role": one.role,
-            "node": one.node,
-            "slots": one.slots,
-            "placed": one.state,
-            "restarts": one.restarts,
-            **_heartbeat(heard.pop(one.name, None)),
+            "name": actor.name,
+            "role": actor.role,
+            "node": actor.node,
+            "slots": actor.slots,
+            "placed": actor.state,
+            "restarts": actor.restarts,
+            **_heartbeat(heard.pop(actor.name, None)),
         }
-        for one in record.actors
+        for actor in record.actors
     ]
     joined = [
         {
-            "name": one.actor,
-            "role": one.role,
-            "node": one.host,
+            "name": item.actor,
+            "role": item.role,
+            "node": item.host,
             "slots": 0,
             "placed": "joined",
             "restarts": 0,
-            **_heartbeat(one),
+            **_heartbeat(item),
         }
-        for one in heard.values()
+        for item in heard.values()
     ]
     return rows + joined
 

@@ -339,7 +339,7 @@ class Wanted:
     def marks(self, group: Group) -> list[bool]:
         """Whether each episode of a group is one of those looked for."""
         words = self.text.lower().split()
-        return [self._is_it(one, words) for one in group.trajectories]
+        return [self._is_it(trajectory, words) for trajectory in group.trajectories]
 
     def _is_it(self, one: Trajectory, words: Sequence[str]) -> bool:
         low, high = self.reward_from, self.reward_to
@@ -386,11 +386,11 @@ async def read_page(
     if step is not None:
         seqs = await _trained_in(broker, job.scope, there, step)
         found = await asyncio.to_thread(_those, await _entries(there, seqs), wanted)
-        rows = [group_row(one, step, wanted) for one in found]
+        rows = [group_row(item, step, wanted) for item in found]
     else:
         step_of = there.steps | await _recent_steps(broker, job.scope)
         found, older = await _search(there, before, wanted)
-        rows = [group_row(one, step_of.get(one.seq), wanted) for one in found]
+        rows = [group_row(item, step_of.get(item.seq), wanted) for item in found]
     if sort == "reward":
         rows.sort(key=lambda row: row["reward"] if row["reward"] is not None else float("-inf"))
         rows.reverse()
@@ -408,7 +408,7 @@ async def _search(
         found += await asyncio.to_thread(_those, entries, wanted)
         before = seqs[-1]
         num_entries += len(entries)
-        num_bytes += sum(len(one.payload) for one in entries)
+        num_bytes += sum(len(entry.payload) for entry in entries)
         enough = num_entries >= _SEARCHED_ENTRIES or num_bytes >= _SEARCHED_BYTES
         if enough or len(found) >= GROUPS_PER_PAGE:
             break
@@ -417,11 +417,11 @@ async def _search(
 
 async def _entries(there: RunRollouts, seqs: Iterable[int]) -> list[LogEntry]:
     entries = await asyncio.gather(*map(there.get, seqs))
-    return [one for one in entries if one is not None]
+    return [entry for entry in entries if entry is not None]
 
 
 def _those(entries: Iterable[LogEntry], wanted: Wanted) -> list[LogEntry]:
-    return [one for one in entries if _is(one, wanted)]
+    return [entry for entry in entries if _is(entry, wanted)]
 
 
 def _is(entry: LogEntry, wanted: Wanted) -> bool:
@@ -447,7 +447,7 @@ def _preview(group: Group) -> dict[str, str]:
     if not group.trajectories:
         return {"prompt": "", "answer": ""}
     messages = group.trajectories[0].messages
-    roles = [str(one.get("role")) for one in messages]
+    roles = [str(message.get("role")) for message in messages]
     begun = roles.index("assistant") if "assistant" in roles else len(roles)
     prompt = " ".join(" ".join(_texts(messages[begun - 1])).split()) if begun else ""
     own = [one for one, role in zip(messages, roles, strict=True) if role == "assistant"]
@@ -553,11 +553,11 @@ def group_row(entry: LogEntry, step: int | None, wanted: Wanted = EVERYTHING) ->
         "step": step,
         "source": group.source,
         "reward": _mean([return_of(rows) for rows in group.episodes]),
-        "tokens": sum(one.num_generated for one in group.trajectories),
+        "tokens": sum(trajectory.num_generated for trajectory in group.trajectories),
         "versions": _versions(group),
         "seconds": max(0.0, group.finished - group.started),
         "finished": group.finished,
-        "failures": sum(len(one.failures) for one in group.trajectories),
+        "failures": sum(len(trajectory.failures) for trajectory in group.trajectories),
         "error": group.error.model_dump() if group.error is not None else None,
         **_preview(group),
         "episodes": [
@@ -582,8 +582,8 @@ def _versions(group: Group) -> list[int]:
     if not group.trajectories:
         return []
     return [
-        min(one.min_version for one in group.trajectories),
-        max(one.max_version for one in group.trajectories),
+        min(trajectory.min_version for trajectory in group.trajectories),
+        max(trajectory.max_version for trajectory in group.trajectories),
     ]
 
 

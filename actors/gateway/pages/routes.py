@@ -105,21 +105,22 @@ async def compare(request: Request) -> Response:
     visitor = await visitor_of(request)
     search, records, num_found = await _compared(request, Scheduler(visitor))
     rows = await gateway_of(request).figures.rows(visitor.broker, records)
-    configs = await asyncio.to_thread(lambda: [effective(one.config) for one in records])
-    jobs = [one.job for one in records]
+    configs = await asyncio.to_thread(lambda: [effective(record.config) for record in records])
+    jobs = [record.job for record in records]
     asked = request.query_params.multi_items()
     kept = [(key, value) for key, value in asked if key not in ("run", "search")]
     shown: dict[str, Any] = {
         "user": visitor.user,
         "rows": rows,
-        "runs": [_curves_of(one) for one in records],
+        "runs": [_curves_of(record) for record in records],
         "charts": _CHARTS,
         "search": search,
         "num_found": num_found,
         "differences": differences(configs),
         "without": {
-            one.job: "/compare?" + urlencode([*(("run", o) for o in jobs if o != one.job), *kept])
-            for one in records
+            record.job: "/compare?"
+            + urlencode([*(("run", o) for o in jobs if o != record.job), *kept])
+            for record in records
         },
     }
     return render(request, "compare.html", shown)
@@ -132,10 +133,10 @@ async def _compared(request: Request, scheduler: Scheduler) -> tuple[str, list[J
         raise MessageError(f"{len(jobs)} runs were named; a page compares at most {MAX_RUNS}")
     search = "" if jobs else request.query_params.get("search", "")[:200]
     if not search:
-        return "", [await scheduler.get(one) for one in jobs], len(jobs)
+        return "", [await scheduler.get(item) for item in jobs], len(jobs)
     told = await scheduler.list_jobs()
     found = select(told, Query(search=search, limit=len(told))).records
-    found = [one for one in found if one.trains]
+    found = [item for item in found if item.trains]
     return search, found[:MAX_RUNS], len(found)
 
 
@@ -172,7 +173,7 @@ async def job_rollouts(request: Request) -> Response:
     visitor, record = await job_of(request)
     page = await page_of_rollouts(request, visitor, record)
     asked = {name: request.query_params.get(name, "") for name in _ROLLOUT_QUERY}
-    rewards = [one["reward"] for group in page.groups for one in group["episodes"]]
+    rewards = [item["reward"] for group in page.groups for item in group["episodes"]]
     low, high = (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
     kept = {name: value for name, value in asked.items() if value}
     told = {name: value for name, value in kept.items() if name != "beside"}
@@ -207,7 +208,7 @@ async def job_checkpoints(request: Request) -> Response:
     found, helpers = await asyncio.gather(
         scored_checkpoints(visitor.broker, record), _helpers(request, visitor, record)
     )
-    rows = [{**one, "helpers": helpers.get(one["step"], [])} for one in found]
+    rows = [{**item, "helpers": helpers.get(item["step"], [])} for item in found]
     more = {"checkpoints": rows}
     return await job_page(request, visitor, record, "checkpoints", more)
 
@@ -217,9 +218,9 @@ async def _helpers(
 ) -> dict[int, list[dict[str, Any]]]:
     """Return, by step, the jobs that serve or evaluate it, with the score of an evaluation."""
     those = [
-        (one, step)
-        for one in await Scheduler(visitor).list_jobs()
-        if (step := _step_of(one, record)) is not None
+        (item, step)
+        for item in await Scheduler(visitor).list_jobs()
+        if (step := _step_of(item, record)) is not None
     ]
     rows = await gateway_of(request).figures.rows(visitor.broker, [one for one, _ in those])
     found: dict[int, list[dict[str, Any]]] = {}
@@ -297,7 +298,7 @@ async def _page(
     shown: dict[str, Any] = {
         "user": (await visitor_of(request)).user,
         "how": _how(request),
-        "rows": await asyncio.to_thread(lambda: [_row(one, until) for one in records]),
+        "rows": await asyncio.to_thread(lambda: [_row(record, until) for record in records]),
         "problems": problems,
         "done": done,
         "query": request.url.query,
@@ -320,7 +321,7 @@ async def _records(request: Request) -> list[JobRecord]:
             hint="tick them in the table of jobs",
         )
     scheduler = Scheduler(await visitor_of(request))
-    return [await scheduler.get(one) for one in jobs]
+    return [await scheduler.get(item) for item in jobs]
 
 
 def _row(record: JobRecord, until: float) -> dict[str, Any]:
@@ -409,7 +410,7 @@ async def jobs(request: Request) -> Response:
         "page": page,
         "query": query,
         "groups": ["all", *GROUPS],
-        "several_users": len({one["user"] for one in rows}) > 1,
+        "several_users": len({item["user"] for item in rows}) > 1,
         "link": link,
     }
     part = request.query_params.get("part") == "rows"

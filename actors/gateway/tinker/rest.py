@@ -121,7 +121,7 @@ class RestApi:
         told = TellSession(
             session=session_name(request.path_params["session"]),
             event="finish",
-            reason=": ".join(one for one in (said, detail) if one)[:1000],
+            reason=": ".join(item for item in (said, detail) if item)[:1000],
         )
         await self._kept.tell(visitor, told)
         return JSONResponse({})
@@ -130,7 +130,7 @@ class RestApi:
         """List the ids of sessions."""
         visitor = await visitor_of_key(request)
         found = await self._kept.sessions(visitor, *_page(request, 20))
-        return JSONResponse({"sessions": [one.session for one in found]})
+        return JSONResponse({"sessions": [item.session for item in found]})
 
     async def get_session(self, request: Request) -> Response:
         """Tell what was made in a session."""
@@ -265,7 +265,7 @@ def _run(run: TrainingRun) -> dict[str, Any]:
 def _checkpoints(request: Request, found: list[TinkerCheckpoint]) -> list[dict[str, Any]]:
     """Return what is told of checkpoints, without those that an older SDK cannot read."""
     whole = knows_external(request.headers.get("user-agent", ""))
-    return [_checkpoint(one) for one in found if whole or "/external_weights/" not in one.path]
+    return [_checkpoint(item) for item in found if whole or "/external_weights/" not in item.path]
 
 
 def _checkpoint(one: TinkerCheckpoint) -> dict[str, Any]:
@@ -317,13 +317,13 @@ class Downloads:
         """Tell a URL for each file of a checkpoint."""
         job, export = await self._exported(request)
         place = _place(request, job, export)
-        urls = {one.name: f"{place}/{one.name}" for one in export.files}
+        urls = {file.name: f"{place}/{file.name}" for file in export.files}
         return JSONResponse({"urls": urls, "expires": iso(export.expires)})
 
     async def archive(self, request: Request) -> Response:
         """Lead to the archive of a checkpoint, as SDKs before the URLs of files ask for it."""
         job, export = await self._exported(request)
-        if {one.name for one in export.files} != set(_ARCHIVED):
+        if {file.name for file in export.files} != set(_ARCHIVED):
             raise NotFoundError(
                 "an encrypted checkpoint is not given as an archive",
                 hint="take the URLs of its files",
@@ -350,8 +350,8 @@ class Downloads:
         if name != _ARCHIVE:
             first = await part(name, 0)
             return _streamed(_contents(part, name, first), first.size_bytes, name)
-        firsts = [await part(one, 0) for one in _ARCHIVED]
-        sizes = [tarfile.BLOCKSIZE + _padded(one.size_bytes) for one in firsts]
+        firsts = [await part(item, 0) for item in _ARCHIVED]
+        sizes = [tarfile.BLOCKSIZE + _padded(item.size_bytes) for item in firsts]
         size = sum(sizes) + 3 * tarfile.BLOCKSIZE
         return _streamed(_archived(part, firsts), size, name)
 
@@ -469,11 +469,11 @@ async def get_sessions(request: Request) -> Response:
     found = await services_of(request, await visitor_of(request))
     told: list[dict[str, Any]] = [
         {
-            **one.offer.to_map(),
-            "models": one.sessions and [model.to_map() for model in one.sessions.models],
-            "tenants": one.sessions and [user.to_map() for user in one.sessions.tenants],
+            **item.offer.to_map(),
+            "models": item.sessions and [model.to_map() for model in item.sessions.models],
+            "tenants": item.sessions and [user.to_map() for user in item.sessions.tenants],
         }
-        for one in found
+        for item in found
     ]
     return JSONResponse({"services": told})
 

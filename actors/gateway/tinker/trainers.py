@@ -431,10 +431,10 @@ class KeptByTrainers:
         """
         offers = await self._trainers.offers(visitor.broker)
         asked = [self._told(visitor, offer.job, told) for offer in offers]
-        states = [one for one in await asyncio.gather(*asked) if one is not None]
+        states = [item for item in await asyncio.gather(*asked) if item is not None]
         if offers and not states:
             raise NobodyAnswersError("no trainer answers at this moment", hint="try again")
-        return next((one for one in ("over", "live") if one in states), "unknown")
+        return next((item for item in ("over", "live") if item in states), "unknown")
 
     async def _told(self, visitor: Visitor, job: str, told: TellSession) -> str | None:
         try:
@@ -451,7 +451,8 @@ class KeptByTrainers:
                 asked = ListSessions(offset=start, limit=min(MAX_PAGE, wanted - start))
                 page = await self._ask(visitor, job, "session-list", asked, SessionPage)
                 found |= {
-                    one.session: _joined(found.get(one.session), one) for one in page.sessions
+                    session.session: _joined(found.get(session.session), session)
+                    for session in page.sessions
                 }
                 if len(page.sessions) < asked.limit:
                     break
@@ -463,8 +464,10 @@ class KeptByTrainers:
         found: TinkerSession | None = None
         for job in await self._jobs(visitor):
             asked = ListSessions(session=session, limit=1)
-            for one in (await self._ask(visitor, job, "session-list", asked, SessionPage)).sessions:
-                found = _joined(found, one)
+            for item in (
+                await self._ask(visitor, job, "session-list", asked, SessionPage)
+            ).sessions:
+                found = _joined(found, item)
         if found is None:
             raise NotFoundError(
                 f"there is no session {session}", hint="list_sessions tells which there are"

@@ -87,7 +87,7 @@ class Tidier:
         left = _MOST - self._view.num_removals
         if left <= 0:
             return
-        followed = {one.follow for one in self._view.live.values()}
+        followed = {item.follow for item in self._view.live.values()}
         now = time.monotonic()
         for key in beyond(self._view.ended, self._keeping):
             record = self._view.at(key)
@@ -194,7 +194,7 @@ class Remover:
     def _runs_somewhere(self, record: JobRecord) -> bool:
         mine = (record.user, record.job)
         return any(
-            (one.user, one.job) == mine for node in self._pool.nodes() for one in node.actors
+            (actor.user, actor.job) == mine for node in self._pool.nodes() for actor in node.actors
         )
 
     async def _delete(self, record: JobRecord) -> None:

@@ -100,7 +100,7 @@ class SecretStore:
         record = await self._view.get(request.user, request.job)
         if record.state not in ACTIVE or record.attempt != request.attempt:
             raise AuthError(f"job {record.job} does not run attempt {request.attempt}")
-        actor = next((one for one in record.actors if one.name == request.actor), None)
+        actor = next((item for item in record.actors if item.name == request.actor), None)
         if actor is None or actor.node is None:
             return OpenedSecrets(values={})
         wanted, values = secrets_of(record, actor), await self.values(record.scope)

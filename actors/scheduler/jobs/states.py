@@ -336,7 +336,7 @@ def _told(
     status: ActorStatus | None,
     silent: frozenset[str],
 ) -> ActorPlacement:
-    if actor.node in silent and actor.name not in {one.name for one in vital(record.actors)}:
+    if actor.node in silent and actor.name not in {item.name for item in vital(record.actors)}:
         return actor.model_copy(update={"node": None, "devices": [], "state": "placed"})
     if status is None or status.attempt != record.attempt or actor.node is None:
         return actor

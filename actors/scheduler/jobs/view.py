@@ -186,7 +186,7 @@ class JobsView:
         Raises NotFoundError.
         """
         if self.is_admin(user):
-            found = next((one for one in self._every() if one.job == name), None)
+            found = next((item for item in self._every() if item.job == name), None)
             found = found or await self.archive.find(user, name, of_all=True)
             if found is not None:
                 return found
@@ -252,7 +252,7 @@ class JobsView:
     def run_folders_of_others(self, user: str) -> list[tuple[str, str]]:
         """Return run folder and owner of each job of somebody else."""
         every = (*self._every(), *self.archive.of(None))
-        return [(one.run_dir, one.user) for one in every if one.user != user]
+        return [(item.run_dir, item.user) for item in every if item.user != user]
 
     def _every(self) -> Iterator[JobRecord]:
         return (entry.value for entry in self._jobs.entries.values())
@@ -344,7 +344,7 @@ class JobsView:
         """
         users = [entry.value for entry in self._users.entries.values()]
         unknown = Quota() if self._has_users else NO_BOUNDS
-        quotas = {one.user: one for one in users}
+        quotas = {user.user: user for user in users}
         shares = UserShares(quotas=quotas, unknown=unknown, aging_s=aging_s)
         for record in self.live.values():
             if record.state in ACTIVE:
@@ -415,7 +415,7 @@ class DamageReport:
             if time.monotonic() - self._looked >= _TOLD_FOR_S:
                 self._found = await self._look()
                 self._looked = time.monotonic()
-        found = [one for one in self._found if not user or one.key.startswith(f"{user}.")]
+        found = [item for item in self._found if not user or item.key.startswith(f"{user}.")]
         return DamagedRecords(records=found[:_MAX_TOLD], total=len(found))
 
     async def _look(self) -> list[DamagedRecord]:

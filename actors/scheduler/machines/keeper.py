@@ -86,7 +86,9 @@ def machines_needed(demand: Demand, slots: int, room: int) -> int:
         return 0
     new = machines_of(slots, room)
     placed = place(demand.queue, [*demand.nodes, *new], demand.shares, demand.now)
-    return len({one.node for one in placed.assignments if one.node.startswith(_NEW)})
+    return len(
+        {assignment.node for assignment in placed.assignments if assignment.node.startswith(_NEW)}
+    )
 
 
 def machines_of(slots: int, count: int) -> list[NodeSlots]:
@@ -262,7 +264,7 @@ class MachineKeeper:
         used_s = await self._spending.note(told, time.time())
         single = await self._without_doubles(told)
         nodes = {node.node: node for node in self._pool.nodes()}
-        seen = {one.name: SeenMachine(one, _state(one, nodes)) for one in single}
+        seen = {item.name: SeenMachine(item, _state(item, nodes)) for item in single}
         self._note_fates(seen.values())
         demand = demanding.demand()
         self._note_idle(seen, demand.busy)
@@ -284,7 +286,7 @@ class MachineKeeper:
             slots=self._config.slots,
             slot_hours=slot_hours,
             slot_hours_per_day=self._config.slot_hours_per_day,
-            machines=[_shown(one) for one in seen.values()],
+            machines=[_shown(item) for item in seen.values()],
             trouble=self._trouble(decision),
         )
         return decision
@@ -305,7 +307,7 @@ class MachineKeeper:
 
     def _note_fates(self, seen: Iterable["SeenMachine"]) -> None:
         """Notice machines that joined, and those that ended before they did."""
-        now = {one.machine.id: one for one in seen}
+        now = {item.machine.id: item for item in seen}
         here = {number for number, one in now.items() if one.state == "here"}
         if here - self._joined:
             self._patience.succeeded()

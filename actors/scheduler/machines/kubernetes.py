@@ -50,8 +50,8 @@ class KubernetesSource:
         """Return the pool's pods that have not ended, by name; raises PlacementError."""
         selector = f"{POOL_LABEL}={pool_label(self._names)}"
         pods = await self._ask(lambda api: _listed(api, self._config.namespace, selector))
-        found = [_machine(one) for one in pods if one.status is None or not _has_ended(one)]
-        own = [one for one in found if self._names.own(one.name)]
+        found = [_machine(item) for item in pods if item.status is None or not _has_ended(item)]
+        own = [item for item in found if self._names.own(item.name)]
         return sorted(own, key=lambda one: self._names.number(one.name))
 
     async def ask(self, name: str) -> None:
@@ -142,8 +142,8 @@ def _by_name(value: Any) -> dict[str, Any] | None:
     if not isinstance(value, list):
         return None
     found = cast("list[Any]", value)
-    named = all(isinstance(one, Mapping) and "name" in one for one in found)
-    return {one["name"]: one for one in found} if named else None
+    named = all(isinstance(item, Mapping) and "name" in item for item in found)
+    return {item["name"]: item for item in found} if named else None
 
 
 def _connected(context: str) -> "CoreV1Api":

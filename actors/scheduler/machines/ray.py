@@ -80,18 +80,18 @@ class RaySource:
     async def look(self) -> list[Machine]:
         """Return the pool's jobs that have not ended, by name; raises PlacementError."""
         reply = await self._ask("GET", "/api/jobs/")
-        jobs = [one for one in _jobs(reply) if self._names.own(_name_of(one))]
-        machines = [self._machine(one) for one in jobs if one.get("status") not in _ENDED]
-        known = {one.id for one in machines}
+        jobs = [job for job in _jobs(reply) if self._names.own(_name_of(job))]
+        machines = [self._machine(job) for job in jobs if job.get("status") not in _ENDED]
+        known = {machine.id for machine in machines}
         self._waited = {name: when for name, when in self._waited.items() if name in known}
         return sorted(machines, key=lambda one: self._names.number(one.name))
 
     async def ask(self, name: str) -> None:
         """Submit the job of a machine, harmless where it is; raises PlacementError."""
         before = {
-            _time_of(one): one.get("status")
-            for one in _jobs(await self._ask("GET", "/api/jobs/"))
-            if _name_of(one) == name
+            _time_of(item): item.get("status")
+            for item in _jobs(await self._ask("GET", "/api/jobs/"))
+            if _name_of(item) == name
         }
         if not all(status in _ENDED for status in before.values()):
             return

@@ -43,7 +43,7 @@ class SlurmSource:
         told = await _run(["squeue", "--me", "--noheader", f"--format={_FORMAT}"])
         lines = [line for line in told.splitlines() if line.count("|") >= 5]
         machines = [_machine(line, self._config.logs) for line in lines]
-        own = [one for one in machines if self._names.own(one.name)]
+        own = [machine for machine in machines if self._names.own(machine.name)]
         return sorted(own, key=lambda one: (self._names.number(one.name), int(one.id)))
 
     async def ask(self, name: str) -> None:

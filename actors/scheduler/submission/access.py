@@ -190,7 +190,7 @@ def refuse_runs_of_others(
             raise foreign(str(lead))
     several = hard_links(config, more or {})
     if several:
-        outermost = {one for one in theirs if theirs.isdisjoint(one.parents)}
+        outermost = {folder for folder in theirs if theirs.isdisjoint(folder.parents)}
         for inode in (inode for folder in outermost for inode in inodes_below(folder)):
             if inode in several:
                 raise foreign(f"{several[inode].key}={several[inode].value!r}: a file in it")

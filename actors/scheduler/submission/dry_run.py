@@ -83,20 +83,20 @@ class TrialSubmission:
         if record.fork_of:
             text = f"it begins with {record.fork_of}: {record.fork_dir}"
             return [SubmissionFinding(what="model", ok=True, text=text, by=_SCHEDULER)]
-        reader = self.submission.reader(record.user, [Path(one) for one in record.output_roots])
+        reader = self.submission.reader(record.user, [Path(root) for root in record.output_roots])
         return [await self._model(nodes, model, reader) for model in models_of(config)]
 
     async def _model(
         self, nodes: Sequence[NodeStatus], model: str, reader: Reader
     ) -> SubmissionFinding:
         told = await ask_for_model(self._broker, nodes, model, reader)
-        having = [one.node for one in told if one.answer.known and not one.answer.missing]
-        lacking = [one for one in told if one.answer.missing]
+        having = [item.node for item in told if item.answer.known and not item.answer.missing]
+        lacking = [item for item in told if item.answer.missing]
         if having:
             return _of_nodes("model", having, f"{model} is there")
         if lacking and len(lacking) == len(nodes):
             answer = lacking[0].answer
-            return _of_nodes("model", [one.node for one in lacking], answer.missing, answer.hint)
+            return _of_nodes("model", [item.node for item in lacking], answer.missing, answer.hint)
         return _open("model", f"{model}: {_nobody_knows(nodes)}")
 
     async def _files_and_game(
@@ -118,7 +118,7 @@ class TrialSubmission:
         nodes = self._reconciler.nodes()
         files, game = [*config.env.train_data, *config.env.val_data], str(config.env.game)
         seen = await self._seen(nodes, files, game)
-        having = [one.node for one in seen if one.answer.game and not one.answer.missing]
+        having = [item.node for item in seen if item.answer.game and not item.answer.missing]
         if having:
             return having
         findings = [(DataError, _data(nodes, seen, files))] if files else []
@@ -132,27 +132,27 @@ class TrialSubmission:
 
     async def having_model(self, record: JobRecord, config: JobConfig) -> list[str]:
         """Return the nodes that have the model of a job, all of which its owner may know."""
-        reader = self.submission.reader(record.user, [Path(one) for one in record.output_roots])
+        reader = self.submission.reader(record.user, [Path(root) for root in record.output_roots])
         read = [*model_paths(config).values(), *config.sft.data]
-        if not all([await asyncio.to_thread(reader.may_know, one) for one in read]):
+        if not all([await asyncio.to_thread(reader.may_know, item) for item in read]):
             return []
         nodes = self._reconciler.nodes()
         told = await ask_for_model(self._broker, nodes, config.model.path, reader)
-        return [one.node for one in told if one.answer.known and not one.answer.missing]
+        return [item.node for item in told if item.answer.known and not item.answer.missing]
 
     async def _seen(
         self, nodes: Sequence[NodeStatus], files: Sequence[str], game: str
     ) -> list[_Seen]:
         """Return what nodes say of files and a game, those that could in time."""
         question = LookQuestion(files=list(files), game=game)
-        names = [one.node for one in nodes[:MOST_ASKED]]
+        names = [node.node for node in nodes[:MOST_ASKED]]
         unknown = LookAnswer(known=False)
         asking = (
             ask_node(self._broker, name, "look", question, unknown, timeout_s=ANSWER_S)
             for name in names
         )
         answers = await asyncio.gather(*asking)
-        return [_Seen(*one) for one in zip(names, answers, strict=True) if one[1].known]
+        return [_Seen(*item) for item in zip(names, answers, strict=True) if item[1].known]
 
     def _slots(
         self, user: str, actors: Sequence[ActorPlacement], nodes: Sequence[NodeStatus]
@@ -161,7 +161,7 @@ class TrialSubmission:
             self.submission.refuse_placing(user, actors)
         except TinkermqError as error:
             return _failed("slots", error)
-        there = sum(one.slots for one in nodes)
+        there = sum(node.slots for node in nodes)
         text = f"{slots_of(actors)} of {there} on {len(nodes)} node(s)"
         return SubmissionFinding(what="slots", ok=True, text=text, by=_SCHEDULER)
 
@@ -169,14 +169,14 @@ class TrialSubmission:
 def _data(
     nodes: Sequence[NodeStatus], seen: Sequence[_Seen], files: Sequence[str]
 ) -> SubmissionFinding:
-    having = [one.node for one in seen if not one.answer.missing]
+    having = [item.node for item in seen if not item.answer.missing]
     if having:
         return _of_nodes("data", having, f"{len(files)} file(s) are there")
     if seen and len(seen) == len(nodes):
         first = seen[0]
         text = f"there is no file {', '.join(first.answer.missing[:3])}"
         hint = "give files that the nodes see, by whole paths, or bring these there"
-        return _of_nodes("data", [one.node for one in seen], text, hint)
+        return _of_nodes("data", [item.node for item in seen], text, hint)
     return _open("data", _nobody_knows(nodes))
 
 
@@ -185,13 +185,13 @@ def _game(nodes: Sequence[NodeStatus], seen: Sequence[_Seen], game: str) -> Subm
         check_game({"env": {"game": game}})
     except TinkermqError as error:
         return _failed("game", error)
-    having = [one for one in seen if one.answer.game]
+    having = [item for item in seen if item.answer.game]
     if having:
         text = f"{having[0].answer.game}: its package is there; `tinkermq env check` plays it"
-        return _of_nodes("game", [one.node for one in having], text)
+        return _of_nodes("game", [item.node for item in having], text)
     if seen and len(seen) == len(nodes):
         answer = seen[0].answer
-        return _of_nodes("game", [one.node for one in seen], answer.lacks_game, answer.hint)
+        return _of_nodes("game", [item.node for item in seen], answer.lacks_game, answer.hint)
     return _open("game", f"{game}: {_nobody_knows(nodes)}")
 
 
@@ -326,7 +326,7 @@ def _host(config: JobConfig, actors: list[ActorPlacement]) -> ActorPlacement:
         raise ConfigError(
             "an agent job has no game", hint="try its program: `tinkermq agent check FILE`"
         )
-    host = next((one for one in actors if one.role == "environment"), None)
+    host = next((actor for actor in actors if actor.role == "environment"), None)
     if host is None:
         raise ConfigError(
             "no node would play this game: env.hosts=0 leaves it to clients",

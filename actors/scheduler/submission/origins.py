@@ -55,7 +55,7 @@ def make_run_dir(config: JobConfig, owner: str = "") -> Path:
     folder = run_dir_of(config, owner)
     try:
         with Folder(folder, make=True) as made:
-            inside = {*(one.name for one in made.entries()), *made.strange()}
+            inside = {*(entry.name for entry in made.entries()), *made.strange()}
         occupied = not inside <= {_FORK, _ADAPTERS, _MODELS}
     except OSError as error:
         raise StorageError(

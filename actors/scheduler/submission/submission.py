@@ -121,7 +121,7 @@ async def refuse_missing_models(
     """
     for model in models_of(config):
         told = await ask_for_model(broker, nodes, model, reader)
-        if told and len(told) == len(nodes) and all(one.answer.missing for one in told):
+        if told and len(told) == len(nodes) and all(item.answer.missing for item in told):
             first = told[0]
             raise ModelError(f"node {first.node}: {first.answer.missing}", hint=first.answer.hint)
 
@@ -133,7 +133,7 @@ async def ask_for_model(
 
     Of a path that the reader may not read they say the same whatever is there, unless a model.
     """
-    names = [one.node for one in nodes[:MOST_ASKED]]
+    names = [item.node for item in nodes[:MOST_ASKED]]
     alike = not await asyncio.to_thread(reader.may_know, model)
     question, unknown = ModelQuestion(model=model, alike=alike), ModelAnswer(known=False)
     asking = (
@@ -147,7 +147,9 @@ def models_of(config: JobConfig) -> Iterable[str]:
     """Return the models that a job starts from, but those of a store and of other runs."""
     named = model_paths(config)
     named.pop("model.tokenizer", None)  # it needs no weights
-    return dict.fromkeys(one for one in named.values() if not (is_url(one) or is_checkpoint(one)))
+    return dict.fromkeys(
+        item for item in named.values() if not (is_url(item) or is_checkpoint(item))
+    )
 
 
 async def ask_node(
@@ -559,7 +561,7 @@ class Submission:
         name = config.get("name")
         if name is None:
             made = names(dict(config), kind, source)
-            return next(one for one in made if not self._is_taken(user, job, one))
+            return next(item for item in made if not self._is_taken(user, job, item))
         check_name(name)
         if self._is_taken(user, job, name):
             await self._view.refresh()  # the run that had it may have been deleted just now

@@ -144,11 +144,11 @@ def write_samples(
     `with_logprobs` tells that its tokens' log-probs are wanted, beside the likeliest.
     """
     message = wire.SampleResponse()
-    for one in sequences:
+    for sequence in sequences:
         message.sequences.add(
-            stop_reason=_STOP if one.ended == "stop" else _LENGTH,
-            tokens=one.tokens.astype("<i4").tobytes(),
-            logprobs=one.logprobs.astype("<f4").tobytes(),
+            stop_reason=_STOP if sequence.ended == "stop" else _LENGTH,
+            tokens=sequence.tokens.astype("<i4").tobytes(),
+            logprobs=sequence.logprobs.astype("<f4").tobytes(),
         )
     if scores is not None and with_logprobs:
         message.prompt_logprobs = scores.logprobs.astype("<f4").tobytes()
@@ -468,8 +468,8 @@ class Sampler:
                 for number, one in enumerate(drawn):
                     if not one.done():
                         self._engine.cancel(_name_of(body, number))
-                for one in (scored, *drawn):
-                    one.cancel()
+                for item in (scored, *drawn):
+                    item.cancel()
         return write_samples(made, scores, with_logprobs=bool(body.prompt_logprobs))
 
     async def _scored(
@@ -526,8 +526,8 @@ class Sampler:
             return (() if end is None else (int(end),)), []
         if isinstance(stop, str):
             return (), [stop]
-        ids = tuple(one for one in stop if isinstance(one, int))
-        return ids, [one for one in stop if isinstance(one, str)]
+        ids = tuple(item for item in stop if isinstance(item, int))
+        return ids, [item for item in stop if isinstance(item, str)]
 
 
 def _name_of(body: SampleBody, number: int) -> str:

@@ -271,7 +271,9 @@ class Adapter:
         self._places = places
         size = _end(places[-1])
         self._weights = nn.Parameter(torch.zeros(size, device=device), requires_grad=False)
-        self._parameters = {one.name: nn.Parameter(one.of(self._weights.data)) for one in places}
+        self._parameters = {
+            place.name: nn.Parameter(place.of(self._weights.data)) for place in places
+        }
         self._optimizer = torch.optim.AdamW([self._weights], fused=True)
         self._draw(seed)
         self.by_layer = {
@@ -352,8 +354,8 @@ class Adapter:
             return
         row = torch.zeros_like(self._weights.data)
         self._weights.grad = row
-        for one in self._places:
-            self._parameters[one.name].grad = one.of(row)
+        for place in self._places:
+            self._parameters[place.name].grad = place.of(row)
 
     def gradients(self) -> Tensor | None:
         """Return a copy of the gradients, None while there are none."""
@@ -392,20 +394,20 @@ class Adapter:
 
     def _draw(self, seed: int) -> None:
         """Draw the A of each layer as PEFT does, each by a generator of its own; B is 0."""
-        for one in self._places:
-            if one.name != _name(one.layer, "A"):
+        for place in self._places:
+            if place.name != _name(place.layer, "A"):
                 continue
-            generator = torch.Generator().manual_seed(_seed_of(f"{seed}:{one.layer}"))
-            bound = 1 / math.sqrt(one.shape[1])
-            drawn = torch.empty(one.shape).uniform_(-bound, bound, generator=generator)
-            one.of(self._weights.data).copy_(drawn)
+            generator = torch.Generator().manual_seed(_seed_of(f"{seed}:{place.layer}"))
+            bound = 1 / math.sqrt(place.shape[1])
+            drawn = torch.empty(place.shape).uniform_(-bound, bound, generator=generator)
+            place.of(self._weights.data).copy_(drawn)
 
     def _named(self, row: Tensor) -> dict[str, Tensor]:
-        return {one.name: one.of(row.detach()).to("cpu", copy=True) for one in self._places}
+        return {place.name: place.of(row.detach()).to("cpu", copy=True) for place in self._places}
 
     def _fill(self, row: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        for one in self._places:
-            one.of(row).copy_(tensors[one.name])
+        for place in self._places:
+            place.of(row).copy_(tensors[place.name])
 
 
 def check_adam(params: AdamParams) -> None:
@@ -429,7 +431,7 @@ def num_bytes_of(spec: LoraSpec, layers: Mapping[str, LayerShape]) -> int:
 
 def tensor_shapes(rank: int, layers: Mapping[str, LayerShape]) -> dict[str, tuple[int, int]]:
     """Return the shapes of an adapter's tensors by the names that PEFT gives them."""
-    return {one.name: one.shape for one in _places(rank, layers)}
+    return {place.name: place.shape for place in _places(rank, layers)}
 
 
 def _name(layer: str, matrix: str) -> str:

@@ -181,8 +181,8 @@ def _moments(folder: Path, ours: AdapterFile) -> Moments:
         return Moments(0, {}, {})
     named = _load(folder / _OPTIMIZER)
     first, second = (
-        {name.removeprefix(one): value for name, value in named.items() if name.startswith(one)}
-        for one in (_FIRST, _SECOND)
+        {name.removeprefix(item): value for name, value in named.items() if name.startswith(item)}
+        for item in (_FIRST, _SECOND)
     )
     return Moments(ours.optimizer_steps, first, second)
 

@@ -44,8 +44,8 @@ def pack_data(
     datum longer than a micro-batch is one of its own. With `share_prompts` what data begin with in
     common is there once for each row. Deterministic.
     """
-    sequences = [_sequence(one) for one in tokens]
-    lengths = np.array([len(one) for one in tokens], dtype=np.int64)
+    sequences = [_sequence(token) for token in tokens]
+    lengths = np.array([len(token) for token in tokens], dtype=np.int64)
     first = np.cumsum(lengths) - lengths
     long = np.flatnonzero(lengths > microbatch_tokens)
     short = np.flatnonzero(lengths <= microbatch_tokens)
@@ -248,10 +248,10 @@ def those_that_fit(base: SharedBase, passes: Sequence[LossPass]) -> list[LossPas
     One that is computed as it once was has the company that it had.
     """
     chosen, backward = [passes[0]], passes[0].next().backward
-    free = [one for one in passes if one.past_company is None]
-    for one in free[1:] if passes[0] in free else []:
-        if one.next().backward == backward and _fit(base, [*chosen, one]):
-            chosen.append(one)
+    free = [entry for entry in passes if entry.past_company is None]
+    for item in free[1:] if passes[0] in free else []:
+        if item.next().backward == backward and _fit(base, [*chosen, item]):
+            chosen.append(item)
     return chosen
 
 
@@ -260,15 +260,15 @@ def compute(base: SharedBase, passes: Sequence[LossPass]) -> None:
 
     One pass that was computed before in a company stands among as many rows now.
     """
-    parts = [_Part(one.next().micro, one) for one in passes]
+    parts = [_Part(item.next().micro, item) for item in passes]
     past = passes[0].past_company
     if len(passes) == 1 and past is not None and past != ALONE:
         parts = _among(base, parts[0], past)
     joint = _joined([part.micro for part in parts])
     backward = passes[0].next().backward
     if backward:
-        for one in passes:
-            one.adapter.begin_gradients()
+        for entry in passes:
+            entry.adapter.begin_gradients()
     with _in_use(base, parts):
         with torch.set_grad_enabled(backward):
             states_UD, place_N = base.scorer.states_UD(joint, logits=base.scorer.full_logits)
@@ -285,12 +285,12 @@ def _read(
     """Let each pass read its own states; return the gradient of all, if there is one."""
     gradient_UD: Tensor | None = None
     first_n = first_u = 0
-    for one in passes:
-        own_N = place_N[first_n : first_n + len(one.next().micro.index_N)]
+    for item in passes:
+        own_N = place_N[first_n : first_n + len(item.next().micro.index_N)]
         end_u = int(own_N.max()) + 1  # columns stand in the order of their rows
         own_U = slice(first_u, end_u)
-        with base.in_use.using(one.adapter.by_layer):
-            slope_UD = one.read(states_UD[own_U], own_N - first_u)
+        with base.in_use.using(item.adapter.by_layer):
+            slope_UD = item.read(states_UD[own_U], own_N - first_u)
         if slope_UD is not None:
             if gradient_UD is None:
                 gradient_UD = torch.zeros_like(states_UD)
@@ -328,7 +328,7 @@ def _companies(base: SharedBase, parts: Sequence[_Part]) -> list[Company]:
 
 
 def _fit(base: SharedBase, passes: Sequence[LossPass]) -> bool:
-    micros = [one.next().micro for one in passes]
+    micros = [item.next().micro for item in passes]
     if any(micro.images is not None for micro in micros):
         return False
     if base.scorer.flat_rows:
@@ -386,7 +386,7 @@ def _among(base: SharedBase, part: _Part, company: Company) -> list[_Part]:
         _Part(_padded(part.micro, columns), part.owner),
         _Part(fillers[1], None),
     ]
-    return [one for one in found if one.num_rows]
+    return [item for item in found if item.num_rows]
 
 
 def _filler(size: int, columns: int, flat: bool, device: torch.device) -> MicroBatch:

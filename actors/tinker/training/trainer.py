@@ -235,7 +235,7 @@ class AdapterTrainer:
         """
         chosen = those_that_fit(self._base, losses) if self._mixed else list(losses[:1])
         if len(chosen) > 1:
-            gradients = [one.adapter.gradients() for one in chosen]
+            gradients = [item.adapter.gradients() for item in chosen]
             try:
                 compute(self._base, chosen)
                 return chosen
@@ -340,8 +340,8 @@ class AdapterTrainer:
 
     def _two_alone(self) -> list[LossPass]:
         alone = self._two_passes()
-        for one in alone:
-            compute(self._base, [one])
+        for item in alone:
+            compute(self._base, [item])
         return alone
 
     def _two_mixed(self) -> list[LossPass]:
