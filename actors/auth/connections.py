@@ -62,12 +62,12 @@ async def kick(system: Client, user: str) -> int:
     closed = 0
     for _ in range(_MAX_ROUNDS):
         listed = await _list(system, {"user": user})
-        found = [entry for entry in listed if entry.user == user]
-        if not found:
+        matches = [entry for entry in listed if entry.user == user]
+        if not matches:
             break
-        for item in found:
+        for item in matches:
             await close(system, item)
-        closed += len(found)
+        closed += len(matches)
     _log.info("user_kicked", user=user, connections=closed)
     return closed
 
@@ -87,9 +87,9 @@ async def listed(system: Client) -> list[Connection]:
     """Return all connections, at any server."""
     connections: dict[tuple[str, int], Connection] = {}
     for page in range(_MAX_ROUNDS):
-        found = await _list(system, {"offset": page * _PAGE})
-        connections |= {item.key: item for item in found}
-        if len(found) < _PAGE:  # of all servers together, so no server has more
+        reply = await _list(system, {"offset": page * _PAGE})
+        connections |= {item.key: item for item in reply}
+        if len(reply) < _PAGE:  # of all servers together, so no server has more
             break
     return list(connections.values())
 
@@ -119,10 +119,10 @@ async def _list(system: Client, query: dict[str, Any]) -> list[Connection]:
 
 
 def _read(answer: Msg) -> list[Connection]:
-    told: Any = json.loads(answer.data)
-    data: Any = told.get("data") or {}
+    reply: Any = json.loads(answer.data)
+    data: Any = reply.get("data") or {}
     connections = cast("list[dict[str, Any]]", data.get("connections") or [])
-    server = str(told["server"]["id"])
+    server = str(reply["server"]["id"])
     return [
         Connection(
             server,
@@ -321,17 +321,17 @@ class UserConnections:
             del self._count[name]
 
     async def _look(self) -> None:
-        found = await listed(self._system)
+        reply = await listed(self._system)
         now = time.monotonic()
         passed_s, self._looked = max(now - self._looked, 0.001), now
-        self._open = {element.key: element.user for element in found}
+        self._open = {element.key: element.user for element in reply}
         self._count = defaultdict(int)
-        for item in found:
+        for item in reply:
             self._count[item.user] += 1
-        rates = {element.key: self._rate(element, passed_s) for element in found}
-        self._seen = {element.key: element for element in found}
+        rates = {element.key: self._rate(element, passed_s) for element in reply}
+        self._seen = {element.key: element for element in reply}
         by_user: dict[str, list[Connection]] = defaultdict(list)
-        for entry in found:
+        for entry in reply:
             by_user[entry.user].append(entry)
         over: set[str] = set()
         for name, mine in by_user.items():
@@ -359,8 +359,10 @@ class UserConnections:
         if name not in self._over:
             return
         self._shut_out[name] = time.monotonic() + SHUT_OUT_S
-        told = self._audit.refused(name, "flood", f"{why}: shut out for {SHUT_OUT_S:g} s")
-        await asyncio.gather(told, kick(self._system, name))  # told before log-ins use up his bound
+        reported = self._audit.refused(name, "flood", f"{why}: shut out for {SHUT_OUT_S:g} s")
+        await asyncio.gather(
+            reported, kick(self._system, name)
+        )  # told before log-ins use up his bound
 
     async def _end_process(self, one: Connection, why: str) -> None:
         await close(self._system, one)
@@ -402,6 +404,6 @@ def _excess_of(process: JobConnection, rate: _Rate) -> str:
 
 def _told(message: Msg) -> tuple[_Key, str]:
     """Return which connection the server tells of, and its user."""
-    told: Any = json.loads(message.data)
-    client = told["client"]
-    return (str(told["server"]["id"]), int(client["id"])), str(client.get("user", ""))
+    reply: Any = json.loads(message.data)
+    client = reply["client"]
+    return (str(reply["server"]["id"]), int(client["id"])), str(client.get("user", ""))

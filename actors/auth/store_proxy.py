@@ -148,10 +148,10 @@ class StorageBounds:
     async def _count(self, user: str, subject: str, bound: int) -> None:
         counted, keys = self._keys.get(user, (float("-inf"), set[str]()))
         if time.monotonic() - counted > _COUNTED_S:
-            found = await stream_subjects(
+            reply = await stream_subjects(
                 self._broker, f"KV_{BUCKET_EVALS}", f"$KV.{BUCKET_EVALS}.{user}.>"
             )
-            keys = set(found)
+            keys = set(reply)
             self._keys[user] = (time.monotonic(), keys)
         if subject not in keys and len(keys) >= bound:
             raise QuotaError(

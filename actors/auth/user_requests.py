@@ -151,10 +151,10 @@ class UserRequests:
 
     async def _quota(self, request: SetQuota, context: RequestContext) -> UserReply:
         async def work() -> UserReply:
-            asked = {name: getattr(request, name) for name in BOUNDS}
+            parameters = {name: getattr(request, name) for name in BOUNDS}
             update: dict[str, object] = {
                 name: None if value < 0 else value
-                for name, value in asked.items()
+                for name, value in parameters.items()
                 if value is not None
             }
             if request.weight is not None:

@@ -335,8 +335,8 @@ class Evaluator:
         values = self._numbers(results)
         metric = Metric(step=0, values=values, time=time.time())
         await publish_metric(context.broker, context.scope, metric)
-        told: dict[str, Any] = {**values}
-        await context.event("evaluation_done", **told)
+        fields: dict[str, Any] = {**values}
+        await context.event("evaluation_done", **fields)
 
     def _numbers(self, results: Sequence[Played]) -> dict[str, float]:
         config = self._context.config.evaluation

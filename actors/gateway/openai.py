@@ -163,10 +163,10 @@ async def _read(broker: Broker) -> list[Serving]:
         for record in await JobStore(broker).list_jobs(broker.user)
         if record.kind == "infer" and record.state == "RUNNING"
     ]
-    found = await asyncio.gather(*(_serving(broker, record) for record in records))
+    results = await asyncio.gather(*(_serving(broker, record) for record in records))
     return [
         replace(serving, adapter=adapter)
-        for serving in found
+        for serving in results
         if serving is not None
         for adapter in ("", *serving.record.adapters)
     ]
@@ -332,10 +332,10 @@ def read_query(raw: bytes, api: ModelApi) -> tuple[ModelRequest, Query]:
         raise RequestError(f"the body is not valid JSON: {error.message}") from error
     if isinstance(value, dict) and cast("dict[str, Any]", value).get("stateful") is not None:
         _refuse_stateful("the parameter 'stateful'", "stateful")
-    asked = api.read(value)
-    _check(asked)
+    requested = api.read(value)
+    _check(requested)
     try:
-        query = _query(asked)
+        query = _query(requested)
     except ValidationError as error:
         problem = error.errors()[0]
         param = str(problem["loc"][0]) if problem["loc"] else ""
@@ -343,13 +343,13 @@ def read_query(raw: bytes, api: ModelApi) -> tuple[ModelRequest, Query]:
         message = f"the parameter {param!r} cannot be used: {problem['msg']}"
         raise RequestError(message, param=param) from error
     decoding = query.decoding
-    echo = {**asked.echo, "temperature": decoding.temperature, "top_p": decoding.top_p}
-    return replace(asked, echo=echo), query
+    echo = {**requested.echo, "temperature": decoding.temperature, "top_p": decoding.top_p}
+    return replace(requested, echo=echo), query
 
 
-def _check(asked: ModelRequest) -> None:
+def _check(model_request: ModelRequest) -> None:
     """Raise RequestError for what a server does not do."""
-    for name in (*asked.without_effect, *(set(asked.sampling) - _SAMPLED)):
+    for name in (*model_request.without_effect, *(set(model_request.sampling) - _SAMPLED)):
         if not is_label(name):
             name = name[:_SHOWN]
             raise RequestError(
@@ -357,15 +357,15 @@ def _check(asked: ModelRequest) -> None:
                 param=name,
                 hint=_HINTS.get(name, "leave it out"),
             )
-    if not asked.model:
+    if not model_request.model:
         raise RequestError("the parameter 'model' is missing", param="model")
-    if asked.previous:
+    if model_request.previous:
         raise RequestError(
             "answers are not kept, so none can be continued by its id",
             param="previous_response_id",
             hint="send the whole conversation as input",
         )
-    if asked.is_prefill:
+    if model_request.is_prefill:
         raise RequestError(
             "the last message is the assistant's, and an answer is not continued here",
             param="messages",
@@ -373,31 +373,33 @@ def _check(asked: ModelRequest) -> None:
         )
 
 
-def _query(asked: ModelRequest) -> Query:
+def _query(model_request: ModelRequest) -> Query:
     """Return what a server is asked; ValidationError for a value that is out of bounds."""
     decoding = Decoding(
-        max_tokens=asked.max_tokens,
-        stop=list(asked.stop),
-        num_choices=asked.num_choices,
-        format=asked.format,
-        top_logprobs=asked.top_logprobs or 0,
-        **_sampling(asked.sampling),
+        max_tokens=model_request.max_tokens,
+        stop=list(model_request.stop),
+        num_choices=model_request.num_choices,
+        format=model_request.format,
+        top_logprobs=model_request.top_logprobs or 0,
+        **_sampling(model_request.sampling),
     )
     common: dict[str, Any] = {
         "request": uuid.uuid4().hex,
         "decoding": decoding,
-        "stream": asked.stream,
-        "logprobs": asked.top_logprobs is not None,
-        "token_ids": asked.return_token_ids,
+        "stream": model_request.stream,
+        "logprobs": model_request.top_logprobs is not None,
+        "token_ids": model_request.return_token_ids,
     }
-    if asked.prompts:
+    if model_request.prompts:
         return CompletionRequest(
-            prompts=list(asked.prompts),
-            prompt_logprobs=asked.prompt_logprobs,
-            add_special_tokens=asked.add_special_tokens,
+            prompts=list(model_request.prompts),
+            prompt_logprobs=model_request.prompt_logprobs,
+            add_special_tokens=model_request.add_special_tokens,
             **common,
         )
-    return ChatRequest(messages=asked.template_messages(), tools=asked.template_tools(), **common)
+    return ChatRequest(
+        messages=model_request.template_messages(), tools=model_request.template_tools(), **common
+    )
 
 
 def _sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
@@ -413,10 +415,10 @@ def _sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
 class ServedAnswer:
     """A server's answer, read part by part and written in the words of an API."""
 
-    def __init__(self, api: ModelApi, asked: ModelRequest, query: Query) -> None:
+    def __init__(self, api: ModelApi, model_request: ModelRequest, query: Query) -> None:
         """Read the answer to `query`."""
         self._api = api
-        self._asked = asked
+        self._asked = model_request
         self._query = query
         self._answer: Answer | None = None
         self._readers: list[ReplyReader | None] = []
@@ -635,7 +637,7 @@ class UserBrokers(Protocol):
 def routes(sessions: UserBrokers, trainers: Trainers) -> list[Route]:
     """Return the endpoints, for the gateway's application."""
     endpoints = ModelEndpoints(sessions, ServedModels(trainers))
-    asked = (
+    requested = (
         ("/v1/chat/completions", CHAT),
         ("/v1/completions", COMPLETIONS),
         (f"{OF_TINKER}/chat/completions", CHAT),
@@ -648,7 +650,7 @@ def routes(sessions: UserBrokers, trainers: Trainers) -> list[Route]:
         Route("/v1/models/{model:path}", guarded(endpoints.model), methods=["GET"]),
         *(
             Route(path, guarded(endpoints.answering(api), api), methods=["POST"])
-            for path, api in asked
+            for path, api in requested
         ),
     ]
 
@@ -671,8 +673,8 @@ class ModelEndpoints:
     async def model(self, request: Request) -> Response:
         """Tell of one model."""
         broker = await self._sessions.broker(request)
-        found = await self._models.find(broker, request.path_params["model"])
-        return JSONResponse(found.shown())
+        match = await self._models.find(broker, request.path_params["model"])
+        return JSONResponse(match.shown())
 
     def answering(self, api: ModelApi) -> Callable[[Request], Awaitable[Response]]:
         """Return the endpoint of an API."""

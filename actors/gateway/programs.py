@@ -73,9 +73,9 @@ class ProgramEpisodes:
 
         Raises KeyRefused, BusyError where too many are connected, and BrokerError.
         """
-        found = self._episodes.get(key)
-        if found is not None and not found.broker.closed.is_set():
-            return found
+        match = self._episodes.get(key)
+        if match is not None and not match.broker.closed.is_set():
+            return match
         digest = blake2b(key.encode(errors="replace")).digest()
         since, why, hint = self._refused.get(digest, (0.0, "", ""))
         if why and time.monotonic() - since < _REFUSED_S:
@@ -233,7 +233,7 @@ def _presented(scope: Scope) -> str:
 
 def _body_bytes(exchange: HttpExchange) -> int:
     """Return how large a body is, or may be."""
-    told = exchange.headers.get("content-length", "")
-    if told.isascii() and told.isdecimal() and len(told) < 12:
-        return min(int(told), MAX_BODY_BYTES)
+    reported = exchange.headers.get("content-length", "")
+    if reported.isascii() and reported.isdecimal() and len(reported) < 12:
+        return min(int(reported), MAX_BODY_BYTES)
     return MAX_BODY_BYTES if "transfer-encoding" in exchange.headers else 0

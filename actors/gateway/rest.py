@@ -541,7 +541,7 @@ def _operation(one: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
         {"name": name, "in": "query", "description": about, "schema": {"type": kind}}
         for name, kind, about in one.query
     ]
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "summary": one.summary,
         "operationId": f"{one.method.lower()}{re.sub(r'[^a-z]+', '_', one.path[7:])}".rstrip("_"),
         "parameters": parameters,
@@ -560,8 +560,10 @@ def _operation(one: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
         schema = one.body.model_json_schema(ref_template="#/components/schemas/{model}")
         schemas.update(schema.pop("$defs", {}))
         schemas[one.body.__name__] = schema
-        told["requestBody"] = {"content": {"application/json": {"schema": _ref(one.body.__name__)}}}
-    return told
+        fields["requestBody"] = {
+            "content": {"application/json": {"schema": _ref(one.body.__name__)}}
+        }
+    return fields
 
 
 def _ref(name: str) -> dict[str, str]:

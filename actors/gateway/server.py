@@ -202,16 +202,16 @@ def _wants_json(request: Request) -> bool:
 
 
 async def _our_error(request: Request, error: TinkermqError) -> Response:
-    told = await why_it_failed(request, error)
-    return _told(request, told, told.status)
+    reply = await why_it_failed(request, error)
+    return _told(request, reply, reply.status)
 
 
 def _told(request: Request, error: TinkermqError, status: int) -> Response:
     """Answer with an error as who asks reads it."""
     again = {"retry-after": "1"} if status == _TOO_MANY else None
     if (path := request.url.path).startswith(("/v1/", f"{openai.OF_TINKER}/")):
-        told = openai.worded(error, status, openai.api_of(path))
-        return Json(told, status_code=status, headers=again)
+        reported = openai.worded(error, status, openai.api_of(path))
+        return Json(reported, status_code=status, headers=again)
     if _wants_json(request):
         return Json(error_fields(error), status_code=status, headers=again)
     if isinstance(error, LogInError) and request.method == "GET":
@@ -221,11 +221,11 @@ def _told(request: Request, error: TinkermqError, status: int) -> Response:
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    said = NotFoundError(
+    message = NotFoundError(
         f"there is no page {request.url.path}" if error.status_code == 404 else error.detail,
         hint="" if error.status_code != 404 else "begin at /jobs",
     )
-    return _told(request, said, error.status_code)
+    return _told(request, message, error.status_code)
 
 
 async def _late(request: Request, error: TimeoutError) -> Response:
@@ -238,11 +238,11 @@ async def _late(request: Request, error: TimeoutError) -> Response:
 
 async def _crash(request: Request, error: Exception) -> Response:
     _log.error("request_failed", path=request.url.path, exc_info=error)
-    said = InternalError(
+    message = InternalError(
         f"the gateway failed at {request.url.path}: {type(error).__name__}",
         hint="its log has the details",
     )
-    return await _our_error(request, said)
+    return await _our_error(request, message)
 
 
 DRAIN_S = 5

@@ -136,14 +136,14 @@ async def _take(broker: Broker, record: JobRecord, name: str, wait_s: float) -> 
     why = "the next tasks wait for what is trained, or for its generators"
     while True:
         left_s = max(0.0, deadline - time.monotonic())
-        asked = GiveRequest(name=name, wait_s=min(_ASK_S, left_s))
+        request = GiveRequest(name=name, wait_s=min(_ASK_S, left_s))
         try:
             given = await call(
                 broker,
                 record.scope.env_give,
-                asked,
+                request,
                 GiveReply,
-                timeout_s=asked.wait_s + _ANSWER_S,
+                timeout_s=request.wait_s + _ANSWER_S,
                 waiting_for=f"the host of {record.name}",
             )
             if given.episode:

@@ -104,8 +104,10 @@ def _body_bytes(request: Request) -> int:
     """Return how large the body of a request is, or may be."""
     headers = request.headers
     if "content-length" in headers:
-        told = headers["content-length"]
-        return int(told) if told.isascii() and told.isdigit() and len(told) < 12 else 0
+        reported = headers["content-length"]
+        return (
+            int(reported) if reported.isascii() and reported.isdigit() and len(reported) < 12 else 0
+        )
     return max_body_bytes(request.url.path) if "transfer-encoding" in headers else 0
 
 

@@ -298,8 +298,8 @@ class Generator:
         self._num_groups += int(won)
         self._context.progressed()
         if not won:
-            told = f"task {task.task}: another generator's group was there already"
-            await self._context.event("task_fenced", told, task=task.task)
+            reported = f"task {task.task}: another generator's group was there already"
+            await self._context.event("task_fenced", reported, task=task.task)
 
     async def _tell_continued(self, group: Group) -> None:
         await self._context.event(

@@ -209,13 +209,13 @@ class ForkServer:
             actor_argv(wanted),
             dict(environment),
         )
-        asked = self._asked[request.number] = loop.create_future()
+        requested = self._asked[request.number] = loop.create_future()
         try:
             async with asyncio.timeout(_START_DEADLINE_S):
                 async with self._starting:
                     channel = self._channel or await self._start()
                     await _send(channel, request, output)
-                return await asked
+                return await requested
         except TimeoutError as slow:
             raise OSError(
                 f"no actor was forked within {_START_DEADLINE_S:.0f} s; see the node's log"
@@ -262,19 +262,19 @@ class ForkServer:
         if not packet:
             self._lost(channel)
             return
-        told: dict[str, int] = json.loads(packet)
-        if "exit_code" in told:
-            self._children.pop(told["pid"]).ended.set_result(told["exit_code"])
+        fields: dict[str, int] = json.loads(packet)
+        if "exit_code" in fields:
+            self._children.pop(fields["pid"]).ended.set_result(fields["exit_code"])
             if not self._children and not self._asked:
                 loop = asyncio.get_running_loop()
                 self._idle = loop.call_later(self._idle_s, self._hang_up, channel)
             return
-        child = self._children[told["pid"]] = ForkedChild(told["pid"])
-        asked = self._asked.get(told["number"])
-        if asked is None or asked.done():  # nobody waits for it any more
+        child = self._children[fields["pid"]] = ForkedChild(fields["pid"])
+        requested = self._asked.get(fields["number"])
+        if requested is None or requested.done():  # nobody waits for it any more
             os.kill(child.pid, signal.SIGKILL)
         else:
-            asked.set_result(child)
+            requested.set_result(child)
 
     def _lost(self, channel: socket.socket) -> None:
         """The server has died, and its actors with it: the next fork starts another."""

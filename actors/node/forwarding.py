@@ -68,9 +68,9 @@ class Forwarder:
     @property
     def hosts(self) -> str:
         """What stands in /etc/hosts within."""
-        found = {way.name: way.listen.rpartition(":")[0] for way in self.ways if way.name}
+        result = {way.name: way.listen.rpartition(":")[0] for way in self.ways if way.name}
         own = dict.fromkeys(("localhost", socket.gethostname().lower()), "127.0.0.1")
-        return "".join(f"{address} {name}\n" for name, address in {**own, **found}.items())
+        return "".join(f"{address} {name}\n" for name, address in {**own, **result}.items())
 
     def environment(self) -> Mapping[str, str]:
         """Return what the learner is given beside, or in place of, what others are."""

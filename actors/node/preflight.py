@@ -111,8 +111,8 @@ class TriedGames:
             return PlayAnswer(trouble=str(error), hint="see the node's log")
         finally:
             os.close(writing)
-        said = _Said()
-        reader = asyncio.create_task(read_lines(reading, said.take))
+        message = _Said()
+        reader = asyncio.create_task(read_lines(reading, message.take))
         exit_code: int | None = None
         try:
             with contextlib.suppress(TimeoutError):
@@ -125,8 +125,8 @@ class TriedGames:
                     await reader
         if exit_code is None:
             await child.wait()
-            return said.cut_off(self._play_s)
-        return said.answer(exit_code)
+            return message.cut_off(self._play_s)
+        return message.answer(exit_code)
 
 
 class _Said:
@@ -196,11 +196,11 @@ class ModelInspection:
             start_new_session=True,
             preexec_fn=die_with(os.getpid()),
         )
-        asked: dict[str, Any] = {"config": question.config, "conversations": [], "gold": False}
-        asked["job"] = True
+        parameters: dict[str, Any] = {"config": question.config, "conversations": [], "gold": False}
+        parameters["job"] = True
         try:
             async with asyncio.timeout(self._deadline_s):
-                said, errors = await process.communicate(pack(asked))
+                said, errors = await process.communicate(pack(parameters))
         except TimeoutError:
             return PlayAnswer(
                 trouble=f"its model was not looked into within {self._deadline_s:.0f} s",
@@ -212,12 +212,12 @@ class ModelInspection:
         if process.returncode:
             last = errors.decode(errors="replace").strip().splitlines()[-1:]
             return PlayAnswer(trouble=f"its model cannot be looked into: {' '.join(last)}"[:1000])
-        told: dict[str, Any] = json.loads(said.splitlines()[-1])
-        if "error" in told:
-            return PlayAnswer(trouble=told["error"]["message"], hint=told["error"]["hint"])
-        found = told["checks"][:MAX_CHECKS]
+        fields: dict[str, Any] = json.loads(said.splitlines()[-1])
+        if "error" in fields:
+            return PlayAnswer(trouble=fields["error"]["message"], hint=fields["error"]["hint"])
+        result = fields["checks"][:MAX_CHECKS]
         texts = (
-            {**item, "detail": cut(item["detail"]), "hint": cut(item["hint"])} for item in found
+            {**item, "detail": cut(item["detail"]), "hint": cut(item["hint"])} for item in result
         )
         return PlayAnswer(checks=[GameCheck.model_validate(text) for text in texts])
 

@@ -326,13 +326,13 @@ class ActorProcess:
             except TinkermqError:
                 since = now
                 continue
-            told = None if beat is None else beat.time  # it vanishes after ten seconds
-            is_new = told is not None and last is not None and told != last
-            has_told = has_told or is_new or (told or 0.0) >= self._started
+            reported = None if beat is None else beat.time  # it vanishes after ten seconds
+            is_new = reported is not None and last is not None and reported != last
+            has_told = has_told or is_new or (reported or 0.0) >= self._started
             was_away = now - looked > 3 * self._silence_look_s  # this process itself
             if is_new or was_away or (has_told and not had_told):
                 since = now
-            last = last if told is None else told
+            last = last if reported is None else reported
             had_told = has_told
             bound_s = self._silence_s if has_told else self._start_silence_s
             told_s = min(SILENCE_TOLD_S, bound_s / 2) if has_told else bound_s / 2
@@ -345,14 +345,14 @@ class ActorProcess:
                 return
 
     def _tell_silence(self) -> None:
-        told = {
+        fields = {
             "event": "actor_failed",
             "code": "deadline",
             "message": f"no heartbeat came for {self._silent_s:.0f} s: it was stopped, hung, or "
             "did not reach the broker",
             "hint": "it is started again; py-spy or gdb on a process that hangs says where",
         }
-        self._output.add([json.dumps(told)])
+        self._output.add([json.dumps(fields)])
 
     async def _end(self, process: Child, ended: asyncio.Task[int]) -> None:
         if not self._kill.is_set():

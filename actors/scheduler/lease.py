@@ -101,12 +101,12 @@ class LeaderLease:
         seen: int | None = None
         since = time.monotonic()
         while not stopping.is_set():
-            asked = time.monotonic()
+            asked_at = time.monotonic()
             revision, before, is_free = await self._look()
-            is_silent = asked - since >= self._timing.stale_s
+            is_silent = asked_at - since >= self._timing.stale_s
             if not is_free and revision != seen:
-                seen, since = revision, asked
-            elif (is_free or is_silent) and await self._take(revision, before, asked):
+                seen, since = revision, asked_at
+            elif (is_free or is_silent) and await self._take(revision, before, asked_at):
                 return True
             await asyncio.sleep(_POLL_S)
         return False
@@ -128,7 +128,7 @@ class LeaderLease:
             return None, 0, True
         return entry.revision, entry.value.epoch, not entry.value.holder
 
-    async def _take(self, revision: int | None, epoch_before: int, asked: float) -> bool:
+    async def _take(self, revision: int | None, epoch_before: int, asked_at: float) -> bool:
         self.epoch = max(int(time.time() * 1000), epoch_before + 1)
         value = SchedulerLease(holder=self.holder, epoch=self.epoch)
         try:
@@ -138,7 +138,7 @@ class LeaderLease:
                 self._revision = await self._bucket.update(KEY, value, revision)
         except ConflictError:
             return False
-        self._renewed = asked
+        self._renewed = asked_at
         return True
 
     async def hold(self) -> None:
@@ -147,7 +147,7 @@ class LeaderLease:
         while True:
             await asyncio.sleep(self._timing.renew_s)
             beat += 1
-            asked = time.monotonic()
+            asked_at = time.monotonic()
             value = SchedulerLease(holder=self.holder, epoch=self.epoch, beat=beat)
             try:
                 self._revision = await self._bucket.update(KEY, value, self._revision)
@@ -155,7 +155,7 @@ class LeaderLease:
                 raise FencedError(
                     "another scheduler has taken over", hint="this one waits for its turn"
                 ) from error
-            self._renewed = asked
+            self._renewed = asked_at
 
     async def release(self) -> None:
         """Give the lease back so that the next holder need not wait; harmless if it is lost."""

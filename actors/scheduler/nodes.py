@@ -53,12 +53,12 @@ class ClockReading:
         return least if self.ahead_s > 0 else -least
 
 
-def reading(shown: float, asked: float, took_s: float, at: float) -> ClockReading:
+def reading(shown: float, asked_at: float, took_s: float, at: float) -> ClockReading:
     """Return what is known of a clock that showed `shown` in an answer.
 
     It was asked for when one's own showed `asked`, and came `took_s` later.
     """
-    return ClockReading(shown - asked - took_s / 2, took_s / 2, at)
+    return ClockReading(shown - asked_at - took_s / 2, took_s / 2, at)
 
 
 def better(known: ClockReading | None, new: ClockReading) -> ClockReading:
@@ -142,8 +142,8 @@ class Nodes:
         if member is None or member.status is None:
             return None
         wanted = (user, job, actor)
-        told = member.status.actors
-        return next((item for item in told if (item.user, item.job, item.name) == wanted), None)
+        reported = member.status.actors
+        return next((item for item in reported if (item.user, item.job, item.name) == wanted), None)
 
     async def refresh(self) -> None:
         """Read the nodes' records; note who was heard and who was not."""
@@ -192,13 +192,13 @@ class Nodes:
         Answers that come promptly are waited for. A node that takes longer holds up no other; it
         is asked again once it has answered or its time is over, the others now and then.
         """
-        asked = [
+        requested = [
             group.create_task(self._sync_one(name, request), name=f"sync of node {name}")
             for name, request in requests.items()
             if name not in self._asking and self._is_due(self._members[name], request)
         ]
-        if asked:
-            await asyncio.wait(asked, timeout=_PROMPT_S)
+        if requested:
+            await asyncio.wait(requested, timeout=_PROMPT_S)
 
     def _is_due(self, member: _Member, request: NodeSync) -> bool:
         if member.asked != request or time.monotonic() - member.asked_at >= self._resync_s:
@@ -254,6 +254,6 @@ def _shape(status: NodeStatus) -> tuple[object, ...]:
     return status.slots, status.groups, status.link, status.packages
 
 
-def _newer(told: NodeStatus | None, record: NodeStatus) -> NodeStatus:
+def _newer(reported: NodeStatus | None, record: NodeStatus) -> NodeStatus:
     """Return which of a node's answers it gave later, by its own clock."""
-    return record if told is None or record.time >= told.time else told
+    return record if reported is None or record.time >= reported.time else reported

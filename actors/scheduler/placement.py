@@ -383,10 +383,10 @@ class _Pool:
         best: tuple[list[Assignment], _Slots] = [], {}
         for units in _units_of(request.actors):
             for alike in self._alike(request, units, available):
-                found = self._fit_units(request, units, available, rank, prefer, alike)
-                if len(found[0]) == len(request.actors):
-                    return found
-                best = max(best, found, key=lambda one: len(one[0]))
+                result = self._fit_units(request, units, available, rank, prefer, alike)
+                if len(result[0]) == len(request.actors):
+                    return result
+                best = max(best, result, key=lambda one: len(one[0]))
         return best
 
     def _alike(
@@ -398,7 +398,7 @@ class _Pool:
         parts = sum(bool(_ranks_of(unit)) for unit in units) + (request.home is not None)
         if parts < 2 or len(kinds) < 2:
             return [available]
-        found = [
+        matches = [
             {
                 name: slots
                 for name, slots in available.items()
@@ -406,7 +406,7 @@ class _Pool:
             }
             for kind in ({of_home} if of_home else kinds)
         ]
-        return sorted(found, key=lambda nodes: (-sum(map(len, nodes.values())), min(nodes)))
+        return sorted(matches, key=lambda nodes: (-sum(map(len, nodes.values())), min(nodes)))
 
     def _fit_units(
         self,
@@ -463,8 +463,8 @@ class _Pool:
         devices = None if best is None else choose(count, best)
         if best is None or devices is not None:
             return best, devices
-        found = ((name, choose(count, name)) for name in sorted(names, key=rank))
-        return next((item for item in found if item[1] is not None), (None, None))
+        matches = ((name, choose(count, name)) for name in sorted(names, key=rank))
+        return next((item for item in matches if item[1] is not None), (None, None))
 
     def _home(
         self, request: PlacementRequest, available: _Slots, rank: Callable[[str], tuple[int, str]]

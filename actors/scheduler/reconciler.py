@@ -323,8 +323,8 @@ class Reconciler:
 
     def _waiting(self) -> list[PlacementRequest]:
         """Return what has no node: actors that running jobs lack, and queued jobs."""
-        found = (self._derived(key, record).request for key, record in self._view.live.items())
-        requests = [item for item in found if item is not None]
+        matches = (self._derived(key, record).request for key, record in self._view.live.items())
+        requests = [item for item in matches if item is not None]
         requests.sort(key=lambda request: (request.whole, request.created))
         return requests
 
@@ -419,10 +419,10 @@ class Reconciler:
 
     def _to_kill(self, leaving: list[ActorStatus]) -> list[str]:
         """Return the jobs among those still running that were stopped without a checkpoint."""
-        found = {(item.user, item.job): self._view.find(item.user, item.job) for item in leaving}
+        result = {(item.user, item.job): self._view.find(item.user, item.job) for item in leaving}
         return sorted(
             JobScope(user, job).key
-            for (user, job), record in found.items()
+            for (user, job), record in result.items()
             if record is None or record.stop == "now"
         )
 
@@ -453,11 +453,11 @@ class Reconciler:
             self._messenger.pass_on(key_of(record), record, main, group)
 
     def _statuses(self, record: JobRecord) -> dict[str, ActorStatus]:
-        told = (
+        reported = (
             (actor.name, self._pool.status(actor.node, record.user, record.job, actor.name))
             for actor in record.actors
         )
-        return {name: status for name, status in told if status is not None}
+        return {name: status for name, status in reported if status is not None}
 
     async def _move(self, record: JobRecord, step: Transition) -> JobRecord:
         _log.info("job_moved", job=record.job, state=step.state, reason=step.reason)

@@ -157,8 +157,8 @@ class SchedulerRequests:
             ]
             jobs = self._view.with_archived(wanted, user) if request.archived else wanted
             page, after = self._view.page(jobs, request.after)
-        found = await archive.read(page, context.caller)
-        return JobList(records=[self._view.told(item) for item in found], after=after)
+        reply = await archive.read(page, context.caller)
+        return JobList(records=[self._view.told(item) for item in reply], after=after)
 
     async def nodes(self, _: Empty, context: RequestContext) -> NodeList:
         """Return the nodes that are there; of others' actors only admins see whose they are."""
@@ -177,12 +177,12 @@ class SchedulerRequests:
         """Return the base models that anybody may train on through the Tinker API."""
         return TrainerOffers(offers=self._view.offers())
 
-    async def tinker_usage(self, told: TrainerUsage, context: RequestContext) -> TenantShares:
+    async def tinker_usage(self, usage: TrainerUsage, context: RequestContext) -> TenantShares:
         """Note what the users of a Tinker service have used, and return their shares."""
-        record = await self._view.get(context.user, told.job)
-        if with_usage(record, told) is not record:
-            await self._jobs.update(record, lambda now: with_usage(now, told))
-        return TenantShares(users={user: self._share(user) for user in told.tokens})
+        record = await self._view.get(context.user, usage.job)
+        if with_usage(record, usage) is not record:
+            await self._jobs.update(record, lambda now: with_usage(now, usage))
+        return TenantShares(users={user: self._share(user) for user in usage.tokens})
 
     def _share(self, user: str) -> TenantShare:
         quota = self._view.quota(user)
@@ -191,9 +191,9 @@ class SchedulerRequests:
             left = max(quota.max_tinker_tokens - self._view.tinker_tokens(user), 0)
         return TenantShare(weight=quota.weight, tokens_left=left)
 
-    async def take_checkpoint(self, asked: TakeCheckpoint, context: RequestContext) -> ModelInfo:
+    async def take_checkpoint(self, request: TakeCheckpoint, context: RequestContext) -> ModelInfo:
         """Copy a checkpoint of one's run to the service that trains on its base model."""
-        return await self._submission.origins.take(context.user, asked.path)
+        return await self._submission.origins.take(context.user, request.path)
 
     async def damaged(self, _: Empty, context: RequestContext) -> DamagedRecords:
         """Return which records of the user cannot be read; of the whole pool for admins."""
@@ -323,8 +323,10 @@ class SchedulerRequests:
         async with self._alone(request, context):
             record = await self._view.steered(context.user, request.job)
             refuse_removed(record)
-            told = request.model_dump(include={"tags", "group", "notes"}, exclude_none=True)
-            labels = {**told, "group": request.group or None} if "group" in told else told
+            reported = request.model_dump(include={"tags", "group", "notes"}, exclude_none=True)
+            labels = (
+                {**reported, "group": request.group or None} if "group" in reported else reported
+            )
 
             def change(current: JobRecord) -> JobRecord:
                 return current.model_copy(update={"config": {**current.config, **labels}})

@@ -57,12 +57,12 @@ class States:
 
     def read_all(self) -> list[SavedState]:
         """Return the newest state of each model; raises StorageError."""
-        found: list[SavedState] = []
+        collected: list[SavedState] = []
         for place in sorted(self.folder.glob("*/*/state")):
             numbers = sorted(int(item.name) for item in place.iterdir() if item.name.isdigit())
             if numbers:
-                found.append(_read_state(place / str(numbers[-1])))
-        return found
+                collected.append(_read_state(place / str(numbers[-1])))
+        return collected
 
     def save(self, adapters: Adapters, model: TrainedModel) -> None:
         """Write a model's state behind its newest operation; older ones go."""
@@ -277,8 +277,8 @@ class Residence:
     def _next_to_leave(self) -> TrainedModel | None:
         """Return who makes room: not used for the longest time, and not in use; or None."""
         now = self._clock()
-        found = [model for model in self._resident() if self._may_leave(model, now)]
-        return min(found, key=lambda model: model.used, default=None)
+        matches = [model for model in self._resident() if self._may_leave(model, now)]
+        return min(matches, key=lambda model: model.used, default=None)
 
     def _may_leave(self, model: TrainedModel, now: float) -> bool:
         if model.doing is not None:

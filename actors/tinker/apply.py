@@ -94,8 +94,8 @@ class Applying:
             yield as_failure(error)
         except Exception as error:  # noqa: BLE001  one model's operation: the others go on
             _log.exception("operation_failed", model=model.key, seq=operation.seq)
-            said = f"the trainer failed: {type(error).__name__}; its log has the details"
-            yield OperationResult(state="failed", error=said, category="server")
+            message = f"the trainer failed: {type(error).__name__}; its log has the details"
+            yield OperationResult(state="failed", error=message, category="server")
 
     def advance(self, losses: Sequence[RunningLoss]) -> Sequence[RunningLoss]:
         """Compute the next micro-batch of the first loss, and of others with it: see `Adapters`."""
@@ -156,8 +156,8 @@ class Applying:
         model.info = info.model_copy(update={"model": operation.model})
         if operation.seq == 0:
             self._kept.runs.begin(model.user, model.info, metadata, operation.time)
-        told = {"type": "load_weights", "path": str(source), "model_id": operation.model}
-        return _json(told)
+        fields = {"type": "load_weights", "path": str(source), "model_id": operation.model}
+        return _json(fields)
 
     def _forward_backward(
         self, model: TrainedModel, operation: ModelOperation, companies: Sequence[Company] | None
@@ -236,10 +236,10 @@ class Applying:
             return _json(
                 {"type": operation.kind, "path": None, "sampling_session_id": str(sampler)}
             )
-        told: dict[str, Any] = {"type": operation.kind, "path": str(checkpoint)}
+        fields: dict[str, Any] = {"type": operation.kind, "path": str(checkpoint)}
         if kind == "external_weights":
-            told["size_bytes"] = saved.size_bytes
-        return _json(told)
+            fields["size_bytes"] = saved.size_bytes
+        return _json(fields)
 
     def _missing(self, _: TrainedModel, operation: ModelOperation) -> bytes:
         raise StateError(
@@ -250,9 +250,9 @@ class Applying:
 
 def as_failure(error: TinkermqError) -> OperationResult:
     """Return the result of what an error has ended."""
-    said = f"{error.message} ({error.hint})" if error.hint else error.message
+    message = f"{error.message} ({error.hint})" if error.hint else error.message
     mistake = error.is_mistake or 400 <= error.status < 500
-    return OperationResult(state="failed", error=said, category="user" if mistake else "server")
+    return OperationResult(state="failed", error=message, category="user" if mistake else "server")
 
 
 def _json(value: Any) -> bytes:

@@ -61,9 +61,9 @@ class Archive:
             self._make_room(segment.parent)
 
     def _segment(self, user: str, operation: ModelOperation) -> Path:
-        found = self._segments.get(f"{user}/{operation.model}")
-        if found is not None and found.exists() and found.stat().st_size < _SEGMENT_BYTES:
-            return found
+        match = self._segments.get(f"{user}/{operation.model}")
+        if match is not None and match.exists() and match.stat().st_size < _SEGMENT_BYTES:
+            return match
         place = place_of(self._folder, user, operation.name.model)
         place.mkdir(parents=True, exist_ok=True)
         name = f"{time.time_ns():020d}-{os.getpid()}.ops"
@@ -92,11 +92,11 @@ def place_of(folder: Path, user: str, model: ModelName) -> Path:
 
 def read_kept(place: Path) -> list[KeptOperation]:
     """Return the operations of a model in order, without what is not whole."""
-    found: dict[int, KeptOperation] = {}
+    collected: dict[int, KeptOperation] = {}
     for segment in sorted(place.glob("*.ops")):
         for kept in _read(segment):
-            found[kept.operation.seq] = kept
-    return [found[seq] for seq in sorted(found)]
+            collected[kept.operation.seq] = kept
+    return [collected[seq] for seq in sorted(collected)]
 
 
 def _read(segment: Path) -> Iterator[KeptOperation]:

@@ -196,14 +196,14 @@ def _plain64(value: bytes) -> bytes:
 
 
 def _checksum(values: Sequence[int]) -> int:
-    found = 1
+    result = 1
     for value in values:
-        top = found >> 25
-        found = (found & 0x1FFFFFF) << 5 ^ value
+        top = result >> 25
+        result = (result & 0x1FFFFFF) << 5 ^ value
         for bit, one in enumerate(_GENERATOR):
             if top >> bit & 1:
-                found ^= one
-    return found
+                result ^= one
+    return result
 
 
 TICKET_S = 1800.0
@@ -227,28 +227,28 @@ class Exports:
         """
         stored = self._folders.find(user, CheckpointName.parse(path))
         expires = time.time() + TICKET_S
-        said = json.dumps([user, str(stored.name), stored.seq, int(expires)]).encode()
+        message = json.dumps([user, str(stored.name), stored.seq, int(expires)]).encode()
         return CheckpointExport(
-            ticket=f"{_text(said)}.{_text(self._signed(said))}",
+            ticket=f"{_text(message)}.{_text(self._signed(message))}",
             expires=expires,
             files=[ExportedFile(name=name, size_bytes=size) for name, size in _files(stored)],
         )
 
-    def fetch(self, asked: FetchFile) -> FilePart:
+    def fetch(self, request: FetchFile) -> FilePart:
         """Return a part of a file; raises AuthError for a ticket that is none, NotFoundError."""
-        stored = self._opened(asked.ticket)
+        stored = self._opened(request.ticket)
         sizes = dict(_files(stored))
-        if asked.file not in sizes:
-            raise NotFoundError(f"{stored.name} has no file {asked.file[:80]!r}")
-        if asked.file == ADAPTER_CONFIG:
+        if request.file not in sizes:
+            raise NotFoundError(f"{stored.name} has no file {request.file[:80]!r}")
+        if request.file == ADAPTER_CONFIG:
             whole = config_of(stored)
-            return FilePart(data=whole[asked.offset :], size_bytes=len(whole))
+            return FilePart(data=whole[request.offset :], size_bytes=len(whole))
         try:
-            with (stored.folder / asked.file).open("rb") as file:
-                file.seek(asked.offset)
-                return FilePart(data=file.read(PART_BYTES), size_bytes=sizes[asked.file])
+            with (stored.folder / request.file).open("rb") as file:
+                file.seek(request.offset)
+                return FilePart(data=file.read(PART_BYTES), size_bytes=sizes[request.file])
         except OSError as error:
-            raise StorageError(f"{asked.file} of {stored.name} cannot be read") from error
+            raise StorageError(f"{request.file} of {stored.name} cannot be read") from error
 
     def _opened(self, ticket: str) -> StoredCheckpoint:
         said, _, signature = ticket.partition(".")
@@ -276,10 +276,10 @@ class Exports:
 def _files(stored: StoredCheckpoint) -> list[tuple[str, int]]:
     """Return the names and sizes of the files that are given out."""
     names = [*FILES, *(f"{name}.age" for name in FILES)]
-    found = [(name, stored.folder / name) for name in names]
+    matches = [(name, stored.folder / name) for name in names]
     return [
         (name, len(config_of(stored)) if name == ADAPTER_CONFIG else file.stat().st_size)
-        for name, file in found
+        for name, file in matches
         if file.is_file()
     ]
 
@@ -345,15 +345,15 @@ class KeptCheckpoints:
         now = time.time()
         with self._lock:
             mine = list(self._users.get(user, {}).values())
-        found = (item for item in mine if item.is_there(now) and model in (None, item.name.model))
-        return sorted(found, key=lambda one: one.time, reverse=True)
+        matches = (item for item in mine if item.is_there(now) and model in (None, item.name.model))
+        return sorted(matches, key=lambda one: one.time, reverse=True)
 
-    def page(self, user: str, asked: ListCheckpoints) -> CheckpointPage:
+    def page(self, user: str, request: ListCheckpoints) -> CheckpointPage:
         """Return a part of the list of a user's checkpoints that have names."""
-        model = ModelName.parse(asked.model) if asked.model else None
-        found = [item for item in self.of_user(user, model) if not item.passing]
-        part = found[asked.offset : asked.offset + asked.limit]
-        return CheckpointPage(checkpoints=[item.told() for item in part], total=len(found))
+        model = ModelName.parse(request.model) if request.model else None
+        matches = [item for item in self.of_user(user, model) if not item.passing]
+        part = matches[request.offset : request.offset + request.limit]
+        return CheckpointPage(checkpoints=[item.told() for item in part], total=len(matches))
 
     def save(
         self,
@@ -361,7 +361,7 @@ class KeptCheckpoints:
         model: TrainedModel,
         name: CheckpointName,
         seq: int,
-        told: dict[str, Any],
+        reported: dict[str, Any],
     ) -> StoredCheckpoint:
         """Write a checkpoint for operation `seq`; done again, it changes nothing.
 
@@ -371,12 +371,12 @@ class KeptCheckpoints:
         if known is not None and known.is_there(time.time()):
             if known.seq >= seq:
                 return known
-            if not told.get("overwrite"):
+            if not reported.get("overwrite"):
                 raise StateError(
                     f"there is a checkpoint {name} already",
                     hint="choose another name, or set overwrite",
                 )
-        stored = _new(model, name, seq, told, self.folders.place_of(model.user, name))
+        stored = _new(model, name, seq, reported, self.folders.place_of(model.user, name))
         adapters.save(
             model.key,
             stored.folder,
@@ -384,7 +384,7 @@ class KeptCheckpoints:
             lasting=not stored.passing,
         )
         if name.kind == "external_weights":
-            make_external(stored, told.get("age_encryption_recipients") or [])
+            make_external(stored, reported.get("age_encryption_recipients") or [])
         stored = replace(stored, size_bytes=_size(stored.folder))
         try:
             self._make_room(stored)
@@ -395,29 +395,31 @@ class KeptCheckpoints:
         return stored
 
     def change(
-        self, user: str, asked: ChangeCheckpoint, *, wanted: Callable[[CheckpointName], bool]
+        self, user: str, request: ChangeCheckpoint, *, wanted: Callable[[CheckpointName], bool]
     ) -> StoredCheckpoint:
         """Change an own checkpoint; `wanted` says whether an operation that waits needs it.
 
         Raises NotFoundError, also for the published one of somebody else; ConflictError.
         """
-        name = CheckpointName.parse(asked.path)
+        name = CheckpointName.parse(request.path)
         with self._lock:
-            found = self._users.get(user, {}).get(name)
-            if found is None or not found.is_there(time.time()):
-                raise missing(name, found)
-            if asked.action == "delete":
+            match = self._users.get(user, {}).get(name)
+            if match is None or not match.is_there(time.time()):
+                raise missing(name, match)
+            if request.action == "delete":
                 if wanted(name):
                     raise ConflictError(
                         f"{name} is about to be loaded", hint="wait for the result of load_weights"
                     )
-                return self._remove(found, "deleted")
-            if asked.action == "expire":
-                found = replace(found, expires=time.time() + asked.ttl_s if asked.ttl_s else 0.0)
+                return self._remove(match, "deleted")
+            if request.action == "expire":
+                match = replace(
+                    match, expires=time.time() + request.ttl_s if request.ttl_s else 0.0
+                )
             else:
-                found = replace(found, is_public=asked.action == "publish")
-            self._commit(found)
-            return found
+                match = replace(match, is_public=request.action == "publish")
+            self._commit(match)
+            return match
 
     def sweep(self, *, wanted: Callable[[CheckpointName], bool]) -> int:
         """Remove what has expired; return how many that were."""
@@ -482,11 +484,11 @@ class KeptCheckpoints:
 
 
 def _new(
-    model: TrainedModel, name: CheckpointName, seq: int, told: dict[str, Any], place: Path
+    model: TrainedModel, name: CheckpointName, seq: int, reported: dict[str, Any], place: Path
 ) -> StoredCheckpoint:
     assert model.info is not None
-    passing, at = bool(told.get("passing")), float(told.get("time") or time.time())
-    ttl = told.get("ttl_seconds") or (PASSING_S if passing else 0)
+    passing, at = bool(reported.get("passing")), float(reported.get("time") or time.time())
+    ttl = reported.get("ttl_seconds") or (PASSING_S if passing else 0)
     return StoredCheckpoint(
         user=model.user,
         name=name,
@@ -496,7 +498,7 @@ def _new(
         time=at,
         expires=at + ttl if ttl else 0.0,
         passing=passing,
-        user_metadata=told.get("user_metadata"),
+        user_metadata=reported.get("user_metadata"),
     )
 
 

@@ -27,15 +27,15 @@ class ModelHistory:
     A name ends in how a client joins the values of several passes: `loss:sum`, `ratio:max`.
     """
 
-    def __init__(self, told: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, reported: Mapping[str, Any] | None = None) -> None:
         """Begin, or go on with what `to_map` returned."""
-        self.steps = int(told["steps"]) if told else 0
+        self.steps = int(reported["steps"]) if reported else 0
         """Updates so far."""
         self._curves = Curves(max_points=MAX_POINTS)
-        if told:
-            self._curves.restore(told["curves"])
-        self._passed: dict[str, list[float]] = dict(told.get("passed", {})) if told else {}
-        self._last: dict[str, float] = dict(told["last"]) if told else {}
+        if reported:
+            self._curves.restore(reported["curves"])
+        self._passed: dict[str, list[float]] = dict(reported.get("passed", {})) if reported else {}
+        self._last: dict[str, float] = dict(reported["last"]) if reported else {}
 
     @property
     def last(self) -> dict[str, float]:
@@ -65,8 +65,8 @@ class ModelHistory:
 
     def to_map(self) -> dict[str, Any]:
         """Return all of it as JSON may hold it."""
-        told = {"steps": self.steps, "curves": self._curves.to_map(), "last": self._last}
-        return {**told, "passed": self._passed}
+        fields = {"steps": self.steps, "curves": self._curves.to_map(), "last": self._last}
+        return {**fields, "passed": self._passed}
 
 
 def _join(name: str, values: list[float]) -> float:
@@ -178,10 +178,10 @@ class Models:
 
     def tokens(self) -> dict[str, int]:
         """Return the tokens computed for each user's models."""
-        found: dict[str, int] = {}
+        collected: dict[str, int] = {}
         for model in self:
-            found[model.user] = found.get(model.user, 0) + model.tokens
-        return found
+            collected[model.user] = collected.get(model.user, 0) + model.tokens
+        return collected
 
     def check_room(self, user: str, operation: ModelOperation) -> None:
         """Raise BusyError or QuotaError for an operation beyond what a user may have waiting.
@@ -233,13 +233,13 @@ class Models:
         self, model: TrainedModel, may: Callable[[TrainedModel], bool] = lambda _: True
     ) -> list[tuple[TrainedModel, ModelOperation]]:
         """Return what may be computed with a model's next operation, of whoever waits longest."""
-        found = [
+        matches = [
             (item, item.next)
             for item in self._models.values()
             if item is not model and item.next is not None and may(item)
         ]
-        found = [pair for pair in found if pair[1].kind == "forward_backward"]
-        return sorted(found, key=lambda pair: self._turns.get(pair[0].key, 0))
+        matches = [pair for pair in matches if pair[1].kind == "forward_backward"]
+        return sorted(matches, key=lambda pair: self._turns.get(pair[0].key, 0))
 
     def charge(self, model: TrainedModel, tokens: float) -> None:
         """Note that a piece of an operation was done, and what it has cost."""

@@ -208,35 +208,35 @@ def replay_session(
     models = _models_of(stored, session)
     torch.set_num_threads(config.learner.threads)
     adapters = open_trainer(config)
-    found: list[ModelReplay] = []
+    collected: list[ModelReplay] = []
     with tempfile.TemporaryDirectory(prefix="tinkermq-replay-") as made:
         replayer = Replayer(adapters, base_info(config), made=Path(made), stored=stored)
         for user, name in models:
             kept = read_kept(place_of(stored, user, name))
             show = None if progress is None else partial(progress, str(name))
-            found.append(replayer.replay(user, name, kept, show))
-    return found
+            collected.append(replayer.replay(user, name, kept, show))
+    return collected
 
 
 def _models_of(stored: Path, session: str) -> list[tuple[str, ModelName]]:
     """Return the models of a session of which operations were kept, or the one that is named."""
     named = ModelName.parse(session) if ":" in session else None
     pattern = f"*/{named.session if named else session}.train.*"
-    found = [
+    matches = [
         (place.parent.name, ModelName.parse(place.name.replace(".train.", ":train:")))
         for place in sorted(stored.glob(pattern))
     ]
-    found = [
+    matches = [
         (user, name)
-        for user, name in sorted(found, key=lambda one: one[1].number)
+        for user, name in sorted(matches, key=lambda one: one[1].number)
         if named in (None, name) and place_of(stored, user, name).is_dir()
     ]
-    if not found:
+    if not matches:
         raise NotFoundError(
             f"no operations of {session!r} were kept",
             hint="see the sessions on the dashboard; tinker.history_mb says how much is kept",
         )
-    return found
+    return matches
 
 
 async def _record(arguments: argparse.Namespace) -> JobRecord:
@@ -255,13 +255,13 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
         def show(name: str, done: int, total: int) -> None:
             bars.update(bar, description=f"replaying {name}", completed=done, total=total)
 
-        found = replay_session(record, arguments.session, show)
+        result = replay_session(record, arguments.session, show)
     if arguments.json:
-        told = [{**asdict(entry), "identical": entry.identical} for entry in found]
-        sys.stdout.write(json.dumps(told) + "\n")
-    for item in found:
+        shown = [{**asdict(entry), "identical": entry.identical} for entry in result]
+        sys.stdout.write(json.dumps(shown) + "\n")
+    for item in result:
         console.print(_told(item), style=None if item.identical else "red", markup=False)
-    return IDENTICAL if all(entry.identical for entry in found) else DIFFERENT
+    return IDENTICAL if all(entry.identical for entry in result) else DIFFERENT
 
 
 def _told(one: ModelReplay) -> str:

@@ -273,21 +273,21 @@ class TrainerService:
         if model.applied < request.seq and model.broken is not None:
             error = self._broken(model, model.broken)
             return OperationResult(state="failed", error=str(error), category="server")
-        found = await self._log.result(context.user, name)
-        if found is None:
+        reply = await self._log.result(context.user, name)
+        if reply is None:
             raise NotFoundError(
                 f"the result of {name} is no longer kept", hint="results are kept for a day"
             )
-        return found
+        return reply
 
     async def _look_in_log(
         self, user: str, name: OperationName, model: TrainedModel | None
     ) -> TrainedModel | None:
         """Take what another trainer has put into the log after this one read it."""
-        if (found := await self._first_form(user, name, model)) is None:
+        if (reply := await self._first_form(user, name, model)) is None:
             return None
         self.worker.wake()
-        return self.models.enqueue(user, found)
+        return self.models.enqueue(user, reply)
 
     def _broken(self, model: TrainedModel, reason: str) -> StateError:
         seq = model.applied + 1
@@ -349,11 +349,11 @@ async def run_trainer(context: JobContext) -> None:
     name = base.base
     folder_of_states = context.run_dir / TINKER_FOLDER
     states = States(folder_of_states)
-    kept = KeptByTrainer(folder_of_states, max_bytes=config.tinker.checkpoint_mb << 20)
-    applying = Applying(adapters, states, kept, base)
+    stored = KeptByTrainer(folder_of_states, max_bytes=config.tinker.checkpoint_mb << 20)
+    applying = Applying(adapters, states, stored, base)
     settle_memory()
     await context.event("trainer_ready", f"{name} can be trained", base=name)
-    await TrainerService(context, adapters, applying, states, kept).run()
+    await TrainerService(context, adapters, applying, states, stored).run()
 
 
 def _about(model: ModelConfig) -> Any:

@@ -82,8 +82,8 @@ class TrainingRuns:
     def load(self) -> None:
         """Read what is there."""
         for file in sorted(self._folder.glob(f"*/*/{_FILE}")):
-            found = read_record(file)
-            if found is not None and (run := _run_in(found)) is not None:
+            result = read_record(file)
+            if result is not None and (run := _run_in(result)) is not None:
                 mine = self._users.setdefault(file.parents[1].name, {})
                 mine[ModelName.parse(run.info.model)] = run
 
@@ -104,8 +104,8 @@ class TrainingRuns:
         with self._lock:
             mine = dict(self._users.get(user, {}))
         newest = self._newest(user)
-        found = [_told(user, run, newest, used.get(name, 0.0)) for name, run in mine.items()]
-        return sorted(found, key=lambda run: run.time, reverse=True)
+        matches = [_told(user, run, newest, used.get(name, 0.0)) for name, run in mine.items()]
+        return sorted(matches, key=lambda run: run.time, reverse=True)
 
     def owner(self, session: str) -> str | None:
         """Return who has runs of a session."""
@@ -123,11 +123,11 @@ class TrainingRuns:
 
     def _newest(self, user: str) -> dict[tuple[str, str], TinkerCheckpoint]:
         """Return the newest checkpoint of each model and kind."""
-        found: dict[tuple[str, str], TinkerCheckpoint] = {}
+        collected: dict[tuple[str, str], TinkerCheckpoint] = {}
         for item in self._checkpoints.of_user(user):
             if not item.passing:
-                found.setdefault((str(item.name.model), item.name.kind), item.told())
-        return found
+                collected.setdefault((str(item.name.model), item.name.kind), item.told())
+        return collected
 
     def _forget(self, user: str, name: ModelName) -> None:
         if self._checkpoints.of_user(user, name):
@@ -193,8 +193,8 @@ class TinkerSessions:
     def load(self) -> None:
         """Read what is there."""
         for file in sorted(self._folder.glob(f"*/{_FOLDER}/*.json")):
-            found = read_record(file)
-            if found is not None and (session := _session_in(found)) is not None:
+            result = read_record(file)
+            if result is not None and (session := _session_in(result)) is not None:
                 user = file.parents[1].name
                 live = session.model_copy(update={"seen": self._loaded})  # as far as is known
                 self._users.setdefault(user, {})[session.session] = live
@@ -209,22 +209,22 @@ class TinkerSessions:
                 f"there is no session {session}", hint="create_session returns a session's id"
             )
 
-    def tell(self, user: str, told: TellSession) -> SessionState:
+    def tell(self, user: str, event: TellSession) -> SessionState:
         """Take in what is told of a session; raises NotFoundError for one of somebody else."""
-        self.check_owner(user, session_name(told.session))
+        self.check_owner(user, session_name(event.session))
         with self._lock:
-            known = self._users.get(user, {}).get(told.session)
+            known = self._users.get(user, {}).get(event.session)
             if known is None:
-                if told.event != "begin" and not self._runs.models_of(user, told.session):
+                if event.event != "begin" and not self._runs.models_of(user, event.session):
                     return SessionState(state="unknown")
-                known = TinkerSession(session=told.session, time=time.time())
-            now = _changed(known, told)
+                known = TinkerSession(session=event.session, time=time.time())
+            now = _changed(known, event)
             mine = self._users.setdefault(user, {})
-            mine[told.session], self._owners[told.session] = now, user
+            mine[event.session], self._owners[event.session] = now, user
             if now.model_dump(exclude={"seen"}) != known.model_dump(exclude={"seen"}) or (
-                told.event == "begin"
+                event.event == "begin"
             ):
-                write_record(self._file(user, told.session), now.to_map())
+                write_record(self._file(user, event.session), now.to_map())
             for old in list(mine)[: max(0, len(mine) - MAX_SESSIONS)]:
                 del mine[old], self._owners[old]
                 self._file(user, old).unlink(missing_ok=True)
@@ -254,32 +254,32 @@ class TinkerSessions:
         is_idle = not used or time.monotonic() - used > ABANDONED_S
         return is_idle and time.time() - heard > ABANDONED_S
 
-    def page(self, user: str, asked: ListSessions) -> SessionPage:
+    def page(self, user: str, request: ListSessions) -> SessionPage:
         """Return a part of the list of a user's sessions, or one, with their models."""
         with self._lock:
             mine = list(self._users.get(user, {}).values())
-        found = [item for item in mine if asked.session in ("", item.session)]
-        found.sort(key=lambda one: one.time, reverse=True)
-        part = found[asked.offset : asked.offset + asked.limit]
+        matches = [item for item in mine if request.session in ("", item.session)]
+        matches.sort(key=lambda one: one.time, reverse=True)
+        part = matches[request.offset : request.offset + request.limit]
         whole = [
             item.model_copy(update={"models": self._runs.models_of(user, item.session)})
             for item in part
         ]
-        return SessionPage(sessions=whole, total=len(found))
+        return SessionPage(sessions=whole, total=len(matches))
 
     def _file(self, user: str, session: str) -> Path:
         return self._folder / user / _FOLDER / f"{session}.json"
 
 
-def _changed(known: TinkerSession, told: TellSession) -> TinkerSession:
+def _changed(known: TinkerSession, event: TellSession) -> TinkerSession:
     update: dict[str, Any] = {"seen": time.time()}
-    if told.event == "begin":
+    if event.event == "begin":
         names = ("user_metadata", "display_name", "sdk_version")
-        update |= {name: getattr(told, name) for name in names}
-    elif told.event == "finish" and not known.reason:
-        update["reason"] = told.reason or "finished"
-    elif told.event == "sampler" and told.sampler not in known.samplers:
-        update["samplers"] = [*known.samplers, told.sampler][-MAX_SAMPLERS:]
+        update |= {name: getattr(event, name) for name in names}
+    elif event.event == "finish" and not known.reason:
+        update["reason"] = event.reason or "finished"
+    elif event.event == "sampler" and event.sampler not in known.samplers:
+        update["samplers"] = [*known.samplers, event.sampler][-MAX_SAMPLERS:]
     return known.model_copy(update=update)
 
 
@@ -330,45 +330,45 @@ class StoreCalls:
         """Remove what has expired."""
         return await asyncio.to_thread(partial(self._checkpoints.sweep, wanted=self._is_wanted))
 
-    async def _about(self, asked: AboutCheckpoint, context: RequestContext) -> ModelInfo:
-        name = CheckpointName.parse(asked.path)
-        found = await asyncio.to_thread(self._folders.find, context.user, name)
-        if found.user == context.user:
-            self._checkpoints.note(found)
-        return found.info
+    async def _about(self, request: AboutCheckpoint, context: RequestContext) -> ModelInfo:
+        name = CheckpointName.parse(request.path)
+        reply = await asyncio.to_thread(self._folders.find, context.user, name)
+        if reply.user == context.user:
+            self._checkpoints.note(reply)
+        return reply.info
 
-    async def _list(self, asked: ListCheckpoints, context: RequestContext) -> CheckpointPage:
-        if asked.model:
-            self._check_run(context.user, ModelName.parse(asked.model))
-        return await asyncio.to_thread(self._checkpoints.page, context.user, asked)
+    async def _list(self, request: ListCheckpoints, context: RequestContext) -> CheckpointPage:
+        if request.model:
+            self._check_run(context.user, ModelName.parse(request.model))
+        return await asyncio.to_thread(self._checkpoints.page, context.user, request)
 
-    async def _change(self, asked: ChangeCheckpoint, context: RequestContext) -> TinkerCheckpoint:
+    async def _change(self, request: ChangeCheckpoint, context: RequestContext) -> TinkerCheckpoint:
         change = partial(self._checkpoints.change, wanted=self._is_wanted)
-        return (await asyncio.to_thread(change, context.user, asked)).told()
+        return (await asyncio.to_thread(change, context.user, request)).told()
 
-    async def _export(self, asked: ExportCheckpoint, context: RequestContext) -> CheckpointExport:
-        return await asyncio.to_thread(self._exports.export, context.user, asked.path)
+    async def _export(self, request: ExportCheckpoint, context: RequestContext) -> CheckpointExport:
+        return await asyncio.to_thread(self._exports.export, context.user, request.path)
 
-    async def _fetch(self, asked: FetchFile) -> FilePart:
-        return await asyncio.to_thread(self._exports.fetch, asked)
+    async def _fetch(self, request: FetchFile) -> FilePart:
+        return await asyncio.to_thread(self._exports.fetch, request)
 
-    async def _list_runs(self, asked: ListRuns, context: RequestContext) -> RunPage:
+    async def _list_runs(self, request: ListRuns, context: RequestContext) -> RunPage:
         used = {
             model.name: model.used + self._epoch
             for model in self._models
             if model.user == context.user and model.used
         }
-        if asked.model:
-            self._check_run(context.user, ModelName.parse(asked.model))
+        if request.model:
+            self._check_run(context.user, ModelName.parse(request.model))
         runs = await asyncio.to_thread(self._runs.of_user, context.user, used)
-        runs = [run for run in runs if asked.model in ("", run.model)]
-        return RunPage(runs=runs[asked.offset : asked.offset + asked.limit], total=len(runs))
+        runs = [run for run in runs if request.model in ("", run.model)]
+        return RunPage(runs=runs[request.offset : request.offset + request.limit], total=len(runs))
 
-    async def _tell(self, told: TellSession, context: RequestContext) -> SessionState:
-        return await asyncio.to_thread(self._sessions.tell, context.user, told)
+    async def _tell(self, event: TellSession, context: RequestContext) -> SessionState:
+        return await asyncio.to_thread(self._sessions.tell, context.user, event)
 
-    async def _list_sessions(self, asked: ListSessions, context: RequestContext) -> SessionPage:
-        return await asyncio.to_thread(self._sessions.page, context.user, asked)
+    async def _list_sessions(self, request: ListSessions, context: RequestContext) -> SessionPage:
+        return await asyncio.to_thread(self._sessions.page, context.user, request)
 
     def _check_run(self, user: str, name: ModelName) -> None:
         """Raise NotFoundError for a run that a user does not have."""
@@ -431,15 +431,15 @@ class SnapshotCalls:
         await service.endpoint("snapshot-find", found, FindSnapshot, self._find)
         await service.endpoint("snapshot-fetch", part, FetchSnapshot, self._fetch)
 
-    async def _find(self, asked: FindSnapshot) -> FoundSnapshot:
-        return await asyncio.to_thread(self._found, asked)
+    async def _find(self, request: FindSnapshot) -> FoundSnapshot:
+        return await asyncio.to_thread(self._found, request)
 
-    def _found(self, asked: FindSnapshot) -> FoundSnapshot:
+    def _found(self, request: FindSnapshot) -> FoundSnapshot:
         mark = mark_of(self._folder)
-        if not asked.path:
+        if not request.path:
             return FoundSnapshot(mark=mark)
-        name = CheckpointName.parse(asked.path)
-        stored = find_snapshot(self._folders, asked.user, name, moves=asked.moves)
+        name = CheckpointName.parse(request.path)
+        stored = find_snapshot(self._folders, request.user, name, moves=request.moves)
         try:
             sizes = {file: (stored.folder / file).stat().st_size for file in FILES}
         except OSError as error:
@@ -448,17 +448,17 @@ class SnapshotCalls:
             mark=mark, owner=stored.user, path=str(stored.name), seq=stored.seq, files=sizes
         )
 
-    async def _fetch(self, asked: FetchSnapshot) -> SnapshotPart:
-        return await asyncio.to_thread(self._part, asked)
+    async def _fetch(self, request: FetchSnapshot) -> SnapshotPart:
+        return await asyncio.to_thread(self._part, request)
 
-    def _part(self, asked: FetchSnapshot) -> SnapshotPart:
-        name = CheckpointName.parse(asked.path)
-        stored = self._folders.find(asked.user, name)
-        if stored.seq != asked.seq or asked.file not in FILES:
+    def _part(self, request: FetchSnapshot) -> SnapshotPart:
+        name = CheckpointName.parse(request.path)
+        stored = self._folders.find(request.user, name)
+        if stored.seq != request.seq or request.file not in FILES:
             raise NotFoundError(f"{name} was saved anew", hint="sample again")
         try:
-            with (stored.folder / asked.file).open("rb") as file:
-                file.seek(asked.offset)
+            with (stored.folder / request.file).open("rb") as file:
+                file.seek(request.offset)
                 return SnapshotPart(data=file.read(self._part_bytes))
         except OSError as error:  # removed meanwhile
             raise missing(name) from error

@@ -341,13 +341,13 @@ class Worker:
                 model.user, ModelOperation(kind="missing", model=str(model.name), seq=seq, body=b"")
             )
             try:
-                found = await self._log.find(model.user, OperationName(model.name, seq))
+                match = await self._log.find(model.user, OperationName(model.name, seq))
             except MessageError as error:
                 await self.leave(model, seq, error.message)
                 return
-            if found is None:
+            if match is None:
                 raise StateError(f"operation {seq} of {model.key} is in the log and cannot be read")
-            self._models.enqueue(model.user, found)
+            self._models.enqueue(model.user, match)
             self._arrived.set()
 
     async def leave(self, model: TrainedModel, seq: int, reason: str) -> None:

@@ -94,22 +94,22 @@ def select(records: Sequence[JobRecord], query: Query) -> JobPage:
     counts = {name: sum(by_state[state] for state in states) for name, states in GROUPS.items()}
     states = GROUPS.get(query.state, frozenset({query.state.upper()}))
     words = query.search.lower().split()
-    found = [
+    matches = [
         record
         for record in (archived if query.state == ARCHIVED else records)
         if (query.state in ("", ARCHIVED) or record.state in states) and _matches(record, words)
     ]
     name, descends = query.sort.removeprefix("-"), query.sort.startswith("-")
     if name in SORTS:
-        found.sort(key=SORTS[name], reverse=descends)
+        matches.sort(key=SORTS[name], reverse=descends)
     elif query.sort and name not in FIGURES:
         raise MessageError(
             f"jobs cannot be sorted by {name[:40]!r}",
             hint=f"by {', '.join((*SORTS, *FIGURES))}, with a - before it for the greatest first",
         )
-    found, helpers = fold(found) if query.folded else (found, {})
-    shown = found[query.offset : query.offset + query.limit]
-    return JobPage(shown, len(found), {"all": len(records), **counts}, helpers)
+    matches, helpers = fold(matches) if query.folded else (matches, {})
+    shown = matches[query.offset : query.offset + query.limit]
+    return JobPage(shown, len(matches), {"all": len(records), **counts}, helpers)
 
 
 def fold(records: Sequence[JobRecord]) -> tuple[list[JobRecord], dict[str, list[JobRecord]]]:
@@ -154,8 +154,8 @@ async def select_rows(
 
 def with_helpers(rows: list[dict[str, Any]], page: JobPage) -> list[dict[str, Any]]:
     """Return rows with what is told of the jobs that serve or evaluate each."""
-    told = {job: [_helper(item) for item in those] for job, those in page.helpers.items()}
-    return [{**item, "helpers": told.get(item["job"], [])} for item in rows]
+    fields = {job: [_helper(item) for item in those] for job, those in page.helpers.items()}
+    return [{**item, "helpers": fields.get(item["job"], [])} for item in rows]
 
 
 def _helper(record: JobRecord) -> dict[str, Any]:
@@ -220,9 +220,9 @@ class Figures:
     async def values(self, broker: Broker, record: JobRecord) -> dict[str, float]:
         """Return the newest value of each metric of a job; none where its feed is gone."""
         key = f"{record.user}.{record.job}.{record.attempt}.{record.finished}"
-        kept = self._kept.get(key)
-        if kept is not None and kept[0] > time.monotonic():
-            return kept[1]
+        cached = self._kept.get(key)
+        if cached is not None and cached[0] > time.monotonic():
+            return cached[1]
         if record.started is None and record.state == "QUEUED":
             return {}
         try:
@@ -286,19 +286,19 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> list[ConfigDifference]:
     """Return the keys in which configurations differ, by name."""
     flat = [_flat(config) for config in configs]
     keys = sorted(set[str]().union(*flat) - _OF_THE_RUN)
-    found = (ConfigDifference(key, [item.get(key) for item in flat]) for key in keys)
-    return [item for item in found if len(set(item.values)) > 1]
+    matches = (ConfigDifference(key, [item.get(key) for item in flat]) for key in keys)
+    return [item for item in matches if len(set(item.values)) > 1]
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Return dotted keys and their values as JSON; an empty section is a value."""
-    told: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
-            told |= _flat(cast("Mapping[str, Any]", value), f"{prefix}{key}.")
+            fields |= _flat(cast("Mapping[str, Any]", value), f"{prefix}{key}.")
         else:
-            told[f"{prefix}{key}"] = json.dumps(value, ensure_ascii=False, default=repr)
-    return told
+            fields[f"{prefix}{key}"] = json.dumps(value, ensure_ascii=False, default=repr)
+    return fields
 
 
 # What the actors of a job wrote and what happened to it: the ends of its logs and events.
@@ -331,8 +331,8 @@ async def tail_of_events(
     messages = await _tail(broker, scope.stream_feed, scope.event, limit * 2)
     stored = [event for message in messages if (event := _parse(message, Event)) is not None]
     events = [*stored, *(event for event in record.untold if event not in stored)]
-    told = [event for event in events if not quiet or event.kind != "bottleneck"]
-    return told[-limit:][::-1]
+    shown = [event for event in events if not quiet or event.kind != "bottleneck"]
+    return shown[-limit:][::-1]
 
 
 async def bottleneck_of(broker: Broker, record: JobRecord) -> str:
@@ -358,8 +358,8 @@ def shown_lines(batch: LogLines) -> list[dict[str, Any]]:
 
 
 def _level(line: str) -> str:
-    found = _LEVEL.search(line)
-    word = (found[1] or found[2]).lower() if found else "info"
+    match = _LEVEL.search(line)
+    word = (match[1] or match[2]).lower() if match else "info"
     return {"traceback": "error", "critical": "error"}.get(word, word)
 
 
@@ -370,28 +370,28 @@ async def _tail(broker: Broker, stream: str, subject: str, limit: int) -> list[S
     except NotFoundError:
         return []
     first, last = max(int(state["first_seq"]), 1), int(state["last_seq"])
-    found: list[StoredMessage] = []
+    collected: list[StoredMessage] = []
     end, window = last, _WINDOW
     for _ in range(_MAX_LOOKS):
         start = max(first, end - window + 1)
-        if end < first or len(found) >= limit:
+        if end < first or len(collected) >= limit:
             break
-        found = [*await _between(broker, stream, subject, start, end), *found]
+        collected = [*await _between(broker, stream, subject, start, end), *collected]
         end, window = start - 1, window * 4
-    return found[-limit:]
+    return collected[-limit:]
 
 
 async def _between(
     broker: Broker, stream: str, subject: str, start: int, end: int
 ) -> list[StoredMessage]:
-    found: list[StoredMessage] = []
+    collected: list[StoredMessage] = []
     while start <= end:
         messages, more = await get_batch(broker, stream, start, subject)
-        found += [message for message in messages if message.seq <= end]
+        collected += [message for message in messages if message.seq <= end]
         if not messages or not more:
             break
         start = messages[-1].seq + 1
-    return found
+    return collected
 
 
 def _parse(message: StoredMessage, model: type[M]) -> M | None:
@@ -415,26 +415,26 @@ async def scored_checkpoints(broker: Broker, record: JobRecord) -> list[dict[str
 
     Raises StorageError.
     """
-    found = await asyncio.to_thread(list_checkpoints, record, Stores(broker))
+    reply = await asyncio.to_thread(list_checkpoints, record, Stores(broker))
     try:
         scores = await read_scores(broker, record.scope)
     except TinkermqError:
         scores = {}  # the bucket is not there, or not for this user
-    best = best_of(scores, [item["step"] for item in found])
+    best = best_of(scores, [item["step"] for item in reply])
     return [
-        {**item, "score": scores.get(item["step"]), "best": item["step"] == best} for item in found
+        {**item, "score": scores.get(item["step"]), "best": item["step"] == best} for item in reply
     ]
 
 
 def list_checkpoints(record: JobRecord, stores: Stores) -> list[dict[str, Any]]:
     """Return step, size and time of each checkpoint, newest first; raises StorageError."""
-    found = _in_store(record, stores)
-    there = {item["step"] for item in found}
+    result = _in_store(record, stores)
+    there = {item["step"] for item in result}
     for step, folder in checkpoint_folders(record.run_dir).items():
         files = _files(record.run_dir, step)
         if not files or step in there:
             continue
-        found.append(
+        result.append(
             {
                 "step": step,
                 "bytes": sum(file.num_bytes for file in files),
@@ -443,7 +443,7 @@ def list_checkpoints(record: JobRecord, stores: Stores) -> list[dict[str, Any]]:
                 "path": str(folder),
             }
         )
-    return sorted(found, key=lambda one: one["step"], reverse=True)
+    return sorted(result, key=lambda one: one["step"], reverse=True)
 
 
 def _in_store(record: JobRecord, stores: Stores) -> list[dict[str, Any]]:

@@ -145,8 +145,8 @@ def chart_points(
     times, tokens = curves.means(_TOLD_AT), np.nan_to_num(curves.means(_TRAINED)) * curves.width
     begun = times[np.isfinite(times)][:1].sum()
     axes = {TIME: times[at] - begun, TOKENS: np.cumsum(tokens)[at]}
-    told = {name: np.round(values, 1).tolist() for name, values in axes.items()}
-    return {"names": sorted(names), **told, **points}
+    fields = {name: np.round(values, 1).tolist() for name, values in axes.items()}
+    return {"names": sorted(names), **fields, **points}
 
 
 def finite_values(metric: Metric) -> dict[str, float]:
@@ -278,9 +278,9 @@ class History:
                 reply = await broker.request(broker.direct_get(stream), request)
             return stored_message(reply, stream)
 
-        found = await asyncio.gather(*(one(seq) for seq in range(first, last + 1, stride)))
+        results = await asyncio.gather(*(one(seq) for seq in range(first, last + 1, stride)))
         curves = job_curves()
-        enter(curves, _metrics([message for message in found if message is not None]))
+        enter(curves, _metrics([message for message in results if message is not None]))
         enter(curves, await self._evaluations(broker))
         return curves
 
@@ -289,8 +289,8 @@ class History:
             entries = await Bucket(broker, BUCKET_EVALS, EvalRecord).items(self._scope.key)
         except TinkermqError:
             return []  # the bucket is not there, or not for this user: the whole feed has them
-        told = [entry.value for entry in entries if entry.value.values]
-        return [Metric(step=item.step, values=item.values, time=0.0) for item in told]
+        shown = [entry.value for entry in entries if entry.value.values]
+        return [Metric(step=item.step, values=item.values, time=0.0) for item in shown]
 
 
 class Histories:
@@ -378,5 +378,5 @@ def _line(payload: bytes, names: Sequence[str], first: int, last: int | None) ->
     values = {
         name: value for name, value in finite_values(metric).items() if is_wanted(name, names)
     }
-    told = {"step": metric.step, "time": metric.time, "values": values}
-    return json.dumps(told).encode() + b"\n" if values else b""
+    fields = {"step": metric.step, "time": metric.time, "values": values}
+    return json.dumps(fields).encode() + b"\n" if values else b""

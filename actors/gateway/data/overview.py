@@ -214,9 +214,9 @@ class _Updates:
             reader = StreamReader(broker, stream, subjects, from_seq=from_seq)
             async with aclosing(reader.messages()) as messages:
                 async for stored in messages:
-                    told = _told(stored, scope)
-                    if told is not None:
-                        await self._put(told[0], told[1], stored.seq)
+                    reported = _told(stored, scope)
+                    if reported is not None:
+                        await self._put(reported[0], reported[1], stored.seq)
         except NotFoundError:
             return self._record.has_streams or self._record.state in FINAL_STATES
         except MessageError:
@@ -254,8 +254,8 @@ def _told(stored: StoredMessage, scope: JobScope) -> tuple[str, Any] | None:
     try:
         if stored.subject == scope.metric:
             metric = Metric.from_bytes(stored.payload)
-            told = {"step": metric.step, "time": metric.time, "values": finite_values(metric)}
-            return "metric", told
+            fields = {"step": metric.step, "time": metric.time, "values": finite_values(metric)}
+            return "metric", fields
         if stored.subject == scope.event:
             event = Event.from_bytes(stored.payload)
             return "event", event.model_dump(exclude={"data"})

@@ -213,7 +213,7 @@ def show_tokens(one: Trajectory, texts: TokenTexts) -> dict[str, Any]:
     logprobs = one.logprobs[: len(ids)].tolist()
     versions = one.versions[: len(ids)].tolist()
     ends = dict(zip(one.turn_ends.tolist(), one.rewards.tolist(), strict=True))
-    said = texts.of(ids)
+    message = texts.of(ids)
     tokens = [
         {
             "id": token,
@@ -225,7 +225,7 @@ def show_tokens(one: Trajectory, texts: TokenTexts) -> dict[str, Any]:
             "reward": ends.get(place),
         }
         for place, (token, text, made, logprob, version) in enumerate(
-            zip(ids, said, mask, logprobs, versions, strict=True)
+            zip(ids, message, mask, logprobs, versions, strict=True)
         )
     ]
     return {
@@ -284,9 +284,9 @@ def image_url(value: Any) -> str:
     nothing that the browser would fetch from elsewhere.
     """
     if isinstance(value, str):
-        found = _DATA_URL.fullmatch(value) if len(value) < 2 * MAX_IMAGE_BYTES else None
+        result = _DATA_URL.fullmatch(value) if len(value) < 2 * MAX_IMAGE_BYTES else None
         try:
-            value = base64.b64decode(found[2] if found else value, validate=found is None)
+            value = base64.b64decode(result[2] if result else value, validate=result is None)
         except (binascii.Error, ValueError):
             return ""
     if not isinstance(value, bytes) or len(value) > MAX_IMAGE_BYTES:
@@ -385,12 +385,12 @@ async def read_page(
     older: int | None = None
     if step is not None:
         seqs = await _trained_in(broker, job.scope, there, step)
-        found = await asyncio.to_thread(_those, await _entries(there, seqs), wanted)
-        rows = [group_row(item, step, wanted) for item in found]
+        reply = await asyncio.to_thread(_those, await _entries(there, seqs), wanted)
+        rows = [group_row(item, step, wanted) for item in reply]
     else:
         step_of = there.steps | await _recent_steps(broker, job.scope)
-        found, older = await _search(there, before, wanted)
-        rows = [group_row(item, step_of.get(item.seq), wanted) for item in found]
+        reply, older = await _search(there, before, wanted)
+        rows = [group_row(item, step_of.get(item.seq), wanted) for item in reply]
     if sort == "reward":
         rows.sort(key=lambda row: row["reward"] if row["reward"] is not None else float("-inf"))
         rows.reverse()
@@ -401,18 +401,18 @@ async def _search(
     there: RunRollouts, before: int | None, wanted: Wanted
 ) -> tuple[list[LogEntry], int | None]:
     """Return a page of what is wanted, from `before` back, and where older ones begin."""
-    found: list[LogEntry] = []
+    collected: list[LogEntry] = []
     num_entries = num_bytes = 0
     while seqs := there.before(before, GROUPS_PER_PAGE):
         entries = await _entries(there, seqs)
-        found += await asyncio.to_thread(_those, entries, wanted)
+        collected += await asyncio.to_thread(_those, entries, wanted)
         before = seqs[-1]
         num_entries += len(entries)
         num_bytes += sum(len(entry.payload) for entry in entries)
         enough = num_entries >= _SEARCHED_ENTRIES or num_bytes >= _SEARCHED_BYTES
-        if enough or len(found) >= GROUPS_PER_PAGE:
+        if enough or len(collected) >= GROUPS_PER_PAGE:
             break
-    return found, before if there.before(before, 1) else None
+    return collected, before if there.before(before, 1) else None
 
 
 async def _entries(there: RunRollouts, seqs: Iterable[int]) -> list[LogEntry]:
@@ -492,10 +492,10 @@ async def _trained_in(
     try:
         return (await trained_in(broker, scope, step)).seqs
     except NotFoundError:
-        kept = [seq for seq, trained in there.steps.items() if trained == step]
-        if not kept:
+        remaining = [seq for seq, trained in there.steps.items() if trained == step]
+        if not remaining:
             raise
-        return kept
+        return remaining
 
 
 async def trained_in(broker: Broker, scope: JobScope, step: int) -> BatchRecord:

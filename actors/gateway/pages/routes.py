@@ -107,8 +107,8 @@ async def compare(request: Request) -> Response:
     rows = await gateway_of(request).figures.rows(visitor.broker, records)
     configs = await asyncio.to_thread(lambda: [effective(record.config) for record in records])
     jobs = [record.job for record in records]
-    asked = request.query_params.multi_items()
-    kept = [(key, value) for key, value in asked if key not in ("run", "search")]
+    requested = request.query_params.multi_items()
+    remaining = [(key, value) for key, value in requested if key not in ("run", "search")]
     shown: dict[str, Any] = {
         "user": visitor.user,
         "rows": rows,
@@ -119,7 +119,7 @@ async def compare(request: Request) -> Response:
         "differences": differences(configs),
         "without": {
             record.job: "/compare?"
-            + urlencode([*(("run", o) for o in jobs if o != record.job), *kept])
+            + urlencode([*(("run", o) for o in jobs if o != record.job), *remaining])
             for record in records
         },
     }
@@ -134,10 +134,10 @@ async def _compared(request: Request, scheduler: Scheduler) -> tuple[str, list[J
     search = "" if jobs else request.query_params.get("search", "")[:200]
     if not search:
         return "", [await scheduler.get(item) for item in jobs], len(jobs)
-    told = await scheduler.list_jobs()
-    found = select(told, Query(search=search, limit=len(told))).records
-    found = [item for item in found if item.trains]
-    return search, found[:MAX_RUNS], len(found)
+    reply = await scheduler.list_jobs()
+    result = select(reply, Query(search=search, limit=len(reply))).records
+    result = [item for item in result if item.trains]
+    return search, result[:MAX_RUNS], len(result)
 
 
 def _curves_of(record: JobRecord) -> dict[str, str]:
@@ -172,13 +172,13 @@ async def job_rollouts(request: Request) -> Response:
     """Show a page of a job's groups."""
     visitor, record = await job_of(request)
     page = await page_of_rollouts(request, visitor, record)
-    asked = {name: request.query_params.get(name, "") for name in _ROLLOUT_QUERY}
+    parameters = {name: request.query_params.get(name, "") for name in _ROLLOUT_QUERY}
     rewards = [item["reward"] for group in page.groups for item in group["episodes"]]
     low, high = (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
-    kept = {name: value for name, value in asked.items() if value}
-    told = {name: value for name, value in kept.items() if name != "beside"}
-    links = {"query": urlencode(kept), "query_json": urlencode(told)}
-    shown = {"page": page, "asked": asked, "low": low, "high": high, **links}
+    remaining = {name: value for name, value in parameters.items() if value}
+    fields = {name: value for name, value in remaining.items() if name != "beside"}
+    links = {"query": urlencode(remaining), "query_json": urlencode(fields)}
+    shown = {"page": page, "asked": parameters, "low": low, "high": high, **links}
     return await job_page(request, visitor, record, "rollouts", shown)
 
 
@@ -223,10 +223,10 @@ async def _helpers(
         if (step := _step_of(item, record)) is not None
     ]
     rows = await gateway_of(request).figures.rows(visitor.broker, [one for one, _ in those])
-    found: dict[int, list[dict[str, Any]]] = {}
+    collected: dict[int, list[dict[str, Any]]] = {}
     for row_of_job, (_, step) in zip(rows, those, strict=True):
-        found.setdefault(step, []).append(row_of_job)
-    return found
+        collected.setdefault(step, []).append(row_of_job)
+    return collected
 
 
 def _step_of(record: JobRecord, run: JobRecord) -> int | None:
@@ -255,8 +255,8 @@ async def evaluate(request: Request) -> Response:
 async def playground(request: Request) -> Response:
     """Show the page that talks with a served model; its script does the rest."""
     visitor = await visitor_of(request)
-    asked = {name: request.query_params.get(name, "")[:200] for name in ("model", "job")}
-    return render(request, "playground.html", {"user": visitor.user, **asked})
+    parameters = {name: request.query_params.get(name, "")[:200] for name in ("model", "job")}
+    return render(request, "playground.html", {"user": visitor.user, **parameters})
 
 
 # The page that asks before runs are archived or deleted, and tells what that frees.
@@ -529,12 +529,12 @@ async def tinker(request: Request) -> Response:
 async def tinker_model(request: Request) -> Response:
     """Show the curves of one of these models."""
     visitor = await visitor_of(request)
-    found = await curves_of(request, visitor)
-    job, model = request.path_params["job"], found.shown.info.model
+    reply = await curves_of(request, visitor)
+    job, model = request.path_params["job"], reply.shown.info.model
     url = f"/api/v1/tinker/{quote(job)}/{quote(model)}/metrics"
     runs = [{"job": job, "name": model, "url": url, "whole": True}]
     return render(
-        request, "tinker_model.html", {"user": visitor.user, "model": found.shown, "runs": runs}
+        request, "tinker_model.html", {"user": visitor.user, "model": reply.shown, "runs": runs}
     )
 
 

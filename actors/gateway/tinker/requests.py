@@ -42,8 +42,8 @@ async def visitor_of_key(request: Request) -> Visitor:
 
 
 def _told_length(request: Request) -> int:
-    told = request.headers.get("content-length", "")
-    return int(told) if told.isascii() and told.isdigit() and len(told) < 12 else 0
+    reported = request.headers.get("content-length", "")
+    return int(reported) if reported.isascii() and reported.isdigit() and len(reported) < 12 else 0
 
 
 async def raw_body(request: Request) -> bytes:
@@ -131,8 +131,8 @@ def answered(name: str, result: OperationResult) -> Response:
 
 def not_ready(name: str, reason: str) -> Response:
     """Say that a result is not there yet, and why: the client asks again at once."""
-    told = {**_DETAIL_OF_POLL, "queue_state_reason": reason}
-    return JSONResponse({"type": "try_again", "request_id": name, **told}, _NOT_READY)
+    fields = {**_DETAIL_OF_POLL, "queue_state_reason": reason}
+    return JSONResponse({"type": "try_again", "request_id": name, **fields}, _NOT_READY)
 
 
 # What is said to programs whose SDK this service was not tested with.
@@ -146,11 +146,11 @@ _VERSION = re.compile(r"([0-9]{1,4})\.([0-9]{1,4})(\..*)?")
 
 def note_to(version: str) -> dict[str, str]:
     """Return what a session's client shows its user: nothing, for a version that was tested."""
-    found = _VERSION.fullmatch(version)
+    match = _VERSION.fullmatch(version)
     tested = f"{_shown(OLDEST)} to {_shown(NEWEST)}"
-    if found is None:
+    if match is None:
         return {"warning_message": f"this service was tested with tinker {tested}"}
-    number = int(found[1]), int(found[2])
+    number = int(match[1]), int(match[2])
     if number < OLDEST:
         return {
             "error_message": f"tinker {version} sends requests that this service does not take: "
@@ -169,8 +169,8 @@ def knows_external(user_agent: str) -> bool:
 
     Those before cannot read a list that has one. What is no SDK is told everything.
     """
-    found = _AGENT.search(user_agent)
-    return found is None or (int(found[1]), int(found[2])) >= _EXTERNAL
+    match = _AGENT.search(user_agent)
+    return match is None or (int(match[1]), int(match[2])) >= _EXTERNAL
 
 
 def _shown(version: tuple[int, int]) -> str:

@@ -85,14 +85,14 @@ class RestApi:
         visitor = await visitor_of_key(request)
         _, body = await json_body(request)
         session, version = f"s{secrets.token_hex(8)}", str(body.get("sdk_version") or "")[:80]
-        told = TellSession(
+        event = TellSession(
             session=session,
             event="begin",
             user_metadata=metadata_in(body),
             display_name=_name_in(body),
             sdk_version=version,
         )
-        await self._kept.tell(visitor, told)
+        await self._kept.tell(visitor, event)
         notes = note_to(version)
         if body.get("project_id") is not None:
             notes["info_message"] = "this service has no projects: project_id is ignored"
@@ -102,13 +102,13 @@ class RestApi:
         """Say that a session goes on; 410 for one that is over."""
         visitor = await visitor_of_key(request)
         _, body = await json_body(request)
-        told = TellSession(session=session_name(text_in(body, "session_id")), event="beat")
+        event = TellSession(session=session_name(text_in(body, "session_id")), event="beat")
         try:
-            state = await self._kept.tell(visitor, told)
+            state = await self._kept.tell(visitor, event)
         except NobodyAnswersError:  # the trainer starts again: the session goes on
             state = "live"
         if state == "over":
-            return JSONResponse({"detail": f"session {told.session} is over"}, _GONE)
+            return JSONResponse({"detail": f"session {event.session} is over"}, _GONE)
         return JSONResponse({"type": "session_heartbeat"})
 
     async def finish(self, request: Request) -> Response:
@@ -116,33 +116,33 @@ class RestApi:
         visitor = await visitor_of_key(request)
         _, body = await json_body(request)
         reason: dict[str, Any] = body.get("reason") or {}
-        said = str(reason.get("type") or "")
+        message = str(reason.get("type") or "")
         detail = str(body.get("detail") or "")
-        told = TellSession(
+        event = TellSession(
             session=session_name(request.path_params["session"]),
             event="finish",
-            reason=": ".join(item for item in (said, detail) if item)[:1000],
+            reason=": ".join(item for item in (message, detail) if item)[:1000],
         )
-        await self._kept.tell(visitor, told)
+        await self._kept.tell(visitor, event)
         return JSONResponse({})
 
     async def list_sessions(self, request: Request) -> Response:
         """List the ids of sessions."""
         visitor = await visitor_of_key(request)
-        found = await self._kept.sessions(visitor, *_page(request, 20))
-        return JSONResponse({"sessions": [item.session for item in found]})
+        reply = await self._kept.sessions(visitor, *_page(request, 20))
+        return JSONResponse({"sessions": [item.session for item in reply]})
 
     async def get_session(self, request: Request) -> Response:
         """Tell what was made in a session."""
         visitor = await visitor_of_key(request)
         session = session_name(request.path_params["session"])
-        found = await self._kept.session(visitor, session)
+        reply = await self._kept.session(visitor, session)
         return JSONResponse(
             {
-                "training_run_ids": found.models,
-                "sampler_ids": found.samplers,
-                "user_metadata": found.user_metadata,
-                "display_name": found.display_name,
+                "training_run_ids": reply.models,
+                "sampler_ids": reply.samplers,
+                "user_metadata": reply.user_metadata,
+                "display_name": reply.display_name,
             }
         )
 
@@ -154,8 +154,8 @@ class RestApi:
         _check_project(request)
         offset, limit = _page(request, 20)
         runs, total = await self._kept.runs(visitor, offset, limit)
-        told = [_run(run) for run in runs]
-        return JSONResponse({"training_runs": told, "cursor": _cursor(offset, limit, total)})
+        shown = [_run(run) for run in runs]
+        return JSONResponse({"training_runs": shown, "cursor": _cursor(offset, limit, total)})
 
     async def get_run(self, request: Request) -> Response:
         """Tell of one training run."""
@@ -165,17 +165,17 @@ class RestApi:
     async def list_of_run(self, request: Request) -> Response:
         """List the checkpoints of a training run, newest first."""
         visitor = await visitor_of_key(request)
-        found = await self._kept.checkpoints_of(visitor, _model(request))
-        told = _checkpoints(request, found)
-        return JSONResponse({"checkpoints": told, "cursor": None})
+        reply = await self._kept.checkpoints_of(visitor, _model(request))
+        reported = _checkpoints(request, reply)
+        return JSONResponse({"checkpoints": reported, "cursor": None})
 
     async def list_of_user(self, request: Request) -> Response:
         """List all checkpoints of a user, newest first."""
         visitor = await visitor_of_key(request)
         offset, limit = _page(request, 100)
         found, total = await self._kept.checkpoints(visitor, offset, limit)
-        told = _checkpoints(request, found)
-        return JSONResponse({"checkpoints": told, "cursor": _cursor(offset, limit, total)})
+        reported = _checkpoints(request, found)
+        return JSONResponse({"checkpoints": reported, "cursor": _cursor(offset, limit, total)})
 
     async def delete(self, request: Request) -> Response:
         """Delete a checkpoint."""
@@ -207,8 +207,8 @@ class RestApi:
         self, request: Request, action: Literal["delete", "publish", "unpublish"]
     ) -> Response:
         visitor = await visitor_of_key(request)
-        asked = ChangeCheckpoint(path=str(checkpoint_in(request)), action=action)
-        return JSONResponse(_checkpoint(await self._kept.change(visitor, asked)))
+        message = ChangeCheckpoint(path=str(checkpoint_in(request)), action=action)
+        return JSONResponse(_checkpoint(await self._kept.change(visitor, message)))
 
 
 def checkpoint_in(request: Request) -> CheckpointName:
@@ -341,11 +341,11 @@ class Downloads:
 
         async def part(file: str, offset: int) -> FilePart:
             try:
-                asked = FetchFile(ticket=ticket, file=file, offset=offset)
+                message = FetchFile(ticket=ticket, file=file, offset=offset)
             except ValidationError:
                 raise NotFoundError("this is no URL of a checkpoint's file") from None
             user = _GATEWAY if gateway_of(request).sessions.with_keys else "local"
-            return await self._trainers.ask(user, broker, job, "fetch", asked, FilePart)
+            return await self._trainers.ask(user, broker, job, "fetch", message, FilePart)
 
         if name != _ARCHIVE:
             first = await part(name, 0)
@@ -466,19 +466,19 @@ async def curves_of(request: Request, visitor: Visitor) -> ModelCurves:
 
 async def get_sessions(request: Request) -> Response:
     """Answer with the base models and the visitor's models."""
-    found = await services_of(request, await visitor_of(request))
-    told: list[dict[str, Any]] = [
+    reply = await services_of(request, await visitor_of(request))
+    shown: list[dict[str, Any]] = [
         {
             **item.offer.to_map(),
             "models": item.sessions and [model.to_map() for model in item.sessions.models],
             "tenants": item.sessions and [user.to_map() for user in item.sessions.tenants],
         }
-        for item in found
+        for item in reply
     ]
-    return JSONResponse({"services": told})
+    return JSONResponse({"services": shown})
 
 
 async def get_metrics(request: Request) -> Response:
     """Answer with the curves of a model."""
-    found = await curves_of(request, await visitor_of(request))
-    return JSONResponse({"complete": True, **found.points})
+    reply = await curves_of(request, await visitor_of(request))
+    return JSONResponse({"complete": True, **reply.points})

@@ -134,8 +134,8 @@ _PAUSE_S = 1.0
 
 def routes(trainers: Trainers) -> list[Route]:
     """Return the endpoints, for the gateway's application."""
-    kept = KeptByTrainers(trainers)
-    api = TinkerApi(trainers, kept)
+    stored = KeptByTrainers(trainers)
+    api = TinkerApi(trainers, stored)
     posts: dict[str, Handler] = {
         "create_model": api.create_model,
         "get_info": api.get_info,
@@ -165,8 +165,8 @@ def routes(trainers: Trainers) -> list[Route]:
             for method, path, one in (
                 ("GET", "samplers/{sampler}", api.sampler),
                 *AboutApi(trainers).routes(),
-                *RestApi(kept).routes(),
-                *Downloads(trainers, kept).routes(),
+                *RestApi(stored).routes(),
+                *Downloads(trainers, stored).routes(),
             )
         ),
         Route(
@@ -321,8 +321,8 @@ class TinkerApi:
             await self._trainers.job_of_sampler(visitor.user, visitor.broker, name)
         opened = TellSession(session=session_name(session), event="sampler", sampler=str(name))
         await self._kept.tell(visitor, opened)
-        told = {"type": "create_sampling_session", "sampling_session_id": str(name)}
-        return JSONResponse(told)
+        fields = {"type": "create_sampling_session", "sampling_session_id": str(name)}
+        return JSONResponse(fields)
 
     async def sampler(self, request: Request) -> Response:
         """Tell from what a session samples."""
@@ -398,8 +398,8 @@ def _guarded(endpoint: Handler) -> Callable[[Request], Coroutine[Any, Any, Respo
         try:
             return await endpoint(request)
         except TinkermqError as error:
-            said = f"{error.message} ({error.hint})" if error.hint else error.message
-            return JSONResponse({"detail": said}, error.status)
+            message = f"{error.message} ({error.hint})" if error.hint else error.message
+            return JSONResponse({"detail": message}, error.status)
         except HTTPException as error:
             return JSONResponse({"detail": error.detail}, error.status_code)
 

@@ -135,8 +135,8 @@ class Trainers:
     async def checkpoint(self, user: str, broker: Broker, name: CheckpointName) -> ModelInfo:
         """Return what a checkpoint holds that a user may read; raises NotFoundError."""
         job = await self.job_of_checkpoint(user, broker, name)
-        asked = AboutCheckpoint(path=str(name))
-        return await self.ask(user, broker, job, "checkpoint", asked, ModelInfo)
+        request = AboutCheckpoint(path=str(name))
+        return await self.ask(user, broker, job, "checkpoint", request, ModelInfo)
 
     async def job_of_checkpoint(self, user: str, broker: Broker, name: CheckpointName) -> str:
         """Return the job that has a checkpoint which a user may read.
@@ -145,13 +145,13 @@ class Trainers:
         """
         if (known := self._jobs.get((user, str(name.model)))) is not None:
             return known
-        asked = AboutCheckpoint(path=str(name))
-        job, _ = await self.first(user, broker, "checkpoint", asked, ModelInfo)
+        request = AboutCheckpoint(path=str(name))
+        job, _ = await self.first(user, broker, "checkpoint", request, ModelInfo)
         self.remember(user, name.model, job)
         return job
 
     async def first(
-        self, user: str, broker: Broker, method: str, asked: Message, reply: type[R]
+        self, user: str, broker: Broker, method: str, request: Message, reply: type[R]
     ) -> tuple[str, R]:
         """Return the job of the trainer that has what is asked for, and its answer.
 
@@ -162,7 +162,7 @@ class Trainers:
         away: NobodyAnswersError | None = None
         for offer in await self.offers(broker):
             try:
-                return offer.job, await self.ask(user, broker, offer.job, method, asked, reply)
+                return offer.job, await self.ask(user, broker, offer.job, method, request, reply)
             except NobodyAnswersError as error:
                 away = error
             except CheckpointGoneError:
@@ -311,12 +311,12 @@ class _Replies:
 
         Raises what it raised, NobodyAnswersError, DeadlineError, MessageError.
         """
-        found: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
-        inbox = await self.inbox.new_subject(lambda message: _settle(found, message))
+        result: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        inbox = await self.inbox.new_subject(lambda message: _settle(result, message))
         try:
             await self._broker.send(subject, request.to_bytes(), reply=inbox)
             async with asyncio.timeout(timeout_s):
-                message = await found
+                message = await result
         except TimeoutError:
             raise DeadlineError(
                 f"the trainer of job {job} did not answer within {timeout_s:g} s",
@@ -372,8 +372,8 @@ class KeptByTrainers:
         """
 
         async def of(job: str, start: int, most: int) -> tuple[list[TinkerCheckpoint], int]:
-            asked = ListCheckpoints(offset=start, limit=most)
-            page = await self._ask(visitor, job, "checkpoints", asked, CheckpointPage)
+            request = ListCheckpoints(offset=start, limit=most)
+            page = await self._ask(visitor, job, "checkpoints", request, CheckpointPage)
             return page.checkpoints, page.total
 
         return await self._merged(visitor, of, offset, limit)
@@ -386,21 +386,21 @@ class KeptByTrainers:
             ListCheckpoints(model=str(model), limit=MAX_PAGE),
             CheckpointPage,
         )
-        found = list(page.checkpoints)
-        while page.checkpoints and len(found) < page.total:
-            asked = ListCheckpoints(model=str(model), offset=len(found), limit=MAX_PAGE)
-            page = await self._ask(visitor, job, "checkpoints", asked, CheckpointPage)
-            found += page.checkpoints
-        return found
+        result = list(page.checkpoints)
+        while page.checkpoints and len(result) < page.total:
+            request = ListCheckpoints(model=str(model), offset=len(result), limit=MAX_PAGE)
+            page = await self._ask(visitor, job, "checkpoints", request, CheckpointPage)
+            result += page.checkpoints
+        return result
 
-    async def change(self, visitor: Visitor, asked: ChangeCheckpoint) -> TinkerCheckpoint:
+    async def change(self, visitor: Visitor, request: ChangeCheckpoint) -> TinkerCheckpoint:
         """Change an own checkpoint; raises NotFoundError, ConflictError."""
-        return (await self._first(visitor, "change", asked, TinkerCheckpoint))[1]
+        return (await self._first(visitor, "change", request, TinkerCheckpoint))[1]
 
     async def export(self, visitor: Visitor, name: CheckpointName) -> tuple[str, CheckpointExport]:
         """Return the job that has a checkpoint, and a ticket for its files."""
-        asked = ExportCheckpoint(path=str(name))
-        return await self._first(visitor, "export", asked, CheckpointExport)
+        request = ExportCheckpoint(path=str(name))
+        return await self._first(visitor, "export", request, CheckpointExport)
 
     # -- runs --------------------------------------------------------------------------------------
 
@@ -419,75 +419,75 @@ class KeptByTrainers:
 
     async def run(self, visitor: Visitor, model: ModelName) -> TrainingRun:
         """Return a user's run; raises NotFoundError."""
-        asked = ListRuns(model=str(model), limit=1)
-        return (await self._first(visitor, "runs", asked, RunPage))[1].runs[0]
+        request = ListRuns(model=str(model), limit=1)
+        return (await self._first(visitor, "runs", request, RunPage))[1].runs[0]
 
     # -- sessions ----------------------------------------------------------------------------------
 
-    async def tell(self, visitor: Visitor, told: TellSession) -> str:
+    async def tell(self, visitor: Visitor, event: TellSession) -> str:
         """Tell all trainers of a session; return whether it is `live`, `over` or `unknown`.
 
         Raises NotFoundError for one of somebody else, NobodyAnswersError when none answers.
         """
         offers = await self._trainers.offers(visitor.broker)
-        asked = [self._told(visitor, offer.job, told) for offer in offers]
-        states = [item for item in await asyncio.gather(*asked) if item is not None]
+        requested = [self._told(visitor, offer.job, event) for offer in offers]
+        states = [item for item in await asyncio.gather(*requested) if item is not None]
         if offers and not states:
             raise NobodyAnswersError("no trainer answers at this moment", hint="try again")
         return next((item for item in ("over", "live") if item in states), "unknown")
 
-    async def _told(self, visitor: Visitor, job: str, told: TellSession) -> str | None:
+    async def _told(self, visitor: Visitor, job: str, event: TellSession) -> str | None:
         try:
-            return (await self._ask(visitor, job, "session", told, SessionState)).state
+            return (await self._ask(visitor, job, "session", event, SessionState)).state
         except (NobodyAnswersError, DeadlineError):  # it learns of it by what is made in it
             return None
 
     async def sessions(self, visitor: Visitor, offset: int, limit: int) -> list[TinkerSession]:
         """Return a part of the list of a user's sessions, newest first, each once."""
-        found: dict[str, TinkerSession] = {}
+        collected: dict[str, TinkerSession] = {}
         for job in await self._jobs(visitor):
             wanted = min(offset + limit, MAX_DEPTH)
             for start in range(0, wanted, MAX_PAGE):
-                asked = ListSessions(offset=start, limit=min(MAX_PAGE, wanted - start))
-                page = await self._ask(visitor, job, "session-list", asked, SessionPage)
-                found |= {
-                    session.session: _joined(found.get(session.session), session)
+                request = ListSessions(offset=start, limit=min(MAX_PAGE, wanted - start))
+                page = await self._ask(visitor, job, "session-list", request, SessionPage)
+                collected |= {
+                    session.session: _joined(collected.get(session.session), session)
                     for session in page.sessions
                 }
-                if len(page.sessions) < asked.limit:
+                if len(page.sessions) < request.limit:
                     break
-        newest = sorted(found.values(), key=lambda one: one.time, reverse=True)
+        newest = sorted(collected.values(), key=lambda one: one.time, reverse=True)
         return newest[offset : offset + limit]
 
     async def session(self, visitor: Visitor, session: str) -> TinkerSession:
         """Return a user's session with all its models; raises NotFoundError."""
-        found: TinkerSession | None = None
+        result: TinkerSession | None = None
         for job in await self._jobs(visitor):
-            asked = ListSessions(session=session, limit=1)
+            request = ListSessions(session=session, limit=1)
             for item in (
-                await self._ask(visitor, job, "session-list", asked, SessionPage)
+                await self._ask(visitor, job, "session-list", request, SessionPage)
             ).sessions:
-                found = _joined(found, item)
-        if found is None:
+                result = _joined(result, item)
+        if result is None:
             raise NotFoundError(
                 f"there is no session {session}", hint="list_sessions tells which there are"
             )
-        return found
+        return result
 
     # -- asking ------------------------------------------------------------------------------------
 
     async def _ask(
-        self, visitor: Visitor, job: str, method: str, asked: Message, reply: type[R]
+        self, visitor: Visitor, job: str, method: str, request: Message, reply: type[R]
     ) -> R:
-        return await self._trainers.ask(visitor.user, visitor.broker, job, method, asked, reply)
+        return await self._trainers.ask(visitor.user, visitor.broker, job, method, request, reply)
 
     async def _jobs(self, visitor: Visitor) -> list[str]:
         return [offer.job for offer in await self._trainers.offers(visitor.broker)]
 
     async def _first(
-        self, visitor: Visitor, method: str, asked: Message, reply: type[R]
+        self, visitor: Visitor, method: str, request: Message, reply: type[R]
     ) -> tuple[str, R]:
-        return await self._trainers.first(visitor.user, visitor.broker, method, asked, reply)
+        return await self._trainers.first(visitor.user, visitor.broker, method, request, reply)
 
     async def _merged(
         self, visitor: Visitor, part: Part[I], offset: int, limit: int
@@ -501,17 +501,17 @@ class KeptByTrainers:
                 f"offset={offset} is too far into the list",
                 hint=f"the first {MAX_DEPTH:,} are told",
             )
-        found: list[I] = []
+        collected: list[I] = []
         total = 0
         for job in jobs:
             start, count = 0, 1
             while start < min(count, offset + limit) or start == 0:
                 some, count = await part(job, start, MAX_PAGE)
-                found += some
+                collected += some
                 start += MAX_PAGE
             total += count
-        found.sort(key=lambda one: one.time, reverse=True)
-        return found[offset : offset + limit], total
+        collected.sort(key=lambda one: one.time, reverse=True)
+        return collected[offset : offset + limit], total
 
 
 def _joined(known: TinkerSession | None, other: TinkerSession) -> TinkerSession:

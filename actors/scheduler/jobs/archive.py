@@ -104,8 +104,8 @@ class ArchivedJobs:
 
     def named(self, user: str, name: str) -> str | None:
         """Return the id of the archived job of a user that has this name, or None."""
-        found = self._names.get((user, name))
-        return None if found is None else found.job
+        match = self._names.get((user, name))
+        return None if match is None else match.job
 
     def held(self, user: str) -> tuple[int, int]:
         """Return how many archived jobs a user has, and the bytes of their records."""
@@ -134,8 +134,8 @@ class ArchivedJobs:
             async with self.turns.turn(reader):
                 records = await asyncio.gather(*map(self._read, some))
             read.update(zip((job.job for job in some), records, strict=True))
-        found = (job if isinstance(job, JobRecord) else read[job.job] for job in wanted)
-        return [record for record in found if record is not None]
+        matches = (job if isinstance(job, JobRecord) else read[job.job] for job in wanted)
+        return [record for record in matches if record is not None]
 
     async def _read(self, job: ArchivedJob) -> JobRecord | None:
         entry = await self._records.find(JobScope(job.user, job.job).key)

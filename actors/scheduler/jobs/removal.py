@@ -78,9 +78,9 @@ class Tidier:
         """Mark what is to be archived, in a task of `group`."""
         if self._task is not None and not self._task.done():
             return
-        found = list(self._candidates())
-        if found:
-            self._task = group.create_task(self._mark(found), name="jobs to archive")
+        result = list(self._candidates())
+        if result:
+            self._task = group.create_task(self._mark(result), name="jobs to archive")
 
     def _candidates(self) -> Iterator[JobRecord]:
         """Yield the next jobs to archive; those that are being archived count as gone."""
@@ -259,24 +259,24 @@ class Remover:
 
     async def _refuse(self, record: JobRecord, why: str) -> None:
         """Leave a job in the archive, with the reason."""
-        told = f"run {record.name} stays archived: {why}"
-        _log.warning("removal_refused", job=record.job, what=record.removal, error=told)
+        reported = f"run {record.name} stays archived: {why}"
+        _log.warning("removal_refused", job=record.job, what=record.removal, error=reported)
         away = await self._jobs.update(
-            record, lambda now: now.model_copy(update={"removal": "archive", "refused": told})
+            record, lambda now: now.model_copy(update={"removal": "archive", "refused": reported})
         )
-        if (kept := await self._jobs.put_away(away)) is not None:
-            self._view.put_away(kept)
+        if (stored := await self._jobs.put_away(away)) is not None:
+            self._view.put_away(stored)
 
     async def _drop_weights(self, record: JobRecord) -> None:
         """Remove the published versions that are files; those in the broker go with the streams."""
         weights: dict[str, Any] = record.config.get("weights") or {}
-        found: list[str] = []
+        collected: list[str] = []
         with contextlib.suppress(NotFoundError):
             store = Bucket(self._broker, record.scope.bucket_weights, Manifest)
             for entry in await store.items():
-                found += [entry.value.location, *(d.location for d in entry.value.differences)]
+                collected += [entry.value.location, *(d.location for d in entry.value.differences)]
         folder = str(weights.get("folder") or "")
-        await asyncio.to_thread(remove_weights, record.run_dir, folder, found)
+        await asyncio.to_thread(remove_weights, record.run_dir, folder, collected)
 
     async def _drop_keys(self, scope: JobScope, *, evaluations: bool = True) -> None:
         """Remove what the shared buckets hold of the job, but its record."""
@@ -303,8 +303,8 @@ async def _free_stored(record: JobRecord) -> None:
 def _kept_names(scope: JobScope) -> list[str]:
     """Return the streams that an archive keeps: what was trained, and what was told."""
     checkpoints = f"OBJ_{scope.object_checkpoints}"
-    told = [scope.stream_dead, scope.stream_feed]
-    return [scope.stream_rollout, scope.stream_batch, *told, checkpoints]
+    shown = [scope.stream_dead, scope.stream_feed]
+    return [scope.stream_rollout, scope.stream_batch, *shown, checkpoints]
 
 
 def kept_streams(record: JobRecord) -> list[StreamConfig]:

@@ -82,15 +82,15 @@ class SecretStore:
 
     async def left_behind(self) -> list[JobRecord | JobScope]:
         """Return the jobs that have ended, or are gone, and whose secrets are still kept."""
-        found: list[JobRecord | JobScope] = []
+        collected: list[JobRecord | JobScope] = []
         for key in await self._bucket.keys():
             user, _, job = key.partition(".")
             with contextlib.suppress(MessageError):  # a key that is no job's
                 scope = JobScope(user, job)
                 record = self._view.find(user, job)
                 if record is None or is_final(record):
-                    found.append(record or scope)
-        return found
+                    collected.append(record or scope)
+        return collected
 
     async def open_for(self, request: OpenRequest, _: RequestContext) -> OpenedSecrets:
         """Give a node what a process of a job needs, and no more.

@@ -113,17 +113,17 @@ def scaled(
 
     New ones hold `slots` slots each.
     """
-    kept: list[ActorPlacement] = []
+    remaining: list[ActorPlacement] = []
     left = count
     for actor in actors:
         if actor.role == role:
             if left == 0:
                 continue
             left -= 1
-        kept.append(actor)
-    taken = {actor.name for actor in kept}
+        remaining.append(actor)
+    taken = {actor.name for actor in remaining}
     free = (name for i in range(1 + len(taken) + left) if (name := f"{role}-{i}") not in taken)
-    return kept + [_actor(role, next(free), slots) for _ in range(left)]
+    return remaining + [_actor(role, next(free), slots) for _ in range(left)]
 
 
 def unplaced(actors: Sequence[ActorPlacement]) -> list[ActorPlacement]:
@@ -238,7 +238,7 @@ def next_state(
         return _waiting(record, max_losses)
     if not record.actors:
         return Transition("FAILED", "its record names no actors")
-    said = {
+    message = {
         actor.name: status
         for actor in record.actors
         if (status := statuses.get(actor.name)) is not None and status.attempt == record.attempt
@@ -246,10 +246,10 @@ def next_state(
     main = main_actor(record.actors)
     return (
         _lost(record, silent)
-        or _failed(said)
-        or _stopped(record, said.get(main.name))
-        or _ended(record, said.get(main.name))
-        or _started(record, said)
+        or _failed(message)
+        or _stopped(record, message.get(main.name))
+        or _ended(record, message.get(main.name))
+        or _started(record, message)
     )
 
 
@@ -275,8 +275,8 @@ def _lost(record: JobRecord, silent: frozenset[str]) -> Transition | None:
 def _failed(said: Mapping[str, ActorStatus]) -> Transition | None:
     for name, status in said.items():
         if status.state == "failed":
-            told = status.error or f"it ended with code {status.exit_code}"
-            return Transition("FAILED", f"{name} failed: {told}")
+            reported = status.error or f"it ended with code {status.exit_code}"
+            return Transition("FAILED", f"{name} failed: {reported}")
     return None
 
 
@@ -341,8 +341,8 @@ def _told(
     if status is None or status.attempt != record.attempt or actor.node is None:
         return actor
     state = "running" if status.state == "restarting" else status.state
-    told = {"state": state, "restarts": status.restarts, "trouble": _trouble(status)}
-    return actor.model_copy(update=told)
+    fields = {"state": state, "restarts": status.restarts, "trouble": _trouble(status)}
+    return actor.model_copy(update=fields)
 
 
 def _trouble(status: ActorStatus) -> str:
@@ -362,34 +362,34 @@ def _trouble(status: ActorStatus) -> str:
 # What Tinker services tell of their users' tokens, as it is kept in the service's record. Pure.
 
 
-def with_usage(record: JobRecord, told: TrainerUsage) -> JobRecord:
+def with_usage(record: JobRecord, usage: TrainerUsage) -> JobRecord:
     """Return a record with what is new in what was told; the same one if nothing is."""
-    return _with_sampled(record, told) if told.sampler else _with_trained(record, told)
+    return _with_sampled(record, usage) if usage.sampler else _with_trained(record, usage)
 
 
-def _with_trained(record: JobRecord, told: TrainerUsage) -> JobRecord:
+def _with_trained(record: JobRecord, usage: TrainerUsage) -> JobRecord:
     """Take the larger sums; a trainer that starts again may know less."""
     known = record.tinker_tokens
-    newer = {user: used for user, used in told.tokens.items() if used > known.get(user, 0)}
+    newer = {user: used for user, used in usage.tokens.items() if used > known.get(user, 0)}
     return record.model_copy(update={"tinker_tokens": {**known, **newer}}) if newer else record
 
 
-def _with_sampled(record: JobRecord, told: TrainerUsage) -> JobRecord:
+def _with_sampled(record: JobRecord, usage: TrainerUsage) -> JobRecord:
     """Add what a sampler has computed since it last told; one that starts again begins at 0."""
-    last = record.tinker_samplers.get(told.sampler)
-    if last is not None and last.since > told.since:  # a later one has its name
+    last = record.tinker_samplers.get(usage.sampler)
+    if last is not None and last.since > usage.since:  # a later one has its name
         return record
-    counted = last.tokens if last is not None and last.since == told.since else {}
-    newer = {user: used for user, used in told.tokens.items() if used > counted.get(user, 0)}
+    counted = last.tokens if last is not None and last.since == usage.since else {}
+    newer = {user: used for user, used in usage.tokens.items() if used > counted.get(user, 0)}
     if not newer:
         return record
     known = record.tinker_sampled
     sums = {user: known.get(user, 0) + n - counted.get(user, 0) for user, n in newer.items()}
-    now = SamplerTokens(since=told.since, tokens={**counted, **newer})
+    now = SamplerTokens(since=usage.since, tokens={**counted, **newer})
     return record.model_copy(
         update={
             "tinker_sampled": {**known, **sums},
-            "tinker_samplers": {**record.tinker_samplers, told.sampler: now},
+            "tinker_samplers": {**record.tinker_samplers, usage.sampler: now},
         }
     )
 

@@ -260,9 +260,9 @@ class MachineKeeper:
             _log.warning("machines_not_seen", error=error.message, hint=error.hint)
 
     async def _look(self, demanding: Demanding) -> None:
-        told = await self._source.look()
-        used_s = await self._spending.note(told, time.time())
-        single = await self._without_doubles(told)
+        reply = await self._source.look()
+        used_s = await self._spending.note(reply, time.time())
+        single = await self._without_doubles(reply)
         nodes = {node.node: node for node in self._pool.nodes()}
         seen = {item.name: SeenMachine(item, _state(item, nodes)) for item in single}
         self._note_fates(seen.values())
@@ -296,10 +296,10 @@ class MachineKeeper:
         matters = decision.ask or not self._patience.is_over()
         return (self._patience.trouble if matters else "") or decision.why
 
-    async def _without_doubles(self, told: Sequence[Machine]) -> list[Machine]:
+    async def _without_doubles(self, reported: Sequence[Machine]) -> list[Machine]:
         """Give back what was asked for twice; the one that is further, or older, stays."""
         first: dict[str, Machine] = {}
-        for machine in sorted(told, key=lambda one: one.state == "asked"):
+        for machine in sorted(reported, key=lambda one: one.state == "asked"):
             if machine.name in first:
                 await self._source.give_back(machine, drain=False)
             first.setdefault(machine.name, machine)

@@ -137,9 +137,9 @@ class RaySource:
 
 def _token() -> str:
     """Return what Ray's own tools would send: from the environment, or a file."""
-    told = os.environ.get(TOKEN_VARIABLE)
-    if told:
-        return told
+    reported = os.environ.get(TOKEN_VARIABLE)
+    if reported:
+        return reported
     file = os.environ.get(f"{TOKEN_VARIABLE}_PATH") or "~/.ray/auth_token"
     try:
         return Path(file).expanduser().read_text().strip()
@@ -160,23 +160,23 @@ def _time_of(job: Mapping[str, Any]) -> int:
 
 def address(config: MachinesConfig) -> str:
     """Return the URL of Ray's dashboard."""
-    told = config.address.rstrip("/") or "127.0.0.1:8265"
-    return told if "://" in told else f"http://{told}"
+    reported = config.address.rstrip("/") or "127.0.0.1:8265"
+    return reported if "://" in reported else f"http://{reported}"
 
 
 def submission(config: MachinesConfig, job: str, node: str) -> dict[str, Any]:
     """Return the job of one machine, whose command is `node`; what the owner adds wins."""
     own = config.ray
-    told: Mapping[str, Any] = own.get("runtime_env", {})
+    reported: Mapping[str, Any] = own.get("runtime_env", {})
     beside = shlex.quote(_BESIDE.format(node=node))
     script = _SCRIPT.replace("{beside}", beside)
-    variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(config.drain_s), **told.get("env_vars", {})}
+    variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(config.drain_s), **reported.get("env_vars", {})}
     return {
         "entrypoint": f"exec sh -c {shlex.quote(script)}",
         "submission_id": job,
         "entrypoint_num_gpus" if config.gpus else "entrypoint_num_cpus": config.slots,
         **own,
-        "runtime_env": {**told, "env_vars": variables},
+        "runtime_env": {**reported, "env_vars": variables},
     }
 
 
@@ -189,17 +189,17 @@ def _node(config: MachinesConfig, url: str, name: str) -> str:
 
 
 def _jobs(reply: WebReply) -> list[dict[str, Any]]:
-    told = _parsed(reply)
-    if not isinstance(told, list):
+    reported = _parsed(reply)
+    if not isinstance(reported, list):
         raise _refusal(reply)
-    return cast("list[dict[str, Any]]", told)
+    return cast("list[dict[str, Any]]", reported)
 
 
 def _json(reply: WebReply) -> dict[str, Any]:
-    told = _parsed(reply)
-    if not isinstance(told, dict):
+    reported = _parsed(reply)
+    if not isinstance(reported, dict):
         raise _refusal(reply)
-    return cast("dict[str, Any]", told)
+    return cast("dict[str, Any]", reported)
 
 
 def _parsed(reply: WebReply) -> object:

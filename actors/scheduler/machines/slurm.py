@@ -40,8 +40,8 @@ class SlurmSource:
 
     async def look(self) -> list[Machine]:
         """Return the pool's jobs in Slurm's queue, by name; raises PlacementError."""
-        told = await _run(["squeue", "--me", "--noheader", f"--format={_FORMAT}"])
-        lines = [line for line in told.splitlines() if line.count("|") >= 5]
+        reply = await _run(["squeue", "--me", "--noheader", f"--format={_FORMAT}"])
+        lines = [line for line in reply.splitlines() if line.count("|") >= 5]
         machines = [_machine(line, self._config.logs) for line in lines]
         own = [machine for machine in machines if self._names.own(machine.name)]
         return sorted(own, key=lambda one: (self._names.number(one.name), int(one.id)))
@@ -97,10 +97,10 @@ def _machine(line: str, logs: str) -> Machine:
     )
 
 
-def _state(told: str) -> Literal["asked", "started", "leaving"]:
-    if told in _ASKED:
+def _state(reported: str) -> Literal["asked", "started", "leaving"]:
+    if reported in _ASKED:
         return "asked"
-    return "leaving" if told in _LEAVING else "started"
+    return "leaving" if reported in _LEAVING else "started"
 
 
 def _time(text: str) -> float | None:
@@ -111,11 +111,15 @@ def _time(text: str) -> float | None:
 def _environment(given: Mapping[str, str]) -> dict[str, str]:
     """Return what jobs inherit: no secrets, and nothing that makes a job a part of another."""
     secret = {*OF_PERSONS, CREDENTIALS_VARIABLE}
-    kept = {name: value for name, value in given.items() if name not in secret}
+    remaining = {name: value for name, value in given.items() if name not in secret}
     ours = {
-        name for name in kept if name.startswith(("SLURM_", "SBATCH_")) and name != "SLURM_CONF"
+        name
+        for name in remaining
+        if name.startswith(("SLURM_", "SBATCH_")) and name != "SLURM_CONF"
     }
-    return {name: kept[name] for name in kept if name not in ours} | {"SLURM_TIME_FORMAT": "%s"}
+    return {name: remaining[name] for name in remaining if name not in ours} | {
+        "SLURM_TIME_FORMAT": "%s"
+    }
 
 
 async def _run(command: Sequence[str]) -> str:

@@ -81,13 +81,13 @@ class MachineNames:
     def free(self, taken: Iterable[str], count: int) -> list[str]:
         """Return the first names that are not taken: who asks twice asks for the same."""
         known = set(taken)
-        found: list[str] = []
+        collected: list[str] = []
         number = 1
-        while len(found) < count:
+        while len(collected) < count:
             name = f"{self.prefix}{number}"
-            found += [] if name in known else [name]
+            collected += [] if name in known else [name]
             number += 1
-        return found
+        return collected
 
 
 # Commands by which a cluster is asked: their words, or what they refused in their own.
@@ -136,9 +136,9 @@ async def _finished(process: asyncio.subprocess.Process, name: str, hints: Comma
             f"{name} did not answer within {_TIMEOUT_S:g} s", hint=hints.late
         ) from error
     if process.returncode:
-        said = " ".join(complaint.decode(errors="replace").split()) or "it said nothing"
+        message = " ".join(complaint.decode(errors="replace").split()) or "it said nothing"
         raise PlacementError(
-            f"{name} was refused (code {process.returncode}): {said}", hint=hints.refused
+            f"{name} was refused (code {process.returncode}): {message}", hint=hints.refused
         )
     return written.decode(errors="replace")
 
@@ -172,11 +172,11 @@ async def request(
     a person may do then.
     """
     data = None if body is None else json.dumps(body).encode()
-    asked = urllib.request.Request(  # noqa: S310  the configuration takes http and https alone
+    message = urllib.request.Request(  # noqa: S310  the configuration takes http and https alone
         url, data, {"Content-Type": "application/json", **(headers or {})}, method=method
     )
     try:
-        return await asyncio.to_thread(_answer, asked)
+        return await asyncio.to_thread(_answer, message)
     except TimeoutError as error:
         raise DeadlineError(f"{url} did not answer in time", hint=hint) from error
     except (OSError, http.client.HTTPException) as error:
@@ -186,10 +186,10 @@ async def request(
         raise PlacementError(f"{url} cannot be asked: {reason}", hint=hint) from error
 
 
-def _answer(asked: urllib.request.Request) -> WebReply:
+def _answer(message: urllib.request.Request) -> WebReply:
     ends = time.monotonic() + _DEADLINE_S
     try:
-        with urllib.request.urlopen(asked, timeout=_SILENCE_S) as answer:  # noqa: S310  see above
+        with urllib.request.urlopen(message, timeout=_SILENCE_S) as answer:  # noqa: S310  see above
             return WebReply(answer.status, _text(answer, ends))
     except urllib.error.HTTPError as error:
         with error:

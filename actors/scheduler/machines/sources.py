@@ -43,8 +43,8 @@ class SSHSource:
 
     async def look(self) -> list[Machine]:
         """Return the hosts on which a node of this pool runs, or that do not answer."""
-        found = await asyncio.gather(*(self._look(name) for name in self._hosts))
-        return [item for item in found if item is not None]
+        results = await asyncio.gather(*(self._look(name) for name in self._hosts))
+        return [item for item in results if item is not None]
 
     async def ask(self, name: str) -> None:
         """Start a node in the background of its host; harmless where it runs.

@@ -70,12 +70,12 @@ class TrialSubmission:
         except TinkermqError as error:
             return SubmissionFindings(findings=[_failed("job", error)])
         nodes = self._reconciler.nodes()
-        told = await asyncio.gather(
+        reply = await asyncio.gather(
             self._models(nodes, config, record), self._files_and_game(nodes, config)
         )
-        found = [finding for findings in told for finding in findings]
+        matches = [finding for findings in reply for finding in findings]
         slots = self._slots(context.user, record.actors, nodes)
-        return SubmissionFindings(findings=[*found, slots])
+        return SubmissionFindings(findings=[*matches, slots])
 
     async def _models(
         self, nodes: Sequence[NodeStatus], config: JobConfig, record: JobRecord
@@ -89,9 +89,9 @@ class TrialSubmission:
     async def _model(
         self, nodes: Sequence[NodeStatus], model: str, reader: Reader
     ) -> SubmissionFinding:
-        told = await ask_for_model(self._broker, nodes, model, reader)
-        having = [item.node for item in told if item.answer.known and not item.answer.missing]
-        lacking = [item for item in told if item.answer.missing]
+        reply = await ask_for_model(self._broker, nodes, model, reader)
+        having = [item.node for item in reply if item.answer.known and not item.answer.missing]
+        lacking = [item for item in reply if item.answer.missing]
         if having:
             return _of_nodes("model", having, f"{model} is there")
         if lacking and len(lacking) == len(nodes):
@@ -137,8 +137,8 @@ class TrialSubmission:
         if not all([await asyncio.to_thread(reader.may_know, item) for item in read]):
             return []
         nodes = self._reconciler.nodes()
-        told = await ask_for_model(self._broker, nodes, config.model.path, reader)
-        return [item.node for item in told if item.answer.known and not item.answer.missing]
+        reply = await ask_for_model(self._broker, nodes, config.model.path, reader)
+        return [item.node for item in reply if item.answer.known and not item.answer.missing]
 
     async def _seen(
         self, nodes: Sequence[NodeStatus], files: Sequence[str], game: str

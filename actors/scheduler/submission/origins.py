@@ -234,14 +234,14 @@ class Origins:
             raise ConfigError(
                 "adapters are for inference jobs", hint="begin a training run with fork_of"
             )
-        found = [await self._find(user, source) for source in request.adapters]
-        for name, folder in found:
+        matches = [await self._find(user, source) for source in request.adapters]
+        for name, folder in matches:
             if not is_url(folder) and not is_adapter(folder):
                 raise ConfigError(
                     f"{name} is no LoRA checkpoint: it cannot be served beside another model",
                     hint=f"serve it by itself: `tinkermq serve {name}`",
                 )
-        return dict(found)
+        return dict(matches)
 
     async def followed(self, user: str, request: SubmitRequest) -> JobRecord | None:
         """Return the live run whose versions an inference job serves."""
@@ -349,15 +349,15 @@ class Origins:
 
         It is an own one, or one that its owner has published. Raises NotFoundError.
         """
-        told = missing(name)
+        reported = missing(name)
         for record in list(self._view.live.values()):
             if record.kind == "tinker" and record.run_dir:
                 try:
                     folders = CheckpointFolders(Path(record.run_dir) / TINKER_FOLDER)
                     return str(folders.find(user, name).folder)
                 except NotFoundError as error:
-                    told = error
-        raise told
+                    reported = error
+        raise reported
 
 
 def begins_with(record: JobRecord) -> str:

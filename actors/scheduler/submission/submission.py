@@ -120,9 +120,9 @@ async def refuse_missing_models(
     or with more than are asked.
     """
     for model in models_of(config):
-        told = await ask_for_model(broker, nodes, model, reader)
-        if told and len(told) == len(nodes) and all(item.answer.missing for item in told):
-            first = told[0]
+        reply = await ask_for_model(broker, nodes, model, reader)
+        if reply and len(reply) == len(nodes) and all(item.answer.missing for item in reply):
+            first = reply[0]
             raise ModelError(f"node {first.node}: {first.answer.missing}", hint=first.answer.hint)
 
 
@@ -426,8 +426,8 @@ class Submission:
         """Return a configuration that names the job's own copies of teachers and reference."""
         if not folders:
             return config
-        kept = await asyncio.to_thread(pin_models, record, folders, run_dir, Stores(self._broker))
-        return config.model_copy(update={"algorithm": config.algorithm.renamed(kept)})
+        stored = await asyncio.to_thread(pin_models, record, folders, run_dir, Stores(self._broker))
+        return config.model_copy(update={"algorithm": config.algorithm.renamed(stored)})
 
     async def _planned(self, record: JobRecord) -> _Plan:
         """Return what a job may do, and its actors, as its record says; raises ConfigError."""
@@ -469,8 +469,8 @@ class Submission:
             config, _ = await self._allowed(config, record)
             folders, teachers = await self.origins.teachers(record, config)
             config = await self._with_models(record, config, folders, Path(record.run_dir))
-            asked = actors_for(config, record.kind)
-            actors = actors if asked == actors_for(before, record.kind) else asked
+            requested = actors_for(config, record.kind)
+            actors = actors if requested == actors_for(before, record.kind) else requested
         self.refuse_placing(record.user, actors)
         fields: dict[str, Any] = {
             "attempt": record.attempt + 1,

@@ -99,15 +99,15 @@ class Snapshots:
         of the first one is not there.
         """
         if self._is_here is None:
-            told = await self._find(FindSnapshot())
-            self._is_here = bool(told.mark) and told.mark == mark_of(self._folder)
+            reply = await self._find(FindSnapshot())
+            self._is_here = bool(reply.mark) and reply.mark == mark_of(self._folder)
         name = source.checkpoint
         if self._is_here:
             return await asyncio.to_thread(self._found, user, source, name)
-        asked = FindSnapshot(user=user, path=str(name), moves=source.moves)
-        told = await self._find(asked)
-        engine_name = _engine_name(told.owner, source, told.path, told.seq)
-        return Snapshot(engine_name, told.seq, user, source, told.path, None, told.files)
+        request = FindSnapshot(user=user, path=str(name), moves=source.moves)
+        reply = await self._find(request)
+        engine_name = _engine_name(reply.owner, source, reply.path, reply.seq)
+        return Snapshot(engine_name, reply.seq, user, source, reply.path, None, reply.files)
 
     async def fetch(self, snapshot: Snapshot) -> Path:
         """Return the folder with an adapter's files; raises NotFoundError, ModelError."""
@@ -146,36 +146,36 @@ class Snapshots:
         parts: list[bytes] = []
         offset = 0
         while offset < size:
-            asked = FetchSnapshot(
+            request = FetchSnapshot(
                 user=snapshot.user,
                 path=snapshot.path,
                 seq=snapshot.version,
                 file=file,
                 offset=offset,
             )
-            part = await self._part(asked)
+            part = await self._part(request)
             if not part.data:
                 raise ModelError(f"{file} of {snapshot.path} is cut off", hint="sample again")
             parts.append(part.data)
             offset += len(part.data)
         await asyncio.to_thread(target.write_bytes, b"".join(parts))
 
-    async def _find(self, asked: FindSnapshot) -> FoundSnapshot:
+    async def _find(self, request: FindSnapshot) -> FoundSnapshot:
         return await call(
             self._broker,
             self._scope.snapshot("find"),
-            asked,
+            request,
             FoundSnapshot,
             timeout_s=_TIMEOUT_S,
             waiting_for=_TRAINER,
             idempotent=True,
         )
 
-    async def _part(self, asked: FetchSnapshot) -> SnapshotPart:
+    async def _part(self, request: FetchSnapshot) -> SnapshotPart:
         return await call(
             self._broker,
             self._scope.snapshot("fetch"),
-            asked,
+            request,
             SnapshotPart,
             timeout_s=_TIMEOUT_S,
             waiting_for=_TRAINER,
@@ -396,13 +396,13 @@ class FairPlaces:
             self._leave()
 
     async def _enter(self, user: str, tokens: int) -> None:
-        asked = _Asked(asyncio.get_running_loop().create_future(), tokens)
-        self._waiting.setdefault(user, deque()).append(asked)
+        requested = _Asked(asyncio.get_running_loop().create_future(), tokens)
+        self._waiting.setdefault(user, deque()).append(requested)
         self._let_in()
         try:
-            await asked.place
+            await requested.place
         except asyncio.CancelledError:
-            if not asked.place.cancelled():  # it was let in at that very moment
+            if not requested.place.cancelled():  # it was let in at that very moment
                 self.turns.charge(user, -tokens)
                 self._leave()
             raise
@@ -416,10 +416,10 @@ class FairPlaces:
             user = self.turns.choose(self._users_waiting())
             if user is None:
                 return
-            asked = self._waiting[user].popleft()
-            self.turns.charge(user, asked.tokens)
+            requested = self._waiting[user].popleft()
+            self.turns.charge(user, requested.tokens)
             self._free -= 1
-            asked.place.set_result(None)
+            requested.place.set_result(None)
 
     def _users_waiting(self) -> list[str]:
         """Return who waits, once those are gone who no longer do."""

@@ -204,11 +204,11 @@ class PathAnswers:
 
         def cancel(message: Msg) -> None:
             try:
-                told = CancelInference.from_bytes(message.data)
+                reported = CancelInference.from_bytes(message.data)
             except MessageError as error:
                 _log.warning("cancel_ignored", error=error.message)
             else:
-                parts.cancel(told.request, user_of_rpc(message.subject))
+                parts.cancel(reported.request, user_of_rpc(message.subject))
 
         await broker.listen(rpc("*", service, "cancel"), cancel)
 
@@ -341,8 +341,10 @@ class Sampler:
     async def run(self) -> None:
         """Serve until `stopping` is set."""
         service, name = self._context.service, f"tinker-{self._context.scope.job}"
-        told = rpc("*", name, f"sampled-{self._context.name}")
-        await service.endpoint("sampled", told, AwaitSample, self._result, queue=self._context.name)
+        reported = rpc("*", name, f"sampled-{self._context.name}")
+        await service.endpoint(
+            "sampled", reported, AwaitSample, self._result, queue=self._context.name
+        )
         await service.endpoint("sample", rpc("*", name, "sample"), SampleRequest, self._take)
         await self._answers.open(self._context.broker, self._parts, name)
         self._context.set_state("working")
@@ -380,7 +382,7 @@ class Sampler:
     async def _take(self, request: SampleRequest, context: RequestContext) -> SampleTaken:
         """Take a request; one of its id that is here already is as good."""
         mine = self._open.setdefault(context.user, OrderedDict())
-        if (found := mine.get(request.request)) is None:
+        if (match := mine.get(request.request)) is None:
             if len(mine) >= MAX_OPEN:
                 raise BusyError(
                     f"user {context.user!r} has {MAX_OPEN:,} samples under way",
@@ -388,31 +390,31 @@ class Sampler:
                 )
             body = SampleBody.parse(request.body)
             snapshot = await self._admitted(context.user, request.source)
-            if (found := mine.get(request.request)) is None:  # not sent again meanwhile
+            if (match := mine.get(request.request)) is None:  # not sent again meanwhile
                 work = asyncio.create_task(self._done(context.user, body, snapshot), name="sample")
-                found = mine[request.request] = _Open(work, body.num_samples)
+                match = mine[request.request] = _Open(work, body.num_samples)
                 self._open[context.user] = mine
-        return SampleTaken(actor=self._context.name, num_samples=found.num_samples)
+        return SampleTaken(actor=self._context.name, num_samples=match.num_samples)
 
     async def _result(self, request: AwaitSample, context: RequestContext) -> OperationResult:
         """Return a result as soon as there is one."""
-        found = self._open.get(context.user, {}).get(request.request)
-        if found is None:
+        match = self._open.get(context.user, {}).get(request.request)
+        if match is None:
             raise NotFoundError(
                 f"sampler {self._context.name} has no request {request.request[-40:]}",
                 hint="sample again",
             )
-        found.told = time.monotonic()
+        match.told = time.monotonic()
         if request.cancel:
             del self._open[context.user][request.request]
-            found.work.cancel()
-        await asyncio.wait({found.work}, timeout=request.wait_s)
-        if found.work.cancelled():
+            match.work.cancel()
+        await asyncio.wait({match.work}, timeout=request.wait_s)
+        if match.work.cancelled():
             return OperationResult(state="failed", error="it was cancelled", category="user")
-        if not found.work.done():
+        if not match.work.done():
             return OperationResult(queue_reason="it is being sampled")
-        found.told = time.monotonic()
-        return found.work.result()
+        match.told = time.monotonic()
+        return match.work.result()
 
     def _sweep(self) -> None:
         """Forget results that were told, or that nobody asks for."""
@@ -449,8 +451,8 @@ class Sampler:
             return as_failure(error)
         except Exception as error:  # noqa: BLE001  one request: the others go on
             _log.exception("sample_failed")
-            said = f"the sampler failed: {type(error).__name__}; its log has the details"
-            return OperationResult(state="failed", error=said, category="server")
+            message = f"the sampler failed: {type(error).__name__}; its log has the details"
+            return OperationResult(state="failed", error=message, category="server")
 
     async def _sampled(self, user: str, body: SampleBody, snapshot: Snapshot | None) -> bytes:
         prompt = body.prompt.token_ids(self._vocab)

@@ -191,16 +191,16 @@ def _linear_layers(model: nn.Module) -> list[tuple[str, LayerKind]]:
     decoder: nn.Module = cast(Any, model).get_decoder()
     head: nn.Module | None = cast(Any, model).get_output_embeddings()
     inside = {id(module) for module in decoder.modules()}
-    found: list[tuple[str, LayerKind]] = []
+    collected: list[tuple[str, LayerKind]] = []
     for name, module in _modules(model):
         if type(module) is not nn.Linear:
             continue
         if module is head:
-            found.append((name, "unembed"))
+            collected.append((name, "unembed"))
         elif id(module) in inside:
             in_attention = any(word in part for part in name.split(".") for word in _ATTENTION)
-            found.append((name, "attn" if in_attention else "mlp"))
-    return found
+            collected.append((name, "attn" if in_attention else "mlp"))
+    return collected
 
 
 def _modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
@@ -466,10 +466,10 @@ _SPEC, _WINDOW = "spec", "window"
 
 def write_suspended(file: Path, adapter: Adapter, window: PendingWindow) -> None:
     """Write a model down; raises StorageError."""
-    told = {_SPEC: json.dumps(asdict(adapter.spec)), _WINDOW: json.dumps(window.to_map())}
+    fields = {_SPEC: json.dumps(asdict(adapter.spec)), _WINDOW: json.dumps(window.to_map())}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: row.contiguous() for name, row in adapter.rows().items()}, file, told)
+        save_file({name: row.contiguous() for name, row in adapter.rows().items()}, file, fields)
     except Exception as error:
         failure = storage_error(file, error)
         file.unlink(missing_ok=True)
@@ -483,10 +483,10 @@ def read_suspended(file: Path) -> tuple[LoraSpec, dict[str, Tensor], PendingWind
     try:
         opened: Any = safe_open
         with opened(file, framework="pt") as handle:
-            told: dict[str, str] = handle.metadata()
+            fields: dict[str, str] = handle.metadata()
             rows = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118  its own
-        spec = TypeAdapter(LoraSpec).validate_json(told[_SPEC])
-        return spec, rows, PendingWindow.from_map(json.loads(told[_WINDOW]))
+        spec = TypeAdapter(LoraSpec).validate_json(fields[_SPEC])
+        return spec, rows, PendingWindow.from_map(json.loads(fields[_WINDOW]))
     except (OSError, SafetensorError, KeyError, ValueError, ValidationError) as error:
         raise ModelError(
             f"{file} cannot be read: {error}", hint="start the trainer again: its log has the rest"

@@ -289,13 +289,13 @@ class AdapterOffer:
         parts = [stored.tensors, *([moments.first, moments.second] if moments.step else [])]
         wanted = tensor_shapes(spec.rank, self.layers_of(spec))
         for part in parts:
-            found = {name: tuple(value.shape) for name, value in part.items()}
-            wrong = [name for name in {*found, *wanted} if found.get(name) != wanted.get(name)]
+            result = {name: tuple(value.shape) for name, value in part.items()}
+            wrong = [name for name in {*result, *wanted} if result.get(name) != wanted.get(name)]
             if wrong:
                 name = min(wrong)
                 raise ModelError(
                     f"the adapter in {stored.folder} has other layers than the model: {name} is "
-                    f"{_shown(found.get(name))} there and {_shown(wanted.get(name))} here; it was "
+                    f"{_shown(result.get(name))} there and {_shown(wanted.get(name))} here; it was "
                     f"made with {layer_settings(stored.folder)}",
                     hint="create the model with the same train_attn, train_mlp and train_unembed; "
                     "adapters of some layers of a kind are not trained here",

@@ -54,7 +54,7 @@ def pack_data(
     micros: list[MicroBatch] = []
     for chosen, columns in calls:
         positions = ranges(first[chosen], lengths[chosen])
-        found = pack(
+        result = pack(
             [sequences[at] for at in chosen],
             row_tokens=columns,
             microbatch_tokens=columns,
@@ -63,7 +63,7 @@ def pack_data(
         )
         micros += [
             replace(micro, index_N=torch.as_tensor(positions[micro.index_N.numpy()]))
-            for micro in found
+            for micro in result
         ]
     return micros
 
@@ -319,12 +319,12 @@ def _companies(base: SharedBase, parts: Sequence[_Part]) -> list[Company]:
     columns = max(part.num_columns for part in parts)
     flat = base.scorer.flat_rows
     sizes = [part.micro.num_tokens if flat else part.num_rows for part in parts]
-    found: list[Company] = []
+    collected: list[Company] = []
     for at, part in enumerate(parts):
         if part.owner is not None:
             before, behind = sum(sizes[:at]), sum(sizes[at + 1 :])
-            found.append(Company(before, behind, columns) if len(parts) > 1 else ALONE)
-    return found
+            collected.append(Company(before, behind, columns) if len(parts) > 1 else ALONE)
+    return collected
 
 
 def _fit(base: SharedBase, passes: Sequence[LossPass]) -> bool:
@@ -381,12 +381,12 @@ def _among(base: SharedBase, part: _Part, company: Company) -> list[_Part]:
     before, behind, columns = company
     flat, device = base.scorer.flat_rows, base.scorer.device
     fillers = [_filler(size, columns, flat, device) for size in (before, behind)]
-    found = [
+    collected = [
         _Part(fillers[0], None),
         _Part(_padded(part.micro, columns), part.owner),
         _Part(fillers[1], None),
     ]
-    return [item for item in found if item.num_rows]
+    return [item for item in collected if item.num_rows]
 
 
 def _filler(size: int, columns: int, flat: bool, device: torch.device) -> MicroBatch:

@@ -374,13 +374,15 @@ class OutputLayer:
         num_active = int(active_U.sum())
         cuts = _cuts(0, num_active, self._logits_columns)
         cuts += _cuts(num_active, num, self._logits_columns)
-        found: list[_Columns] = []
+        collected: list[_Columns] = []
         for first, last in cuts:
             ends = torch.searchsorted(rank_E, torch.tensor([first, last], device=rank_E.device))
             part = slice(int(ends[0]), int(ends[1]))
             place_e = rank_E[part] - first
-            found.append(_Columns(order_U[first:last], order_E[part], place_e, first < num_active))
-        return found
+            collected.append(
+                _Columns(order_U[first:last], order_E[part], place_e, first < num_active)
+            )
+        return collected
 
 
 def _cuts(first: int, last: int, most: int) -> list[tuple[int, int]]:

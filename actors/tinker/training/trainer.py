@@ -351,7 +351,7 @@ class AdapterTrainer:
 
     def _two_passes(self) -> list[LossPass]:
         """Return passes of two adapters that each change something, over other tokens."""
-        found: list[LossPass] = []
+        collected: list[LossPass] = []
         for at in range(2):
             adapter = self._fresh(f"mixed-{at}", LoraSpec(rank=4))
             generator = torch.Generator().manual_seed(at)
@@ -366,8 +366,8 @@ class AdapterTrainer:
             datum = Datum(tokens, {"target_tokens": tokens.astype(np.int64)})
             loss = find_loss("cross_entropy")
             batch = self._reader.read([datum], "cross_entropy", loss, backward=False)
-            found.append(LossPass(self._base, adapter, batch, loss, {}, at_end=None))
-        return found
+            collected.append(LossPass(self._base, adapter, batch, loss, {}, at_end=None))
+        return collected
 
     def _of(self, model_id: str) -> Adapter:
         if model_id not in self._adapters:
