@@ -1,4 +1,9 @@
-"""Decides on each log-in: who is it, and with which permissions."""
+"""Authenticate log-ins: decide who connects and with which permissions, and sign the answer.
+
+Requests are queued per user, per user's processes, and per address for unknown keys, so that a
+flood from one of them does not delay the others. Each queue and its rate are bounded; beyond the
+bound a few requests a second are refused with a reason and the rest wait for the server's timeout.
+"""
 
 import base64
 import json
@@ -135,11 +140,8 @@ def check_invitation(invitation: Invitation, code: str) -> None:
         raise AuthError("an invitation that is used up", hint="ask an admin for another")
 
 
-# The signed answers that nats-server takes from an auth callout, in its own form of JWT.
-#
-# Header, claims and an ed25519 signature by an nkey, each in base64url; see the server's
-# documentation of auth callout. What the server sends is read unchecked: nobody else can publish
-# on the callout's subject.
+# Signed answers in nats-server's own form of JWT: header, claims and an ed25519 signature by an
+# nkey, each in base64url. Requests are read unchecked: only the server publishes on their subject.
 
 _HEADER = {"typ": "JWT", "alg": "ed25519-nkey"}
 _UNLIMITED = {"data": -1, "payload": -1}
@@ -242,13 +244,7 @@ def _unpacked(data: bytes) -> bytes:
     return base64.urlsafe_b64decode(data + b"=" * (-len(data) % 4))
 
 
-# Answers log-ins, those of different people in turn.
-#
-# Who asks to be let in is told from his key before anything is looked up: each user has a queue
-# of his own, each user's processes have one, and those without a key that is known have one for
-# each address they come from. A queue is bounded and so is the rate at which it is answered; who
-# is beyond that hears so a few times a second and is left to the server's own time limit
-# otherwise, which costs nothing here.
+# -- queues of log-ins -----------------------------------------------------------------------------
 
 LOGINS_S, LOGINS_AT_ONCE = 20.0, 200
 """Of one user: in the long run, and after a time without any."""

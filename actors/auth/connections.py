@@ -1,10 +1,10 @@
-"""Who is connected: counted as the servers tell it, and looked through for those who do too much.
+"""Track the open connections: list and close them, and enforce the quotas on what they send.
 
-NATS bounds neither how many connections a user of an auth callout has, nor what they send. The
-servers tell the system account of each connection that is opened or closed, and list all of them
-with what they have sent so far; every few seconds the list is read, which also sets the count
-right. A user over the quota is closed, and let in again after half a minute; of a job's processes
-only the connection that sends too much.
+NATS bounds neither how many connections a user of an auth callout has nor what they send. The
+servers report each connection that opens or closes, and list all of them with their counters;
+every few seconds the list is read, which also corrects the counts. A user over the quota is
+disconnected and let in again after half a minute; of a job's processes only the connection that
+sends too much is closed.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from ...broker.users.credentials import ACCOUNT
 from ...schemas.user import Quota
 from ...schemas.wire.errors import BrokerError, DeadlineError
 
-# Lists who is connected, and closes connections, through the server's system account.
+# -- listing and closing, through the server's system account --------------------------------------
 
 _FIRST_S, _SCATTER_S = 10.0, 0.5
 """For the first server to answer, which may have much to do, and for each further one then."""
@@ -54,47 +54,47 @@ class Connection(NamedTuple):
         return self.server, self.number
 
 
-async def kick(system: Client, user: str) -> int:
+async def disconnect_user(system: Client, user: str) -> int:
     """Close all connections of a user, at every server of the cluster; return how many.
 
     A user who was shut out before cannot come back.
     """
     closed = 0
     for _ in range(_MAX_ROUNDS):
-        listed = await _list(system, {"user": user})
+        listed = await _request_page(system, {"user": user})
         matches = [entry for entry in listed if entry.user == user]
         if not matches:
             break
         for item in matches:
-            await close(system, item)
+            await close_connection(system, item)
         closed += len(matches)
     _log.info("user_kicked", user=user, connections=closed)
     return closed
 
 
-async def close(system: Client, one: Connection) -> None:
+async def close_connection(system: Client, one: Connection) -> None:
     """Close one connection."""
     payload = json.dumps({"cid": one.number}).encode()
     await system.request(f"$SYS.REQ.SERVER.{one.server}.KICK", payload, timeout=_KICK_S)
 
 
-async def connected(system: Client) -> set[str]:
+async def list_connected_users(system: Client) -> set[str]:
     """Return the names of all users and processes that have a connection, at any server."""
-    return {item.user for item in await listed(system)}
+    return {item.user for item in await list_connections(system)}
 
 
-async def listed(system: Client) -> list[Connection]:
+async def list_connections(system: Client) -> list[Connection]:
     """Return all connections, at any server."""
     connections: dict[tuple[str, int], Connection] = {}
     for page in range(_MAX_ROUNDS):
-        reply = await _list(system, {"offset": page * _PAGE})
+        reply = await _request_page(system, {"offset": page * _PAGE})
         connections |= {item.key: item for item in reply}
         if len(reply) < _PAGE:  # of all servers together, so no server has more
             break
     return list(connections.values())
 
 
-async def _list(system: Client, query: dict[str, Any]) -> list[Connection]:
+async def _request_page(system: Client, query: dict[str, Any]) -> list[Connection]:
     """Return one page of the connections at each server; raises DeadlineError if none answers."""
     query = {"auth": True, "acc": ACCOUNT, "limit": _PAGE, "state": 0, **query}
     answers: asyncio.Queue[Msg] = asyncio.Queue()
@@ -105,7 +105,7 @@ async def _list(system: Client, query: dict[str, Any]) -> list[Connection]:
         await system.publish("$SYS.REQ.SERVER.PING.CONNZ", json.dumps(query).encode(), reply=inbox)
         async with asyncio.timeout(_FIRST_S) as waiting:
             while True:  # one answer from each server
-                found += _read(await answers.get())
+                found += _parse_page(await answers.get())
                 heard = True
                 waiting.reschedule(loop.time() + _SCATTER_S)
     except TimeoutError as error:
@@ -118,7 +118,7 @@ async def _list(system: Client, query: dict[str, Any]) -> list[Connection]:
         await subscription.unsubscribe()
 
 
-def _read(answer: Msg) -> list[Connection]:
+def _parse_page(answer: Msg) -> list[Connection]:
     reply: Any = json.loads(answer.data)
     data: Any = reply.get("data") or {}
     connections = cast("list[dict[str, Any]]", data.get("connections") or [])
@@ -136,12 +136,9 @@ def _read(answer: Msg) -> list[Connection]:
     ]
 
 
-# Closes what the processes of a job leave open when the job has ended.
-#
-# A node ends them, unless it is cut off; what was started by hand, or runs on, would keep reading
-# and writing with a key that opens no new connection. The connections themselves are looked
-# through, and the time is counted here from when a job was first seen to be over, so clocks need
-# not agree, a restart costs a delay only, and several auth services may do it.
+# Closes connections that processes of an ended job leave open. A node ends its processes unless it
+# is cut off, and an open connection outlives its key. The time counts from when a job was first
+# seen to be over, by this process's clock, so several auth services may do it.
 
 EVERY_S = 10.0
 GRACE_S = 30.0
@@ -202,7 +199,7 @@ class JobEnds:
     async def _look(self) -> None:
         known, self._over_since = self._over_since, {}
         seen: dict[tuple[str, str, int], bool] = {}  # a job may have many programs
-        for name in sorted(await connected(self._system)):
+        for name in sorted(await list_connected_users(self._system)):
             connection = JobConnection.read(name)
             if connection is None:
                 continue
@@ -212,7 +209,7 @@ class JobEnds:
             if seen[attempt]:
                 since = self._over_since[name] = known.get(name, time.monotonic())
                 if time.monotonic() - since >= self._grace_s:
-                    await kick(self._system, name)
+                    await disconnect_user(self._system, name)
 
     async def _is_over(self, connection: JobConnection) -> bool:
         """Whether that attempt of the job has ended."""
@@ -302,7 +299,7 @@ class UserConnections:
             _log.warning("connections_not_seen", error=str(error))
 
     async def _opened(self, message: Msg) -> None:
-        key, name = _told(message)
+        key, name = _parse_event(message)
         if key not in self._open:
             self._open[key] = name
             self._count[name] += 1
@@ -310,7 +307,7 @@ class UserConnections:
             self._expected[name].pop()
 
     async def _closed(self, message: Msg) -> None:
-        key, _ = _told(message)
+        key, _ = _parse_event(message)
         name = self._open.pop(key, None)
         if name is not None:
             self._uncount(name)
@@ -321,7 +318,7 @@ class UserConnections:
             del self._count[name]
 
     async def _look(self) -> None:
-        reply = await listed(self._system)
+        reply = await list_connections(self._system)
         now = time.monotonic()
         passed_s, self._looked = max(now - self._looked, 0.001), now
         self._open = {element.key: element.user for element in reply}
@@ -361,11 +358,11 @@ class UserConnections:
         self._shut_out[name] = time.monotonic() + SHUT_OUT_S
         reported = self._audit.refused(name, "flood", f"{why}: shut out for {SHUT_OUT_S:g} s")
         await asyncio.gather(
-            reported, kick(self._system, name)
+            reported, disconnect_user(self._system, name)
         )  # told before log-ins use up his bound
 
     async def _end_process(self, one: Connection, why: str) -> None:
-        await close(self._system, one)
+        await close_connection(self._system, one)
         await self._audit.refused(one.user, "flood", why)
 
 
@@ -402,7 +399,7 @@ def _excess_of(process: JobConnection, rate: _Rate) -> str:
     return ""
 
 
-def _told(message: Msg) -> tuple[_Key, str]:
+def _parse_event(message: Msg) -> tuple[_Key, str]:
     """Return which connection the server tells of, and its user."""
     reply: Any = json.loads(message.data)
     client = reply["client"]

@@ -1,8 +1,8 @@
-"""The auth service's life: it holds four connections.
+"""Run the auth service, over four connections.
 
-In the account of the callout it hears of each log-in; in the system account it closes connections;
-in the pool's own account it keeps the users and answers nodes. What users ask, of the service and
-of the store, comes over a fourth: a flood of it delays no log-in.
+The callout account receives log-ins; the system account closes connections; the pool's own account
+stores users and answers nodes. Requests of users, to the service and to the store, have the
+fourth: a flood of them delays no log-in.
 """
 
 import asyncio
@@ -33,10 +33,10 @@ from ...schemas.wire.subjects import JobScope, rpc
 from ..runtime import ActorContext
 from .callout import Authenticator, ClaimIssuer, Logins
 from .connections import EVERY_S, GRACE_S, LOOK_S, JobEnds, UserConnections
-from .store_proxy import KnownUsers, StorageBounds, StoreProxy
+from .store_proxy import StorageBounds, StoreProxy, UserCache
 from .user_requests import UserRequests
 
-# What a node asks for each process of a job that it starts: a key for that process alone.
+# -- keys for the processes of jobs ----------------------------------------------------------------
 
 
 class JobKeys:
@@ -66,7 +66,7 @@ class JobKeys:
         return NewKey(secret=job_key(identity, self._secret))
 
 
-# What hosts of episodes ask for, so that programs elsewhere have keys: a secret of the job.
+# -- secrets with which environment hosts sign the keys of episodes --------------------------------
 
 
 class EpisodeSecrets:
@@ -153,7 +153,7 @@ async def _answer(
     authenticator = Authenticator(users, jobs, job_secret)
     system = await _side_connection(broker.url, "auth-sys", secrets.seed("sys"))
     callout = await _side_connection(broker.url, "auth-callout", secrets.seed("callout"))
-    known = KnownUsers(broker)
+    known = UserCache(broker)
     await known.open()
     store = StoreProxy(requests, broker, audit, StorageBounds(broker, known), known.requests)
     connections = UserConnections(system, audit, known.get, look_s=times.load_s)

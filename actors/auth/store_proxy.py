@@ -1,9 +1,9 @@
-"""Passes on what guests read and store, once it has seen that they may.
+"""Check what guests read from and write to JetStream, and pass it on.
 
-A guest cannot ask JetStream itself, because whoever asks also names the subject of the answer.
-Here the subject of a request says who asks (the broker enforces it) and for what; the request is
-written anew and sent to JetStream with the guest's inbox as reply subject, so the answer, however
-large, goes from the server straight to the guest.
+A guest cannot use JetStream directly, because a request also names the subject of its answer. Here
+the subject of a request names the caller (the broker enforces it) and the operation; the request is
+written anew and sent to JetStream with the guest's inbox as reply subject, so that the answer,
+however large, goes from the server straight to the guest.
 """
 
 import asyncio
@@ -58,15 +58,14 @@ from ...schemas.wire.subjects import (
 )
 from ...schemas.wire.trace import TRACEPARENT
 
-# The records of users in memory, for what must be cheap: whose line is this, what is the quota.
-#
-# Who is let in is decided from the record itself (`callout`); a change is here a moment later.
+# The users in memory, for cheap look-ups of quotas. Log-ins read the record itself (`callout.py`);
+# a change arrives here a moment later.
 
 _RETRY_S = 1.0
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
-class KnownUsers:
+class UserCache:
     """The users as of a moment ago."""
 
     def __init__(self, broker: Broker) -> None:
@@ -106,7 +105,7 @@ class KnownUsers:
         return DEFAULT_BOUND if record is None else record.max_requests
 
 
-# What guests may add to the buckets that all share: of known kinds, of bounded size and number.
+# -- bounds of the buckets that all users share ----------------------------------------------------
 
 ASKED_BYTES = 4 << 10
 """Of an evaluation that a user asks for; what comes of it the job's own processes write."""
@@ -118,7 +117,7 @@ _MAX_KNOWN = 10_000
 class StorageBounds:
     """Looks whether there is room for what a guest stores."""
 
-    def __init__(self, broker: Broker, known: KnownUsers) -> None:
+    def __init__(self, broker: Broker, known: UserCache) -> None:
         """Count with this connection; quotas are those of `known` users."""
         self._broker = broker
         self._known = known

@@ -48,7 +48,7 @@ from ...schemas.wire.errors import (
 from ...schemas.wire.message import Empty, Message
 from ...schemas.wire.subjects import rpc, user_name
 from .callout import check_invitation
-from .connections import kick
+from .connections import disconnect_user
 
 R = TypeVar("R")
 
@@ -267,7 +267,7 @@ class UserRequests:
     async def _shut_out(self, user: str, context: RequestContext) -> None:
         """Close the connections that use the old key; the asker's own once it has its answer."""
         if user != context.user:
-            await kick(self._system, user)
+            await disconnect_user(self._system, user)
             return
         task = asyncio.create_task(self._kick_later(user), name=f"kick {user}")
         self._kicks.add(task)
@@ -275,7 +275,7 @@ class UserRequests:
 
     async def _kick_later(self, user: str) -> int:
         await asyncio.sleep(_OWN_KICK_S)
-        return await kick(self._system, user)
+        return await disconnect_user(self._system, user)
 
 
 def _is_again(known: UserRecord, key_hash: str) -> bool:

@@ -16,7 +16,14 @@ import structlog
 from ...broker.feed import publish_metric
 from ...broker.jetstream.kv import Bucket, KeyChanges
 from ...broker.weights.payloads import TensorBytes
-from ...envs.evaluation import is_success, kind_of, mean_info, outcome_shares, pass_at_k, task_seed
+from ...envs.evaluation import (
+    is_success,
+    kind_of,
+    mean_info,
+    outcome_shares,
+    pass_at_k,
+    task_seed,
+)
 from ...envs.serving.remote import Environments, Start
 from ...schemas.config.job import EvaluationConfig
 from ...schemas.env import DescribeReply
@@ -35,13 +42,13 @@ from ..rollout.program_loop import ProgramLoop
 from ..runtime import JobContext
 from ..weights.job_weights import open_weights
 
-# The numbers of a validation, from its episodes. Pure.
+# -- metrics of a validation run (pure) ------------------------------------------------------------
 
 _INFRASTRUCTURE = ("engine", "broker", "sandbox")
 """Who fails without telling anything of the model."""
 
 
-class Played(NamedTuple):
+class EvaluatedEpisode(NamedTuple):
     """One episode of an evaluation; without a trajectory when every try failed."""
 
     task: int
@@ -49,7 +56,7 @@ class Played(NamedTuple):
     trajectory: Trajectory | None
 
 
-def validation_numbers(
+def validation_metrics(
     results: Sequence[Trajectory | None], config: EvaluationConfig
 ) -> dict[str, float]:
     """Summarise validation episodes, `samples` in a row for each task.
@@ -96,7 +103,7 @@ def is_infrastructure(failed: EpisodeFailed) -> bool:
     return failed.blame.boundary in _INFRASTRUCTURE or failed.cause.boundary in _INFRASTRUCTURE
 
 
-def whole_episode(rows: Sequence[Trajectory]) -> Trajectory:
+def join_rows(rows: Sequence[Trajectory]) -> Trajectory:
     """Return an episode of several rows as one: the rows one behind the other, told as the main."""
     lengths = np.array([len(item.mask) for item in rows])
     starts = np.repeat(np.cumsum(lengths) - lengths, [len(item.turn_ends) for item in rows])
@@ -110,7 +117,7 @@ def whole_episode(rows: Sequence[Trajectory]) -> Trajectory:
     )
 
 
-def worth_nothing(blame: Blame) -> Trajectory:
+def failed_episode(blame: Blame) -> Trajectory:
     """Return what counts of a program's episode that failed: no token, and a reward of 0."""
     zero = np.zeros(1, np.int32)
     return Trajectory(
@@ -140,7 +147,9 @@ def _by_type(done: Sequence[Trajectory], config: EvaluationConfig) -> dict[str, 
     return values
 
 
-def episode_columns(results: Sequence[Played], config: EvaluationConfig) -> dict[str, list[Any]]:
+def episode_columns(
+    results: Sequence[EvaluatedEpisode], config: EvaluationConfig
+) -> dict[str, list[Any]]:
     """Return what counts of each episode that ran, column by column, for an event."""
     ran = [
         (result.task, result.sample, result.trajectory)
@@ -165,7 +174,7 @@ def _success(item: Trajectory, config: EvaluationConfig) -> bool:
     return is_success(item.reward, item.info, config.success_reward)
 
 
-# The evaluations that are asked for, done one after the other.
+# -- requested evaluations, one after the other ----------------------------------------------------
 
 Measure = Callable[[int, Mapping[str, TensorBytes]], Awaitable[dict[str, float]]]
 """Measures a version, of which it is given the weights."""
@@ -176,7 +185,7 @@ _MAX_BLAME_CHARS = 8192
 _log = structlog.get_logger()
 
 
-class Requests:
+class EvaluationRequests:
     """What is asked of an evaluator, oldest version first."""
 
     def __init__(self, context: JobContext, measure: Measure, check: Callable[[], None]) -> None:
@@ -316,7 +325,7 @@ class Evaluator:
     async def run(self) -> None:
         """Take requested evaluations, oldest version first, until `stopping` is set."""
         check = self._players.check_engines
-        await Requests(self._context, self._measure, check).serve()
+        await EvaluationRequests(self._context, self._measure, check).serve()
 
     async def _measure(self, version: int, tensors: Mapping[str, TensorBytes]) -> dict[str, float]:
         await load_policies(self._players.engines, version, tensors, "recompute")
@@ -338,15 +347,15 @@ class Evaluator:
         fields: dict[str, Any] = {**values}
         await context.event("evaluation_done", **fields)
 
-    def _numbers(self, results: Sequence[Played]) -> dict[str, float]:
+    def _numbers(self, results: Sequence[EvaluatedEpisode]) -> dict[str, float]:
         config = self._context.config.evaluation
         if self._there is not None and self._there.roles:
             # An episode has as many conversations as roles that had a turn: each counts by itself.
             config = config.model_copy(update={"samples": 1})
-        values = validation_numbers([result.trajectory for result in results], config)
+        values = validation_metrics([result.trajectory for result in results], config)
         return {**values, "timing_s/testing": time.perf_counter() - self._started}
 
-    async def _play(self, version: int) -> list[Played]:
+    async def _play(self, version: int) -> list[EvaluatedEpisode]:
         """Run every task `samples` times, as many at once as the generator may."""
         config = self._context.config
         tasks = await self._tasks()
@@ -359,7 +368,7 @@ class Evaluator:
                 for task, sample in numbers
             ]
         return [
-            Played(task, sample, conversation)
+            EvaluatedEpisode(task, sample, conversation)
             for (task, sample), episode in zip(numbers, running, strict=True)
             for conversation in episode.result()
         ]
@@ -411,13 +420,13 @@ class Evaluator:
             except EpisodeFailed as failed:
                 if self._programs is None or is_infrastructure(failed):
                     return [None]
-                return [worth_nothing(failed.blame)]
+                return [failed_episode(failed.blame)]
 
     async def _try(self, plan: EpisodePlan) -> list[Trajectory]:
         """Play one episode; the version that is evaluated plays every role."""
         assert self._there is not None
         if self._programs is not None:
-            return [whole_episode(await self._programs.run(plan))]
+            return [join_rows(await self._programs.run(plan))]
         if not self._there.roles:
             return [await self._players.main.run(plan)]
         loops = self._players.of(self._there.roles)

@@ -1,4 +1,8 @@
-"""What bounds a visitor: connections and their deadlines, bodies, and requests at a time."""
+"""Limits of the gateway (connections, deadlines, bodies, concurrent requests) and its `/metrics`.
+
+`/metrics` is Prometheus' text format. A scrape with a key (`authorization: Bearer …`) also gets the
+jobs, actors and nodes that its user may see; without keys at the broker every scrape does.
+"""
 
 import asyncio
 import contextlib
@@ -114,11 +118,7 @@ class Share:
             return await asyncio.to_thread(function, *args, **kwargs)
 
 
-# What `/metrics` tells: this gateway's own figures, and those of the jobs that the caller may
-# see.
-#
-# Written in Prometheus' text format. A scrape with a key (`authorization: Bearer …`) also gets
-# the jobs, actors and nodes of that user; without keys at the broker every scrape does.
+# -- /metrics --------------------------------------------------------------------------------------
 
 _BUCKETS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 _JOB_FIGURES = (

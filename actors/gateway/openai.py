@@ -1,9 +1,12 @@
-"""Requests of the model APIs as a served model answers them: from a body to a server's request, and
-from the parts of its answer to the words of the API.
+"""The OpenAI and Anthropic APIs over the served models of a pool.
 
-A parameter that would be without effect is refused by name instead of ignored, unless it is a label
-or its value asks for nothing. Chat Completions keep reasoning in their text, as other servers do,
-unless the answer has a form of which it is no part; Responses and Messages tell it as reasoning.
+`/v1/models` lists the models; `/v1/chat/completions`, `/v1/completions`, `/v1/responses` and
+`/v1/messages` send requests to the server of an inference job, or to a sampler of a Tinker service
+for the path of a checkpoint (`tinker://…`). Errors have the form of each API.
+
+A parameter that would have no effect is refused by name instead of ignored, unless it is a label or
+its value asks for nothing. Chat Completions keep reasoning in their text, as other servers do,
+unless the answer has a form without room for it; Responses and Messages return it as reasoning.
 """
 
 import asyncio
@@ -66,7 +69,7 @@ from ...schemas.wire.errors import ConfigError, MessageError, NotFoundError, Tin
 from .limits import MAX_INFERENCE_BYTES
 from .tinker.trainers import Trainers
 
-# What the name of a model means: a job that serves it, or a checkpoint of a Tinker service.
+# -- finding the model of a request ----------------------------------------------------------------
 
 _FRESH_S = 2.0
 
@@ -615,11 +618,7 @@ async def read_body(request: Request) -> bytes:
     return bytes(raw)
 
 
-# The endpoints of the model APIs over the inference jobs of a pool, and over its Tinker services.
-#
-# `/v1/models` lists what a user's jobs serve; `/v1/chat/completions`, `/v1/completions`,
-# `/v1/responses` and `/v1/messages` ask them. A model may also be the path of a checkpoint,
-# `tinker://…`. Errors come in the words of each API.
+# -- endpoints -------------------------------------------------------------------------------------
 
 OF_TINKER = "/tinker/oai/api/v1"
 """Where programs look for OpenAI's endpoints that know Tinker's address alone."""

@@ -1,4 +1,4 @@
-"""What can be done to jobs: the same for the forms of the pages and for the REST interface."""
+"""Operations on jobs, the same for the forms of the pages and for the REST interface."""
 
 import time
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from ...schemas.wire.message import Message, summarize
 from .limits import Share
 from .sessions import Visitor
 
-# What the gateway asks the scheduler for, on behalf of one visitor.
+# -- calls of the scheduler for one visitor --------------------------------------------------------
 
 R = TypeVar("R", bound=Message)
 

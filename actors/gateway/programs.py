@@ -1,8 +1,9 @@
-"""The episodes whose programs use this gateway, each with a connection of its own to the broker.
+"""Requests of agent programs: whatever comes with the key of an episode, under any path.
 
-The broker lets a program in by its key and gives it the rights of its one episode; the episode's
-host says that the key is the right one. So a connection is worth nothing else, whoever finds a way
-to use it. Connections are bounded, for each user as well, and close when nobody uses them.
+Each episode has a connection of its own to the broker, which accepts the key once the episode's
+host has confirmed it, and grants the rights of this one episode. Connections are bounded, also per
+user, and close when idle. Requests are answered by the same proxy that programs use next to their
+host; they never reach the rest of the gateway.
 """
 
 import asyncio
@@ -181,10 +182,7 @@ class ProgramEpisodes:
             await episode.close()
 
 
-# Requests of programs: whatever comes with the key of an episode, under any path.
-#
-# They are answered by the endpoints of the proxy that programs find next to their host; the rest
-# of the gateway never sees them, and they never reach anything of it.
+# -- the middleware --------------------------------------------------------------------------------
 
 
 class ProgramRequests:

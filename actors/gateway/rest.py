@@ -1,4 +1,4 @@
-"""The operations of the REST interface: the table that the routes and `openapi` are made from."""
+"""The REST interface: the table of operations, their handlers, and their OpenAPI description."""
 
 import asyncio
 import difflib
@@ -33,7 +33,7 @@ from .data import jobs
 from .data import jobs as checkpoints
 from .data.jobs import ARCHIVED, FIGURES, GROUPS, SORTS, row, select_rows
 from .data.metrics import exact_lines
-from .data.overview import actors_of, glance, job_stream
+from .data.overview import actors_of, job_stream, summarize_run
 from .data.rollouts import (
     MAX_LIMIT,
     actor_in,
@@ -57,9 +57,18 @@ from .operations import (
 from .pages.render import render
 from .sessions import Visitor
 from .tinker import rest
-from .web import Json, form_of, gateway_of, json_of, names_in, number_in, scheduler_of, visitor_of
+from .web import (
+    Json,
+    form_of,
+    gateway_of,
+    json_of,
+    names_in,
+    number_in,
+    scheduler_of,
+    visitor_of,
+)
 
-# The users of a pool with authentication: what admins see and change, and what users see of it.
+# -- users: administration, and one's own account --------------------------------------------------
 
 _AUDIT_SHOWN = 500
 
@@ -152,7 +161,7 @@ def user_routes() -> list[Route]:
     return [Route("/users", page), Route("/users/{action}", form, methods=["POST"])]
 
 
-# What the REST interface answers: everything that the pages show and do, as JSON.
+# -- jobs, rollouts, checkpoints and nodes as JSON -------------------------------------------------
 
 
 async def list_jobs(request: Request) -> Response:
@@ -181,7 +190,7 @@ async def check_config(request: Request) -> Response:
 async def get_job(request: Request) -> Response:
     """Answer with a job's record, its newest figures and its actors."""
     visitor, record = await job_of(request)
-    seen = await glance(gateway_of(request), visitor, record)
+    seen = await summarize_run(gateway_of(request), visitor, record)
     return Json({**_record(record), **seen["job"], "bottleneck": seen["bottleneck"]})
 
 
@@ -483,7 +492,7 @@ def _unknown(operation: Operation, given: str, known: list[str]) -> MessageError
     )
 
 
-# The OpenAPI description of the REST interface, made from the table of its operations.
+# -- the OpenAPI description -----------------------------------------------------------------------
 
 _TYPED = re.compile(r"\{(\w+)(?::(\w+))?\}")
 _ERROR: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The life of a gateway: connect, serve HTTP, drain at a signal."""
+"""Run the gateway: build the application, connect, serve HTTP, drain at a signal."""
 
 import asyncio
 import contextlib
@@ -69,7 +69,7 @@ from .sessions import LogInError, Sessions, Visitor, asks_for_keys, server_info
 from .tinker import routes as tinker
 from .web import Gateway, Json, error_fields, gateway_of, visitor_of, why_it_failed
 
-# The application: pages, REST interface, health, metrics, static files, and how errors look.
+# -- the application -------------------------------------------------------------------------------
 
 _MAX_LIVE_JOBS = 500
 _TOO_MANY = 429
@@ -203,10 +203,10 @@ def _wants_json(request: Request) -> bool:
 
 async def _our_error(request: Request, error: TinkermqError) -> Response:
     reply = await why_it_failed(request, error)
-    return _told(request, reply, reply.status)
+    return _error_response(request, reply, reply.status)
 
 
-def _told(request: Request, error: TinkermqError, status: int) -> Response:
+def _error_response(request: Request, error: TinkermqError, status: int) -> Response:
     """Answer with an error as who asks reads it."""
     again = {"retry-after": "1"} if status == _TOO_MANY else None
     if (path := request.url.path).startswith(("/v1/", f"{openai.OF_TINKER}/")):
@@ -225,7 +225,7 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
         f"there is no page {request.url.path}" if error.status_code == 404 else error.detail,
         hint="" if error.status_code != 404 else "begin at /jobs",
     )
-    return _told(request, message, error.status_code)
+    return _error_response(request, message, error.status_code)
 
 
 async def _late(request: Request, error: TimeoutError) -> Response:

@@ -76,15 +76,15 @@ class UserEpisodes:
     async def open(self, request: Request) -> Response:
         """Take the next episode of a job: its task, and where its program finds the model."""
         broker = await self._users.broker(request)
-        name, wait_s = _asked(await read_body(request))
+        name, wait_s = _read_request(await read_body(request))
         record = await JobStore(broker).get(broker.user, name)
         _check(record)
         idempotency = request.headers.get("idempotency-key", "")[:_NAME_CHARS]
-        given = await unless_gone(request, _take(broker, record, idempotency, wait_s))
+        given = await unless_gone(request, _request_episode(broker, record, idempotency, wait_s))
         self._keys[broker.user, given.episode] = given.key
         while len(self._keys) > _MAX_KNOWN:
             self._keys.popitem(last=False)
-        return JSONResponse(_told(record, given, str(request.base_url).rstrip("/")), 201)
+        return JSONResponse(_episode_fields(record, given, str(request.base_url).rstrip("/")), 201)
 
     async def relay(self, request: Request) -> Response:
         """Let the host of an episode answer, as it answers the episode's program."""
@@ -127,7 +127,9 @@ class _Relayed(Response):
         await self._episode({**scope, "path": self._path, "headers": headers}, receive, send)
 
 
-async def _take(broker: Broker, record: JobRecord, name: str, wait_s: float) -> GiveReply:
+async def _request_episode(
+    broker: Broker, record: JobRecord, name: str, wait_s: float
+) -> GiveReply:
     """Ask the job's host for an episode until there is one.
 
     Raises NoEpisodeYet when none comes in time.
@@ -167,7 +169,7 @@ def _check(record: JobRecord) -> None:
         )
 
 
-def _asked(raw: bytes) -> tuple[str, float]:
+def _read_request(raw: bytes) -> tuple[str, float]:
     """Return the job that is named, and how long its episode is waited for."""
     try:
         fields = Fields(read_json(raw or b"{}"))
@@ -186,7 +188,7 @@ def _asked(raw: bytes) -> tuple[str, float]:
     return job, float(wait_s)
 
 
-def _told(record: JobRecord, given: GiveReply, url: str) -> dict[str, Any]:
+def _episode_fields(record: JobRecord, given: GiveReply, url: str) -> dict[str, Any]:
     episode = ProgramEpisode(
         given.episode, given.task, given.seed, given.split, record.job, key=given.key
     )

@@ -1,9 +1,9 @@
-"""The generator: pulls tasks, runs their episodes, appends groups, follows the weights.
+"""The generator: pulls tasks, runs their episodes, appends groups, and follows the weights.
 
-A task is acked only after its group is confirmed in the log, or somebody else's is found there.
-Many groups run at once, so that a slow environment never idles the engine: the bound is the
-number of episodes. When it is told to stop it pulls no more, finishes what it can within a grace
-time, and hands the rest back.
+A task is acked only after its group is confirmed in the log, or another generator's is found there.
+Many groups run at once, so that a slow environment never idles the engine: the bound is the number
+of episodes. At a stop it pulls no more tasks, finishes what it can within a grace time, and returns
+the rest to the queue.
 """
 
 import asyncio
@@ -40,16 +40,14 @@ from ..rollout.teachers import AskedTeachers, TeacherContext
 from ..runtime import JobContext, settle_memory
 from ..weights.job_weights import open_weights
 
-# An earlier version as an opponent: engines of its own, one per policy, that play the pool.
-#
-# The generator holds one of the pool's versions at a time and draws another when the policy has
-# moved on. The new one is swapped in between two decode steps, as new weights of the policy are:
-# episodes that run go on with it.
+# Opponents from earlier versions: engines of their own, one per policy. The version changes when
+# the policy has moved on; it is swapped in between two decode steps, and running episodes go on
+# with it.
 
 _log = structlog.get_logger()
 
 
-class PastFollower:
+class OpponentPoolFollower:
     """Keeps engines at some earlier version."""
 
     def __init__(
@@ -123,7 +121,7 @@ async def run_generator(context: JobContext) -> None:
     if config.self_play.past_share > 0:
         past = await Players.start(config, chat, environments, sampling, time_use)
         rng = random.Random(f"{config.seed} {context.name}")  # noqa: S311 - opponents, not secrets
-        drawing = PastFollower(store, past.engines, follower, config.self_play, rng)
+        drawing = OpponentPoolFollower(store, past.engines, follower, config.self_play, rng)
         background.append(drawing.run())
     engine = players.engines[MAIN]
     programs: ProgramLoop | None = None

@@ -27,7 +27,7 @@ from ..storage.access import below_roots
 from .fork_server import PACKET_BYTES, ForkRequest
 from .sandbox import (
     ENVIRONMENT,
-    NotShown,
+    PathRefused,
     SandboxStarter,
     StartRefused,
     actor_argv,
@@ -62,7 +62,7 @@ class Child(Protocol):
         ...
 
 
-class NotStarted(OSError):
+class StartFailed(OSError):
     """An actor could not be started now for a reason that is not its own: it is tried again."""
 
 
@@ -137,7 +137,7 @@ class ActorStarter:
                 return await self._sandboxes.start(command, wanted, environment, output)
             try:
                 await asyncio.to_thread(check_programs, wanted)  # disks may be slow
-            except NotShown as error:
+            except PathRefused as error:
                 raise StartRefused.of(error) from error
         return await spawn(command, environment, output)
 

@@ -31,7 +31,7 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 @dataclass(frozen=True)
-class Way:
+class ForwardRoute:
     """How one server is reached from within."""
 
     url: str
@@ -55,7 +55,7 @@ class Forwarder:
         """
         servers = [urlsplit(item) for item in server_urls(url)] if url else []
         hosts = list(dict.fromkeys(server.hostname for server in servers))
-        self.ways = [_way(server, 1 + hosts.index(server.hostname)) for server in servers]
+        self.ways = [_route(server, 1 + hosts.index(server.hostname)) for server in servers]
         self._task: asyncio.Task[None] | None = None
         self._servers: list[asyncio.Server] = []
         self._open = set[asyncio.Task[None]]()
@@ -110,7 +110,7 @@ class Forwarder:
             )
 
     def _accepted(
-        self, way: Way, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, way: ForwardRoute, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         if len(self._open) >= MAX_CONNECTIONS:
             writer.transport.abort()
@@ -120,7 +120,9 @@ class Forwarder:
         task.add_done_callback(self._open.discard)
 
 
-async def _carried(way: Way, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _carried(
+    way: ForwardRoute, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
     """Carry the bytes of one connection until either side ends it."""
     out: asyncio.StreamWriter | None = None
     try:
@@ -159,7 +161,7 @@ async def _ended(writer: asyncio.StreamWriter) -> None:
         writer.transport.abort()
 
 
-def _way(server: SplitResult, number: int) -> Way:
+def _route(server: SplitResult, number: int) -> ForwardRoute:
     """Return how a server is reached; each has a loopback address of its own where it may."""
     host, port = server.hostname or "127.0.0.1", server.port or 4222
     inner = port if port >= _LEAST_PORT else _PORT
@@ -182,7 +184,7 @@ def _way(server: SplitResult, number: int) -> Way:
     name = host if address is None and host != "localhost" else None
     if host == "localhost":
         listen = "127.0.0.1"
-    return Way(url, f"{listen}:{inner}", name, host, port)
+    return ForwardRoute(url, f"{listen}:{inner}", name, host, port)
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

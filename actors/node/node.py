@@ -1,9 +1,8 @@
-"""The node: it runs what the scheduler last asked for, and nothing else.
+"""The node: runs the actors that the scheduler last asked for, and nothing else.
 
-A sync names every actor that the node shall run. What is missing is started, what is extra is
-stopped, what runs stays untouched, so the scheduler may die, come back and ask again at any time.
-Actors are children that die with the node; a node that comes back starts with none and gets them
-all by the next sync. Between syncs nothing changes but what the actors do themselves.
+A sync names every actor that the node shall run. Missing ones are started, extra ones stopped, and
+running ones left alone, so the scheduler may die, come back and ask again at any time. Actors are
+children that die with the node; a restarted node begins with none and gets them by the next sync.
 """
 
 import asyncio
@@ -50,14 +49,12 @@ from ...schemas.wire.subjects import BUCKET_ACTORS, BUCKET_NODES, JobScope, rpc
 from ...schemas.wire.subjects import node as node_subject
 from ..gpus import Gpus
 from ..storage.removal import remove_run_folder
-from .children import ActorStarter, Child, NotStarted, StartChild
-from .preflight import ModelInspection, ModelLookout, TriedGames, look
+from .children import ActorStarter, Child, StartChild, StartFailed
+from .preflight import EnvCheckRunner, ModelChecks, ModelInspection, check_files
 from .process import STOP_DEADLINE_S, ActorProcess, silence_bound
 
-# Gives each process of a job what is for it alone: a key of its own, its owner's secrets.
-#
-# Both are asked for at each start anew, are kept nowhere on the node, and travel in the
-# environment of the process, which takes them out of there.
+# Keys and secrets for one process: requested at each start, stored nowhere on the node, passed in
+# the environment, from which the process removes them.
 
 R = TypeVar("R", bound=Message)
 
@@ -115,7 +112,7 @@ async def _ask(
 ) -> R:
     """Ask until `service` answers.
 
-    Raises NotStarted while it does not, which is no failure of the actor, and OSError when it
+    Raises StartFailed while it does not, which is no failure of the actor, and OSError when it
     refuses.
     """
     loop = asyncio.get_running_loop()
@@ -135,7 +132,7 @@ async def _ask(
             if isinstance(error, AuthError):
                 raise OSError(f"{service} gave nothing: {error.message}") from error
             if loop.time() >= deadline:
-                raise NotStarted(f"{service} gave nothing: {error.message}") from error
+                raise StartFailed(f"{service} gave nothing: {error.message}") from error
         await asyncio.sleep(_PAUSE_S)
 
 
@@ -297,9 +294,11 @@ class Node:
                 "remove", node_subject(self.name, "remove"), RemoveRun, self._remove_run
             )
             await service.endpoint(
-                "model", node_subject(self.name, "model"), ModelQuestion, ModelLookout().answer
+                "model", node_subject(self.name, "model"), ModelQuestion, ModelChecks().answer
             )
-            await service.endpoint("look", node_subject(self.name, "look"), LookQuestion, look)
+            await service.endpoint(
+                "look", node_subject(self.name, "look"), LookQuestion, check_files
+            )
             await service.endpoint(
                 "inspect",
                 node_subject(self.name, "inspect"),
@@ -310,7 +309,7 @@ class Node:
                 "play",
                 node_subject(self.name, "play"),
                 PlayQuestion,
-                TriedGames(self._starter).play,
+                EnvCheckRunner(self._starter).play,
             )
             await stopping.wait()
             await self._drain()

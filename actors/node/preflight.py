@@ -1,9 +1,7 @@
-"""What a node says of a job that is not submitted yet: whether its files and game are there, and
-whether the game and the model are sound.
+"""Checks on a node before a job is submitted: its files, its game and its model.
 
-Asked by the scheduler when a client only tries a job. To look runs no code of the game; to play it
-takes a process like an environment host's, in the same sandbox. The model is looked into by a
-process like a generator's, with the code of the run.
+Checking files runs no code of the game. A game is played by a process like an environment host's,
+in the same sandbox; a model is inspected by a process like a generator's, with the code of the run.
 """
 
 import asyncio
@@ -50,14 +48,14 @@ MAX_CONFIG_BYTES = 96 * 1024
 """Of what a process is given by its environment, which the kernel bounds."""
 
 
-async def look(question: LookQuestion) -> LookAnswer:
+async def check_files(question: LookQuestion) -> LookAnswer:
     """Say what is there, as far as that is known in time."""
-    looking = asyncio.ensure_future(asyncio.to_thread(look_now, question))
+    looking = asyncio.ensure_future(asyncio.to_thread(check_files_now, question))
     await asyncio.wait({looking}, timeout=ANSWER_S)
     return looking.result() if looking.done() else LookAnswer(known=False)
 
 
-def look_now(question: LookQuestion) -> LookAnswer:
+def check_files_now(question: LookQuestion) -> LookAnswer:
     """Look at the files, and for the game's package."""
     missing = [file for file in question.files if not _is_there(Path(file).expanduser())]
     if not question.game:
@@ -73,7 +71,7 @@ def _is_there(path: Path) -> bool:
     return is_dataset_name(path) and path.is_file()
 
 
-class TriedGames:
+class EnvCheckRunner:
     """Plays games that jobs may be submitted with, one at a time."""
 
     def __init__(self, starter: ActorStarter, play_s: float = PLAY_S) -> None:
@@ -111,7 +109,7 @@ class TriedGames:
             return PlayAnswer(trouble=str(error), hint="see the node's log")
         finally:
             os.close(writing)
-        message = _Said()
+        message = _CheckOutput()
         reader = asyncio.create_task(read_lines(reading, message.take))
         exit_code: int | None = None
         try:
@@ -129,7 +127,7 @@ class TriedGames:
         return message.answer(exit_code)
 
 
-class _Said:
+class _CheckOutput:
     """What the process that plays a game says; of what the game prints a little is kept."""
 
     def __init__(self) -> None:
@@ -222,13 +220,13 @@ class ModelInspection:
         return PlayAnswer(checks=[GameCheck.model_validate(text) for text in texts])
 
 
-# Whether a node can have a model, asked by the scheduler before a job is queued.
+# -- models ----------------------------------------------------------------------------------------
 
 """What takes longer, such as a hub that does not answer, is left for the job to find out."""
 _AT_ONCE = 8
 
 
-class ModelLookout:
+class ModelChecks:
     """Answers questions after models, some at a time."""
 
     def __init__(self) -> None:

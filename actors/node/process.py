@@ -1,11 +1,9 @@
-"""One actor of a job as a child process, kept alive until it is done, fails for good, or is
-stopped.
+"""One actor of a job as a child process, restarted until it is done, stopped or given up.
 
-Exit 0 is done; exit 2, like a start that is refused, is a mistake that a restart cannot mend; exit
-3 is the end of a drain that nobody here asked for, and the actor is started again; any other end is
-a crash, and it is started again, too, later each time. So is an actor that tells no heartbeat any
-more, for it is stopped, hangs, or is cut off. The child leads a process group of its own and dies
-with the node, so nothing is left behind whichever of them is killed.
+Exit code 0 is done. 2 is a mistake that a restart cannot repair, like a refused start. 3 is the end
+of a drain that this node did not request: the actor is started again. Any other end is a crash: it
+is started again after a growing delay, and so is an actor without a heartbeat. The child leads a
+process group of its own and dies with the node.
 """
 
 import asyncio
@@ -24,15 +22,13 @@ from ...schemas.metric import Presence
 from ...schemas.node import ActorStatus, WantedActor
 from ...schemas.wire.errors import ConfigError, TinkermqError
 from ..runtime import EXIT_CRASHED, EXIT_DONE, EXIT_DRAINED, EXIT_FAILED
-from .children import Child, NotStarted, StartChild
+from .children import Child, StartChild, StartFailed
 from .output import ActorOutput, LogFile, SendLines
 from .sandbox import StartRefused, actor_environment
 
-# When a crashed actor is started again, and when no more. Pure: time comes from the caller.
-#
-# An actor that fails too often within the window is given up; so is one that fails too often
-# without having finished a piece of work in between, however long that takes. A deadline that
-# passes again and again would else look like health for ever.
+# When a crashed actor is restarted, and when no more (pure). An actor is given up if it fails too
+# often within the window, or too often without finishing any work in between, however long that
+# takes: a deadline that passes again and again would otherwise look healthy for ever.
 
 WINDOW_S = 600.0
 FIRST_DELAY_S = 0.2
@@ -273,7 +269,7 @@ class ActorProcess:
             self._output.add([f"cannot start {self.wanted.name}: {error}"])
             if isinstance(error, StartRefused):
                 return EXIT_FAILED
-            return EXIT_DRAINED if isinstance(error, NotStarted) else EXIT_CRASHED
+            return EXIT_DRAINED if isinstance(error, StartFailed) else EXIT_CRASHED
         finally:
             os.close(writing)
         self._process = process

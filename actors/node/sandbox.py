@@ -57,9 +57,8 @@ from ...schemas.wire.errors import SandboxError, StorageError, TinkermqError
 from ..storage.access import MODELS_VARIABLE, is_of_another, shown_from
 from .forwarding import URL_VARIABLE, Forwarder
 
-# How an actor's process is described: module, arguments, environment.
-#
-# Secrets never stand on a command line: the broker's URL travels in the environment.
+# Module, arguments and environment of an actor. Secrets never stand on a command line: the broker's
+# URL is passed in the environment.
 
 ENVIRONMENT = {
     "TINKERMQ_LOG_FORMAT": "json",
@@ -138,7 +137,7 @@ _MAY_PASS = frozenset({errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errn
 """Of a machine or its network, not of rights."""
 
 
-class NotShown(SandboxError):
+class PathRefused(SandboxError):
     """What a job names may not be shown to what runs for it: no second try changes that."""
 
 
@@ -217,7 +216,7 @@ class SandboxStarter:
             if forwarder is not None:
                 await forwarder.close()
             await interpreters.close()
-            if isinstance(error, NotShown):
+            if isinstance(error, PathRefused):
                 raise StartRefused.of(error) from error
             if isinstance(error, SandboxError):
                 raise OSError(f"{error.message}; {error.hint}") from error
@@ -315,7 +314,7 @@ def check_programs(wanted: WantedActor) -> None:
     """Look at what a host of agent programs reads; it is in no sandbox itself.
 
     It runs no code of the job's owner, and each of its programs has a sandbox. What it shows
-    to them, and its data, may be no more than a hosted game would see. Raises NotShown.
+    to them, and its data, may be no more than a hosted game would see. Raises PathRefused.
     """
     _data_files(wanted)
     roots = [Path(root) for root in wanted.output_roots]
@@ -326,7 +325,7 @@ def check_programs(wanted: WantedActor) -> None:
             path, wanted.user, roots
         )
         if not is_own and not any(path.is_relative_to(item) for item in named):
-            raise NotShown(
+            raise PathRefused(
                 f"agent programs of user {wanted.user!r} may not be shown {folder!r}",
                 hint="name a folder in a run of theirs, or let the operator name it in "
                 f"${FOLDERS_VARIABLE} of the nodes",
@@ -346,7 +345,7 @@ def _data_files(wanted: WantedActor) -> dict[Path, Path]:
         if place != path and (
             not is_dataset_name(place) or is_of_another(place, wanted.user, roots)
         ):
-            raise NotShown(
+            raise PathRefused(
                 f"{path} leads to {place}, which is no dataset of user {wanted.user!r}",
                 hint="name the file itself, or copy it",
             )
@@ -385,7 +384,7 @@ class _Handles:
 def _run_folder(path: Path, handles: _Handles) -> Iterator[Mount]:
     """Yield the folder of a learner's run, the copies in it read-only.
 
-    Other actors of the job read these. Raises NotShown for a folder that was made a link.
+    Other actors of the job read these. Raises PathRefused for a folder that was made a link.
     """
     yield writable(path, _opened(path, path, handles))
     with Folder(path) as folder:
@@ -401,7 +400,7 @@ def _opened(root: Path, path: Path, handles: _Handles) -> Path:
         return handles.below(root, path)
     except (OSError, StorageError) as error:
         may_pass = isinstance(error, OSError) and error.errno in _MAY_PASS
-        raise (SandboxError if may_pass else NotShown)(
+        raise (SandboxError if may_pass else PathRefused)(
             f"{path} cannot be shown to functions of its owner: {error}",
             hint="the folder of a run, and what it reads, may be no link: remove it",
         ) from error
@@ -412,7 +411,7 @@ def _read_by_learner(wanted: WantedActor, handles: _Handles) -> dict[Path, Path]
 
     Each must lie, links followed, where the operator's folders or the user's own let it, and is
     opened from there without following one: whoever may write a folder may have made it a link
-    since the job was accepted. Raises NotShown.
+    since the job was accepted. Raises PathRefused.
     """
     roots = [Path(root) for root in wanted.output_roots]
     named = {Path(item).expanduser().absolute() for item in wanted.own_code or []}
@@ -421,7 +420,7 @@ def _read_by_learner(wanted: WantedActor, handles: _Handles) -> dict[Path, Path]
         place = path.resolve()
         root = shown_from(place, wanted.user, roots)
         if root is None:
-            raise NotShown(
+            raise PathRefused(
                 f"functions of user {wanted.user!r} may not be shown {path}",
                 hint=f"let the operator name its folder in ${MODELS_VARIABLE} of scheduler and "
                 "nodes, or name a model or data in a run of your own",
@@ -442,10 +441,10 @@ def _allowed(environment: Mapping[str, str], more: Iterable[str] = ()) -> dict[s
 
 
 def _refuse_runs(folders: Iterable[Path], run_dir: Path) -> None:
-    """Raise NotShown if what every game may see holds the runs of all."""
+    """Raise PathRefused if what every game may see holds the runs of all."""
     for folder in folders:
         if run_dir.resolve().is_relative_to(folder.resolve()):
-            raise NotShown(
+            raise PathRefused(
                 f"games would see the run folders of all users in {folder}",
                 hint="let the runs lie elsewhere (output_dir) than what games see: Python's own "
                 f"folders, $PYTHONPATH and ${FOLDERS_VARIABLE}",
@@ -453,11 +452,11 @@ def _refuse_runs(folders: Iterable[Path], run_dir: Path) -> None:
 
 
 def _refuse_unreadable(paths: Iterable[Path]) -> None:
-    """Raise NotShown for what only root may read: the game is somebody else."""
+    """Raise PathRefused for what only root may read: the game is somebody else."""
     for path in paths:
         needed = 0o005 if path.is_dir() else 0o004
         if path.exists() and path.stat().st_mode & needed != needed:
-            raise NotShown(
+            raise PathRefused(
                 f"hosted games may not read {path}: a node that root runs lets them run as nobody",
                 hint=f"chmod -R o+rX {path}",
             )

@@ -1,10 +1,10 @@
-"""Which of several schedulers acts.
+"""Leader election among schedulers, and the scheduler's intervals.
 
-The holder writes its key anew every second. One that waits watches the key's revision by its own
-clock and takes the key over, by compare-and-set, once it has stood still for three seconds: clocks
-of different machines are never compared. Each holder has a higher epoch than the one before, which
-is why a lease that is given back is kept, without a holder; nodes refuse what an older holder still
-sends. Where the broker lost the lease, nodes still know the epoch that they have heard (`rise`).
+The leader renews its key every second. A standby watches the key's revision by its own clock and
+takes over, by compare-and-set, once it has not changed for three seconds: clocks of different
+machines are never compared. Each leader has a higher epoch than the one before, so a released lease
+is stored without a holder; nodes refuse requests of an older epoch. If the broker lost the lease,
+nodes still know the epoch that they have heard (`rise`).
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from ...schemas.node import SchedulerLease
 from ...schemas.wire.errors import ConflictError, FencedError
 from ...schemas.wire.subjects import BUCKET_LEASES
 
-# How long a scheduler waits for what.
+# -- intervals -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Timing:
     """Between two requests to a node that does what it shall."""
 
 
-# How long the scheduler's decisions take.
+# -- duration of decisions -------------------------------------------------------------------------
 
 _KEPT = 4096
 

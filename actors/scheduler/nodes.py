@@ -21,15 +21,11 @@ from ...schemas.wire.subjects import BUCKET_NODES
 from ...schemas.wire.subjects import node as node_subject
 from .lease import Timing
 
-# How far the clock of a node is off, as seen over a request and its answer. Pure.
+# The offset of a node's clock, from a request and its answer (pure). The answer's clock reading is
+# compared with the middle of both times (as NTP does, RFC 5905 section 8); the fastest recent
+# answer counts, as it leaves the least doubt.
 #
-# The node says what its clock shows when it answers, which was at some time between the request
-# and the arrival of the answer. The middle of both is taken (as NTP does, RFC 5905 section 8),
-# and the answer that came back soonest counts, for as long as it is recent: it leaves the least
-# doubt.
-#
-# Nothing is decided by it: leases, heartbeats and silence are counted by each process's own
-# monotonic clock. What people read, order and bill goes by the clocks of machines.
+# Nothing is decided by it: leases, heartbeats and silence use each process's monotonic clock.
 
 RECENT_S = 60.0
 """An answer counts for so long, if none came back sooner."""
@@ -53,7 +49,7 @@ class ClockReading:
         return least if self.ahead_s > 0 else -least
 
 
-def reading(shown: float, asked_at: float, took_s: float, at: float) -> ClockReading:
+def read_clock(shown: float, asked_at: float, took_s: float, at: float) -> ClockReading:
     """Return what is known of a clock that showed `shown` in an answer.
 
     It was asked for when one's own showed `asked`, and came `took_s` later.
@@ -235,7 +231,7 @@ class Nodes:
         member = self._members.setdefault(name, _Member())
         member.asked, member.asked_at = request, time.monotonic()
         took_s = member.asked_at - began
-        self._note_clock(member, reading(status.time, asked, took_s, member.asked_at), name)
+        self._note_clock(member, read_clock(status.time, asked, took_s, member.asked_at), name)
         self._hear(name, member, status)
 
     def _note_clock(self, member: _Member, new: ClockReading, name: str) -> None:

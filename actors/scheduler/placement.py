@@ -1,15 +1,20 @@
-"""Which node gets which actor, and which of its slots. Pure.
+"""The order of the queue, and which node and slots each actor gets. Pure.
 
-A queued job starts whole or not at all, so two jobs never hold half of the pool each and wait for
-the other half. The first job that has to wait keeps slots for itself: those that are free and
-would serve it, on whatever nodes, and more as they become free. Jobs behind it are placed on what
-is left (backfill), so they never delay it, and it is never starved.
+Order: higher priority first; between equals the user who would hold the least for their weight with
+half a job more (Sainte-Laguë's rule; half a job of the mean size of those next), a user without
+slots before all others; then the oldest. Every hour of waiting counts as one point of priority, so
+no job starves. Between users age counts only up to the highest priority in the queue: otherwise a
+user with many waiting jobs would displace newcomers by age alone.
+
+A queued job starts whole or not at all, so two jobs never hold half of the pool each. The first job
+that has to wait reserves slots: the free ones that would serve it, and more as they become free.
+Jobs behind it are placed on the rest (backfill), so they never delay it.
 
 A job is packed onto one node if one can hold it, learner and generators together, within one
-group of linked slots if one can. An actor of several slots gets them on one node, and within one
+group of linked slots if possible. An actor of several slots gets them on one node, and within one
 group wherever the pool has a group of that size; so do the ranks of a learner, as if they were one
-actor, or as many equal parts as they may lie on nodes, those first that are linked to each other.
-Parts lie on nodes with the same packages only: other versions compute other gradients, or hang.
+actor, or as many equal parts as they may lie on nodes, linked nodes first. Parts lie on nodes with
+the same packages only: other versions compute other gradients, or hang.
 """
 
 import heapq
@@ -25,17 +30,7 @@ from ...schemas.user import NO_BOUNDS, Quota
 from ...schemas.wire.errors import PlacementError
 from .jobs.states import ACTIVE, slots_of, unplaced
 
-# In which order waiting jobs are placed. Pure.
-#
-# Higher priority first; between equals the user who would hold the least for their weight with
-# half a job more; between those the oldest. Half a job, of the mean size of those that are next,
-# is given too much on the average, and weighs most for who has little (Sainte-Laguë's rule). Who
-# holds nothing comes before all who hold something.
-#
-# Every hour of waiting counts as one more point of priority, so nobody waits for ever because
-# others keep coming. Between users it counts up to the highest priority that anybody waits with
-# and no further: age makes up for a lower priority and leaves it to the shares who is next. Who
-# has much waiting would otherwise push aside whoever has just come, by the age of his jobs alone.
+# -- the order of the queue ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -541,7 +536,7 @@ def _assignments(
         yield Assignment(job, actor.name, node, tuple(islice(left, actor.slots)))
 
 
-# What follows from records of jobs and answers of nodes for the placing. Pure.
+# -- requests and free slots, from the records of jobs and nodes -----------------------------------
 
 
 def request_of(key: str, record: JobRecord) -> PlacementRequest | None:

@@ -1,11 +1,10 @@
-"""The scheduler's loop: compares what the job records want with what the nodes say.
+"""The scheduler's loop: compares the job records with the nodes' answers, and acts.
 
-It is level-triggered: every turn looks at everything that lives and does the next thing, so it
-does not matter which message was lost or which process died in between. A turn: take up what
-changed in the records of jobs and nodes, give free slots to what waits, tell the nodes what they
-shall run, move the jobs by what the nodes answered, pass on stops and pauses to learners that have
-not heard them, and tell the events of all moves. What has not changed costs a look in memory, no
-message.
+It is level-triggered: every turn looks at all live jobs and does the next thing, so it does not
+matter which message was lost or which process died. A turn: read the changed records of jobs and
+nodes, place waiting jobs on free slots, tell the nodes what to run, move the jobs by the nodes'
+answers, pass stops and pauses on to learners, and publish the events of all moves. What has not
+changed costs no message.
 """
 
 import asyncio
@@ -43,10 +42,10 @@ from .jobs.states import (
     at_rest,
     main_actor,
     next_state,
-    told_placements,
     unplaced,
     vital,
     wanted_actor,
+    with_statuses,
 )
 from .jobs.view import JobsView, Versions, key_of
 from .lease import DecisionTimes, LeaderLease, Timing
@@ -67,16 +66,14 @@ from .placement import (
     with_nodes,
 )
 
-# Passes on to learners that they shall stop, pause, or leave their job to another.
-#
-# What a learner shall do is in its job's record; here is only remembered which process has heard
-# it. A learner that was started again, or did not listen yet, is told anew.
+# Stop, pause and hand-over requests to learners. The job's record holds the request; here only the
+# process that has received it is remembered, so a restarted learner gets it again.
 
 _CONTROL_TIMEOUT_S = 5.0
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
-class Messenger:
+class LearnerCommands:
     """Tells each start of a learner once."""
 
     def __init__(self, broker: Broker) -> None:
@@ -202,7 +199,7 @@ class Reconciler:
         self._timing = timing
         self._notifier = notifier
         self._versions = Versions(broker, jobs)
-        self._messenger = Messenger(broker)
+        self._messenger = LearnerCommands(broker)
         self._events = MoveEvents(broker, jobs)
         self._remover = remover
         self._could_come = could_come
@@ -434,7 +431,7 @@ class Reconciler:
         max_losses = self._view.config(record).limits.max_losses if record.configured else 0
 
         def told(now: JobRecord) -> JobRecord:
-            return now.model_copy(update={"actors": told_placements(now, statuses, silent)})
+            return now.model_copy(update={"actors": with_statuses(now, statuses, silent)})
 
         try:
             if told(record) != record:

@@ -42,8 +42,8 @@ from .machines.keeper import MachineKeeper
 from .nodes import Nodes
 from .reconciler import Reconciler, tell_learner
 from .submission.access import refuse_removal, refuse_removed
-from .submission.dry_run import GameChecks, TrialSubmission
-from .submission.origins import refuse_changes, told_changes
+from .submission.dry_run import DryRun, EnvChecks
+from .submission.origins import describe_changes, refuse_changes
 from .submission.submission import Submission
 
 _CHANGES = frozenset(
@@ -85,11 +85,11 @@ class SchedulerRequests:
     async def open(self, service: Service) -> None:
         """Answer on the subjects of every user."""
         service.share.bound = lambda user: self._view.quota(user).max_requests
-        trial = TrialSubmission(self._broker, self._submission, self._reconciler)
+        trial = DryRun(self._broker, self._submission, self._reconciler)
         endpoints: list[tuple[str, type[Message], Handler]] = [
             ("submit", SubmitRequest, self.submit),
             ("try", SubmitRequest, trial.answer),
-            ("check_game", GameCheckRequest, GameChecks(self._broker, trial).answer),
+            ("check_game", GameCheckRequest, EnvChecks(self._broker, trial).answer),
             ("configure", ConfigureRequest, self.configure),
             ("get", JobRequest, self.get),
             ("list", ListRequest, self.list_jobs),
@@ -251,7 +251,7 @@ class SchedulerRequests:
                 job = JobRequest(job=request.job)
                 return await self.unpause(job, context) if paused else JobReply(record=record)
             again = await self._submission.resumed(record, request.config)
-            why = told_changes(request.config)
+            why = describe_changes(request.config)
             record = await self._jobs.transition(record, "QUEUED", why, context.who, **again)
         return JobReply(record=record)
 

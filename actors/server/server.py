@@ -1,9 +1,9 @@
-"""The inference server of a job: loads what the job serves, and answers until told to stop.
+"""The inference server of a job: loads the models that the job serves, and answers requests.
 
-It serves the model of the configuration, a run's checkpoint (the copy that the job keeps), or the
-newest version of a live run, which it follows as a generator does. LoRA checkpoints beside what is
-served first have an engine each, with an adapter of their own and one base for all. Several servers
-of one job share its requests.
+It serves the model of the configuration, a run's checkpoint (the job's own copy), or the newest
+version of a live run, which it follows as a generator does. Further LoRA checkpoints have an engine
+each, with an adapter of their own and one base for all. Several servers of one job share its
+requests.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ from ..rollout.players import load_base, start_engine
 from ..runtime import JobContext, settle_memory
 from ..weights.job_weights import follow_weights
 
-# Whole episodes, played with the generator's own agent loop: token ids in and out.
+# -- whole episodes, played by the generator's agent loop: token ids in and out --------------------
 
 _SESSIONS = 64
 _LIMITS = ("max_turns", "max_prompt_tokens", "max_turn_tokens", "max_response_tokens")

@@ -1,8 +1,8 @@
-"""Which models are in memory: as many as there is room for; the others are written down.
+"""Adapters in memory, as many as fit; the others are written to disk.
 
-A model comes back when an operation of it is done, to the same bits, and whichever was not used for
-the longest time makes room for it. One that is being computed stays, and one that is in use stays
-for a moment: its gradients would have to be written down as well.
+A model is loaded again when it has an operation to do, to the same bits; the least recently used
+one makes room for it. A model that is being computed stays, and one that is in use stays for a
+moment: its gradients would have to be written as well.
 """
 
 import json
@@ -23,11 +23,9 @@ from ..storage.tinker_checkpoints import CheckpointFolders
 from .models import ModelHistory, Models, TrainedModel
 from .operations import Adapters
 
-# The models' states on disk: adapter, optimiser, and the operation behind which they were
-# written.
-#
-# A state is written directly behind an `optim_step`, when no gradients are pending, so that the
-# operations behind it, done again, lead to the same bits. It is there whole or not at all.
+# Saved states: adapter, optimiser, and the number of the last operation. A state is written
+# directly after an `optim_step`, without pending gradients, so that repeating later operations
+# leads to the same bits. It is there whole or not at all.
 
 _META = "tinker.json"
 _SUSPENDED = "suspended.safetensors"
@@ -46,7 +44,7 @@ class SavedState:
     tokens: int = 0
 
 
-class States:
+class AdapterStates:
     """The folder of one trainer's states; named checkpoints are found there, too."""
 
     def __init__(self, folder: Path) -> None:
@@ -169,13 +167,13 @@ _STAY_S = 0.5
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
-class Residence:
+class AdapterCache:
     """The models in memory; what it does is done in the trainer's thread."""
 
     def __init__(
         self,
         adapters: Adapters,
-        states: States,
+        states: AdapterStates,
         models: Models,
         *,
         most: int,

@@ -38,11 +38,11 @@ from ...schemas.wire.errors import (
     StateError,
     TinkermqError,
 )
-from .adapter_cache import States
+from .adapter_cache import AdapterStates
 from .checkpoints import metadata_of
 from .models import TrainedModel
 from .operations import Adapters, RunningLoss, RunningPieces
-from .user_records import KeptByTrainer
+from .user_records import UserRecords
 
 _KINDS: dict[OperationKind, CheckpointKind] = {
     "save_weights": "weights",
@@ -55,11 +55,11 @@ _Pieces = Generator[int | RunningLoss, None, OperationResult]
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
-class Applying:
+class OperationApplier:
     """Does operations with one set of adapters."""
 
     def __init__(
-        self, adapters: Adapters, states: States, kept: KeptByTrainer, offer: ModelInfo
+        self, adapters: Adapters, states: AdapterStates, kept: UserRecords, offer: ModelInfo
     ) -> None:
         """Make models on the base that `offer` tells of."""
         self._kept = kept

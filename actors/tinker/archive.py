@@ -22,7 +22,7 @@ _LENGTH_BYTES, _DIGEST_BYTES = 4, 16
 
 
 @dataclass(frozen=True)
-class KeptOperation:
+class ArchivedOperation:
     """An operation, and what its result was."""
 
     operation: ModelOperation
@@ -37,7 +37,7 @@ def digest_of(result: OperationResult) -> bytes:
     return hashed.digest()
 
 
-class Archive:
+class OperationArchive:
     """Keeps the operations of all models of a trainer, up to some bytes."""
 
     def __init__(self, folder: Path, *, max_bytes: int) -> None:
@@ -90,19 +90,19 @@ def place_of(folder: Path, user: str, model: ModelName) -> Path:
     return folder / user / f"{model.session}.train.{model.number}" / _FOLDER
 
 
-def read_kept(place: Path) -> list[KeptOperation]:
+def read_archived(place: Path) -> list[ArchivedOperation]:
     """Return the operations of a model in order, without what is not whole."""
-    collected: dict[int, KeptOperation] = {}
+    collected: dict[int, ArchivedOperation] = {}
     for segment in sorted(place.glob("*.ops")):
         for kept in _read(segment):
             collected[kept.operation.seq] = kept
     return [collected[seq] for seq in sorted(collected)]
 
 
-def _read(segment: Path) -> Iterator[KeptOperation]:
+def _read(segment: Path) -> Iterator[ArchivedOperation]:
     with segment.open("rb") as file:
         while len(length := file.read(_LENGTH_BYTES)) == _LENGTH_BYTES:
             digest, body = file.read(_DIGEST_BYTES), file.read(int.from_bytes(length))
             if len(body) < int.from_bytes(length):
                 return  # a trainer was killed while it wrote this
-            yield KeptOperation(ModelOperation.from_bytes(body), digest)
+            yield ArchivedOperation(ModelOperation.from_bytes(body), digest)

@@ -1,4 +1,4 @@
-"""The named checkpoints that a trainer keeps: saved, listed, changed, bounded for each user."""
+"""The named checkpoints of a trainer: saved, listed, changed, exported, bounded for each user."""
 
 import base64
 import binascii
@@ -46,7 +46,7 @@ from ..storage.tinker_checkpoints import CheckpointFolders, Gone, StoredCheckpoi
 from .models import TrainedModel
 from .operations import Adapters
 
-# Small JSON files, each there whole or not at all.
+# -- small JSON files, each there whole or not at all ----------------------------------------------
 
 
 def write_record(file: Path, value: dict[str, Any]) -> None:
@@ -93,14 +93,11 @@ def metadata_of(given: Any) -> Metadata | None:
     return texts
 
 
-# The files of checkpoints, read by whoever has a ticket that this trainer has signed.
-#
-# A ticket stands for one checkpoint and who may read it until it expires, so that a URL with it
-# needs no key. It opens nothing that this user could not read at that moment.
+# A ticket, signed by this trainer, stands for one checkpoint and the user who may read it until it
+# expires, so that a URL with it needs no key. It opens nothing that this user could not read then.
 
-# Adapters for other programs: as PEFT reads them, or encrypted for somebody's age key.
-#
-# The encryption is the format of age (age-encryption.org/v1) with X25519 recipients.
+# Adapters for other programs: as PEFT reads them, or encrypted for an age key (the format
+# age-encryption.org/v1 with X25519 recipients).
 
 WEIGHTS = "adapter_model.safetensors"
 FILES = (ADAPTER_CONFIG, WEIGHTS)
@@ -320,7 +317,7 @@ KNOWN_S = 30 * 86400.0
 _Named = dict[CheckpointName, StoredCheckpoint]
 
 
-class KeptCheckpoints:
+class CheckpointCatalog:
     """All users' named checkpoints of one trainer."""
 
     def __init__(self, folders: CheckpointFolders, *, max_bytes: int = MAX_BYTES) -> None:
@@ -506,10 +503,9 @@ def _size(folder: Path) -> int:
     return sum(item.stat().st_size for item in folder.rglob("*") if item.is_file())
 
 
-# The newest weights that a model has for samples that move on while they run.
-#
-# A file `.inflight` beside the checkpoints of a model names the one of them that counts. It is
-# written when a save is done, and never goes back: an operation that is done again leaves it.
+# The newest weights of a model, for samples that move on while they run. A file `.inflight` beside
+# the model's checkpoints names the current one. It is written when a save is done and never goes
+# back: a repeated operation leaves it.
 
 _KIND = "sampler_weights"
 _FILE = ".inflight"

@@ -1,7 +1,7 @@
-"""The models of one trainer: which of their operations have taken effect, and which wait.
+"""The models of one trainer: which operations have taken effect, and which wait. Pure.
 
-Pure. An operation's turn comes when all before it have taken effect, in whichever order they came;
-of the models whose turn it is, that of the user goes first whose turn it is, see `turns`.
+An operation is ready when all before it have taken effect, in whatever order they arrived; among
+the ready models the user is chosen by `fair_share`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,10 +12,10 @@ from ...schemas.tinker.names import ModelName
 from ...schemas.tinker.operation import ModelInfo, ModelOperation
 from ...schemas.wire.errors import BusyError, QuotaError, StateError
 from ..curves import Curves
-from .fair_share import FairTurns
-from .operations import Doing
+from .fair_share import FairShare
+from .operations import RunningOperation
 
-# What the metrics of a model were at each of its steps, as its client was told.
+# -- metrics of each step --------------------------------------------------------------------------
 
 MAX_POINTS = 256
 _JOINS = {"max": max, "min": min}
@@ -112,7 +112,7 @@ class TrainedModel:
     history: ModelHistory = field(default_factory=ModelHistory)
     is_pending: bool = False
     """Whether something of it is to be applied, or to be told, by the next `optim_step`."""
-    doing: Doing | None = None
+    doing: RunningOperation | None = None
     """The operation that is being done, from one piece to the next."""
 
     @property
@@ -149,7 +149,7 @@ class Models:
         """Models that one user may have."""
         self._models: dict[tuple[str, ModelName], TrainedModel] = {}
         self._bytes: dict[str, int] = {}
-        self.turns = FairTurns(quantum)
+        self.turns = FairShare(quantum)
         """The users' turns."""
         self._turn = 0
         self._turns: dict[str, int] = {}

@@ -1,8 +1,8 @@
-"""Do a session again: `python -m tinkermq.actors.tinker.replay --job JOB --session SESSION`.
+"""Replay a session: `python -m tinkermq.actors.tinker.replay --job JOB --session SESSION`.
 
-The operations of its models are applied once more from the first one on, by a trainer of this
-process's own; results, states and checkpoints are compared with those that are stored, to the bit.
-Nothing of the service is changed, which may run meanwhile.
+The operations of its models are applied again from the first one, by a trainer of this process's
+own; results, states and checkpoints are compared with the stored ones, to the bit. The service may
+run meanwhile: nothing of it changes.
 """
 
 import argparse
@@ -29,17 +29,17 @@ from ...schemas.tinker.operation import ModelInfo, OperationResult
 from ...schemas.wire.errors import NotFoundError, TinkermqError
 from ..runtime import service_parser
 from ..storage.tinker_checkpoints import TINKER_FOLDER, CheckpointFolders
-from .adapter_cache import SavedState, States
-from .apply import Applying
-from .archive import KeptOperation, digest_of, place_of, read_kept
+from .adapter_cache import AdapterStates, SavedState
+from .apply import OperationApplier
+from .archive import ArchivedOperation, digest_of, place_of, read_archived
 from .models import TrainedModel
-from .operations import Doing
+from .operations import RunningOperation
 from .service import base_info, open_trainer
 from .training.folders import read_adapter
 from .training.trainer import AdapterTrainer
-from .user_records import KeptByTrainer
+from .user_records import UserRecords
 
-# Does the operations of one model again, and compares with what is stored to the bit.
+# -- one model -------------------------------------------------------------------------------------
 
 _NAMED = frozenset({"save_weights", "save_weights_for_sampler"})
 
@@ -62,13 +62,13 @@ class ModelReplay:
         return not self.differing
 
 
-class ReplayStates(States):
+class ReplayStates(AdapterStates):
     """Checkpoints as the operations find them: those that were made again, then those stored."""
 
     def __init__(self, made: Path, stored: Path) -> None:
         """Look below `made` first."""
         super().__init__(made)
-        self._stored = States(stored)
+        self._stored = AdapterStates(stored)
 
     def info_of(self, user: str, name: CheckpointName) -> ModelInfo:
         """See States."""
@@ -93,15 +93,17 @@ class Replayer:
     ) -> None:
         """Write what is saved below `made`, and compare it with what lies below `stored`."""
         self._adapters = adapters
-        self._applying = Applying(adapters, ReplayStates(made, stored), KeptByTrainer(made), base)
+        self._applying = OperationApplier(
+            adapters, ReplayStates(made, stored), UserRecords(made), base
+        )
         self._made, self._stored = CheckpointFolders(made), CheckpointFolders(stored)
-        self._states = States(stored).read_all()
+        self._states = AdapterStates(stored).read_all()
 
     def replay(
         self,
         user: str,
         name: ModelName,
-        kept: Sequence[KeptOperation],
+        kept: Sequence[ArchivedOperation],
         progress: Callable[[int, int], None] | None = None,
     ) -> ModelReplay:
         """Do all operations of a model again; raises NotFoundError if some were not kept."""
@@ -127,9 +129,9 @@ class Replayer:
             self._adapters.evict(model.key)
         return found
 
-    def _done(self, model: TrainedModel, kept: KeptOperation) -> OperationResult:
+    def _done(self, model: TrainedModel, kept: ArchivedOperation) -> OperationResult:
         operation = kept.operation
-        doing = Doing(self._applying.begin(model, operation, operation.companies))
+        doing = RunningOperation(self._applying.begin(model, operation, operation.companies))
         while not isinstance(piece := doing.next(), OperationResult):
             if piece is None:
                 try:
@@ -184,7 +186,7 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def _check_whole(name: ModelName, kept: Sequence[KeptOperation]) -> None:
+def _check_whole(name: ModelName, kept: Sequence[ArchivedOperation]) -> None:
     for seq, one in enumerate(kept):
         if one.operation.seq != seq:
             raise NotFoundError(
@@ -212,7 +214,7 @@ def replay_session(
     with tempfile.TemporaryDirectory(prefix="tinkermq-replay-") as made:
         replayer = Replayer(adapters, base_info(config), made=Path(made), stored=stored)
         for user, name in models:
-            kept = read_kept(place_of(stored, user, name))
+            kept = read_archived(place_of(stored, user, name))
             show = None if progress is None else partial(progress, str(name))
             collected.append(replayer.replay(user, name, kept, show))
     return collected

@@ -1,8 +1,7 @@
-"""The trainer's service: takes operations into the log and tells their results.
+"""The trainer's service: takes operations into the log and returns their results.
 
-An operation is answered for once it is in the log. It is done when all before it are, see
-`working`. After a crash what stands behind the newest state of its model is done again, to the same
-bits.
+An operation is accepted once it is in the log, and done after all before it (`worker.py`). After a
+crash the operations behind the newest state of a model are repeated, to the same bits.
 """
 
 import asyncio
@@ -38,20 +37,20 @@ from ..policy.devices import own_device
 from ..runtime import JobContext, settle_memory
 from ..storage.tinker_checkpoints import TINKER_FOLDER
 from ..training.parallel import once_in_torch
-from .adapter_cache import States
-from .apply import Applying
-from .archive import Archive
-from .fair_share import Shares
+from .adapter_cache import AdapterStates
+from .apply import OperationApplier
+from .archive import OperationArchive
+from .fair_share import ShareFollower
 from .models import Models, TrainedModel
 from .operations import Adapters
 from .training.trainer import AdapterTrainer
-from .user_records import KeptByTrainer
+from .user_records import UserRecords
 from .worker import GAP_S, Worker
 
-# Shows users their models, the curves of these, and who waits for the trainer.
+# -- models, curves and the queue, as users see them -----------------------------------------------
 
 
-class Showing:
+class Introspection:
     """Answers what users ask about their sessions."""
 
     def __init__(self, models: Models, base: str) -> None:
@@ -134,9 +133,9 @@ class TrainerService:
         self,
         context: JobContext,
         adapters: Adapters,
-        applying: Applying,
-        states: States,
-        kept: KeptByTrainer,
+        applying: OperationApplier,
+        states: AdapterStates,
+        kept: UserRecords,
         *,
         gap_s: float = GAP_S,
     ) -> None:
@@ -147,8 +146,8 @@ class TrainerService:
         self._log = OperationLog(context.broker, context.scope)
         tinker = context.config.tinker
         self.models = Models(quantum=tinker.micro_batch_tokens)
-        self.shares = Shares(context, self.models.turns.weights, self.models.tokens)
-        archive = Archive(states.folder, max_bytes=tinker.history_mb << 20)
+        self.shares = ShareFollower(context, self.models.turns.weights, self.models.tokens)
+        archive = OperationArchive(states.folder, max_bytes=tinker.history_mb << 20)
         self.worker = Worker(
             context, adapters, applying, states, self.models, self._log, archive, gap_s=gap_s
         )
@@ -198,7 +197,7 @@ class TrainerService:
         await service.endpoint("submit", rpc("*", name, "submit"), ModelOperation, self._submit)
         await service.endpoint("result", rpc("*", name, "result"), AwaitResult, self._result)
         await service.endpoint("info", rpc("*", name, "info"), AboutModel, self._info)
-        await Showing(self.models, self._context.config.tinker.base).open(service, name)
+        await Introspection(self.models, self._context.config.tinker.base).open(service, name)
         await self._kept.calls.open(service, name, self.models)
         await self._kept.snapshots.open(service, self._context.scope)
 
@@ -337,7 +336,7 @@ def _check_kind(operation: ModelOperation) -> None:
     operation.check_place()
 
 
-# Start the trainer of a Tinker service: load its base model, then serve.
+# -- starting a service ----------------------------------------------------------------------------
 
 
 async def run_trainer(context: JobContext) -> None:
@@ -348,9 +347,9 @@ async def run_trainer(context: JobContext) -> None:
     adapters = await once_in_torch(config.learner.threads, partial(open_trainer, config))
     name = base.base
     folder_of_states = context.run_dir / TINKER_FOLDER
-    states = States(folder_of_states)
-    stored = KeptByTrainer(folder_of_states, max_bytes=config.tinker.checkpoint_mb << 20)
-    applying = Applying(adapters, states, stored, base)
+    states = AdapterStates(folder_of_states)
+    stored = UserRecords(folder_of_states, max_bytes=config.tinker.checkpoint_mb << 20)
+    applying = OperationApplier(adapters, states, stored, base)
     settle_memory()
     await context.event("trainer_ready", f"{name} can be trained", base=name)
     await TrainerService(context, adapters, applying, states, stored).run()

@@ -1,4 +1,4 @@
-"""All that a trainer keeps of its users beside the states of its models."""
+"""What a trainer stores of its users beside states of models: runs, sessions, checkpoints."""
 
 import asyncio
 import secrets
@@ -43,17 +43,17 @@ from ...schemas.wire.subjects import JobScope, rpc
 from ..storage.tinker_checkpoints import CheckpointFolders, StoredCheckpoint, missing
 from .checkpoints import (
     MAX_BYTES,
+    CheckpointCatalog,
     Exports,
     InflightWeights,
-    KeptCheckpoints,
     read_record,
     write_record,
 )
 from .models import Models
 
-# The sessions of a trainer's users: whose they are, what was said of them, whether they go on.
+# -- sessions: their owner, what was reported, whether they go on ----------------------------------
 
-# The training runs of a trainer's users: models that were made, in memory or not.
+# -- training runs: models that were made, in memory or not ----------------------------------------
 
 MAX_RUNS = 10_000
 """Of one user: of those beyond, the oldest without checkpoints are forgotten."""
@@ -72,7 +72,7 @@ class StoredRun:
 class TrainingRuns:
     """All users' training runs of one trainer."""
 
-    def __init__(self, folder: Path, checkpoints: KeptCheckpoints) -> None:
+    def __init__(self, folder: Path, checkpoints: CheckpointCatalog) -> None:
         """Keep them below `folder`."""
         self._folder = folder
         self._checkpoints = checkpoints
@@ -104,7 +104,7 @@ class TrainingRuns:
         with self._lock:
             mine = dict(self._users.get(user, {}))
         newest = self._newest(user)
-        matches = [_told(user, run, newest, used.get(name, 0.0)) for name, run in mine.items()]
+        matches = [_run_info(user, run, newest, used.get(name, 0.0)) for name, run in mine.items()]
         return sorted(matches, key=lambda run: run.time, reverse=True)
 
     def owner(self, session: str) -> str | None:
@@ -142,7 +142,7 @@ class TrainingRuns:
         return self._folder / user / f"{name.session}.train.{name.number}"
 
 
-def _told(
+def _run_info(
     user: str, run: StoredRun, newest: dict[tuple[str, str], TinkerCheckpoint], used: float
 ) -> TrainingRun:
     model = run.info.model
@@ -290,16 +290,16 @@ def _session_in(value: dict[str, Any]) -> TinkerSession | None:
         return None
 
 
-# What users ask a trainer beside training: checkpoints, runs, sessions, files.
+# -- requests of users -----------------------------------------------------------------------------
 
 
-class StoreCalls:
+class CheckpointEndpoints:
     """Answers them; each in a thread, as it reads and writes files."""
 
     def __init__(
         self,
         folders: CheckpointFolders,
-        checkpoints: KeptCheckpoints,
+        checkpoints: CheckpointCatalog,
         runs: TrainingRuns,
         sessions: TinkerSessions,
         exports: Exports,
@@ -387,10 +387,8 @@ class StoreCalls:
         )
 
 
-# What samplers ask the trainer: where an adapter is, and its files where they do not see them.
-#
-# A sampler that shares the trainer's disk finds there what it wants; the mark in the folder tells
-# that it is the same disk. Others fetch the files in parts. Nothing is kept for that.
+# Requests of samplers. A sampler that shares the trainer's disk reads adapters there (a mark in the
+# folder shows that it is the same disk); others fetch the files in parts.
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 """What an adapter is sampled with."""
@@ -415,7 +413,7 @@ def find_snapshot(
     return folders.find(user, name)
 
 
-class SnapshotCalls:
+class SnapshotEndpoints:
     """Answers the samplers of a trainer's job, who say for whom they ask."""
 
     def __init__(self, folder: Path, *, part_bytes: int = PART_BYTES) -> None:
@@ -469,19 +467,21 @@ class SnapshotCalls:
             (self._folder / _MARK).write_text(secrets.token_hex(8), encoding="utf-8")
 
 
-class KeptByTrainer:
+class UserRecords:
     """Checkpoints, runs and sessions below one folder, and the calls about them."""
 
     def __init__(self, folder: Path, *, max_bytes: int = MAX_BYTES) -> None:
         """Keep them below `folder`, of each user's checkpoints at most `max_bytes`."""
         folders = CheckpointFolders(folder)
-        self.checkpoints = KeptCheckpoints(folders, max_bytes=max_bytes)
+        self.checkpoints = CheckpointCatalog(folders, max_bytes=max_bytes)
         self.runs = TrainingRuns(folder, self.checkpoints)
         self.sessions = TinkerSessions(folder, self.runs)
         self.inflight = InflightWeights(folders)
-        self.snapshots = SnapshotCalls(folder)
+        self.snapshots = SnapshotEndpoints(folder)
         exports = Exports(folder, folders)
-        self.calls = StoreCalls(folders, self.checkpoints, self.runs, self.sessions, exports)
+        self.calls = CheckpointEndpoints(
+            folders, self.checkpoints, self.runs, self.sessions, exports
+        )
 
     def load(self) -> None:
         """Read what is there; raises ModelError for a checkpoint that is damaged."""

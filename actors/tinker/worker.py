@@ -1,7 +1,7 @@
-"""Does the operations of all models: piece by piece, in the one thread that computes.
+"""Apply the operations of all models piece by piece, in the one thread that computes.
 
-A result is stored before anybody hears of it. A model's state is written behind an `optim_step`,
-and its log is trimmed there.
+A result is stored before it is returned. A model's state is written after an `optim_step`, and its
+log is trimmed there.
 """
 
 import asyncio
@@ -17,13 +17,13 @@ from ...schemas.tinker.operation import Company, ModelOperation, OperationResult
 from ...schemas.wire.errors import MessageError, ModelError, StateError, StorageError
 from ..runtime import JobContext
 from ..training.parallel import torch_thread
-from .adapter_cache import Residence, States
-from .apply import Applying, as_failure
-from .archive import Archive
+from .adapter_cache import AdapterCache, AdapterStates
+from .apply import OperationApplier, as_failure
+from .archive import OperationArchive
 from .models import Models, TrainedModel
-from .operations import Adapters, Doing, Piece
+from .operations import Adapters, Piece, RunningOperation
 
-# Pieces of operations, as the trainer's thread does them: one, or a loss and others beside it.
+# -- pieces: one, or a loss with those of other models ---------------------------------------------
 
 
 class Turn(NamedTuple):
@@ -38,7 +38,9 @@ class Turn(NamedTuple):
 class Pieces:
     """Does the next pieces of operations."""
 
-    def __init__(self, applying: Applying, residence: Residence, *, micro_tokens: int) -> None:
+    def __init__(
+        self, applying: OperationApplier, residence: AdapterCache, *, micro_tokens: int
+    ) -> None:
         """Compute about `micro_tokens` at once, if there are losses of several models."""
         self._applying = applying
         self._residence = residence
@@ -95,7 +97,7 @@ class Pieces:
             except ModelError as error:
                 return as_failure(error).model_copy(update={"category": "server"})
             begun = self._applying.begin(model, turn.operation, turn.companies)
-            model.doing = Doing(begun)
+            model.doing = RunningOperation(begun)
         piece = model.doing.next()
         return piece if piece is None else self._noted(turn, piece)[1]
 
@@ -105,7 +107,7 @@ class Pieces:
         return turn, piece
 
 
-def _doing(turn: Turn) -> Doing:
+def _doing(turn: Turn) -> RunningOperation:
     assert turn.model.doing is not None
     return turn.model.doing
 
@@ -133,11 +135,11 @@ class Worker:
         self,
         context: JobContext,
         adapters: Adapters,
-        applying: Applying,
-        states: States,
+        applying: OperationApplier,
+        states: AdapterStates,
         models: Models,
         log: OperationLog,
-        archive: Archive,
+        archive: OperationArchive,
         *,
         gap_s: float,
     ) -> None:
@@ -150,7 +152,7 @@ class Worker:
         self._archive = archive
         self._gap_s = gap_s
         tinker = context.config.tinker
-        self.residence = Residence(
+        self.residence = AdapterCache(
             adapters,
             states,
             models,

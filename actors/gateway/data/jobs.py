@@ -1,4 +1,9 @@
-"""The table of jobs: filtered, searched, cut into pages, with the newest figures of each."""
+"""Jobs as pages and the REST interface show them: the table, configurations, logs and checkpoints.
+
+Checkpoints lie in the run's folder, on this machine or on a disk shared with the pool, or in the
+run's store, which is read with the gateway's own credentials. A download packs only folders
+`checkpoints/step_*` of the run, and only regular files that really lie in them.
+"""
 
 import asyncio
 import json
@@ -265,7 +270,7 @@ def _whole(value: Any) -> int | None:
     return int(value) if isinstance(value, int | float) and value == value else None
 
 
-# Runs beside each other: where their configurations differ.
+# -- differences between configurations ------------------------------------------------------------
 
 MAX_RUNS = 20
 """Runs that one page lays over each other."""
@@ -301,7 +306,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return fields
 
 
-# What the actors of a job wrote and what happened to it: the ends of its logs and events.
+# -- ends of logs and events -----------------------------------------------------------------------
 
 M = TypeVar("M", bound=Message)
 
@@ -401,11 +406,7 @@ def _parse(message: StoredMessage, model: type[M]) -> M | None:
         return None
 
 
-# The checkpoints of a run, listed and packed for download.
-#
-# They lie in the run's folder, on this machine or on a disk that it shares with the pool, or in
-# the run's store, which is read with the gateway's own credentials. Only folders
-# `checkpoints/step_*` of the run are packed, and only regular files that really lie in them.
+# -- checkpoints, listed and packed for download ---------------------------------------------------
 
 _CHUNK = 1 << 20
 

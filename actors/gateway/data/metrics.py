@@ -32,7 +32,7 @@ from ....schemas.wire.errors import MessageError, NotFoundError, TinkermqError
 from ....schemas.wire.subjects import BUCKET_EVALS, JobScope
 from ...curves import Curves
 
-# Which curves the page of a job shows.
+# -- curves of a job's page ------------------------------------------------------------------------
 
 
 class Line(NamedTuple):
@@ -111,7 +111,7 @@ def job_curves() -> Curves:
     return Curves(later_counts=True, max_names=MAX_NAMES)
 
 
-def enter(curves: Curves, metrics: Sequence[Metric]) -> None:
+def add_point(curves: Curves, metrics: Sequence[Metric]) -> None:
     """Enter the metrics of a job."""
     curves.add(
         [item.step for item in metrics],
@@ -263,7 +263,7 @@ class History:
 
     def _enter(self, messages: list[StoredMessage]) -> None:
         if messages:
-            enter(self._curves, _metrics(messages))
+            add_point(self._curves, _metrics(messages))
             self._next_seq = messages[-1].seq + 1
 
     async def _sample(self, broker: Broker, first: int, last: int) -> Curves:
@@ -280,8 +280,8 @@ class History:
 
         results = await asyncio.gather(*(one(seq) for seq in range(first, last + 1, stride)))
         curves = job_curves()
-        enter(curves, _metrics([message for message in results if message is not None]))
-        enter(curves, await self._evaluations(broker))
+        add_point(curves, _metrics([message for message in results if message is not None]))
+        add_point(curves, await self._evaluations(broker))
         return curves
 
     async def _evaluations(self, broker: Broker) -> list[Metric]:
@@ -344,7 +344,7 @@ def _metrics(messages: list[StoredMessage]) -> list[Metric]:
     return metrics
 
 
-# What each step of a run told, to the bit: for one's own evaluation, not for drawing.
+# -- exact metrics of each step, for own analysis --------------------------------------------------
 
 
 async def exact_lines(

@@ -1,4 +1,9 @@
-"""What a job's page tells at a glance: state, figures, actors and whom each waits for."""
+"""The overview of one run and its live updates: state, figures, actors and what they wait for.
+
+Updates are server-sent events: the run's feed or log, and its state. The id of an event is the
+message's sequence, so a browser that lost the connection continues after the last one it got; one
+that is far behind is told to reload the page.
+"""
 
 import asyncio
 import contextlib
@@ -26,7 +31,7 @@ from .jobs import bottleneck_of, row, shown_lines
 from .metrics import finite_values
 
 
-async def glance(gateway: Gateway, visitor: Visitor, record: JobRecord) -> dict[str, Any]:
+async def summarize_run(gateway: Gateway, visitor: Visitor, record: JobRecord) -> dict[str, Any]:
     """Return what the head of a job's page shows, and its actors."""
     values, actors, bottleneck = await asyncio.gather(
         gateway.figures.values(visitor.broker, record),
@@ -38,11 +43,11 @@ async def glance(gateway: Gateway, visitor: Visitor, record: JobRecord) -> dict[
         "figures": _figures(values),
         "actors": actors,
         "bottleneck": bottleneck,
-        "can": possible(record),
+        "can": allowed_actions(record),
     }
 
 
-def possible(record: JobRecord) -> dict[str, bool]:
+def allowed_actions(record: JobRecord) -> dict[str, bool]:
     """Return which actions the state of a job allows."""
     ended = record.state in FINAL_STATES
     at_hand = ended and record.archived is None and record.removal == "no"
@@ -134,11 +139,7 @@ def _figures(values: dict[str, float]) -> list[dict[str, Any]]:
     ]
 
 
-# What is new, as server-sent events: the feed or the log of a job, and its state.
-#
-# Each message of the feed carries its sequence as the event's id, so a browser that lost the
-# connection goes on behind the last one it got; one that is far behind is told to load the page
-# again.
+# -- live updates ----------------------------------------------------------------------------------
 
 PING_S = 15
 WATCH_S = 1.0
@@ -214,7 +215,7 @@ class _Updates:
             reader = StreamReader(broker, stream, subjects, from_seq=from_seq)
             async with aclosing(reader.messages()) as messages:
                 async for stored in messages:
-                    reported = _told(stored, scope)
+                    reported = _event_of(stored, scope)
                     if reported is not None:
                         await self._put(reported[0], reported[1], stored.seq)
         except NotFoundError:
@@ -232,7 +233,7 @@ class _Updates:
         while True:
             try:
                 record = self._record = await scheduler.get(self._record.job)
-                seen = await glance(self._gateway, self._visitor, record)
+                seen = await summarize_run(self._gateway, self._visitor, record)
                 html = template.render(seen)
                 if html != before:
                     state = {"state": record.state, "step": seen["job"]["step"], "html": html}
@@ -249,7 +250,7 @@ class _Updates:
         await self._queue.put(event)
 
 
-def _told(stored: StoredMessage, scope: JobScope) -> tuple[str, Any] | None:
+def _event_of(stored: StoredMessage, scope: JobScope) -> tuple[str, Any] | None:
     """Return name and data of the event that tells a stored message; None for a malformed one."""
     try:
         if stored.subject == scope.metric:

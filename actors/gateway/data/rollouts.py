@@ -1,4 +1,7 @@
-"""The rollout log a page at a time, and which step trained what, without reading all of either."""
+"""The rollout log as shown: pages of groups, single episodes token by token, and their advantages.
+
+Neither the log nor the batches are read as a whole to find which step trained a group.
+"""
 
 import asyncio
 import base64
@@ -32,13 +35,11 @@ from ..web import flag_in, number_in, real_in, visitor_of
 from .jobs import PAGE, Query
 from .token_text import TokenTexts, token_texts
 
-# One episode as a page shows it: its messages, its turns, and its tokens one by one.
+# -- one episode -----------------------------------------------------------------------------------
 
-# Advantages of a group's episodes, for people to look at: computed from its rewards alone.
-#
-# They are those of the learner (`actors/training/advantages.py`) for estimators that
-# need nothing but the rewards of one group; for the others the difference to the group's mean is
-# shown, and called that.
+# Advantages for display, from the rewards of one group: the learner's
+# (`actors/training/advantages.py`) where its estimator needs nothing else, otherwise the difference
+# to the group's mean, labelled as such.
 
 _EPSILON = 1e-6
 EXACT = frozenset({"grpo", "dr_grpo", "rloo", "remax"})
@@ -312,7 +313,7 @@ _PREVIEW_CHARS = 160
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RolloutFilter:
     """What somebody looks for in the log: episodes with all of it."""
 
     text: str = ""
@@ -334,7 +335,9 @@ class Wanted:
             return False
         if self.errors and group.error is None and not any(e.failures for e in group.trajectories):
             return False
-        return self == Wanted(sample=self.sample, errors=self.errors) or any(self.marks(group))
+        return self == RolloutFilter(sample=self.sample, errors=self.errors) or any(
+            self.marks(group)
+        )
 
     def marks(self, group: Group) -> list[bool]:
         """Whether each episode of a group is one of those looked for."""
@@ -351,7 +354,7 @@ class Wanted:
         return all(word in text for word in words)
 
 
-EVERYTHING = Wanted()
+EVERYTHING = RolloutFilter()
 
 
 @dataclass(frozen=True)
@@ -373,7 +376,7 @@ async def read_page(
     before: int | None = None,
     step: int | None = None,
     sort: str = "log",
-    wanted: Wanted = EVERYTHING,
+    wanted: RolloutFilter = EVERYTHING,
 ) -> GroupPage:
     """Return a page of the run's newest groups, or the groups that one step trained.
 
@@ -385,7 +388,7 @@ async def read_page(
     older: int | None = None
     if step is not None:
         seqs = await _trained_in(broker, job.scope, there, step)
-        reply = await asyncio.to_thread(_those, await _entries(there, seqs), wanted)
+        reply = await asyncio.to_thread(_matching, await _entries(there, seqs), wanted)
         rows = [group_row(item, step, wanted) for item in reply]
     else:
         step_of = there.steps | await _recent_steps(broker, job.scope)
@@ -398,14 +401,14 @@ async def read_page(
 
 
 async def _search(
-    there: RunRollouts, before: int | None, wanted: Wanted
+    there: RunRollouts, before: int | None, wanted: RolloutFilter
 ) -> tuple[list[LogEntry], int | None]:
     """Return a page of what is wanted, from `before` back, and where older ones begin."""
     collected: list[LogEntry] = []
     num_entries = num_bytes = 0
     while seqs := there.before(before, GROUPS_PER_PAGE):
         entries = await _entries(there, seqs)
-        collected += await asyncio.to_thread(_those, entries, wanted)
+        collected += await asyncio.to_thread(_matching, entries, wanted)
         before = seqs[-1]
         num_entries += len(entries)
         num_bytes += sum(len(entry.payload) for entry in entries)
@@ -420,13 +423,13 @@ async def _entries(there: RunRollouts, seqs: Iterable[int]) -> list[LogEntry]:
     return [entry for entry in entries if entry is not None]
 
 
-def _those(entries: Iterable[LogEntry], wanted: Wanted) -> list[LogEntry]:
-    return [entry for entry in entries if _is(entry, wanted)]
+def _matching(entries: Iterable[LogEntry], wanted: RolloutFilter) -> list[LogEntry]:
+    return [entry for entry in entries if _matches(entry, wanted)]
 
 
-def _is(entry: LogEntry, wanted: Wanted) -> bool:
+def _matches(entry: LogEntry, wanted: RolloutFilter) -> bool:
     if entry.group is None:
-        return wanted in (EVERYTHING, Wanted(errors=True))
+        return wanted in (EVERYTHING, RolloutFilter(errors=True))
     return wanted.has(entry.group)
 
 
@@ -473,7 +476,7 @@ async def read_group(broker: Broker, job: JobRecord, seq: int) -> tuple[Group, i
     return entry.group, (there.steps | await _recent_steps(broker, job.scope)).get(seq)
 
 
-async def around(
+async def neighbours_of(
     broker: Broker, job: JobRecord, seq: int, episode: int, num_episodes: int
 ) -> dict[str, tuple[int, int] | None]:
     """Return the episodes before and after one: in its group, else in the entry beside that."""
@@ -531,7 +534,9 @@ async def _batch_records(broker: Broker, scope: JobScope, start: int) -> list[Ba
     return [BatchRecord.from_bytes(message.payload) for message in messages]
 
 
-def group_row(entry: LogEntry, step: int | None, wanted: Wanted = EVERYTHING) -> dict[str, Any]:
+def group_row(
+    entry: LogEntry, step: int | None, wanted: RolloutFilter = EVERYTHING
+) -> dict[str, Any]:
     """Return what the list shows of one entry of the log; `found`, which episodes are wanted."""
     group = entry.group
     if group is None:
@@ -591,7 +596,7 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-# What a request asks for, as pages and the REST interface read it alike.
+# -- parameters of requests, the same for pages and the REST interface -----------------------------
 
 MAX_LIMIT = 1000
 
@@ -630,7 +635,7 @@ async def page_of_rollouts(request: Request, visitor: Visitor, record: JobRecord
         before=number_in(request, "before", least=1),
         step=number_in(request, "step", least=1),
         sort=request.query_params.get("sort", "log"),
-        wanted=Wanted(
+        wanted=RolloutFilter(
             text=request.query_params.get("q", "")[:200],
             reward_from=real_in(request, "reward_from"),
             reward_to=real_in(request, "reward_to"),
@@ -655,7 +660,7 @@ async def read_episode(
         return {"seq": seq, **shown, **show_tokens(group.trajectories[number], _texts_of(record))}
 
     shown = await visitor.share.in_thread(show)
-    beside = await around(visitor.broker, record, seq, number, len(group.trajectories))
+    beside = await neighbours_of(visitor.broker, record, seq, number, len(group.trajectories))
     return {**shown, **beside}
 
 

@@ -1,4 +1,4 @@
-"""The pages of the dashboard: whole on the server, so that they work without scripts."""
+"""The pages of the dashboard, rendered on the server: they work without scripts."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ from ..data.jobs import (
     select_rows,
 )
 from ..data.metrics import CHARTS
-from ..data.overview import glance
+from ..data.overview import summarize_run
 from ..data.rollouts import (
     actor_in,
     beside_in,
@@ -63,7 +63,7 @@ from ..tinker.rest import curves_of, services_of
 from ..web import form_of, gateway_of, number_in, visitor_of
 from .render import VERSION, render
 
-# The pages of one run, and of several laid over each other.
+# -- one run, and several compared -----------------------------------------------------------------
 
 _EVENTS, _ALL_EVENTS = 12, 500
 _ROLLOUT_QUERY = (
@@ -78,7 +78,7 @@ async def job_page(
     request: Request, visitor: Visitor, record: JobRecord, tab: str, more: dict[str, Any]
 ) -> Response:
     """Show a tab of a job's page, with the head that is the same in all of them."""
-    seen = await glance(gateway_of(request), visitor, record)
+    seen = await summarize_run(gateway_of(request), visitor, record)
     runs = [_curves_of(record)]
     shown = {"user": visitor.user, "record": record, "tab": tab, "runs": runs, **seen, **more}
     return render(request, f"job_{tab}.html", shown)
@@ -199,7 +199,7 @@ async def job_config(request: Request) -> Response:
     return await job_page(request, visitor, record, "config", texts)
 
 
-# A run's checkpoints, what is done with them, and the page that talks with a served model.
+# -- checkpoints, and chat with a served model -----------------------------------------------------
 
 
 async def job_checkpoints(request: Request) -> Response:
@@ -259,7 +259,7 @@ async def playground(request: Request) -> Response:
     return render(request, "playground.html", {"user": visitor.user, **parameters})
 
 
-# The page that asks before runs are archived or deleted, and tells what that frees.
+# -- archiving and deleting ------------------------------------------------------------------------
 
 MAX_REMOVED_RUNS = 200
 _COUNTING_S = 2.0

@@ -1,4 +1,4 @@
-"""How the Tinker API's requests are read, and its results worded."""
+"""Read the Tinker API's requests, and form its results."""
 
 import asyncio
 import json
@@ -37,11 +37,11 @@ async def visitor_of_key(request: Request) -> Visitor:
         )
     visitor = await sessions.visitor(session=None, key=key.removeprefix(OF_TINKER_SDK))
     take_connection(request, visitor)
-    request.scope[HELD].enter_context(visitor.held(_told_length(request)))
+    request.scope[HELD].enter_context(visitor.held(_content_length(request)))
     return visitor
 
 
-def _told_length(request: Request) -> int:
+def _content_length(request: Request) -> int:
     reported = request.headers.get("content-length", "")
     return int(reported) if reported.isascii() and reported.isdigit() and len(reported) < 12 else 0
 
@@ -135,7 +135,7 @@ def not_ready(name: str, reason: str) -> Response:
     return JSONResponse({"type": "try_again", "request_id": name, **fields}, _NOT_READY)
 
 
-# What is said to programs whose SDK this service was not tested with.
+# -- clients of untested SDK versions --------------------------------------------------------------
 
 OLDEST, NEWEST = (0, 25), (0, 38)
 """Tested with: make test-tinker."""

@@ -1,4 +1,8 @@
-"""The endpoints of the Tinker API about what is kept: runs, checkpoints, sessions."""
+"""The Tinker API's endpoints for runs, sessions, checkpoints and their files.
+
+Download URLs need no key: each holds a ticket that the checkpoint's trainer has signed. The gateway
+fetches the file from the trainer with credentials of its own.
+"""
 
 import asyncio
 import secrets
@@ -43,7 +47,7 @@ from .requests import (
     text_in,
     visitor_of_key,
 )
-from .trainers import KeptByTrainers, Trainers
+from .trainers import TrainerRecords, Trainers
 
 Handler = Callable[[Request], Awaitable[Response]]
 _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
@@ -56,7 +60,7 @@ _CHECKPOINT = _RUN + "/checkpoints/{kind}/{name}"
 class RestApi:
     """The endpoints."""
 
-    def __init__(self, kept: KeptByTrainers) -> None:
+    def __init__(self, kept: TrainerRecords) -> None:
         """Answer with what trainers keep."""
         self._kept = kept
 
@@ -282,11 +286,7 @@ def _checkpoint(one: TinkerCheckpoint) -> dict[str, Any]:
     }
 
 
-# The files of checkpoints: URLs that need no key, and what stands behind them.
-#
-# A URL holds a ticket that the checkpoint's trainer has signed. Who fetches it is nobody's
-# program, so the trainer is asked by the gateway itself; where the pool has users that takes its
-# credentials.
+# -- downloads -------------------------------------------------------------------------------------
 
 FILES = "/tinker/api/v1/files"
 _GATEWAY = "gateway"
@@ -300,7 +300,7 @@ _FILE = "training_runs/{run}/checkpoints/{kind}/{name}"
 class Downloads:
     """The endpoints."""
 
-    def __init__(self, trainers: Trainers, kept: KeptByTrainers) -> None:
+    def __init__(self, trainers: Trainers, kept: TrainerRecords) -> None:
         """Ask trainers for parts of files."""
         self._trainers = trainers
         self._kept = kept
@@ -428,11 +428,11 @@ def _http_date(seconds: float) -> str:
     return time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(seconds))
 
 
-# What is shown of sessions under the Tinker API: models, who waits, and curves.
+# -- sessions as pages and the REST interface show them --------------------------------------------
 
 
 @dataclass(frozen=True)
-class ServiceShown:
+class ServiceView:
     """One base model of the pool, as one user sees it."""
 
     offer: TrainerOffer
@@ -440,16 +440,16 @@ class ServiceShown:
     """None while its trainer does not answer."""
 
 
-async def services_of(request: Request, visitor: Visitor) -> list[ServiceShown]:
+async def services_of(request: Request, visitor: Visitor) -> list[ServiceView]:
     """Return the base models of the pool, with a visitor's models on each."""
     trainers = gateway_of(request).trainers
 
-    async def one(offer: TrainerOffer) -> ServiceShown:
+    async def one(offer: TrainerOffer) -> ServiceView:
         try:
             seen = await trainers.sessions(visitor.user, visitor.broker, offer.job)
         except (NobodyAnswersError, DeadlineError):
             seen = None
-        return ServiceShown(offer, seen)
+        return ServiceView(offer, seen)
 
     offers = await trainers.offers(visitor.broker)
     return list(await asyncio.gather(*(one(offer) for offer in offers)))

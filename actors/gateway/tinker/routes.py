@@ -1,7 +1,7 @@
 """The endpoints of the Tinker API, under `/tinker/api/v1`.
 
-Nothing is kept here: which operation a request id stands for is computed, and what is sent twice
-finds what the first has done. So any gateway answers any request.
+The gateway stores nothing: the operation of a request id is computed, and a request that is sent
+twice finds the result of the first. So any gateway answers any request.
 """
 
 import asyncio
@@ -50,9 +50,9 @@ from .requests import (
     visitor_of_key,
 )
 from .rest import Downloads, RestApi
-from .trainers import KeptByTrainers, Trainers
+from .trainers import TrainerRecords, Trainers
 
-# The endpoints of the Tinker API by which a client learns what the service is.
+# -- what the service offers -----------------------------------------------------------------------
 
 Handler = Callable[[Request], Awaitable[Response]]
 _CHUNK_BYTES = 2_000_000
@@ -134,7 +134,7 @@ _PAUSE_S = 1.0
 
 def routes(trainers: Trainers) -> list[Route]:
     """Return the endpoints, for the gateway's application."""
-    stored = KeptByTrainers(trainers)
+    stored = TrainerRecords(trainers)
     api = TinkerApi(trainers, stored)
     posts: dict[str, Handler] = {
         "create_model": api.create_model,
@@ -180,7 +180,7 @@ def routes(trainers: Trainers) -> list[Route]:
 class TinkerApi:
     """The endpoints about models, their operations and samples."""
 
-    def __init__(self, trainers: Trainers, kept: KeptByTrainers) -> None:
+    def __init__(self, trainers: Trainers, kept: TrainerRecords) -> None:
         """Hand requests to trainers."""
         self._trainers = trainers
         self._kept = kept

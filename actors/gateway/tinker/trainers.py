@@ -1,4 +1,4 @@
-"""Which trainers there are, which of them has a model, and what they are asked for a user."""
+"""The Tinker trainers of a pool: which there are, which has a model, and requests to them."""
 
 import asyncio
 import time
@@ -338,7 +338,8 @@ def _settle(future: "asyncio.Future[Msg]", message: Msg) -> None:
         future.set_result(message)
 
 
-# What the trainers of the pool keep of a user, asked of all of them where nobody knows of whom.
+# Checkpoints, runs and sessions of a user; all trainers are asked where it is not known which one
+# has them.
 
 MAX_DEPTH = 20_000
 """How far into a list that several trainers have a page may lie."""
@@ -354,7 +355,7 @@ Part = Callable[[str, int, int], Awaitable[tuple[list[I], int]]]
 """Returns a part of one trainer's list: of a job, from an offset, so many; and how many it has."""
 
 
-class KeptByTrainers:
+class TrainerRecords:
     """Checkpoints, runs and sessions of the users of all trainers."""
 
     def __init__(self, trainers: Trainers) -> None:

@@ -1,7 +1,7 @@
-"""Takes away what a job that has ended has left: all of it, or what need not stay at hand.
+"""Remove what ended jobs have left: everything, or what need not stay at hand.
 
-What is to be done stands in the job's record, and the record is the last to change: whoever is
-killed on the way leaves the rest to the next scheduler, and every part may be done twice.
+The job's record says what is to be done, and the record changes last: after a crash the next
+scheduler continues, and every part may be done twice.
 """
 
 import asyncio
@@ -50,13 +50,10 @@ from ...storage.removal import (
     remove_weights,
 )
 from ..nodes import Nodes
-from .archive import Keeping, beyond
+from .archive import RetentionLimits, beyond
 from .view import JobsView, key_of
 
-# Archives the oldest of the jobs that have ended, so that what is at hand stays bounded.
-#
-# It only writes into the records what shall be done, as a user's request does; the remover does
-# it.
+# Marks the oldest ended jobs for archiving, as a user's request does; `Remover` does the work.
 
 _AGAIN_S = 600.0
 _MOST = 16
@@ -66,7 +63,7 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 class Tidier:
     """Finds what is beyond the bounds, some jobs at a time."""
 
-    def __init__(self, jobs: JobStore, view: JobsView, keeping: Keeping) -> None:
+    def __init__(self, jobs: JobStore, view: JobsView, keeping: RetentionLimits) -> None:
         """Let `keeping` say how much stays."""
         self._jobs = jobs
         self._view = view
@@ -142,7 +139,7 @@ class Remover:
     """Archives and deletes jobs, some at a time."""
 
     def __init__(
-        self, broker: Broker, jobs: JobStore, view: JobsView, pool: Nodes, keeping: Keeping
+        self, broker: Broker, jobs: JobStore, view: JobsView, pool: Nodes, keeping: RetentionLimits
     ) -> None:
         """Do nothing yet; `keeping` says how many jobs that have ended stay as they are."""
         self._tidier = Tidier(jobs, view, keeping)

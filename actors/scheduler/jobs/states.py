@@ -1,4 +1,9 @@
-"""A job's next state, from its record and what the nodes say of its actors. Pure."""
+"""The rules of one job: its actors, its next state, what its user holds, and the quotas. Pure.
+
+On a node a slot is a GPU or a CPU share. The learner, each generator and each inference server
+compute all the time and hold as many slots as their configuration says; the evaluator and the
+environment hosts hold none, so that a laptop with two cores runs a whole job.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,11 +31,7 @@ from ....schemas.tinker.sessions import SamplerTokens, TrainerUsage
 from ....schemas.user import Quota
 from ....schemas.wire.errors import ConfigError, QuotaError
 
-# Which actors a job is made of, and what they hold.
-#
-# On a node a slot is a GPU or a CPU share. The learner, each generator and each inference server
-# compute all the time and hold as many as their configuration says; the evaluator and the
-# environment hosts hold none, so that a laptop with two cores runs a whole job.
+# -- actors ----------------------------------------------------------------------------------------
 
 KINDS = ("train", "sft", "eval", "infer", "tinker")
 """Kinds of jobs that this pool runs."""
@@ -319,7 +320,7 @@ def _started(record: JobRecord, said: Mapping[str, ActorStatus]) -> Transition |
     return Transition("RUNNING", "all actors run")
 
 
-def told_placements(
+def with_statuses(
     record: JobRecord, statuses: Mapping[str, ActorStatus], silent: frozenset[str]
 ) -> list[ActorPlacement]:
     """Return the job's actors with what the nodes said of them entered.
@@ -327,10 +328,12 @@ def told_placements(
     An actor whose node fell silent has no node any more and is placed again; that of the main one,
     and of a learner's ranks, makes the whole job LOST (`next_state`).
     """
-    return [_told(record, actor, statuses.get(actor.name), silent) for actor in record.actors]
+    return [
+        _with_status(record, actor, statuses.get(actor.name), silent) for actor in record.actors
+    ]
 
 
-def _told(
+def _with_status(
     record: JobRecord,
     actor: ActorPlacement,
     status: ActorStatus | None,
@@ -359,7 +362,7 @@ def _trouble(status: ActorStatus) -> str:
     return f"{status.name} failed {times} with no work done: {error}"[:MOST_CHARACTERS]
 
 
-# What Tinker services tell of their users' tokens, as it is kept in the service's record. Pure.
+# -- tokens used at Tinker services, as stored in the service's record -----------------------------
 
 
 def with_usage(record: JobRecord, usage: TrainerUsage) -> JobRecord:
@@ -394,10 +397,10 @@ def _with_sampled(record: JobRecord, usage: TrainerUsage) -> JobRecord:
     )
 
 
-# What a user holds, by the names of the bounds of `Quota`, and the refusal of what is over them.
+# -- quotas ----------------------------------------------------------------------------------------
 #
-# Pure. A part of the bucket of jobs is kept back: what users submit ends before it is full, so
-# that stops, repairs and the scheduler's own moves always find room there.
+# Part of the bucket of jobs is reserved: submissions stop before it is full, so that stops, repairs
+# and the scheduler's own changes always find room.
 
 USERS_BYTES = BUCKET_BYTES * 3 // 4
 """Of the bucket of jobs, for the records of users."""

@@ -1,4 +1,4 @@
-"""The scheduler's view of all jobs and quotas, held in memory and kept up to date by the broker."""
+"""All jobs and quotas in memory, kept up to date by the broker."""
 
 import asyncio
 import contextlib
@@ -377,10 +377,8 @@ def size_of(record: JobRecord) -> int:
     return len(record.to_bytes())
 
 
-# Finds the records of the pool that cannot be read, or that belie their key.
-#
-# Whoever reads one passes it over and logs it; here they are looked for, so that somebody can be
-# told of them by name. Looking reads whole buckets, so what was found is told for a while.
+# Unreadable records, and those under a wrong key. Readers skip and log them; `DamageReport` finds
+# them by name. It reads whole buckets, so its result is reused for a while.
 
 _BUCKETS: tuple[tuple[str, type[Message], str], ...] = (
     (BUCKET_JOBS, JobRecord, ""),
@@ -432,7 +430,7 @@ class DamageReport:
         return collected
 
 
-# Enters into the records of jobs which policy version they are at.
+# -- policy versions, entered into the records -----------------------------------------------------
 
 _EVERY_S = 2.0
 

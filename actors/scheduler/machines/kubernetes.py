@@ -270,8 +270,8 @@ def _refusal(error: Any) -> PlacementError:
 
 
 def _first(error: ValidationError) -> str:
-    reported = error.errors()[0]
-    return f"{'.'.join(map(str, reported['loc'][1:]))}: {reported['msg']} (it is {reported['input']!r})"
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'][1:]))}: {first['msg']} (it is {first['input']!r})"
 
 
 def _status(error: Any) -> int:

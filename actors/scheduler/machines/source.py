@@ -1,7 +1,7 @@
-"""The seam to a cluster: say what is there, ask for a machine, give one back.
+"""The interface to a cluster: list machines, request one, release one.
 
-A source keeps nothing. What was asked is found again from the cluster, by names, so whoever asks
-may be killed between any two calls. A machine's name is that of the node that it starts.
+A source stores nothing: requests are found again in the cluster by name, so its caller may be
+killed between any two calls. A machine has the name of the node that it starts.
 """
 
 import asyncio
@@ -90,7 +90,7 @@ class MachineNames:
         return collected
 
 
-# Commands by which a cluster is asked: their words, or what they refused in their own.
+# -- clusters behind commands ----------------------------------------------------------------------
 
 _TIMEOUT_S = 30.0
 
@@ -143,7 +143,7 @@ async def _finished(process: asyncio.subprocess.Process, name: str, hints: Comma
     return written.decode(errors="replace")
 
 
-# Requests to a cluster that is asked over HTTP: its answer, or what kept it from answering.
+# -- clusters behind HTTP --------------------------------------------------------------------------
 
 _SILENCE_S = 20.0
 _DEADLINE_S = 30.0

@@ -1,4 +1,9 @@
-"""Which source stands behind which configuration."""
+"""The source of machines for a configuration; machines that are always there, by SSH.
+
+Over SSH a machine's number is its host's place in the list. `flock` holds a lock on the host as
+long as its node lives: a second start finds it held, and a look tries to share it. A host that does
+not answer is reported with ssh's reason and not used meanwhile.
+"""
 
 import asyncio
 import shlex
@@ -14,12 +19,7 @@ from .ray import RaySource
 from .slurm import SlurmSource
 from .source import CommandHints, Machine, MachineNames, MachineSource, run_command
 
-# Machines that are always there, by SSH: a node on each, started and ended as the queue needs it.
-#
-# A machine's number is its host's place in the list. What runs is found on the host itself:
-# `flock` holds a lock there for as long as the node lives, so that whoever asks twice finds it
-# held, and who looks tries to share it. A host that does not answer is told with ssh's reason,
-# and not asked meanwhile.
+# -- SSH -------------------------------------------------------------------------------------------
 
 _OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
 _FOLDER = 'cd "${TMPDIR:-/tmp}"'

@@ -1,7 +1,7 @@
-"""What a job of a pool with users may not name: others' files, and code that nobody looked at.
+"""What a job of a pool with users may not name: others' files, and code that was not reviewed.
 
-All actors of a node but the hosts of games, which are enclosed, run as one user of the operating
-system, who can read every run folder.
+All actors of a node except sandboxed environment hosts run as one user of the operating system, who
+can read every run folder.
 """
 
 import os
@@ -204,7 +204,7 @@ def check_game(config: Mapping[str, Any]) -> None:
         check_registered(str(game))
 
 
-# Which jobs may be archived or deleted, and what may be done to those that are.
+# -- archiving and deleting ------------------------------------------------------------------------
 
 _DONE = {"archive": "archived", "unarchive": "brought back", "delete": "deleted"}
 

@@ -1,7 +1,7 @@
-"""What a submission would be told, without making a job: the scheduler and the nodes say it.
+"""Check a submission without making a job: dry runs, and checks of games and models on a node.
 
-What `Submission.submit` raises first is one finding here, and the others are told with it: the
-models, data and game by the nodes that would read them, the slots by the scheduler.
+A finding is what `Submission.submit` would raise first, or what the nodes report of models, data
+and game, or the scheduler of slots.
 """
 
 import asyncio
@@ -41,7 +41,15 @@ from ....schemas.wire.errors import (
 from ..jobs.states import slots_of, wanted_actor
 from ..reconciler import Reconciler
 from .access import check_game
-from .submission import ANSWER_S, MOST_ASKED, Reader, Submission, ask_for_model, ask_node, models_of
+from .submission import (
+    ANSWER_S,
+    MOST_ASKED,
+    Reader,
+    Submission,
+    ask_for_model,
+    ask_node,
+    models_of,
+)
 
 _SCHEDULER = "scheduler"
 What = Literal["job", "model", "data", "game", "slots"]
@@ -54,7 +62,7 @@ class _Seen(NamedTuple):
     answer: LookAnswer
 
 
-class TrialSubmission:
+class DryRun:
     """Answers clients that only try a job."""
 
     def __init__(self, broker: Broker, submission: Submission, reconciler: Reconciler) -> None:
@@ -218,12 +226,9 @@ def _of_nodes(
     return SubmissionFinding(what=what, ok=hint is None, text=text, hint=hint or "", by=by)
 
 
-# Having a node try a job that is not submitted: play its game (`tinkermq env check --on-node`),
-# or look into its model with the code of the run (`tinkermq train --dry-run` from a light
-# client).
-#
-# A node needs some seconds, and a request waits for less: the client asks again, by the same id,
-# until the check is done.
+# Checks on a node: playing a game (`tinkermq env check --on-node`) or inspecting a model (`tinkermq
+# train --dry-run` from a light client). A node needs longer than a request waits, so the client
+# repeats the request under the same id until the check is done.
 
 GAME_ANSWER_S = 3.0
 """After which a client is told to ask again."""
@@ -238,10 +243,10 @@ class _Check(NamedTuple):
     task: asyncio.Task[GameCheckReply]
 
 
-class GameChecks:
+class EnvChecks:
     """The checks of all users, of each the last one."""
 
-    def __init__(self, broker: Broker, trial: TrialSubmission) -> None:
+    def __init__(self, broker: Broker, trial: DryRun) -> None:
         """Check nothing yet; `trial` says what a job would be, and who has its game."""
         self._broker = broker
         self._trial = trial

@@ -1,7 +1,8 @@
-"""What a job begins with: a checkpoint of a run, a `tinker://` one, or the versions of a live run.
+"""What a job starts from, its run folder, and what may change when it resumes.
 
-A checkpoint under a `tinker://` path lies in the run folder of the service, which is an admin's;
-whose it is stands in its path. It is copied to the job's own folder before anything reads it.
+A job starts from a checkpoint of a run, a `tinker://` checkpoint, or the versions of a live run. A
+`tinker://` checkpoint lies in the run folder of the service; its path names its owner. It is copied
+to the job's own folder before anything reads it.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ from ...storage.tinker_checkpoints import TINKER_FOLDER, CheckpointFolders, miss
 from ..jobs.view import JobsView
 from .access import refuse_removed
 
-# The folder of a run, made when the run is accepted.
+# -- the run folder, made when the run is accepted -------------------------------------------------
 
 _FORK = "fork"
 _ADAPTERS = "adapters"
@@ -365,14 +366,14 @@ def begins_with(record: JobRecord) -> str:
     return base_of(record.fork_dir) if is_path(record.fork_of or "") else record.fork_dir
 
 
-def own(record: JobRecord) -> JobRecord:
+def own_settings(record: JobRecord) -> JobRecord:
     """Return a record without the folders that are copied from the service for the Tinker API."""
     fork_dir = "" if is_path(record.fork_of or "") else record.fork_dir
     adapters = {name: path for name, path in record.adapters.items() if not is_path(name)}
     return record.model_copy(update={"fork_dir": fork_dir, "adapters": adapters})
 
 
-# What of its configuration a run may change when it goes on from its last checkpoint. Pure.
+# -- changes of the configuration at a resume (pure) -----------------------------------------------
 
 _OPTIMIZER = "learner.optimizer"
 _KEPT = (
@@ -427,7 +428,7 @@ def refuse_changes(record: JobRecord, changes: Mapping[str, Any]) -> None:
         )
 
 
-def told_changes(changes: Mapping[str, Any]) -> str:
+def describe_changes(changes: Mapping[str, Any]) -> str:
     """Say which keys were changed, for the job's events."""
     return f"resumed with {', '.join(_leaves(changes))}" if changes else "resumed"
 

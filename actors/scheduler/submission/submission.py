@@ -1,7 +1,7 @@
-"""How a job comes into being: checked, named, given its streams and its run folder.
+"""Submit a job: check it, name it, create its streams and its run folder.
 
-Submitting is idempotent by the client's request id, and so is each step of it: a submission that
-was cut off half-way goes on where it was when it is sent again.
+Submitting is idempotent by the client's request id, and so is each step of it: an interrupted
+submission continues where it was when it is sent again.
 """
 
 import asyncio
@@ -20,12 +20,23 @@ from ....schemas.config.agent import runs_programs
 from ....schemas.config.algorithm import is_checkpoint
 from ....schemas.config.job import JobConfig
 from ....schemas.config.load_config import check_keys, parse_config
-from ....schemas.config.sections import RewardConfig, check_judge_prompt, is_url, model_paths
+from ....schemas.config.sections import (
+    RewardConfig,
+    check_judge_prompt,
+    is_url,
+    model_paths,
+)
 from ....schemas.job import ActorPlacement, ConfigureRequest, JobRecord, SubmitRequest
 from ....schemas.node import ModelAnswer, ModelQuestion, NodeStatus
 from ....schemas.tinker.names import is_path
 from ....schemas.wire.codec import merged
-from ....schemas.wire.errors import ConfigError, MessageError, ModelError, StateError, TinkermqError
+from ....schemas.wire.errors import (
+    ConfigError,
+    MessageError,
+    ModelError,
+    StateError,
+    TinkermqError,
+)
 from ....schemas.wire.ids import new_id
 from ....schemas.wire.message import Message
 from ....schemas.wire.subjects import DEFAULT_USER, JobScope, node, token
@@ -73,13 +84,13 @@ from .origins import (
     changed_config,
     keep_checkpoint,
     make_run_dir,
-    own,
+    own_settings,
     pin_adapters,
     pin_models,
     run_dir_of,
 )
 
-# Asking the nodes whether a job's models can be had, before it is queued.
+# -- models: nodes are asked whether they can load them --------------------------------------------
 
 R = TypeVar("R", bound=Message)
 
@@ -88,7 +99,7 @@ MOST_ASKED = 8
 """Nodes that are asked; of a larger pool the others count for ones that can."""
 
 
-class Told(NamedTuple):
+class ModelReport(NamedTuple):
     """What one node says of one model."""
 
     node: str
@@ -128,7 +139,7 @@ async def refuse_missing_models(
 
 async def ask_for_model(
     broker: Broker, nodes: Sequence[NodeStatus], model: str, reader: Reader
-) -> list[Told]:
+) -> list[ModelReport]:
     """Return what the nodes say of a model, those that were asked.
 
     Of a path that the reader may not read they say the same whatever is there, unless a model.
@@ -140,7 +151,7 @@ async def ask_for_model(
         ask_node(broker, name, "model", question, unknown, timeout_s=ANSWER_S) for name in names
     )
     answers = await asyncio.gather(*asking)
-    return [Told(name, answer) for name, answer in zip(names, answers, strict=True)]
+    return [ModelReport(name, answer) for name, answer in zip(names, answers, strict=True)]
 
 
 def models_of(config: JobConfig) -> Iterable[str]:
@@ -170,10 +181,7 @@ async def ask_node(
         return unknown
 
 
-# Names of jobs, from whatever of the configuration is there.
-#
-# A run is `<env>-<model>-<two words>`; what serves or evaluates says so, and of which run:
-# `serve-<run>-<step>`.
+# -- names: `<env>-<model>-<two words>` for a run, `serve-<run>-<step>` for a server ---------------
 
 _PART_CHARS = 20
 _SOURCE_CHARS = 36
@@ -512,7 +520,9 @@ class Submission:
             refuse_endpoints(config, record.user)
             refuse_other_stores(config, record.user, operator_stores())
             others = self._view.run_folders_of_others(record.user)
-            await asyncio.to_thread(refuse_runs_of_others, config, others, named_by(own(record)))
+            await asyncio.to_thread(
+                refuse_runs_of_others, config, others, named_by(own_settings(record))
+            )
         return config, roots
 
     def check_growth(self, before: JobRecord | None, after: JobRecord) -> None:

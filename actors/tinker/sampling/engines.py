@@ -1,8 +1,8 @@
-"""Whatever adapters are sampled from, beside one base model in one engine.
+"""The engine of a sampler: one base model with a bounded number of adapters, shared by users.
 
-A bounded number of them is in the engine at a time. A request for another one takes the place of
-that which was idle for longest; where requests run with all of them it waits. One whose samples
-move on takes newer weights in its place, while they run.
+A request for another adapter replaces the one that was idle for longest, or waits while requests
+run with all of them. An adapter whose samples move on takes newer weights in its place, while they
+run. The engine's slots are given to users by tokens and weights.
 """
 
 import asyncio
@@ -46,10 +46,10 @@ from ...engine.engine import (
 from ...policy.model_folder import load_model_config, load_tokenizer
 from ...rollout.players import load_base, start_engine
 from ...storage.tinker_checkpoints import CheckpointFolders
-from ..fair_share import FairTurns
+from ..fair_share import FairShare
 from ..user_records import find_snapshot, mark_of
 
-# The adapters that a sampler draws with: found on the trainer's disk, or fetched from there.
+# -- finding and fetching adapters -----------------------------------------------------------------
 
 _TIMEOUT_S = 20.0
 _PREFIX = "tinkermq-lora-"
@@ -312,7 +312,7 @@ class SampledAdapters:
             self._changed.notify_all()
 
 
-# Start the engine of a sampler: the base model, with room for adapters beside it.
+# -- starting the engine ---------------------------------------------------------------------------
 
 _NO_CONTEXT = 4096
 
@@ -352,14 +352,14 @@ def _about(config: JobConfig) -> Any:
     return cast(Any, read).get_text_config()
 
 
-# Who samples next: the engine's places are given to users by turns, by tokens and weights.
+# -- slots -----------------------------------------------------------------------------------------
 
 QUANTUM = 2048
 """Tokens of one user's turn."""
 
 
 @dataclass
-class _Asked:
+class _WaitingRequest:
     """Somebody who waits for a place."""
 
     place: "asyncio.Future[None]"
@@ -374,15 +374,15 @@ class Place:
     """What it is charged with: at first all that may be computed, at last what was."""
 
 
-class FairPlaces:
+class FairSlots:
     """Places in an engine: one user's hundreds of requests hold up another's only for one place."""
 
     def __init__(self, most: int, quantum: int = QUANTUM) -> None:
         """Let `most` be inside at a time."""
-        self.turns = FairTurns(quantum)
+        self.turns = FairShare(quantum)
         """The users' turns."""
         self._free = most
-        self._waiting: dict[str, deque[_Asked]] = {}
+        self._waiting: dict[str, deque[_WaitingRequest]] = {}
 
     @asynccontextmanager
     async def place(self, user: str, tokens: int) -> AsyncIterator[Place]:
@@ -396,7 +396,7 @@ class FairPlaces:
             self._leave()
 
     async def _enter(self, user: str, tokens: int) -> None:
-        requested = _Asked(asyncio.get_running_loop().create_future(), tokens)
+        requested = _WaitingRequest(asyncio.get_running_loop().create_future(), tokens)
         self._waiting.setdefault(user, deque()).append(requested)
         self._let_in()
         try:
@@ -431,7 +431,7 @@ class FairPlaces:
         return list(self._waiting)
 
 
-# The engine of a sampler as its users share it: places by turns, and each one's tokens counted.
+# -- the engine as users share it: slots, and tokens counted ---------------------------------------
 
 
 class MeteredEngine:
@@ -440,7 +440,7 @@ class MeteredEngine:
     def __init__(self, engine: AdapterEngine, max_requests: int) -> None:
         """Let `max_requests` compute at a time."""
         self._engine = engine
-        self._places = FairPlaces(max_requests)
+        self._places = FairSlots(max_requests)
         self.weights = self._places.turns.weights
         """Of users, in relation to each other."""
         self.tokens: dict[str, int] = {}

@@ -1,7 +1,7 @@
 """A sampler: continues prompts with any adapter of the service's users, and scores them.
 
-A request is taken at once and answered when it is asked for; sent again under its number it is the
-same one. What a sampler that dies has not told is sampled again by another: the client asks for it
+A request is accepted at once and its result is polled; a repeated request number is the same
+request. Results lost with a sampler are sampled again by another: the client repeats the request
 under a new number.
 """
 
@@ -44,7 +44,7 @@ from ...rollout.completions import Answers
 from ...runtime import JobContext, settle_memory
 from ...storage.tinker_checkpoints import TINKER_FOLDER
 from ..apply import as_failure
-from ..fair_share import Shares
+from ..fair_share import ShareFollower
 from .engines import (
     EngineOfUser,
     MeteredEngine,
@@ -55,7 +55,7 @@ from .engines import (
     open_engine,
 )
 
-# `asample` as it travels: a JSON request, and its protobuf result.
+# -- `asample`: a JSON request and its protobuf result ---------------------------------------------
 
 MAX_SAMPLES = 1024
 _STOP, _LENGTH = 0, 1
@@ -161,10 +161,8 @@ def write_samples(
     return message.SerializeToString()
 
 
-# Chats and completions whose model is a path: answered by a sampler, with its adapters.
-#
-# The texts are made and read as by a server of an inference job. Who asks, and so what may be
-# sampled from, is told by the subject.
+# Chats and completions whose model is a path. Texts are made and read as by the server of an
+# inference job; the subject names the user, and so what may be sampled from.
 
 MAX_ANSWERS = 4096
 """Answers of one user that are generated or wait."""
@@ -319,7 +317,7 @@ class Sampler:
         self._adapters = SampledAdapters(base.engine, at_once, snapshots.fetch, snapshots.free)
         self._metered = MeteredEngine(base.engine, context.config.generator.max_requests)
         weights, tokens = self._metered.weights, self._metered.tokens
-        self._shares = Shares(context, weights, lambda: tokens, sampler=context.name)
+        self._shares = ShareFollower(context, weights, lambda: tokens, sampler=context.name)
         self._parts = PartsService(context.broker, context.service)
         self._answers = PathAnswers(
             context.config.model,

@@ -1,8 +1,11 @@
-"""One adapter in memory: its tensors, their gradients, and its optimiser.
+"""LoRA adapters: their tensors, gradients and optimiser, and the linear layers that use them.
 
 All tensors of an adapter are views of one row of numbers, and so are their gradients and moments:
 an update of the optimiser is one operation, whatever the number of layers. Each tensor begins at a
 multiple of 64 bytes, which products like; what lies between is 0 and stays so.
+
+The base model is wrapped once. Adapters of different ranks and layers are used with it one after
+the other, or each with some of the rows: in use is a table from a layer's name to two tensors.
 """
 
 # torch and transformers leave some of their methods untyped.
@@ -33,11 +36,7 @@ from ...policy.saving import storage_error
 from ...training.model import Scorer
 from .inputs import PendingWindow
 
-# Linear layers that add an adapter to what they compute: whichever is in use at the moment.
-#
-# A model is wrapped once. Any number of adapters, of different ranks and on different layers, are
-# used with it one after the other, or each with some of the rows, and nothing of them stays
-# behind: in use is a table from a layer's name to two tensors.
+# -- linear layers with an adapter -----------------------------------------------------------------
 
 LayerKind = Literal["attn", "mlp", "unembed"]
 _ATTENTION = ("attn", "attention")
@@ -207,7 +206,7 @@ def _modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
     return cast(Any, model).named_modules()
 
 
-# The base model that all adapters share, as it is computed.
+# -- the shared base model -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -456,10 +455,8 @@ def _seed_of(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
 
 
-# Models that are out of memory for a while: one file each, with all that they had in memory.
-#
-# It is for the process that wrote it: pending gradients are in it, and it is not brought to the
-# disk. What survives a crash is the state behind the last step, and the operation log.
+# Suspended models: one file each, with pending gradients, for the process that wrote it, and not
+# synced to the disk. What survives a crash is the saved state and the operation log.
 
 _SPEC, _WINDOW = "spec", "window"
 

@@ -205,7 +205,7 @@ def _write_json(file: Path, value: Any) -> None:
     file.write_text(json.dumps(value, indent=1, sort_keys=True, default=str), encoding="utf-8")
 
 
-# Which adapters a base model offers, and whether a stored one is such.
+# -- which adapters a base model offers ------------------------------------------------------------
 
 MAX_RANK = 128
 

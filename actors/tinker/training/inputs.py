@@ -205,7 +205,7 @@ def _place(field: str, at: int, shapes: Sequence[Shape]) -> str:
     raise IndexError(at)
 
 
-# What has been added to a model's gradients since its last optim_step, and what failed of it.
+# -- gradients since the last optim_step, and failures ---------------------------------------------
 
 
 class PendingWindow:

@@ -1,6 +1,13 @@
-"""One call of forward_backward on its way: micro-batch by micro-batch.
+"""Compute forward_backward: data packed into micro-batches, also of several adapters at once.
 
-Shape letters: P positions of data, E targets, U columns of a micro-batch.
+Micro-batches of several adapters share one forward and backward pass: their rows lie beside each
+other, and each layer adds each row's own adapter. No value of one reaches another, but the number
+of rows decides in which order products are added up, and so the last bits of a result. So its
+company is noted with the result, and a repeated pass stands among as many filler rows: it gives the
+same bits.
+
+Shape letters: P positions of data, E targets, U columns of a micro-batch that predict, B rows,
+T columns of a row, N positions, D hidden size.
 """
 
 # torch leaves some of its methods untyped.
@@ -25,10 +32,9 @@ from .adapter import Adapter, RowShare, SharedBase
 from .inputs import DatumBatch
 from .losses import LossFunction, OutputLayer, PlacedTargets, Targets
 
-# Data in rows, by the learner's packing.
-#
-# The learner's sequences end with the token that their last column predicts; a datum's targets
-# are given, so that one more token stands behind each, which nobody reads. All positions predict.
+# Packing, by the learner's packer. The learner's sequences end with the token that their last
+# column predicts; the targets of data are given, so one more token stands behind each, which nobody
+# reads.
 
 
 def pack_data(
@@ -212,15 +218,7 @@ class LossPass:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._base.scorer.device)
 
 
-# Micro-batches of several adapters in one forward and backward pass.
-#
-# The rows of each lie beside those of the others, and each layer adds to them what their own
-# adapter says: no value of one reaches another. But how many rows there are decides in which
-# order products are added up, so that the last bits of a result depend on its company. It is
-# noted with the result, and a pass that is computed again stands among rows that nobody reads, as
-# many as there were before and behind it: it gives the same bits.
-#
-# Shape letters: B rows, T columns of a row, N positions, U columns that predict, D hidden size.
+# -- one pass for several adapters -----------------------------------------------------------------
 
 _MOST_PADDED = 1.5
 """Columns of a pass over several, as a multiple of what each has alone."""
@@ -242,7 +240,7 @@ class _Part:
         return self.micro.input_ids_BT.shape[0]
 
 
-def those_that_fit(base: SharedBase, passes: Sequence[LossPass]) -> list[LossPass]:
+def choose_batch_mates(base: SharedBase, passes: Sequence[LossPass]) -> list[LossPass]:
     """Return the first pass, and those of the others whose next micro-batch fits beside its.
 
     One that is computed as it once was has the company that it had.

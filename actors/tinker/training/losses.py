@@ -236,10 +236,9 @@ _LOSSES = {
 # Shape letters: U columns of a micro-batch, E targets that they predict, C columns whose logits
 # are held at once, e their targets, D hidden size.
 #
-# Most losses need nothing but a target's own log-prob: forward and backward pass are done with
-# some columns before the next ones. Where a loss looks at a whole datum its log-probs are
-# computed first, and once more for the gradients. Columns whose targets add nothing take no
-# backward pass.
+# Most losses need only a target's own log-prob: forward and backward pass are done for some columns
+# before the next ones. For a loss over a whole datum the log-probs are computed first, and once
+# more for the gradients. Columns whose targets add nothing take no backward pass.
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from .adapter import (
 )
 from .folders import MAX_RANK, AdapterOffer, read_adapter, write_adapter
 from .inputs import DataReader, PendingWindow
-from .loss_pass import LossPass, compute, those_that_fit
+from .loss_pass import LossPass, choose_batch_mates, compute
 from .losses import find_loss, read_config
 
 _LOGITS_BYTES = 64 * 2**20
@@ -233,7 +233,7 @@ class AdapterTrainer:
         Where micro-batches are mixed, those of other adapters are computed with it that fit. A pass
         of several that fails changes nothing: then the first is computed alone.
         """
-        chosen = those_that_fit(self._base, losses) if self._mixed else list(losses[:1])
+        chosen = choose_batch_mates(self._base, losses) if self._mixed else list(losses[:1])
         if len(chosen) > 1:
             gradients = [item.adapter.gradients() for item in chosen]
             try:
