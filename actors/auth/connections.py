@@ -356,9 +356,9 @@ class UserConnections:
         if name not in self._over:
             return
         self._shut_out[name] = time.monotonic() + SHUT_OUT_S
-        reported = self._audit.refused(name, "flood", f"{why}: shut out for {SHUT_OUT_S:g} s")
+        audited = self._audit.refused(name, "flood", f"{why}: shut out for {SHUT_OUT_S:g} s")
         await asyncio.gather(
-            reported, disconnect_user(self._system, name)
+            audited, disconnect_user(self._system, name)
         )  # told before log-ins use up his bound
 
     async def _end_process(self, one: Connection, why: str) -> None:

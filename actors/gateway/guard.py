@@ -131,8 +131,8 @@ class _Body:
 
     def __init__(self, receive: Receive, scope: Scope, largest: int) -> None:
         headers = Headers(scope=scope)
-        reported = headers.get("content-length", "0")
-        self.ended = reported == "0" and "transfer-encoding" not in headers
+        content_length = headers.get("content-length", "0")
+        self.ended = content_length == "0" and "transfer-encoding" not in headers
         """Whether all of it has come."""
         self._receive = receive
         self._largest = largest

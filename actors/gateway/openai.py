@@ -335,10 +335,10 @@ def read_query(raw: bytes, api: ModelApi) -> tuple[ModelRequest, Query]:
         raise RequestError(f"the body is not valid JSON: {error.message}") from error
     if isinstance(value, dict) and cast("dict[str, Any]", value).get("stateful") is not None:
         _refuse_stateful("the parameter 'stateful'", "stateful")
-    requested = api.read(value)
-    _check(requested)
+    model_request = api.read(value)
+    _check(model_request)
     try:
-        query = _query(requested)
+        query = _query(model_request)
     except ValidationError as error:
         problem = error.errors()[0]
         param = str(problem["loc"][0]) if problem["loc"] else ""
@@ -346,8 +346,8 @@ def read_query(raw: bytes, api: ModelApi) -> tuple[ModelRequest, Query]:
         message = f"the parameter {param!r} cannot be used: {problem['msg']}"
         raise RequestError(message, param=param) from error
     decoding = query.decoding
-    echo = {**requested.echo, "temperature": decoding.temperature, "top_p": decoding.top_p}
-    return replace(requested, echo=echo), query
+    echo = {**model_request.echo, "temperature": decoding.temperature, "top_p": decoding.top_p}
+    return replace(model_request, echo=echo), query
 
 
 def _check(model_request: ModelRequest) -> None:
@@ -636,7 +636,7 @@ class UserBrokers(Protocol):
 def routes(sessions: UserBrokers, trainers: Trainers) -> list[Route]:
     """Return the endpoints, for the gateway's application."""
     endpoints = ModelEndpoints(sessions, ServedModels(trainers))
-    requested = (
+    methods = (
         ("/v1/chat/completions", CHAT),
         ("/v1/completions", COMPLETIONS),
         (f"{OF_TINKER}/chat/completions", CHAT),
@@ -649,7 +649,7 @@ def routes(sessions: UserBrokers, trainers: Trainers) -> list[Route]:
         Route("/v1/models/{model:path}", guarded(endpoints.model), methods=["GET"]),
         *(
             Route(path, guarded(endpoints.answering(api), api), methods=["POST"])
-            for path, api in requested
+            for path, api in methods
         ),
     ]
 

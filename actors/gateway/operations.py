@@ -61,9 +61,9 @@ class Scheduler(SchedulerCalls):
         """
         if archived:
             return await self.told_jobs(archived=True)
-        stored = self._visitor.listed
-        if stored is not None and stored[0] + LIST_AGE_S > time.monotonic():
-            return stored[1]
+        cached = self._visitor.listed
+        if cached is not None and cached[0] + LIST_AGE_S > time.monotonic():
+            return cached[1]
         records = await self.told_jobs()
         self._visitor.listed = (time.monotonic(), records)
         return records

@@ -231,7 +231,7 @@ def _presented(scope: Scope) -> str:
 
 def _body_bytes(exchange: HttpExchange) -> int:
     """Return how large a body is, or may be."""
-    reported = exchange.headers.get("content-length", "")
-    if reported.isascii() and reported.isdecimal() and len(reported) < 12:
-        return min(int(reported), MAX_BODY_BYTES)
+    content_length = exchange.headers.get("content-length", "")
+    if content_length.isascii() and content_length.isdecimal() and len(content_length) < 12:
+        return min(int(content_length), MAX_BODY_BYTES)
     return MAX_BODY_BYTES if "transfer-encoding" in exchange.headers else 0

@@ -210,8 +210,8 @@ def _error_response(request: Request, error: TinkermqError, status: int) -> Resp
     """Answer with an error as who asks reads it."""
     again = {"retry-after": "1"} if status == _TOO_MANY else None
     if (path := request.url.path).startswith(("/v1/", f"{openai.OF_TINKER}/")):
-        reported = openai.worded(error, status, openai.api_of(path))
-        return Json(reported, status_code=status, headers=again)
+        fields = openai.worded(error, status, openai.api_of(path))
+        return Json(fields, status_code=status, headers=again)
     if _wants_json(request):
         return Json(error_fields(error), status_code=status, headers=again)
     if isinstance(error, LogInError) and request.method == "GET":

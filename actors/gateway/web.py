@@ -104,9 +104,11 @@ def _body_bytes(request: Request) -> int:
     """Return how large the body of a request is, or may be."""
     headers = request.headers
     if "content-length" in headers:
-        reported = headers["content-length"]
+        content_length = headers["content-length"]
         return (
-            int(reported) if reported.isascii() and reported.isdigit() and len(reported) < 12 else 0
+            int(content_length)
+            if content_length.isascii() and content_length.isdigit() and len(content_length) < 12
+            else 0
         )
     return max_body_bytes(request.url.path) if "transfer-encoding" in headers else 0
 

@@ -296,8 +296,8 @@ class Generator:
         self._num_groups += int(won)
         self._context.progressed()
         if not won:
-            reported = f"task {task.task}: another generator's group was there already"
-            await self._context.event("task_fenced", reported, task=task.task)
+            reason = f"task {task.task}: another generator's group was there already"
+            await self._context.event("task_fenced", reason, task=task.task)
 
     async def _tell_continued(self, group: Group) -> None:
         await self._context.event(

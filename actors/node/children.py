@@ -209,13 +209,13 @@ class ForkServer:
             actor_argv(wanted),
             dict(environment),
         )
-        requested = self._asked[request.number] = loop.create_future()
+        future = self._asked[request.number] = loop.create_future()
         try:
             async with asyncio.timeout(_START_DEADLINE_S):
                 async with self._starting:
                     channel = self._channel or await self._start()
                     await _send(channel, request, output)
-                return await requested
+                return await future
         except TimeoutError as slow:
             raise OSError(
                 f"no actor was forked within {_START_DEADLINE_S:.0f} s; see the node's log"
@@ -270,11 +270,11 @@ class ForkServer:
                 self._idle = loop.call_later(self._idle_s, self._hang_up, channel)
             return
         child = self._children[fields["pid"]] = ForkedChild(fields["pid"])
-        requested = self._asked.get(fields["number"])
-        if requested is None or requested.done():  # nobody waits for it any more
+        future = self._asked.get(fields["number"])
+        if future is None or future.done():  # nobody waits for it any more
             os.kill(child.pid, signal.SIGKILL)
         else:
-            requested.set_result(child)
+            future.set_result(child)
 
     def _lost(self, channel: socket.socket) -> None:
         """The server has died, and its actors with it: the next fork starts another."""

@@ -44,14 +44,14 @@ def package_versions() -> dict[str, str]:
 
     Nothing is imported. CUDA and NCCL are those that packages bring, as torch's wheels do.
     """
-    collected = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for distribution in distributions():
         for prefix, name in _PACKAGES.items():
             if distribution.name == prefix or (
                 prefix.endswith("-cu") and distribution.name.startswith(prefix)
             ):
-                collected[name] = distribution.version
-    return collected
+                versions[name] = distribution.version
+    return versions
 
 
 def check_slots(slots: int | None, gpus: str | None) -> None:

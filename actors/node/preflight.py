@@ -109,8 +109,8 @@ class EnvCheckRunner:
             return PlayAnswer(trouble=str(error), hint="see the node's log")
         finally:
             os.close(writing)
-        message = _CheckOutput()
-        reader = asyncio.create_task(read_lines(reading, message.take))
+        output = _CheckOutput()
+        reader = asyncio.create_task(read_lines(reading, output.take))
         exit_code: int | None = None
         try:
             with contextlib.suppress(TimeoutError):
@@ -123,8 +123,8 @@ class EnvCheckRunner:
                     await reader
         if exit_code is None:
             await child.wait()
-            return message.cut_off(self._play_s)
-        return message.answer(exit_code)
+            return output.cut_off(self._play_s)
+        return output.answer(exit_code)
 
 
 class _CheckOutput:

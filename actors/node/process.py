@@ -322,13 +322,13 @@ class ActorProcess:
             except TinkermqError:
                 since = now
                 continue
-            reported = None if beat is None else beat.time  # it vanishes after ten seconds
-            is_new = reported is not None and last is not None and reported != last
-            has_told = has_told or is_new or (reported or 0.0) >= self._started
+            beat_time = None if beat is None else beat.time  # it vanishes after ten seconds
+            is_new = beat_time is not None and last is not None and beat_time != last
+            has_told = has_told or is_new or (beat_time or 0.0) >= self._started
             was_away = now - looked > 3 * self._silence_look_s  # this process itself
             if is_new or was_away or (has_told and not had_told):
                 since = now
-            last = last if reported is None else reported
+            last = last if beat_time is None else beat_time
             had_told = has_told
             bound_s = self._silence_s if has_told else self._start_silence_s
             told_s = min(SILENCE_TOLD_S, bound_s / 2) if has_told else bound_s / 2

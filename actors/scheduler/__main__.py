@@ -37,11 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--node-credentials", default="", metavar="FILE", help="those of machines")
     arguments = parser.parse_args(argv)
-    stored = RetentionLimits(arguments.keep_ended, arguments.keep_ended_of_all)
+    retention = RetentionLimits(arguments.keep_ended, arguments.keep_ended_of_all)
     machines = machines_config(arguments.machines, credentials=arguments.node_credentials)
 
     async def schedule(context: ActorContext) -> None:
-        await run(context, keeping=stored, machines=machines)
+        await run(context, keeping=retention, machines=machines)
 
     return run_service_actor("scheduler", arguments.name, arguments.nats, schedule)
 

@@ -138,8 +138,8 @@ class Nodes:
         if member is None or member.status is None:
             return None
         wanted = (user, job, actor)
-        reported = member.status.actors
-        return next((item for item in reported if (item.user, item.job, item.name) == wanted), None)
+        statuses = member.status.actors
+        return next((item for item in statuses if (item.user, item.job, item.name) == wanted), None)
 
     async def refresh(self) -> None:
         """Read the nodes' records; note who was heard and who was not."""
@@ -188,13 +188,13 @@ class Nodes:
         Answers that come promptly are waited for. A node that takes longer holds up no other; it
         is asked again once it has answered or its time is over, the others now and then.
         """
-        requested = [
+        syncs = [
             group.create_task(self._sync_one(name, request), name=f"sync of node {name}")
             for name, request in requests.items()
             if name not in self._asking and self._is_due(self._members[name], request)
         ]
-        if requested:
-            await asyncio.wait(requested, timeout=_PROMPT_S)
+        if syncs:
+            await asyncio.wait(syncs, timeout=_PROMPT_S)
 
     def _is_due(self, member: _Member, request: NodeSync) -> bool:
         if member.asked != request or time.monotonic() - member.asked_at >= self._resync_s:
@@ -250,6 +250,6 @@ def _shape(status: NodeStatus) -> tuple[object, ...]:
     return status.slots, status.groups, status.link, status.packages
 
 
-def _newer(reported: NodeStatus | None, record: NodeStatus) -> NodeStatus:
+def _newer(status: NodeStatus | None, record: NodeStatus) -> NodeStatus:
     """Return which of a node's answers it gave later, by its own clock."""
-    return record if reported is None or record.time >= reported.time else reported
+    return record if status is None or record.time >= status.time else status

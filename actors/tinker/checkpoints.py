@@ -224,9 +224,9 @@ class Exports:
         """
         stored = self._folders.find(user, CheckpointName.parse(path))
         expires = time.time() + TICKET_S
-        message = json.dumps([user, str(stored.name), stored.seq, int(expires)]).encode()
+        claims = json.dumps([user, str(stored.name), stored.seq, int(expires)]).encode()
         return CheckpointExport(
-            ticket=f"{_text(message)}.{_text(self._signed(message))}",
+            ticket=f"{_text(claims)}.{_text(self._signed(claims))}",
             expires=expires,
             files=[ExportedFile(name=name, size_bytes=size) for name, size in _files(stored)],
         )
@@ -358,7 +358,7 @@ class CheckpointCatalog:
         model: TrainedModel,
         name: CheckpointName,
         seq: int,
-        reported: dict[str, Any],
+        result: dict[str, Any],
     ) -> StoredCheckpoint:
         """Write a checkpoint for operation `seq`; done again, it changes nothing.
 
@@ -368,12 +368,12 @@ class CheckpointCatalog:
         if known is not None and known.is_there(time.time()):
             if known.seq >= seq:
                 return known
-            if not reported.get("overwrite"):
+            if not result.get("overwrite"):
                 raise StateError(
                     f"there is a checkpoint {name} already",
                     hint="choose another name, or set overwrite",
                 )
-        stored = _new(model, name, seq, reported, self.folders.place_of(model.user, name))
+        stored = _new(model, name, seq, result, self.folders.place_of(model.user, name))
         adapters.save(
             model.key,
             stored.folder,
@@ -381,7 +381,7 @@ class CheckpointCatalog:
             lasting=not stored.passing,
         )
         if name.kind == "external_weights":
-            make_external(stored, reported.get("age_encryption_recipients") or [])
+            make_external(stored, result.get("age_encryption_recipients") or [])
         stored = replace(stored, size_bytes=_size(stored.folder))
         try:
             self._make_room(stored)
@@ -481,11 +481,11 @@ class CheckpointCatalog:
 
 
 def _new(
-    model: TrainedModel, name: CheckpointName, seq: int, reported: dict[str, Any], place: Path
+    model: TrainedModel, name: CheckpointName, seq: int, result: dict[str, Any], place: Path
 ) -> StoredCheckpoint:
     assert model.info is not None
-    passing, at = bool(reported.get("passing")), float(reported.get("time") or time.time())
-    ttl = reported.get("ttl_seconds") or (PASSING_S if passing else 0)
+    passing, at = bool(result.get("passing")), float(result.get("time") or time.time())
+    ttl = result.get("ttl_seconds") or (PASSING_S if passing else 0)
     return StoredCheckpoint(
         user=model.user,
         name=name,
@@ -495,7 +495,7 @@ def _new(
         time=at,
         expires=at + ttl if ttl else 0.0,
         passing=passing,
-        user_metadata=reported.get("user_metadata"),
+        user_metadata=result.get("user_metadata"),
     )
 
 

@@ -27,15 +27,15 @@ class ModelHistory:
     A name ends in how a client joins the values of several passes: `loss:sum`, `ratio:max`.
     """
 
-    def __init__(self, reported: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, stored: Mapping[str, Any] | None = None) -> None:
         """Begin, or go on with what `to_map` returned."""
-        self.steps = int(reported["steps"]) if reported else 0
+        self.steps = int(stored["steps"]) if stored else 0
         """Updates so far."""
         self._curves = Curves(max_points=MAX_POINTS)
-        if reported:
-            self._curves.restore(reported["curves"])
-        self._passed: dict[str, list[float]] = dict(reported.get("passed", {})) if reported else {}
-        self._last: dict[str, float] = dict(reported["last"]) if reported else {}
+        if stored:
+            self._curves.restore(stored["curves"])
+        self._passed: dict[str, list[float]] = dict(stored.get("passed", {})) if stored else {}
+        self._last: dict[str, float] = dict(stored["last"]) if stored else {}
 
     @property
     def last(self) -> dict[str, float]:

@@ -348,11 +348,11 @@ async def run_trainer(context: JobContext) -> None:
     name = base.base
     folder_of_states = context.run_dir / TINKER_FOLDER
     states = AdapterStates(folder_of_states)
-    stored = UserRecords(folder_of_states, max_bytes=config.tinker.checkpoint_mb << 20)
-    applying = OperationApplier(adapters, states, stored, base)
+    records = UserRecords(folder_of_states, max_bytes=config.tinker.checkpoint_mb << 20)
+    applying = OperationApplier(adapters, states, records, base)
     settle_memory()
     await context.event("trainer_ready", f"{name} can be trained", base=name)
-    await TrainerService(context, adapters, applying, states, stored).run()
+    await TrainerService(context, adapters, applying, states, records).run()
 
 
 def _about(model: ModelConfig) -> Any:

@@ -375,15 +375,15 @@ async def _tail(broker: Broker, stream: str, subject: str, limit: int) -> list[S
     except NotFoundError:
         return []
     first, last = max(int(state["first_seq"]), 1), int(state["last_seq"])
-    collected: list[StoredMessage] = []
+    messages: list[StoredMessage] = []
     end, window = last, _WINDOW
     for _ in range(_MAX_LOOKS):
         start = max(first, end - window + 1)
-        if end < first or len(collected) >= limit:
+        if end < first or len(messages) >= limit:
             break
-        collected = [*await _between(broker, stream, subject, start, end), *collected]
+        messages = [*await _between(broker, stream, subject, start, end), *messages]
         end, window = start - 1, window * 4
-    return collected[-limit:]
+    return messages[-limit:]
 
 
 async def _between(

@@ -215,9 +215,9 @@ class _Updates:
             reader = StreamReader(broker, stream, subjects, from_seq=from_seq)
             async with aclosing(reader.messages()) as messages:
                 async for stored in messages:
-                    reported = _event_of(stored, scope)
-                    if reported is not None:
-                        await self._put(reported[0], reported[1], stored.seq)
+                    update = _event_of(stored, scope)
+                    if update is not None:
+                        await self._put(update[0], update[1], stored.seq)
         except NotFoundError:
             return self._record.has_streams or self._record.state in FINAL_STATES
         except MessageError:

@@ -107,8 +107,8 @@ async def compare(request: Request) -> Response:
     rows = await gateway_of(request).figures.rows(visitor.broker, records)
     configs = await asyncio.to_thread(lambda: [effective(record.config) for record in records])
     jobs = [record.job for record in records]
-    requested = request.query_params.multi_items()
-    remaining = [(key, value) for key, value in requested if key not in ("run", "search")]
+    parameters = request.query_params.multi_items()
+    other_parameters = [(key, value) for key, value in parameters if key not in ("run", "search")]
     shown: dict[str, Any] = {
         "user": visitor.user,
         "rows": rows,
@@ -119,7 +119,7 @@ async def compare(request: Request) -> Response:
         "differences": differences(configs),
         "without": {
             record.job: "/compare?"
-            + urlencode([*(("run", o) for o in jobs if o != record.job), *remaining])
+            + urlencode([*(("run", o) for o in jobs if o != record.job), *other_parameters])
             for record in records
         },
     }
@@ -175,9 +175,9 @@ async def job_rollouts(request: Request) -> Response:
     parameters = {name: request.query_params.get(name, "") for name in _ROLLOUT_QUERY}
     rewards = [item["reward"] for group in page.groups for item in group["episodes"]]
     low, high = (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
-    remaining = {name: value for name, value in parameters.items() if value}
-    fields = {name: value for name, value in remaining.items() if name != "beside"}
-    links = {"query": urlencode(remaining), "query_json": urlencode(fields)}
+    set_parameters = {name: value for name, value in parameters.items() if value}
+    fields = {name: value for name, value in set_parameters.items() if name != "beside"}
+    links = {"query": urlencode(set_parameters), "query_json": urlencode(fields)}
     shown = {"page": page, "asked": parameters, "low": low, "high": high, **links}
     return await job_page(request, visitor, record, "rollouts", shown)
 

@@ -42,8 +42,12 @@ async def visitor_of_key(request: Request) -> Visitor:
 
 
 def _content_length(request: Request) -> int:
-    reported = request.headers.get("content-length", "")
-    return int(reported) if reported.isascii() and reported.isdigit() and len(reported) < 12 else 0
+    content_length = request.headers.get("content-length", "")
+    return (
+        int(content_length)
+        if content_length.isascii() and content_length.isdigit() and len(content_length) < 12
+        else 0
+    )
 
 
 async def raw_body(request: Request) -> bytes:

@@ -170,16 +170,16 @@ class RestApi:
         """List the checkpoints of a training run, newest first."""
         visitor = await visitor_of_key(request)
         reply = await self._kept.checkpoints_of(visitor, _model(request))
-        reported = _checkpoints(request, reply)
-        return JSONResponse({"checkpoints": reported, "cursor": None})
+        checkpoints = _checkpoints(request, reply)
+        return JSONResponse({"checkpoints": checkpoints, "cursor": None})
 
     async def list_of_user(self, request: Request) -> Response:
         """List all checkpoints of a user, newest first."""
         visitor = await visitor_of_key(request)
         offset, limit = _page(request, 100)
         found, total = await self._kept.checkpoints(visitor, offset, limit)
-        reported = _checkpoints(request, found)
-        return JSONResponse({"checkpoints": reported, "cursor": _cursor(offset, limit, total)})
+        checkpoints = _checkpoints(request, found)
+        return JSONResponse({"checkpoints": checkpoints, "cursor": _cursor(offset, limit, total)})
 
     async def delete(self, request: Request) -> Response:
         """Delete a checkpoint."""

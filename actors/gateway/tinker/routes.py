@@ -134,8 +134,8 @@ _PAUSE_S = 1.0
 
 def routes(trainers: Trainers) -> list[Route]:
     """Return the endpoints, for the gateway's application."""
-    stored = TrainerRecords(trainers)
-    api = TinkerApi(trainers, stored)
+    records = TrainerRecords(trainers)
+    api = TinkerApi(trainers, records)
     posts: dict[str, Handler] = {
         "create_model": api.create_model,
         "get_info": api.get_info,
@@ -165,8 +165,8 @@ def routes(trainers: Trainers) -> list[Route]:
             for method, path, one in (
                 ("GET", "samplers/{sampler}", api.sampler),
                 *AboutApi(trainers).routes(),
-                *RestApi(stored).routes(),
-                *Downloads(trainers, stored).routes(),
+                *RestApi(records).routes(),
+                *Downloads(trainers, records).routes(),
             )
         ),
         Route(

@@ -431,8 +431,8 @@ class TrainerRecords:
         Raises NotFoundError for one of somebody else, NobodyAnswersError when none answers.
         """
         offers = await self._trainers.offers(visitor.broker)
-        requested = [self._told(visitor, offer.job, event) for offer in offers]
-        states = [item for item in await asyncio.gather(*requested) if item is not None]
+        requests = [self._told(visitor, offer.job, event) for offer in offers]
+        states = [item for item in await asyncio.gather(*requests) if item is not None]
         if offers and not states:
             raise NobodyAnswersError("no trainer answers at this moment", hint="try again")
         return next((item for item in ("over", "live") if item in states), "unknown")

@@ -256,13 +256,13 @@ class Remover:
 
     async def _refuse(self, record: JobRecord, why: str) -> None:
         """Leave a job in the archive, with the reason."""
-        reported = f"run {record.name} stays archived: {why}"
-        _log.warning("removal_refused", job=record.job, what=record.removal, error=reported)
+        reason = f"run {record.name} stays archived: {why}"
+        _log.warning("removal_refused", job=record.job, what=record.removal, error=reason)
         away = await self._jobs.update(
-            record, lambda now: now.model_copy(update={"removal": "archive", "refused": reported})
+            record, lambda now: now.model_copy(update={"removal": "archive", "refused": reason})
         )
-        if (stored := await self._jobs.put_away(away)) is not None:
-            self._view.put_away(stored)
+        if (archived := await self._jobs.put_away(away)) is not None:
+            self._view.put_away(archived)
 
     async def _drop_weights(self, record: JobRecord) -> None:
         """Remove the published versions that are files; those in the broker go with the streams."""
@@ -300,8 +300,8 @@ async def _free_stored(record: JobRecord) -> None:
 def _kept_names(scope: JobScope) -> list[str]:
     """Return the streams that an archive keeps: what was trained, and what was told."""
     checkpoints = f"OBJ_{scope.object_checkpoints}"
-    shown = [scope.stream_dead, scope.stream_feed]
-    return [scope.stream_rollout, scope.stream_batch, *shown, checkpoints]
+    streams = [scope.stream_dead, scope.stream_feed]
+    return [scope.stream_rollout, scope.stream_batch, *streams, checkpoints]
 
 
 def kept_streams(record: JobRecord) -> list[StreamConfig]:

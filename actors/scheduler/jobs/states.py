@@ -239,7 +239,7 @@ def next_state(
         return _waiting(record, max_losses)
     if not record.actors:
         return Transition("FAILED", "its record names no actors")
-    message = {
+    current = {
         actor.name: status
         for actor in record.actors
         if (status := statuses.get(actor.name)) is not None and status.attempt == record.attempt
@@ -247,10 +247,10 @@ def next_state(
     main = main_actor(record.actors)
     return (
         _lost(record, silent)
-        or _failed(message)
-        or _stopped(record, message.get(main.name))
-        or _ended(record, message.get(main.name))
-        or _started(record, message)
+        or _failed(current)
+        or _stopped(record, current.get(main.name))
+        or _ended(record, current.get(main.name))
+        or _started(record, current)
     )
 
 
@@ -273,11 +273,11 @@ def _lost(record: JobRecord, silent: frozenset[str]) -> Transition | None:
     return None
 
 
-def _failed(said: Mapping[str, ActorStatus]) -> Transition | None:
-    for name, status in said.items():
+def _failed(statuses: Mapping[str, ActorStatus]) -> Transition | None:
+    for name, status in statuses.items():
         if status.state == "failed":
-            reported = status.error or f"it ended with code {status.exit_code}"
-            return Transition("FAILED", f"{name} failed: {reported}")
+            error = status.error or f"it ended with code {status.exit_code}"
+            return Transition("FAILED", f"{name} failed: {error}")
     return None
 
 
@@ -310,11 +310,15 @@ def _end(record: JobRecord, reason: str) -> Transition:
     return Transition("COMPLETED" if complete else "CANCELLED", reason)
 
 
-def _started(record: JobRecord, said: Mapping[str, ActorStatus]) -> Transition | None:
+def _started(record: JobRecord, statuses: Mapping[str, ActorStatus]) -> Transition | None:
     if record.state != "STARTING":
         return None
     placed = [actor.name for actor in record.actors if actor.node is not None]
-    up = [name for name in placed if name in said and said[name].state in {"running", "exited"}]
+    up = [
+        name
+        for name in placed
+        if name in statuses and statuses[name].state in {"running", "exited"}
+    ]
     if len(up) < len(placed):
         return None
     return Transition("RUNNING", "all actors run")

@@ -291,10 +291,10 @@ class MachineKeeper:
         matters = decision.ask or not self._patience.is_over()
         return (self._patience.trouble if matters else "") or decision.why
 
-    async def _without_doubles(self, reported: Sequence[Machine]) -> list[Machine]:
+    async def _without_doubles(self, machines: Sequence[Machine]) -> list[Machine]:
         """Give back what was asked for twice; the one that is further, or older, stays."""
         first: dict[str, Machine] = {}
-        for machine in sorted(reported, key=lambda one: one.state == "asked"):
+        for machine in sorted(machines, key=lambda one: one.state == "asked"):
             if machine.name in first:
                 await self._source.give_back(machine, drain=False)
             first.setdefault(machine.name, machine)

@@ -256,8 +256,8 @@ def _why(one: "V1Pod") -> str:
         if waiting is not None:
             return ": ".join(filter(None, (waiting.reason, waiting.message)))
     unmet = [each for each in one.status.conditions or [] if each.status == "False"]
-    shown = [": ".join(filter(None, (each.reason, each.message))) for each in unmet]
-    return next(filter(None, shown), "")
+    reasons = [": ".join(filter(None, (each.reason, each.message))) for each in unmet]
+    return next(filter(None, reasons), "")
 
 
 def _refusal(error: Any) -> PlacementError:

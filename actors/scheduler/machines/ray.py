@@ -137,9 +137,9 @@ class RaySource:
 
 def _token() -> str:
     """Return what Ray's own tools would send: from the environment, or a file."""
-    reported = os.environ.get(TOKEN_VARIABLE)
-    if reported:
-        return reported
+    token = os.environ.get(TOKEN_VARIABLE)
+    if token:
+        return token
     file = os.environ.get(f"{TOKEN_VARIABLE}_PATH") or "~/.ray/auth_token"
     try:
         return Path(file).expanduser().read_text().strip()
@@ -160,23 +160,23 @@ def _time_of(job: Mapping[str, Any]) -> int:
 
 def address(config: MachinesConfig) -> str:
     """Return the URL of Ray's dashboard."""
-    reported = config.address.rstrip("/") or "127.0.0.1:8265"
-    return reported if "://" in reported else f"http://{reported}"
+    url = config.address.rstrip("/") or "127.0.0.1:8265"
+    return url if "://" in url else f"http://{url}"
 
 
 def submission(config: MachinesConfig, job: str, node: str) -> dict[str, Any]:
     """Return the job of one machine, whose command is `node`; what the owner adds wins."""
     own = config.ray
-    reported: Mapping[str, Any] = own.get("runtime_env", {})
+    runtime_env: Mapping[str, Any] = own.get("runtime_env", {})
     beside = shlex.quote(_BESIDE.format(node=node))
     script = _SCRIPT.replace("{beside}", beside)
-    variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(config.drain_s), **reported.get("env_vars", {})}
+    variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(config.drain_s), **runtime_env.get("env_vars", {})}
     return {
         "entrypoint": f"exec sh -c {shlex.quote(script)}",
         "submission_id": job,
         "entrypoint_num_gpus" if config.gpus else "entrypoint_num_cpus": config.slots,
         **own,
-        "runtime_env": {**reported, "env_vars": variables},
+        "runtime_env": {**runtime_env, "env_vars": variables},
     }
 
 
@@ -189,17 +189,17 @@ def _node(config: MachinesConfig, url: str, name: str) -> str:
 
 
 def _jobs(reply: WebReply) -> list[dict[str, Any]]:
-    reported = _parsed(reply)
-    if not isinstance(reported, list):
+    value = _parsed(reply)
+    if not isinstance(value, list):
         raise _refusal(reply)
-    return cast("list[dict[str, Any]]", reported)
+    return cast("list[dict[str, Any]]", value)
 
 
 def _json(reply: WebReply) -> dict[str, Any]:
-    reported = _parsed(reply)
-    if not isinstance(reported, dict):
+    value = _parsed(reply)
+    if not isinstance(value, dict):
         raise _refusal(reply)
-    return cast("dict[str, Any]", reported)
+    return cast("dict[str, Any]", value)
 
 
 def _parsed(reply: WebReply) -> object:

@@ -97,10 +97,10 @@ def _machine(line: str, logs: str) -> Machine:
     )
 
 
-def _state(reported: str) -> Literal["asked", "started", "leaving"]:
-    if reported in _ASKED:
+def _state(state: str) -> Literal["asked", "started", "leaving"]:
+    if state in _ASKED:
         return "asked"
-    return "leaving" if reported in _LEAVING else "started"
+    return "leaving" if state in _LEAVING else "started"
 
 
 def _time(text: str) -> float | None:
@@ -111,15 +111,11 @@ def _time(text: str) -> float | None:
 def _environment(given: Mapping[str, str]) -> dict[str, str]:
     """Return what jobs inherit: no secrets, and nothing that makes a job a part of another."""
     secret = {*OF_PERSONS, CREDENTIALS_VARIABLE}
-    remaining = {name: value for name, value in given.items() if name not in secret}
+    public = {name: value for name, value in given.items() if name not in secret}
     ours = {
-        name
-        for name in remaining
-        if name.startswith(("SLURM_", "SBATCH_")) and name != "SLURM_CONF"
+        name for name in public if name.startswith(("SLURM_", "SBATCH_")) and name != "SLURM_CONF"
     }
-    return {name: remaining[name] for name in remaining if name not in ours} | {
-        "SLURM_TIME_FORMAT": "%s"
-    }
+    return {name: public[name] for name in public if name not in ours} | {"SLURM_TIME_FORMAT": "%s"}
 
 
 async def _run(command: Sequence[str]) -> str:

@@ -172,11 +172,11 @@ async def request(
     a person may do then.
     """
     data = None if body is None else json.dumps(body).encode()
-    message = urllib.request.Request(  # noqa: S310  the configuration takes http and https alone
+    http_request = urllib.request.Request(  # noqa: S310  the configuration takes http and https alone
         url, data, {"Content-Type": "application/json", **(headers or {})}, method=method
     )
     try:
-        return await asyncio.to_thread(_answer, message)
+        return await asyncio.to_thread(_answer, http_request)
     except TimeoutError as error:
         raise DeadlineError(f"{url} did not answer in time", hint=hint) from error
     except (OSError, http.client.HTTPException) as error:

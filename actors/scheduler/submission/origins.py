@@ -350,15 +350,15 @@ class Origins:
 
         It is an own one, or one that its owner has published. Raises NotFoundError.
         """
-        reported = missing(name)
+        failure = missing(name)
         for record in list(self._view.live.values()):
             if record.kind == "tinker" and record.run_dir:
                 try:
                     folders = CheckpointFolders(Path(record.run_dir) / TINKER_FOLDER)
                     return str(folders.find(user, name).folder)
                 except NotFoundError as error:
-                    reported = error
-        raise reported
+                    failure = error
+        raise failure
 
 
 def begins_with(record: JobRecord) -> str:

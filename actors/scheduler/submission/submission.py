@@ -434,8 +434,8 @@ class Submission:
         """Return a configuration that names the job's own copies of teachers and reference."""
         if not folders:
             return config
-        stored = await asyncio.to_thread(pin_models, record, folders, run_dir, Stores(self._broker))
-        return config.model_copy(update={"algorithm": config.algorithm.renamed(stored)})
+        pinned = await asyncio.to_thread(pin_models, record, folders, run_dir, Stores(self._broker))
+        return config.model_copy(update={"algorithm": config.algorithm.renamed(pinned)})
 
     async def _planned(self, record: JobRecord) -> _Plan:
         """Return what a job may do, and its actors, as its record says; raises ConfigError."""
@@ -477,8 +477,8 @@ class Submission:
             config, _ = await self._allowed(config, record)
             folders, teachers = await self.origins.teachers(record, config)
             config = await self._with_models(record, config, folders, Path(record.run_dir))
-            requested = actors_for(config, record.kind)
-            actors = actors if requested == actors_for(before, record.kind) else requested
+            wanted = actors_for(config, record.kind)
+            actors = actors if wanted == actors_for(before, record.kind) else wanted
         self.refuse_placing(record.user, actors)
         fields: dict[str, Any] = {
             "attempt": record.attempt + 1,

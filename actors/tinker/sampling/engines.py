@@ -396,13 +396,13 @@ class FairSlots:
             self._leave()
 
     async def _enter(self, user: str, tokens: int) -> None:
-        requested = _WaitingRequest(asyncio.get_running_loop().create_future(), tokens)
-        self._waiting.setdefault(user, deque()).append(requested)
+        waiting = _WaitingRequest(asyncio.get_running_loop().create_future(), tokens)
+        self._waiting.setdefault(user, deque()).append(waiting)
         self._let_in()
         try:
-            await requested.place
+            await waiting.place
         except asyncio.CancelledError:
-            if not requested.place.cancelled():  # it was let in at that very moment
+            if not waiting.place.cancelled():  # it was let in at that very moment
                 self.turns.charge(user, -tokens)
                 self._leave()
             raise
@@ -416,10 +416,10 @@ class FairSlots:
             user = self.turns.choose(self._users_waiting())
             if user is None:
                 return
-            requested = self._waiting[user].popleft()
-            self.turns.charge(user, requested.tokens)
+            waiting = self._waiting[user].popleft()
+            self.turns.charge(user, waiting.tokens)
             self._free -= 1
-            requested.place.set_result(None)
+            waiting.place.set_result(None)
 
     def _users_waiting(self) -> list[str]:
         """Return who waits, once those are gone who no longer do."""

@@ -202,11 +202,11 @@ class PathAnswers:
 
         def cancel(message: Msg) -> None:
             try:
-                reported = CancelInference.from_bytes(message.data)
+                cancel = CancelInference.from_bytes(message.data)
             except MessageError as error:
                 _log.warning("cancel_ignored", error=error.message)
             else:
-                parts.cancel(reported.request, user_of_rpc(message.subject))
+                parts.cancel(cancel.request, user_of_rpc(message.subject))
 
         await broker.listen(rpc("*", service, "cancel"), cancel)
 
@@ -339,9 +339,9 @@ class Sampler:
     async def run(self) -> None:
         """Serve until `stopping` is set."""
         service, name = self._context.service, f"tinker-{self._context.scope.job}"
-        reported = rpc("*", name, f"sampled-{self._context.name}")
+        subject = rpc("*", name, f"sampled-{self._context.name}")
         await service.endpoint(
-            "sampled", reported, AwaitSample, self._result, queue=self._context.name
+            "sampled", subject, AwaitSample, self._result, queue=self._context.name
         )
         await service.endpoint("sample", rpc("*", name, "sample"), SampleRequest, self._take)
         await self._answers.open(self._context.broker, self._parts, name)

@@ -226,11 +226,11 @@ class PendingWindow:
         return {"num_calls": self.num_calls, "open": self._open, "failed": self._failed}
 
     @classmethod
-    def from_map(cls, reported: Mapping[str, Any]) -> "PendingWindow":
+    def from_map(cls, values: Mapping[str, Any]) -> "PendingWindow":
         """Return what `to_map` has written down."""
         window = cls()
-        window.num_calls, window._open = int(reported["num_calls"]), list(reported["open"])
-        window._failed = tuple(reported["failed"]) if reported["failed"] else None
+        window.num_calls, window._open = int(values["num_calls"]), list(values["open"])
+        window._failed = tuple(values["failed"]) if values["failed"] else None
         return window
 
     def begin(self, operation: str) -> str:

@@ -379,12 +379,12 @@ def _among(base: SharedBase, part: _Part, company: Company) -> list[_Part]:
     before, behind, columns = company
     flat, device = base.scorer.flat_rows, base.scorer.device
     fillers = [_filler(size, columns, flat, device) for size in (before, behind)]
-    collected = [
+    matches = [
         _Part(fillers[0], None),
         _Part(_padded(part.micro, columns), part.owner),
         _Part(fillers[1], None),
     ]
-    return [item for item in collected if item.num_rows]
+    return [item for item in matches if item.num_rows]
 
 
 def _filler(size: int, columns: int, flat: bool, device: torch.device) -> MicroBatch:
