@@ -193,19 +193,19 @@ class AdapterCache:
         self.num_suspended = 0
         """How often a model was written down to make room."""
 
-    def who_may_work(self) -> Callable[[TrainedModel], bool]:
+    def find_admissible(self) -> Callable[[TrainedModel], bool]:
         """Return what says whether a model is in memory, or there is room for it now."""
-        somebody_leaves = self._next_to_leave() is not None
-        return lambda model: model.key in self._bytes or somebody_leaves or not self._is_full(model)
+        can_evict = self._choose_evicted() is not None
+        return lambda model: model.key in self._bytes or can_evict or not self._is_full(model)
 
     def admit(self, model: TrainedModel) -> None:
         """Bring a model into memory, and others out of it; raises StorageError, ModelError."""
         if model.key in self._bytes:
             return
-        while self._is_full(model) and (other := self._next_to_leave()) is not None:
-            self.leave(other)
+        while self._is_full(model) and (other := self._choose_evicted()) is not None:
+            self.evict(other)
         try:
-            self._bring_back(model)
+            self._reload(model)
         except (NotFoundError, StorageError) as error:
             raise ModelError(
                 f"{model.name} cannot be brought back: {error.message}", hint=error.hint
@@ -213,31 +213,31 @@ class AdapterCache:
         self._bytes[model.key] = self._bytes_of(model)
         self._since[model.key] = self._clock()
 
-    def _bring_back(self, model: TrainedModel) -> None:
+    def _reload(self, model: TrainedModel) -> None:
         if model.key in self._suspended:
             self._states.resume(self._adapters, model)
             self._suspended.discard(model.key)
         elif model.info is not None:
             self._states.load(self._adapters, model)
 
-    def note(self, model: TrainedModel) -> None:
+    def update_size(self, model: TrainedModel) -> None:
         """Note how large a model in memory is; one that was not made after all has no place."""
         if model.info is None:
             self._bytes.pop(model.key, None)
         else:
             self._bytes[model.key] = self._bytes_of(model)
 
-    def leave_idle(self, idle_s: float) -> None:
+    def evict_idle(self, idle_s: float) -> None:
         """Write down models that nobody has used for so long; a full disk is only noted."""
         now = self._clock()
-        for model in self._resident():
-            if model.doing is None and not model.waiting and now - model.used > idle_s:
+        for model in self._in_memory():
+            if model.running is None and not model.waiting and now - model.used > idle_s:
                 try:
-                    self.leave(model)
+                    self.evict(model)
                 except StorageError as error:
                     _log.warning("not_written_down", model=model.key, reason=error.message)
 
-    def leave(self, model: TrainedModel) -> None:
+    def evict(self, model: TrainedModel) -> None:
         """Take a model out of memory; it is written down unless its state on disk is this one."""
         if model.saved == model.applied:
             self._adapters.evict(model.key)
@@ -254,7 +254,7 @@ class AdapterCache:
             self._adapters.evict(model.key)
             del self._bytes[model.key], self._since[model.key]
 
-    def is_resident(self, model: TrainedModel) -> bool:
+    def is_in_memory(self, model: TrainedModel) -> bool:
         """Whether a model is in memory."""
         return model.key in self._bytes
 
@@ -272,18 +272,18 @@ class AdapterCache:
         """Return the most bytes of a model; 0 for one that is still to be made."""
         return 0 if model.info is None else self._adapters.num_bytes_of(_spec(model.info))
 
-    def _next_to_leave(self) -> TrainedModel | None:
+    def _choose_evicted(self) -> TrainedModel | None:
         """Return who makes room: not used for the longest time, and not in use; or None."""
         now = self._clock()
-        matches = [model for model in self._resident() if self._may_leave(model, now)]
+        matches = [model for model in self._in_memory() if self._may_evict(model, now)]
         return min(matches, key=lambda model: model.used, default=None)
 
-    def _may_leave(self, model: TrainedModel, now: float) -> bool:
-        if model.doing is not None:
+    def _may_evict(self, model: TrainedModel, now: float) -> bool:
+        if model.running is not None:
             return False
         return model.saved == model.applied or now - self._since[model.key] > _STAY_S
 
-    def _resident(self) -> list[TrainedModel]:
+    def _in_memory(self) -> list[TrainedModel]:
         return [model for model in self._models if model.key in self._bytes]
 
 

@@ -59,10 +59,10 @@ class OperationApplier:
     """Does operations with one set of adapters."""
 
     def __init__(
-        self, adapters: Adapters, states: AdapterStates, kept: UserRecords, offer: ModelInfo
+        self, adapters: Adapters, states: AdapterStates, records: UserRecords, offer: ModelInfo
     ) -> None:
         """Make models on the base that `offer` tells of."""
-        self._kept = kept
+        self._records = records
         self._adapters = adapters
         self._states = states
         self._offer = offer
@@ -132,7 +132,7 @@ class OperationApplier:
                 "train_unembed": spec.train_unembed,
             }
         )
-        self._kept.runs.begin(model.user, model.info, metadata, operation.time)
+        self._records.runs.begin(model.user, model.info, metadata, operation.time)
         return _json({"type": "create_model", "model_id": operation.model})
 
     def _load(self, model: TrainedModel, operation: ModelOperation) -> bytes:
@@ -155,7 +155,7 @@ class OperationApplier:
         model.is_pending = False
         model.info = info.model_copy(update={"model": operation.model})
         if operation.seq == 0:
-            self._kept.runs.begin(model.user, model.info, metadata, operation.time)
+            self._records.runs.begin(model.user, model.info, metadata, operation.time)
         fields = {"type": "load_weights", "path": str(source), "model_id": operation.model}
         return _json(fields)
 
@@ -228,10 +228,10 @@ class OperationApplier:
         about = body.model_dump(include={"ttl_seconds", "overwrite", "age_encryption_recipients"})
         about |= {"passing": passing, "time": operation.time}
         about |= {"user_metadata": metadata_of(body.user_metadata)}
-        save = self._kept.checkpoints.save
+        save = self._records.checkpoints.save
         saved = save(self._adapters, model, checkpoint, operation.seq, about)
         if moves:
-            self._kept.inflight.move(saved)
+            self._records.inflight.move(saved)
         if passing:
             return _json(
                 {"type": operation.kind, "path": None, "sampling_session_id": str(sampler)}

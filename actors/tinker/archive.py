@@ -94,8 +94,8 @@ def read_archived(place: Path) -> list[ArchivedOperation]:
     """Return the operations of a model in order, without what is not whole."""
     collected: dict[int, ArchivedOperation] = {}
     for segment in sorted(place.glob("*.ops")):
-        for kept in _read(segment):
-            collected[kept.operation.seq] = kept
+        for archived in _read(segment):
+            collected[archived.operation.seq] = archived
     return [collected[seq] for seq in sorted(collected)]
 
 

@@ -112,7 +112,7 @@ class TrainedModel:
     history: ModelHistory = field(default_factory=ModelHistory)
     is_pending: bool = False
     """Whether something of it is to be applied, or to be told, by the next `optim_step`."""
-    doing: RunningOperation | None = None
+    running: RunningOperation | None = None
     """The operation that is being done, from one piece to the next."""
 
     @property

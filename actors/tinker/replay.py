@@ -103,18 +103,18 @@ class Replayer:
         self,
         user: str,
         name: ModelName,
-        kept: Sequence[ArchivedOperation],
+        archived: Sequence[ArchivedOperation],
         progress: Callable[[int, int], None] | None = None,
     ) -> ModelReplay:
         """Do all operations of a model again; raises NotFoundError if some were not kept."""
-        _check_whole(name, kept)
+        _check_whole(name, archived)
         model, found = TrainedModel(user, name), ModelReplay(str(name))
         states = {
             state.applied: state
             for state in self._states
             if (state.user, state.name) == (user, name)
         }
-        for item in kept:
+        for item in archived:
             result = self._done(model, item)
             if digest_of(result) != item.digest:
                 found.differing.append(f"the result of operation {item.operation.seq}")
@@ -124,21 +124,21 @@ class Replayer:
             if model.applied in states:
                 self._compare_state(model, states[model.applied], found)
             if progress is not None:
-                progress(found.operations, len(kept))
+                progress(found.operations, len(archived))
         if model.key in self._adapters.models:
             self._adapters.evict(model.key)
         return found
 
-    def _done(self, model: TrainedModel, kept: ArchivedOperation) -> OperationResult:
-        operation = kept.operation
-        doing = RunningOperation(self._applying.begin(model, operation, operation.companies))
-        while not isinstance(piece := doing.next(), OperationResult):
+    def _done(self, model: TrainedModel, archived: ArchivedOperation) -> OperationResult:
+        operation = archived.operation
+        running = RunningOperation(self._applying.begin(model, operation, operation.companies))
+        while not isinstance(piece := running.next(), OperationResult):
             if piece is None:
                 try:
-                    self._applying.advance([doing.loss])
+                    self._applying.advance([running.loss])
                 except Exception as error:  # noqa: BLE001  it is the operation's result
-                    return doing.failed(error)
-                doing.computed()
+                    return running.failed(error)
+                running.computed()
         return piece
 
     def _compare_state(self, model: TrainedModel, state: SavedState, found: ModelReplay) -> None:
@@ -186,8 +186,8 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def _check_whole(name: ModelName, kept: Sequence[ArchivedOperation]) -> None:
-    for seq, one in enumerate(kept):
+def _check_whole(name: ModelName, archived: Sequence[ArchivedOperation]) -> None:
+    for seq, one in enumerate(archived):
         if one.operation.seq != seq:
             raise NotFoundError(
                 f"operation {seq} of {name} was not kept",
@@ -214,9 +214,9 @@ def replay_session(
     with tempfile.TemporaryDirectory(prefix="tinkermq-replay-") as made:
         replayer = Replayer(adapters, base_info(config), made=Path(made), stored=stored)
         for user, name in models:
-            kept = read_archived(place_of(stored, user, name))
+            archived = read_archived(place_of(stored, user, name))
             show = None if progress is None else partial(progress, str(name))
-            collected.append(replayer.replay(user, name, kept, show))
+            collected.append(replayer.replay(user, name, archived, show))
     return collected
 
 

@@ -135,14 +135,14 @@ class TrainerService:
         adapters: Adapters,
         applying: OperationApplier,
         states: AdapterStates,
-        kept: UserRecords,
+        records: UserRecords,
         *,
         gap_s: float = GAP_S,
     ) -> None:
         """Prepare; `run` does the work."""
         self._context = context
         self._states = states
-        self._kept = kept
+        self._records = records
         self._log = OperationLog(context.broker, context.scope)
         tinker = context.config.tinker
         self.models = Models(quantum=tinker.micro_batch_tokens)
@@ -159,7 +159,7 @@ class TrainerService:
         self._context.set_state("working")
         following = asyncio.create_task(self.shares.follow(), name="shares")
         try:
-            await self._context.unless_stopping(self.worker.work(self._kept.calls.sweep), None)
+            await self._context.unless_stopping(self.worker.work(self._records.calls.sweep), None)
             await self.worker.save_all()
         finally:
             following.cancel()
@@ -169,7 +169,7 @@ class TrainerService:
         await self._log.claim()
         # The log before the states: a trainer that is fenced off may still write one and trim.
         logged, unreadable = await self._log.read_all()
-        await asyncio.to_thread(self._kept.load)
+        await asyncio.to_thread(self._records.load)
         await asyncio.to_thread(self._states.forget_suspended)
         for state in await asyncio.to_thread(self._states.read_all):
             model = self.models.add(state.user, state.name)
@@ -198,8 +198,8 @@ class TrainerService:
         await service.endpoint("result", rpc("*", name, "result"), AwaitResult, self._result)
         await service.endpoint("info", rpc("*", name, "info"), AboutModel, self._info)
         await Introspection(self.models, self._context.config.tinker.base).open(service, name)
-        await self._kept.calls.open(service, name, self.models)
-        await self._kept.snapshots.open(service, self._context.scope)
+        await self._records.calls.open(service, name, self.models)
+        await self._records.snapshots.open(service, self._context.scope)
 
     # -- what is asked -----------------------------------------------------------------------------
 
@@ -215,13 +215,13 @@ class TrainerService:
             )
         _check_kind(operation)
         if model is None:
-            self._kept.sessions.check_owner(context.user, name.model.session)
+            self._records.sessions.check_owner(context.user, name.model.session)
             await self._make_room(context.user)
         if model is not None and (operation.seq <= model.applied or operation.seq in model.waiting):
             return taken.model_copy(update={"is_new": False})
         if model is not None and model.broken is not None:
             raise self._broken(model, model.broken)
-        self._kept.sessions.check_open(context.user, name.model.session)
+        self._records.sessions.check_open(context.user, name.model.session)
         if operation.kind == "forward_backward":
             self.shares.check(context.user)
         self.models.check_room(context.user, operation)
@@ -246,11 +246,11 @@ class TrainerService:
 
     async def _make_room(self, user: str) -> None:
         """Forget models of sessions that are over where a user has as many as one may have."""
-        over = partial(self._kept.sessions.is_over, user)
+        over = partial(self._records.sessions.is_over, user)
         while self.models.num_of(user) >= self.models.most:
             idle = [model for model in self.models if model.user == user and not model.waiting]
             gone = [
-                item for item in idle if item.doing is None and over(item.name.session, item.used)
+                item for item in idle if item.running is None and over(item.name.session, item.used)
             ]
             if not gone:
                 return
@@ -302,7 +302,7 @@ class TrainerService:
             return f"operation {seq} has not come"
         ahead = sum(item < seq for item in model.waiting)
         users = self.models.num_users_before(model.user)
-        written = "" if self.worker.residence.is_resident(model) else ", it is out of memory"
+        written = "" if self.worker.cache.is_in_memory(model) else ", it is out of memory"
         return (
             f"{ahead} operations of this model come first, "
             f"{users} other users take turns with its user{written}"

@@ -180,10 +180,10 @@ def routes(trainers: Trainers) -> list[Route]:
 class TinkerApi:
     """The endpoints about models, their operations and samples."""
 
-    def __init__(self, trainers: Trainers, kept: TrainerRecords) -> None:
+    def __init__(self, trainers: Trainers, records: TrainerRecords) -> None:
         """Hand requests to trainers."""
         self._trainers = trainers
-        self._kept = kept
+        self._records = records
 
     # -- models ------------------------------------------------------------------------------------
 
@@ -320,7 +320,7 @@ class TinkerApi:
             name = SamplerName.of_base(session, number, text_in(body, "base_model"))
             await self._trainers.job_of_sampler(visitor.user, visitor.broker, name)
         opened = TellSession(session=session_name(session), event="sampler", sampler=str(name))
-        await self._kept.tell(visitor, opened)
+        await self._records.tell(visitor, opened)
         fields = {"type": "create_sampling_session", "sampling_session_id": str(name)}
         return JSONResponse(fields)
 

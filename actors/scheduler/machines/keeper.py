@@ -255,7 +255,7 @@ class MachineKeeper:
             _log.warning("machines_not_seen", error=error.message, hint=error.hint)
 
     async def _look(self, demanding: DemandSource) -> None:
-        reply = await self._source.look()
+        reply = await self._source.list_machines()
         used_s = await self._spending.note(reply, time.time())
         single = await self._without_doubles(reply)
         nodes = {node.node: node for node in self._pool.nodes()}
@@ -296,7 +296,7 @@ class MachineKeeper:
         first: dict[str, Machine] = {}
         for machine in sorted(machines, key=lambda one: one.state == "asked"):
             if machine.name in first:
-                await self._source.give_back(machine, drain=False)
+                await self._source.release_machine(machine, drain=False)
             first.setdefault(machine.name, machine)
         return sorted(first.values(), key=lambda one: self._names.number(one.name))
 
@@ -341,7 +341,7 @@ class MachineKeeper:
         """Ask for machines; what the cluster refuses is told, and waited out."""
         try:
             for name in names:
-                await self._source.ask(name)
+                await self._source.request_machine(name)
                 _log.info("machine_asked", machine=name, on=self._config.on)
         except TinkermqError as error:
             self._patience.failed(error.message)
@@ -351,7 +351,7 @@ class MachineKeeper:
     async def _give_back(self, machine: Machine, *, drain: bool) -> None:
         if machine.id in self._given:
             return  # a second signal would end it at once
-        await self._source.give_back(machine, drain=drain)
+        await self._source.release_machine(machine, drain=drain)
         self._given.add(machine.id)
         _log.info("machine_given_back", machine=machine.name, id=machine.id)
 

@@ -46,7 +46,7 @@ class KubernetesSource:
         self._names = MachineNames(url)
         self._api: CoreV1Api | None = None
 
-    async def look(self) -> list[Machine]:
+    async def list_machines(self) -> list[Machine]:
         """Return the pool's pods that have not ended, by name; raises PlacementError."""
         selector = f"{POOL_LABEL}={pool_label(self._names)}"
         pods = await self._ask(lambda api: _listed(api, self._config.namespace, selector))
@@ -54,12 +54,12 @@ class KubernetesSource:
         own = [item for item in matches if self._names.own(item.name)]
         return sorted(own, key=lambda one: self._names.number(one.name))
 
-    async def ask(self, name: str) -> None:
+    async def request_machine(self, name: str) -> None:
         """Make the pod of a machine, harmless where it is; raises PlacementError."""
         made = pod(self._config, self._url, name)
         await self._ask(lambda api: _made(api, self._config.namespace, name, made))
 
-    async def give_back(self, machine: Machine, *, drain: bool) -> None:
+    async def release_machine(self, machine: Machine, *, drain: bool) -> None:
         """Delete this very pod: with its own grace, or with little where no node has joined."""
         grace_s = None if drain else _GRACE_S
         await self._ask(

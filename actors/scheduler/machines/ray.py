@@ -77,7 +77,7 @@ class RaySource:
         self._waited: dict[str, float] = {}
         """When a machine was last seen to wait, by what the cluster calls it."""
 
-    async def look(self) -> list[Machine]:
+    async def list_machines(self) -> list[Machine]:
         """Return the pool's jobs that have not ended, by name; raises PlacementError."""
         reply = await self._ask("GET", "/api/jobs/")
         jobs = [job for job in _jobs(reply) if self._names.own(_name_of(job))]
@@ -86,7 +86,7 @@ class RaySource:
         self._waited = {name: when for name, when in self._waited.items() if name in known}
         return sorted(machines, key=lambda one: self._names.number(one.name))
 
-    async def ask(self, name: str) -> None:
+    async def request_machine(self, name: str) -> None:
         """Submit the job of a machine, harmless where it is; raises PlacementError."""
         before = {
             _time_of(item): item.get("status")
@@ -103,7 +103,7 @@ class RaySource:
         for time_asked in before:  # what has ended; its name is never taken again
             await self._ask("DELETE", f"/api/jobs/{name}.{time_asked}")
 
-    async def give_back(self, machine: Machine, *, drain: bool) -> None:
+    async def release_machine(self, machine: Machine, *, drain: bool) -> None:
         """Stop the job: its node drains whether asked to or not. What waits stops as it starts."""
         reply = await self._ask("POST", f"/api/jobs/{machine.id}/stop")
         if reply.status >= 300 and reply.status != _NOT_FOUND:

@@ -38,7 +38,7 @@ class SlurmSource:
         self._url = url
         self._names = MachineNames(url)
 
-    async def look(self) -> list[Machine]:
+    async def list_machines(self) -> list[Machine]:
         """Return the pool's jobs in Slurm's queue, by name; raises PlacementError."""
         reply = await _run(["squeue", "--me", "--noheader", f"--format={_FORMAT}"])
         lines = [line for line in reply.splitlines() if line.count("|") >= 5]
@@ -46,12 +46,12 @@ class SlurmSource:
         own = [machine for machine in machines if self._names.own(machine.name)]
         return sorted(own, key=lambda one: (self._names.number(one.name), int(one.id)))
 
-    async def ask(self, name: str) -> None:
+    async def request_machine(self, name: str) -> None:
         """Submit the job of a machine; raises PlacementError with Slurm's reason."""
         arguments = sbatch_arguments(self._config, name)
         await _run(["sbatch", *arguments, f"--wrap={self._script(name)}"])
 
-    async def give_back(self, machine: Machine, *, drain: bool) -> None:
+    async def release_machine(self, machine: Machine, *, drain: bool) -> None:
         """Have the node drain, or cancel the job: SIGTERM, SIGKILL after Slurm's KillWait."""
         how = ["--signal=TERM"] if drain and machine.state == "started" else []
         await _run(["scancel", "--quiet", *how, machine.id])

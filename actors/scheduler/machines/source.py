@@ -44,18 +44,18 @@ class Machine:
 class MachineSource(Protocol):
     """Where machines come from; errors are TinkermqError in the cluster's words."""
 
-    async def look(self) -> list[Machine]:
+    async def list_machines(self) -> list[Machine]:
         """Return all machines of this pool that the cluster knows."""
         ...
 
-    async def ask(self, name: str) -> None:
+    async def request_machine(self, name: str) -> None:
         """Ask for a machine; of two of one name no more than one ever runs.
 
         Raises PlacementError if the cluster refuses it.
         """
         ...
 
-    async def give_back(self, machine: Machine, *, drain: bool) -> None:
+    async def release_machine(self, machine: Machine, *, drain: bool) -> None:
         """Give a machine back; harmless if it has ended.
 
         With `drain` its node has the time that its actors need to write checkpoints.

@@ -41,12 +41,12 @@ class SSHSource:
         prefix = MachineNames(url).prefix
         self._hosts = {f"{prefix}{number}": host for number, host in enumerate(config.hosts, 1)}
 
-    async def look(self) -> list[Machine]:
+    async def list_machines(self) -> list[Machine]:
         """Return the hosts on which a node of this pool runs, or that do not answer."""
         results = await asyncio.gather(*(self._look(name) for name in self._hosts))
         return [item for item in results if item is not None]
 
-    async def ask(self, name: str) -> None:
+    async def request_machine(self, name: str) -> None:
         """Start a node in the background of its host; harmless where it runs.
 
         Raises PlacementError with ssh's reason, or where there are no more hosts.
@@ -60,7 +60,7 @@ class SSHSource:
         log = shlex.quote(self._log(name))
         await self._run(name, f"{_FOLDER}; {held} < /dev/null >> {log} 2>&1 &")
 
-    async def give_back(self, machine: Machine, *, drain: bool) -> None:
+    async def release_machine(self, machine: Machine, *, drain: bool) -> None:
         """End the node, which drains whether it is asked to or not; harmless if it has ended."""
         name = machine.name
         await self._run(
@@ -97,15 +97,15 @@ class SSHSource:
 class NoSource:
     """A pool whose nodes are started by hand."""
 
-    async def look(self) -> list[Machine]:
+    async def list_machines(self) -> list[Machine]:
         """Return none."""
         return []
 
-    async def ask(self, name: str) -> None:
+    async def request_machine(self, name: str) -> None:
         """Raise PlacementError."""
         raise PlacementError(f"there is nobody to ask for {name}", hint="start nodes by hand")
 
-    async def give_back(self, machine: Machine, *, drain: bool) -> None:
+    async def release_machine(self, machine: Machine, *, drain: bool) -> None:
         """Give back what nobody has asked for: nothing."""
 
 
