@@ -105,9 +105,9 @@ class Trainer:
         return await self.ask(user, "submit", operation, OperationTaken)
 
     async def result(
-        self, seq: int, user: str = "ada", model: str = MODEL, wait_s: float = PATIENCE_S
+        self, seq: int, user: str = "ada", model: str = MODEL, wait_s: float = 60.0
     ) -> OperationResult:
-        """Wait for a result."""
+        """Wait for a result, at most a minute: the longest that the service accepts."""
         wanted = AwaitResult(model=model, seq=seq, wait_s=wait_s)
         return await self.ask(user, "result", wanted, OperationResult)
 
