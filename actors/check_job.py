@@ -15,9 +15,9 @@ from typing import Any
 from ..schemas.config.job import JobConfig, ModelConfig
 from ..schemas.wire.errors import ModelError, TinkermqError
 from .policy.chat import make_chat, open_chat
-from .policy.lora import base_of, is_adapter
 from .policy.model_folder import check_model_folder, load_causal_lm, load_policy
 from .policy.saving import check_saving
+from .storage.adapters import base_of, is_adapter
 
 ROWS_S = 60.0
 """Time for the rows of a job's conversations; of more the first are looked at."""

@@ -330,7 +330,7 @@ def sum_over_ranks(num_ranks: int, num_values: int) -> float:
     meeting = Meeting.open()
     for rank in range(num_ranks):
         ours, theirs = context.Pipe(duplex=False)
-        arguments = (rank, num_ranks, num_values, meeting.told(), theirs)
+        arguments = (rank, num_ranks, num_values, meeting.to_map(), theirs)
         context.Process(target=_sum_as_rank, args=arguments, daemon=True).start()
         theirs.close()
         pipes.append(ours)

@@ -89,13 +89,13 @@ def _train(game: str, folder: Path, recipe: Recipe, steps: int, seed: int) -> fl
     known = [_tokens(chat, one) for one in itertools.islice(_conversations(game, seed), count)]
     row_tokens = _ROW_CONVERSATIONS * max(len(one.token_ids) for one in known)
     seen = {
-        one.images: reader.see(model, one.token_ids, one.images)
+        one.images: reader.read_images(model, one.token_ids, one.images)
         for one in known
         if reader is not None and one.images
     }
     rng = random.Random(seed)  # noqa: S311  data, not secrets
     loss: Any = torch.zeros(())
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with Progress(console=Console(stderr=True, emoji=False), transient=True) as progress:
         for _ in progress.track(range(steps), description=f"warm start of {game}"):
             rows = rng.choices(known, k=recipe.batch)
             (packed,) = pack(
@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, help="default: the game's recipe")
     arguments = parser.parse_args(argv)
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     started = time.perf_counter()
     try:
         loss = warm_start(

@@ -142,7 +142,7 @@ def flipped(config: JobConfig, groups: list[Group]) -> tuple[float, float]:
         sequence = TokenSequence(item.token_ids, item.mask)
         [packed] = pack([sequence], row_tokens=CONTEXT, microbatch_tokens=CONTEXT)
         scorer.score(packed)
-        own, told = recorder.take(), cast("np.ndarray", item.experts)
+        own, told = recorder.take_choices(), cast("np.ndarray", item.experts)
         differs.append((own[..., None] != told[..., None, :]).all(-1).reshape(len(own), -1))
     together = np.concatenate(differs)
     return float(together.mean()), float(together.any(1).mean())

@@ -47,7 +47,7 @@ async def learn(url: str, num_groups: int, in_flight: int) -> None:
             greedy_baseline=False,
             was_issued=lambda _: True,
         )
-        reading = asyncio.create_task(intake.run())
+        reading = asyncio.create_task(intake.read_log())
         issued = taken = 0
         tell_every = min(TELL_EVERY, num_groups // 4)
         while taken < num_groups:

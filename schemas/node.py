@@ -176,12 +176,12 @@ def differences(packages: Iterable[tuple[str, Mapping[str, str]]]) -> list[str]:
         for node, versions in told:
             by_version.setdefault(versions.get(package, "none"), []).append(node)
         if len(by_version) > 1:
-            parts = (f"{version} on {_some(nodes)}" for version, nodes in by_version.items())
+            parts = (f"{version} on {some_names(nodes)}" for version, nodes in by_version.items())
             found.append(f"{package} {'; '.join(parts)}")
     return found
 
 
-def _some(nodes: list[str]) -> str:
+def some_names(nodes: list[str]) -> str:
     """Name the first of many nodes."""
     more = len(nodes) - _NAMED
     return ", ".join(nodes[:_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -379,9 +379,7 @@ OUTSIDE = ("actors/scheduler", "actors/gateway", "actors/node")
 ALSO_OUTSIDE = (
     "broker/kept_rollouts.py",
     "actors/storage/access.py",
-    "actors/storage/checkpoint_folders.py",
-    "actors/storage/removal.py",
-    "actors/storage/taken_checkpoints.py",
+    "actors/storage/run_folders.py",
 )
 ON_DISK = {
     "os": "open link symlink scandir listdir walk rename replace unlink remove rmdir mkdir "

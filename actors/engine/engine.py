@@ -1,7 +1,8 @@
 """The interface of a generation engine: token ids in, token ids with log-probs and versions out.
 
-The agent loop knows this module only, so that another engine can take the place of the
-transformers one. Nothing here imports torch.
+The agent loop knows this module only, so that another engine can take the place of the transformers
+one. What all engines share stands here, too: checks of requests, statistics, the bound of
+concurrent requests, and the reading of images. Nothing here imports torch.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schemas.output_format import MAX_PENALTY, MAX_REPETITION, MAX_TOP_LOGPROBS
+from ...schemas.wire.array import FloatVector, IntVector
 from ...schemas.wire.bounds import MAX_TOP_K
 from ...schemas.wire.errors import ConfigError, EngineError, ModelError, NotFoundError
 from ..policy.vision import ImageReader
@@ -29,8 +31,6 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "cancelled"]
 KvOnSwap = Literal["keep", "recompute"]
-IntVector: TypeAlias = NDArray[np.int32]
-FloatVector: TypeAlias = NDArray[np.float32]
 ExpertRecord: TypeAlias = NDArray[np.uint8]
 """uint8[tokens, layers, chosen]: the experts that read each token."""
 
@@ -299,7 +299,7 @@ class AdapterEngine(Engine, Protocol):
         ...
 
 
-# What an engine has done so far, and how fast of late.
+# -- statistics ------------------------------------------------------------------------------------
 
 _RATE_WINDOW_S = 10.0
 
@@ -358,7 +358,7 @@ class Meter:
         return (self.generated - generated) / elapsed, share
 
 
-# What every engine refuses before it computes anything.
+# -- checks of requests ----------------------------------------------------------------------------
 
 
 def check_sampling(sampling: Sampling) -> None:
@@ -464,9 +464,6 @@ def again(error: EngineError) -> EngineError:
     return copy
 
 
-# What an actor's heartbeat tells of its engine.
-
-
 def tell_engine(context: JobContext, stats: EngineStats, **more: float) -> None:
     """Put the engine's figures, and more, into the heartbeat."""
     context.presence = context.presence.model_copy(update={"version": stats.version})
@@ -480,13 +477,11 @@ def tell_engine(context: JobContext, stats: EngineStats, **more: float) -> None:
     )
 
 
-# How many requests an engine with a paged cache works on at once.
-#
-# A cache of pages can hold more requests than would fit if all of them grew to the longest, and
-# how many more only shows while they run. So the bound starts at what fits in any case, rises
-# while requests wait and the cache has room, and is cut when the engine had to throw a request
-# out of its cache (a preemption: that request is computed again, so too high a bound costs more
-# than too low).
+# -- concurrent requests of an engine with a paged cache -------------------------------------------
+# A cache of pages can hold more requests than would fit if all of them grew to the longest, and how
+# many more only shows while they run. So the bound starts at what fits in any case, rises while
+# requests wait and the cache has room, and is cut when the engine had to throw a request out of its
+# cache (a preemption: that request is computed again, so too high a bound costs more than too low).
 
 _ROOM = 0.8
 """Share of the cache up to which there is room for more requests."""
@@ -530,7 +525,7 @@ class RequestLimit:
         """Requests outside."""
         return sum(not place.done() for place in self._waiting)
 
-    def ask(self) -> "asyncio.Future[None]":
+    def request_place(self) -> "asyncio.Future[None]":
         """Return what is done once there is a place; give it to `leave` in any case."""
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(place)
@@ -554,7 +549,7 @@ class RequestLimit:
                 place.set_result(None)
 
 
-# Images of requests: who cannot see them, and reading each once, in a thread.
+# -- images of requests ----------------------------------------------------------------------------
 
 T = TypeVar("T")
 Key: TypeAlias = bytes | tuple[bytes, ...]

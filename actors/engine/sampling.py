@@ -1,13 +1,17 @@
 """Sampling for a whole batch, each row with its own parameters and its own random stream.
 
-Shape letters: B rows, V vocabulary.
-
 Random numbers are counter-based: the number of a token is a hash of the request's seed and the
 token's index (SplitMix64, Steele et al. 2014), so a row draws the same tokens whatever the rest of
 the batch does, and no generator object lives per request. One uniform picks the token from the
 cumulative distribution. Top-p and top-k draw from the whole distribution and draw again when the
 token is not among those they keep: the same distribution as renormalising over the kept ones,
 without sorting the vocabulary. Rows that keep so little that this takes long are sorted after all.
+
+Grammars take tokens out of the choice; penalties make tokens that an answer has already less
+likely. Both act on the logits that a token is drawn from. The log-probs that are recorded and
+trained are those of the logits before: a learner computes them without either.
+
+Shape letters: B rows, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -17,16 +21,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ...schemas.wire.array import IntVector
 from ..policy.grammar import GrammarState, MaskFiller
-from .engine import IntVector, Sampling
+from .engine import Sampling
 
-# What changes the choice of a row's next token beside temperature, top-p and top-k.
-#
-# A grammar takes tokens out of the choice; penalties make tokens that an answer has already less
-# likely. Both act on the logits that a token is drawn from. The log-probs that are told and
-# trained are those of the logits before: a learner computes them without either.
-#
-# Shape letters: B rows, V vocabulary.
+# -- grammars and penalties ------------------------------------------------------------------------
 
 
 class RowConstraint:
@@ -45,7 +44,7 @@ class RowConstraint:
         if sampling.grammar is not None:
             self.state = sampling.grammar.begin()
         for token in drawn:
-            self.take(token)
+            self.accept_token(token)
 
     @staticmethod
     def of(sampling: Sampling, prompt: IntVector) -> "RowConstraint | None":
@@ -57,13 +56,13 @@ class RowConstraint:
         """Why the answer cannot go on; empty: it can."""
         return "" if self.state is None else self.state.error
 
-    def take(self, token: int) -> None:
+    def accept_token(self, token: int) -> None:
         """Go on behind a token of the answer."""
         self._counts[token] = self._counts.get(token, 0) + 1
         if self._repetition != 1:
             self._seen.add(token)
         if self.state is not None:
-            self.state.take(token)
+            self.state.accept_token(token)
 
     def penalize(self, logits_V: torch.Tensor) -> None:
         """Lower the logits of tokens that have come, as vLLM and OpenAI define it."""
@@ -94,13 +93,13 @@ class Constraining:
         if not any(constraints):
             return None
         shaped_BV = logits_BV.to(torch.float32, copy=True)
-        for row, one in enumerate(constraints):
-            if one is not None:
-                one.penalize(shaped_BV[row])
+        for row, constraint in enumerate(constraints):
+            if constraint is not None:
+                constraint.penalize(shaped_BV[row])
         states = {
-            row: one.state
-            for row, one in enumerate(constraints)
-            if one is not None and one.state is not None
+            row: constraint.state
+            for row, constraint in enumerate(constraints)
+            if constraint is not None and constraint.state is not None
         }
         if states:
             allowed = self._masks.allowed(list(states.values()), shaped_BV.shape[1])
@@ -272,8 +271,8 @@ def _draw_again(
                 tokens_B[index],
             )
         )
-        kept = _keeps(probs, drawn, rows.top_p_B[filtered], rows.top_k_B[filtered])
-        filtered = filtered[~kept.cpu().numpy()]
+        accepted = _keeps(probs, drawn, rows.top_p_B[filtered], rows.top_k_B[filtered])
+        filtered = filtered[~accepted.cpu().numpy()]
         if not len(filtered):
             return
         index = torch.as_tensor(filtered, device=device)

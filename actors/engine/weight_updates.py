@@ -38,7 +38,7 @@ class WeightFollower:
         self.version = -1
         """Version that is loaded; -1 before the first."""
 
-    async def run(self) -> None:
+    async def follow_versions(self) -> None:
         """Load every newest version, for ever."""
         while True:
             manifest = await self._store.wait_newer(self.version, timeout_s=_POLL_S)

@@ -28,7 +28,7 @@ from ...schemas.user import (
 )
 from ...schemas.wire.errors import MessageError, NotFoundError, StateError
 from ...schemas.wire.message import Empty, Message
-from ..storage.opening import Stores
+from ..storage.stores import Stores
 from .data import jobs
 from .data import jobs as checkpoints
 from .data.jobs import ARCHIVED, FIGURES, GROUPS, SORTS, row, select_rows

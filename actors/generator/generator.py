@@ -116,7 +116,7 @@ async def run_generator(context: JobContext) -> None:
     players = await Players.start(config, chat, environments, sampling, time_use, for_teacher)
     teachers = AskedTeachers(context, chat)
     follower = WeightFollower(store, players.engines, config.generator.kv_on_swap)
-    background: list[Coroutine[Any, Any, None]] = [follower.run()]
+    background: list[Coroutine[Any, Any, None]] = [follower.follow_versions()]
     past: Players | None = None
     if config.self_play.past_share > 0:
         past = await Players.start(config, chat, environments, sampling, time_use)
@@ -284,7 +284,7 @@ class Generator:
     async def _roll_out(self, lease: Lease, weights_s: float, recorder: TaskRecorder) -> None:
         task, attempt = lease.task, self._attempt(lease)
         try:
-            group = await self._runner.run(task, attempt, lease.traceparent, recorder)
+            group = await self._runner.run_group(task, attempt, lease.traceparent, recorder)
             times = {"weights_s": weights_s, "time_use": self._take_time_use()}
             group = await self._teachers.teach(group)
             timed = group.with_shared_images().model_copy(update=times)

@@ -82,7 +82,7 @@ class LearnerControl:
                 return {"folder": await future}
         elif request.verb == "profile":
             async with asyncio.timeout(_ANSWER_S):
-                return {"files": await self._tracer.ask(request.steps)}
+                return {"files": await self._tracer.trace_steps(request.steps)}
         self._wake()
         return {"paused": self.paused}
 

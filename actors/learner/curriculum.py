@@ -3,11 +3,17 @@
 A task is chosen with a weight of p (1 − p), where p is the share of its episodes that were solved:
 what is always or never solved teaches nothing (learnability, arXiv 2408.15099). Newer episodes
 count more, unseen tasks weigh most, and a share of all choices is uniform, so that nothing is given
-up for good. A function of the user's may weigh them in its own way.
+up for good.
 
 The rates after step v are a function of the first v batch records and the groups that they name,
 and a choice is one of the job's seed, the position in the data order, and the rates after the
 version that the task names (`Task.chosen_at`): everything can be worked out again from the log.
+
+Custom filters and curricula decide which groups are trained, and how tasks weigh. Their decisions
+stand in the batch records and in the tasks, so a replay asks nobody; a learner that starts again
+asks anew, so they must answer the same for the same inputs.
+
+Shape letters: E episodes, I tasks.
 """
 
 import bisect
@@ -22,7 +28,7 @@ from ...envs.evaluation import is_success
 from ...schemas.rollout import Group, return_of
 from ...schemas.task import DropReason, Task
 from ...schemas.wire.foreign import blaming, shown
-from ..training.custom import OwnFunction, own_function
+from ..training.custom import CustomFunction, custom_function
 from ..training.state import LearnerState
 from .data_order import Chosen, DataOrder
 
@@ -87,9 +93,9 @@ class Curriculum:
 
     def choose(self, index: int, version: int) -> Chosen:
         """Choose the task at a position of the data order; a kept choice comes first."""
-        kept = self._kept.pop(index, None)
-        if kept is not None:
-            return self._chosen(index, *kept)
+        chosen = self._kept.pop(index, None)
+        if chosen is not None:
+            return self._chosen(index, *chosen)
         rng = np.random.default_rng([self._order.seed, _STREAM, index])
         drawn = float(rng.random() * self._bounds[-1])
         item = min(bisect.bisect_right(self._bounds, drawn), len(self._bounds) - 1)
@@ -137,7 +143,7 @@ class Curriculum:
         state.success = [
             (int(item), float(self._tries[item]), float(self._solved[item])) for item in seen
         ]
-        state.kept_choices = [(index, *kept) for index, kept in sorted(self._kept.items())]
+        state.kept_choices = [(index, *choice) for index, choice in sorted(self._kept.items())]
 
     def _knows(self, item: int | None) -> bool:
         return item is not None and item < self._config.num_items
@@ -168,13 +174,7 @@ class Curriculum:
         )
 
 
-# Filters and curricula of the user's own: what they get, and what is made of their answers.
-#
-# They decide which groups are trained, and which tasks come next. What was decided stands in the
-# batch records and in the tasks, so a replay asks nobody; a learner that starts again asks anew,
-# so they must answer the same for the same inputs.
-#
-# Shape letters: E episodes, I tasks.
+# -- custom filters and curricula ------------------------------------------------------------------
 
 MOST_IN_A_ROW = 4096
 """Groups that a filter may leave out one after the other: a run that trains none has no end."""
@@ -198,10 +198,10 @@ class FilterInputs:
     """The row of the data; None for a game that generates its states."""
 
 
-class OwnFilter:
+class CustomFilter:
     """A function of the user's that says whether a group is trained."""
 
-    def __init__(self, function: OwnFunction) -> None:
+    def __init__(self, function: CustomFunction) -> None:
         self._function = function
         self._in_a_row = 0
 
@@ -229,8 +229,8 @@ class OwnFilter:
 
 def keeps_of(target: str | None) -> Callable[[Group], bool] | None:
     """Return what says which groups are trained; None: all are. Raises ConfigError."""
-    function = own_function("filter", target)
-    return None if function is None else OwnFilter(function).keeps
+    function = custom_function("filter", target)
+    return None if function is None else CustomFilter(function).keeps
 
 
 def filter_inputs(group: Group) -> FilterInputs:
@@ -246,10 +246,10 @@ def filter_inputs(group: Group) -> FilterInputs:
     )
 
 
-class OwnCurriculum:
+class CustomCurriculum:
     """A function of the user's that weighs the tasks to choose from."""
 
-    def __init__(self, function: OwnFunction) -> None:
+    def __init__(self, function: CustomFunction) -> None:
         self._function = function
 
     def weigh(self, inputs: CurriculumInputs) -> NDArray[np.float64]:

@@ -1,7 +1,7 @@
-"""Check a function of the user's own on small random tensors: what `tinkermq algorithm check` runs.
+"""Check a user's function on small random tensors: what `tinkermq algorithm check` runs.
 
-`python -m tinkermq.actors.learner.custom_check KIND MODULE:FUNCTION`: one line of JSON. A process of
-its own, so that the command line needs no torch.
+`python -m tinkermq.actors.learner.custom_check KIND MODULE:FUNCTION` prints one line of JSON. It is
+a process of its own, so that the command line needs no torch.
 """
 
 # torch leaves some of its methods untyped.
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from ...schemas.wire.errors import ConfigError, TinkermqError
 from ..training.advantages import AdvantageInputs
-from ..training.custom import Kind, OwnFunction
+from ..training.custom import CustomFunction, Kind
 from ..training.losses import LossInputs
 from ..training.off_policy import CorrectionInputs
-from .curriculum import CurriculumInputs, FilterInputs, OwnCurriculum, OwnFilter
+from .curriculum import CurriculumInputs, CustomCurriculum, CustomFilter, FilterInputs
 
 _LENGTHS = (3, 5, 2, 4, 6, 1)
 _GROUPS = (0, 0, 0, 1, 1, 1)
@@ -33,10 +33,10 @@ _FIRST = 3
 
 def check_function(kind: Kind, target: str) -> list[dict[str, Any]]:
     """Ask the questions; each answer is the fields of `envs.check.CheckResult`."""
-    own: list[OwnFunction] = []
+    own: list[CustomFunction] = []
 
     def load() -> str:
-        own.append(OwnFunction(kind, target))
+        own.append(CustomFunction(kind, target))
         return own[0].key
 
     results = [_ask("it can be imported", load)]
@@ -56,7 +56,7 @@ def check_function(kind: Kind, target: str) -> list[dict[str, Any]]:
 Questions = dict[str, Callable[[], str]]
 
 
-def _of_advantage(own: OwnFunction) -> Questions:
+def _of_advantage(own: CustomFunction) -> Questions:
     def equal() -> str:
         inputs = _advantage_inputs()
         same = replace(inputs, rewards_S=torch.ones(len(_LENGTHS)))
@@ -74,7 +74,7 @@ def _of_advantage(own: OwnFunction) -> Questions:
     }
 
 
-def _of_loss(own: OwnFunction) -> Questions:
+def _of_loss(own: CustomFunction) -> Questions:
     def gradient() -> str:
         inputs = _loss_inputs()
         own.loss(inputs)[0].sum().backward()
@@ -120,7 +120,7 @@ def _of_loss(own: OwnFunction) -> Questions:
     }
 
 
-def _of_correction(own: OwnFunction) -> Questions:
+def _of_correction(own: CustomFunction) -> Questions:
     def on_policy() -> str:
         inputs = _correction_inputs()
         same = replace(inputs, behaviour_logprobs_N=inputs.old_logprobs_N)
@@ -141,7 +141,7 @@ def _of_correction(own: OwnFunction) -> Questions:
     }
 
 
-def _of_mask(own: OwnFunction) -> Questions:
+def _of_mask(own: CustomFunction) -> Questions:
     def share() -> str:
         kept_N = own.mask(_correction_inputs())
         return f"{float(kept_N.mean()):.0%} of the tokens are kept"
@@ -160,20 +160,22 @@ def _of_mask(own: OwnFunction) -> Questions:
     }
 
 
-def _of_filter(own: OwnFunction) -> Questions:
+def _of_filter(own: CustomFunction) -> Questions:
     def answers() -> list[bool]:
-        asked = OwnFilter(own)
-        return [asked.answer(_filter_inputs(rewards)) for rewards in _GROUPS_OF_REWARDS]
+        custom_filter = CustomFilter(own)
+        return [custom_filter.answer(_filter_inputs(rewards)) for rewards in _GROUPS_OF_REWARDS]
 
     def kept() -> str:
-        found = answers()
-        told = [str(list(r)) for r, keep in zip(_GROUPS_OF_REWARDS, found, strict=True) if keep]
-        if not told:
+        decisions = answers()
+        trained = [
+            str(list(r)) for r, keep in zip(_GROUPS_OF_REWARDS, decisions, strict=True) if keep
+        ]
+        if not trained:
             raise ConfigError(
                 f"no group is trained, of rewards {', '.join(map(str, _GROUPS_OF_REWARDS))}",
                 hint="return True for groups that are to be trained",
             )
-        return f"trained are groups of rewards {', '.join(told)}"
+        return f"trained are groups of rewards {', '.join(trained)}"
 
     return {
         "True or False for each group": kept,
@@ -181,11 +183,11 @@ def _of_filter(own: OwnFunction) -> Questions:
     }
 
 
-def _of_curriculum(own: OwnFunction) -> Questions:
+def _of_curriculum(own: CustomFunction) -> Questions:
     def weights() -> Tensor:
         tries = np.array([0.0, 8.0, 8.0, 8.0])
         inputs = CurriculumInputs(tries, np.array([0.0, 0.0, 4.0, 8.0]))
-        return torch.from_numpy(OwnCurriculum(own).weigh(inputs))
+        return torch.from_numpy(CustomCurriculum(own).weigh(inputs))
 
     def told() -> str:
         names = ("unseen", "never solved", "solved half of the time", "always solved")

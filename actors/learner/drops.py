@@ -1,7 +1,7 @@
-"""Groups that are never trained: decided, accounted for, and told.
+"""Groups that are never trained: decided, accounted for, and reported.
 
 What is dropped returns its credit; its task is issued again where that can help
-(`tasks/ledger.py`). The next batch record names all that was dropped since the one before, so that
+(`tasks.py`). The next batch record names all that was dropped since the one before, so that
 a learner that starts again decides the same.
 """
 
@@ -56,8 +56,8 @@ class Drops:
         self._lost = 0
         self._next_s = float("-inf")
 
-    def drop(self, dropped: Sequence[Dropped], *, told: bool = False) -> None:
-        """Decide that entries are never trained; `told`: that was told before a restart."""
+    def drop(self, dropped: Sequence[Dropped], *, reported: bool = False) -> None:
+        """Decide that entries are never trained; `reported`: its event was sent already."""
         for item in dropped:
             entry = self._intake[item.seq]
             again = item.task is not None and self._ledger.drop(
@@ -73,7 +73,7 @@ class Drops:
                 self._order.pass_over(entry.group, item.reason)
             self._reporter.waste.add_failed(entry.tokens_wasted)
             self._reporter.num_dropped[item.reason] += 1
-            if item.reason in _TOLD and not told:
+            if item.reason in _TOLD and not reported:
                 self._note(item, entry, again=again)
         self._intake.forget(item.seq for item in dropped)
         self._unrecorded += dropped
@@ -103,7 +103,7 @@ class Drops:
         if len(self._examples) < _EXAMPLES and (why := _why(item, entry)):
             self._examples.append(why[:_EXAMPLE_CHARACTERS])
 
-    async def tell(self, *, now: bool = False) -> None:
+    async def report_drops(self, *, now: bool = False) -> None:
         """Publish what was dropped since the last time as one event, now and then."""
         if not self._untold or (not now and self._clock() < self._next_s):
             return
@@ -113,10 +113,10 @@ class Drops:
         again, self._again = self._again, 0
         lost, self._lost = self._lost, 0
         total = sum(counts.values())
-        told = ", ".join(f"{number} {reason}" for reason, number in sorted(counts.items()))
+        reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(counts.items()))
         lines = [
-            f"{total} {'group was' if total == 1 else 'groups were'} dropped ({told}); the tasks "
-            f"of {again} are issued again",
+            f"{total} {'group was' if total == 1 else 'groups were'} dropped ({reasons}); the "
+            f"tasks of {again} are issued again",
             *examples,
         ]
         if lost:

@@ -102,7 +102,7 @@ class Failures:
         late = self._clock() - self._heard >= self._idle_s
         return deserted(self._idle_s, external=self._external) if late else None
 
-    def note(self, blame: Blame | None) -> None:
+    def note_task(self, blame: Blame | None) -> None:
         """Take notice of one finished task: why it failed, or None if it did not.
 
         An agent's reservation that ran out says nothing about the job. Raises the error of the
@@ -144,7 +144,7 @@ class Untrainable:
         """So many came since the last that can be trained."""
         return self._counts.total()
 
-    def look(self, dropped: Iterable[Dropped], usable: Iterable[int]) -> None:
+    def count_dropped(self, dropped: Iterable[Dropped], usable: Iterable[int]) -> None:
         """Count anew, of what was `dropped` since the last step; `usable` waits to be trained."""
         after = max(usable, default=self._judged_seq)
         self._counts = Counter(
@@ -192,5 +192,7 @@ class Untrainable:
         return _WHY[self._counts.most_common(1)[0][0]]
 
     def _summary(self) -> str:
-        told = ", ".join(f"{number} {reason}" for reason, number in sorted(self._counts.items()))
-        return f"the last {self.num_in_a_row} groups could not be trained ({told}): {self._main[0]}"
+        reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(self._counts.items()))
+        return (
+            f"the last {self.num_in_a_row} groups could not be trained ({reasons}): {self._main[0]}"
+        )

@@ -36,7 +36,7 @@ def group_numbers(
     generated = np.array([sum(item.num_generated for item in rows) for rows in played])
     turns = np.array([sum(len(item.turn_ends) for item in rows) for rows in played])
     cut = np.array([item.ended_by == "length" for item in rows])
-    told = np.array([bool(item.finish_reasons) for item in rows])
+    ended = np.array([bool(item.finish_reasons) for item in rows])
     versions = np.concatenate([item.versions[item.mask == 1] for item in rows])
     lags = version - versions[versions >= oldest]
     group_lags = np.array([version - group.min_version for group in groups])
@@ -46,7 +46,7 @@ def group_numbers(
         **_spread("critic/score", rewards),
         **_spread("response_length", responses),
         "response_length/clip_ratio": float(
-            (cut | ((responses >= max_response_tokens) & ~told)).mean()
+            (cut | ((responses >= max_response_tokens) & ~ended)).mean()
         ),
         **_spread("prompt_length", prompts),
         **_spread("num_turns", turns),
@@ -90,13 +90,13 @@ def _agent_numbers(played: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
     rows = [item for episode in played for item in episode if item.kind]
     if not rows:
         return {}
-    told = [_told(episode[0].info.get("agent")) for episode in played]
-    names = sorted({name for numbers in told for name in numbers})
+    episode_numbers = [_told(episode[0].info.get("agent")) for episode in played]
+    names = sorted({name for numbers in episode_numbers for name in numbers})
     kinds = Counter(item.kind for item in rows)
     ids = [item.token_ids for item in rows]
     return {
         **{
-            f"agent/{name}": float(np.mean([numbers.get(name, 0.0) for numbers in told]))
+            f"agent/{name}": float(np.mean([numbers.get(name, 0.0) for numbers in episode_numbers]))
             for name in names
         },
         **{
@@ -114,10 +114,10 @@ def _masked_share(played: Sequence[Sequence[Trajectory]], num_generated: float) 
 
     Nothing where none was demanded.
     """
-    told = [_told(episode[0].info.get("agent")) for episode in played]
-    if not any("masked_tokens" in numbers for numbers in told):
+    episode_numbers = [_told(episode[0].info.get("agent")) for episode in played]
+    if not any("masked_tokens" in numbers for numbers in episode_numbers):
         return {}
-    masked = sum(numbers.get("masked_tokens", 0.0) for numbers in told)
+    masked = sum(numbers.get("masked_tokens", 0.0) for numbers in episode_numbers)
     return {"rollout/masked_share": masked / max(1.0, num_generated)}
 
 
@@ -125,11 +125,11 @@ def _told(numbers: Any) -> dict[str, float]:
     """Return what is a number among what somebody told."""
     if not isinstance(numbers, dict):
         return {}
-    found = cast("dict[str, Any]", numbers)
-    return {name: float(n) for name, n in found.items() if isinstance(n, bool | int | float)}
+    named = cast("dict[str, Any]", numbers)
+    return {name: float(n) for name, n in named.items() if isinstance(n, bool | int | float)}
 
 
-def _oversample_numbers(kept: NDArray[np.integer[Any]], cut: Sequence[int]) -> dict[str, float]:
+def _oversample_numbers(lengths: NDArray[np.integer[Any]], cut: Sequence[int]) -> dict[str, float]:
     """Compare the lengths, in generated tokens, of the episodes kept and of those that were cut.
 
     The latter are lower bounds. `estimated_length` is the mean of all if none were cut and the
@@ -138,11 +138,11 @@ def _oversample_numbers(kept: NDArray[np.integer[Any]], cut: Sequence[int]) -> d
     """
     if not cut:
         return {}
-    tokens = float(kept.sum() + sum(cut))
+    tokens = float(lengths.sum() + sum(cut))
     return {
-        "rollout/oversample/kept_length": float(kept.mean()),
+        "rollout/oversample/kept_length": float(lengths.mean()),
         "rollout/oversample/cut_length": float(np.mean(cut)),
-        "rollout/oversample/estimated_length": tokens / len(kept),
+        "rollout/oversample/estimated_length": tokens / len(lengths),
         "rollout/oversample/cut_token_share": sum(cut) / tokens,
     }
 
@@ -196,8 +196,10 @@ def _role_numbers(episodes: Sequence[Trajectory]) -> dict[str, float]:
     for item in episodes:
         if item.role:
             roles.setdefault(item.role, []).append(item.reward)
-    told = {f"role/{role}/reward": float(np.mean(found)) for role, found in sorted(roles.items())}
-    return told | _opponent_numbers(episodes)
+    rewards = {
+        f"role/{role}/reward": float(np.mean(of_role)) for role, of_role in sorted(roles.items())
+    }
+    return rewards | _opponent_numbers(episodes)
 
 
 def _opponent_numbers(episodes: Sequence[Trajectory]) -> dict[str, float]:
@@ -207,8 +209,8 @@ def _opponent_numbers(episodes: Sequence[Trajectory]) -> dict[str, float]:
         for version in set(item.opponents.values()):
             against.setdefault(f"v{version}", []).append(item.reward)
     numbers: dict[str, float] = {}
-    for version, found in sorted(against.items()):
-        numbers[f"opponent/{version}/reward"] = float(np.mean(found))
-        numbers[f"opponent/{version}/win_rate"] = float(np.mean(np.array(found) > 0))
-        numbers[f"opponent/{version}/episodes"] = float(len(found))
+    for version, rewards in sorted(against.items()):
+        numbers[f"opponent/{version}/reward"] = float(np.mean(rewards))
+        numbers[f"opponent/{version}/win_rate"] = float(np.mean(np.array(rewards) > 0))
+        numbers[f"opponent/{version}/episodes"] = float(len(rewards))
     return numbers

@@ -99,7 +99,7 @@ class Intake:
         self.arrived: list[CheckedEntry] = []
         """Entries that came since the learner last looked."""
 
-    async def run(self) -> None:
+    async def read_log(self) -> None:
         """Read the log, for ever."""
         async with aclosing(self._log.read(self._from_seq)) as entries:
             async for entry in entries:

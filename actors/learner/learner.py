@@ -160,7 +160,7 @@ class Learner:
         await self._recorded.read()
         async with asyncio.TaskGroup() as background:
             helpers = [
-                background.create_task(self.intake.run(), name="intake"),
+                background.create_task(self.intake.read_log(), name="intake"),
                 background.create_task(self.evaluations.follow(), name="evaluations"),
                 background.create_task(self._reporter.watch_actors(), name="actors"),
                 background.create_task(self.publisher.serve(), name="weights"),
@@ -212,7 +212,7 @@ class Learner:
             self._drops.drop(
                 [Dropped(seq=s, task=self.intake[s].number, reason=r) for s, r in decision.dropped]
             )
-            await self._drops.tell()
+            await self._drops.report_drops()
             if (arrived or decision.dropped) and not entries:
                 await self._judge_dropped()
             await self.issuer.issue(self.state.step)
@@ -361,7 +361,7 @@ class Learner:
         """Raise when nothing but failures comes; what came before a start was judged then."""
         for entry in arrived:
             if entry.group is not None or entry.blame is not None:
-                self._failures.note(entry.blame)
+                self._failures.note_task(entry.blame)
 
     async def _judge_dropped(self) -> None:
         """Say it, and at last raise, when nothing comes that can be trained."""
@@ -372,7 +372,7 @@ class Learner:
             for item in self._drops.unrecorded
             if item.task is not None and self.ledger.was_issued(item.task)
         )
-        untrainable.look(dropped, waiting)
+        untrainable.count_dropped(dropped, waiting)
         if word := untrainable.word():
             await self.context.event("groups_untrainable", word, step=self.state.step)
         if (error := untrainable.error()) is not None:
@@ -389,8 +389,8 @@ class Learner:
         wanted = step == 0 or self._saver.is_due or self.evaluations.is_due(step, self.total_steps)
         if wanted or not self.config.sft.data:
             past = pool(self.config.self_play, step)
-            kept = self.evaluations.open_versions.union(past, [step] if wanted else [])
-            await self.publisher.publish(step, self._in_torch, keep=kept)
+            kept_versions = self.evaluations.open_versions.union(past, [step] if wanted else [])
+            await self.publisher.publish(step, self._in_torch, keep=kept_versions)
 
     async def _request_evaluation(self) -> None:
         """Ask for an evaluation of the present version, where one is due."""
@@ -414,14 +414,14 @@ class Learner:
         except StorageError as error:
             if error.is_full:
                 raise
-            kept = await self._keep_weights()
-            raise StorageError(f"{error.message}; {kept}", hint=error.hint) from error
+            outcome = await self._keep_weights()
+            raise StorageError(f"{error.message}; {outcome}", hint=error.hint) from error
         except TinkermqError:
             raise
         except Exception as error:  # a library's, or code that came with the model
-            kept = await self._keep_weights()
+            outcome = await self._keep_weights()
             raise ModelError(
-                f"a checkpoint could not be saved: {type(error).__name__}: {error}; {kept}",
+                f"a checkpoint could not be saved: {type(error).__name__}: {error}; {outcome}",
                 hint="mend what the model's folder lacks; the weights can begin a new run",
             ) from error
         await self._reporter.log_checkpoint(self.state.step, folder)
@@ -473,7 +473,7 @@ class Learner:
     async def _drop_repeated(self) -> None:
         """Let no position be trained twice that a learner that was cut off had issued, too."""
         repeated = self.ledger.find_repeated()
-        entries = {one.number: one.seq for one in self.intake.candidates()}
+        entries = {candidate.number: candidate.seq for candidate in self.intake.candidates()}
         for number in repeated:
             if (seq := entries.get(number)) is not None:
                 self._drops.drop([Dropped(seq=seq, task=number, reason="malformed")])
@@ -490,7 +490,7 @@ class Learner:
     async def _finish(self) -> None:
         """Last checkpoint, last evaluation, last word."""
         self._notice_arrivals()
-        await self._drops.tell(now=True)
+        await self._drops.report_drops(now=True)
         self._tracer.finish()
         await self._refuse_if_replaced()
         self.control.checkpoint_done(await self._saver.save_at_the_end())

@@ -58,9 +58,9 @@ class RecordedSteps:
 
     async def read(self) -> None:
         """Read the records: what the job had come to, and how many tasks were given out."""
-        found = await self._batches.read_all()
-        self._records = [record for _, record in found]
-        last_seq = found[-1][0] if found else 0
+        stored = await self._batches.read_all()
+        self._records = [record for _, record in stored]
+        last_seq = stored[-1][0] if stored else 0
         if last_seq < self._state.batch_seq:
             raise _cut_off("batch records", last_seq, self._state.batch_seq, self._batches.stream)
         self._state.batch_seq = last_seq
@@ -112,7 +112,7 @@ class RecordedSteps:
                 f"step {step} trained log entries {lost[:5]} that the rollout log no longer has",
                 hint="resume from a checkpoint that is at least that new, or fork the run",
             )
-        self._drops.drop([item for item in record.dropped if item.seq in intake], told=True)
+        self._drops.drop([item for item in record.dropped if item.seq in intake], reported=True)
         self._drops.take_unrecorded()
         entries = [intake[seq] for seq in record.seqs]
         if batch_digest(entries) != record.digest:

@@ -32,7 +32,7 @@ from ..policy.lora import policy_tensors
 from ..policy.policies import policy_folder, prefix_of
 from ..runtime import service_parser
 from ..storage.cache import with_checkpoints_here, with_models_here
-from ..storage.opening import Stores
+from ..storage.stores import Stores
 from ..training.checkpoint import CheckpointStore, load_state
 from ..training.critic import saved_critic
 from ..training.parallel import check_num_threads, torch_thread
@@ -100,7 +100,7 @@ async def replay(
         positions: Counter[int] = Counter()
         for item in todo:
             groups = await _groups(log, item)
-            positions.update(one.task.index for one in groups if one.task.index is not None)
+            positions.update(group.task.index for group in groups if group.task.index is not None)
             await in_torch(policies.step, groups, item.step, item.oldest)
             if progress is not None:
                 progress(item.step, last_step)
@@ -136,14 +136,14 @@ def _differing(
     differing: list[str] = []
     tensors = policies.gather()
     for policy, trainer in policies.trainers.items():
-        kept, made = policy_tensors(saved[policy]), tensors[policy]
+        saved_tensors, made = policy_tensors(saved[policy]), tensors[policy]
         if trainer.critic is not None:
             critics = saved_critic(policy_folder(checkpoint, policy))
-            kept |= {f"critic.{name}": value for name, value in critics.items()}
+            saved_tensors |= {f"critic.{name}": value for name, value in critics.items()}
         differing += [
             f"{prefix_of(policy)}{name}"
             for name, tensor in made.items()
-            if not torch.equal(_bits(tensor), _bits(kept[name]))
+            if not torch.equal(_bits(tensor), _bits(saved_tensors[name]))
         ]
     return differing
 
@@ -193,7 +193,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = service_parser("learner.replay")
     parser.add_argument("--user", default="local", help="owner of the job (default: local)")
     parser.add_argument("--job", required=True, help="job id or name of the run")
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     try:
         return asyncio.run(_main(parser.parse_args(argv), console))
     except TinkermqError as error:

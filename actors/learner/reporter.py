@@ -1,4 +1,4 @@
-"""Telling what a step did: to the feed, to the trackers, and in one line what holds it up."""
+"""Reports each step: to the feed, to the trackers, and in one line what holds it up."""
 
 import asyncio
 import time
@@ -27,7 +27,7 @@ from .group_metrics import demonstration_numbers, group_numbers
 from .intake import Intake
 from .step_trace import StepTracer
 
-# How busy the cores of this machine are, by the kernel's counters.
+# -- how busy the cores of this machine are --------------------------------------------------------
 
 _IDLE = (3, 4)
 """Columns of time in which a core did nothing: idle, and waiting for a disk."""
@@ -41,7 +41,7 @@ class CoreUse:
         self._source = source
         self._last = self._read()
 
-    def look(self) -> float:
+    def busy_share(self) -> float:
         """Return the busy share since the last look, 0 to 1; 0 where nothing tells it."""
         now, last = self._read(), self._last
         self._last = now
@@ -208,17 +208,19 @@ class Reporter:
         """Read the heartbeats of generators and environment hosts, for ever."""
         while True:
             try:
-                self._look(await list_presences(self.context.broker, f"{self.context.scope.key}."))
+                self._note_generators(
+                    await list_presences(self.context.broker, f"{self.context.scope.key}.")
+                )
             except TinkermqError as error:  # training does not depend on it
                 self.context.log.warning("actors_unknown", error=error.message, hint=error.hint)
             await asyncio.sleep(_LOOK_S)
 
-    def _look(self, entries: Sequence[Entry[Presence]]) -> None:
-        found = [entry.value for entry in entries if entry.value.role == "generator"]
+    def _note_generators(self, entries: Sequence[Entry[Presence]]) -> None:
+        generators = [entry.value for entry in entries if entry.value.role == "generator"]
         self.generators = Generators(
-            tokens_per_s=sum(item.numbers.get("tokens_per_s", 0.0) for item in found),
-            count=len(found),
-            hosts=frozenset(item.host for item in found),
+            tokens_per_s=sum(item.numbers.get("tokens_per_s", 0.0) for item in generators),
+            count=len(generators),
+            hosts=frozenset(item.host for item in generators),
         )
         for entry in entries:
             if entry.value.role == "environment":
@@ -235,13 +237,13 @@ class Reporter:
 
     async def flush(self) -> None:
         """Let the trackers take what they were told, as far as they do so within some seconds."""
-        guarded = [one for one in self.trackers if isinstance(one, GuardedTracker)]
-        await asyncio.gather(*(asyncio.to_thread(one.flush, _FLUSH_S) for one in guarded))
+        guarded = [tracker for tracker in self.trackers if isinstance(tracker, GuardedTracker)]
+        await asyncio.gather(*(asyncio.to_thread(tracker.flush, _FLUSH_S) for tracker in guarded))
 
     async def finish(self) -> None:
         """Close the trackers, however long that takes some of them, but for those that hang."""
         with self.context.waiting("the trackers to finish"):
-            await asyncio.gather(*(asyncio.to_thread(one.finish) for one in self.trackers))
+            await asyncio.gather(*(asyncio.to_thread(tracker.finish) for tracker in self.trackers))
         await self._tell_trackers()
         if self._is_unwritable:
             text = f"the metrics of {len(self._unwritten)} steps are not in metrics.jsonl"
@@ -253,8 +255,8 @@ class Reporter:
         """Return what the groups and the step tell; rewards and lag mean nothing in an SFT job."""
         config = self.context.config
         if config.sft.data:
-            told = {key: n for key, n in report.numbers.items() if key.startswith("actor/")}
-            return {**demonstration_numbers(groups), **told}
+            trained = {key: n for key, n in report.numbers.items() if key.startswith("actor/")}
+            return {**demonstration_numbers(groups), **trained}
         numbers = group_numbers(
             groups,
             step - 1,
@@ -275,7 +277,7 @@ class Reporter:
         self._told = now
         record = self.context.record
         profile = profile_of(list(self._traces))
-        busy = self._cores.look()
+        busy = self._cores.busy_share()
         here = self.generators.hosts <= {self.context.presence.host}
         first = advise(
             profile, record.name, bound_key(record.config), cores_busy=busy if here else 0.0
@@ -288,17 +290,17 @@ def episode_rows(groups: Sequence[Group], most: int) -> list[dict[str, Any]]:
     rows = (
         {
             "task": group.task.task,
-            "reward": one.reward,
-            "version": one.max_version,
-            "tokens": one.num_generated,
-            "ended by": one.ended_by,
+            "reward": item.reward,
+            "version": item.max_version,
+            "tokens": item.num_generated,
+            "ended by": item.ended_by,
             "messages": "\n\n".join(
                 f"{message.get('role', '')}: {plain_text(message.get('content', ''))}"
-                for message in one.messages
+                for message in item.messages
             )[:_MAX_TABLE_CHARS],
         }
         for group in groups
-        for one in group.sampled
+        for item in group.sampled
     )
     return list(islice(rows, most))
 
@@ -308,5 +310,5 @@ def last_reported_step(run_dir: Path) -> int:
     file = run_dir / "metrics.jsonl"
     if not file.is_file():
         return 0
-    told = (one for one in read_objects(file) if "training/global_step" in one)
-    return max((int(one["step"]) for one in told), default=0)
+    steps = (entry for entry in read_objects(file) if "training/global_step" in entry)
+    return max((int(entry["step"]) for entry in steps), default=0)

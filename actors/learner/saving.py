@@ -1,4 +1,7 @@
-"""When the learner writes a checkpoint, and what it does with the log behind one."""
+"""When the learner writes a checkpoint and publishes weights, and what it does with the log then.
+
+New weights are a snapshot at once, sent in the background; versions that nobody needs are removed.
+"""
 
 import asyncio
 import time
@@ -19,8 +22,8 @@ from ...schemas.wire.errors import StorageError
 from ..policy.lora import has_adapter
 from ..policy.policies import MAIN
 from ..runtime import JobContext
-from ..storage.broker_store import BrokerStore
 from ..storage.checkpoints import CheckpointMirror, Uploads
+from ..storage.stores import BrokerStore
 from ..training.checkpoint import CheckpointStore
 from ..training.state import LearnerState
 from ..weights.job_weights import make_sender, open_weights
@@ -79,8 +82,8 @@ class Saver:
         self._failed: StorageError | None = None
         self._next_try = 0.0
         self._keep_bytes = 0
-        run_dir, kept = context.run_dir, context.config.training.kept_rollout_bytes
-        self._keeper = RolloutKeeper(context.broker, context.scope, run_dir, kept)
+        run_dir, kept_bytes = context.run_dir, context.config.training.kept_rollout_bytes
+        self._keeper = RolloutKeeper(context.broker, context.scope, run_dir, kept_bytes)
         self._age = CheckpointAge(context.config.training.save_minutes * 60, time.monotonic())
         mirror = open_mirror(context, tries=_UPLOAD_TRIES)
         if mirror is not None and checkpoints.judged is not None:
@@ -96,8 +99,8 @@ class Saver:
             return
         local = await asyncio.to_thread(self._checkpoints.first_seqs)
         for step in (await self._uploads.begin(local))[-1:]:
-            await self._uploads.take(step, local[step], self._checkpoints.path(step))
-        await self._uploads.run()
+            await self._uploads.add_checkpoint(step, local[step], self._checkpoints.path(step))
+        await self._uploads.upload_all()
 
     @property
     def is_due(self) -> bool:
@@ -151,7 +154,7 @@ class Saver:
         self._intake.bytes_held, self._keep_bytes = 0, keep_bytes
         await self._keeper.sample(state.batch_seq)
         if self._uploads is not None:
-            await self._uploads.take(state.step, state.log_seq, folder)
+            await self._uploads.add_checkpoint(state.step, state.log_seq, folder)
         else:
             await self._trim()
         return str(folder)
@@ -191,10 +194,10 @@ class Saver:
 
         Raises StorageError when something else than room is missing for a minute.
         """
-        kept = min(_LAST_ROLLOUTS_BYTES, self._context.config.limits.rollout_bytes // 4)
+        kept_bytes = min(_LAST_ROLLOUTS_BYTES, self._context.config.limits.rollout_bytes // 4)
         left = _FINAL_TRIES
         while left:
-            folder = await self.save(keep_bytes=kept)
+            folder = await self.save(keep_bytes=kept_bytes)
             if folder is not None:
                 await self._keeper.keep_newest()
                 await self._until_uploaded()
@@ -245,7 +248,7 @@ def open_mirror(context: JobContext, *, tries: int = 6) -> CheckpointMirror | No
     )
 
 
-# Publishing new weights: snapshot at once, send in the background, remove what nobody needs.
+# -- publishing weights ----------------------------------------------------------------------------
 
 _KEEP_NEWEST = 2
 InTorch = Callable[[Callable[[], Any]], Awaitable[Any]]

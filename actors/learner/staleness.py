@@ -40,19 +40,18 @@ def min_version(slot: int, batch_size: int, max_staleness: int) -> int:
     return max(0, slot // batch_size - max_staleness)
 
 
-# The staleness bound in force: a fixed one, or one that follows from measured times.
+# -- the bound: fixed, or chosen from measured times -----------------------------------------------
+# A batch takes the time L to be generated and T to be trained, so at one batch every C seconds (L +
+# T) / C batches are under way (Little's law), and the gate lets η + 1 of them. A smaller η makes
+# learner and generators wait for each other; a larger one only makes tokens older. `auto` looks for
+# the smallest that does neither. C is what the slower side needs by itself: the learner T, the
+# generators the part of each step in which they compute.
 #
-# A batch takes the time L to be generated and T to be trained, so at one batch every C seconds (L
-# + T) / C batches are under way (Little's law), and the gate lets η + 1 of them. A smaller η
-# makes learner and generators wait for each other; a larger one only makes tokens older. `auto`
-# looks for the smallest that does neither. C is what the slower side needs by itself: the learner
-# T, the generators the part of each step in which they compute.
+# Whether the games could keep pace with more episodes is not known beforehand. So a wider gate is a
+# trial: if steps do not become shorter, the bound before comes back and stays for a while.
 #
-# Whether the games could keep pace with more episodes is not known beforehand. So a wider gate is
-# a trial: if steps do not become shorter, the bound before comes back and stays for a while.
-#
-# The bound in force is that of the gate. What is trained is bounded by the largest one, so
-# nothing becomes stale because the gate was narrowed.
+# The bound in force is that of the gate. What is trained is bounded by the largest one, so nothing
+# becomes stale because the gate was narrowed.
 
 _MIN_WINDOW = 8
 _SLACK = 0.1

@@ -26,12 +26,12 @@ from ..policy.policies import MAIN
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext
 from ..storage.checkpoints import CheckpointMirror, own_folder
 from ..training.checkpoint import CheckpointStore, load_state, try_saving
-from ..training.custom import own_function
+from ..training.custom import custom_function
 from ..training.parallel import once_in_torch
 from ..training.policies import Policies, load_models, vocab_size
 from ..training.rank_commands import Ranks
 from ..training.state import LearnerState
-from .curriculum import Curriculum, CurriculumConfig, OwnCurriculum
+from .curriculum import Curriculum, CurriculumConfig, CustomCurriculum
 from .data_order import DataOrder, TaskOrder, total_steps
 from .failures import deserted
 from .learner import Learner
@@ -153,8 +153,8 @@ def task_order(config: JobConfig, num_rows: int | None, state: LearnerState) -> 
     settings = CurriculumConfig(
         num_items, training.curriculum_uniform, config.evaluation.success_reward
     )
-    if (own := own_function("curriculum", training.own_curriculum)) is not None:
-        settings = replace(settings, weigh=OwnCurriculum(own).weigh)
+    if (own := custom_function("curriculum", training.own_curriculum)) is not None:
+        settings = replace(settings, weigh=CustomCurriculum(own).weigh)
     return Curriculum(order, settings, state)
 
 
@@ -224,7 +224,7 @@ def unlike_records(
 
     The record behind a checkpoint names all that was dropped before it and recorded nowhere.
     """
-    following = next((one for one in records if one.step == state.step + 1), None)
+    following = next((record for record in records if record.step == state.step + 1), None)
     if following is None:
         return None
     named = {item.seq for item in following.dropped}

@@ -39,17 +39,17 @@ class StepTracer:
     def take_group(self, group: Group) -> None:
         """Take the time of its generator that a group tells of, trained or not."""
         kinds = (kind for kind in GENERATOR_KINDS if kind in group.time_use)
-        told = {kind: _length(group.time_use[kind]) for kind in kinds}
-        if told:
-            _add(self._generators.setdefault(group.source, {}), told)
+        spans = {kind: _length(group.time_use[kind]) for kind in kinds}
+        if spans:
+            _add(self._generators.setdefault(group.source, {}), spans)
 
     def take_host(self, host: Presence) -> None:
         """Take an environment host's heartbeat: counters since its start."""
-        told = {kind: host.numbers.get(f"{kind}_s", 0.0) for kind in HOST_KINDS}
+        seconds = {kind: host.numbers.get(f"{kind}_s", 0.0) for kind in HOST_KINDS}
         pid, before = self._last_told.get(host.actor, (0, {}))
-        self._last_told[host.actor] = host.pid, told
+        self._last_told[host.actor] = host.pid, seconds
         if before and pid == host.pid:
-            spent = {kind: max(told[kind] - before[kind], 0.0) for kind in HOST_KINDS}
+            spent = {kind: max(seconds[kind] - before[kind], 0.0) for kind in HOST_KINDS}
             _add(self._hosts.setdefault(host.actor, {}), spent)
 
     def forget(self) -> None:

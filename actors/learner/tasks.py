@@ -1,4 +1,9 @@
-"""Issuing tasks: as many as the staleness gate lets through, under the next numbers."""
+"""Issuing tasks: as many as the staleness gate lets through, under the next numbers.
+
+The ledger of task numbers (issued, trained, dropped, and what is issued next) is pure: it is
+changed by calls and knows neither broker nor clock. Its state is part of each checkpoint; what
+happened since is read again from the task queue, the rollout log and the batch records.
+"""
 
 import asyncio
 import time
@@ -19,12 +24,6 @@ from ..training.state import LearnerState, NumberSet
 from .batching import returns_credit
 from .data_order import TaskOrder
 from .staleness import Staleness, min_version, num_admissible
-
-# The ledger of task numbers: issued, trained, dropped, and what is issued next.
-#
-# Pure: it is changed by calls and knows neither broker nor clock. Its state is part of each
-# checkpoint; what happened since is read again from the task queue, the rollout log and the batch
-# records.
 
 MAX_TRIES = 3
 """A task whose groups cannot be trained is issued this often; a stale one as often as it takes."""
@@ -296,7 +295,9 @@ class Ledger:
         state.next_index = self._next_index
         state.owed = sorted(self._owed.items())
         state.owed_tasks = [task for _, task in sorted(self._owed_tasks.items())]
-        state.owed_tries = sorted((one, n) for one, n in self._tries.items() if one in self._owed)
+        state.owed_tries = sorted(
+            (owed, n) for owed, n in self._tries.items() if owed in self._owed
+        )
 
 
 _log = structlog.get_logger()

@@ -4,7 +4,8 @@ A learner that runs functions of its job's owner has a network namespace of its 
 there listens on the loopback address and hands the sockets out (`Sandbox.listens`); the node
 accepts on them and carries bytes to and from the servers that its own URL names. The learner finds
 them under the names that the node has for them, so certificates are checked as ever: its /etc/hosts
-gives those names the addresses of the sockets.
+gives those names the addresses of the sockets. A server
+that the node knows by an address alone is checked against that address.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from urllib.parse import SplitResult, urlsplit
 import structlog
 
 from ...broker.client.faults import server_urls, shown_url
-from ...schemas.wire.errors import SandboxError
+from ...broker.client.login import CERTIFICATE_HOSTS_VARIABLE
 
 URL_VARIABLE = "TINKERMQ_NATS_URL"
 MAX_CONNECTIONS = 32
@@ -41,7 +42,7 @@ class ForwardRoute:
     name: str | None
     """What /etc/hosts there leads to it; None for an address."""
     host: str
-    """Of the server."""
+    """Of the server; its certificate is for this, whatever address is listened on."""
     port: int
 
 
@@ -49,10 +50,7 @@ class Forwarder:
     """Carries the bytes of one learner to the broker and back."""
 
     def __init__(self, url: str) -> None:
-        """Prepare for the servers of a URL; `serve` begins.
-
-        Raises SandboxError for servers that cannot be reached so.
-        """
+        """Prepare for the servers of a URL; `serve` begins."""
         servers = [urlsplit(item) for item in server_urls(url)] if url else []
         hosts = list(dict.fromkeys(server.hostname for server in servers))
         self.ways = [_route(server, 1 + hosts.index(server.hostname)) for server in servers]
@@ -75,8 +73,11 @@ class Forwarder:
     def environment(self) -> Mapping[str, str]:
         """Return what the learner is given beside, or in place of, what others are."""
         url = {URL_VARIABLE: ",".join(way.url for way in self.ways)} if self.ways else {}
+        shown = {urlsplit(way.url).hostname: way.host for way in self.ways}
+        moved = [f"{address}={host}" for address, host in shown.items() if address != host]
         return {
             **url,
+            **({CERTIFICATE_HOSTS_VARIABLE: ",".join(moved)} if moved else {}),
             "HF_HUB_OFFLINE": "1",  # its cache is there, and no hub
             "NCCL_SOCKET_IFNAME": "lo",
             "GLOO_SOCKET_IFNAME": "lo",
@@ -170,12 +171,6 @@ def _route(server: SplitResult, number: int) -> ForwardRoute:
         listen, shown = f"127.0.1.{number}", host
     elif address.is_loopback:
         listen = shown = host
-    elif server.scheme == "tls":
-        raise SandboxError(
-            f"functions of users reach the broker under its name alone, and {host} is an address",
-            hint="start the node with the broker's host name in its URL, for which its "
-            "certificate must be good",
-        )
     else:
         listen = shown = f"127.0.1.{number}"
     user, mark, _ = server.netloc.rpartition("@")

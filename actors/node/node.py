@@ -48,7 +48,7 @@ from ...schemas.wire.message import Empty, Message
 from ...schemas.wire.subjects import BUCKET_ACTORS, BUCKET_NODES, JobScope, rpc
 from ...schemas.wire.subjects import node as node_subject
 from ..gpus import Gpus
-from ..storage.removal import remove_run_folder
+from ..storage.run_folders import remove_run_folder
 from .children import ActorStarter, Child, StartChild, StartFailed
 from .preflight import EnvCheckRunner, ModelChecks, ModelInspection, check_files
 from .process import STOP_DEADLINE_S, ActorProcess, silence_bound

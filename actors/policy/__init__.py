@@ -1,1 +1,1 @@
-"""The models that are trained and served: folders, tokenizers and chat templates, LoRA, vision, experts."""
+"""Models that are trained and served: folders, chat templates, LoRA, vision, experts."""

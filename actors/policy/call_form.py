@@ -47,7 +47,9 @@ class CallForm:
 
     def fit(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Return messages in this form; ModelError for calls that the template leaves out."""
-        return [self._fit(one) if one.get("tool_calls") else one for one in messages]
+        return [
+            self._fit(message) if message.get("tool_calls") else message for message in messages
+        ]
 
     def _fit(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         if not self.shows_calls:
@@ -56,7 +58,7 @@ class CallForm:
                 "the model sees and learns",
                 hint="use a template that shows tool calls, or leave messages with calls out",
             )
-        told = with_text_arguments(message) if self.arguments_as_text else dict(message)
+        fitted = with_text_arguments(message) if self.arguments_as_text else dict(message)
         if self.null_content:
             if message.get("content"):
                 raise ModelError(
@@ -64,8 +66,8 @@ class CallForm:
                     "those of a message that has both would be missing",
                     hint="use a template that shows both, or split the message",
                 )
-            told["content"] = None
-        return told
+            fitted["content"] = None
+        return fitted
 
 
 def find_call_form(render: Render) -> CallForm:
@@ -81,7 +83,7 @@ def find_call_form(render: Render) -> CallForm:
         turn = {"role": "assistant", "content": "", "tool_calls": [_call()]}
         tools = [dict(_TOOL)] if has_tools else []
         try:
-            shown = render([dict(one) for one in form.fit([_ASKED, turn])], tools)
+            shown = render([dict(message) for message in form.fit([_ASKED, turn])], tools)
         except ModelError:
             continue
         refused = False

@@ -30,9 +30,9 @@ import numpy as np
 from ...envs.agents.replies import THINK
 from ...envs.reasoning import opened_by
 from ...schemas.config.job import JobConfig, ModelConfig
+from ...schemas.wire.array import IntVector
 from ...schemas.wire.errors import DataError, ModelError
 from ...schemas.wire.images import encoded_image, image_parts, images_of, replace_images
-from ..engine.engine import IntVector
 from .call_form import CallForm, find_call_form
 from .model_folder import (
     check_tokenizer,
@@ -200,9 +200,9 @@ class ChatTokenizer:
 
         Raises ModelError for tools that the template leaves out, or moves about from turn to turn.
         """
-        if tools and (asked := repr(tools)) not in self._proven_tools:
+        if tools and (tools_key := repr(tools)) not in self._proven_tools:
             self._check_tools(messages, tools)
-            self._proven_tools.add(asked)
+            self._proven_tools.add(tools_key)
         named = replace_images(messages, lambda part: sha256(encoded_image(part)).hexdigest())
         return self._remember(f"first {tools!r} {named!r}", lambda: self.prompt(messages, tools))
 
@@ -244,9 +244,9 @@ class ChatTokenizer:
             shown = turn.place + 1
             self._must_extend(known, turn.prompt, f"message {turn.place}")
             between = self.encode_seen(turn.prompt[len(known) :], images, behind=known)
-            said, known = self._said(turn)
-            ids += between + said
-            mask += [0] * len(between) + [1] * len(said)
+            turn_ids, known = self._said(turn)
+            ids += between + turn_ids
+            mask += [0] * len(between) + [1] * len(turn_ids)
             ends.append(len(ids) - 1)
         if not ends:
             raise DataError(
@@ -259,7 +259,9 @@ class ChatTokenizer:
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]
     ) -> "Iterator[_Turn]":
         """Yield the turns of the assistant as the template writes them."""
-        places = [place for place, one in enumerate(messages) if one.get("role") == "assistant"]
+        places = [
+            place for place, message in enumerate(messages) if message.get("role") == "assistant"
+        ]
         shown = self._texts.hide(messages)
         render = partial(self._render_hidden, tools=self._texts.hide_tools(tools))
         prompts = [render(shown[:place], prompt=True) for place in places]
@@ -288,41 +290,43 @@ class ChatTokenizer:
         if end:
             known = whole[: begin + end]
             return self.encode_behind(turn.prompt, known[begin:]), known
-        said = self.encode_behind(turn.prompt, whole[begin:])
+        turn_ids = self.encode_behind(turn.prompt, whole[begin:])
         if turn.following is None:
-            return [*said, self.stop_token_ids[0]], whole
+            return [*turn_ids, self.stop_token_ids[0]], whole
         following = turn.following[len(whole) :]
         if turn.following.startswith(whole) and self._texts.starts(following):
             mark = self._texts.find(following)[0]
-            return [*said, *self._texts.encode(mark)], whole + mark
-        if not said:
+            return [*turn_ids, *self._texts.encode(mark)], whole + mark
+        if not turn_ids:
             raise DataError(
                 f"message {turn.place} of a conversation is the assistant's, and says nothing",
                 hint="leave it out, or use a template that ends a turn",
             )
-        return said, whole
+        return turn_ids, whole
 
-    def _end_of(self, said: str) -> int:
+    def _end_of(self, reply: str) -> int:
         """Return where the mark that ends a turn ends in what a template makes of it; 0: nowhere.
 
         That is the last stop token, or else the last mark of all, as `<|eom_id|>` behind a call.
         """
-        marks = self._texts.find(said)
+        marks = self._texts.find(reply)
         stops = [name for name in marks if self._texts.encode(name)[0] in self.stop_token_ids]
         last = (stops or marks or [""])[-1]
-        end = said.rindex(last) + len(last) if last else 0
-        is_end = bool(stops) or (self.ends_turns and not said[end:].strip())
+        end = reply.rindex(last) + len(last) if last else 0
+        is_end = bool(stops) or (self.ends_turns and not reply[end:].strip())
         return end if is_end else 0
 
-    def num_said(self, said: Sequence[int] | IntVector, rest: Sequence[int] | IntVector) -> int:
+    def num_said(
+        self, generated_ids: Sequence[int] | IntVector, rest: Sequence[int] | IntVector
+    ) -> int:
         """Count the tokens at the beginning of `rest` that the policy has said with its last one.
 
         Those are the tokens up to the first mark, which ends the turn, or none.
         """
-        if not len(said) or int(said[-1]) not in self.stop_token_ids:
+        if not len(generated_ids) or int(generated_ids[-1]) not in self.stop_token_ids:
             return 0
-        first = next((at for at, one in enumerate(rest) if int(one) in self._marks), None)
-        return first + 1 if first is not None and int(rest[first]) == int(said[-1]) else 0
+        first = next((at for at, token in enumerate(rest) if int(token) in self._marks), None)
+        return first + 1 if first is not None and int(rest[first]) == int(generated_ids[-1]) else 0
 
     def decode(self, token_ids: Sequence[int] | IntVector) -> str:
         """Return the text of generated tokens, without those that end a turn, begin or pad a text.
@@ -355,8 +359,8 @@ class ChatTokenizer:
     @property
     def template(self) -> str:
         """The source of the chat template; empty without one."""
-        told = cast("Any", self._tokenizer).chat_template
-        return told if isinstance(told, str) else repr(told or "")
+        chat_template = cast("Any", self._tokenizer).chat_template
+        return chat_template if isinstance(chat_template, str) else repr(chat_template or "")
 
     @property
     def parses_responses(self) -> bool:
@@ -394,7 +398,9 @@ class ChatTokenizer:
     def special_token(self, mark: str) -> int | None:
         """Return the one token that stands for a mark (`<tool_call>`); None: it is plain text."""
         added = cast("dict[int, Any]", self._tokenizer.added_tokens_decoder)  # pyright: ignore[reportAttributeAccessIssue]
-        return next((token for token, told in added.items() if str(told) == mark), None)
+        return next(
+            (token for token, added_token in added.items() if str(added_token) == mark), None
+        )
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token by itself, special ones included."""
@@ -436,8 +442,8 @@ class ChatTokenizer:
             appended = self._behind([observation])
             if later != now + appended:
                 raise _rewrites(f"observation {number}", appended, later[len(now) :])
-            said = self.encode_behind(prompt, now[len(prompt) :])
-            joined += [*said, *self.next_turn(said, [observation]).tolist()]
+            appended_ids = self.encode_behind(prompt, now[len(prompt) :])
+            joined += [*appended_ids, *self.next_turn(appended_ids, [observation]).tolist()]
             self._must_join(joined, later, f"turn {number}")
 
     def _without_end(self, rendered: str) -> str:
@@ -465,7 +471,7 @@ class ChatTokenizer:
         if list(joined) == expected:
             return
         pairs = enumerate(zip(joined, expected, strict=False))
-        at = next((at for at, (one, two) in pairs if one != two), len(joined))
+        at = next((at for at, (left, two) in pairs if left != two), len(joined))
         own, other = ("".join(map(self.token_text, ids[at : at + 8])) for ids in (joined, expected))
         raise ModelError(
             f"the tokenizer splits a conversation otherwise than its pieces: with {what}, from "
@@ -490,17 +496,17 @@ class ChatTokenizer:
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]
     ) -> None:
         """Prove that what follows a call of a tool is the same whether tools are told or not."""
-        told = [*messages, {"role": "assistant", "content": _REPLY}]
+        with_reply = [*messages, {"role": "assistant", "content": _REPLY}]
         for role in ("tool", "user"):
             observation = {"role": role, "content": "an observation"}
-            whole = self.render(told, prompt=False, tools=tools)
+            whole = self.render(with_reply, prompt=False, tools=tools)
             now = _until_reply(whole)
-            told.append(observation)
-            later = self.render(told, prompt=True, tools=tools)
+            with_reply.append(observation)
+            later = self.render(with_reply, prompt=True, tools=tools)
             self._must_extend(now, later, f"a message of the {role}")
             if later[len(now) :] != (appended := self._behind([observation])):
                 raise _rewrites(f"a message of the {role}", appended, later[len(now) :])
-            told.append({"role": "assistant", "content": _REPLY})
+            with_reply.append({"role": "assistant", "content": _REPLY})
 
     def _must_extend(self, shorter: str, longer: str, what: str) -> None:
         if not longer.startswith(shorter):
@@ -536,14 +542,14 @@ class ChatTokenizer:
         prompt = self._rendered([_USER], prompt=True) or ""
         closing = (self._rendered(_STAND_IN, prompt=False) or "")[len(self._before) :]
         framed = [user, self._rendered([system, _USER], prompt=False) or "", closing]
-        found = [name for text in framed for name in texts.find(text)]
+        marks = [name for text in framed for name in texts.find(text)]
         if prompt.startswith(user):
-            found += texts.find(prompt[len(user) :])[:1]  # then comes what opens the reasoning
+            marks += texts.find(prompt[len(user) :])[:1]  # then comes what opens the reasoning
         for message in _OTHERS:
             whole = self._rendered([*_STAND_IN, message], prompt=False) or ""
             if whole.startswith(self._before):
-                found += self._texts.find(whole[len(self._before) :])
-        return list(dict.fromkeys(name for name in found if not opened_by(name)))
+                marks += self._texts.find(whole[len(self._before) :])
+        return list(dict.fromkeys(name for name in marks if not opened_by(name)))
 
     def _rendered(self, messages: Sequence[ChatMessage], *, prompt: bool) -> str | None:
         """Return what the template makes of messages, or None where it refuses them."""
@@ -576,10 +582,10 @@ class ChatTokenizer:
     ) -> str:
         if any(message.get("tool_calls") for message in messages):
             if not self._call_form:
-                found = find_call_form(
+                call_form = find_call_form(
                     lambda told, their_tools: self._render(told, prompt=False, tools=their_tools)
                 )
-                self._call_form.append(found)
+                self._call_form.append(call_form)
             messages = self._call_form[0].fit(messages)
         return self._render(messages, prompt=prompt, tools=tools)
 
@@ -711,10 +717,10 @@ def _hides_reply() -> ModelError:
     )
 
 
-def _num_shared(one: str, other: str) -> int:
+def _num_shared(left: str, other: str) -> int:
     """Return how many characters two texts have in common at the beginning."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+    pairs = enumerate(zip(left, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(left), len(other)))
 
 
 def _until_reply(rendered: str) -> str:
@@ -725,7 +731,7 @@ def _until_reply(rendered: str) -> str:
 def _marks_of(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
     """Return the special tokens, and added ones that look like marks of a template."""
     added = cast("dict[int, Any]", cast("Any", tokenizer).added_tokens_decoder).items()
-    marks = {int(number): str(one.content) for number, one in added}
+    marks = {int(number): str(token.content) for number, token in added}
     marks = {number: name for number, name in marks.items() if _MARK.fullmatch(name)}
     return marks | {number: name for name, number in special_tokens(tokenizer).items()}
 

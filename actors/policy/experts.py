@@ -1,6 +1,13 @@
-"""The routers of a mixture of experts: what chooses, in each layer, the experts that read a token.
+"""The routers of a mixture of experts: recording, and replaying, which experts read a token.
 
-Shape letters: X tokens, E experts of a layer, K of them that read a token, H hidden size.
+Generator and learner compute in different ways, and a router's choice is not continuous: what
+changes a hidden state by a thousandth may give a token other experts, and another log-prob. So the
+generator records its choices, and the learner computes with the same experts (R3, "Stabilizing MoE
+Reinforcement Learning by Aligning Training and Inference Routers", arXiv:2510.11370); how they are
+weighed is the learner's own, with gradients.
+
+Shape letters: B rows, T columns, X tokens of a forward pass, L layers with experts, E experts of a
+layer, K of them that read a token, H hidden size.
 """
 
 # torch leaves some of its methods untyped.
@@ -43,7 +50,7 @@ class ExpertShape:
 
 def routers_of(model: nn.Module) -> list[nn.Module]:
     """Return the routers of a model by layer; empty: it has no experts."""
-    return [one for one in model.modules() if type(one).__name__.endswith(_ENDING)]
+    return [module for module in model.modules() if type(module).__name__.endswith(_ENDING)]
 
 
 def shape_of(model: nn.Module) -> ExpertShape:
@@ -51,7 +58,9 @@ def shape_of(model: nn.Module) -> ExpertShape:
     routers = routers_of(model)
     if not routers:
         raise _refused("the model has no routers that choose experts for a token")
-    kinds = {(int(cast(Any, one).top_k), int(cast(Any, one).num_experts)) for one in routers}
+    kinds = {
+        (int(cast(Any, router).top_k), int(cast(Any, router).num_experts)) for router in routers
+    }
     if len(kinds) > 1:
         raise _refused(f"the layers of the model differ in their experts: {sorted(kinds)}")
     chosen, experts = kinds.pop()
@@ -93,9 +102,7 @@ def _refused(reason: str) -> ModelError:
     )
 
 
-# Recording, where tokens are generated, which experts read them.
-#
-# Shape letters: X tokens of a forward pass, L layers with experts, K experts that read a token.
+# -- recording, in the generator -------------------------------------------------------------------
 
 
 class RouterRecorder:
@@ -108,7 +115,7 @@ class RouterRecorder:
         for layer, router in enumerate(routers_of(model)):
             router.register_forward_hook(partial(self._note, layer))
 
-    def take(self) -> NDArray[np.uint8]:
+    def take_choices(self) -> NDArray[np.uint8]:
         """Return the choices of the latest pass, once: uint8[X, L, K], in the order of its tokens.
 
         Within a token's experts the order is the router's own, the likeliest first.
@@ -120,15 +127,7 @@ class RouterRecorder:
         self._chosen[layer] = output[2]
 
 
-# Replaying, where a model learns, which experts read each token as it was generated (R3).
-#
-# Generator and learner compute in different ways, and a router's choice is not continuous: what
-# changes a hidden state by a thousandth may give a token other experts, and another log-prob.
-# With the generator's choices the learner computes with the experts that the generator computed
-# with; how they are weighed is the learner's own, with gradients ("Stabilizing MoE Reinforcement
-# Learning by Aligning Training and Inference Routers", arXiv:2510.11370).
-#
-# Shape letters: B rows, T columns, X tokens of a forward pass, L layers, K experts of a token.
+# -- replaying, in the learner ---------------------------------------------------------------------
 
 
 class RouterReplay:
@@ -152,15 +151,15 @@ class RouterReplay:
     def check(self, group: Group) -> None:
         """Raise DataError for a group that does not tell the experts of what is to be trained."""
         for item in group.sampled:
-            told = item.experts
-            if told is None:
+            recorded = item.experts
+            if recorded is None:
                 raise _unfit("a trajectory does not tell which experts read its tokens")
-            if not self.shape.fits(told.shape):
+            if not self.shape.fits(recorded.shape):
                 raise _unfit(
-                    f"a trajectory tells {told.shape[2]} experts of {told.shape[1]} layers for a "
-                    f"token, the model has {self.shape.chosen} of {self.shape.layers}"
+                    f"a trajectory has {recorded.shape[2]} experts of {recorded.shape[1]} layers "
+                    f"for a token, the model has {self.shape.chosen} of {self.shape.layers}"
                 )
-            if told.max() >= self.shape.experts or (np.diff(np.sort(told)) == 0).any():
+            if recorded.max() >= self.shape.experts or (np.diff(np.sort(recorded)) == 0).any():
                 raise _unfit(
                     f"experts must be from 0 to {self.shape.experts - 1}, each once for a token"
                 )

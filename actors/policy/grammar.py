@@ -1,7 +1,11 @@
 """Grammars over tokens: which token may follow those that an answer has so far.
 
-A grammar is a text in llguidance's form of Lark and says all of an answer, the token that ends it
-included. What it allows depends on the answer's tokens alone, so that an answer which was begun
+A grammar is a text in llguidance's form of Lark and says all of an answer: reasoning, where the
+prompt has opened it, then JSON or calls of tools, as the model's chat template writes them, and the
+token that ends the turn. White space within JSON is bounded, so that no model can go on with it for
+ever.
+
+What a grammar allows depends on the answer's tokens alone, so that an answer which was begun
 elsewhere goes on, and newer weights change nothing of it. Compiling is bounded: by the size of the
 text, by the library's own limits on states and steps, and by a deadline in a thread of its own.
 """
@@ -68,7 +72,7 @@ class TokenGrammar:
         """Return the state of an answer behind the tokens that it has already."""
         state = GrammarState(self._matcher.deep_copy(), self.num_tokens)
         for token in drawn:
-            state.take(int(token))
+            state.accept_token(int(token))
         return state
 
 
@@ -81,11 +85,11 @@ class GrammarState:
         self.error = ""
         """Why the answer cannot go on; empty: it can."""
 
-    def take(self, token: int) -> None:
+    def accept_token(self, token: int) -> None:
         """Go on behind a token."""
         if not self.error and not self.matcher.consume_token(token):
-            told = self.matcher.get_error() or f"token {token} is not allowed there"
-            self.error = told.strip()[:_SHOWN]
+            reason = self.matcher.get_error() or f"token {token} is not allowed there"
+            self.error = reason.strip()[:_SHOWN]
 
 
 class MaskFiller:
@@ -233,23 +237,19 @@ def read_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> llguidance.LLTokeniz
 
 def check_grammar(text: str) -> str:
     """Return what is wrong with a grammar whatever the tokenizer; empty: nothing."""
-    told = llguidance.LLMatcher.validate_grammar(text, limits=_limits())
-    return _reason(told) if told else ""
+    message = llguidance.LLMatcher.validate_grammar(text, limits=_limits())
+    return _reason(message) if message else ""
 
 
-def _reason(told: str) -> str:
+def _reason(message: str) -> str:
     """Return the library's reason without the grammar's lines, which nobody wrote by hand."""
-    first = _LINES.split(told)[0]
+    first = _LINES.split(message)[0]
     return " ".join(_PLACE.sub("", first).split())[:_SHOWN].removeprefix(
         "failed to compile JSON schema: "
     )
 
 
-# From the form that an answer must have to a grammar over the tokens of one model.
-#
-# The grammar says the whole answer: reasoning, where the prompt has opened it, then JSON or calls
-# of tools, as the model's chat template writes them, and a token that ends the turn. White space
-# within JSON is bounded, so that no model can go on with it for ever.
+# -- the grammar of an output format ---------------------------------------------------------------
 
 _SPACE = r"( |\n {0,24})?"
 """One space, or a line's end and an indentation."""
@@ -382,7 +382,7 @@ class OutputGrammars:
         """
         parts: list[str] = []
         while text:
-            at, mark = min((text.find(one) % (len(text) + 1), one) for one in (OPEN, CLOSE))
+            at, mark = min((text.find(tag) % (len(text) + 1), tag) for tag in (OPEN, CLOSE))
             parts.append(_text(text[:at]))
             if at < len(text):
                 token = self._chat.special_token(mark)
@@ -393,15 +393,20 @@ class OutputGrammars:
 
 def call_form(chat: ChatTokenizer) -> CallSyntax:
     """Find out how a template writes calls; OtherCallForm for another form than Hermes'."""
-    one = _rendered_calls(chat, 1)
+    rendered = _rendered_calls(chat, 1)
     arguments = next(
-        (told for told in (json.dumps(_ARGUMENTS), '{"stand":"in"}') if told in one), ""
+        (
+            written_arguments
+            for written_arguments in (json.dumps(_ARGUMENTS), '{"stand":"in"}')
+            if written_arguments in rendered
+        ),
+        "",
     )
-    start, end = one.find(OPEN), one.rfind(CLOSE) + len(CLOSE)
-    written = one[start:end] if start >= 0 else ""
-    _, found = parse_tool_calls(written)
+    start, end = rendered.find(OPEN), rendered.rfind(CLOSE) + len(CLOSE)
+    written = rendered[start:end] if start >= 0 else ""
+    _, calls = parse_tool_calls(written)
     name_at, at = written.find(_NAME), written.rfind(arguments) if arguments else -1
-    if not found or not 0 <= name_at < at:
+    if not calls or not 0 <= name_at < at:
         raise OtherCallForm(
             "this model's chat template writes tool calls in a form that answers cannot be held to",
             hint='only <tool_call>{"name": …, "arguments": …}</tool_call> can be: let tool_choice '
@@ -424,13 +429,13 @@ def call_form(chat: ChatTokenizer) -> CallSyntax:
 def _rendered_calls(chat: ChatTokenizer, num: int) -> str:
     """Return what a template makes of a turn with calls."""
     call = {"type": "function", "id": "c00000000", "function": _call_told()}
-    told = [
+    conversation = [
         {"role": "user", "content": "stand-in"},
         {"role": "assistant", "content": "", "tool_calls": [call] * num},
     ]
     try:
-        prompt = chat.render(told[:1], prompt=True, tools=[_TOOL])
-        whole = chat.render(told, prompt=False, tools=[_TOOL])
+        prompt = chat.render(conversation[:1], prompt=True, tools=[_TOOL])
+        whole = chat.render(conversation, prompt=False, tools=[_TOOL])
     except ModelError as error:
         raise OtherCallForm(
             f"this model's chat template takes no tool calls: {error.message}",
@@ -460,12 +465,12 @@ def _arguments(schema: Any) -> Any:
 
 
 def _json(schema: Any) -> str:
-    told: dict[str, Any] | bool = closed(schema)
-    if isinstance(told, bool):
+    closed_schema: dict[str, Any] | bool = closed(schema)
+    if isinstance(closed_schema, bool):
         nothing: list[Any] = []
-        told = {} if told else {"enum": nothing}
+        closed_schema = {} if closed_schema else {"enum": nothing}
     options = {"whitespace_flexible": True, "whitespace_pattern": _SPACE}
-    return f"%json {json.dumps({**told, 'x-guidance': options}, ensure_ascii=False)}"
+    return f"%json {json.dumps({**closed_schema, 'x-guidance': options}, ensure_ascii=False)}"
 
 
 def _text(text: str) -> str:
@@ -487,15 +492,15 @@ def _unsupported(wanted: OutputFormat, tools: Sequence[Mapping[str, Any]]) -> st
             schemas.append((f"tools[{number}].function.parameters", function["parameters"]))
     tried = 0
     for place, schema in schemas:
-        told = place
+        named = place
         inner: list[tuple[str, Any]] = [(place, schema)]
         while inner and tried < _MOST_TRIED:
             tried += 1
             at, part = inner.pop(0)
             if _is_wrong(part, schema):
-                told, inner = at, [] if at.endswith(".pattern") else _parts(part, at)
-        if told != place or _is_wrong(schema, schema):
-            return told
+                named, inner = at, [] if at.endswith(".pattern") else _parts(part, at)
+        if named != place or _is_wrong(schema, schema):
+            return named
     return ""
 
 
@@ -510,18 +515,18 @@ def _is_wrong(part: Any, root: Any) -> bool:
 
 def _parts(schema: Any, place: str) -> list[tuple[str, Any]]:
     """Return the schemas right within one, with their places."""
-    found: list[tuple[str, Any]] = []
+    inner_parts: list[tuple[str, Any]] = []
     for key, value in cast("dict[str, Any]", schema).items() if isinstance(schema, dict) else ():
         at = f"{place}.{key}"
         if key in ("properties", "patternProperties", "$defs", "definitions"):
             if isinstance(value, dict):
                 parts = cast("dict[str, Any]", value)
-                found += [(f"{at}.{name}", inner) for name, inner in parts.items()]
+                inner_parts += [(f"{at}.{name}", inner) for name, inner in parts.items()]
         elif key in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
             listed = cast("list[Any]", value)
-            found += [(f"{at}[{number}]", inner) for number, inner in enumerate(listed)]
+            inner_parts += [(f"{at}[{number}]", inner) for number, inner in enumerate(listed)]
         elif key in ("items", "additionalProperties"):
-            found.append((at, value))
+            inner_parts.append((at, value))
         elif key == "pattern":
-            found.append((at, {"type": "string", "pattern": value}))
-    return found
+            inner_parts.append((at, {"type": "string", "pattern": value}))
+    return inner_parts

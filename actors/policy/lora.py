@@ -12,7 +12,6 @@ folders, and the tensors have the names that they have there. Names of tensors f
 import contextlib
 import copy
 import json
-import os
 import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from pydantic import ValidationError
 
 from ...schemas.config.sections import ADAPTER_CONFIG, LoraConfig
 from ...schemas.wire.errors import ModelError
-from ..storage.cache import base_here
+from ..storage.adapters import adapter_settings, base_of, is_adapter
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -112,32 +111,13 @@ _STARTS = frozenset({True, False, "true", "false", "gaussian", "eva", "orthogona
 """Ways to draw an adapter that leave its base as it is."""
 
 
-def is_adapter(path: str | Path) -> bool:
-    """Whether a folder holds a PEFT adapter instead of a model."""
-    return os.path.isfile(os.path.join(path, ADAPTER_CONFIG))  # noqa: PTH113, PTH118  False for odd paths
-
-
-def base_of(folder: str | Path) -> str:
-    """Return the model that an adapter belongs to; ModelError when the folder does not say.
-
-    One that came by URL may name its base so: that is fetched, too, which may raise StorageError.
-    """
-    base = _settings(folder).get("base_model_name_or_path")
-    if not base:
-        raise ModelError(
-            f"{folder} does not say to which model its adapter belongs",
-            hint=f"set base_model_name_or_path in its {ADAPTER_CONFIG}",
-        )
-    return base_here(str(folder), str(base))
-
-
 def config_of(folder: str | Path) -> LoraConfig:
     """Return the configuration that makes an adapter like that of a folder.
 
     Layers that PEFT's file does not name one by one (an expression, some of the model's blocks)
     are named as its tensors are. Raises ModelError that names a setting that has no place here.
     """
-    settings = _settings(folder)
+    settings = adapter_settings(folder)
     _refuse_settings(folder, settings)
     targets: Any = settings.get("target_modules")
     exclude: Any = settings.get("exclude_modules") or []
@@ -145,7 +125,7 @@ def config_of(folder: str | Path) -> LoraConfig:
         targets, exclude = sorted({layer_of(name) for name in _names(folder)}), []
     if settings.get("r") in (0, None):
         raise ModelError(f"{folder} holds no LoRA adapter: it has no r", hint="take a LoRA adapter")
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "rank": settings["r"],
         "alpha": settings.get("lora_alpha"),
         "targets": targets,
@@ -155,7 +135,7 @@ def config_of(folder: str | Path) -> LoraConfig:
         "rslora": settings.get("use_rslora") or False,
     }
     try:
-        config = LoraConfig.model_validate(told)
+        config = LoraConfig.model_validate(fields)
         for name in (*config.rank_pattern, *config.alpha_pattern):
             re.compile(name)
     except (ValidationError, re.error) as error:
@@ -213,7 +193,7 @@ def layer_of(name: str) -> str:
 
 def layer_settings(folder: str | Path) -> str:
     """Return what PEFT's file says of an adapter's layers and ranks, to be shown."""
-    settings = _settings(folder)
+    settings = adapter_settings(folder)
     return ", ".join(
         f"{name}={reprlib.repr(settings[name])}"
         for name in _SHAPES
@@ -292,7 +272,7 @@ def merge(model: "PreTrainedModel", folder: str | Path) -> "PreTrainedModel":
     """
     from peft import PeftModel
 
-    settings = _settings(folder)
+    settings = adapter_settings(folder)
     if str(settings.get("peft_type", _LORA)).upper() == _LORA:
         _refuse_unknown(folder, settings)
     try:
@@ -327,10 +307,10 @@ def untie(model: "PreTrainedModel", folder: str | Path) -> None:
     head, embedding = shaped.get_output_embeddings(), shaped.get_input_embeddings()
     if head is None or head.weight is not embedding.weight:
         return
-    if _settings(folder).get("ensure_weight_tying"):
+    if adapter_settings(folder).get("ensure_weight_tying"):
         return
     tied = tuple(
-        f"{PREFIX}{name}." for name, one in shaped.named_modules() if one in (head, embedding)
+        f"{PREFIX}{name}." for name, module in shaped.named_modules() if module in (head, embedding)
     )
     changed = (name for name in _names(folder) if not name.endswith((*BESIDE, *_TIED)))
     if any(name.startswith(tied) for name in changed):
@@ -372,7 +352,7 @@ def other_adapter(model: "nn.Module", tensors: "Sequence[Tensor]") -> Iterator[N
     import torch
 
     mine = list(policy_tensors(model).values())
-    kept = [tensor.detach().clone() for tensor in mine]
+    saved = [tensor.detach().clone() for tensor in mine]
 
     @torch.no_grad()
     def put(values: "Sequence[Tensor]") -> None:
@@ -383,7 +363,7 @@ def other_adapter(model: "nn.Module", tensors: "Sequence[Tensor]") -> Iterator[N
     try:
         yield
     finally:
-        put(kept)
+        put(saved)
 
 
 def set_dropout(model: "nn.Module", *, on: bool) -> None:
@@ -494,7 +474,9 @@ def _check_same(folder: str | Path, config: LoraConfig, layers: Sequence[str]) -
                 f"the adapter in {folder} has {key} {value}, lora.{key} is {set_to}",
                 hint=f"set lora.{key}={value}, or train all weights: lora.rank=0",
             )
-    other = next((one for one in layers if theirs.scale_of(one) != config.scale_of(one)), None)
+    other = next(
+        (layer for layer in layers if theirs.scale_of(layer) != config.scale_of(layer)), None
+    )
     if other is None:
         return
     named = {
@@ -502,11 +484,11 @@ def _check_same(folder: str | Path, config: LoraConfig, layers: Sequence[str]) -
         "alpha_pattern": ("alpha_pattern", theirs.alpha_pattern, config.alpha_pattern),
         "rank_pattern": ("rank_pattern", theirs.rank_pattern, config.rank_pattern),
     }
-    told = {name: one for name, one in named.items() if one[1] != one[2]}
-    said = ", ".join(f"{name} {value!r}" for name, (_, value, _) in told.items())
-    hint = ", ".join(f"lora.{key}={json.dumps(value)}" for key, value, _ in told.values())
+    differing = {name: layer for name, layer in named.items() if layer[1] != layer[2]}
+    settings = ", ".join(f"{name} {value!r}" for name, (_, value, _) in differing.items())
+    hint = ", ".join(f"lora.{key}={json.dumps(value)}" for key, value, _ in differing.values())
     raise ModelError(
-        f"the adapter in {folder} was made with {said}: in {other} it is multiplied by "
+        f"the adapter in {folder} was made with {settings}: in {other} it is multiplied by "
         f"{theirs.scale_of(other):g}, by the configuration by {config.scale_of(other):g}",
         hint=f"set {hint}",
     )
@@ -548,14 +530,3 @@ def _refused(folder: str | Path, name: str, value: Any, why: str) -> ModelError:
         f"the adapter in {folder} has {name}={reprlib.repr(value)}, which has no place here: {why}",
         hint="merge it into its model with PEFT (`merge_and_unload`), and take that",
     )
-
-
-def _settings(folder: str | Path) -> dict[str, Any]:
-    file = Path(folder) / ADAPTER_CONFIG
-    try:
-        read: Any = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file} cannot be read: {error}", hint="copy the folder again") from error
-    if not isinstance(read, dict):
-        raise ModelError(f"{file} holds no JSON object", hint="copy the folder again")
-    return cast("dict[str, Any]", read)

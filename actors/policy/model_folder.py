@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ...schemas.config.sections import LoraConfig
 from ...schemas.wire.errors import ModelError, TinkermqError
+from ..storage.adapters import base_of, is_adapter
 from ..storage.digests import check_digests
-from .lora import add_adapter, base_of, beside, is_adapter, merge, untie
+from .lora import add_adapter, beside, merge, untie
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     )
 
 
-# Why a model of the hub, `owner/name`, cannot be had: told apart by classes of errors.
+# -- models of the hub -----------------------------------------------------------------------------
 
 _HUB_S = 5.0
 
@@ -42,7 +43,7 @@ def hub_error(path: str, error: Exception, *, offline: bool) -> ModelError:
     behind = list(_behind(error))
 
     def came_from(*kinds: type[Exception]) -> bool:
-        return any(isinstance(one, kinds) for one in behind)
+        return any(isinstance(cause, kinds) for cause in behind)
 
     here = (
         f"model {path} is neither a folder on {socket.gethostname()} nor in its Hugging Face cache"
@@ -109,11 +110,11 @@ def check_hub_model(path: str) -> None:
 def _behind(error: BaseException) -> Iterator[BaseException]:
     """Yield an error and those that it came from."""
     seen: set[int] = set()
-    one: BaseException | None = error
-    while one is not None and id(one) not in seen:
-        seen.add(id(one))
-        yield one
-        one = one.__cause__ or one.__context__
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")

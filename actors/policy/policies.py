@@ -1,7 +1,8 @@
 """The policies of a job: the model of its configuration, and those of roles with one of their own.
 
 The first is called by the empty name, the others by their roles. The weights of all travel as one
-version: a tensor of a role's policy is named `role/tensor`.
+version: a tensor of a role's policy is named `role/tensor`. A job starts from the models of its
+configuration, or from a checkpoint that holds all of them.
 """
 
 from pathlib import Path
@@ -9,8 +10,9 @@ from pathlib import Path
 from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import LoraConfig
 from ...schemas.job import JobRecord
+from ..storage.adapters import is_adapter
 from ..storage.digests import check_digests
-from .lora import config_of, is_adapter
+from .lora import config_of
 
 MAIN = ""
 
@@ -36,9 +38,6 @@ def prefix_of(policy: str) -> str:
 def policy_folder(checkpoint: Path, policy: str) -> Path:
     """Return the folder of a policy in a checkpoint: the main one's is the checkpoint itself."""
     return checkpoint / "policies" / policy if policy else checkpoint
-
-
-# The models that a job starts from: its base, its policies, or a checkpoint with all of them.
 
 
 def check_weights(record: JobRecord, config: JobConfig) -> None:

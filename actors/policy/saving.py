@@ -1,22 +1,16 @@
-"""Folders that must be whole on the disk before they get their names, and models in them.
+"""Models written to folders, and the check at submission that one can be written at all.
 
 transformers reads settings that it refuses to write: sampling values without `do_sample` in
 generation_config.json, for one. Such a model trains, so it is written with what it came with; and
 what cannot be written at all is found by writing before training.
 """
 
-import errno
-import os
-import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
-
-from ...broker.disk import FREE_SPACE, remedy
-from ...schemas.wire.errors import ModelError, StorageError, TinkermqError
+from ...schemas.wire.errors import ModelError, TinkermqError
 from .model_folder import (
     auto_class,
     load_generation_config,
@@ -32,43 +26,6 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 GENERATION_CONFIG = "generation_config.json"
-
-
-def flush(folder: Path) -> None:
-    """Bring a folder to the disk, with all that is in it, before it gets its final name."""
-    for path in (*folder.rglob("*"), folder):
-        if path.is_dir():
-            flush_entries(path)
-        else:
-            with path.open("rb+") as handle:
-                os.fsync(handle.fileno())
-
-
-def flush_entries(folder: Path) -> None:
-    """Bring to the disk which files a folder has."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def storage_error(final: Path, error: Exception) -> StorageError | None:
-    """Say why a checkpoint could not be written; None for an error that is not the disk's.
-
-    A full disk makes the libraries raise errors of many kinds.
-    """
-    free = shutil.disk_usage(final.parent if final.parent.exists() else Path("/")).free
-    is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or free < 2**20
-    if not is_full and not isinstance(error, OSError | RuntimeError | SafetensorError):
-        return None
-    reason = "the disk is full" if is_full else str(error)
-    failure = StorageError(
-        f"checkpoint {final} could not be written: {reason} ({free / 2**20:,.0f} MiB free)",
-        hint=FREE_SPACE if is_full else remedy(error, final),
-    )
-    failure.is_full = is_full
-    return failure
 
 
 def save_model(

@@ -122,11 +122,11 @@ class SpecialText:
             return guarded.hide(value, lambda match: self._codes[match[0]], self._nothing)
         if isinstance(value, Mapping):
             return {
-                self._hidden(key, guarded): self._hidden(one, guarded)
-                for key, one in cast("Mapping[Any, Any]", value).items()
+                self._hidden(key, guarded): self._hidden(item, guarded)
+                for key, item in cast("Mapping[Any, Any]", value).items()
             }
         if isinstance(value, list | tuple):
-            return [self._hidden(one, guarded) for one in cast("Sequence[Any]", value)]
+            return [self._hidden(item, guarded) for item in cast("Sequence[Any]", value)]
         return value
 
     def _as_text(self, text: str) -> list[int]:
@@ -186,8 +186,8 @@ class _Guarded:
         cuts = range(1, min(self._most, len(text) + 1))
         begins = any(text[:cut] in self._tails for cut in cuts)
         ends = any(text[-cut:] in self._heads for cut in cuts)
-        found = self._pattern.sub(code, text)
-        return f"{nothing * begins}{found}{nothing * ends}" if begins or ends else found
+        hidden = self._pattern.sub(code, text)
+        return f"{nothing * begins}{hidden}{nothing * ends}" if begins or ends else hidden
 
     def find(self, text: str) -> list[str]:
         return self._pattern.findall(text)
@@ -195,9 +195,9 @@ class _Guarded:
     def last(self, text: str) -> int:
         near = max(0, len(text) - _NEAR_CHARS)
         for start in (near, 0) if near else (0,):
-            found = [match.start() for match in self._pattern.finditer(text, start)]
-            if found and (not start or found[-1] - start > self._most):  # no half of a longer one
-                return found[-1]
+            starts = [match.start() for match in self._pattern.finditer(text, start)]
+            if starts and (not start or starts[-1] - start > self._most):  # no half of a longer one
+                return starts[-1]
         return 0
 
     def starts(self, text: str) -> bool:
@@ -224,9 +224,9 @@ def _at_depth(what: str) -> Iterator[None]:
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
     """Return the tokens that a tokenizer calls special, and their ids."""
     added = cast("dict[int, Any]", cast("Any", tokenizer).added_tokens_decoder)
-    found = {str(token.content): int(number) for number, token in added.items() if token.special}
+    special = {str(token.content): int(number) for number, token in added.items() if token.special}
     named = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=False)
-    return {**{str(name): int(number) for name, number in named}, **found}
+    return {**{str(name): int(number) for name, number in named}, **special}
 
 
 def _id_of(tokenizer: "PreTrainedTokenizerBase", name: str) -> int:
@@ -245,9 +245,11 @@ def _rename_in(model: dict[str, Any], names: Mapping[str, str]) -> None:
     if isinstance(unknown := model.get("unk_token"), str):
         model["unk_token"] = names.get(unknown, unknown)
     if merges := cast("list[Any]", model.get("merges") or []):
-        pairs = [tuple(one.split(" ")) if isinstance(one, str) else tuple(one) for one in merges]
+        pairs = [
+            tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in merges
+        ]
         model["merges"] = [
-            one
-            for one, (left, right) in zip(merges, pairs, strict=True)
+            pair
+            for pair, (left, right) in zip(merges, pairs, strict=True)
             if not {left, right, left + right} & names.keys()
         ]

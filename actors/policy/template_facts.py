@@ -1,6 +1,15 @@
 """What a model's chat template can do for programs, found out by rendering, once at start-up.
 
-What it cannot do costs rows or tools, never exactness; it is told as an event.
+What the policy said is never rendered again. To learn what a template writes between the end of a
+turn and the next one, a short conversation with the *shape* of the turn is rendered instead: the
+same calls, with their names and ids, and a mark where the last of it would stand. What follows the
+mark is what follows the turn. Templates look back at names and ids, so a plain text in place of the
+turn would not do; and they rewrite what came long before, so what stands before the mark is not
+looked at.
+
+Whether that is the true continuation is proved for each template at start-up, by rendering it
+behind other histories. What a template cannot do is logged, and costs rows or tools, never
+exactness: there the whole history is rendered as a root of its own.
 """
 
 import json
@@ -16,22 +25,9 @@ from ...envs.agents.messages import CanonicalCall, CanonicalMessage, joined, pic
 from ...envs.agents.replies import THINK, THOUGHT, parse_reply
 from ...envs.chat_messages import read_object
 from ...envs.tool_calls import FORMATS, CallFormat, certain_length, in_hermes_form
+from ...schemas.wire.array import IntVector
 from ...schemas.wire.errors import ModelError
-from ..engine.engine import IntVector
 from .chat import ChatTokenizer
-
-# New messages behind exact tokens, as a chat template writes them.
-#
-# What the policy said is never rendered again. To learn what a template writes between the end of
-# a turn and the next one, a short conversation with the *shape* of the turn is rendered instead:
-# the same calls, with their names and ids, and a mark where the last of it would stand. What
-# follows the mark is what follows the turn. Templates look back at names and ids, so a plain text
-# in place of the turn would not do; and they rewrite what came long before, so what stands before
-# the mark is not looked at.
-#
-# Whether that is the true continuation is proved for each template at start-up, by rendering it
-# behind other histories. What a template cannot do is told, and costs rows, not exactness: there
-# the whole history is rendered as a root of its own.
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 
@@ -58,8 +54,8 @@ class HistoryRenderer:
 
         Raises ModelError for roles, tools or images that the model or its template does not take.
         """
-        told = [message.for_template() for message in messages]
-        return np.array(self._chat.prompt(told, tools), np.int32)
+        template_messages = [message.for_template() for message in messages]
+        return np.array(self._chat.prompt(template_messages, tools), np.int32)
 
     def following(
         self,
@@ -119,7 +115,7 @@ class HistoryRenderer:
             alone = self._render([*history, turn], tools, prompt=False)
             whole = self._render([*history, turn, *new], tools, prompt=prompt)
             before, _, behind = whole.rpartition(mark)
-            ids = self._chat.encode_seen(behind, [one.encoded for one in pictures_of(new)])
+            ids = self._chat.encode_seen(behind, [picture.encoded for picture in pictures_of(new)])
         except ModelError:
             return None
         if not 0 < alone.count(mark) == whole.count(mark):
@@ -134,8 +130,8 @@ class HistoryRenderer:
         return _Cut(before.replace(mark, ""), ids[at:]) if is_end else None
 
     def _render(self, messages: Sequence[CanonicalMessage], tools: Tools, *, prompt: bool) -> str:
-        told = [message.for_template() for message in messages]
-        return self._chat.render(told, prompt=prompt, tools=tools)
+        template_messages = [message.for_template() for message in messages]
+        return self._chat.render(template_messages, prompt=prompt, tools=tools)
 
 
 def _new_mark() -> str:
@@ -201,7 +197,7 @@ class TemplateFacts:
     reads_calls: bool
     """Whether the calls that it writes are read back as they were."""
 
-    def told(self) -> Iterator[str]:
+    def limitations(self) -> Iterator[str]:
         """Yield what programs have to do without."""
         if not self.takes_system:
             yield "system messages are shown as words of the user"
@@ -280,14 +276,14 @@ def _reads_calls(chat: ChatTokenizer, turn: CanonicalMessage) -> bool:
 
 def _written(chat: ChatTokenizer, turn: CanonicalMessage) -> tuple[list[int], list[int]] | None:
     """Return a prompt, and a turn behind it as the template writes it; None where it refuses."""
-    told = [_USER.for_template(), turn.for_template()]
+    conversation = [_USER.for_template(), turn.for_template()]
     try:
-        prompt = chat.render(told[:1], prompt=True, tools=_TOOLS)
-        whole = chat.render(told, prompt=False, tools=_TOOLS)
+        prompt = chat.render(conversation[:1], prompt=True, tools=_TOOLS)
+        whole = chat.render(conversation, prompt=False, tools=_TOOLS)
     except ModelError:
         return None
     pairs = enumerate(zip(prompt, whole, strict=False))
-    common = next((place for place, (one, other) in pairs if one != other), len(prompt))
+    common = next((place for place, (left, other) in pairs if left != other), len(prompt))
     return chat.encode_seen(prompt), chat.encode_seen(whole[common:], behind=whole[:common])
 
 
@@ -364,8 +360,8 @@ def as_read(parsed: dict[str, Any], *, thinking: bool = False) -> str:
         text = f"{THINK}{reasoning}{THOUGHT}"
     text += str(parsed.get("content") or "")
     for name, arguments in _parsed_calls(parsed):
-        told = {"name": name, "arguments": arguments}
-        text += f"<tool_call>{json.dumps(told, ensure_ascii=False)}</tool_call>"
+        call = {"name": name, "arguments": arguments}
+        text += f"<tool_call>{json.dumps(call, ensure_ascii=False)}</tool_call>"
     return text
 
 

@@ -1,9 +1,12 @@
-"""Make a tiny random model whose tokenizer reads single characters.
+"""Make a tiny random model whose tokenizer reads single characters, with or without vision.
 
 It is what the warm start trains, and what tests and benchmarks run: a real model of a real class,
 small enough that a CPU core trains it in seconds. The vocabulary is 8 special tokens and the 256
 bytes, so every text can be encoded without loss and ASCII characters are one token each. A game of
 many words names those that it says again and again: each is one token then, behind the bytes.
+
+Vision-language models are of Qwen2-VL's or Qwen2.5-VL's classes and have one more token, for
+images. An image is cut into squares of 4 pixels; 2 × 2 of them are one token.
 """
 
 from collections.abc import Sequence
@@ -180,10 +183,7 @@ def save_tiny_model(
     return path
 
 
-# Make a tiny random vision-language model of Qwen2-VL's or Qwen2.5-VL's classes.
-#
-# Its tokenizer reads single characters, as that of the other tiny models does, and has one more
-# token, for images. An image is cut into squares of 4 pixels; 2 × 2 of them are one token.
+# -- vision-language models ------------------------------------------------------------------------
 
 TinyVisionKind = Literal["qwen2_vl", "qwen2_5_vl"]
 

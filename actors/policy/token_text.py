@@ -1,8 +1,11 @@
-"""The bytes that tokens stand for, also where several of them make one character.
+"""The bytes that tokens stand for, and the text of tokens that arrive one by one.
 
 A tokenizer writes bytes in one of two ways: each as a character of an alphabet of 256 (GPT-2's,
 byte-level BPE), or as a piece of its own, `<0xE2>`, beside pieces of text (SentencePiece's byte
 fallback, where `▁` is a space). Which it is, its decoder says.
+
+A character may be spread over several tokens, and a stop text over several as well: streamed text
+is released as soon as neither can change it any more.
 """
 
 import json
@@ -37,10 +40,10 @@ class TokenBytes:
         """
         if token_id in self._special:
             return b""
-        found = self._bytes_of(token_id)
-        if first and found.startswith(b" ") and not self._decoded([token_id]).startswith(" "):
-            return found[1:]
-        return found
+        token_bytes = self._bytes_of(token_id)
+        if first and token_bytes.startswith(b" ") and not self._decoded([token_id]).startswith(" "):
+            return token_bytes[1:]
+        return token_bytes
 
     def _bytes_of(self, token_id: int) -> bytes:
         piece: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
@@ -48,8 +51,8 @@ class TokenBytes:
             return b""
         if self._is_byte_level:
             alphabet = _alphabet()
-            if all(one in alphabet for one in piece):
-                return bytes(alphabet[one] for one in piece)
+            if all(character in alphabet for character in piece):
+                return bytes(alphabet[character] for character in piece)
             return piece.encode()
         if self._has_fallback and (byte := _BYTE.fullmatch(piece)):
             return bytes([int(byte[1], 16)])
@@ -100,10 +103,7 @@ def _alphabet() -> dict[str, int]:
     }
 
 
-# Text of tokens that arrive one by one, up to a stop text. Pure, apart from the tokenizer.
-#
-# A character may be spread over several tokens, and a stop text over several as well: text is
-# told as soon as neither can change it any more.
+# -- streamed text ---------------------------------------------------------------------------------
 
 _UNFINISHED = "�"
 
@@ -156,13 +156,13 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + fresh
-        if found := self._places(text):
-            place, number = min(found)
+        if places := self._places(text):
+            place, number = min(places)
             self.stopped, self._held, self.stop = True, "", self._stops[number]
             return text[:place]
-        kept = 0 if final else self._longest_start(text)
-        self._held = text[len(text) - kept :] if kept else ""
-        return text[: len(text) - kept]
+        num_held = 0 if final else self._longest_start(text)
+        self._held = text[len(text) - num_held :] if num_held else ""
+        return text[: len(text) - num_held]
 
     def _places(self, text: str) -> list[tuple[int, int]]:
         """Return the first place of each stop text that is there, and its number."""

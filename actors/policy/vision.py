@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ...schemas.wire.errors import DataError, ModelError
-from .lora import base_of, is_adapter
+from ..storage.adapters import base_of, is_adapter
 from .model_folder import load_model_config, sees_images
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class ImageReader:
             return None
         return known.seen.get(_prefix(token_ids, self.places(token_ids, known.images)))
 
-    def see(
+    def read_images(
         self, model: nn.Module, token_ids: NDArray[Any], encoded: Sequence[bytes]
     ) -> SeenImages:
         """Read images and find their tokens in a prompt; the model knows their rotary positions.
@@ -157,13 +157,13 @@ class ImageReader:
         with self._lock:
             if (known := self._known.get(digest)) is not None:
                 return known
-        decoded = [_decode(one) for one in encoded]
+        decoded = [_decode(file) for file in encoded]
         tokens = tuple(self._tokens(*image.size) for image in decoded)
         features = self.processor(images=decoded, return_tensors="pt")
         pixels_PD, grid_I3 = features["pixel_values"], features["image_grid_thw"]
-        found = _Known(Images(pixels_PD, grid_I3, tokens, digest))
-        self._remember(found)
-        return found
+        entry = _Known(Images(pixels_PD, grid_I3, tokens, digest))
+        self._remember(entry)
+        return entry
 
     def places(self, token_ids: NDArray[Any], images: Images) -> NDArray[np.int64]:
         """Return the places of the images' tokens: int64[Q].
@@ -199,12 +199,12 @@ class ImageReader:
             ) from error
         return patches // self.processor.merge_size**2
 
-    def _remember(self, found: "_Known") -> None:
+    def _remember(self, entry: "_Known") -> None:
         with self._lock:
-            if found.images.digest in self._known:
+            if entry.images.digest in self._known:
                 return
-            self._known[found.images.digest] = found
-            self._known_bytes += found.images.pixels_PD.nbytes
+            self._known[entry.images.digest] = entry
+            self._known_bytes += entry.images.pixels_PD.nbytes
             while self._known_bytes > _CACHE_BYTES and len(self._known) > 1:
                 _, oldest = self._known.popitem(last=False)
                 self._known_bytes -= oldest.images.pixels_PD.nbytes
@@ -239,7 +239,7 @@ class Processor:
 
 def digest_of(encoded: Sequence[bytes]) -> bytes:
     """Return a digest by which lists of images differ."""
-    return hashlib.sha256(b"".join(hashlib.sha256(one).digest() for one in encoded)).digest()
+    return hashlib.sha256(b"".join(hashlib.sha256(file).digest() for file in encoded)).digest()
 
 
 def load_image_reader(path: str, *, trust_remote_code: bool = False) -> ImageReader | None:
@@ -274,8 +274,8 @@ def embed(model: nn.Module, ids_BT: Tensor, columns_Q: Tensor, images: Sequence[
     """
     whole: Any = model
     words_BTH: Tensor = whole.get_input_embeddings()(ids_BT)
-    pixels_PD = torch.cat([one.pixels_PD for one in images]).to(ids_BT.device)
-    grid_I3 = torch.cat([one.grid_I3 for one in images]).to(ids_BT.device)
+    pixels_PD = torch.cat([image.pixels_PD for image in images]).to(ids_BT.device)
+    grid_I3 = torch.cat([image.grid_I3 for image in images]).to(ids_BT.device)
     seen = whole.get_image_features(pixels_PD, grid_I3, return_dict=True).pooler_output
     seen_QH = torch.cat(tuple(seen)).to(words_BTH.dtype)
     if not len(columns_Q):
@@ -369,7 +369,7 @@ def _refusing_damage(encoded: bytes) -> Iterator[None]:
         ) from error
 
 
-# Room for images in a rendered text: as many tokens as each of them takes.
+# -- images in a rendered text ---------------------------------------------------------------------
 
 
 def check_seen(images: Sequence[bytes], reader: "ImageReader | None") -> None:

@@ -1,1 +1,1 @@
-"""Rollouts: episodes of games and of agent programs, in exact tokens, as groups for the rollout log."""
+"""Rollouts: episodes of games and of agent programs, as groups for the rollout log."""

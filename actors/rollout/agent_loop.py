@@ -26,6 +26,7 @@ from ...envs.serving.remote import Environments, Start
 from ...schemas.config.job import RolloutConfig
 from ...schemas.rollout import Finish, Teaching, Trajectory
 from ...schemas.task import Blame
+from ...schemas.wire.array import IntVector
 from ...schemas.wire.errors import (
     Boundary,
     ConfigError,
@@ -36,7 +37,7 @@ from ...schemas.wire.errors import (
     TinkermqError,
 )
 from ...schemas.wire.trace import trace_of
-from ..engine.engine import Drawn, Engine, Generation, IntVector, OnToken, Sampling, nothing
+from ..engine.engine import Drawn, Engine, Generation, OnToken, Sampling, nothing
 from ..policy.chat import ChatMessage, ChatTokenizer
 from .recording import EpisodeRecorder, GameAt
 from .transcript import Transcript
@@ -243,7 +244,7 @@ class AgentLoop:
                 await recorder.settle()  # tells why, if somebody has taken the episode over
                 raise EngineError(f"the engine ended request {request} without a turn")
         transcript.end_turn(begun, rest)
-        transcript.say(self._chat.answer(*transcript.turn(turn)))
+        transcript.note_text(self._chat.answer(*transcript.turn(turn)))
 
     async def _ask_engine(
         self,
@@ -401,7 +402,7 @@ def _refuse_table(plan: EpisodePlan) -> NoReturn:
     )
 
 
-# Trying an episode again that failed.
+# -- episodes that failed --------------------------------------------------------------------------
 
 T = TypeVar("T")
 _log = structlog.get_logger()
@@ -433,6 +434,6 @@ async def until_played(
             blame = failure.blame.model_dump()
             _log.warning("episode_failed", episode=tried.episode, trace=trace, **blame)
             failures.append(failure)
-            counted = [one for one in failures if one.blame.code != "host_gone"]
+            counted = [earlier for earlier in failures if earlier.blame.code != "host_gone"]
             if failure.is_final or len(counted) >= max_tries:
                 raise

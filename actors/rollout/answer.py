@@ -9,7 +9,8 @@ import numpy as np
 
 from ...broker.client.parts import Tell
 from ...schemas.agent import CallDelta, CallPart, CallRequest
-from ..engine.engine import Drawn, FloatVector, Generation
+from ...schemas.wire.array import FloatVector
+from ..engine.engine import Drawn, Generation
 from ..policy.chat import ChatTokenizer
 from ..policy.template_facts import Tools, certain_text, read_text, reads_whole
 from ..policy.token_text import TextStream
@@ -75,23 +76,26 @@ class GrowingChoice:
         if not self.tells_tokens:
             return {}
         return {
-            "tokens": [self._chat.token_text(one.token_id) for one in drawn],
-            "top_tokens": [[self._chat.token_text(token) for token, _ in one.top] for one in drawn],
-            "top_logprobs": [[logprob for _, logprob in one.top] for one in drawn],
+            "tokens": [self._chat.token_text(drawn_token.token_id) for drawn_token in drawn],
+            "top_tokens": [
+                [self._chat.token_text(token) for token, _ in drawn_token.top]
+                for drawn_token in drawn
+            ],
+            "top_logprobs": [[logprob for _, logprob in drawn_token.top] for drawn_token in drawn],
         }
 
     def end(self, generation: Generation, request: bytes, asking: str) -> None:
         """Take note of the end; tokens that reach into a stop text are not kept."""
-        told = None
+        text = None
         masked = _masked(generation, len(self.drawn))
         if self.stopped:
-            told = self.text = self._plain
-            generation = _generation(self.drawn[: self._whole_tokens(told)], "stop", masked)
+            text = self.text = self._plain
+            generation = _generation(self.drawn[: self._whole_tokens(text)], "stop", masked)
         else:
             if self._tools:
                 ids = [drawn.token_id for drawn in self.drawn]
                 prompt = self.prepared.prompt_ids.tolist()
-                told = self.text = read_text(self._chat, prompt, ids, self._tools)
+                text = self.text = read_text(self._chat, prompt, ids, self._tools)
             elif self._by_token:
                 self.text = self._plain + self._stream.finish()
             else:
@@ -99,10 +103,10 @@ class GrowingChoice:
             ended = generation.finish_reason
             is_stop = ended == "cancelled" or ended == "stop"  # cancelled: it had ended before
             generation = _generation(self.drawn, "stop" if is_stop else "length", masked)
-        self.answered = LoggedAnswer(self.prepared, generation, told, request, asking)
+        self.answered = LoggedAnswer(self.prepared, generation, text, request, asking)
 
     @classmethod
-    def known(cls, answered: LoggedAnswer, chat: ChatTokenizer) -> "GrowingChoice":
+    def from_log(cls, answered: LoggedAnswer, chat: ChatTokenizer) -> "GrowingChoice":
         """Return an answer that was given before."""
         choice = cls(answered.prepared, chat, ())
         choice._replay(answered)
@@ -111,17 +115,17 @@ class GrowingChoice:
     def _replay(self, answered: LoggedAnswer) -> None:
         generated = answered.generated
         columns = (generated.token_ids, generated.logprobs, generated.versions)
-        self.drawn = [Drawn(*one) for one in zip(*(c.tolist() for c in columns), strict=True)]
-        told = answered.text
-        self.text = self._chat.decode(generated.token_ids) if told is None else told
+        self.drawn = [Drawn(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
+        text = answered.text
+        self.text = self._chat.decode(generated.token_ids) if text is None else text
         self.answered = answered
 
     def _whole_tokens(self, text: str) -> int:
         """Return how many tokens say no more than a text."""
-        kept = len(self.drawn)
-        while kept and len(self._said(kept)) > len(text):
-            kept -= 1
-        return kept
+        num_tokens = len(self.drawn)
+        while num_tokens and len(self._said(num_tokens)) > len(text):
+            num_tokens -= 1
+        return num_tokens
 
     def _said(self, num: int) -> str:
         return self._chat.decode([drawn.token_id for drawn in self.drawn[:num]])
@@ -142,22 +146,22 @@ def _generation(
     drawn: Sequence[Drawn], finish: Literal["stop", "length"], masked: FloatVector | None
 ) -> Generation:
     return Generation(
-        np.array([one.token_id for one in drawn], np.int32),
-        np.array([one.logprob for one in drawn], np.float32),
-        np.array([one.version for one in drawn], np.int32),
+        np.array([token.token_id for token in drawn], np.int32),
+        np.array([token.logprob for token in drawn], np.float32),
+        np.array([token.version for token in drawn], np.int32),
         finish,
         masked=None if masked is None else masked[: len(drawn)],
     )
 
 
 def under_known_names(
-    asked: Sequence[PreparedCall], begun: CallPart | None, numbers: range
+    requested: Sequence[PreparedCall], begun: CallPart | None, numbers: range
 ) -> list[PreparedCall]:
     """Return choices of these numbers under the names that the program knows, if it does."""
     names = begun.names if begun is not None else []
     return [
-        replace(one, name=names[number]) if number < len(names) else one
-        for one, number in zip(asked, numbers, strict=True)
+        replace(call, name=names[number]) if number < len(names) else call
+        for call, number in zip(requested, numbers, strict=True)
     ]
 
 
@@ -186,7 +190,7 @@ class GrowingAnswer:
         for event in self.on_change:
             event.set()
 
-    async def tell(
+    async def send_parts(
         self,
         tell: Tell[CallPart],
         *,

@@ -1,4 +1,4 @@
-"""What answers the calls of one episode's program: limits, retries, generation, the log.
+"""Answers the calls of one episode's program: limits, retries, generation, the log.
 
 A request whose prompt and limits are those of an earlier one is a new sample, unless the program's
 client says that it has asked before, or the earlier answer never arrived: then it is that answer.
@@ -38,7 +38,7 @@ from .call_log import CallLog, LoggedAnswer, PastAnswers, restored
 from .call_tree import CallTree
 from .exact_calls import ExactCalls, PreparedCall
 
-# What binds the calls of one episode, and how their tokens are drawn.
+# -- limits and sampling ---------------------------------------------------------------------------
 
 LimitHit: TypeAlias = Literal["", "turns", "length"]
 """The calls of an episode were used up, or its tokens or those of the model's context."""
@@ -79,7 +79,7 @@ class CallLimits:
 
         Raises EpisodeLimit when those of the episode are too large together.
         """
-        fresh = {one.digest: len(one.encoded) for one in pictures}
+        fresh = {picture.digest: len(picture.encoded) for picture in pictures}
         shown = self._images | fresh
         total = sum(shown.values())
         if fresh and self._image_bytes is not None and total > self._image_bytes:
@@ -141,14 +141,14 @@ class CallDrawing:
     def sampling(self, request: CallRequest, room: int, prompt: bytes, number: int) -> Sampling:
         """Return how a sample is drawn: the same for the same prompt (its digest) and number."""
         drawing = _asked(request, self._sampling) if self._obeys_program else self._sampling
-        told = blake2b(f"{self._seed} {number}".encode() + prompt, digest_size=7).digest()
+        digest = blake2b(f"{self._seed} {number}".encode() + prompt, digest_size=7).digest()
         sampling = Sampling(
             max_new_tokens=room,
             temperature=drawing.temperature,
             top_p=drawing.top_p,
             top_k=drawing.top_k,
             stop_token_ids=self._stop_token_ids,
-            seed=int.from_bytes(told, "little"),
+            seed=int.from_bytes(digest, "little"),
         )
         if not self._obeys_program:
             return sampling
@@ -166,27 +166,28 @@ class CallDrawing:
 
 def _penalty(request: CallRequest, name: str, least: float, most: float, default: float) -> float:
     """Return a penalty that a program asks for, within what can be sampled with."""
-    said = request.sampled.get(name)
-    return min(max(least, float(said)), most) if isinstance(said, int | float) else default
+    requested = request.sampled.get(name)
+    return (
+        min(max(least, float(requested)), most) if isinstance(requested, int | float) else default
+    )
 
 
 def _asked(request: CallRequest, drawing: EpisodeSampling) -> EpisodeSampling:
     """Return the sampling that a program asks for; what it does not say is the job's."""
-    said = {
+    requested = {
         name: value
         for name in ("temperature", "top_p", "top_k")
         if isinstance(value := request.sampled.get(name), int | float)
     }
     return replace(
         drawing,
-        temperature=min(max(0.0, float(said.get("temperature", drawing.temperature))), 100.0),
-        top_p=min(max(1e-6, float(said.get("top_p", drawing.top_p))), 1.0),
-        top_k=max(0, int(said.get("top_k", drawing.top_k))),
+        temperature=min(max(0.0, float(requested.get("temperature", drawing.temperature))), 100.0),
+        top_p=min(max(1e-6, float(requested.get("top_p", drawing.top_p))), 1.0),
+        top_k=max(0, int(requested.get("top_k", drawing.top_k))),
     )
 
 
-# Which calls answered which request, in one try of an episode.
-#
+# -- requests that are asked again -----------------------------------------------------------------
 # A request is known by its digest, which equal requests share, by the id that its proxy gave it,
 # and by the names of its choices, once the proxy has been told them.
 
@@ -204,14 +205,14 @@ class KnownAnswers:
 
     def restore(self, answered: Sequence[LoggedAnswer]) -> None:
         """Take the calls of the tree, which were written down; they count as delivered."""
-        for call, one in zip(self._tree.calls, answered, strict=True):
+        for call, answer in zip(self._tree.calls, answered, strict=True):
             if call.delivered is None:  # or its program's proxy asks for it once more
                 self._presumed.add(call.number)
                 call.delivered = True
-            last = self._by_request.get(one.request, [])
+            last = self._by_request.get(answer.request, [])
             is_choice = bool(last) and self._tree.calls[last[0]].num_seen == call.num_seen
             numbers = [*last, call.number] if is_choice else [call.number]
-            self.add(one.request, [one.asked], [one.prepared.name], numbers)
+            self.add(answer.request, [answer.asked], [answer.prepared.name], numbers)
 
     def add(
         self,
@@ -351,16 +352,16 @@ class CallAnswers:
         answer = self._earlier(request, prepared, digest) or self._begin(request, prepared, digest)
         with self._time_use.doing("generate"):
             on_alone = partial(self._keep_for_a_while, answer)
-            return await answer.tell(
+            return await answer.send_parts(
                 tell, stream=request.stream, begun=request.begun, on_alone=on_alone
             )
 
-    def note_delivered(self, told: CallDelivered) -> None:
+    def note_delivered(self, delivered: CallDelivered) -> None:
         """Take notice of whether answers arrived."""
-        for number in told.calls:
+        for number in delivered.calls:
             if number < len(self.tree.calls):
                 call = self.tree.calls[number]
-                call.delivered = bool(call.delivered) or told.whole
+                call.delivered = bool(call.delivered) or delivered.whole
 
     # -- the episode's side ------------------------------------------------------------------------
 
@@ -454,12 +455,12 @@ class CallAnswers:
         if running is not None and running.is_answer_to(request, asking):
             running.askings.append(asking)
             return running
-        if past := self._past.take(digest, request.num_choices):
-            self.num_replayed += sum(len(one.generated.token_ids) for one in past)
+        if past := self._past.next_answer(digest, request.num_choices):
+            self.num_replayed += sum(len(answer.generated.token_ids) for answer in past)
             self._count_sample(prepared, len(past))
-            given = [replace(prepared, name=one.prepared.name) for one in past]
+            given = [replace(prepared, name=answer.prepared.name) for answer in past]
             pairs = zip(past, given, strict=True)
-            known = [replace(one, prepared=at, asked=asking) for one, at in pairs]
+            known = [replace(answer, prepared=at, asked=asking) for answer, at in pairs]
             return self._begin(request, prepared, digest, known)
         if numbers := self._known.find(request, digest):
             self._known.tell_again(numbers)
@@ -472,7 +473,7 @@ class CallAnswers:
         parent = first.attachment.parent
         return CallPart(
             delivery=self._log.delivery,
-            names=[one.name for one in prepared],
+            names=[call.name for call in prepared],
             has_tools=first.has_tools,
             is_thinking=first.thinking,
             num_prompt=first.num_prompt,
@@ -497,39 +498,39 @@ class CallAnswers:
         Some are known where a generator died between two of them; `numbers` are of those that are
         in the tree. Raises EpisodeLimit where one would be generated and must not be.
         """
-        choices = [GrowingChoice.known(one, self._chat) for one in known]
+        choices = [GrowingChoice.from_log(logged, self._chat) for logged in known]
         if numbers:  # what was asked then, so that all choices are answers to one request
             prepared = replace(prepared, attachment=known[0].prepared.attachment)
         more = range(len(known), request.num_choices)
-        asked = [self._exact.another(prepared) if number else prepared for number in more]
+        requested = [self._exact.another(prepared) if number else prepared for number in more]
         choices += [
             GrowingChoice(
-                one,
+                call,
                 self._chat,
                 request.stop,
                 request.tools,
                 by_token=request.stream,
                 tells_tokens=request.top_logprobs is not None,
             )
-            for one in under_known_names(asked, request.begun, more)
+            for call in under_known_names(requested, request.begun, more)
         ]
-        opening = self._opening(request, [one.prepared for one in choices])
+        opening = self._opening(request, [choice.prepared for choice in choices])
         answer = GrowingAnswer(opening, choices, [asking_of(request)])
         samplings: list[Sampling] = []
         if more:
             num_calls = len(self.tree.calls) - len(numbers)
-            num_calls += sum(len(one.choices) for one in self._open.values())
+            num_calls += sum(len(open_answer.choices) for open_answer in self._open.values())
             num_tokens = sum(len(call.generated.token_ids) for call in self.tree.calls)
             room = self._limits.room(request, prepared.num_prompt, num_calls, num_tokens)
             prompt, drawn = self._count_sample(prepared, len(more))
             at_once = range(drawn, drawn + len(more))
             samplings = [
                 replace(
-                    self._drawing.sampling(request, room, prompt, one),
+                    self._drawing.sampling(request, room, prompt, number),
                     grammar=prepared.grammar,
                     num_top=request.top_logprobs or 0,
                 )
-                for one in at_once
+                for number in at_once
             ]
         for choice in choices[: len(known)]:
             choice.tells_tokens = request.top_logprobs is not None
@@ -614,7 +615,7 @@ class CallAnswers:
                     self._engine.cancel(name)
 
             generation = await self._engine.generate(
-                prepared.ids_with([one.token_id for one in begun]),
+                prepared.ids_with([token.token_id for token in begun]),
                 replace(
                     sampling,
                     max_new_tokens=sampling.max_new_tokens - len(begun),

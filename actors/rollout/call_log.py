@@ -1,9 +1,9 @@
 """Calls of programs in the log: each is written down before its program sees the end of an answer.
 
-They stand where other running episodes do (`broker/partial_rollouts.py`), fenced in the same way: who was
-overtaken can tell a program words, and end no answer. The next holder of the task has the tree of
-calls from there and answers on. Where the program itself has to start again, since its host has
-died, what it asks once more is answered from what was written down, token for token.
+They stand where other running episodes do (`broker/partial_rollouts.py`), fenced in the same way: a
+holder that was overtaken can send a program text, and end no answer. The next holder of the task
+has the tree of calls from there and answers on. Where the program itself has to start again, since
+its host has died, what it asks once more is answered from what was written down, token for token.
 """
 
 from collections import defaultdict, deque
@@ -21,9 +21,10 @@ from ...envs.agents.wire import packed, unpacked
 from ...envs.serving.remote import Environments
 from ...schemas.rollout import LoggedCall, Segment
 from ...schemas.task import Task
+from ...schemas.wire.array import FloatVector
 from ...schemas.wire.errors import DeadlineError
 from ...schemas.wire.subjects import JobScope
-from ..engine.engine import FloatVector, Generation
+from ..engine.engine import Generation
 from .call_tree import Attachment, Branch, CallTree
 from .exact_calls import ExactCalls, PreparedCall
 from .recording import EpisodeRecorder, TaskRecorder
@@ -75,8 +76,8 @@ class CallLog(EpisodeRecorder):
         before, self._before = self._before, ()
         self.found = [segment for segment in before if segment.call is not None]
         self._num_tries += 1
-        told = f"{self._name} {self._num_tries}".encode()
-        self.drawing_seed = int.from_bytes(blake2b(told, digest_size=7).digest(), "little")
+        try_key = f"{self._name} {self._num_tries}".encode()
+        self.drawing_seed = int.from_bytes(blake2b(try_key, digest_size=7).digest(), "little")
         self.episode, self.host, self._end = "", "", 0
         if before:
             last = before[-1]
@@ -177,10 +178,10 @@ def _spread(masked: float, num: int) -> FloatVector | None:
     return np.full(num, masked / num, np.float32) if masked and num else None
 
 
-def restored(found: Sequence[Segment], calls: ExactCalls) -> list[LoggedAnswer]:
+def restored(segments: Sequence[Segment], calls: ExactCalls) -> list[LoggedAnswer]:
     """Bring the calls that were written down back into a tree; return them in order."""
     answered: list[LoggedAnswer] = []
-    for segment in found:
+    for segment in segments:
         answered.append(answer := answered_call(segment, calls.tree))
         calls.restore(answer.prepared, answer.generated, answer.text)
     return answered
@@ -192,10 +193,10 @@ class PastAnswers:
     def __init__(self, answered: Sequence[LoggedAnswer] = ()) -> None:
         """Take them in the order in which they were given."""
         self._by_request = defaultdict[bytes, deque[LoggedAnswer]](deque)
-        for one in answered:
-            self._by_request[one.request].append(one)
+        for answer in answered:
+            self._by_request[answer.request].append(answer)
 
-    def take(self, request: bytes, num_choices: int) -> list[LoggedAnswer]:
+    def next_answer(self, request: bytes, num_choices: int) -> list[LoggedAnswer]:
         """Return the next answer to the same request, once: its choices, as many as there are."""
         waiting = self._by_request.get(request)
         taken: list[LoggedAnswer] = []
@@ -204,10 +205,10 @@ class PastAnswers:
         return taken
 
 
-def _is_choice(one: LoggedAnswer, others: Sequence[LoggedAnswer]) -> bool:
+def _is_choice(answer: LoggedAnswer, others: Sequence[LoggedAnswer]) -> bool:
     """Whether an answer is a choice of the same request as others."""
     seen = {other.prepared.attachment.num_seen for other in others}
-    return not seen or one.prepared.attachment.num_seen in seen
+    return not seen or answer.prepared.attachment.num_seen in seen
 
 
 @dataclass
@@ -231,8 +232,8 @@ class TaskCalls(TaskRecorder):
         writer = SegmentWriter(
             self.broker, self.scope, task.task, number, delivery=self.delivery, writer=self.writer
         )
-        found = await writer.take_over()
-        return CallLog(f"{task.seed} {task.task} {number}", writer, found, self.hosts)
+        segments = await writer.take_over()
+        return CallLog(f"{task.seed} {task.task} {number}", writer, segments, self.hosts)
 
     async def end(self) -> None:
         """Forget the calls and free the episodes: the task's group is in the log."""

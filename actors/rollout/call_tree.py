@@ -1,11 +1,18 @@
-"""The tree of a program's model calls: each attached behind the exact tokens that it continues.
+"""The tree of a program's model calls, and the rows that are trained of it.
 
 A call continues another where its history begins with everything that the other was given and
 answered, as `CanonicalMessage.key` compares it, under the same tools. Whatever differs begins a
-branch at the last call before the difference, or a root of its own. No history is refused.
+branch at the last call before the difference, or a root of its own. No history is refused. For each
+generated token the engine's context was `path_ids` up to it, id for id: a call is given the tokens
+of its path and those that stand for what is new.
 
-For each generated token the engine's context was `path_ids` up to it, id for id: a call is given
-the tokens of its path and those that stand for what is new.
+Rows contain each token that could matter exactly once. Which calls are trained, `agent.train` says
+(`envs/agents/which_calls.py`): by default all whose answer arrived. They share the episode's
+reward, and each weighs by its tokens within the episode.
+
+For credit, a call leads to the one that continues it; where several do, to the one from which the
+end of the main conversation is reached; where none does, to the first that was given its answer to
+read. So each call has at most one that follows, and what later ones earned reaches it on one way.
 """
 
 from collections import defaultdict
@@ -22,7 +29,8 @@ from ...envs.agents.messages import CanonicalMessage, quotes
 from ...envs.agents.reading import Readers
 from ...envs.agents.which_calls import NO_TOOLS, WhyNot, main_root, system_of, why_untrained
 from ...schemas.agent import CallPlaces, RewardedBranch
-from ..engine.engine import FloatVector, Generation, IntVector
+from ...schemas.wire.array import FloatVector, IntVector
+from ..engine.engine import Generation
 
 Branch: TypeAlias = Literal[
     "", "sample", "edited", "template", "system", "tools", "compacted", "apart"
@@ -275,16 +283,16 @@ def _digest(before: bytes, new: bytes) -> bytes:
 
 
 def _agree(path: Sequence[CanonicalMessage], history: Sequence[CanonicalMessage]) -> bool:
-    return all(mine.agrees(told) for mine, told in zip(path, history, strict=False))
+    return all(mine.agrees(theirs) for mine, theirs in zip(path, history, strict=False))
 
 
 def _likelihood(call: ModelCall, history: Sequence[CanonicalMessage]) -> tuple[int, bool, int]:
     """Tell equal paths apart: by the ids that the program echoes, then by what it has, then age."""
     pairs = zip(call.path_messages, history, strict=False)
     echoed = sum(
-        mine.id == told.id
-        for kept, sent in pairs
-        for mine, told in zip(kept.calls, sent.calls, strict=True)
+        mine.id == theirs.id
+        for ours, sent in pairs
+        for mine, theirs in zip(ours.calls, sent.calls, strict=True)
     )
     return echoed, call.delivered is True, call.number
 
@@ -293,11 +301,7 @@ def _same(some: Sequence[CanonicalMessage], others: Sequence[CanonicalMessage]) 
     return [message.key for message in some] == [message.key for message in others]
 
 
-# From a tree of calls to what is trained: each token that could matter, exactly once.
-#
-# Which calls are trained, `agent.train` says (`envs/agents/which_calls.py`): by default all whose
-# answer arrived. They share the episode's reward, and each weighs by its tokens within the
-# episode.
+# -- from the tree to rows -------------------------------------------------------------------------
 
 Kind: TypeAlias = Literal["main", "compacted", "sub-agent", "edited", "sample"]
 
@@ -409,12 +413,7 @@ def _row(path: Sequence[ModelCall], taken: Iterable[ModelCall], kind: Kind) -> C
     )
 
 
-# Where the trained calls of an episode stand: what each led to, its role, its rewarded branch.
-#
-# A call leads to the one that continues it; where several do, to the one from which the end of
-# the main conversation is reached; where none does, to the first that was given its answer to
-# read. So each call has at most one that follows, and what later ones earned reaches it on one
-# way.
+# -- places of calls, for credit -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,11 +429,11 @@ class PostedRewards:
         """Read what the environment tells; what names no call of the episode is left out."""
         calls, branches, names = (
             {
-                number: told[str(number)]
+                number: entry[str(number)]
                 for number in range(len(tree.calls))
-                if isinstance(told.get(str(number)), kind)
+                if isinstance(entry.get(str(number)), kind)
             }
-            for told, kind in _told(info)
+            for entry, kind in _told(info)
         )
         return cls(_finite(calls), _finite(branches), names)
 
@@ -442,10 +441,10 @@ class PostedRewards:
 def _told(info: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], Any]]:
     """Return the three maps of an environment's `info`: others than ours may write there."""
     kinds = {"call_rewards": int | float, "branch_rewards": int | float, "branch_names": str}
-    found = [(info.get(name), kind) for name, kind in kinds.items()]
+    fields = [(info.get(name), kind) for name, kind in kinds.items()]
     return [
-        (cast("Mapping[str, Any]", told) if isinstance(told, Mapping) else {}, kind)
-        for told, kind in found
+        (cast("Mapping[str, Any]", entry) if isinstance(entry, Mapping) else {}, kind)
+        for entry, kind in fields
     ]
 
 
@@ -456,14 +455,16 @@ def _finite(rewards: Mapping[int, Any]) -> dict[int, float]:
 class EpisodeCredit:
     """Finds the places of the rows of one ended episode."""
 
-    def __init__(self, tree: CallTree, found: TreeRows, posted: PostedRewards) -> None:
+    def __init__(self, tree: CallTree, tree_rows: TreeRows, posted: PostedRewards) -> None:
         """`found` are the rows of the tree."""
         self._tree = tree
         self._main = main_root(tree.calls)
-        self._rows = found.rows
+        self._rows = tree_rows.rows
         self._posted = posted
-        self._trained = {number for row in found.rows for number in row.calls}
-        self._nexts = _nexts(tree, self._trained, found.rows[0].calls[-1] if found.rows else -1)
+        self._trained = {number for row in tree_rows.rows for number in row.calls}
+        self._nexts = _nexts(
+            tree, self._trained, tree_rows.rows[0].calls[-1] if tree_rows.rows else -1
+        )
         self.rewards = self._earned()
         """What each trained call earned by itself."""
 
@@ -500,14 +501,22 @@ class EpisodeCredit:
         return earned
 
     def _heir(self, call: ModelCall) -> int | None:
-        return next((one.number for one in _before(call) if one.number in self._trained), None)
+        return next(
+            (earlier.number for earlier in _before(call) if earlier.number in self._trained), None
+        )
 
     def _branch(self, call: ModelCall) -> int:
-        begun = (one.number for one in _before(call) if one.number in self._posted.branches)
+        begun = (
+            earlier.number for earlier in _before(call) if earlier.number in self._posted.branches
+        )
         return next(begun, -1)
 
     def _role(self, call: ModelCall) -> str:
-        named = (self._posted.names[one.number] for one in _before(call) if self._is_named(one))
+        named = (
+            self._posted.names[earlier.number]
+            for earlier in _before(call)
+            if self._is_named(earlier)
+        )
         return next(named, self._kind(call))
 
     def _is_named(self, call: ModelCall) -> bool:
@@ -532,12 +541,12 @@ class EpisodeCredit:
 
 def _before(call: ModelCall) -> list[ModelCall]:
     """Return a call and those before it in its history, the latest first."""
-    found: list[ModelCall] = []
+    calls: list[ModelCall] = []
     at: ModelCall | None = call
     while at is not None:
-        found.append(at)
+        calls.append(at)
         at = at.parent if at.parent is not None else at.follows
-    return found
+    return calls
 
 
 def _depth(call: ModelCall) -> int:

@@ -1,4 +1,7 @@
-"""Chats and completions: from a request to prompts, from tokens to text, choice by choice."""
+"""Chats and completions: from a request to prompts, from tokens to text, choice by choice.
+
+Log-probs of prompts are returned in pieces that fit a message.
+"""
 
 import asyncio
 import contextlib
@@ -19,6 +22,7 @@ from ...schemas.infer import (
     InferPart,
     PromptScore,
 )
+from ...schemas.wire.array import IntVector
 from ...schemas.wire.errors import (
     BusyError,
     ConfigError,
@@ -28,21 +32,13 @@ from ...schemas.wire.errors import (
     root_cause,
 )
 from ...schemas.wire.images import images_of
-from ..engine.engine import (
-    Drawn,
-    Generation,
-    IntVector,
-    OnToken,
-    PromptScores,
-    Sampling,
-    tops_of,
-)
+from ..engine.engine import Drawn, Generation, OnToken, PromptScores, Sampling, tops_of
 from ..policy.chat import ChatTokenizer
 from ..policy.grammar import OutputGrammars, TokenGrammar
 from ..policy.template_facts import call_format, certain_text, told_text
 from ..policy.token_text import TextStream
 
-# Log-probs of prompts, as a server tells them: in pieces that fit a message.
+# -- log-probs of prompts --------------------------------------------------------------------------
 
 _PIECE_VALUES = 1 << 17
 """Log-probs and ids of one message: one megabyte at most."""
@@ -139,31 +135,31 @@ class Choice:
             return
         self.drawn.append(drawn)
         self._fresh.append(drawn)
-        self._say(self.text.push(drawn.token_id))
+        self._add_text(self.text.push(drawn.token_id))
 
     def end(self, generation: Generation) -> None:
         """Take note of the end."""
-        self._say(self.text.finish(), last=True)
+        self._add_text(self.text.finish(), last=True)
         self.finish = "stop" if self.text.stopped else generation.finish_reason
 
     def set_whole(self, generation: Generation) -> None:
         """Take an answer that was not told token by token."""
         columns = (generation.token_ids, generation.logprobs, generation.versions)
-        told = zip(*(c.tolist() for c in columns), tops_of(generation), strict=True)
-        self.drawn = [Drawn(*drawn) for drawn in told]
+        rows = zip(*(c.tolist() for c in columns), tops_of(generation), strict=True)
+        self.drawn = [Drawn(*drawn) for drawn in rows]
         self._fresh = list(self.drawn)
-        self._say(self.chat.decode(generation.token_ids), last=True)
+        self._add_text(self.chat.decode(generation.token_ids), last=True)
         self.finish = generation.finish_reason
 
-    def _say(self, text: str, *, last: bool = False) -> None:
+    def _add_text(self, text: str, *, last: bool = False) -> None:
         if not self.tools:
             self._words.append(text)
             return
         self._plain += text
         tell = told_text if last else certain_text
-        told = tell(self.chat, self._plain, self.tools)
-        self._words.append(told[self._num_said :])
-        self._num_said = len(told)
+        whole = tell(self.chat, self._plain, self.tools)
+        self._words.append(whole[self._num_said :])
+        self._num_said = len(whole)
 
     @property
     def num_tokens(self) -> int:
@@ -195,12 +191,12 @@ class Choice:
     def _named(self, fresh: Sequence[Drawn]) -> list[tuple[str, bytes]]:
         """Return the text and the bytes of the newest tokens, each by itself."""
         begins = len(self.drawn) == len(fresh)
-        found: list[tuple[str, bytes]] = []
+        images: list[tuple[str, bytes]] = []
         for number, drawn in enumerate(fresh):
             encoded = self.chat.token_bytes(drawn.token_id, first=begins and not number)
             text = encoded.decode(errors="replace") or self.chat.token_text(drawn.token_id)
-            found.append((text, encoded))
-        return found
+            images.append((text, encoded))
+        return images
 
 
 @dataclass(frozen=True)
@@ -219,11 +215,11 @@ class _Head:
     """What is told of the prompts, once."""
 
     def __init__(self, request: Request, prompts: Sequence[_Prompt]) -> None:
-        self._fields: dict[str, Any] = {"prompt_tokens": sum(len(one.ids) for one in prompts)}
-        self._fields["is_thinking"] = any(one.is_thinking for one in prompts)
-        self._ids = [one.ids for one in prompts] if request.token_ids else []
+        self._fields: dict[str, Any] = {"prompt_tokens": sum(len(prompt.ids) for prompt in prompts)}
+        self._fields["is_thinking"] = any(prompt.is_thinking for prompt in prompts)
+        self._ids = [prompt.ids for prompt in prompts] if request.token_ids else []
 
-    def told(self) -> dict[str, Any]:
+    def next_fields(self) -> dict[str, Any]:
         """Return it for the next part."""
         ids, self._ids = self._ids, []
         return {**self._fields, "prompt_token_ids": ids}
@@ -325,7 +321,7 @@ class Answers:
         return InferPart(
             model=self._model_name(),
             deltas=_deltas(choices),
-            **head.told(),
+            **head.next_fields(),
             completion_tokens=sum(choice.num_tokens for choice in choices),
         )
 
@@ -357,7 +353,7 @@ class Answers:
         async def told(scores: list[PromptScore]) -> None:
             await tell(InferPart(model=self._model_name(), scores=scores, vocabulary=vocabulary))
 
-        await score_prompts([one.ids for one in prompts], score, told)
+        await score_prompts([prompt.ids for prompt in prompts], score, told)
 
     async def _generate(
         self,
@@ -407,7 +403,7 @@ class Answers:
                 return
             deltas = _deltas(choices)
             if deltas:
-                await tell(InferPart(model=self._model_name(), deltas=deltas, **head.told()))
+                await tell(InferPart(model=self._model_name(), deltas=deltas, **head.next_fields()))
                 await asyncio.sleep(_GATHER_S)
 
     def _choice(self, request: Request, number: int) -> Choice:
@@ -426,9 +422,9 @@ class Answers:
         room = self._max_context - prompt_tokens
         wanted = room if decoding.max_tokens is None else decoding.max_tokens
         if min(room, wanted) < int(decoding.max_tokens != 0) or wanted > room:
-            asked = f" and max_tokens is {decoding.max_tokens}" if decoding.max_tokens else ""
+            limit = f" and max_tokens is {decoding.max_tokens}" if decoding.max_tokens else ""
             raise ConfigError(
-                f"the prompt has {prompt_tokens} tokens{asked}: the context of this model holds "
+                f"the prompt has {prompt_tokens} tokens{limit}: the context of this model holds "
                 f"{self._max_context}",
                 hint="shorten the prompt, lower max_tokens, or serve with a larger max_model_len",
             )

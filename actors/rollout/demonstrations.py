@@ -37,7 +37,7 @@ async def run_demonstrations(context: JobContext) -> None:
     await context.serve_control()
     demonstrations = Demonstrations(context, data, chat)
     try:
-        await demonstrations.run()
+        await demonstrations.append_until_stopped()
     finally:
         data.close()
 
@@ -55,7 +55,7 @@ class Demonstrations:
         self._log = RolloutLog(context.broker, context.scope)
         self._fitting = FittingLog(context, self._log)
 
-    async def run(self) -> None:
+    async def append_until_stopped(self) -> None:
         """Pull and append until `stopping` is set."""
         context = self._context
         settle_memory()
@@ -95,15 +95,15 @@ def demonstrate(
     except DataError as error:
         raise _failed(task, error, source, now) from error
     except ModelError as error:
-        told = ModelError(f"row {task.sample} of sft.data: {error.message}", hint=error.hint)
-        raise _failed(task, told, source, now) from error
+        failure = ModelError(f"row {task.sample} of sft.data: {error.message}", hint=error.hint)
+        raise _failed(task, failure, source, now) from error
     except Exception as error:  # a row that nobody has foreseen: it alone is not learnt from
         _log.exception("row_failed", sample=task.sample)
-        told = DataError(
+        failure = DataError(
             f"row {task.sample} of sft.data cannot be learnt from: {words_of(error)}",
             hint="leave the row out; the generator's log has the traceback",
         )
-        raise _failed(task, told, source, now) from error
+        raise _failed(task, failure, source, now) from error
 
 
 def _failed(task: Task, error: TinkermqError, source: str, started: float) -> GroupFailed:
@@ -117,12 +117,12 @@ def _trajectory(task: Task, data: ChatData, chat: ChatTokenizer, max_tokens: int
         raise DataError(f"task {task.task} names no row")
     row = data.row(task.sample)
     spoken = tokenise_row(row, chat, max_tokens)
-    said = spoken.mask == 1
+    is_spoken = spoken.mask == 1
     return Trajectory(
         token_ids=spoken.token_ids,
         mask=spoken.mask.astype(np.uint8),
-        logprobs=np.zeros(len(said), np.float32),
-        versions=np.where(said, task.min_version, -1).astype(np.int32),
+        logprobs=np.zeros(len(is_spoken), np.float32),
+        versions=np.where(is_spoken, task.min_version, -1).astype(np.int32),
         turn_ends=spoken.turn_ends,
         rewards=np.zeros(len(spoken.turn_ends), np.float32),
         messages=row.messages,

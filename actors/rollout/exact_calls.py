@@ -8,7 +8,8 @@ import numpy as np
 from ...envs.agents.messages import CanonicalMessage, canonical_history, pictures_of
 from ...envs.agents.replies import ReplyReader
 from ...envs.agents.which_calls import digest_of
-from ..engine.engine import Generation, IntVector
+from ...schemas.wire.array import IntVector
+from ..engine.engine import Generation
 from ..policy.chat import ChatTokenizer
 from ..policy.grammar import TokenGrammar
 from ..policy.template_facts import HistoryRenderer, TemplateFacts, Tools, facts_of
@@ -60,7 +61,7 @@ class PreparedCall:
         """The encoded images of the prompt, in order."""
         parent = self.attachment.parent
         before = [] if parent is None else parent.path_messages
-        return tuple(one.encoded for one in pictures_of((*before, *self.attachment.given)))
+        return tuple(picture.encoded for picture in pictures_of((*before, *self.attachment.given)))
 
     def reader(self) -> ReplyReader:
         """Return what reads the answer while it is generated."""
@@ -135,12 +136,12 @@ class ExactCalls:
             before = parent.path_messages[:-1]
             if not self._renderer.appends(before, parent.reply, new, tools):
                 return None
-        said = parent.generated.token_ids
-        return self._renderer.following(parent.reply, said, new, tools)
+        generated_ids = parent.generated.token_ids
+        return self._renderer.following(parent.reply, generated_ids, new, tools)
 
     def _drew_images(self, call: ModelCall) -> bool:
         """Whether the policy has said an image's token: no image may stand behind that."""
-        return any(self._chat.has_image_token(one.generated.token_ids) for one in call.path)
+        return any(self._chat.has_image_token(earlier.generated.token_ids) for earlier in call.path)
 
     def another(self, prepared: PreparedCall) -> PreparedCall:
         """Return the same request once more, for another answer to it."""
@@ -156,8 +157,8 @@ class ExactCalls:
     ) -> ModelCall:
         """Add the answer to the tree; `text` is what was told where the tokens say less."""
         reader = prepared.reader()
-        told = self._chat.decode(generated.token_ids) if text is None else text
-        reader.push(prepared.prefill + told)
+        written = self._chat.decode(generated.token_ids) if text is None else text
+        reader.push(prepared.prefill + written)
         reader.finish()
         given = prepared.given_ids
         return self.tree.commit(

@@ -1,7 +1,12 @@
 """One task: its episodes at once, failed ones tried again, into one group for the rollout log.
 
 With `rollout.oversample` more episodes run than the group has: the first to end are the group, the
-others are cut, and the group tells how far they had come.
+others are cut, and the group records how far they had come.
+
+In a game with several roles each role's conversation is an episode of its own. The game is reset
+first; then every role runs an ordinary agent loop, which waits at the environment host for its
+turns. What the roles share is the game and nothing else: prompt, mask, rewards and limits are each
+role's own.
 """
 
 import asyncio
@@ -28,11 +33,7 @@ from .recording import EpisodeRecorder, TaskRecorder
 from .self_play import learning_roles
 from .transcript import Transcript
 
-# A game with several roles: each role's conversation is an episode of its own, at one table.
-#
-# The table is reset first; then every role takes its seat with an ordinary agent loop, which
-# waits at the environment host for its turns. What the roles share is the game and nothing else:
-# prompt, mask, rewards and limits are each role's own.
+# -- games with several roles ----------------------------------------------------------------------
 
 
 async def play_table(
@@ -139,7 +140,7 @@ class GroupRunner:
         self._source = source
         self._roles: list[str] | None = None
 
-    async def run(
+    async def run_group(
         self,
         task: Task,
         attempt: str,
@@ -167,10 +168,10 @@ class GroupRunner:
         ]
         learning = learning_roles(self._config.self_play, self._roles, task.seed)
         try:
-            kept = await self._play_all(episodes, learning)
+            complete = await self._play_all(episodes, learning)
         except EpisodeFailed as failure:
             raise self._given_up(task, failure.blame, episodes, started) from failure
-        trajectories = [item for episode in kept for item in episode.trajectories]
+        trajectories = [item for episode in complete for item in episode.trajectories]
         if not trajectories:
             raise self._given_up(task, _NO_TURN, episodes, started)
         return Group(
@@ -182,9 +183,9 @@ class GroupRunner:
             finished=time.time(),
             tokens_wasted=_tokens_wasted(episodes),
             tokens_cut=[
-                episode.transcript.num_generated for episode in episodes if episode not in kept
+                episode.transcript.num_generated for episode in episodes if episode not in complete
             ],
-            tokens_continued=sum(episode.recorder.num_continued for episode in kept),
+            tokens_continued=sum(episode.recorder.num_continued for episode in complete),
         )
 
     async def _play_all(
@@ -200,7 +201,9 @@ class GroupRunner:
                     tasks.create_task(self._play(episode, learning), name=episode.plan.episode)
                     for episode in episodes
                 ]
-                kept = await _first_to_end(running, len(running) - self._config.rollout.oversample)
+                complete = await _first_to_end(
+                    running, len(running) - self._config.rollout.oversample
+                )
         except BaseExceptionGroup as raised:
             if fenced := raised.split(Fenced)[0]:
                 raise root_cause(fenced) from raised
@@ -208,7 +211,7 @@ class GroupRunner:
             if failed is None or rest is not None:
                 raise
             raise root_cause(failed) from raised
-        return [episodes[number] for number in sorted(kept)]
+        return [episodes[number] for number in sorted(complete)]
 
     def _plans(self, task: Task, attempt: str, traceparent: str) -> list[EpisodePlan]:
         """All episodes of a group start from the same state: the prompt is what they share."""
@@ -239,8 +242,8 @@ class GroupRunner:
         max_tries, failures = self._config.rollout.max_tries, episode.failures
         played = await until_played(play, episode.plan, max_tries, self._check_engines, failures)
         blames = [failure.blame for failure in failures]
-        told = {"num_tries": len(blames) + 1, "failures": blames} if blames else {}
-        episode.trajectories = [item.model_copy(update=told) for item in played]
+        blame_fields = {"num_tries": len(blames) + 1, "failures": blames} if blames else {}
+        episode.trajectories = [item.model_copy(update=blame_fields) for item in played]
 
     def _check_engines(self) -> None:
         self._players.check_engines()
@@ -252,8 +255,8 @@ class GroupRunner:
     ) -> list[Trajectory]:
         """Play an episode once; one conversation for each role that learns and had a turn."""
         if not self._roles:
-            told = episode.transcript if self._config.rollout.oversample else None
-            return await self._play_alone(plan, told, episode.recorder)
+            transcript = episode.transcript if self._config.rollout.oversample else None
+            return await self._play_alone(plan, transcript, episode.recorder)
         loops = (self._past or self._players).of(self._roles) | self._players.of(learning)
         by_role = await play_table(self._environments, plan, loops)
         opponents = {
@@ -290,7 +293,7 @@ class GroupRunner:
 
 def _tokens_wasted(episodes: Sequence[_Episode]) -> int:
     """Count what was generated in tries that failed."""
-    return sum(failure.tokens_wasted for one in episodes for failure in one.failures)
+    return sum(failure.tokens_wasted for episode in episodes for failure in episode.failures)
 
 
 class FittingLog:
@@ -418,8 +421,8 @@ async def _first_to_end(running: Sequence[asyncio.Task[None]], num: int) -> set[
     for number, task in enumerate(running):
         task.add_done_callback(lambda _, number=number: note(number))
     await enough.wait()
-    kept = set(ended[:num])
+    first_ended = set(ended[:num])
     for number, task in enumerate(running):
-        if number not in kept:
+        if number not in first_ended:
             task.cancel()
-    return kept
+    return first_ended

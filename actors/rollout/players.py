@@ -13,9 +13,9 @@ from ..engine.engine import Engine
 from ..engine.transformers.transformers_engine import TransformersEngine
 from ..policy.chat import ChatTokenizer
 from ..policy.devices import own_device
-from ..policy.lora import base_of, is_adapter
 from ..policy.model_folder import load_causal_lm
 from ..policy.policies import MAIN, policy_config, policy_names
+from ..storage.adapters import base_of, is_adapter
 from .agent_loop import AgentLoop, EpisodeSampling, PromptForTeacher
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ from .call_tree import (
 from .recording import EpisodeRecorder
 from .transcript import Transcript
 
-# What becomes of an ended episode of a program: its rows, its rewards, and what is told of it.
+# -- ended episodes --------------------------------------------------------------------------------
 
 _MAX_ERROR_CHARACTERS = 1000
 """Calls of an episode that people are shown."""
@@ -61,13 +61,13 @@ def rows_of_episode(
     tree, agent = calls.tree, config.agent
     left_out = _left_out(result.info.get("untrained_calls"))
     posted = PostedRewards.of(result.info, tree)
-    found = rows_of(tree, config.rollout.max_tokens, agent.train, left_out)
-    credit = EpisodeCredit(tree, found, posted)
+    tree_rows = rows_of(tree, config.rollout.max_tokens, agent.train, left_out)
+    credit = EpisodeCredit(tree, tree_rows, posted)
     info = {
         **result.info,
-        "agent": {**_figures(calls, found), **_branch_figures(posted, credit)},
+        "agent": {**_figures(calls, tree_rows), **_branch_figures(posted, credit)},
         **({"without_effect": sorted(calls.without_effect)} if calls.without_effect else {}),
-        "calls": [_told(call, found, posted) for call in tree.calls[:_MAX_ERROR_CHARACTERS]],
+        "calls": [_told(call, tree_rows, posted) for call in tree.calls[:_MAX_ERROR_CHARACTERS]],
     }
     return [
         _trajectory(
@@ -80,12 +80,12 @@ def rows_of_episode(
             result,
             info if not place else {},
         )
-        for place, row in enumerate(found.rows)
+        for place, row in enumerate(tree_rows.rows)
     ]
 
 
-def _left_out(told: Any) -> set[int]:
-    numbers = cast("list[Any]", told) if isinstance(told, list) else []
+def _left_out(named: Any) -> set[int]:
+    numbers = cast("list[Any]", named) if isinstance(named, list) else []
     return {number for number in numbers if isinstance(number, int)}
 
 
@@ -127,7 +127,7 @@ def _trajectory(
     )
 
 
-def _figures(calls: CallAnswers, found: TreeRows) -> dict[str, float]:
+def _figures(calls: CallAnswers, tree_rows: TreeRows) -> dict[str, float]:
     """Return numbers of an episode, for the metrics."""
     tree = calls.tree
     prompts = sum(call.num_tokens - len(call.generated.token_ids) for call in tree.calls)
@@ -135,24 +135,24 @@ def _figures(calls: CallAnswers, found: TreeRows) -> dict[str, float]:
     branches = Counter(call.branch for call in tree.calls if call.branch)
     return {
         "calls": float(len(tree.calls)),
-        "rows": float(len(found.rows)),
+        "rows": float(len(tree_rows.rows)),
         "reused_share": (prompts - given) / max(1, prompts),
-        "untrained_calls": float(len(found.untrained)),
+        "untrained_calls": float(len(tree_rows.untrained)),
         "undelivered": float(sum(not call.delivered for call in tree.calls)),
-        "cut_tokens": float(found.num_cut),
+        "cut_tokens": float(tree_rows.num_cut),
         "replayed_tokens": float(calls.num_replayed),
-        **_masked(tree, found),
+        **_masked(tree, tree_rows),
         **{f"branch_{name}": float(count) for name, count in branches.items()},
     }
 
 
-def _masked(tree: CallTree, found: TreeRows) -> dict[str, float]:
+def _masked(tree: CallTree, tree_rows: TreeRows) -> dict[str, float]:
     """Return how much formats took out of the choice of trained tokens, if some were demanded.
 
     Each token counts by the share of the probability that was taken from it.
     """
-    trained = [tree.calls[number].generated for row in found.rows for number in row.calls]
-    if all(one.masked is None for one in trained):
+    trained = [tree.calls[number].generated for row in tree_rows.rows for number in row.calls]
+    if all(generation.masked is None for generation in trained):
         return {}
     return {"masked_tokens": sum(float(x.masked.sum()) for x in trained if x.masked is not None)}
 
@@ -167,16 +167,16 @@ def _branch_figures(posted: PostedRewards, credit: EpisodeCredit) -> dict[str, f
     }
 
 
-def _told(call: ModelCall, found: TreeRows, posted: PostedRewards) -> dict[str, Any]:
+def _told(call: ModelCall, tree_rows: TreeRows, posted: PostedRewards) -> dict[str, Any]:
     """Return what people are shown of a call (`envs/agents/call_lines.py` reads it)."""
-    rows = [place for place, row in enumerate(found.rows) if call.number in row.calls]
+    rows = [place for place, row in enumerate(tree_rows.rows) if call.number in row.calls]
     return {
         "call": call.number,
         "parent": None if call.parent is None else call.parent.number,
         "follows": None if call.follows is None else call.follows.number,
         "branch": call.branch,
         "row": rows[0] if rows else None,
-        "untrained": "" if rows else found.why_not.get(call.number, "cut"),
+        "untrained": "" if rows else tree_rows.why_not.get(call.number, "cut"),
         "given_tokens": len(call.given_ids),
         "tokens": len(call.generated.token_ids),
         "finish": call.generated.finish_reason,
@@ -184,7 +184,7 @@ def _told(call: ModelCall, found: TreeRows, posted: PostedRewards) -> dict[str, 
         "branch_reward": posted.branches.get(call.number),
         "name": posted.names.get(call.number, ""),
         "text": call.reply.text[:200],
-        "tools": [one.name for one in call.reply.calls],
+        "tools": [tool_call.name for tool_call in call.reply.calls],
     }
 
 
@@ -231,7 +231,7 @@ class ProgramLoop:
 
     async def start(self) -> None:
         """Get ready to answer, and tell what the model's template cannot do."""
-        if (lacks := "; ".join(self._facts.told())) and self._tell is not None:
+        if (lacks := "; ".join(self._facts.limitations())) and self._tell is not None:
             await self._tell("agent_template", f"of the model's chat template: {lacks}")
         name, description = "tinkermq-calls", f"calls of programs, job {self._scope.job}"
         self._service = await Service.start(self._broker, name=name, description=description)
@@ -332,12 +332,12 @@ class ProgramLoop:
         parts, scope = self._parts, self._scope
 
         def cancel(message: Any) -> None:
-            if told := _read(CancelCall, message.data):
-                parts.cancel(told.request)
+            if request := _read(CancelCall, message.data):
+                parts.cancel(request.request)
 
         def delivered(message: Any) -> None:
-            if told := _read(CallDelivered, message.data):
-                calls.note_delivered(told)
+            if request := _read(CallDelivered, message.data):
+                calls.note_delivered(request)
 
         return [
             await self._broker.listen(scope.episode(episode, "cancel"), cancel),

@@ -1,9 +1,15 @@
-"""Writing running episodes down, so that the task's next holder goes on with them.
+"""Running episodes in the log, so that the task's next holder goes on with them.
 
 A segment is appended while the next tokens are generated, one at a time per episode. The end of a
 turn is different: it is stored before the game sees the turn. So whoever goes on with the episode
 gives the game that very action, which a host that has played it already only answers again, and a
 holder that was overtaken never plays another.
+
+To go on with an episode, its game comes first. Where the environment host still holds the episode,
+its last turn is given to it once more, which repeats its answer or, if it had not come to that,
+plays it. A host that is gone, or has freed the episode, is replaced by a reset with the same seed
+on any host and the recorded turns: with a game that answers them as it did before nothing is lost.
+With another one the episode starts again.
 """
 
 import asyncio
@@ -27,9 +33,7 @@ from ..engine.engine import Drawn
 from ..policy.chat import ChatTokenizer
 from .transcript import Transcript
 
-# What is told of episodes as they grow. The recorders here write nothing down.
-#
-# `recording` has those that do, so that another generator goes on with the episodes.
+# -- the interface of recorders, and those that write nothing down ---------------------------------
 
 
 @dataclass(frozen=True)
@@ -100,13 +104,7 @@ class TaskRecorder:
         """Take notice that the task's group is in the log."""
 
 
-# Going on with an episode that another generator began: its game first.
-#
-# Where the environment host still holds the episode, its last turn is given to it once more,
-# which repeats its answer or, if it had not come to that, plays it. A host that is gone, or has
-# freed the episode, is made up for by a reset with the same seed on any host and the recorded
-# turns: with a game that answers them as it did before nothing is lost. With another one the
-# episode starts again.
+# -- episodes that another generator began ---------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -198,8 +196,8 @@ async def _check(
 
 
 def _same(reply: StepResult, made: Transcript, turn: int) -> bool:
-    said = {"role": reply.role, "content": reply.observation}
-    same = said == made.observations[turn] and reply.reward == made.rewards[turn]
+    message = {"role": reply.role, "content": reply.observation}
+    same = message == made.observations[turn] and reply.reward == made.rewards[turn]
     return same and not reply.done
 
 
@@ -215,12 +213,12 @@ def retell(made: Transcript, chat: ChatTokenizer, started: Started) -> None:
     """Complete a recorded transcript with the messages of its first prompt and of its turns."""
     observations = list(made.observations)
     prompt = made.token_ids[: made.num_prompt]
-    told = Transcript()
-    told.begin(prompt, started.messages, started.data_source)
-    made.messages, made.images = told.messages, told.images
-    made.data_source = told.data_source
+    restarted = Transcript()
+    restarted.begin(prompt, started.messages, started.data_source)
+    made.messages, made.images = restarted.messages, restarted.images
+    made.data_source = restarted.data_source
     for turn in range(len(made.turn_ends)):
-        made.say(chat.answer(*made.turn(turn)))
+        made.note_text(chat.answer(*made.turn(turn)))
         made.messages += observations[turn : turn + 1]
 
 

@@ -1,7 +1,12 @@
-"""Asking the teachers of a run, before a group enters the log: what they say stands in it.
+"""Teachers of a run that score a group before it enters the log, which holds their scores.
 
 So a run is a function of its log although its teachers are elsewhere, and one that is away is
-waited for by the generator that holds the task, which says so, while its other tasks go on.
+waited for by the generator that holds the task, which reports it, while its other tasks go on.
+
+A teacher is an inference job, or a model behind an OpenAI-compatible API. Both score the policy's
+own token ids by one prefill, at temperature 1. What is passing (nobody is there, busy, slow) is
+raised as TeacherAway and asked again; what is not ends the run with its reason. A teacher may read
+a text in the first prompt that the game gives and the policy does not see.
 """
 
 import asyncio
@@ -27,6 +32,7 @@ from ...schemas.infer import (
 )
 from ...schemas.job import TEACHER_KEY
 from ...schemas.rollout import Group, Teaching, Trajectory
+from ...schemas.wire.array import IntVector
 from ...schemas.wire.errors import (
     BrokerError,
     BusyError,
@@ -37,15 +43,11 @@ from ...schemas.wire.errors import (
     TinkermqError,
 )
 from ...schemas.wire.subjects import JobScope
-from ..engine.engine import IntVector, PromptScores
+from ..engine.engine import PromptScores
 from ..policy.chat import ChatMessage, ChatTokenizer
 from ..runtime import JobContext
 
-# Teachers that are asked: a job that serves, and a model behind an OpenAI-compatible API.
-#
-# Both score the policy's own token ids by one prefill, at temperature 1. What is passing (nobody
-# is there, busy, slow) is told as TeacherAway and asked again; what is not ends the run with its
-# reason.
+# -- the teachers ----------------------------------------------------------------------------------
 
 ANSWER_S = 600.0
 """The longest time that one answer may take."""
@@ -104,7 +106,7 @@ class JobTeacher:
             decoding=Decoding(max_tokens=0),
             deadline_s=ANSWER_S,
         )
-        told: list[PromptScore] = []
+        scores: list[PromptScore] = []
         parts = ask_parts(
             self._broker,
             self._scope.infer("complete"),
@@ -117,8 +119,8 @@ class JobTeacher:
             async for part in parts:
                 if part.vocabulary and part.vocabulary != self._chat.vocabulary():
                     raise other_tokenizer(self._name)
-                told += part.scores
-        return _whole(told, len(ids), self._name)
+                scores += part.scores
+        return _whole(scores, len(ids), self._name)
 
     async def close(self) -> None:
         """Nothing is open."""
@@ -158,8 +160,10 @@ class EndpointTeacher:
         try:
             status, answer = await self._post(body)
         except httpx.TransportError as error:
-            told = f"{self._url}: {type(error).__name__}: {error}"
-            raise TeacherAway(told, hint="see whether it is up and reachable from here") from error
+            failure = f"{self._url}: {type(error).__name__}: {error}"
+            raise TeacherAway(
+                failure, hint="see whether it is up and reachable from here"
+            ) from error
         if status >= 300:
             self._refuse(status, answer)
         return await asyncio.to_thread(self._read, answer, ids, top_k)
@@ -177,19 +181,19 @@ class EndpointTeacher:
             return reply.status_code, bytes(answer)
 
     def _refuse(self, status: int, answer: bytes) -> None:
-        told = f"{self._url} answered {status}: {answer[:300].decode(errors='replace')}"
+        failure = f"{self._url} answered {status}: {answer[:300].decode(errors='replace')}"
         if status >= 500 or status in _PASSING:
-            raise TeacherAway(told)
+            raise TeacherAway(failure)
         raise ConfigError(
-            f"the teacher cannot be asked: {told}",
+            f"the teacher cannot be asked: {failure}",
             hint=f"see model and key: ${TEACHER_KEY} of who submits travels with the job, sealed",
         )
 
     def _read(self, answer: bytes, ids: IntVector, top_k: int) -> PromptScores:
         try:
-            found: Any = json.loads(answer)
-            rows: list[Any] = found["choices"][0]["prompt_logprobs"]
-            ours = cast("dict[str, Any]", found.get("tinkermq") or {})
+            reply: Any = json.loads(answer)
+            rows: list[Any] = reply["choices"][0]["prompt_logprobs"]
+            ours = cast("dict[str, Any]", reply.get("tinkermq") or {})
             vocabulary = ours.get("vocabulary")
             if vocabulary and vocabulary != self._chat.vocabulary():
                 raise other_tokenizer(self._url)
@@ -215,12 +219,12 @@ def other_tokenizer(name: str) -> ConfigError:
     )
 
 
-def _whole(told: list[PromptScore], num: int, name: str) -> PromptScores:
-    rows = sorted(told, key=lambda piece: piece.start)
+def _whole(pieces: list[PromptScore], num: int, name: str) -> PromptScores:
+    rows = sorted(pieces, key=lambda piece: piece.start)
     if sum(len(piece.logprobs) for piece in rows) != num:
         raise TeacherAway(f"the teacher {name} told not all of the {num} tokens")
     columns = ("logprobs", "top_ids", "top_logprobs")
-    return PromptScores(*(np.concatenate([getattr(one, key) for one in rows]) for key in columns))
+    return PromptScores(*(np.concatenate([getattr(row, key) for row in rows]) for key in columns))
 
 
 def _read_rows(
@@ -244,7 +248,7 @@ def _read_rows(
             raise other_tokenizer(name)
         scores.logprobs[place] = own["logprob"]
         if top_k:
-            pairs = [(float(one["logprob"]), int(token)) for token, one in row.items()]
+            pairs = [(float(entry["logprob"]), int(token)) for token, entry in row.items()]
             best = sorted(pairs, key=lambda pair: (-pair[0], pair[1]))[:top_k]
             if len(best) < top_k:
                 raise ValueError(f"{len(best)} tokens are told in the place of one")
@@ -260,7 +264,7 @@ def _is_same(text: Any, token: int, chat: ChatTokenizer) -> bool:
     """
     if not isinstance(text, str):
         return True
-    own, theirs = (one.strip(" \u0120\u2581") for one in (chat.token_text(token), text))
+    own, theirs = (side.strip(" \u0120\u2581") for side in (chat.token_text(token), text))
     return not (own.isascii() and theirs.isascii() and own.isalnum() and theirs.isalnum()) or (
         own == theirs
     )
@@ -306,7 +310,7 @@ class AskedTeachers:
         ids, places = _read_by_teacher(item, teaching.prompt)
         async with self._places:
             scores = await self._ask(*named, ids)
-        told = {
+        score_fields = {
             "logprobs": scores.logprobs[places],
             **(
                 {"top_ids": scores.top_ids[places], "top_logprobs": scores.top_logprobs[places]}
@@ -314,7 +318,7 @@ class AskedTeachers:
                 else {}
             ),
         }
-        return item.model_copy(update={"teaching": teaching.model_copy(update=told)})
+        return item.model_copy(update={"teaching": teaching.model_copy(update=score_fields)})
 
     def _teacher_of(self, source: str) -> tuple[str, Teacher] | None:
         if source in self._loaded:
@@ -372,7 +376,7 @@ def _read_by_teacher(item: Trajectory, prompt: IntVector | None) -> tuple[IntVec
     return ids, (generated - first + len(prompt)).tolist()
 
 
-# What a teacher reads and the policy does not: a text that the game tells, in the first prompt.
+# -- what only teachers read -----------------------------------------------------------------------
 
 
 class TeacherContext:

@@ -51,8 +51,8 @@ class Transcript:
 
     def continue_from(self, made: "Transcript") -> None:
         """Become what another generator has made."""
-        for one in fields(self):
-            setattr(self, one.name, getattr(made, one.name))
+        for part in fields(self):
+            setattr(self, part.name, getattr(made, part.name))
 
     @property
     def num_tokens(self) -> int:
@@ -83,15 +83,15 @@ class Transcript:
         """Close a turn of which `begun` was there before and `rest` was generated now."""
         self.open = []
         num = len(begun) + len(rest.token_ids)
-        self.token_ids += [*(one.token_id for one in begun), *rest.token_ids.tolist()]
+        self.token_ids += [*(token.token_id for token in begun), *rest.token_ids.tolist()]
         self.mask += [1] * num
-        self.logprobs += [*(one.logprob for one in begun), *rest.logprobs.tolist()]
-        self.versions += [*(one.version for one in begun), *rest.versions.tolist()]
+        self.logprobs += [*(token.logprob for token in begun), *rest.logprobs.tolist()]
+        self.versions += [*(token.version for token in begun), *rest.versions.tolist()]
         self.turn_ends.append(len(self.token_ids) - 1)
         if rest.experts is not None:
             self._add_experts(rest.experts)
 
-    def say(self, text: str) -> None:
+    def note_text(self, text: str) -> None:
         """Note the text of the turn that has just ended."""
         self.messages.append({"role": "assistant", "content": text})
 

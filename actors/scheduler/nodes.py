@@ -16,7 +16,7 @@ from ...broker.client.connection import Broker
 from ...broker.client.rpc import call
 from ...broker.jetstream.kv import Mirror
 from ...schemas.node import CLOCK_BOUND_S, ActorStatus, NodeStatus, NodeSync
-from ...schemas.wire.errors import MessageError, TinkermqError
+from ...schemas.wire.errors import FencedError, MessageError, TinkermqError
 from ...schemas.wire.subjects import BUCKET_NODES
 from ...schemas.wire.subjects import node as node_subject
 from .lease import Timing
@@ -79,6 +79,7 @@ class _Member:
     asked_at: float = float("-inf")
     clock: ClockReading | None = None
     clock_is_off: bool = False
+    refuses: bool = False
 
 
 class Nodes:
@@ -114,6 +115,11 @@ class Nodes:
             else node
             for node in self.nodes()
         ]
+
+    @property
+    def refusing(self) -> list[str]:
+        """Names of the nodes that refuse this scheduler: they have heard of a later one."""
+        return sorted(name for name, member in self._members.items() if member.refuses)
 
     @property
     def num_known(self) -> int:
@@ -217,6 +223,9 @@ class Nodes:
                 idempotent=True,
             )
             status.check_at(name)
+        except FencedError as error:
+            self._note_refusal(name, error)
+            return
         except MessageError as error:
             if name not in self._complained:
                 self._complained.add(name)
@@ -229,10 +238,17 @@ class Nodes:
             self._asking.discard(name)
         self._complained.discard(name)
         member = self._members.setdefault(name, _Member())
+        member.refuses = False
         member.asked, member.asked_at = request, time.monotonic()
         took_s = member.asked_at - began
         self._note_clock(member, read_clock(status.time, asked, took_s, member.asked_at), name)
         self._hear(name, member, status)
+
+    def _note_refusal(self, name: str, error: FencedError) -> None:
+        member = self._members.setdefault(name, _Member())
+        if not member.refuses:
+            member.refuses = True
+            _log.warning("node_refuses", node=name, error=error.message)
 
     def _note_clock(self, member: _Member, new: ClockReading, name: str) -> None:
         """Note what a node's clock showed; tell once that it is off, and once that it is not."""

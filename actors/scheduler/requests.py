@@ -27,7 +27,13 @@ from ...schemas.job import (
     StopRequest,
     SubmitRequest,
 )
-from ...schemas.node import DamagedRecords, GameCheckRequest, NodeList, NodeStatus
+from ...schemas.node import (
+    DamagedRecords,
+    GameCheckRequest,
+    NodeList,
+    NodeStatus,
+    some_names,
+)
 from ...schemas.tinker.checkpoints import TakeCheckpoint
 from ...schemas.tinker.operation import ModelInfo, TrainerOffers
 from ...schemas.tinker.sessions import TenantShare, TenantShares, TrainerUsage
@@ -165,8 +171,16 @@ class SchedulerRequests:
         nodes = [_short(node) for node in self._pool.told()]
         if not self._view.is_admin(context.user):
             nodes = [_shown(node, context.user) for node in nodes]
-        trouble = self._broker.availability.trouble
-        return NodeList(nodes=nodes, trouble=trouble.text if trouble else "")
+        return NodeList(nodes=nodes, trouble=self._trouble())
+
+    def _trouble(self) -> str:
+        """Say what the scheduler waits for; empty if nothing keeps it from going on."""
+        if (trouble := self._broker.availability.trouble) is not None:
+            return trouble.text
+        if refusing := self._pool.refusing:
+            names = some_names(refusing)
+            return f"nodes that have heard of a later scheduler and refuse it: {names}"
+        return ""
 
     async def quota(self, _: Empty, context: RequestContext) -> QuotaReply:
         """Return what the user's jobs may hold, and do hold."""

@@ -38,7 +38,7 @@ from ...schemas.wire.errors import (
 from ..engine.engine import Engine, tell_engine
 from ..engine.weight_updates import WeightFollower
 from ..policy.chat import ChatTokenizer, make_chat
-from ..policy.lora import base_of, config_of, is_adapter
+from ..policy.lora import config_of
 from ..policy.policies import MAIN, check_weights, config_of_checkpoint, config_of_folder
 from ..rollout.agent_loop import (
     AgentLoop,
@@ -50,6 +50,7 @@ from ..rollout.agent_loop import (
 from ..rollout.completions import Answers
 from ..rollout.players import load_base, start_engine
 from ..runtime import JobContext, settle_memory
+from ..storage.adapters import base_of, is_adapter
 from ..weights.job_weights import follow_weights
 
 # -- whole episodes, played by the generator's agent loop: token ids in and out --------------------
@@ -253,7 +254,9 @@ class Server:
             helpers = [background.create_task(self._report_engine(), name="statistics")]
             if context.record.follow is not None:
                 follower = self._follower(context.record.follow)
-                helpers.append(background.create_task(follower.run(), name="weight follower"))
+                helpers.append(
+                    background.create_task(follower.follow_versions(), name="weight follower")
+                )
                 with context.waiting(f"the first weights of run {context.record.serves}"):
                     await context.unless_stopping(follower.wait_for(0), None)
             if not context.stopping.is_set():

@@ -1,4 +1,13 @@
-"""Folders below which jobs may write: their runs, and weights that they share."""
+"""Which files and stores a user's job may name, read and write.
+
+Jobs write below the operator's output folders only: their runs, and weights that they share. Models
+are read by libraries, which follow whatever lies in a folder: symbolic links, shards that an index
+names, files that a tokenizer's configuration names, the base of an adapter. All files that a
+configuration leads to are found here, so that they can be checked before anything is read.
+
+Machines of the pool reach stores with keys of their own, so the URL alone says whose files are read
+and written.
+"""
 
 import json
 import os
@@ -12,8 +21,8 @@ from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import BROKER, is_url, model_paths
 from ...schemas.job import JobRecord
 from ...schemas.wire.errors import ConfigError, StorageError
-from ..policy.lora import base_of, is_adapter
-from .checkpoint_folders import checkpoint_folders
+from .adapters import base_of, is_adapter
+from .run_folders import checkpoint_folders
 
 ROOTS_VARIABLE = "TINKERMQ_OUTPUT_ROOTS"
 """Of the scheduler's environment: those folders, joined by `:`; the first is for jobs that name
@@ -27,7 +36,7 @@ _DEFAULT = "outputs"
 def output_roots(*, has_users: bool) -> list[Path]:
     """Return where jobs may write; nothing means anywhere, the default of a pool without users."""
     named = os.environ.get(ROOTS_VARIABLE, _DEFAULT if has_users else "")
-    return [Path(one).expanduser().resolve() for one in named.split(os.pathsep) if one]
+    return [Path(path).expanduser().resolve() for path in named.split(os.pathsep) if path]
 
 
 def in_default_folder(config: JobConfig, roots: Sequence[Path]) -> JobConfig:
@@ -70,8 +79,10 @@ def below_roots(key: str, value: str, roots: Sequence[Path]) -> Path:
 
 def is_of_another(path: Path, user: str, roots: Sequence[Path]) -> bool:
     """Whether a path without links is in a folder of runs, and in none of this user's."""
-    below = [path.relative_to(one) for root in roots if path.is_relative_to(one := root.resolve())]
-    return any(user not in one.parts for one in below)
+    below = [
+        path.relative_to(folder) for root in roots if path.is_relative_to(folder := root.resolve())
+    ]
+    return any(user not in folder.parts for folder in below)
 
 
 def shown_from(path: Path, user: str, roots: Sequence[Path]) -> Path | None:
@@ -83,9 +94,9 @@ def shown_from(path: Path, user: str, roots: Sequence[Path]) -> Path | None:
     if not roots:
         return Path(path.anchor)
     named = os.environ.get(MODELS_VARIABLE, "").split(os.pathsep)
-    models = [Path(one).expanduser().resolve() for one in named if one]
-    own = [one for root in roots if user in _below(path, one := root.resolve())]
-    return next((one for one in [*models, *own] if path.is_relative_to(one)), None)
+    models = [Path(folder).expanduser().resolve() for folder in named if folder]
+    own = [folder for root in roots if user in _below(path, folder := root.resolve())]
+    return next((folder for folder in [*models, *own] if path.is_relative_to(folder)), None)
 
 
 def _below(path: Path, root: Path) -> tuple[str, ...]:
@@ -97,10 +108,7 @@ def without_tilde(value: str) -> Path:
     return Path(os.path.expanduser(value))  # noqa: PTH111  a strange ~name stays as it is
 
 
-# Which places in stores a user's job may name, in a pool with users.
-#
-# Machines of the pool reach stores with keys of their own, so the URL alone says whose files are
-# read and written.
+# -- stores ----------------------------------------------------------------------------------------
 
 STORES_VARIABLE = "TINKERMQ_STORES"
 """Of the scheduler's environment: URLs, joined by commas."""
@@ -110,7 +118,7 @@ _ODD = ("..", "%", "?", "#", "//", "\\")
 def operator_stores() -> list[str]:
     """Return the stores that the operator has opened to users."""
     named = os.environ.get(STORES_VARIABLE, "")
-    return [one.strip().rstrip("/") for one in named.split(",") if one.strip()]
+    return [url.strip().rstrip("/") for url in named.split(",") if url.strip()]
 
 
 def refuse_other_stores(config: JobConfig, user: str, stores: Sequence[str]) -> None:
@@ -124,13 +132,13 @@ def refuse_other_stores(config: JobConfig, user: str, stores: Sequence[str]) -> 
         raise _refused("storage.url", url, stores)
     for key, path in model_paths(config).items():
         if is_url(path) and not _is_readable(path, user, stores):
-            raise _refused(key, path, [f"{one}/models/…" for one in stores])
+            raise _refused(key, path, [f"{store}/models/…" for store in stores])
 
 
 def _is_readable(url: str, user: str, stores: Sequence[str]) -> bool:
-    below = [f"{one}/{part}/" for one in stores for part in ("models", f"runs/{user}")]
+    below = [f"{place}/{part}/" for place in stores for part in ("models", f"runs/{user}")]
     below.append(f"{BROKER}runs/{user}/")
-    rest = next((url.removeprefix(one) for one in below if url.startswith(one)), "")
+    rest = next((url.removeprefix(place) for place in below if url.startswith(place)), "")
     return bool(rest) and not any(odd in rest for odd in _ODD)
 
 
@@ -142,12 +150,7 @@ def _refused(key: str, url: str, allowed: Sequence[str]) -> ConfigError:
     )
 
 
-# Which files a configuration leads to: what it names, and links inside the model folders it
-# names.
-#
-# A model folder is read by libraries, which follow whatever lies in it: symbolic links, shards
-# that an index names, files that a tokenizer's configuration names, the base of an adapter. All
-# of them are found here, so that they can be looked at before anything is read.
+# -- files that a configuration leads to -----------------------------------------------------------
 
 _MAX_FILES = 10_000
 _MAX_DEPTH = 4
@@ -199,11 +202,11 @@ def texts_of(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, dict):
-        for name, one in cast("dict[str, Any]", value).items():
-            yield from texts_of(one, f"{key}.{name}" if key else name)
+        for name, item in cast("dict[str, Any]", value).items():
+            yield from texts_of(item, f"{key}.{name}" if key else name)
     elif isinstance(value, list):
-        for one in cast("list[Any]", value):
-            yield from texts_of(one, key)
+        for item in cast("list[Any]", value):
+            yield from texts_of(item, key)
 
 
 def refuse_links_to_others(record: JobRecord, config: JobConfig) -> None:
@@ -241,7 +244,7 @@ def foreign(what: str) -> ConfigError:
 
 def hard_links(config: JobConfig, more: Mapping[str, str]) -> dict[tuple[int, int], Lead]:
     """Return the files with several names that will be read, by device and inode."""
-    found: dict[tuple[int, int], Lead] = {}
+    links: dict[tuple[int, int], Lead] = {}
     for lead in leads(config, more):
         if lead.key in _WRITTEN:
             continue
@@ -249,8 +252,8 @@ def hard_links(config: JobConfig, more: Mapping[str, str]) -> dict[tuple[int, in
         for path in inside if not lead.key.startswith("env.") else [lead.path]:
             status = _status(path)
             if status is not None and stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
-                found[status.st_dev, status.st_ino] = lead._replace(path=path)
-    return found
+                links[status.st_dev, status.st_ino] = lead._replace(path=path)
+    return links
 
 
 def inodes_below(folder: Path) -> Iterator[tuple[int, int]]:
@@ -295,8 +298,8 @@ def _links(folder: Path, key: str) -> Iterator[tuple[str, Path]]:
                 seen.add(path.resolve())
                 waiting.append((path, depth + 1))
             elif path.suffix == ".json" and path.name not in _BIG:
-                for told in _told_files(path):
-                    yield f"{name} ({told})", Path(os.path.realpath(here / told))
+                for named in _told_files(path):
+                    yield f"{name} ({named})", Path(os.path.realpath(here / named))
 
 
 def _files(folder: Path) -> list[Path]:
@@ -315,10 +318,10 @@ def _told_files(path: Path) -> Iterator[str]:
     real = Path(os.path.realpath(path))
     try:
         with Folder(real.parent) as folder:
-            told = list(texts_of(json.loads(folder.read(real.name, _MAX_JSON_BYTES))))
+            texts = list(texts_of(json.loads(folder.read(real.name, _MAX_JSON_BYTES))))
     except (OSError, StorageError, ValueError, RecursionError):
         return  # whoever reads it says so
-    for _, text in told:
+    for _, text in texts:
         if "/" in text and os.path.exists(path.parent / text):  # noqa: PTH110  False for odd names
             yield text
 

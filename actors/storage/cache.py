@@ -4,6 +4,9 @@ An entry is named by its content: `<key>/` is the folder, `<key>.held` beside it
 locked (flock) by who uses it, shared, or who fetches or removes it, alone. Its time is when the
 entry was last asked for: those longest ago leave first, those in use never. Locks end with their
 process, so a kill leaves nothing but a half folder, which the next one removes.
+
+Actors load models from folders: a model that a job names by URL is fetched, and the configuration
+that they go by names the folder in the cache.
 """
 
 import asyncio
@@ -23,8 +26,8 @@ from ...schemas.config.sections import is_url
 from ...schemas.job import JobRecord
 from ...schemas.wire.errors import ModelError, StorageError
 from .digests import is_state
-from .opening import Stores
-from .url_store import StoredObject, UrlStore
+from .stores import StoredObject, Stores, UrlStore
+from .trees import fetch_tree
 
 FOLDER_VARIABLE = "TINKERMQ_CACHE"
 """Of the environment of nodes: the folder; default `~/.cache/tinkermq`."""
@@ -106,12 +109,12 @@ class FolderCache:
         One process at a time.
         """
         with _locked(self._folder / ".room"):
-            entries = [one for one in self._entries() if one.lock.stem != key]
-            total = num_bytes + sum(one.num_bytes for one in entries)
-            for one in sorted(entries):
+            entries = [entry for entry in self._entries() if entry.lock.stem != key]
+            total = num_bytes + sum(entry.num_bytes for entry in entries)
+            for entry in sorted(entries):
                 if total <= self._max_bytes:
                     break
-                total -= one.num_bytes * _remove(one)
+                total -= entry.num_bytes * _remove(entry)
             if total > self._max_bytes:
                 raise StorageError(
                     f"the cache {self._folder} has no room for {num_bytes:,} bytes: it may hold "
@@ -148,9 +151,7 @@ def _locked(file: Path, how: int = 0) -> Iterator[int]:
         os.close(lock)
 
 
-# Models that a job names by URL, fetched into the cache of this machine.
-#
-# What actors load is a folder: the configuration that they go by names the one in the cache.
+# -- models by URL ---------------------------------------------------------------------------------
 
 _caches: list[FolderCache] = []
 """What this process holds stays in use as long as it lives."""
@@ -225,10 +226,8 @@ def fetch_model(url: str, stores: Stores | None = None, *, weights_only: bool = 
     It is named by the digest of what the store's listing says: names, sizes and tags. Raises
     StorageError, ModelError.
     """
-    from .trees import fetch_tree  # needs safetensors, which not all who run actors have
-
     store = stores.open(url) if stores else UrlStore(url)
-    files = [one for one in store.objects() if not (weights_only and is_state(one.name))]
+    files = [file for file in store.objects() if not (weights_only and is_state(file.name))]
     if not files:
         raise ModelError(
             f"there is no model at {url}: nothing lies below it",
@@ -237,14 +236,14 @@ def fetch_model(url: str, stores: Stores | None = None, *, weights_only: bool = 
     content = _key(store.url, files)
     if not _caches:
         _caches.append(FolderCache.of_machine())
-    num_bytes = sum(one.num_bytes for one in files)
+    num_bytes = sum(file.num_bytes for file in files)
     place = _caches[0].hold(content, num_bytes, lambda target: fetch_tree(store, "", files, target))
     _fetched[str(place)] = url
     return str(place)
 
 
 def _key(url: str, files: list[StoredObject]) -> str:
-    return hashlib.sha256(repr([url, *(one[:3] for one in files)]).encode()).hexdigest()
+    return hashlib.sha256(repr([url, *(file[:3] for file in files)]).encode()).hexdigest()
 
 
 def url_of(folder: str) -> str | None:

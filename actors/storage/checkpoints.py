@@ -1,12 +1,20 @@
-"""The checkpoints of one run in a store, beside those in the run's folder on one machine.
+"""The checkpoints of runs in stores, beside those in the runs' folders.
 
 `<url>/runs/<user>/<job>/checkpoints/step_000040-<digest>/` holds the files of one; the digest is
 that of its table, so what two learners write never mixes. It counts once its table is there.
+
+A job that begins with a checkpoint of another run (a fork, a served or evaluated checkpoint) keeps
+a copy of it below its own place in the store, made by the store itself, or in its own bucket: the
+run may remove its own meanwhile.
+
+A learner uploads each checkpoint while training goes on. One that waits is held by hard links in
+`uploading/` of the run's folder: the run may remove its own meanwhile. While one is on its way only
+the newest of the others waits. What fails is tried again for ever: until a checkpoint is in the
+store, the log is not trimmed behind it.
 """
 
 import asyncio
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -21,12 +29,11 @@ from ...schemas.job import JobRecord
 from ...schemas.wire.errors import NotFoundError, StorageError, TinkermqError
 from ...schemas.wire.subjects import JobScope
 from ..runtime import JobContext
-from .cache import url_of
-from .checkpoint_folders import checkpoint_name
-from .digests import TABLE, is_state, write_digests
-from .opening import Store, Stores
+from .adapters import name_bases_by_url
+from .digests import TABLE, is_state
+from .run_folders import checkpoint_name
+from .stores import Store, StoredObject, Stores, UrlStore
 from .trees import fetch_tree, upload_tree
-from .url_store import StoredObject, UrlStore
 
 _NAME = re.compile(r"step_([0-9]{6,})-[0-9a-f]{16}")
 _OWNER = ".job"
@@ -42,7 +49,7 @@ class MirroredCheckpoint(NamedTuple):
     @property
     def is_whole(self) -> bool:
         """Whether its table is there, which comes last."""
-        return any(one.name == f"{self.name}/{TABLE}" for one in self.files)
+        return any(file.name == f"{self.name}/{TABLE}" for file in self.files)
 
 
 class CheckpointMirror:
@@ -69,13 +76,13 @@ class CheckpointMirror:
 
     def whole(self) -> list[MirroredCheckpoint]:
         """Return the checkpoints that are whole, the oldest first. Raises StorageError."""
-        return [one for one in self._all() if one.is_whole]
+        return [checkpoint for checkpoint in self._all() if checkpoint.is_whole]
 
     def upload(self, step: int, folder: Path) -> None:
         """Store a checkpoint, then remove those that are not kept. Raises StorageError."""
         digest = hashlib.sha256((folder / TABLE).read_bytes()).hexdigest()[:16]
         name = f"{checkpoint_name(step)}-{digest}"
-        if not any(one.name == name for one in self.whole()):
+        if not any(checkpoint.name == name for checkpoint in self.whole()):
             upload_tree(self.store, name, folder)
         self._remove_old(step)
 
@@ -86,12 +93,12 @@ class CheckpointMirror:
         with newer ones. Raises StorageError.
         """
         wrong: list[TinkermqError] = []
-        for one in reversed(self.whole()):
-            target = folder / checkpoint_name(one.step)
+        for checkpoint in reversed(self.whole()):
+            target = folder / checkpoint_name(checkpoint.step)
             if _has_newer(target):
                 return wrong
             try:
-                fetch_tree(self.store, one.name, one.files, target)
+                fetch_tree(self.store, checkpoint.name, checkpoint.files, target)
                 return wrong
             except (StorageError, NotFoundError) as error:
                 wrong.append(error)
@@ -100,22 +107,26 @@ class CheckpointMirror:
         return wrong
 
     def _all(self) -> list[MirroredCheckpoint]:
-        found: dict[str, list[StoredObject]] = {}
-        for one in self.store.objects():
-            found.setdefault(one.name.partition("/")[0], []).append(one)
-        named = [(_NAME.fullmatch(name), name, files) for name, files in found.items()]
+        files_of: dict[str, list[StoredObject]] = {}
+        for item in self.store.objects():
+            files_of.setdefault(item.name.partition("/")[0], []).append(item)
+        named = [(_NAME.fullmatch(name), name, files) for name, files in files_of.items()]
         return sorted(MirroredCheckpoint(int(m[1]), name, files) for m, name, files in named if m)
 
     def _remove_old(self, newest: int) -> None:
         """Remove whole ones that are not kept, the table first, and halves of earlier uploads."""
         every = self._all()
-        steps = sorted({one.step for one in every if one.is_whole})
-        kept = {*steps[-self._keep_last :]}
-        kept |= {step for step in steps if self._keep_every and step % self._keep_every == 0}
-        kept |= self.spared(steps)
-        for one in every:
-            if one.step not in kept if one.is_whole else one.step < newest:
-                names = [file.name for file in one.files]
+        steps = sorted({checkpoint.step for checkpoint in every if checkpoint.is_whole})
+        kept_steps = {*steps[-self._keep_last :]}
+        kept_steps |= {step for step in steps if self._keep_every and step % self._keep_every == 0}
+        kept_steps |= self.spared(steps)
+        for checkpoint in every:
+            if (
+                checkpoint.step not in kept_steps
+                if checkpoint.is_whole
+                else checkpoint.step < newest
+            ):
+                names = [file.name for file in checkpoint.files]
                 self.store.delete(sorted(names, key=lambda name: not name.endswith(TABLE)))
 
 
@@ -143,11 +154,7 @@ def own_folder(run_dir: Path, job: str) -> None:
     half.rename(owner)
 
 
-# The checkpoints that runs have in stores or in the broker, for others than their learners.
-#
-# Who begins with one (a fork, a served or evaluated checkpoint) keeps a copy of it below its own
-# place in the store, made by the store itself, or in its own bucket: the run may remove its own
-# meanwhile.
+# -- checkpoints of other runs ---------------------------------------------------------------------
 
 _BELOW_ROOT = 5
 """Parts of the URL of a checkpoint behind `storage.url`: runs, user, job, checkpoints, its name."""
@@ -164,7 +171,7 @@ class CheckpointInStore(NamedTuple):
     @property
     def is_adapter(self) -> bool:
         """Whether it is that of a LoRA run."""
-        return any(one.name == ADAPTER_CONFIG for one in self.files)
+        return any(file.name == ADAPTER_CONFIG for file in self.files)
 
 
 def store_of(record: JobRecord) -> str | None:
@@ -189,12 +196,15 @@ def stored_checkpoints(
     place = _place(url, record.scope, "checkpoints")
     mirror = CheckpointMirror(stores.open(place, tries=tries), keep_last=1, keep_every=0)
     return {
-        one.step: CheckpointInStore(
-            one.step,
-            f"{place}/{one.name}",
-            [file._replace(name=file.name.removeprefix(f"{one.name}/")) for file in one.files],
+        checkpoint.step: CheckpointInStore(
+            checkpoint.step,
+            f"{place}/{checkpoint.name}",
+            [
+                file._replace(name=file.name.removeprefix(f"{checkpoint.name}/"))
+                for file in checkpoint.files
+            ],
         )
-        for one in mirror.whole()
+        for checkpoint in mirror.whole()
     }
 
 
@@ -220,33 +230,33 @@ def _keep_in_store(url: str, target: str, stores: Stores, weights_only: bool) ->
     """Have a store copy a folder of it; return whether there was one."""
     root, source = _split(url)
     store, copy = UrlStore(root), target.removeprefix(f"{root}/")
-    store.delete([one.name for one in store.objects(copy)])  # of a submission that was cut off
+    store.delete([file.name for file in store.objects(copy)])  # of a submission that was cut off
     files = store.objects(source)
-    for one in files:
-        inside = one.name.removeprefix(f"{source}/")
+    for file in files:
+        inside = file.name.removeprefix(f"{source}/")
         if not (weights_only and is_state(inside)):
-            store.copy(one, f"{copy}/{inside}")
+            store.copy(file, f"{copy}/{inside}")
     return bool(files)
 
 
 def _keep_in_broker(url: str, target: str, stores: Stores, weights_only: bool) -> bool:
     """Copy a folder of one job's bucket to that of another, through a file in $TMPDIR."""
     source, copy = stores.bucket(url), stores.bucket(target)
-    files = [one for one in source.objects() if not (weights_only and is_state(one.name))]
-    copy.make_room(sum(one.num_bytes for one in files))
-    copy.delete([one.name for one in copy.objects()])  # of a submission that was cut off
+    files = [file for file in source.objects() if not (weights_only and is_state(file.name))]
+    copy.make_room(sum(file.num_bytes for file in files))
+    copy.delete([file.name for file in copy.objects()])  # of a submission that was cut off
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder) / "part"
-        for one in files:
-            source.fetch(one.name, one.num_bytes, here)
-            copy.put(one.name, here)
+        for file in files:
+            source.fetch(file.name, file.num_bytes, here)
+            copy.put(file.name, here)
     return bool(files)
 
 
 def free_copies(record: JobRecord, stores: Stores) -> None:
     """Remove what a job that was refused has copied of others. Raises StorageError."""
-    urls = [one for one in (record.fork_dir, *record.adapters.values()) if is_url(one)]
-    for root in {_split(one)[0] for one in urls}:
+    urls = [path for path in (record.fork_dir, *record.adapters.values()) if is_url(path)]
+    for root in {_split(path)[0] for path in urls}:
         if root == BROKER:
             stores.bucket(_place(root, record.scope, "fork")).remove()
         else:
@@ -261,7 +271,7 @@ def free_stored(record: JobRecord) -> None:
 
 def _free(root: str, record: JobRecord) -> None:
     store = UrlStore(f"{root}/runs/{record.user}/{record.job}")
-    store.delete([one.name for one in store.objects()])
+    store.delete([item.name for item in store.objects()])
 
 
 def _stores(record: JobRecord) -> set[str]:
@@ -269,9 +279,9 @@ def _stores(record: JobRecord) -> set[str]:
     own = f"/runs/{record.user}/{record.job}/"
     model = cast("dict[str, Any]", record.config.get("model") or {}).get("path") or ""
     named = [model, record.fork_dir, *record.adapters.values()]
-    kept = {path.partition(own)[0] for path in named if own in path and "://" in path}
+    roots = {path.partition(own)[0] for path in named if own in path and "://" in path}
     url = store_of(record)
-    return kept | ({url.rstrip("/")} if url not in (None, BROKER) else set())
+    return roots | ({url.rstrip("/")} if url not in (None, BROKER) else set())
 
 
 def _place(root: str, scope: JobScope, name: str) -> str:
@@ -288,35 +298,7 @@ def _split(url: str) -> tuple[str, str]:
     return root, "/".join(inside)
 
 
-# Adapters on their way to a store name their base by its URL, not by a folder of this machine.
-
-_BASE = "base_model_name_or_path"
-
-
-def name_bases_by_url(checkpoint: Path) -> None:
-    """Rewrite the adapters of a copy made of hard links, whose originals stay as they are."""
-    changed = [_renamed(file) for file in checkpoint.rglob(ADAPTER_CONFIG)]
-    if any(changed):
-        (checkpoint / TABLE).unlink()
-        write_digests(checkpoint)
-
-
-def _renamed(file: Path) -> bool:
-    settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    url = url_of(str(settings.get(_BASE)))
-    if url is None:
-        return False
-    file.unlink()
-    file.write_text(json.dumps({**settings, _BASE: url}, indent=2), encoding="utf-8")
-    return True
-
-
-# Brings each checkpoint of a learner to its store, while training goes on.
-#
-# A checkpoint that waits is held by hard links in `uploading/` of the run's folder: the run may
-# remove its own meanwhile. While one is on its way only the newest of the others waits. What
-# fails is tried again for ever: until a checkpoint is in the store, the log is not trimmed behind
-# it.
+# -- uploads of a learner --------------------------------------------------------------------------
 
 _PAUSE_S = 5.0
 
@@ -354,13 +336,13 @@ class Uploads:
         Raises StorageError for a store that cannot be written.
         """
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
-        there = {one.step for one in await asyncio.to_thread(self._mirror.whole)}
+        there = {checkpoint.step for checkpoint in await asyncio.to_thread(self._mirror.whole)}
         self.first_seqs = {step: seq for step, seq in local.items() if step in there}
         self._idle.set()
         self._begun.set()
         return [step for step in local if step not in there]
 
-    async def take(self, step: int, first_seq: int, folder: Path) -> None:
+    async def add_checkpoint(self, step: int, first_seq: int, folder: Path) -> None:
         """Upload a checkpoint when its turn comes; it may be removed from where it is."""
         await self._begun.wait()
         held = self._folder / f"{folder.name}.{first_seq}"
@@ -372,15 +354,15 @@ class Uploads:
         if left is not None and left[2] != held:
             await asyncio.to_thread(shutil.rmtree, left[2], ignore_errors=True)
 
-    async def run(self) -> None:
+    async def upload_all(self) -> None:
         """Upload what is taken, for ever."""
         try:
             while True:
                 await self._changed.wait()
                 self._changed.clear()
                 while self._waiting is not None:
-                    one, self._waiting = self._waiting, None
-                    await self._upload(*one)
+                    upload, self._waiting = self._waiting, None
+                    await self._upload(*upload)
                 self._idle.set()
         finally:
             self._mirror.store.close()

@@ -51,8 +51,8 @@ def check_digests(folder: Path, *, required: bool = False) -> None:
         return
     wanted = dict(_wanted(folder))
     with ThreadPoolExecutor(_THREADS) as threads:
-        found = list(threads.map(_digest_there, [folder / name for name in wanted]))
-    for (name, digest), there in zip(wanted.items(), found, strict=True):
+        digests = list(threads.map(_digest_there, [folder / name for name in wanted]))
+    for (name, digest), there in zip(wanted.items(), digests, strict=True):
         if there is None:
             raise _damaged(folder, name, "is missing or cannot be read")
         if there != digest:

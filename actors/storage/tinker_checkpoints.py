@@ -27,7 +27,7 @@ from ...schemas.wire.errors import (
 )
 
 TINKER_FOLDER = "tinker"
-"""In the run folder of a Tinker service: its adapters, checkpoints and records."""
+"""Folder of a run in which the states and checkpoints of models of the Tinker API lie."""
 _META = "tinker.json"
 Gone = Literal["", "deleted", "expired"]
 
@@ -63,7 +63,7 @@ class StoredCheckpoint:
         """Whether it can be read."""
         return not self.gone and not 0 < self.expires <= now
 
-    def told(self) -> TinkerCheckpoint:
+    def describe(self) -> TinkerCheckpoint:
         """Return it as users are told of it."""
         return TinkerCheckpoint(
             path=str(self.name),
@@ -113,20 +113,20 @@ class CheckpointFolders:
                 continue
             model = ModelName.parse(session.replace(".train.", ":train:"))
             name = CheckpointName(model, kind, place.name)
-            found = self.read(place.parents[2].name, name)
-            if found is None:
+            stored = self.read(place.parents[2].name, name)
+            if stored is None:
                 shutil.rmtree(place, ignore_errors=True)
                 continue
-            _remove_others(found)
-            yield found
+            _remove_others(stored)
+            yield stored
 
     def size_of(self, user: str) -> int:
         """Return the bytes of a user's checkpoints; what is being written is not counted."""
-        found = 0
+        num_bytes = 0
         for meta in self._folder.glob(f"{user}/*.train.*/*/*/{_META}"):
             with contextlib.suppress(OSError, ValueError, AttributeError):
-                found += int(json.loads(meta.read_text(encoding="utf-8")).get("size_bytes", 0))
-        return found
+                num_bytes += int(json.loads(meta.read_text(encoding="utf-8")).get("size_bytes", 0))
+        return num_bytes
 
     def commit(self, stored: StoredCheckpoint) -> None:
         """Let this be what counts; its files are there. Raises StorageError."""
@@ -169,9 +169,9 @@ class CheckpointFolders:
     def _published(self, name: CheckpointName, now: float) -> StoredCheckpoint | None:
         model = f"{name.model.session}.train.{name.model.number}"
         for place in sorted(self._folder.glob(f"*/{model}/{name.kind}/{name.name}")):
-            found = self.read(place.parents[2].name, name)
-            if found is not None and found.is_public and found.is_there(now):
-                return found
+            stored = self.read(place.parents[2].name, name)
+            if stored is not None and stored.is_public and stored.is_there(now):
+                return stored
         return None
 
 
@@ -193,9 +193,9 @@ def missing(name: CheckpointName, known: StoredCheckpoint | None = None) -> NotF
 
 def _remove_others(stored: StoredCheckpoint) -> None:
     """Remove the files that do not count (any more)."""
-    for one in stored.place.iterdir():
-        if one.is_dir() and (stored.gone or one.name != str(stored.seq)):
-            shutil.rmtree(one, ignore_errors=True)
+    for path in stored.place.iterdir():
+        if path.is_dir() and (stored.gone or path.name != str(stored.seq)):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _read(user: str, name: CheckpointName, place: Path) -> StoredCheckpoint:

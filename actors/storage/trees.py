@@ -9,10 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 from ...schemas.wire.errors import StorageError
-from ..policy.saving import flush, storage_error
 from .digests import TABLE, digest_of, is_state, read_table
-from .opening import Store
-from .url_store import StoredObject
+from .files import flush, storage_error
+from .stores import Store, StoredObject
 
 _THREADS = 4
 _FETCHES = 3
@@ -30,7 +29,7 @@ def upload_tree(store: Store, prefix: str, folder: Path) -> None:
 
     with ThreadPoolExecutor(_THREADS) as threads:
         list(threads.map(put, names))
-    there = {one.name: one.num_bytes for one in store.objects(prefix)}
+    there = {item.name: item.num_bytes for item in store.objects(prefix)}
     for name in names:
         if there.get(f"{prefix}/{name}") != (size := (folder / name).stat().st_size):
             raise StorageError(
@@ -62,7 +61,7 @@ def fetch_tree(store: Store, prefix: str, files: list[StoredObject], target: Pat
 
 
 def _fetch_files(store: Store, prefix: str, files: list[StoredObject], folder: Path) -> None:
-    by_name = {_inside(one.name, prefix): one for one in files}
+    by_name = {_inside(file.name, prefix): file for file in files}
     wanted: dict[str, str] = {}
     if (table := by_name.pop(TABLE, None)) is not None:
         store.fetch(table.name, table.num_bytes, folder / TABLE)
@@ -71,16 +70,16 @@ def _fetch_files(store: Store, prefix: str, files: list[StoredObject], folder: P
         for name in wanted:
             if name not in by_name and not (is_copy and is_state(name)):
                 raise _wrong(store, prefix, name, "is missing")
-    for name, one in by_name.items():
-        _fetch_whole(store, one, folder / name, wanted.get(name))
+    for name, file in by_name.items():
+        _fetch_whole(store, file, folder / name, wanted.get(name))
 
 
-def _fetch_whole(store: Store, one: StoredObject, target: Path, digest: str | None) -> None:
+def _fetch_whole(store: Store, file: StoredObject, target: Path, digest: str | None) -> None:
     for _ in range(_FETCHES):
-        store.fetch(one.name, one.num_bytes, target)
+        store.fetch(file.name, file.num_bytes, target)
         if digest is None or digest_of(target) == digest:
             return
-    raise _wrong(store, "", one.name, f"is not as it was written ({one.num_bytes:,} bytes)")
+    raise _wrong(store, "", file.name, f"is not as it was written ({file.num_bytes:,} bytes)")
 
 
 def _inside(name: str, prefix: str) -> str:

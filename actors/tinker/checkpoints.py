@@ -350,7 +350,7 @@ class CheckpointCatalog:
         model = ModelName.parse(request.model) if request.model else None
         matches = [item for item in self.of_user(user, model) if not item.passing]
         part = matches[request.offset : request.offset + request.limit]
-        return CheckpointPage(checkpoints=[item.told() for item in part], total=len(matches))
+        return CheckpointPage(checkpoints=[item.describe() for item in part], total=len(matches))
 
     def save(
         self,

@@ -285,7 +285,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--job", required=True, help="job id")
     parser.add_argument("--session", required=True, help="id of a session, or of a model")
     parser.add_argument("--json", action="store_true", help="print what was found as JSON")
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     try:
         return _run(parser.parse_args(argv), console)
     except TinkermqError as error:

@@ -126,7 +126,7 @@ class TrainingRuns:
         collected: dict[tuple[str, str], TinkerCheckpoint] = {}
         for item in self._checkpoints.of_user(user):
             if not item.passing:
-                collected.setdefault((str(item.name.model), item.name.kind), item.told())
+                collected.setdefault((str(item.name.model), item.name.kind), item.describe())
         return collected
 
     def _forget(self, user: str, name: ModelName) -> None:
@@ -344,7 +344,7 @@ class CheckpointEndpoints:
 
     async def _change(self, request: ChangeCheckpoint, context: RequestContext) -> TinkerCheckpoint:
         change = partial(self._checkpoints.change, wanted=self._is_wanted)
-        return (await asyncio.to_thread(change, context.user, request)).told()
+        return (await asyncio.to_thread(change, context.user, request)).describe()
 
     async def _export(self, request: ExportCheckpoint, context: RequestContext) -> CheckpointExport:
         return await asyncio.to_thread(self._exports.export, context.user, request.path)

@@ -1,1 +1,1 @@
-"""One optimiser step: advantages, losses, corrections, packing, model, optimiser, ranks, checkpoint."""
+"""One optimiser step: advantages, losses, corrections, packing, optimiser, ranks."""

@@ -1,11 +1,15 @@
 """Advantages: how rewards become a weight for each generated token.
 
-Shapes: N generated tokens, S sequences, P places (tokens of a sequence, or its turns), K turns.
 Every function takes the whole batch, not a micro-batch: groups and whitening need all of it. They
-compute in float64 and return float32. A sequence is whatever is rewarded as one: an episode, or
-one of its turns (`samples.py`).
+compute in float64 and return float32. A sequence is whatever is rewarded as one: an episode, or one
+of its turns (`batch.py`). A group whose rewards are all equal gets exactly 0. A group of one has no
+baseline: mean 0, std 1.
 
-A group whose rewards are all equal gets exactly 0. A group of one has no baseline: mean 0, std 1.
+Values of a critic: V_t is the value before token t is generated. Observation tokens are in none of
+the arrays, so the value after a turn's last token is that of the next turn's first.
+
+Shape letters: N generated tokens, S sequences, P places (tokens of a sequence, or its turns), K
+turns, C components of the reward.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,10 +23,6 @@ from ...schemas.wire.errors import ConfigError
 from .batch import BatchCalls
 from .registry import choose
 from .sequences import by_sequence, is_last_of_sequence, lengths_by_sequence, reward_to_go
-
-# What advantages are computed from.
-#
-# Shape letters: N generated tokens, S samples, C components of the reward.
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,9 @@ class AdvantageInputs:
         return len(self.rewards_S)
 
 
-# What an element of a batch is compared with: the statistics of those with the same key.
-#
-# Where elements belong to episodes, an episode counts once for each key, however many of its
-# elements have it: each of them weighs as one part of it.
+# -- statistics of peers ---------------------------------------------------------------------------
+# Peers have the same key. Where elements belong to episodes, an episode counts once for each key,
+# however many of its elements have it: each of them weighs as one part of it.
 
 
 @dataclass(frozen=True)
@@ -123,11 +122,7 @@ def _by_owner(
     return count, mean, zeros.index_add(0, key, deviations), means[of_pair]
 
 
-# Values: what a critic's estimates become, and what the critic is trained towards.
-#
-# Pure functions. Shapes: N generated tokens, S sequences. V_t is the value before token t is
-# generated. Observation tokens are in none of the arrays, so the value after a turn's last token
-# is that of the next turn's first.
+# -- values of a critic ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -150,7 +145,7 @@ class ValueTargets:
     returns_N: Tensor
     """What they should have been."""
     sample_N: Tensor
-    """int64: the sample of each token (`samples.py`)."""
+    """int64: the sample of each token (`batch.py`)."""
     kept_N: Tensor
     """bool: tokens that the critic is trained on."""
 
@@ -170,7 +165,7 @@ def generalized_advantage(
     """
     rewards_SP, place_N = by_sequence(rewards_N.double(), seq_N, num_seqs)
     values_SP, _ = by_sequence(values_N.double(), seq_N, num_seqs)
-    gamma_SP, lam_SP = (_laid_out(one, seq_N, num_seqs) for one in (gamma, lam))
+    gamma_SP, lam_SP = (_laid_out(factor, seq_N, num_seqs) for factor in (gamma, lam))
     delta_SP = rewards_SP - values_SP
     delta_SP[:, :-1] += (gamma_SP * values_SP.roll(-1, 1))[:, :-1]
     return reward_to_go(delta_SP, gamma_SP * lam_SP)[seq_N, place_N]
@@ -588,9 +583,8 @@ def compute_advantages(name: str, inputs: AdvantageInputs, **options: Any) -> Te
     return choose(ADVANTAGES, "advantage", name)(inputs, **options)
 
 
-# Shaping: what an episode's length adds to its reward, before advantages are computed.
-#
-# Shapes: S sequences. Lengths are tokens after the first prompt, observations included.
+# -- shaping of rewards by length ------------------------------------------------------------------
+# Lengths are tokens after the first prompt, observations included.
 
 
 def overlong_penalty(

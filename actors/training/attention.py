@@ -1,7 +1,11 @@
-"""Attention over sequences whose columns are divided over processes (Ulysses, arXiv 2309.14509).
+"""Attention beside transformers' own: over divided columns, and flash attention without padding.
 
-Each process has a part of the columns of all heads. Before the attention they exchange: each then
-has all columns of a part of the heads, and any kernel and any mask do; behind it they change back.
+Sequences whose columns are divided over processes (Ulysses, arXiv 2309.14509): each process has a
+part of the columns of all heads. Before the attention they exchange: each then has all columns of a
+part of the heads, and any kernel and any mask do; behind it they change back.
+
+The kernel of flash attention takes sequences of any lengths in one row, told apart by their
+cumulative lengths ("varlen"), and reads no mask: padding is left out, and prompts cannot be shared.
 """
 
 # torch and transformers leave some of their methods untyped.
@@ -116,10 +120,7 @@ def _exchanged(states: Tensor, share: SequenceGroup) -> Tensor:
     return torch.cat(list(taken_P.unbind(0)), dim=2)
 
 
-# Rows as flash attention reads them: one row of all tokens, and where each sequence begins.
-#
-# Its kernel takes sequences of any lengths, told apart by their cumulative lengths ("varlen"),
-# and reads no mask: padding is left out, and prompts cannot be shared.
+# -- rows for flash attention ----------------------------------------------------------------------
 
 
 def flatten(packed: MicroBatch) -> MicroBatch:

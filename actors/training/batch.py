@@ -1,6 +1,18 @@
 """From the groups of a batch to the flat arrays that advantages and losses work on.
 
-Shape letters: N generated tokens, S sequences.
+Calls of agents' episodes are a tree in place of turns that follow each other. A call has at most
+one that it led to, so what later calls earned reaches it on one way, a chain. Chains of an episode
+end at its last call, or where nothing came of an answer: there the episode's own reward stands, or,
+within a branch that is credited with its own, that of the branch.
+
+A sample is what is rewarded and weighed as one: the whole episode, or each of its turns. A turn as
+a sample has the conversation before it as its prompt. Every turn only appends to that conversation,
+so the log-probs are those of the episode's one forward pass: only rewards, advantages and all that
+is computed by sequence are taken by turn. Turns are compared with those of the same number in the
+group's other episodes, so that long episodes do not weigh more. An episode of several rows is one
+sample: its tokens follow each other, row by row.
+
+Shape letters: N generated tokens, S sequences (rows), E episodes, K calls, B branches, M samples.
 """
 
 # torch leaves some of its methods untyped.
@@ -29,14 +41,7 @@ from .sequences import (
     sum_by_sequence,
 )
 
-# Calls of agents' episodes in a batch: a tree in place of turns that follow each other.
-#
-# A call has at most one that it led to, so what later calls earned reaches it on one way, a
-# chain. Chains of an episode end at its last call, or where nothing came of an answer: there the
-# episode's own reward stands, or, within a branch that is credited with its own, that of the
-# branch.
-#
-# Shape letters: N generated tokens, S sequences (rows), E episodes, K calls, B branches.
+# -- calls of agents -------------------------------------------------------------------------------
 
 _COLUMNS = (
     "next",
@@ -88,7 +93,9 @@ class BatchCalls:
 
     def to(self, device: torch.device) -> "BatchCalls":
         """Copy every tensor to a device."""
-        return BatchCalls(**{one.name: getattr(self, one.name).to(device) for one in fields(self)})
+        return BatchCalls(
+            **{field.name: getattr(self, field.name).to(device) for field in fields(self)}
+        )
 
     def own_chains(self) -> "BatchCalls":
         """Return the same calls with chains that end where their branches do, with their rewards.
@@ -109,9 +116,9 @@ class BatchCalls:
         old_k, call_n = _unique(self.call_N[kept_N])
         number_K = torch.full((self.num + 1,), -1, dtype=torch.int64, device=old_k.device)
         number_K[old_k] = torch.arange(len(old_k), device=old_k.device)
-        names = [one.name for one in fields(self) if one.name.endswith("_K")]
-        kept = {name: getattr(self, name)[old_k] for name in names}
-        return replace(self, **{**kept, "call_N": call_n, "next_K": number_K[kept["next_K"]]})
+        names = [field.name for field in fields(self) if field.name.endswith("_K")]
+        columns = {name: getattr(self, name)[old_k] for name in names}
+        return replace(self, **{**columns, "call_N": call_n, "next_K": number_K[columns["next_K"]]})
 
     def token_rewards(self, further_N: Tensor) -> Tensor:
         """Return what each token earns: `further_N`, and at calls' ends what was posted there."""
@@ -158,7 +165,7 @@ class BatchCalls:
 
         A call leads to a later one, but its row may stand before.
         """
-        values, factors = (cast("list[float]", one.tolist()) for one in (values_K, factor_K))
+        values, factors = (cast("list[float]", array.tolist()) for array in (values_K, factor_K))
         nexts = cast("list[int]", self.next_K.tolist())
         for call in reversed(_in_order(nexts)):
             if nexts[call] >= 0:
@@ -192,37 +199,39 @@ class _Collected:
         """Add the rows of one of a task's episodes."""
         first = len(self._branch_of)
         places = [item.calls or _in_a_row(item) for item in rows]
-        numbers = [(row, int(n)) for row, one in enumerate(places) for n in one.numbers]
+        numbers = [
+            (row, int(n)) for row, row_places in enumerate(places) for n in row_places.numbers
+        ]
         # Rows that say nothing of their calls number them from 0 each.
-        told = {n: first + at for at, (row, n) in enumerate(numbers) if rows[row].calls}
+        call_places = {n: first + at for at, (row, n) in enumerate(numbers) if rows[row].calls}
         branches = self._add_branches(task, places)
         at = first
-        for item, one in zip(rows, places, strict=True):
-            own = {int(n): at + place for place, n in enumerate(one.numbers)}
-            known = told if item.calls else own
+        for item, row_places in zip(rows, places, strict=True):
+            own = {int(n): at + place for place, n in enumerate(row_places.numbers)}
+            known = call_places if item.calls else own
             at += len(own)
-            self._columns["next"] += [known.get(int(n), -1) for n in one.nexts]
+            self._columns["next"] += [known.get(int(n), -1) for n in row_places.nexts]
             self._columns["key"] += [
                 self._key(task, role, int(depth))
-                for role, depth in zip(one.roles, one.depths, strict=True)
+                for role, depth in zip(row_places.roles, row_places.depths, strict=True)
             ]
-            self._columns["observed"] += one.observed.tolist()
-            self._columns["rewards"] += one.rewards.tolist()
-            self._branch_of += [branches.get(int(n), -1) for n in one.branches]
+            self._columns["observed"] += row_places.observed.tolist()
+            self._columns["rewards"] += row_places.rewards.tolist()
+            self._branch_of += [branches.get(int(n), -1) for n in row_places.branches]
         num = at - first
         self._columns["episode"] += [self._num_episodes] * num
         self._columns["group"] += [task] * num
         self._columns["group_size"] += [num_episodes] * num
-        self._columns["outcome"] += [sum(one.outcome for one in places)] * num
+        self._columns["outcome"] += [sum(row_places.outcome for row_places in places)] * num
         self._num_episodes += 1
 
     def _add_branches(self, task: int, places: Sequence[CallPlaces]) -> dict[int, int]:
-        found: dict[int, int] = {}
-        for branch in (branch for one in places for branch in one.rewarded):
-            found[branch.call] = len(self._branches)
+        branch_of_call: dict[int, int] = {}
+        for branch in (branch for place in places for branch in place.rewarded):
+            branch_of_call[branch.call] = len(self._branches)
             key = self._key(task, branch.role)
             self._branches.append((branch.reward, key, self._num_episodes))
-        return found
+        return branch_of_call
 
     def _key(self, *parts: Any) -> int:
         return self._keys.setdefault(parts, len(self._keys))
@@ -431,7 +440,7 @@ def assemble(
 def _peers(members: Sequence[Sequence[Trajectory]]) -> NDArray[np.int64]:
     """Number the sets of trajectories that share task and role, in order."""
     numbers: dict[tuple[int, str], int] = {}
-    keys = [(group, item.role) for group, found in enumerate(members) for item in found]
+    keys = [(group, item.role) for group, items in enumerate(members) for item in items]
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
 
 
@@ -461,12 +470,12 @@ def ends_of(batch: TrainingBatch, chosen_S: Tensor) -> TrainingBatch:
     chosen = chosen_S.nonzero().squeeze(1)
     sequences = list(batch.sequences)
     for place in cast("list[int]", chosen.tolist()):
-        one = sequences[place]
-        end = int(np.flatnonzero(one.mask)[-1]) + 1
-        ids = np.append(one.token_ids[:end], one.token_ids[end - 1])
+        sequence = sequences[place]
+        end = int(np.flatnonzero(sequence.mask)[-1]) + 1
+        ids = np.append(sequence.token_ids[:end], sequence.token_ids[end - 1])
         mask = np.zeros_like(ids)
         mask[-1] = 1
-        sequences[place] = TokenSequence(ids, mask, one.images)
+        sequences[place] = TokenSequence(ids, mask, sequence.images)
     return replace(batch, sequences=sequences, seq_N=chosen)
 
 
@@ -475,15 +484,15 @@ def components_of(rows: Sequence[Trajectory], names: Sequence[str]) -> list[floa
 
     Raises DataError for one that is no number.
     """
-    told = rows[0].info
+    info = rows[0].info
     for name in names:
-        if not isinstance(told.get(name), int | float):
+        if not isinstance(info.get(name), int | float):
             raise DataError(
-                f"algorithm.reward_components.{name}: the game told {told.get(name)!r:.40} under "
+                f"algorithm.reward_components.{name}: the game told {info.get(name)!r:.40} under "
                 "this name in `info` at an episode's end",
-                hint=f"it must be a number; there are {', '.join(sorted(map(str, told)))[:200]}",
+                hint=f"it must be a number; there are {', '.join(sorted(map(str, info)))[:200]}",
             )
-    return [float(told[name]) for name in names]
+    return [float(info[name]) for name in names]
 
 
 def _components(groups: Sequence[Group], names: Sequence[str]) -> Tensor | None:
@@ -502,7 +511,7 @@ def _baselines(groups: Sequence[Group]) -> Tensor | None:
     return torch.tensor(returns).repeat_interleave(counts)
 
 
-# Whether the model that learns can read a group, before the group may become part of a batch.
+# -- groups that the model can read ----------------------------------------------------------------
 
 
 def check_readable(
@@ -528,7 +537,7 @@ def _check_images(item: Trajectory, group: Group, model: nn.Module, reader: Imag
         # Those of a tool's result stand behind the first answer, as some of a conversation do.
         is_later = item.kind or shows_later(item.messages)
         until = int(item.turn_ends[-1]) if is_later else len(prompt)
-        seen = reader.see(model, item.token_ids[:until], images)
+        seen = reader.read_images(model, item.token_ids[:until], images)
         if item.mask[seen.places_Q].any():
             raise DataError(
                 "the policy generated an image's token before the last image",
@@ -541,15 +550,7 @@ def _check_images(item: Trajectory, group: Group, model: nn.Module, reader: Imag
         )
 
 
-# Samples: what is rewarded and weighed as one, the whole episode or each of its turns.
-#
-# A turn as a sample has the conversation before it as its prompt. Every turn only appends to that
-# conversation, so the log-probs are those of the episode's one forward pass: only rewards,
-# advantages and all that is computed by sequence are taken by turn. Turns are compared with those
-# of the same number in the group's other episodes, so that long episodes do not weigh more. An
-# episode of several rows is one sample: its tokens follow each other, row by row.
-#
-# Shape letters: N generated tokens, S sequences (episodes), M samples.
+# -- samples ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

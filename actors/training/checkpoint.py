@@ -23,17 +23,10 @@ from transformers import GenerationConfig
 from ...schemas.wire.errors import NotFoundError, StorageError, TinkermqError
 from ..policy.lora import policy_tensors
 from ..policy.policies import policy_folder
-from ..policy.saving import (
-    check_reread,
-    flush,
-    flush_entries,
-    save_model,
-    save_plain_weights,
-    storage_error,
-    unsavable,
-)
-from ..storage.checkpoint_folders import checkpoint_name
+from ..policy.saving import check_reread, save_model, save_plain_weights, unsavable
 from ..storage.digests import check_digests, write_digests
+from ..storage.files import flush, flush_entries, storage_error
+from ..storage.run_folders import checkpoint_name
 from .optimizer import save_optimizer
 from .parallel import Parallel, whole
 from .state import LearnerState
@@ -90,7 +83,7 @@ class CheckpointStore:
             self._point_latest(final)
             self.remove_old()
         except Exception as error:
-            failure = storage_error(final, error)  # before room is made again
+            failure = storage_error(final, error, SafetensorError)  # before room is made again
             shutil.rmtree(temporary, ignore_errors=True)
             if failure is None:
                 raise
@@ -332,8 +325,8 @@ def keep_weights(
 
 def _keep(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write the weights of a policy under the names by which the libraries look for them."""
-    critic = {name: one for name, one in tensors.items() if name.startswith("critic.")}
-    rest = {name: one for name, one in tensors.items() if name not in critic}
+    critic = {name: tensor for name, tensor in tensors.items() if name.startswith("critic.")}
+    rest = {name: tensor for name, tensor in tensors.items() if name not in critic}
     is_adapter = any(name.startswith("base_model.model.") for name in rest)
     save_plain_weights(rest, folder / f"{'adapter_' * is_adapter}model.safetensors")
     if critic:

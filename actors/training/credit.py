@@ -196,11 +196,11 @@ def _of_tokens(inputs: AdvantageInputs, kept_N: Tensor) -> AdvantageInputs:
     """Return what advantages of some of the tokens are computed from."""
     names = ("seq_N", "token_rewards_N", "turn_N", "state_N", "values_N", "kept_N")
     given = {name: getattr(inputs, name) for name in names}
-    kept: dict[str, Any] = {
+    arrays: dict[str, Any] = {
         name: None if value is None else value[kept_N] for name, value in given.items()
     }
     calls = inputs.calls
-    return replace(inputs, **kept, calls=None if calls is None else calls.of_tokens(kept_N))
+    return replace(inputs, **arrays, calls=None if calls is None else calls.of_tokens(kept_N))
 
 
 def _options(config: JobConfig) -> dict[str, Any]:

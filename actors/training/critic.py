@@ -65,7 +65,7 @@ class ValueModel(nn.Module):
 
     def values(self, packed: MicroBatch) -> Tensor:
         """Return the value before each of the N tokens, with gradient where enabled."""
-        return self._scorer.inside.run(lambda: self._values(packed))
+        return self._scorer.inside.compute(lambda: self._values(packed))
 
     def _values(self, packed: MicroBatch) -> Tensor:
         states_UD, place_N = self._scorer.states_UD(packed)

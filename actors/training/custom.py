@@ -35,7 +35,7 @@ _LATER = (
 _CHECK = "see what it does wrong with `tinkermq algorithm check {target}`"
 
 
-class OwnFunction:
+class CustomFunction:
     """One function of the user's."""
 
     def __init__(self, kind: Kind, target: str) -> None:
@@ -91,24 +91,26 @@ class OwnFunction:
             )
 
         with blaming(blame):
-            found = getattr(importlib.import_module(module_name), name, None)
-        if not callable(found):
+            function = getattr(importlib.import_module(module_name), name, None)
+        if not callable(function):
             raise ConfigError(
                 f"{self.key}: module {module_name} has no function {name!r}",
                 hint="name a function of the module, as module:function",
             )
-        if any(kind(found) for kind in _LATER):
+        if any(kind(function) for kind in _LATER):
             raise ConfigError(
                 f"{self.key} is async, or yields: it is asked in the middle of a step",
                 hint="write it with def, and return the answer",
             )
-        return found
+        return function
 
     def _place(self, target: str) -> str:
         """Return `module:function` of what a package may have registered by a short name."""
         if ":" in target:
             return target
-        there = {one.name: one.value for one in entry_points(group=ENTRY_POINTS)}
+        there = {
+            entry_point.name: entry_point.value for entry_point in entry_points(group=ENTRY_POINTS)
+        }
         if target not in there:
             raise ConfigError(
                 f"{self.key} is registered by no package here",
@@ -150,6 +152,6 @@ class OwnFunction:
         return ConfigError(f"{self.key} {what}", hint="; ".join(filter(None, (hint, self._hint))))
 
 
-def own_function(kind: Kind, target: str | None) -> OwnFunction | None:
+def custom_function(kind: Kind, target: str | None) -> CustomFunction | None:
     """Return the function that a key names; None where it names none. Raises ConfigError."""
-    return None if target is None else OwnFunction(kind, target)
+    return None if target is None else CustomFunction(kind, target)

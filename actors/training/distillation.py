@@ -32,14 +32,12 @@ from ..policy.model_folder import load_model_config, load_tokenizer, sees_images
 from .batch import TrainingBatch
 from .credit import Credit
 from .micro_batch import TokenSequence
-from .model import Asked, Scorer
+from .model import ScoreOptions, Scorer
 from .parallel import Parallel
 from .rank_batches import RankPacker
 from .sequences import lengths_by_sequence
 
-# What is learnt from a teacher: the arithmetic, apart from who the teacher is.
-#
-# Shape letters: N generated tokens, K tokens in the place of each.
+# -- the arithmetic --------------------------------------------------------------------------------
 
 _LEAST_REST = 1e-6
 """Probability of all other tokens below which they are left out."""
@@ -96,7 +94,7 @@ def forward_kl(policy_NK: Tensor, teacher_NK: Tensor) -> Tensor:
     return kl_N + torch.where(rest_N > _LEAST_REST, rest_N * gap_N, 0.0)
 
 
-# Whether a model can score what the policy writes: the same tokens, and the same images.
+# -- models that can be teachers -------------------------------------------------------------------
 
 
 def check_same_language(config: JobConfig, path: str, key: str = "algorithm.teacher") -> None:
@@ -104,7 +102,7 @@ def check_same_language(config: JobConfig, path: str, key: str = "algorithm.teac
     trusted = config.model.trust_remote_code
     own = config.model.tokenizer or config.model.path
     vocabularies = [
-        load_tokenizer(one, trust_remote_code=trusted).get_vocab() for one in (own, path)
+        load_tokenizer(folder, trust_remote_code=trusted).get_vocab() for folder in (own, path)
     ]
     if vocabularies[0] != vocabularies[1]:
         differ = len(vocabularies[0].items() ^ vocabularies[1].items())
@@ -114,7 +112,7 @@ def check_same_language(config: JobConfig, path: str, key: str = "algorithm.teac
             hint="it scores the policy's own token ids: take a model of the same family",
         )
     policy, other = (
-        load_model_config(one, trust_remote_code=trusted) for one in (config.model.path, path)
+        load_model_config(folder, trust_remote_code=trusted) for folder in (config.model.path, path)
     )
     if sees_images(policy) and policy.model_type != other.model_type:
         raise ModelError(
@@ -122,7 +120,7 @@ def check_same_language(config: JobConfig, path: str, key: str = "algorithm.teac
             "images",
             hint="take one of the same kind",
         )
-    sizes = [int(cast("Any", one).get_text_config().vocab_size) for one in (policy, other)]
+    sizes = [int(cast("Any", folder).get_text_config().vocab_size) for folder in (policy, other)]
     if sizes[1] < sizes[0]:
         raise ModelError(
             f"{key}={path} knows {sizes[1]} token ids, the policy {sizes[0]}",
@@ -217,36 +215,36 @@ class Teachers:
     @torch.no_grad()
     def _score(self, batch: TrainingBatch) -> TeacherScores:
         """Return what each token's teacher says of it."""
-        found = _empty(batch, self._top_k)
+        scores = _empty(batch, self._top_k)
         for source, scorer in self._of_source.items():
             keep_S = self._rows_of(source, batch)
-            found.taught_N[keep_S[batch.seq_N]] = True
+            scores.taught_N[keep_S[batch.seq_N]] = True
             if scorer is None:
-                self._take_told(found, batch, keep_S)
+                self._take_told(scores, batch, keep_S)
             else:
-                self._ask(scorer, found, batch, keep_S)
-        return found
+                self._ask(scorer, scores, batch, keep_S)
+        return scores
 
     def _ask(
-        self, scorer: Scorer, found: TeacherScores, batch: TrainingBatch, keep_S: Tensor
+        self, scorer: Scorer, total: TeacherScores, batch: TrainingBatch, keep_S: Tensor
     ) -> None:
         """Let a model in this process score some sequences, of which this rank has a share."""
         mine = _empty(batch, self._top_k)
         for micro in self._packer.pack(_as_taught(batch), keep_S):
-            asked = Asked(top_k=self._top_k)
-            scores = scorer.score(replace(micro, experts_BTLK=None), asked)  # it chooses itself
+            request = ScoreOptions(top_k=self._top_k)
+            scores = scorer.score(replace(micro, experts_BTLK=None), request)  # it chooses itself
             mine.logprobs_N[micro.index_N] = scores.logprobs_N
             if self._top_k and scores.others_NK is not None and scores.top_ids_NK is not None:
                 _put(mine, micro.index_N, scores.top_ids_NK, scores.others_NK)
-        found.logprobs_N.add_(self._parallel.add_up(mine.logprobs_N))
+        total.logprobs_N.add_(self._parallel.add_up(mine.logprobs_N))
         for whole, part in (
-            (found.top_ids_NK, mine.top_ids_NK),
-            (found.top_logprobs_NK, mine.top_logprobs_NK),
+            (total.top_ids_NK, mine.top_ids_NK),
+            (total.top_logprobs_NK, mine.top_logprobs_NK),
         ):
             if whole is not None and part is not None:
                 whole.add_(self._parallel.add_up(part))
 
-    def _take_told(self, found: TeacherScores, batch: TrainingBatch, keep_S: Tensor) -> None:
+    def _take_told(self, scores: TeacherScores, batch: TrainingBatch, keep_S: Tensor) -> None:
         """Take what stands in the log of some sequences; `check` has seen that it is there."""
         lengths_S = lengths_by_sequence(batch.seq_N, batch.num_seqs)
         ends = cast("list[int]", lengths_S.cumsum(0).tolist())
@@ -256,16 +254,16 @@ class Teachers:
                 raise DataError(f"sequence {place} of the batch was not scored by its teacher")
             tokens = slice(end - len(teaching.logprobs), end)
             # Copies: torch takes no array that is read-only, as those of the log are.
-            found.logprobs_N[tokens] = torch.tensor(teaching.logprobs).to(found.logprobs_N)
+            scores.logprobs_N[tokens] = torch.tensor(teaching.logprobs).to(scores.logprobs_N)
             if self._top_k and teaching.top_ids is not None and teaching.top_logprobs is not None:
                 top = (teaching.top_ids, teaching.top_logprobs)
-                _put(found, tokens, *(torch.tensor(one[:, : self._top_k]) for one in top))
+                _put(scores, tokens, *(torch.tensor(array[:, : self._top_k]) for array in top))
 
     def _rows_of(self, source: str, batch: TrainingBatch) -> Tensor:
         """Mark the sequences that a teacher scores: bool[S]."""
         others = set(self._of_source) - {EVERY_SOURCE}
         rest = source == EVERY_SOURCE
-        mine = [one not in others if rest else one == source for one in batch.sources]
+        mine = [name not in others if rest else name == source for name in batch.sources]
         return torch.tensor(mine, dtype=torch.bool, device=batch.seq_N.device)
 
 
@@ -294,7 +292,7 @@ def _put(
 
 def _as_taught(batch: TrainingBatch) -> TrainingBatch:
     """Return the batch with the prompts that teachers read in place of the policy's."""
-    prompts = [None if one is None else one.prompt for one in batch.teaching]
+    prompts = [None if teaching is None else teaching.prompt for teaching in batch.teaching]
     if all(prompt is None for prompt in prompts):
         return batch
     sequences = [

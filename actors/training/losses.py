@@ -1,9 +1,20 @@
-"""Policy losses: one value for each generated token, before aggregation.
+"""Policy losses: one value for each generated token, its aggregation, KL and entropy.
 
-Shapes: N generated tokens, S sequences. Each function returns `(loss_N, statistics)`; the
-statistics are detached sums over tokens, so that those of micro-batches add up, to be divided by
-the number of tokens of the whole batch. The importance weight of an off-policy correction
-multiplies `loss_N` afterwards; see `corrections.py`.
+Each loss returns `(loss_N, statistics)`; the statistics are detached sums over tokens, so that
+those of micro-batches add up, to be divided by the number of tokens of the whole batch. The
+importance weight of an off-policy correction multiplies `loss_N` afterwards; see `off_policy.py`.
+
+Aggregation: the denominators are counted over the whole batch, all micro-batches and ranks, so the
+sum of the aggregates of the parts is the aggregate of the whole, however the batch was cut between
+sequences. A framework that averages gradients over ranks needs the loss times the number of ranks.
+
+KL to a frozen reference is estimated from the sampled tokens: with x = log π − log π_ref the
+estimators are k1 = x, k2 = x²/2, k3 = e^(−x) − 1 + x (http://joschu.net/blog/kl-approx.html). In
+the loss the gradient flows through `logprobs_N`; the gradient of k1 is 0 in expectation, so k1
+belongs in the reward. k1+ and k3+ have the value of k1 and k3 with the gradient of k2, which is
+that of the KL (as verl names them).
+
+Shape letters: N generated tokens, S sequences.
 """
 
 import math
@@ -316,12 +327,7 @@ def compute_loss(name: str, inputs: LossInputs, **options: Any) -> TokenLoss:
     return choose(LOSSES, "loss", name)(inputs, **options)
 
 
-# Aggregation: how token losses become one number.
-#
-# The denominators are counted over the whole batch, all micro-batches and ranks, so the sum of
-# the aggregates of the parts is the aggregate of the whole, however the batch was cut between
-# sequences. A framework that averages gradients over ranks needs the loss times the number of
-# ranks.
+# -- aggregation -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -408,12 +414,7 @@ def aggregate(
     return choose(AGGREGATIONS, "loss_agg", mode)(loss_N, seq_N, num_seqs_local, denominators)
 
 
-# KL to a frozen reference, estimated from the sampled tokens, and entropy.
-#
-# With x = log π − log π_ref the estimators are k1 = x, k2 = x²/2, k3 = e^(−x) − 1 + x
-# (http://joschu.net/blog/kl-approx.html). In the loss the gradient flows through `logprobs_N`;
-# the gradient of k1 is 0 in expectation, so k1 belongs in the reward. k1+ and k3+ have the value
-# of k1 and k3 with the gradient of k2, which is that of the KL (as verl names them).
+# -- KL and entropy --------------------------------------------------------------------------------
 
 KlEstimator = Callable[[Tensor, Tensor], Tensor]
 

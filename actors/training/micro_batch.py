@@ -1,6 +1,20 @@
-"""What goes into a forward pass: sequences of tokens, and the rows that they are packed into.
+"""Micro-batches: sequences of tokens, the rows that they are packed into, and their ranks.
 
-Shapes: S sequences, N generated tokens, B rows, T columns.
+Sequences that are paths of trees are packed so that each piece of a tree takes its columns once:
+the calls of an agent's episode are a tree, and its rows are paths of it that begin alike; so do the
+episodes of a task, and tasks under one system prompt. Sorted by their tokens, sequences that begin
+alike stand side by side, and each adds to the row what it does not have in common with the one
+before it: the columns of a row are a tree in depth-first order. What follows a token in the tree
+follows it without a gap in the row, so that one number for each column says who sees it. A tree
+that is larger than a row is cut into several, each with the path that it begins with.
+
+Sequences are divided over ranks by longest processing time first, on cost cL + L². The linear
+layers of a decoder cost 24 D² for each of L columns, attention 4 D L (D: hidden size): in units of
+4 D that is cL + L² with c = 6 D. Sequences that begin alike share columns where they lie on the
+same rank, so whole families are kept together where that leaves the slowest rank less to do than
+spreading them.
+
+Shape letters: S sequences, N generated tokens, B rows, T columns.
 """
 
 from collections import defaultdict
@@ -110,7 +124,7 @@ class MicroBatch:
         return replace(self, **moved)
 
 
-# Where the generated tokens of a batch stand, before it is packed.
+# -- places of generated tokens --------------------------------------------------------------------
 
 IntArray = NDArray[np.int64]
 
@@ -166,7 +180,7 @@ def ranges(starts: IntArray, counts: IntArray) -> IntArray:
     return skipped + np.arange(len(skipped))
 
 
-# Bins: what is put into which row, and which rows go through the model together.
+# -- bins ------------------------------------------------------------------------------------------
 
 
 def first_fit_decreasing(lengths: Sequence[int] | IntArray, budget: int) -> list[list[int]]:
@@ -236,9 +250,6 @@ def choose_row_tokens(
     return min(sorted(set(candidates)), key=cost) if longest <= row_tokens else row_tokens
 
 
-# One row of a micro-batch as it is filled.
-
-
 class RowWriter:
     """Fills one row: segments of tokens, each with its positions and with who sees it."""
 
@@ -290,16 +301,7 @@ class RowWriter:
         self.images.write(first, self.positions[first : self.num_used], seen)
 
 
-# Sequences that are paths of trees, packed so that each piece of a tree takes its columns once.
-#
-# The calls of an agent's episode are a tree, and its rows are paths of it that begin alike; so do
-# the episodes of a task, and tasks under one system prompt. Sorted by their tokens, sequences
-# that begin alike stand side by side, and each adds to the row what it does not have in common
-# with the one before it: the columns of a row are a tree in depth-first order. What follows a
-# token in the tree follows it without a gap in the row, so that one number for each column says
-# who sees it.
-#
-# A tree that is larger than a row is cut into several, each with the path that it begins with.
+# -- trees -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -358,18 +360,20 @@ class DepthFirst:
         """Order sequences of which the first `totals` tokens matter; those of 0 are left out."""
         chosen = [index for index, total in enumerate(totals) if total]
         images = _Beginnings(see)
-        found = {index: images.of(sequences[index]) for index in chosen}
+        images_of = {index: images.of(sequences[index]) for index in chosen}
         paths = {index: sequences[index].token_ids[: totals[index]] for index in chosen}
-        order = sorted(chosen, key=lambda index: (found[index][0], _sort_key(paths[index])))
+        order = sorted(chosen, key=lambda index: (images_of[index][0], _sort_key(paths[index])))
         shared = [
-            _num_shared(paths[before], paths[index]) if found[before][0] == found[index][0] else 0
+            _num_shared(paths[before], paths[index])
+            if images_of[before][0] == images_of[index][0]
+            else 0
             for before, index in pairwise(order)
         ]
         return cls(
             order,
             [0, *shared][: len(order)],
             [totals[index] for index in order],
-            [found[index][1] for index in order],
+            [images_of[index][1] for index in order],
         )
 
     def cut(self, budget: int) -> list[TreeUnit]:
@@ -413,7 +417,7 @@ def make_tree_units(
 def count_distinct(paths: Sequence[NDArray[np.integer[Any]]]) -> int:
     """Count the tokens of paths, those that several begin with in common once."""
     order = sorted(range(len(paths)), key=lambda index: _sort_key(paths[index]))
-    shared = sum(_num_shared(paths[one], paths[other]) for one, other in pairwise(order))
+    shared = sum(_num_shared(paths[before], paths[other]) for before, other in pairwise(order))
     return sum(map(len, paths)) - shared
 
 
@@ -439,20 +443,14 @@ def _sort_key(token_ids: NDArray[np.generic]) -> bytes:
     return token_ids.astype(">u4").tobytes()
 
 
-def _num_shared(one: NDArray[np.generic], other: NDArray[np.generic]) -> int:
+def _num_shared(left: NDArray[np.generic], other: NDArray[np.generic]) -> int:
     """Count the tokens that two paths begin with in common."""
-    length = min(len(one), len(other))
-    differs = one[:length] != other[:length]
+    length = min(len(left), len(other))
+    differs = left[:length] != other[:length]
     return int(differs.argmax()) if differs.any() else length
 
 
-# Which rank computes which sequences: longest processing time first, on cost cL + L².
-#
-# The linear layers of a decoder cost 24 D² for each of L columns, attention 4 D L (D: hidden
-# size): in units of 4 D that is cL + L² with c = 6 D. Sequences that begin with the same prompt
-# share its columns where they lie on the same rank, so whole families are kept together where
-# that leaves the slowest rank less to do than spreading them. So it is with the rows of agents'
-# episodes that begin alike (`trees`).
+# -- division over ranks ---------------------------------------------------------------------------
 
 
 def cost(num_columns: int, hidden_size: int) -> int:
@@ -472,7 +470,7 @@ def longest_first(costs: Sequence[int], ranks: int) -> list[list[int]]:
         rank = loads.index(min(loads))
         loads[rank] += costs[item]
         items[rank].append(item)
-    return [sorted(found) for found in items]
+    return [sorted(numbers) for numbers in items]
 
 
 def share_out(
@@ -547,7 +545,7 @@ def _in_trees(
     return shared, families
 
 
-# Rows whose columns are divided over ranks, which compute a part of each sequence together.
+# -- columns divided over ranks --------------------------------------------------------------------
 
 
 def columns_of(packed: MicroBatch, place: int, size: int) -> MicroBatch:

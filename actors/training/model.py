@@ -51,7 +51,7 @@ class TokenScores:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ScoreOptions:
     """What is asked of a scorer beside the log-probs."""
 
     entropy_gradient: bool = False
@@ -62,7 +62,7 @@ class Asked:
     """Likeliest tokens to tell in the place of each, without gradient; 0: none."""
 
 
-_NOTHING_MORE = Asked()
+_NOTHING_MORE = ScoreOptions()
 
 
 def load_model(
@@ -195,7 +195,7 @@ class Scorer:
         """Whether products are computed in 16 bits, of weights that have 32."""
         self._chunk_bytes = chunk_bytes
         with torch.no_grad(), self._computing(autocast=self.autocast and self.flat_rows):
-            self.full_logits = not self.inside.run(self._head_is_all)
+            self.full_logits = not self.inside.compute(self._head_is_all)
         self._check_packing()
 
     @property
@@ -203,21 +203,21 @@ class Scorer:
         """Where the model is."""
         return self.inside.device
 
-    def score(self, packed: MicroBatch, asked: Asked = _NOTHING_MORE) -> TokenScores:
+    def score(self, packed: MicroBatch, request: ScoreOptions = _NOTHING_MORE) -> TokenScores:
         """Return log-probs (with gradient, where enabled) and entropies of the N tokens."""
-        logprobs_N, entropy_N, *more = self.inside.run(lambda: self._score(packed, asked))
+        logprobs_N, entropy_N, *more = self.inside.compute(lambda: self._score(packed, request))
         return TokenScores(logprobs_N, entropy_N, *more)
 
-    def _score(self, packed: MicroBatch, asked: Asked) -> tuple[Tensor, ...]:
+    def _score(self, packed: MicroBatch, request: ScoreOptions) -> tuple[Tensor, ...]:
         packed = packed.to(self.device)
         states_UD, place_N = self.states_UD(packed, logits=self.full_logits)
         chunk = max(1, self._chunk_bytes // (4 * self.vocab_size))
         if len(states_UD) <= chunk:
-            return self._read(states_UD, place_N, packed.target_N, asked)
-        found: list[Tensor] = []
+            return self._read(states_UD, place_N, packed.target_N, request)
+        columns: list[Tensor] = []
         for start in range(0, len(states_UD), chunk):
             inside_N = torch.nonzero((place_N >= start) & (place_N < start + chunk)).flatten()
-            others_NK = None if asked.others_NK is None else asked.others_NK[inside_N]
+            others_NK = None if request.others_NK is None else request.others_NK[inside_N]
             # The logits of a chunk are computed again in the backward pass, not kept.
             read = cast(
                 "tuple[Tensor, ...]",
@@ -226,18 +226,19 @@ class Scorer:
                     states_UD[start : start + chunk],
                     place_N[inside_N] - start,
                     packed.target_N[inside_N],
-                    replace(asked, others_NK=others_NK),
+                    replace(request, others_NK=others_NK),
                     use_reentrant=False,
                 ),
             )
-            found = found or [one.new_zeros(len(place_N), *one.shape[1:]) for one in read]
-            found = [
-                whole.index_copy(0, inside_N, part) for whole, part in zip(found, read, strict=True)
+            columns = columns or [array.new_zeros(len(place_N), *array.shape[1:]) for array in read]
+            columns = [
+                whole.index_copy(0, inside_N, part)
+                for whole, part in zip(columns, read, strict=True)
             ]
-        return tuple(found)
+        return tuple(columns)
 
     def _read(
-        self, states_UD: Tensor, place_N: Tensor, targets_N: Tensor, asked: Asked
+        self, states_UD: Tensor, place_N: Tensor, targets_N: Tensor, request: ScoreOptions
     ) -> tuple[Tensor, ...]:
         """Turn hidden states into the log-probs of the targets, entropies, and what is asked."""
         logits_UV = self.logits(states_UD).float()
@@ -246,12 +247,12 @@ class Scorer:
         log_softmax_UV = logits_UV.log_softmax(-1)
         logprobs_N = log_softmax_UV[place_N, targets_N]
         more: tuple[Tensor, ...] = ()
-        if asked.others_NK is not None:
-            more = (log_softmax_UV[place_N[:, None], asked.others_NK.to(self.device)],)
-        elif asked.top_k:
-            top = log_softmax_UV.detach().topk(asked.top_k, -1)
+        if request.others_NK is not None:
+            more = (log_softmax_UV[place_N[:, None], request.others_NK.to(self.device)],)
+        elif request.top_k:
+            top = log_softmax_UV.detach().topk(request.top_k, -1)
             more = (top.values[place_N], top.indices[place_N])
-        if asked.entropy_gradient:
+        if request.entropy_gradient:
             return logprobs_N, entropy_from_logits(logits_UV)[place_N], *more
         with torch.no_grad():
             # Products of -inf (a masked token) and 0 do not count.

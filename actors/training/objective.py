@@ -16,7 +16,7 @@ from torch import Tensor
 from ...schemas.config.algorithm import AlgorithmConfig
 from ...schemas.config.job import JobConfig
 from .batch import TrainingBatch, renumber
-from .custom import own_function
+from .custom import custom_function
 from .distillation import TeacherTargets, forward_kl
 from .losses import (
     Denominators,
@@ -28,7 +28,7 @@ from .losses import (
     log_ratio,
 )
 from .micro_batch import MicroBatch
-from .model import Asked, TokenScores
+from .model import ScoreOptions, TokenScores
 from .off_policy import Correction, CorrectionInputs, correct, masked, normalised
 from .sequences import sum_by_sequence
 
@@ -42,7 +42,7 @@ class StepInputs:
 
     batch: TrainingBatch
     sample_N: Tensor
-    """int64: the sample of each token (`algorithms/samples.py`)."""
+    """int64: the sample of each token (`batch.py`)."""
     version: int
     """The policy's version before the step."""
     advantages_N: Tensor
@@ -78,9 +78,9 @@ class Objective:
         self._algorithm = config.algorithm
         self._loss_options = _loss_options(config)
         self._correction_options = _correction_options(config)
-        self._own_loss = own_function("loss", config.algorithm.own_loss)
-        self._own_correction = own_function("correction", config.algorithm.own_correction)
-        self._own_mask = own_function("mask", config.algorithm.own_mask)
+        self._custom_loss = custom_function("loss", config.algorithm.own_loss)
+        self._custom_correction = custom_function("correction", config.algorithm.own_correction)
+        self._custom_mask = custom_function("mask", config.algorithm.own_mask)
 
     def needs_old(self, num_updates: int, dropout: float = 0.0) -> bool:
         """Whether π_o needs a forward pass of its own: it is not the policy at the update.
@@ -112,8 +112,8 @@ class Objective:
         if old_N is None or not algorithm.weighs_whole_batches:
             return None
         kept_n, numbers_M = renumber(sample_N[kept_N])
-        kept = CorrectionInputs(old_N[kept_N], batch.behaviour_N[kept_N], kept_n, len(numbers_M))
-        correction = self._masked(kept, advantages_N[kept_N])
+        inputs = CorrectionInputs(old_N[kept_N], batch.behaviour_N[kept_N], kept_n, len(numbers_M))
+        correction = self._masked(inputs, advantages_N[kept_N])
         weights_N = torch.zeros_like(old_N)
         weights_N[kept_N] = correction.weight_N
         return weights_N
@@ -139,27 +139,27 @@ class Objective:
 
     def _masked(self, inputs: CorrectionInputs, advantages_N: Tensor) -> Correction:
         algorithm = self._algorithm
-        if self._own_correction is not None:
-            correction = self._own_correction.correction(inputs)
+        if self._custom_correction is not None:
+            correction = self._custom_correction.correction(inputs)
         else:
             correction = correct(algorithm.correction, inputs, **self._correction_options)
         if algorithm.correction_normalise:
             correction = normalised(correction, inputs, level=algorithm.correction_level)
         correction = masked(correction, algorithm.correction_masks, inputs, advantages_N)
-        if self._own_mask is None:
+        if self._custom_mask is None:
             return correction
-        return replace(correction, weight_N=correction.weight_N * self._own_mask.mask(inputs))
+        return replace(correction, weight_N=correction.weight_N * self._custom_mask.mask(inputs))
 
     def _policy_loss(self, inputs: LossInputs) -> TokenLoss:
-        if self._own_loss is not None:
-            return self._own_loss.loss(inputs)
+        if self._custom_loss is not None:
+            return self._custom_loss.loss(inputs)
         return compute_loss(self._algorithm.loss, inputs, **self._loss_options)
 
     def has_gradient(self, inputs: StepInputs) -> Tensor:
         """Mark the sequences that move the weights: the others need no pass at all."""
         algorithm, batch = self._algorithm, inputs.batch
         kl_in_loss = algorithm.kl_coef > 0 and algorithm.kl_in == "loss"
-        everywhere = self._own_loss is not None or algorithm.loss in _GRADIENT_AT_ZERO
+        everywhere = self._custom_loss is not None or algorithm.loss in _GRADIENT_AT_ZERO
         if kl_in_loss or inputs.entropy_coef or everywhere:
             return torch.ones_like(batch.group_S, dtype=torch.bool)
         moved_N = inputs.advantages_N.abs()
@@ -167,10 +167,10 @@ class Objective:
             moved_N = moved_N + inputs.targets.taught_N
         return sum_by_sequence(moved_N, batch.seq_N, batch.num_seqs) > 0
 
-    def asked(self, inputs: StepInputs, micro: MicroBatch) -> Asked:
+    def score_options(self, inputs: StepInputs, micro: MicroBatch) -> ScoreOptions:
         """Return what the loss needs of a micro-batch beside its log-probs."""
         others_NK = None if inputs.targets is None else inputs.targets.ids_NK[micro.index_N]
-        return Asked(entropy_gradient=inputs.entropy_coef > 0, others_NK=others_NK)
+        return ScoreOptions(entropy_gradient=inputs.entropy_coef > 0, others_NK=others_NK)
 
     def is_too_old(self, inputs: StepInputs, micro: MicroBatch) -> bool:
         """Whether no token of a micro-batch may be trained."""
@@ -251,8 +251,8 @@ def _fresh(inputs: StepInputs, index_N: Tensor, scores: TokenScores) -> tuple[Te
         return index_N, scores
     fresh_N = inputs.batch.fresh_N[index_N]
     others_NK = None if scores.others_NK is None else scores.others_NK[fresh_N]
-    kept = TokenScores(scores.logprobs_N[fresh_N], scores.entropy_N[fresh_N], others_NK)
-    return index_N[fresh_N], kept
+    fresh = TokenScores(scores.logprobs_N[fresh_N], scores.entropy_N[fresh_N], others_NK)
+    return index_N[fresh_N], fresh
 
 
 def _teaching(targets: TeacherTargets, index_N: Tensor, scores: TokenScores) -> Tensor:
@@ -290,12 +290,11 @@ def _correction_options(config: JobConfig) -> dict[str, Any]:
     return options
 
 
-# The coefficient of the entropy bonus: fixed, or moved so that entropy stays at a target.
-#
-# With a target the coefficient rises by a fixed amount after each step whose entropy was below
-# it, and falls by as much after the others, never below 0, and counts only while entropy is below
-# (Skywork-OR1, arXiv 2505.22312). The entropy is that of the step before, so no pass is spent on
-# it.
+# -- the coefficient of the entropy bonus ----------------------------------------------------------
+# Fixed, or moved so that entropy stays at a target: the coefficient then rises by a fixed amount
+# after each step whose entropy was below it, and falls by as much after the others, never below 0,
+# and counts only while entropy is below (Skywork-OR1, arXiv 2505.22312). The entropy is that of the
+# step before, so no pass is spent on it.
 
 _FILE = "learner/entropy.json"
 MAX_COEF = 1.0

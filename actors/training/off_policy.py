@@ -1,14 +1,20 @@
-"""Off-policy corrections: what the recorded log-probs of the generating policy change.
+"""Off-policy corrections and masks, and how far the trained policy is from the generating one.
 
-Shapes: N generated tokens, S sequences. π_b is the behaviour policy, π_o the policy before the
-update, w = π_o/π_b. A correction gives a weight for each token, 0 where the token is dropped, and
-the log-probs around which the loss clips; any number of masks (`masks.py`) drops more. Weights
-never carry a gradient; the denominators of the aggregation count tokens before any is dropped,
-unless `correction_denominator` is `kept`.
+π_b is the behaviour policy, π_o the policy before the update, w = π_o/π_b. A correction gives a
+weight for each token, 0 where the token is dropped, and the log-probs around which the loss clips;
+any number of masks drops more. Weights never carry a gradient; the denominators of the aggregation
+count tokens before any is dropped, unless `correction_denominator` is `kept`.
 
-Sequence corrections need whole sequences, m2po and normalised weights the whole batch: compute
-them before the batch is cut into micro-batches. Only the log-linear proximal policy of `decoupled`
-needs the current log-probs, and works on any part.
+Sequence corrections need whole sequences, m2po and normalised weights the whole batch: compute them
+before the batch is cut into micro-batches. Only the log-linear proximal policy of `decoupled` needs
+the current log-probs, and works on any part.
+
+What a mask bounds is taken from log w = log π_o − log π_b of each token: the ratio w itself, or an
+estimate of KL(π_b‖π_o): k1 = −log w, k2 = (log w)²/2, k3 = w − 1 − log w. A mask over sequences
+drops all tokens of one: by the sum of its tokens' values (of ratios their product), their mean (of
+ratios the geometric mean), or as soon as one of its tokens is out of bounds.
+
+Shape letters: N generated tokens, S sequences.
 """
 
 from collections.abc import Callable, Sequence
@@ -199,13 +205,7 @@ def correct(name: str, inputs: CorrectionInputs, **options: Any) -> Correction:
     return choose(CORRECTIONS, "correction", name)(inputs, **options)
 
 
-# Masks: which tokens an off-policy correction drops, whatever it weighs the others by.
-#
-# Shapes: N generated tokens, S sequences. What is bounded is taken from log w = log π_o − log π_b
-# of each token: the ratio w itself, or an estimate of KL(π_b‖π_o): k1 = −log w, k2 = (log w)²/2,
-# k3 = w − 1 − log w. A mask over sequences drops all tokens of one: by the sum of its tokens'
-# values (of ratios their product), their mean (of ratios the geometric mean), or as soon as one
-# of its tokens is out of bounds.
+# -- masks -----------------------------------------------------------------------------------------
 
 _BY_SEQUENCE: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
     "sequence_sum": sum_by_sequence,
@@ -265,9 +265,7 @@ def _outside(mask: CorrectionMask, values: Tensor) -> Tensor:
     return outside
 
 
-# How far the policy that is trained is from the one that generated: numbers only.
-#
-# Shapes: N generated tokens, S sequences.
+# -- the lag of the generating policy --------------------------------------------------------------
 
 LAG_BUCKETS: dict[str, tuple[int, int | None]] = {
     "lag_0": (0, 0),
@@ -331,7 +329,7 @@ def off_policy_statistics(
     bounded_N = log_ratio(old_N, behaviour_N)
     product_S = sum_by_sequence(log_weight_N, seq_N, num_seqs)[here_S]
     product_S = product_S.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    told = {
+    numbers = {
         "training_ppl": (-old_S).exp().mean(),
         "rollout_ppl": (-behaviour_S).exp().mean(),
         "log_ppl_diff": differs_S.mean(),
@@ -342,7 +340,7 @@ def off_policy_statistics(
         "chi2_token": (2 * bounded_N).exp().mean() - 1,
         "chi2_seq": (2 * product_S).exp().mean() - 1,
     }
-    return {f"off_policy/{name}": float(value) for name, value in told.items()}
+    return {f"off_policy/{name}": float(value) for name, value in numbers.items()}
 
 
 def batch_mismatch(
@@ -372,7 +370,7 @@ def _by_kind(differs_N: Tensor, seq_N: Tensor, kinds: list[str]) -> dict[str, fl
     """
     numbers: dict[str, float] = {}
     for kind in sorted({kind for kind in kinds if kind}):
-        of_kind_S = torch.tensor([one == kind for one in kinds], device=seq_N.device)
+        of_kind_S = torch.tensor([of_seq == kind for of_seq in kinds], device=seq_N.device)
         of_kind_N = differs_N[of_kind_S[seq_N]]
         if len(of_kind_N):
             numbers[f"agent/abs_log_ratio/{kind}"] = float(of_kind_N.mean())

@@ -1,8 +1,16 @@
-"""The optimiser: made, and its state written and read.
+"""The optimiser: made, its learning rate at a step, and its state written and read.
 
 Several ranks write the state together, by torch.distributed.checkpoint. Each writes the parts that
 it holds, and reads those that it needs whichever rank wrote them: a checkpoint is not tied to the
 number of ranks. One process reads it, too.
+
+Muon makes the momentum of a hidden matrix orthogonal (kellerjordan.github.io/posts/muon). The
+update is scaled so that it is as large as AdamW's are (a root mean square of 0.2, arXiv
+2502.16982), so that one learning rate serves for both. The formulas and constants are those of
+`torch.optim.Muon`, which computes in bfloat16 alone: there a gradient that differs in its last bit,
+as that of other numbers of ranks does, moves a weight otherwise by hundredths of its update.
+
+Shape letters: M and N rows and columns, the fewer first; leading dimensions are many matrices.
 """
 
 # torch leaves some of its methods untyped.
@@ -35,15 +43,7 @@ from ...schemas.wire.errors import ConfigError, StorageError
 from .parallel import Parallel, divided
 from .shared_files import folder_of_all
 
-# Muon: the momentum of a hidden matrix, made orthogonal (kellerjordan.github.io/posts/muon).
-#
-# An orthogonal update is scaled so that it is as large as AdamW's are (a root mean square of 0.2,
-# arXiv 2502.16982), so that one learning rate serves for both. The formulas and constants are
-# those of `torch.optim.Muon`, which computes in bfloat16 alone: there a gradient that differs in
-# its last bit, as that of other numbers of ranks does, moves a weight otherwise by hundredths of
-# its update.
-#
-# Shape letters: M and N rows and columns, the fewer first; leading dimensions are many matrices.
+# -- Muon ------------------------------------------------------------------------------------------
 
 _LINEAR, _CUBIC, _QUINTIC = 3.4445, -4.7750, 2.0315
 """They make small singular values grow fastest; all end between 0.7 and 1.2."""
@@ -177,8 +177,8 @@ def split(
     """
     apart = _not_hidden(model)
     matrices = [each for each in parameters if each.ndim in (2, 3) and id(each) not in apart]
-    found = {id(each) for each in matrices}
-    return matrices, [each for each in parameters if id(each) not in found]
+    matrix_ids = {id(each) for each in matrices}
+    return matrices, [each for each in parameters if id(each) not in matrix_ids]
 
 
 def _not_hidden(model: nn.Module) -> set[int]:
@@ -246,8 +246,8 @@ def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimize
     parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
     for number, parameter in enumerate(parameters):
         if number in state["state"]:
-            kept = state["state"][number].items()
-            state["state"][number] = {key: divided(value, parameter) for key, value in kept}
+            items = state["state"][number].items()
+            state["state"][number] = {key: divided(value, parameter) for key, value in items}
     optimizer.load_state_dict(state)
 
 
@@ -303,8 +303,8 @@ def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     torch would make an update of zeros to have a state, which counts.
     """
     groups = optimizer.param_groups
-    kept = [{name: group[name] for name in group if name != "params"} for group in groups]
-    return {"param_groups": kept}
+    settings = [{name: group[name] for name in group if name != "params"} for group in groups]
+    return {"param_groups": settings}
 
 
 def _names_in(folder: Path) -> set[str]:
@@ -323,10 +323,10 @@ def _names_in(folder: Path) -> set[str]:
 def _require_same(path: Path, optimizer: torch.optim.Optimizer, saved: set[str]) -> None:
     """Raise ConfigError unless a state, known by the names in it, is that of this optimiser."""
     wanted = _kind({name for group in optimizer.param_groups for name in group})
-    if (found := _kind(saved)) != wanted:
+    if (saved_kind := _kind(saved)) != wanted:
         raise ConfigError(
-            f"{path} is the state of learner.optimizer={found}, and this run has {wanted}",
-            hint=("" if found == _REMOVED else f"set learner.optimizer={found}, or ")
+            f"{path} is the state of learner.optimizer={saved_kind}, and this run has {wanted}",
+            hint=("" if saved_kind == _REMOVED else f"set learner.optimizer={saved_kind}, or ")
             + "begin a new run with the checkpoint's weights: `tinkermq train CONFIG --from "
             "RUN@STEP`",
         )
@@ -353,7 +353,7 @@ def _alone_without_a_warning() -> Iterator[None]:
         yield
 
 
-# The learning rate at a step.
+# -- the learning rate -----------------------------------------------------------------------------
 
 
 def _decay(kind: str, progress: float) -> float:

@@ -64,7 +64,7 @@ class RowImages:
 
 def pack_images(rows: Sequence[RowImages]) -> PackedImages | None:
     """Put the images of a micro-batch's rows together; None where there are none."""
-    images = tuple(one for row in rows for one in row.images)
+    images = tuple(image for row in rows for image in row.images)
     if not images:
         return None
     columns = [

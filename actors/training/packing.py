@@ -1,18 +1,22 @@
 """Packing: many sequences in few rows, without attention between them.
 
-Shapes: S sequences, N generated tokens, B rows, T columns. Rows are filled first-fit-decreasing
-to a token budget; 98 % of the columns then hold tokens. Sequences that begin alike may share one
-copy of what they have in common (`share_prompts`): the episodes of a group their prompt
-(`shared_prompts`), the rows of agents' episodes, which are paths of a tree, each piece of that tree
-(`trees`). Positions go on where the shared part ends, and each token sees its own path alone, so
-that the result is the same.
+Rows are filled first-fit-decreasing to a token budget; 98 % of the columns then hold tokens.
+Sequences that begin alike may share one copy of what they have in common (`share_prompts`): the
+episodes of a group their prompt, the rows of agents' episodes, which are paths of a tree, each
+piece of that tree (`micro_batch.py`). Positions go on where the shared part ends, and each token
+sees its own path alone, so that the result is the same. Of a prompt and its responses, each
+response is a segment of its own that sees the prompt and itself. Equal responses, frequent where
+answers are short, share one segment; where experts are replayed, only what was computed with the
+same ones is equal.
 
 The model never reads the last generated token of a sequence, nor what follows it: nothing that is
 trained depends on them, so they take no column. The prediction of a token may therefore stand in
 another segment than its neighbours (a response's first token is predicted at the prompt's last
 column): `source_col_N` names the column for each token.
 
-Sequences with images are packed like others (`packed_images`).
+Sequences with images are packed like others (`packed_images.py`).
+
+Shape letters: S sequences, N generated tokens, B rows, T columns.
 """
 
 from collections import defaultdict
@@ -42,12 +46,6 @@ from .micro_batch import (
     ranges,
 )
 from .packed_images import pack_images
-
-# A prompt and its responses: what a group of episodes of one conversation each is packed as.
-#
-# Each response is a segment of its own that sees the prompt and itself. Equal responses, frequent
-# where answers are short, share one segment. Where experts are replayed, only what was computed
-# with the same ones is equal.
 
 
 @dataclass(frozen=True)
@@ -99,8 +97,8 @@ def _experts_of(
     sequences: Sequence[TokenSequence], chosen: Sequence[int], start: int, ends: Sequence[int]
 ) -> list[NDArray[Any] | None]:
     """Return the experts of some sequences' tokens from `start` on, where they are replayed."""
-    found = ((sequences[seq].experts, end) for seq, end in zip(chosen, ends, strict=True))
-    return [None if experts is None else experts[start:end] for experts, end in found]
+    recorded = ((sequences[seq].experts, end) for seq, end in zip(chosen, ends, strict=True))
+    return [None if experts is None else experts[start:end] for experts, end in recorded]
 
 
 def _key(sequence: TokenSequence, start: int, end: int) -> tuple[bytes, ...]:
@@ -143,11 +141,11 @@ def _same_columns(
     """Put together the sequences of one prompt that are equal but for their last token."""
     if len(members) == 1:
         return [(members[0],)]
-    found: dict[tuple[bytes, ...], list[int]] = defaultdict(list)
+    alike: dict[tuple[bytes, ...], list[int]] = defaultdict(list)
     for index in members:
         key = _key(sequences[index], layout.prompts[index], layout.totals[index])
-        found[key].append(index)
-    return [tuple(same) for same in found.values()]
+        alike[key].append(index)
+    return [tuple(same) for same in alike.values()]
 
 
 def _split_to_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -165,15 +163,15 @@ def _build(
 ) -> MicroBatch:
     num_columns = max(sum(unit.length for unit in row) for row in rows)
     writers = [RowWriter(num_columns) for _ in rows]
-    found = [
+    placed = [
         (row, *unit.write(writer, sequences, layout))
         for row, (writer, units) in enumerate(zip(writers, rows, strict=True))
         for unit in units
     ]
-    index_N = np.concatenate([index for _, index, _ in found])
+    index_N = np.concatenate([index for _, index, _ in placed])
     order_N = np.argsort(index_N)
     index_N = index_N[order_N]
-    row_N = np.repeat([row for row, *_ in found], [len(index) for _, index, _ in found])
+    row_N = np.repeat([row for row, *_ in placed], [len(index) for _, index, _ in placed])
     seq_S = np.sort(np.concatenate([unit.members for row in rows for unit in row]))
 
     def tensor(array: Any) -> Tensor:
@@ -185,7 +183,7 @@ def _build(
         segment_ids_BT=tensor([writer.segments for writer in writers]),
         seen_until_BT=tensor([writer.seen_until for writer in writers]),
         row_N=tensor(row_N[order_N]),
-        source_col_N=tensor(np.concatenate([columns for *_, columns in found])[order_N]),
+        source_col_N=tensor(np.concatenate([columns for *_, columns in placed])[order_N]),
         target_N=tensor(layout.target_N[index_N]),
         seq_N=tensor(np.repeat(np.arange(len(seq_S)), layout.counts_S[seq_S])),
         seq_S=tensor(seq_S),
@@ -225,7 +223,9 @@ def pack(
         return []
     layout = lay_out(sequences)
     units: Sequence[PromptUnit | TreeUnit]
-    if share_prompts and any(one.branches and one.experts is None for one in sequences):
+    if share_prompts and any(
+        sequence.branches and sequence.experts is None for sequence in sequences
+    ):
         units, row_tokens = make_tree_units(sequences, layout, row_tokens, hidden_size, see)
         lengths = [unit.length for unit in units]
     else:

@@ -45,11 +45,11 @@ from ..weights.broadcast_group import Store, open_store, own_address, reach_stor
 from ..weights.tensors import DTYPES
 from .attention import SequenceGroup, divide_attention
 
-# The repeated layers of a model: what ranks gather, and torch.compile translates, one at a time.
-#
-# Compiling one layer serves all of its kind: they share its code. Rows and columns are dynamic,
-# so that micro-batches of other sizes are not compiled anew. Hooks of FSDP2 and the recomputation
-# of activations stay outside of what is compiled.
+# -- the repeated layers of a model ----------------------------------------------------------------
+# They are what ranks gather, and torch.compile translates, one at a time. Compiling one layer
+# serves all of its kind: they share its code. Rows and columns are dynamic, so that micro-batches
+# of other sizes are not compiled anew. Hooks of FSDP2 and the recomputation of activations stay
+# outside of what is compiled.
 
 _MAX_VARIANTS = 64
 """Of one layer's code: with and without gradients, masks, dropout; more is an error of torch's."""
@@ -113,7 +113,7 @@ class Inside(nn.Module):
         """Run some computation; its tensors may have gradients."""
         return work()
 
-    def run(self, work: Callable[[], T]) -> T:
+    def compute(self, work: Callable[[], T]) -> T:
         """Run some computation, and give the gathered weights back if no backward pass will."""
         result = self(work)
         if isinstance(self, FSDPModule) and not torch.is_grad_enabled():
@@ -141,17 +141,19 @@ class Meeting:
         """Be met, as rank 0, at an address of this machine; by default no other reaches it."""
         return cls(open_store(address), address, address, secrets.token_hex(16), apart)
 
-    def told(self) -> dict[str, Any]:
+    def to_map(self) -> dict[str, Any]:
         """Return what other ranks are told, as JSON can write it."""
-        told = {"address": self.address, "port": self.store.port}
-        return {**told, "name": self.name, "apart": self.apart}
+        place = {"address": self.address, "port": self.store.port}
+        return {**place, "name": self.name, "apart": self.apart}
 
     @classmethod
-    def reach(cls, told: Mapping[str, Any]) -> "Meeting":
-        """Come to what was told; ProcessGroupFailed where it cannot be reached."""
-        address, port = told["address"], told["port"]
+    def reach(cls, invitation: Mapping[str, Any]) -> "Meeting":
+        """Join what another rank has opened; ProcessGroupFailed where it cannot be reached."""
+        address, port = invitation["address"], invitation["port"]
         store = reach_store(address, port)
-        return cls(store, address, own_address(address, port), told["name"], told["apart"])
+        return cls(
+            store, address, own_address(address, port), invitation["name"], invitation["apart"]
+        )
 
 
 class Parallel:
@@ -328,7 +330,7 @@ def interface_of(address: str) -> str:
     Raises ConfigError where none has it.
     """
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == address for one in addresses):
+        if any(candidate.address.partition("%")[0] == address for candidate in addresses):
             return name
     raise ConfigError(
         f"no network interface of this machine has the address {address}",
@@ -385,8 +387,8 @@ def whole_tensors(
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
-        kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        yield name, whole(tensor.detach().to(kept))
+        kept_dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        yield name, whole(tensor.detach().to(kept_dtype))
 
 
 def snapshot(models: Mapping[str, nn.Module], dtype: torch.dtype) -> dict[str, TensorBytes]:
@@ -434,10 +436,10 @@ def check_num_threads(num_threads: int) -> None:
 
     A limit of the environment (OMP_THREAD_LIMIT) goes before what is set.
     """
-    found = torch.get_num_threads()
-    if found != num_threads:
+    threads = torch.get_num_threads()
+    if threads != num_threads:
         raise ConfigError(
-            f"torch computes with {found} CPU threads here, and learner.threads is {num_threads}: "
-            "sums would be split otherwise, and their last bits differ",
+            f"torch computes with {threads} CPU threads here, and learner.threads is "
+            f"{num_threads}: sums would be split otherwise, and their last bits differ",
             hint="unset OMP_THREAD_LIMIT and OMP_DYNAMIC",
         )

@@ -45,7 +45,10 @@ class RankPacker:
 
     def pack(self, batch: TrainingBatch, keep_S: Tensor) -> list[MicroBatch]:
         """Pack this rank's share of the sequences that are kept."""
-        packed = [self._divided(one) for one in self._pack_share(batch, self._share(batch, keep_S))]
+        packed = [
+            self._divided(micro_batch)
+            for micro_batch in self._pack_share(batch, self._share(batch, keep_S))
+        ]
         missing = self._parallel.largest(len(packed)) - len(packed)
         packed += [MicroBatch.empty(self._scorer.device)] * missing
         if self._parallel.size == 1 or self._image_reader is None:
@@ -102,10 +105,10 @@ class RankPacker:
     def _see(self, sequence: TokenSequence) -> SeenImages | None:
         if self._image_reader is None or not sequence.images:
             return None
-        return self._image_reader.see(self._model, sequence.token_ids, sequence.images)
+        return self._image_reader.read_images(self._model, sequence.token_ids, sequence.images)
 
 
-# Sums over the tokens of a step, over all its micro-batches and ranks.
+# -- sums over a step ------------------------------------------------------------------------------
 
 OF_THE_UPDATES = ("pg_loss", "kl_loss", "teacher_loss")
 """What only an update has."""
@@ -155,10 +158,12 @@ class StepSums:
         Losses are of the updates, all else is a mean over all generated tokens of the batch.
         """
         finite = [norm for norm in self.norms if math.isfinite(norm)]
-        found = {"actor/skipped_updates": float(len(self.norms) - len(finite))}
+        averages = {"actor/skipped_updates": float(len(self.norms) - len(finite))}
         if finite:
-            found["actor/grad_norm"] = sum(finite) / len(finite)
+            averages["actor/grad_norm"] = sum(finite) / len(finite)
         for name, total in self.totals.items():
             per_update = name in OF_THE_UPDATES
-            found[f"actor/{name}"] = float(total) / (len(self.norms) if per_update else self.tokens)
-        return found
+            averages[f"actor/{name}"] = float(total) / (
+                len(self.norms) if per_update else self.tokens
+            )
+        return averages

@@ -64,7 +64,7 @@ class Ranks:
             "config": self._config.model_dump_json(exclude_unset=True),
             "folder": None if folder is None else str(folder),
             "total_steps": total_steps,
-            "meeting": meeting.told(),
+            "meeting": meeting.to_map(),
         }
         with self.doing(Order("begin", fields)):
             self._parallel = Parallel.join(0, learner, meeting)

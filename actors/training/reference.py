@@ -52,7 +52,7 @@ class Reference:
             self.scorer = scorer
             mine = policy_tensors(model)
             begun = zip(initial_adapter(model, path), mine.values(), strict=True)
-            self._tensors = dict(zip(mine, (divided(*one) for one in begun), strict=True))
+            self._tensors = dict(zip(mine, (divided(*pair) for pair in begun), strict=True))
         else:
             self.scorer = load(config.path or path)
             self._tensors = dict(self.scorer.inside.model.named_parameters())

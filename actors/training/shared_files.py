@@ -105,14 +105,14 @@ def _own_place(blind: bool, folder: Path) -> Iterator[Path]:
 
 def _listing(folder: Path) -> list[tuple[str, int, int]]:
     """Name the files of a folder with their sizes and times, by which a disk is known again."""
-    found = [folder / name for name in _names(folder)]
-    stats = [(path, path.stat()) for path in found]
+    paths = [folder / name for name in _names(folder)]
+    stats = [(path, path.stat()) for path in paths]
     return [(str(path.relative_to(folder)), s.st_size, s.st_mtime_ns) for path, s in stats]
 
 
 def _names(folder: Path) -> list[str]:
-    found = (path for path in folder.rglob("*") if path.is_file())
-    return sorted(str(path.relative_to(folder)) for path in found)
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(str(path.relative_to(folder)) for path in paths)
 
 
 def _copy(

@@ -94,10 +94,10 @@ class LearnerState(BaseModel):
     """What was generated and trained so far."""
 
 
-# Sets of task numbers that stay small: half-open ranges, as numbers come nearly in order.
-#
-# What a step asks of them takes no longer the more ranges there are: the numbers before each
-# range are counted once, and again only behind a place that has changed.
+# -- sets of task numbers --------------------------------------------------------------------------
+# Half-open ranges stay small, as numbers come nearly in order. What a step asks of them takes no
+# longer the more ranges there are: the numbers before each range are counted once, and again only
+# behind a place that has changed.
 
 
 class NumberSet:

@@ -31,7 +31,7 @@ from .batch import TrainingBatch, check_readable, ends_of, minibatches
 from .checkpoint import OPTIMIZER, save_form, save_policy
 from .credit import assign_credit
 from .critic import Critic, spread
-from .custom import own_function
+from .custom import custom_function
 from .distillation import Teachers, check_same_language
 from .losses import Denominators
 from .micro_batch import MicroBatch
@@ -88,7 +88,7 @@ class Trainer:
         self._packer = RankPacker(model, self._scorer, learner, self._parallel, self.image_reader)
         self._reference = self._make_reference() if config.algorithm.kl_coef else None
         self._entropy = EntropyBonus(config.algorithm.entropy_coef)
-        self._own_advantage = own_function("advantage", config.algorithm.own_advantage)
+        self._custom_advantage = custom_function("advantage", config.algorithm.own_advantage)
         self._teachers = Teachers(config, self._scorer, self._frozen, self._packer, self._parallel)
         self.critic = self._make_critic() if config.algorithm.advantage == "gae" else None
 
@@ -189,7 +189,7 @@ class Trainer:
         rate = self._set_learning_rate(step)
         old_N, entropy_N, reference_N = self._scores_before(batch)
         values = self._values(batch)
-        own = None if self._own_advantage is None else self._own_advantage.advantage
+        own = None if self._custom_advantage is None else self._custom_advantage.advantage
         credit = assign_credit(self.config, batch, old_N, reference_N, values, own)
         if entropy_N is not None:
             credit = credit.of_top_entropy(entropy_N, self.config.algorithm.entropy_share)
@@ -214,8 +214,8 @@ class Trainer:
                 counted = self._denominators(sample_N[of_part_N & counted_N], credit.samples.num)
                 self._update(inputs, part_S, kept_S, counted, sums)
             if self.critic is not None:
-                kept = self._denominators(sample_N[of_part_N & kept_N], credit.samples.num)
-                self.critic.update(self._packer.pack(batch, kept_S), kept)
+                denominators = self._denominators(sample_N[of_part_N & kept_N], credit.samples.num)
+                self.critic.update(self._packer.pack(batch, kept_S), denominators)
         sums = sums.of_all(self._parallel)
         if self._reference is not None:
             self._reference.follow(step)
@@ -318,7 +318,7 @@ class Trainer:
         self._measure(inputs, part_S & ~keep_S, denominators, sums)
         set_dropout(self.model, on=True)
         for micro in self._packer.pack(batch, keep_S):
-            scores = self._scorer.score(micro, self._objective.asked(inputs, micro))
+            scores = self._scorer.score(micro, self._objective.score_options(inputs, micro))
             if micro.is_empty:
                 scores.logprobs_N.sum().backward()  # only to gather and reduce with the others
                 continue
@@ -338,7 +338,7 @@ class Trainer:
     ) -> None:
         """Measure sequences that take no part in an update: a forward pass, and no other."""
         for micro in self._packer.pack(inputs.batch, rest_S):
-            scores = self._scorer.score(micro, self._objective.asked(inputs, micro))
+            scores = self._scorer.score(micro, self._objective.score_options(inputs, micro))
             if micro.is_empty or self._objective.is_too_old(inputs, micro):
                 continue
             result = self._objective.loss(inputs, micro, scores, denominators)

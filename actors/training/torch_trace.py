@@ -24,7 +24,7 @@ class TorchTracer:
         self._files: list[str] = []
         self._asked: list[asyncio.Future[list[str]]] = []
 
-    def ask(self, steps: int) -> "asyncio.Future[list[str]]":
+    def trace_steps(self, steps: int) -> "asyncio.Future[list[str]]":
         """Trace the next steps; the files are the future's result. Others' wishes are joined."""
         self._steps_left = max(self._steps_left, steps)
         future: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
@@ -36,7 +36,7 @@ class TorchTracer:
         if not self._steps_left:
             return work
         self._steps_left -= 1
-        return lambda: self._run(work, step)
+        return lambda: self._compute(work, step)
 
     def step_done(self) -> None:
         """Answer those who asked once their last step is traced."""
@@ -45,9 +45,9 @@ class TorchTracer:
 
     def finish(self) -> None:
         """Answer those who asked with what there is: no further step comes."""
-        asked, self._asked, self._steps_left = self._asked, [], 0
+        waiting, self._asked, self._steps_left = self._asked, [], 0
         files, self._files = self._files, []
-        for future in asked:
+        for future in waiting:
             if future.done():
                 continue
             if files:
@@ -60,7 +60,7 @@ class TorchTracer:
                     )
                 )
 
-    def _run(self, work: Callable[[], T], step: int) -> T:
+    def _compute(self, work: Callable[[], T], step: int) -> T:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)

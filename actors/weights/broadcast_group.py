@@ -2,8 +2,9 @@
 
 The group is no default group of torch.distributed, of which a process has one that cannot change:
 it is made by itself, so that a process is in as many as it likes, one after the other. Its members
-meet through a TCPStore on the learner; only when all are there do they connect to each other, so
-one that is missing costs a deadline and no half-made communicator.
+meet through a TCPStore on the learner, which listens on the one address by which the learner's
+machine reaches the broker; only when all are there do they connect to each other, so one that is
+missing costs a deadline and no half-made communicator.
 """
 
 # torch leaves its stores out of `__all__`.
@@ -28,10 +29,6 @@ from torch import Tensor
 
 from ...broker.client.connection import Broker
 from ...schemas.wire.errors import BrokerError
-
-# Where processes of several machines meet before they form a group: a TCPStore on the learner.
-#
-# It listens on the one address by which the learner's machine reaches the broker.
 
 MEET_S = 20.0
 """A member that is not there after so long is done without."""
@@ -256,7 +253,7 @@ def _nccl(store: dist.PrefixStore, rank: int, size: int, device: torch.device) -
             os.environ[_NCCL_ERRORS] = before
 
 
-# Threads for what may block for long in C++: nobody waits for them at the end of a process.
+# -- threads that nobody waits for at the end of a process -----------------------------------------
 
 T = TypeVar("T")
 

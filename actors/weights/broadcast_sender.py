@@ -181,7 +181,7 @@ class Sender:
         self._store = await asyncio.to_thread(open_store, self._address)
         self._num_groups = 0
         waiting, self._waiting = self._waiting, {}
-        for asker in [one for askers in waiting.values() for one in askers.values()]:
+        for asker in [asker for askers in waiting.values() for asker in askers.values()]:
             asker.place.set_result(self._answer("connect", self._store))
 
     async def _join(self, request: JoinRound) -> Round:
@@ -224,12 +224,12 @@ class Sender:
                 async with asyncio.timeout(left_s):
                     await self._asked.wait()
 
-    async def _round(self, wanted: _Wanted, asked: Mapping[str, _Asker], store: Store) -> None:
+    async def _round(self, wanted: _Wanted, waiting: Mapping[str, _Asker], store: Store) -> None:
         """Send to those who asked; whom it does not reach asks again."""
         now = asyncio.get_running_loop().time()
-        askers = {name: one for name, one in asked.items() if one.until > now}
-        for late in asked.keys() - askers.keys():
-            asked[late].place.set_result(self._answer("later", store))
+        askers = {name: entry for name, entry in waiting.items() if entry.until > now}
+        for late in waiting.keys() - askers.keys():
+            waiting[late].place.set_result(self._answer("later", store))
         if not askers:
             return
         try:
@@ -286,7 +286,7 @@ class Sender:
 
 def _are_all_of(last: _Last, askers: Mapping[str, _Asker]) -> bool:
     """Whether exactly the members of a group ask, and none has left it."""
-    stayed = {name for name, one in askers.items() if one.request.group == last.group.name}
+    stayed = {name for name, asker in askers.items() if asker.request.group == last.group.name}
     return stayed == set(askers) == set(last.members)
 
 

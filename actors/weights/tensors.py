@@ -1,4 +1,10 @@
-"""Tensors as they come off the wire, for engines to load."""
+"""Tensors as they come off the wire, and a digest of weights that is computed where they lie.
+
+SHA-256 would need weights in the machine's memory and takes longer than sending them. So the digest
+is taken of the sums of rows and columns of squares of 1 MiB, of 64-bit words: a parity of two
+dimensions. Damage goes unseen only if at least four words changed, at the corners of a rectangle
+and by just the right amounts. It finds damage; it does not keep out somebody who means to deceive.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -66,13 +72,7 @@ def shape_of(source: TensorSource) -> tuple[int, ...]:
     return tuple(source.shape) if isinstance(source, torch.Tensor) else tuple(source[1])
 
 
-# A digest of weights that is computed where they lie, on a GPU as well as in memory.
-#
-# SHA-256 would need them in the machine's memory and takes longer than sending them. So it is
-# taken of the sums of rows and columns of squares of 1 MiB, of 64-bit words: a parity of two
-# dimensions. Damage goes unseen only if at least four words changed, at the corners of a
-# rectangle and by just the right amounts. It finds damage; it does not keep out somebody who
-# means to deceive.
+# -- the digest ------------------------------------------------------------------------------------
 
 _ROWS, _COLUMNS, _WORD_BYTES = 256, 512, 8
 _SQUARE_BYTES = _ROWS * _COLUMNS * _WORD_BYTES
@@ -83,7 +83,7 @@ def fingerprint(payload: Tensor) -> str:
     """Return the digest of uint8[N], hexadecimal."""
     digest = hashlib.sha256(payload.numel().to_bytes(8, "little"))
     parts = [payload[at : at + _PART_BYTES] for at in range(0, payload.numel(), _PART_BYTES)]
-    if sums := [one for part in parts for one in _sums(part)]:
+    if sums := [total for part in parts for total in _sums(part)]:
         digest.update(torch.cat(sums).cpu().numpy().data)
     return digest.hexdigest()
 

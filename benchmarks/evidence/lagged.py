@@ -145,7 +145,7 @@ class LaggedRun:
         size, config = self.config.training.batch_size, self.config
         tasks = [self._task(order, index) for index in range((step - 1) * size, step * size)]
         played = (
-            runner.run(task, "here", recorder=_SeededTask(f"{config.seed} {task.task}"))
+            runner.run_group(task, "here", recorder=_SeededTask(f"{config.seed} {task.task}"))
             for task in tasks
         )
         return list(await asyncio.gather(*played))

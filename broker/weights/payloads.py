@@ -1,7 +1,7 @@
 """Where the bytes of published weights lie: objects in NATS, or files in a shared folder.
 
 Those of the `nccl` transport lie in the learner's memory and travel by torch.distributed, of which
-the broker knows only the two interfaces below; `actors/broadcast` is both of them.
+the broker knows only the two interfaces below; `actors/weights` has both.
 """
 
 import asyncio

@@ -107,10 +107,15 @@ _KEY = re.compile(r"v([0-9]{1,18})")
 _NOTHING = WeightHistory(enabled=False, whole_every=1)
 
 
+FORMAT = 1
+"""Raise it with every change of what a payload's bytes or digest are: two commits of one version of
+the package then tell that they differ. A test holds payloads of this format."""
+
+
 @cache
 def software() -> str:
-    """Return the version of tinkermq that runs here."""
-    return package_version("tinkermq")
+    """Return the version of tinkermq that runs here, and its format of published weights."""
+    return f"{package_version('tinkermq')} (weights format {FORMAT})"
 
 
 class WeightStore:

@@ -18,7 +18,7 @@ def stdout() -> "Console":
     """The console of the output; without colour when piped or under NO_COLOR."""
     from rich.console import Console
 
-    return Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
+    return Console(soft_wrap=not sys.stdout.isatty(), highlight=False, emoji=False)
 
 
 @cache
@@ -26,7 +26,7 @@ def stderr() -> "Console":
     """The console of notes and errors."""
     from rich.console import Console
 
-    return Console(stderr=True, soft_wrap=not sys.stderr.isatty(), highlight=False)
+    return Console(stderr=True, soft_wrap=not sys.stderr.isatty(), highlight=False, emoji=False)
 
 
 def is_terminal() -> bool:

@@ -11,12 +11,12 @@ from tinkermq.actors.engine.engine import (
     EngineStats,
     FinishReason,
     Generation,
-    IntVector,
     OnToken,
     PromptScores,
     Sampling,
 )
 from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.schemas.wire.array import IntVector
 from tinkermq.schemas.wire.errors import EngineError
 
 from tests.actors.generator.agents.programs import spelled

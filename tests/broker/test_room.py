@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.policy.saving import storage_error
+from tinkermq.actors.storage.files import storage_error
 from tinkermq.broker.disk import remedy
 from tinkermq.broker.observe.tracking import JsonlTracker
 from tinkermq.schemas.wire.errors import StorageError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tinkermq.actors.node.output import LogFile
-from tinkermq.actors.storage.checkpoint_folders import checkpoint_folders
+from tinkermq.actors.storage.run_folders import checkpoint_folders
 from tinkermq.broker import run_folder
 from tinkermq.broker.run_folder import Folder
 from tinkermq.schemas.wire.errors import StorageError

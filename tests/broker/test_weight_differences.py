@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.objects import ObjectStore
+from tinkermq.broker.weights.history import apply
 from tinkermq.broker.weights.payloads import TensorBytes
-from tinkermq.broker.weights.store import WeightStore
+from tinkermq.broker.weights.store import FORMAT, WeightStore, software
 from tinkermq.schemas.weights import Manifest
 from tinkermq.schemas.wire.errors import BrokerError, NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
@@ -17,6 +18,14 @@ from tests.support.models import bytes_of
 from tests.support.waiting import PATIENCE_S
 
 NUM_WORDS = 5000
+PUBLISHED = {
+    1: (
+        "ff67df2e4c7e21f77072d8e93c3f2ec2e2f3d1e91ba12f827ce26d37356d7b95",
+        "544d514401e80300000000000000004000050000000300000001000000180000002100000028b52f"
+        "fd2018c1000000ffffff6203030303802b0100002b0100002b0100005efc",
+    )
+}
+"""By format: the digest of a payload, and a difference from it."""
 
 
 class Learner:
@@ -182,3 +191,25 @@ async def test_joins_losses_reordering_and_corruption_end_in_equal_bits_or_in_a_
     for store in stores:
         assert await fetched(store, last) == learner.published[last.version]
     assert refused < 30
+
+
+async def test_what_other_commits_have_published_in_this_format_is_read(
+    broker: Broker, scope: JobScope
+) -> None:
+    """If it fails: raise FORMAT and write down here what is published now."""
+    digest, difference = PUBLISHED[FORMAT]
+    assert f"weights format {FORMAT}" in software()
+    words = (np.arange(1000) * 7 % 1009).astype(np.uint16)
+    manifest = await WeightStore(broker, scope).publish(
+        0, {"a": TensorBytes("bfloat16", (10, 40), words[:400].data), "b": _rest(words)}
+    )
+    assert manifest.digest == digest
+    changed = words.copy()
+    changed[::300] += 3
+    changed[999] = 9
+    apply(memoryview(bytes.fromhex(difference)), words.data)
+    assert words.tobytes() == changed.tobytes()
+
+
+def _rest(words: np.ndarray) -> TensorBytes:
+    return TensorBytes("float16", (600,), words[400:].data)

@@ -258,6 +258,11 @@ async def test_an_unknown_run_names_the_closest(broker: Broker, run: JobRecord, 
         assert f"did you mean {run.name}?" in outcome.err
 
 
+async def test_the_id_of_a_model_is_printed_as_it_is(broker: Broker, cli: Cli) -> None:
+    outcome = await aside(cli, "replay", "s1:train:0", "--nats-url", broker.url)
+    assert "s1:train:0" in outcome.err  # rich has a picture for `:train:`
+
+
 async def test_rollouts_show_what_calls_and_branches_were_rewarded_with(
     broker: Broker, scope: JobScope, run: JobRecord, cli: Cli
 ) -> None:

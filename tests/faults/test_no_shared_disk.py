@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tinkermq.actors.storage.checkpoints import CheckpointMirror
-from tinkermq.actors.storage.url_store import UrlStore
+from tinkermq.actors.storage.stores import UrlStore
 from tinkermq.broker.jetstream.objects import ObjectStore
 
 from tests.support.configs import small_job

@@ -8,9 +8,10 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.engine.engine import Engine, Generation, IntVector, Sampling
+from tinkermq.actors.engine.engine import Engine, Generation, Sampling
 from tinkermq.actors.rollout.players import start_engine
 from tinkermq.actors.training.micro_batch import TokenSequence
+from tinkermq.schemas.wire.array import IntVector
 
 from tests.gpu.material import RandomPolicy, ScoringLearner, with_noise
 

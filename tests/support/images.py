@@ -72,7 +72,7 @@ def seeing_pass(
     ids = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))[None]
     shown, more = ids.clone(), {}
     if images:
-        seen = reader.see(model, prompt, images)
+        seen = reader.read_images(model, prompt, images)
         more = plain_inputs(ids, seen)
         model.config.image_token_id = next(i for i in range(264) if i not in ids)
         shown[0, torch.from_numpy(seen.places_Q)] = model.config.image_token_id

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.storage.checkpoint_folders import checkpoint_folders
+from tinkermq.actors.storage.run_folders import checkpoint_folders
 from tinkermq.broker.feed import best_of, read_scores
 from tinkermq.schemas.wire.errors import ConfigError, NotFoundError
 

@@ -1,11 +1,15 @@
 """Adapters (LoRA) that rows of one forward pass choose for themselves, beside one base model.
 
-Shape letters: B rows of a forward pass, N tokens of each, R ranks of all adapters in use together.
-
 The adapters in use are laid side by side: one product with all their A, one with all their B, and
 in between each row keeps the numbers of its own adapter alone; what the others would add to it is
 an exact 0. Rows that all have the same adapter, or none, compute nothing else. The linear layers
 stay what they are: what is added to their output is a hook, set when the first adapter comes.
+
+New weights are prepared beside the running ones. Two sets exist from the first update on: the one
+that decodes and the one that is filled next. So a swap exchanges pointers and costs microseconds
+whatever the model's size, and an update that is refused has touched nothing.
+
+Shape letters: B rows of a forward pass, N tokens of each, R ranks of all adapters in use together.
 """
 
 # torch and transformers leave some of their methods untyped.
@@ -79,10 +83,10 @@ class _Stack:
     """Adapters laid side by side."""
 
     def __init__(self, adapters: Sequence[EngineAdapter]) -> None:
-        self.serials = [one.serial for one in adapters]
+        self.serials = [adapter.serial for adapter in adapters]
         self.place = {serial: number for number, serial in enumerate(self.serials)}
-        self.rank = sum(one.rank for one in adapters)
-        self._adapters = [one.by_layer for one in adapters]
+        self.rank = sum(adapter.rank for adapter in adapters)
+        self._adapters = [adapter.by_layer for adapter in adapters]
         self._layers: dict[str, _Layer | None] = {}
 
     def layer(self, name: str) -> _Layer | None:
@@ -92,7 +96,9 @@ class _Stack:
         return self._layers[name]
 
     def _laid(self, name: str) -> _Layer | None:
-        parts = [(at, one[name]) for at, one in enumerate(self._adapters) if name in one]
+        parts = [
+            (at, adapter[name]) for at, adapter in enumerate(self._adapters) if name in adapter
+        ]
         if not parts:
             return None
         if len(parts) == 1:
@@ -153,14 +159,14 @@ class RowAdapters:
     @contextlib.contextmanager
     def using(self, rows: RowsOfAdapters) -> Iterator[None]:
         """Let the rows of a forward pass have these adapters."""
-        chosen = {one.serial: one for one in rows if one is not None}
+        chosen = {adapter.serial: adapter for adapter in rows if adapter is not None}
         if not chosen:
             yield
             return
         self._stack = self._stack_of(list(chosen.values()))
-        if len(self._stack.serials) > 1 or any(one is None for one in rows):
+        if len(self._stack.serials) > 1 or any(adapter is None for adapter in rows):
             place = self._stack.place
-            places = [-1 if one is None else place[one.serial] for one in rows]
+            places = [-1 if adapter is None else place[adapter.serial] for adapter in rows]
             device = next(iter(self._layers.values())).weight.device
             self._place_B = torch.tensor(places, device=device)
         try:
@@ -173,14 +179,14 @@ class RowAdapters:
         if len(chosen) == 1:
             chosen[0].alone = chosen[0].alone or _Stack(chosen)
             return chosen[0].alone
-        kept, rank = self._kept, sum(one.rank for one in chosen)
+        cached, rank = self._kept, sum(adapter.rank for adapter in chosen)
         if (
-            kept is None
-            or kept.rank > _SPARE * rank
-            or any(one.serial not in kept.place for one in chosen)
+            cached is None
+            or cached.rank > _SPARE * rank
+            or any(adapter.serial not in cached.place for adapter in chosen)
         ):
-            self._kept = kept = _Stack(chosen)
-        return kept
+            self._kept = cached = _Stack(chosen)
+        return cached
 
     def forget(self, adapter: EngineAdapter) -> None:
         """Free what was laid side by side with an adapter."""
@@ -226,11 +232,7 @@ def _unfit(why: str) -> ModelError:
     )
 
 
-# New weights are prepared beside the running ones; taking them over only exchanges pointers.
-#
-# Two sets of weights exist from the first update on: the one that decodes and the one that is
-# filled next. So a swap costs microseconds whatever the model's size, and an update that is
-# refused has touched nothing.
+# -- new weights -----------------------------------------------------------------------------------
 
 
 class DoubleBuffer:

@@ -19,6 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ....schemas.config.sections import LoraConfig
+from ....schemas.wire.array import IntVector
 from ....schemas.wire.errors import ModelError
 from ...policy.experts import RouterRecorder
 from ...policy.model_folder import load_model_config, load_policy
@@ -30,7 +31,7 @@ from ...policy.vision import (
     plain_inputs,
     probe_image,
 )
-from ..engine import ExpertRecord, IntVector
+from ..engine import ExpertRecord
 from .adapters import EngineAdapter, RowAdapters, RowsOfAdapters
 from .kv_cache import ATTENTION, CacheShape, SlotCache
 
@@ -142,7 +143,7 @@ class SlotDecoder:
         It may be asked for once, of an engine that records.
         """
         assert self._recorder is not None
-        chosen = self._recorder.take()
+        chosen = self._recorder.take_choices()
         return chosen.reshape(num_rows, -1, *chosen.shape[1:])
 
     def prefill(self, spans: Sequence[FedTokens]) -> Iterator[tuple[list[int], torch.Tensor]]:
@@ -319,7 +320,7 @@ def _probes(model: PreTrainedModel, reader: ImageReader | None) -> list[_Probe]:
     encoded = [probe_image()]
     pads = [reader.token_id] * sum(reader.read(encoded).tokens)
     tokens = np.array([*_PROBE[:2], *pads, *_PROBE[2:]], np.int32)
-    return [text, _Probe(tokens, len(pads) + 3, reader.see(model, tokens, encoded))]
+    return [text, _Probe(tokens, len(pads) + 3, reader.read_images(model, tokens, encoded))]
 
 
 @torch.inference_mode()

@@ -1,11 +1,18 @@
 """The KV cache of the running rows: one tensor, one slot per row, grown in blocks.
 
-Shape letters: L2 layers times two (keys and values), S slots, K key-value heads, T capacity in
-tokens, D head size, B rows of this forward pass, N tokens per row of it.
-
 `begin_*` says where the next forward pass writes and what its queries see; the model then calls
 `update` once per layer. A slot's first tokens are valid up to a length that the caller keeps; what
 lies behind is garbage that no mask shows.
+
+Attention over the slots is registered with transformers under the name ATTENTION. Query heads that
+share a key-value head become queries of that head, so that keys and values are never repeated in
+memory. A mask is additive, [B, 1, N, T]; without one, N > 1 is causal and N = 1 sees every key.
+
+Between two turns the caches of conversations are kept while there is room; the oldest is given up
+first.
+
+Shape letters: L2 layers times two (keys and values), S slots, K key-value heads, H query heads, G =
+H / K, T capacity in tokens, D head size, B rows of this forward pass, N tokens per row of it.
 """
 
 from collections import OrderedDict
@@ -17,7 +24,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, Cache
 
-from ..engine import IntVector
+from ....schemas.wire.array import IntVector
 
 _SLOT_BLOCK = 16
 _TOKEN_BLOCK = 64
@@ -185,14 +192,7 @@ def _round_up(number: int, block: int) -> int:
     return -(-number // block) * block
 
 
-# Attention over the slot cache, registered with transformers under the name ATTENTION.
-#
-# Shape letters: B rows, H query heads, K key-value heads, G = H / K, N queries, T keys, D head
-# size.
-#
-# Query heads that share a key-value head become queries of that head, so that keys and values are
-# never repeated in memory. A mask is additive, [B, 1, N, T]; without one, N > 1 is causal and N =
-# 1 sees every key.
+# -- attention -------------------------------------------------------------------------------------
 
 ATTENTION = "tinkermq_slots"
 
@@ -254,7 +254,7 @@ def _attend_one(
 AttentionInterface.register(ATTENTION, slot_attention)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
 
 
-# Caches of conversations between two turns: kept while there is room, oldest given up first.
+# -- conversations between two turns ---------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ....schemas.wire.array import IntVector
 from ...policy.vision import SeenImages
-from ..engine import ExpertRecord, FinishReason, Generation, IntVector, Sampling
+from ..engine import ExpertRecord, FinishReason, Generation, Sampling
 from ..sampling import Draw, RowConstraint, RowParameters
 from .adapters import EngineAdapter
 
@@ -183,9 +184,9 @@ class RowTable:
 
     def remove(self, gone: NDArray[np.bool_]) -> tuple[IndexVector, IndexVector]:
         """Remove rows and close the gaps; return which rows moved, and where to."""
-        kept = int(self.num - gone.sum())
-        target = np.flatnonzero(gone[:kept])
-        source = kept + np.flatnonzero(~gone[kept:])
+        num_left = int(self.num - gone.sum())
+        target = np.flatnonzero(gone[:num_left])
+        source = num_left + np.flatnonzero(~gone[num_left:])
         longest = int(self.length_R[source].max(initial=0))
         for wide in (
             self.tokens_RT,
@@ -200,8 +201,8 @@ class RowTable:
             narrow[target] = narrow[source]
         for to, origin in zip(target.tolist(), source.tolist(), strict=True):
             self.requests[to] = self.requests[origin]
-        del self.requests[kept:]
-        self.num = kept
+        del self.requests[num_left:]
+        self.num = num_left
         return source, target
 
     def _columns(self) -> Sequence[NDArray[np.generic]]:

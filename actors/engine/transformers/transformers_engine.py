@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ....schemas.config.sections import LoraConfig
+from ....schemas.wire.array import IntVector
 from ....schemas.wire.errors import EngineError, TinkermqError
 from ...policy.lora import check_base, policy_tensors, read_lora
 from ...policy.vision import SeenImages, digest_of
@@ -28,7 +29,6 @@ from ..engine import (
     EngineStats,
     Generation,
     ImageReads,
-    IntVector,
     KvOnSwap,
     OnToken,
     PromptScores,
@@ -244,7 +244,7 @@ class TransformersEngine:
         remembered = reader.remembered(prompt, images)
         if remembered is not None:
             return remembered
-        look = partial(reader.see, self._decoder.model, prompt, images)
+        look = partial(reader.read_images, self._decoder.model, prompt, images)
         return await self._reads.share((digest_of(images), prompt.tobytes()), look)
 
     async def load_weights(

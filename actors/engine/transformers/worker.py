@@ -1,9 +1,16 @@
 """The engine's thread: continuous batching, one tick after another.
 
-A tick gives free rows to waiting requests (prefill), feeds one token to every running row
-(decode), and hands the results of rows that ended to the event loop in one call. Commands (submit,
-cancel, swap, release, close) arrive as callables and run between two ticks. What fails here fails
-every request that is pending, visibly.
+A tick gives free rows to waiting requests (prefill), feeds one token to every running row (decode),
+and hands the results of rows that ended to the event loop in one call. Commands (submit, cancel,
+swap, release, close) arrive as callables and run between two ticks. What fails here fails every
+request that is pending, visibly.
+
+Log-probs of prompts take one pass over their tokens, of which nothing is kept. Prompts that are
+shorter than others of their pass are padded behind their end, where nothing looks at: a token sees
+those before it.
+
+Shape letters: B prompts of a pass, N tokens, D hidden size, C columns whose logits are held at
+once, V vocabulary, K likeliest tokens.
 """
 
 import queue
@@ -17,6 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ....schemas.wire.array import IntVector
 from ....schemas.wire.errors import EngineError, TinkermqError
 from ...policy.vision import SeenImages
 from ..engine import (
@@ -24,7 +32,6 @@ from ..engine import (
     EngineStats,
     FinishReason,
     Generation,
-    IntVector,
     KvOnSwap,
     Meter,
     PromptScores,
@@ -38,13 +45,7 @@ from .decoder import FedTokens, SlotDecoder
 from .kv_cache import CachedPrefix, PrefixCache
 from .rows import IndexVector, RowRequest, RowTable
 
-# Log-probs of prompts: one pass over their tokens, of which nothing is kept.
-#
-# Shape letters: B prompts of a pass, N tokens, D hidden size, C columns whose logits are held at
-# once, V vocabulary, K likeliest tokens.
-#
-# Prompts that are shorter than others of their pass are padded behind their end, where nothing
-# looks at: a token sees those before it.
+# -- log-probs of prompts --------------------------------------------------------------------------
 
 _PASS_TOKENS = 4096
 _LOGITS_BYTES = 64 * 2**20
@@ -70,13 +71,13 @@ class PromptScorer:
         self._decoder = decoder
         self._head_is_all: bool | None = None
 
-    def take(self, waiting: Sequence[ScoreRequest]) -> list[ScoreRequest]:
+    def next_pass(self, waiting: Sequence[ScoreRequest]) -> list[ScoreRequest]:
         """Return those of the waiting ones that share the next pass: the first, and its like."""
         first = waiting[0]
         longest, batch = len(first.prompt), [first]
         for request in waiting[1:]:
             width = max(longest, len(request.prompt))
-            shortest = min(len(one.prompt) for one in (*batch, request))
+            shortest = min(len(member.prompt) for member in (*batch, request))
             if width * (len(batch) + 1) <= _PASS_TOKENS and width <= 2 * shortest + 16:
                 longest = width
                 batch.append(request)
@@ -87,13 +88,13 @@ class PromptScorer:
         """Return the scores of some prompts."""
         if self._head_is_all is None:
             self._head_is_all = self._is_head_all()
-        longest = max(len(one.prompt) for one in batch)
+        longest = max(len(request.prompt) for request in batch)
         ids_BN = np.zeros((len(batch), longest), np.int64)
-        for row, one in enumerate(batch):
-            ids_BN[row, : len(one.prompt)] = one.prompt
-        with self._decoder.adapters.using([one.adapter for one in batch]):
+        for row, request in enumerate(batch):
+            ids_BN[row, : len(request.prompt)] = request.prompt
+        with self._decoder.adapters.using([request.adapter for request in batch]):
             states_BND = self._pass(ids_BN, logits=not self._head_is_all)
-        return [self._read(states_BND[row], one) for row, one in enumerate(batch)]
+        return [self._read(states_BND[row], request) for row, request in enumerate(batch)]
 
     def _pass(self, ids_BN: np.ndarray[Any, Any], *, logits: bool) -> torch.Tensor:
         """Return hidden states, or the model's logits."""
@@ -109,18 +110,18 @@ class PromptScorer:
         )
         return cast("torch.Tensor", output.logits if logits else output.last_hidden_state)
 
-    def _read(self, states_ND: torch.Tensor, one: ScoreRequest) -> PromptScores:
-        num, k = len(one.prompt), one.top_k
+    def _read(self, states_ND: torch.Tensor, request: ScoreRequest) -> PromptScores:
+        num, k = len(request.prompt), request.top_k
         scores = PromptScores(
             np.full(num, np.nan, np.float32),
             np.zeros((num, k), np.int32),
             np.full((num, k), np.nan, np.float32),
         )
-        targets = torch.as_tensor(one.prompt[1:].astype(np.int64), device=states_ND.device)
+        targets = torch.as_tensor(request.prompt[1:].astype(np.int64), device=states_ND.device)
         chunk = max(1, _LOGITS_BYTES // (4 * self._decoder.vocab_size))
         for start in range(0, num - 1, chunk):
             end = min(start + chunk, num - 1)
-            logprobs_CV = self._logits(states_ND[start:end], one).float().log_softmax(-1)
+            logprobs_CV = self._logits(states_ND[start:end], request).float().log_softmax(-1)
             picked = logprobs_CV.gather(1, targets[start:end, None])[:, 0]
             scores.logprobs[start + 1 : end + 1] = picked.cpu().numpy()
             if k:
@@ -129,11 +130,11 @@ class PromptScorer:
                 scores.top_ids[start + 1 : end + 1] = top.indices.cpu().numpy()
         return scores
 
-    def _logits(self, states_CD: torch.Tensor, one: ScoreRequest) -> torch.Tensor:
+    def _logits(self, states_CD: torch.Tensor, request: ScoreRequest) -> torch.Tensor:
         if not self._head_is_all:
             return states_CD
         head = cast(Any, self._decoder.model).get_output_embeddings()
-        with self._decoder.adapters.using([one.adapter]):
+        with self._decoder.adapters.using([request.adapter]):
             return cast("torch.Tensor", head(states_CD))
 
     def _is_head_all(self) -> bool:
@@ -235,7 +236,7 @@ class EngineWorker:
     @torch.inference_mode()
     def cancel(self, request_id: str) -> None:
         """End a request that waits or runs."""
-        self._scored = [one for one in self._scored if one.request_id != request_id]
+        self._scored = [scored for scored in self._scored if scored.request_id != request_id]
         for request in self._waiting:
             if request.request_id == request_id:
                 self._waiting.remove(request)
@@ -296,12 +297,12 @@ class EngineWorker:
 
     def _score(self) -> None:
         """Score some of the prompts that wait, as many as one pass takes."""
-        batch = self._scorer.take(self._scored)
-        taken = {one.request_id for one in batch}
-        self._scored = [one for one in self._scored if one.request_id not in taken]
-        for one, scores in zip(batch, self._scorer.score(batch), strict=True):
-            self._meter.prefilled += len(one.prompt)
-            self._outcomes.append((one.request_id, scores))
+        batch = self._scorer.next_pass(self._scored)
+        taken = {request.request_id for request in batch}
+        self._scored = [request for request in self._scored if request.request_id not in taken]
+        for request, scores in zip(batch, self._scorer.score(batch), strict=True):
+            self._meter.prefilled += len(request.prompt)
+            self._outcomes.append((request.request_id, scores))
 
     def _count(self, request: RowRequest, by: int) -> None:
         """Count a request that comes or goes among those with something of their own."""
@@ -404,15 +405,17 @@ class EngineWorker:
         shaped_BV, num_top = None, 0
         if self._num_constrained or self._num_topped:
             requests = [self._rows.requests[int(row)] for row in rows]
-            shaped_BV = self._constraining.shaped(logits_BV, [one.constraint for one in requests])
-            num_top = max(one.sampling.num_top for one in requests)
+            shaped_BV = self._constraining.shaped(
+                logits_BV, [request.constraint for request in requests]
+            )
+            num_top = max(request.sampling.num_top for request in requests)
         drawn = draw(logits_BV, self._rows.parameters(rows), shaped_BV, num_top)
         self._rows.append(rows, drawn, self._versions(rows))
         self._meter.generated += len(rows)
         if self._num_constrained:
             for row, token in zip(rows, drawn.tokens_B, strict=True):
                 if (constraint := self._rows.requests[int(row)].constraint) is not None:
-                    constraint.take(int(token))
+                    constraint.accept_token(int(token))
         if self._num_streams:
             self._stream(rows, drawn)
 
@@ -469,8 +472,11 @@ class EngineWorker:
         """Say of each row whether its grammar has failed."""
         if not self._num_constrained:
             return np.zeros(self._rows.num, np.bool_)
-        told = [one.constraint is not None and one.constraint.error for one in self._rows.requests]
-        return np.array([bool(error) for error in told], np.bool_)
+        errors = [
+            request.constraint is not None and request.constraint.error
+            for request in self._rows.requests
+        ]
+        return np.array([bool(error) for error in errors], np.bool_)
 
     def _keep_prefix(self, row: int, request: RowRequest) -> None:
         """Keep the row's cache for the next turn, if it stems from one version alone."""

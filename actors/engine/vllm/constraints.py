@@ -35,7 +35,7 @@ def constraint_arguments(sampling: Sampling, key: str) -> dict[str, Any] | None:
     """Return what travels with a request to the worker; None for one without constraints."""
     if not sampling.is_constrained:
         return None
-    told = {
+    fields = {
         "key": key,
         "grammar": "" if sampling.grammar is None else sampling.grammar.text,
         "presence": sampling.presence_penalty,
@@ -43,7 +43,7 @@ def constraint_arguments(sampling: Sampling, key: str) -> dict[str, Any] | None:
         "repetition": sampling.repetition_penalty,
         "num_drawn": sampling.num_drawn,
     }
-    return {_KEY: told}
+    return {_KEY: fields}
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class _Row:
         """Take the tokens that have come."""
         for token in self.output[self.num_taken :]:
             assert token >= 0, "vLLM has not told a token before the next one is drawn"
-            self.constraint.take(token)
+            self.constraint.accept_token(token)
             self.num_taken += 1
 
 
@@ -169,23 +169,23 @@ class ConstrainedLogits(LogitsProcessor):
         return masked.tobytes(), figures.error
 
     def _row(self, params: SamplingParams, prompt: list[int], output: list[int]) -> _Row | None:
-        told: Any = (params.extra_args or {}).get(_KEY)
-        if told is None:
+        fields: Any = (params.extra_args or {}).get(_KEY)
+        if fields is None:
             return None
         grammar = None
-        if told["grammar"]:
+        if fields["grammar"]:
             self._compiler = self._compiler or GrammarCompiler(self._load())
-            grammar = self._compiler.compile_here(told["grammar"])
+            grammar = self._compiler.compile_here(fields["grammar"])
         sampling = Sampling(
             1,
             grammar=grammar,
-            presence_penalty=told["presence"],
-            frequency_penalty=told["frequency"],
-            repetition_penalty=told["repetition"],
-            num_drawn=told["num_drawn"],
+            presence_penalty=fields["presence"],
+            frequency_penalty=fields["frequency"],
+            repetition_penalty=fields["repetition"],
+            num_drawn=fields["num_drawn"],
         )
         constraint = RowConstraint(sampling, np.array(prompt, np.int32))
-        return _Row(told["key"], constraint, output)
+        return _Row(fields["key"], constraint, output)
 
     def _of(self, key: str) -> _Figures:
         figures = self._figures.setdefault(key, _Figures({}))

@@ -5,7 +5,8 @@ requests and new weights from here. It stamps each step's tokens with the label 
 made them; the label is the versions of all that is served, as JSON. Each request's prompt is cached
 under a salt of its adapter and version, so that no prefix is shared across versions.
 
-This module imports vllm: `players` imports it when it is asked for. Written for vLLM 0.32.
+This module imports vllm: `rollout/players.py` imports it only where it is needed. Written for vLLM
+0.32.
 """
 
 # Not installed for development; typings/vllm has what is used of it.
@@ -35,13 +36,13 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from ....schemas.config.job import GeneratorConfig
+from ....schemas.wire.array import IntVector
 from ....schemas.wire.bounds import MAX_TOP_K
 from ....schemas.wire.errors import EngineError, ModelError
 from ..engine import (
     Concurrency,
     Drawn,
     Generation,
-    IntVector,
     KvOnSwap,
     Meter,
     OnToken,
@@ -62,7 +63,7 @@ from .request import (
     scoring_parameters,
 )
 
-# How vLLM is started: its arguments, its environment, and who takes its figures.
+# -- arguments and environment of vLLM -------------------------------------------------------------
 
 _CPU_CACHE_MB = 1024
 _CPU_BLOCK_TOKENS = 32
@@ -303,7 +304,9 @@ class VllmModel:
         """Generate from a prompt with an adapter, or without one; maybe with images."""
         key = f"{adapter}/{request_id}"
         version = self.versions[adapter]
-        request = self._requests[key] = VllmRequest(adapter, key, self._limit.ask(), version)
+        request = self._requests[key] = VllmRequest(
+            adapter, key, self._limit.request_place(), version
+        )
         request.num_top = sampling.num_top
         tokens = prompt.tolist()
         kind = RequestOutputKind.FINAL_ONLY if on_token is None else RequestOutputKind.DELTA
@@ -315,7 +318,7 @@ class VllmModel:
                 if request.cancelled:
                     break
                 request.again = False
-                result = await self._run(request, tokens, parameters, on_token, shown)
+                result = await self._run_request(request, tokens, parameters, on_token, shown)
                 if not request.again:
                     return result
         finally:
@@ -327,7 +330,7 @@ class VllmModel:
         self, adapter: str, prompt: IntVector, top_k: int, request_id: str
     ) -> PromptScores:
         """Return the log-probs of a prompt, all of them by the same weights."""
-        place = self._limit.ask()
+        place = self._limit.request_place()
         tokens, parameters = prompt.tolist(), scoring_parameters(top_k)
         try:
             await asyncio.wait({place})
@@ -356,7 +359,7 @@ class VllmModel:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _run(
+    async def _run_request(
         self,
         request: VllmRequest,
         tokens: list[int],
@@ -517,7 +520,7 @@ class VllmModel:
 
     # The end ----------------------------------------------------------------------------------
 
-    def own(self) -> None:
+    def add_owner(self) -> None:
         """Count one more who uses this and will call `close`."""
         self._owners += 1
 

@@ -1,4 +1,13 @@
-"""One request to vLLM: how it is asked, and what comes back."""
+"""One request to vLLM: its parameters, its prompt with images, and what comes back.
+
+vLLM would read images and make room for their tokens itself, by a processor of its own. It is given
+what the learner's reader makes of them instead, at the places where the prompt has their tokens:
+the pixels are the same to the bit, and no prompt is changed. vLLM knows an image by the digest of
+its file. It keeps those that it was lately sent, so that a group's image is sent once, and never
+shares the cache of a prompt with that of another image.
+
+Shape letters: see `actors/policy/vision.py`.
+"""
 
 # Not installed for development; typings/vllm has what is used of it.
 # pyright: reportMissingModuleSource=false
@@ -86,19 +95,21 @@ def scores_of(output: RequestOutput, num: int, top_k: int) -> PromptScores:
 
     At each place stand the prompt's token and the likeliest ones, in this order.
     """
-    told = output.prompt_logprobs
+    prompt_logprobs = output.prompt_logprobs
     scores = PromptScores(
         np.full(num, np.nan, np.float32),
         np.zeros((num, top_k), np.int32),
         np.full((num, top_k), np.nan, np.float32),
     )
-    if told is None or num == 1:
+    if prompt_logprobs is None or num == 1:
         return scores
     width = top_k + 1
-    values = np.array(told.logprobs, np.float32).reshape(num - 1, -1)[:, :width]
+    values = np.array(prompt_logprobs.logprobs, np.float32).reshape(num - 1, -1)[:, :width]
     scores.logprobs[1:] = values[:, 0]
     scores.top_logprobs[1:] = values[:, 1:]
-    scores.top_ids[1:] = np.array(told.token_ids, np.int32).reshape(num - 1, -1)[:, 1:width]
+    scores.top_ids[1:] = np.array(prompt_logprobs.token_ids, np.int32).reshape(num - 1, -1)[
+        :, 1:width
+    ]
     return scores
 
 
@@ -115,7 +126,7 @@ def generation_of(request: VllmRequest, parts: list[RequestOutput]) -> Generatio
             hint="see the generator's log; it may work when asked again",
         )
     drawn = list(drawn_of(completions, request.num_top))
-    tokens, logprobs = [one[0] for one in drawn], [one[1] for one in drawn]
+    tokens, logprobs = [row[0] for row in drawn], [row[1] for row in drawn]
     versions: list[int] = []
     for span in completions[-1].weight_versions or []:
         label: dict[str, int] = json.loads(span.version)
@@ -147,12 +158,12 @@ def drawn_of(
 ) -> Iterator[tuple[int, float, tuple[tuple[int, float], ...]]]:
     """Yield each token, its log-prob, and the likeliest in its place with theirs, best first."""
     for each in completions:
-        told = each.logprobs
-        if told is None:
+        token_logprobs = each.logprobs
+        if token_logprobs is None:
             continue
-        spans = zip(told.start_indices, told.end_indices, strict=True)
+        spans = zip(token_logprobs.start_indices, token_logprobs.end_indices, strict=True)
         for token, (start, end) in zip(each.token_ids, spans, strict=True):
-            ids, values = told.token_ids, told.logprobs
+            ids, values = token_logprobs.token_ids, token_logprobs.logprobs
             ranked = range(start + 1, end)
             if num_top and end - start <= num_top:
                 # Where vLLM has put the outputs of several steps together, the token that was
@@ -162,15 +173,7 @@ def drawn_of(
             yield token, values[start], top
 
 
-# Prompts with images, as vLLM takes them.
-#
-# vLLM would read images and make room for their tokens itself, by a processor of its own. It is
-# given what the learner's reader makes of them instead, at the places where the prompt has their
-# tokens: the pixels are the same to the bit, and no prompt is changed. vLLM knows an image by the
-# digest of its file. It keeps those that it was lately sent, so that a group's image is sent
-# once, and never shares the cache of a prompt with that of another image.
-#
-# Shape letters: see `actors/policy/vision.py`.
+# -- prompts with images ---------------------------------------------------------------------------
 
 _KIND = "image"
 
@@ -189,7 +192,7 @@ class ShownImages:
 def show(images: Images, places_Q: NDArray[np.int64], encoded: Sequence[bytes]) -> ShownImages:
     """Return images that were read, at the places of their tokens in a prompt."""
     lengths_I = np.array(images.tokens)
-    names = [hashlib.sha256(one).hexdigest() for one in encoded]
+    names = [hashlib.sha256(file).hexdigest() for file in encoded]
     return ShownImages(images, places_Q[np.cumsum(lengths_I) - lengths_I], names)
 
 

@@ -15,16 +15,17 @@ import numpy as np
 
 from ....schemas.config.job import JobConfig
 from ....schemas.config.sections import LoraConfig
+from ....schemas.wire.array import IntVector
 from ....schemas.wire.errors import ConfigError, EngineError, ModelError
-from ...policy.lora import base_of, is_adapter, read_lora
+from ...policy.lora import read_lora
 from ...policy.model_folder import load_model_config, sees_images
 from ...policy.vision import ImageReader, Images, digest_of, load_image_reader
+from ...storage.adapters import base_of, is_adapter
 from ...weights.tensors import TensorSource
 from ..engine import (
     EngineStats,
     Generation,
     ImageReads,
-    IntVector,
     KvOnSwap,
     OnToken,
     PromptScores,
@@ -88,7 +89,7 @@ class VllmEngine:
         self._loading = asyncio.Lock()
         self._tasks = set[asyncio.Task[None]]()
         self._closed: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
-        model.own()
+        model.add_owner()
 
     @property
     def version(self) -> int:
@@ -141,8 +142,8 @@ class VllmEngine:
 
     async def _with_figures(self, result: Generation, sampling: Sampling, key: str) -> Generation:
         """Add what a grammar took out of the choice; ConfigError where it could not be followed."""
-        told = self._model.ask_workers("take_figures", key, len(result.token_ids))
-        masked, error = (await self._unless_ended(told))[0]
+        answers = self._model.ask_workers("take_figures", key, len(result.token_ids))
+        masked, error = (await self._unless_ended(answers))[0]
         if error:
             raise left_grammar(error)
         if sampling.grammar is None:
@@ -152,8 +153,8 @@ class VllmEngine:
     async def _with_experts(self, result: Generation, key: str, num_prompt: int) -> Generation:
         """Add the experts of all tokens but the last, as they were computed last."""
         num = num_prompt + len(result.token_ids) - 1
-        told = self._model.ask_workers("take_experts", key, num)
-        first: bytes = (await self._unless_ended(told))[0]
+        answers = self._model.ask_workers("take_experts", key, num)
+        first: bytes = (await self._unless_ended(answers))[0]
         experts = np.frombuffer(first, np.uint8).reshape(-1, *self._records)
         if len(experts) != num:
             raise EngineError(

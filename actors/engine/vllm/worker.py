@@ -1,8 +1,13 @@
-"""What vLLM's worker processes are given beside their own: log-probs, new weights, an end.
+"""What is added to vLLM's worker processes: log-probs, new weights, records of experts.
 
 vLLM records log-probs either before the temperature or after top-p and top-k. A learner needs those
 between the two. Its sampler draws in a module of its own, which is wrapped here; the module gets
 logits that the temperature has divided, and may change them in place.
+
+Experts are recorded for each slot of the cache, beside its keys: what a request did not compute,
+since it was in the cache, stands there as well. vLLM 0.32 records experts by itself with its newer
+model runner only, whose sampler is not the one that is wrapped; what it captures them with is used
+here.
 """
 
 # Not installed for development; typings/vllm has what is used of it.
@@ -30,11 +35,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from .constraints import ConstrainedLogits
 
-# Which experts read the tokens in vLLM's cache: one record for each slot, beside its keys.
-#
-# What a request did not compute, for it was in the cache, stands there as well. vLLM 0.32 records
-# experts by itself with its newer model runner only, whose sampler is not the one that `worker`
-# knows; what it captures them with is used here.
+# -- experts of the tokens in the cache ------------------------------------------------------------
 
 _KEPT = 4096
 """Requests that have ended and were not asked about; the oldest give way."""
@@ -51,11 +52,13 @@ class SlotExperts:
         most = int(config.scheduler_config.max_num_batched_tokens)
         self._capturer = RoutedExpertsCapturer(most, config)
         bind_routed_experts_capturer(model, self._capturer)
-        found = sorted(int(one.layer_id) for one in model.modules() if isinstance(one, MoERunner))
+        layer_ids = sorted(
+            int(module.layer_id) for module in model.modules() if isinstance(module, MoERunner)
+        )
         device = self._capturer.device_buffer.device
-        self._layers = torch.tensor(found, device=device)
+        self._layers = torch.tensor(layer_ids, device=device)
         slots = int(config.cache_config.num_gpu_blocks) * self._block_size
-        shape = (slots, len(found), self._capturer.shape_per_token[1])
+        shape = (slots, len(layer_ids), self._capturer.shape_per_token[1])
         self._slots_SLK = torch.zeros(shape, dtype=torch.uint8, device=device)
         self._ended: OrderedDict[str, torch.Tensor] = OrderedDict()
         self._execute = runner.execute_model
@@ -66,11 +69,11 @@ class SlotExperts:
         """Layers with experts, and how many of one read a token."""
         return list(self._slots_SLK.shape[1:])
 
-    def take(self, key: str, num: int) -> bytes:
+    def read_experts(self, key: str, num: int) -> bytes:
         """Return the experts of the first tokens of a request that has ended; empty: not known."""
-        for request in [one for one in self._runner.requests if _key(one) == key]:
+        for request in [name for name in self._runner.requests if _key(name) == key]:
             return self._read(request)[:num].cpu().numpy().tobytes()
-        mine = [self._ended.pop(one) for one in list(self._ended) if _key(one) == key]
+        mine = [self._ended.pop(name) for name in list(self._ended) if _key(name) == key]
         return mine[-1][:num].cpu().numpy().tobytes() if mine else b""
 
     def _step(self, scheduled: Any, *more: Any) -> Any:
@@ -86,7 +89,9 @@ class SlotExperts:
         return output
 
     def _leaving(self, scheduled: Any) -> Iterator[str]:
-        return (one for one in scheduled.finished_req_ids if one in self._runner.requests)
+        return (
+            request for request in scheduled.finished_req_ids if request in self._runner.requests
+        )
 
     def _read(self, request: str) -> torch.Tensor:
         blocks = torch.tensor(self._runner.requests[request].block_ids[0], dtype=torch.int64)
@@ -190,7 +195,7 @@ class WorkerExtension:
 
     def take_experts(self, key: str, num: int) -> bytes:
         """Return the experts of the first tokens of a request that has ended, in uint8."""
-        return self._experts.take(key, num) if self._experts else b""
+        return self._experts.read_experts(key, num) if self._experts else b""
 
     def zero_caches(self) -> None:
         """Forget all keys and values; the caller sees to it that no request relies on any."""
@@ -238,7 +243,7 @@ class WorkerExtension:
 
     def _constrained(self) -> ConstrainedLogits:
         every = self.model_runner.input_batch.logitsprocs.all
-        return next(one for one in every if isinstance(one, ConstrainedLogits))
+        return next(processor for processor in every if isinstance(processor, ConstrainedLogits))
 
 
 def _has_experts(layer: Any) -> bool:

@@ -26,9 +26,9 @@ from ....schemas.metric import Event, LogLines, readable
 from ....schemas.wire.errors import MessageError, NotFoundError, StorageError, TinkermqError
 from ....schemas.wire.message import Message
 from ....schemas.wire.subjects import JobScope
-from ...storage.checkpoint_folders import checkpoint_folders, checkpoint_in
 from ...storage.checkpoints import stored_checkpoints
-from ...storage.opening import Stores
+from ...storage.run_folders import checkpoint_folders, checkpoint_in
+from ...storage.stores import Stores
 
 PAGE = 50
 ARCHIVED = "archived"

@@ -28,7 +28,7 @@ from ....schemas.task import BatchRecord
 from ....schemas.wire.errors import MessageError, NotFoundError
 from ....schemas.wire.images import data_url, restore_images
 from ....schemas.wire.subjects import JobScope
-from ...storage.checkpoint_folders import checkpoint_folders
+from ...storage.run_folders import checkpoint_folders
 from ..operations import Scheduler
 from ..sessions import Visitor
 from ..web import flag_in, number_in, real_in, visitor_of

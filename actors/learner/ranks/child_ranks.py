@@ -44,7 +44,7 @@ class RankProcess:
     def start(cls, rank: int) -> "RankProcess":
         """Start one; on the main thread, whose end is its own."""
         reading, writing = os.pipe()
-        told, telling = os.pipe()
+        status_fd, telling = os.pipe()
         module = "tinkermq.actors.learner.ranks.worker"
         try:
             process = subprocess.Popen(
@@ -56,7 +56,7 @@ class RankProcess:
         finally:
             os.close(reading)
             os.close(telling)
-        return cls(rank, process, Connection(writing, readable=False), told)
+        return cls(rank, process, Connection(writing, readable=False), status_fd)
 
     @property
     def has_ended(self) -> bool:
@@ -130,7 +130,7 @@ class ChildRanks(Ranks):
             child.close()
 
     def _first_ended(self) -> RankProcess | None:
-        return next((one for one in self._children if one.has_ended), None)
+        return next((child for child in self._children if child.has_ended), None)
 
     def _wait_for_end(self) -> RankProcess | None:
         """A broken connection is noticed before the end of the process that it led to."""

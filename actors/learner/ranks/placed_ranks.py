@@ -1,8 +1,12 @@
 """The ranks of a learner on a pool: actors that the scheduler has placed, on this node and others.
 
 Orders go to them as requests. Groups do not travel with them: each rank reads the batch from the
-rollout log. Whether they are all there is asked all the time, because a link that is cut tells
+rollout log. Whether they are all there is asked all the time, because a link that is cut shows
 nothing by itself, and a collective would wait for it.
+
+A rank is an actor that receives the learner's orders; a process of its own carries them out. Each
+process of the learner that begins gets a new process, so that nothing of one that has died, or
+hangs in a collective, is in the way.
 """
 
 import asyncio
@@ -71,7 +75,7 @@ class PlacedRanks(Ranks):
 
         Raises EngineError if one of them is gone.
         """
-        self._wait(self._tell(order))
+        self._wait(self._send_order(order))
         self._begun = True
         try:
             yield
@@ -86,11 +90,11 @@ class PlacedRanks(Ranks):
         heard = dict.fromkeys(self._names, clock())
         while True:
             if self._begun:
-                answers = await asyncio.gather(*map(self._look, self._names))
-                there = [told for told in answers if told is not None]
-                heard |= {rank_name(told.rank): clock() for told in there}
-                gone = next((told.error for told in there if told.error), "")
-                if any(told.draining for told in there) and not self._context.stopping.is_set():
+                answers = await asyncio.gather(*map(self._read_state, self._names))
+                there = [status for status in answers if status is not None]
+                heard |= {rank_name(status.rank): clock() for status in there}
+                gone = next((status.error for status in there if status.error), "")
+                if any(status.draining for status in there) and not self._context.stopping.is_set():
                     self._context.log.info("learner_drains_with_its_ranks")
                     self._context.stopping.set()
                 silent = next((name for name, at in heard.items() if clock() - at > ANSWER_S), "")
@@ -108,7 +112,7 @@ class PlacedRanks(Ranks):
             return
         if self._begun:
             with contextlib.suppress(TinkermqError):
-                self._wait(self._tell(Order("end", {})))
+                self._wait(self._send_order(Order("end", {})))
         super().close()
 
     def _meet(self) -> Meeting:
@@ -118,7 +122,7 @@ class PlacedRanks(Ranks):
         """Await something on the loop, from the thread that computes."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    async def _tell(self, order: Order) -> None:
+    async def _send_order(self, order: Order) -> None:
         fields = {key: value for key, value in order.fields.items() if key != "config"}
         request = RankOrder(
             learner=self._learner,
@@ -141,7 +145,7 @@ class PlacedRanks(Ranks):
         with self._context.waiting(name):
             while True:
                 try:
-                    told = await call(
+                    reply = await call(
                         broker,
                         subject,
                         request,
@@ -156,13 +160,13 @@ class PlacedRanks(Ranks):
                 except StateError as error:
                     raise _gone(str(error)) from error
                 else:
-                    self._processes[name] = told.process
+                    self._processes[name] = reply.process
                     return
 
-    async def _look(self, name: str) -> RankState | None:
+    async def _read_state(self, name: str) -> RankState | None:
         """Ask one rank how it is; None without an answer. One that serves nobody is an error."""
         try:
-            told = await call(
+            status = await call(
                 self._context.broker,
                 self._context.scope.rank(name, f"look-{self._processes[name]}"),
                 Empty(),
@@ -174,18 +178,18 @@ class PlacedRanks(Ranks):
         except TinkermqError as error:
             _log.debug("rank_did_not_answer", rank=name, error=error.message)
             return None
-        if told.learner != self._learner:
-            return told.model_copy(update={"error": f"{name} was started anew"})
-        error = f"{name} on {told.host}: {told.error}" if told.error else ""
-        return told.model_copy(update={"error": error})
+        if status.learner != self._learner:
+            return status.model_copy(update={"error": f"{name} was started anew"})
+        error = f"{name} on {status.host}: {status.error}" if status.error else ""
+        return status.model_copy(update={"error": error})
 
     async def _seen_to_be_gone(self) -> EngineError | None:
         """A broken connection is noticed before the end of the process that it led to."""
         deadline = self._loop.time() + _SEEN_END_S
         while self._loop.time() < deadline:
-            for told in await asyncio.gather(*map(self._look, self._names)):
-                if told is not None and told.error:
-                    return _gone(told.error)
+            for status in await asyncio.gather(*map(self._read_state, self._names)):
+                if status is not None and status.error:
+                    return _gone(status.error)
             await asyncio.sleep(_LOOK_S / 4)
         return None
 
@@ -205,10 +209,7 @@ def _end_within(seconds: float) -> None:
     timer.start()
 
 
-# A rank of a learner as an actor: it takes the learner's orders, a process of its own does them.
-#
-# Each process of the learner that begins gets a new process here, so that nothing of one that has
-# died, or hangs in a collective, is in the way. The batch of a step is read from the rollout log.
+# -- the actor of one rank -------------------------------------------------------------------------
 
 _ORDERS_LOOK_S = 0.5
 
@@ -235,9 +236,9 @@ class RankActor:
         """Take orders until the context is stopping."""
         service, name = self._context.service, self._context.name
         subject = partial(self._context.scope.rank, name)
-        await service.endpoint("begin", subject("begin"), RankOrder, self._take)
-        await service.endpoint("order", subject(f"order-{self._id}"), RankOrder, self._take)
-        await service.endpoint("look", subject(f"look-{self._id}"), Empty, self._look)
+        await service.endpoint("begin", subject("begin"), RankOrder, self._accept_order)
+        await service.endpoint("order", subject(f"order-{self._id}"), RankOrder, self._accept_order)
+        await service.endpoint("look", subject(f"look-{self._id}"), Empty, self._read_state)
         self._context.set_state("waiting")
         try:
             await self._context.stopping.wait()
@@ -251,7 +252,7 @@ class RankActor:
         while self._state().works and clock() - self._asked < ANSWER_S:  # noqa: ASYNC110  its process ends in its own time
             await asyncio.sleep(_ORDERS_LOOK_S)
 
-    async def _take(self, order: RankOrder) -> RankState:
+    async def _accept_order(self, order: RankOrder) -> RankState:
         """Take an order; one of another process of the learner than the last is refused."""
         async with self._taking:
             return await self._take_next(order)
@@ -277,7 +278,7 @@ class RankActor:
             self._orders.put_nowait(order)
         return self._state()
 
-    async def _look(self, _: Empty) -> RankState:
+    async def _read_state(self, _: Empty) -> RankState:
         self._asked = self._context.broker.clock()
         return self._state()
 
@@ -302,8 +303,8 @@ class RankActor:
                 order = await self._orders.get()
                 groups = [await self._group(seq) for seq in order.seqs]
                 self._context.set_state("working", version=order.fields.get("step"))
-                told = Order(order.do, self._fields(order), groups)
-                await asyncio.to_thread(told.send, process.orders)
+                rank_order = Order(order.do, self._fields(order), groups)
+                await asyncio.to_thread(rank_order.send, process.orders)
                 self._context.progressed()
         except TinkermqError as error:
             self._error = str(error)

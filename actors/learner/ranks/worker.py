@@ -32,7 +32,7 @@ def serve(rank: int, orders: Connection) -> None:
     config = JobConfig.model_validate_json(order.fields["config"])
     torch.set_num_threads(config.learner.threads)
     parallel = Parallel.join(rank, config.learner, Meeting.reach(order.fields["meeting"]))
-    folder = Path(found) if (found := order.fields["folder"]) is not None else None
+    folder = Path(path) if (path := order.fields["folder"]) is not None else None
     with folder_here(folder, parallel) as here:
         policies = Policies(
             config,

@@ -40,7 +40,7 @@ from ....schemas.wire.message import Empty
 from ....schemas.wire.subjects import BUCKET_ACTORS, BUCKET_EVALS, BUCKET_SECRETS, JobScope
 from ....schemas.wire.subjects import node as node_subject
 from ...storage.checkpoints import free_stored
-from ...storage.removal import (
+from ...storage.run_folders import (
     archive_of,
     begin_archive,
     digest_of_archive,

@@ -6,7 +6,9 @@ to the job's own folder before anything reads it.
 """
 
 import asyncio
-from collections.abc import Iterator, Mapping
+import os
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import quote
@@ -23,13 +25,18 @@ from ....schemas.job import BEST_STEP, LAST_STEP, JobRecord, SubmitRequest
 from ....schemas.tinker.names import CheckpointName, is_path, run_in
 from ....schemas.tinker.operation import ModelInfo
 from ....schemas.wire.codec import merged
-from ....schemas.wire.errors import ConfigError, NotFoundError, StateError, StorageError
-from ...policy.lora import base_of, is_adapter
-from ...storage.checkpoint_folders import checkpoint_folders
+from ....schemas.wire.errors import ConfigError, NotFoundError, QuotaError, StateError, StorageError
+from ...policy.lora import config_of
+from ...storage.adapters import base_of, is_adapter
 from ...storage.checkpoints import is_put_away, keep_stored, store_of, stored_checkpoints
-from ...storage.opening import Stores
-from ...storage.taken_checkpoints import take_over
-from ...storage.tinker_checkpoints import TINKER_FOLDER, CheckpointFolders, missing
+from ...storage.run_folders import checkpoint_folders
+from ...storage.stores import Stores
+from ...storage.tinker_checkpoints import (
+    TINKER_FOLDER,
+    CheckpointFolders,
+    StoredCheckpoint,
+    missing,
+)
 from ..jobs.view import JobsView
 from .access import refuse_removed
 
@@ -324,7 +331,7 @@ class Origins:
             for record in self._view.live.values()
             if record.kind == "tinker" and record.run_dir
         ]
-        return await asyncio.to_thread(take_over, Path(folder), services, user, path)
+        return await asyncio.to_thread(_copy_to_service, Path(folder), services, user, path)
 
     async def _find(self, user: str, source: str) -> tuple[str, str]:
         """Return the full name of a checkpoint, and its folder."""
@@ -371,6 +378,90 @@ def own_settings(record: JobRecord) -> JobRecord:
     fork_dir = "" if is_path(record.fork_of or "") else record.fork_dir
     adapters = {name: path for name, path in record.adapters.items() if not is_path(name)}
     return record.model_copy(update={"fork_dir": fork_dir, "adapters": adapters})
+
+
+# -- checkpoints of runs, copied to the Tinker service that has their base model -------------------
+
+_ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})
+_MLP = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
+_UNEMBED = frozenset({"lm_head"})
+
+
+def _copy_to_service(
+    folder: Path, services: Iterable[tuple[JobRecord, JobConfig]], user: str, path: str
+) -> ModelInfo:
+    """Copy an adapter's folder to the run folder of the service that has its base model.
+
+    Returns what it is; one that is there already stays. Raises NotFoundError where no service has
+    the base, QuotaError, StorageError.
+    """
+    base = os.path.realpath(base_of(folder))
+    for service, config in services:
+        if os.path.realpath(config.model.path) == base:
+            return _copy_checkpoint(folder, service, config, user, path)
+    raise NotFoundError(
+        f"no service for the Tinker API has the base model of {path}, {base}",
+        hint=f"an admin starts one: `tinkermq tinker up --model NAME={base}`",
+    )
+
+
+def _copy_checkpoint(
+    folder: Path, service: JobRecord, config: JobConfig, user: str, path: str
+) -> ModelInfo:
+    name = CheckpointName.parse(path)
+    folders = CheckpointFolders(Path(service.run_dir) / TINKER_FOLDER)
+    known = folders.read(user, name)
+    if known is not None and known.is_there(time.time()):
+        return known.info
+    with Folder(folder) as taken:
+        size = sum(entry.num_bytes for entry in taken.files())
+    used = folders.size_of(user)
+    if used + size > config.tinker.checkpoint_mb << 20:
+        raise QuotaError(
+            f"the checkpoints of user {user!r} have {used:,} bytes; {size:,} more are over the "
+            f"limit of {config.tinker.checkpoint_mb} MiB (tinker.checkpoint_mb)",
+            hint="delete some",
+        )
+    stored = StoredCheckpoint(
+        user=user,
+        name=name,
+        place=folders.place_of(user, name),
+        info=_model_info(folder, config, name),
+        seq=0,
+        time=time.time(),
+        size_bytes=size,
+    )
+    seq = stored.folder.name
+    try:
+        with Folder(folder.parent) as run, Folder(stored.place, make=True) as place:
+            place.remove(seq)  # of a copy that was cut off
+            run.copy(folder.name, place, seq, leave_out=["learner"])
+    except OSError as error:
+        raise StorageError(
+            f"{folder} cannot be copied to {stored.folder}: {error}", hint="see the pool's disk"
+        ) from error
+    folders.commit(stored)
+    return stored.info
+
+
+def _model_info(folder: Path, config: JobConfig, name: CheckpointName) -> ModelInfo:
+    lora = config_of(folder)
+    targets = {lora.targets} if isinstance(lora.targets, str) else set(lora.targets)
+    last = {target.rpartition(".")[2] for target in targets}
+    return ModelInfo(
+        model=str(name.model),
+        base=config.tinker.base,
+        folder=config.model.path,
+        arch="",
+        rank=lora.max_rank,
+        train_attn=_adapts_any(last, _ATTENTION),
+        train_mlp=_adapts_any(last, _MLP),
+        train_unembed=_adapts_any(last, _UNEMBED),
+    )
+
+
+def _adapts_any(targets: Collection[str], layers: frozenset[str]) -> bool:
+    return "all-linear" in targets or not layers.isdisjoint(targets)
 
 
 # -- changes of the configuration at a resume (pure) -----------------------------------------------

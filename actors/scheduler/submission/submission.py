@@ -51,7 +51,7 @@ from ...storage.access import (
     without_tilde,
 )
 from ...storage.checkpoints import free_copies
-from ...storage.opening import Stores
+from ...storage.stores import Stores
 from ..jobs.secrets import SecretStore
 from ..jobs.states import (
     KINDS,

@@ -33,12 +33,12 @@ from ....schemas.tinker.sampling import (
     SamplerName,
     SnapshotPart,
 )
+from ....schemas.wire.array import IntVector
 from ....schemas.wire.errors import ModelError, TinkermqError
 from ....schemas.wire.subjects import JobScope
 from ...engine.engine import (
     AdapterEngine,
     Generation,
-    IntVector,
     OnToken,
     PromptScores,
     Sampling,

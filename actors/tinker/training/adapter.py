@@ -32,7 +32,7 @@ from torch.nn import functional
 
 from ....schemas.tinker.datum import AdamParams, LoraSpec
 from ....schemas.wire.errors import ConfigError, ModelError
-from ...policy.saving import storage_error
+from ...storage.files import storage_error
 from ...training.model import Scorer
 from .inputs import PendingWindow
 
@@ -468,7 +468,7 @@ def write_suspended(file: Path, adapter: Adapter, window: PendingWindow) -> None
         file.parent.mkdir(parents=True, exist_ok=True)
         save_file({name: row.contiguous() for name, row in adapter.rows().items()}, file, fields)
     except Exception as error:
-        failure = storage_error(file, error)
+        failure = storage_error(file, error, SafetensorError)
         file.unlink(missing_ok=True)
         if failure is None:
             raise

@@ -27,8 +27,8 @@ from ....schemas.config.sections import ADAPTER_CONFIG
 from ....schemas.tinker.datum import LoraSpec
 from ....schemas.wire.errors import ConfigError, ModelError, NotFoundError
 from ...policy.lora import layer_settings, read_lora, uniform
-from ...policy.saving import flush, flush_entries, storage_error
 from ...storage.digests import check_digests, write_digests
+from ...storage.files import flush, flush_entries, storage_error
 from .adapter import ALPHA, LayerKind, LayerShape, Moments, tensor_shapes
 
 _WEIGHTS = "adapter_model.safetensors"
@@ -99,7 +99,7 @@ def write_adapter(
         if lasting:
             flush_entries(folder.parent)
     except Exception as error:
-        failure = storage_error(folder, error)  # before room is made again
+        failure = storage_error(folder, error, SafetensorError)  # before room is made again
         shutil.rmtree(temporary, ignore_errors=True)
         if failure is None:
             raise

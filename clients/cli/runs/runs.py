@@ -116,7 +116,7 @@ async def trouble_of(pool: Pool) -> str:
             trouble = await pool.trouble()
     except (BrokerError, TimeoutError):
         return ""  # no scheduler answers: the quota's line says so
-    return f"the broker is in trouble: {trouble}" if trouble else ""
+    return f"the scheduler waits for {trouble}" if trouble else ""
 
 
 async def _quota(pool: Pool) -> str:

@@ -9,7 +9,7 @@ import pytest
 from tinkermq.actors.gateway.data.jobs import check_here, list_checkpoints, pack
 from tinkermq.actors.storage.checkpoints import CheckpointMirror
 from tinkermq.actors.storage.digests import write_digests
-from tinkermq.actors.storage.opening import Stores
+from tinkermq.actors.storage.stores import Stores
 from tinkermq.broker.client.connection import Broker
 from tinkermq.schemas.wire.errors import NotFoundError
 

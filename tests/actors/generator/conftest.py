@@ -89,7 +89,7 @@ async def in_vllm() -> AsyncIterator[InVllm]:
             sees = sees_images(load_model_config(str(folder)))
             base = await load_base(configured(folder), [ADAPTER] if sees else [])
             started[folder] = cast("VllmModel", base)
-            started[folder].own()
+            started[folder].add_owner()
         return started[folder]
 
     yield get

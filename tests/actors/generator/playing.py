@@ -65,7 +65,7 @@ class Playing:
     async def run(self, task: Task, delivery: int = 1) -> Group:
         """Roll a task out as the holder of one of its deliveries, written down."""
         recorder = self.recorder(task, delivery)
-        return await self.runner.run(task, f"try-{next(self.attempts)}", recorder=recorder)
+        return await self.runner.run_group(task, f"try-{next(self.attempts)}", recorder=recorder)
 
     async def stored(self, task: Task) -> list[list[Segment]]:
         """Return the segments of the task's episodes."""

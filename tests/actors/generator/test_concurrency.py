@@ -50,7 +50,7 @@ def test_what_fits_is_bounded_by_what_is_allowed() -> None:
 async def test_the_gate_lets_in_as_many_as_the_bound_in_their_order() -> None:
     bound = Concurrency(fits=2, most=8)
     gate = RequestLimit(bound)
-    places = [gate.ask() for _ in range(5)]
+    places = [gate.request_place() for _ in range(5)]
     assert [place.done() for place in places] == [True, True, False, False, False]
     assert (gate.inside, gate.waiting) == (2, 3)
     gate.leave(places[3])  # whoever gives up waiting frees no place

@@ -300,7 +300,7 @@ async def test_a_state_is_that_of_its_tokens_alone(folder: Path) -> None:
         Sampling(9, grammar=grammar, num_drawn=1), np.append(PROMPT, 72).astype(np.int32)
     )
     assert not one.error
-    one.take(72)
+    one.accept_token(72)
     assert one.error == other.error
 
 

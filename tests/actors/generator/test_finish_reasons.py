@@ -29,7 +29,7 @@ async def test_a_turn_was_cut_unless_it_ends_with_a_stop_token(
 ) -> None:
     rollout = {"max_turn_tokens": max_turn_tokens, "group_size": 8, "temperature": 3.0}
     async with playing(broker, recorded, folder, "EchoGame", rollout=rollout) as play:
-        group = await play.runner.run(Task(task=1, seed=4, group_size=8), "try")
+        group = await play.runner.run_group(Task(task=1, seed=4, group_size=8), "try")
     for one in group.trajectories:
         assert one.finish == "done"
         last = one.token_ids[one.turn_ends].tolist()
@@ -45,7 +45,7 @@ async def test_an_answer_of_one_turn_that_was_cut_counts_as_cut_though_its_game_
 ) -> None:
     rollout = {"max_turns": 1, "max_turn_tokens": 4, "group_size": 16, "temperature": 4.0}
     async with playing(broker, recorded, folder, "AnyArm", rollout=rollout) as play:
-        group = await play.runner.run(Task(task=2, seed=4, group_size=16), "try")
+        group = await play.runner.run_group(Task(task=2, seed=4, group_size=16), "try")
     cut = [STOP not in one.token_ids[one.mask == 1] for one in group.trajectories]
     assert {one.finish for one in group.trajectories} == {"done"}
     assert [one.ended_by == "length" for one in group.trajectories] == cut

@@ -57,7 +57,7 @@ async def test_the_games_of_episodes_that_were_cut_are_closed(
         broker, scope, folder, "CoinGame", rollout=rollout, generator={"max_requests": 16}
     ) as play:
         task = Task(task=1, seed=1, group_size=2)
-        group = await play.runner.run(task, "try")
+        group = await play.runner.run_group(task, "try")
         assert (len(group.trajectories), len(group.tokens_cut)) == (2, 8)
         (host,) = play.hosting
         await until(lambda: host.num_running == 0)
@@ -72,4 +72,4 @@ async def test_a_game_with_roles_is_refused_with_the_key(
         sections = {"generator": {"segment_tokens": 8}, "rollout": {}}
     async with playing(broker, scope, folder, "DuetGame", **sections) as play:
         with pytest.raises(GroupFailed, match=f"{key} is not built for games with roles"):
-            await play.runner.run(Task(task=0, seed=0, group_size=3), "try")
+            await play.runner.run_group(Task(task=0, seed=0, group_size=3), "try")

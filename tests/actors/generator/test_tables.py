@@ -68,7 +68,7 @@ async def playing(
         await past.engines[""].load_weights(7, weights)
     runner = GroupRunner(players, hosts, config, "test", past)
     try:
-        yield lambda task: runner.run(task, "try")
+        yield lambda task: runner.run_group(task, "try")
         await until(lambda: host.num_running == 0)
     finally:
         stopping.set()

@@ -49,13 +49,13 @@ class World:
     def drop(self, number: int, reason: DropReason = "malformed", *, told: bool = False) -> None:
         seq = number + 1
         self.intake._enter(read_entry(StoredMessage(SCOPE.rollout(number), seq, b"nonsense", {})))
-        self.drops.drop([Dropped(seq=seq, task=number, reason=reason)], told=told)
+        self.drops.drop([Dropped(seq=seq, task=number, reason=reason)], reported=told)
 
 
 async def test_the_first_is_told_at_once_and_many_in_one_event() -> None:
     world = World()
     world.drop(0)
-    await world.drops.tell()
+    await world.drops.report_drops()
     [(kind, message, data)] = world.told
     assert kind == "groups_dropped"
     assert message.startswith("1 group was dropped (1 malformed); the tasks of 0 are issued again")
@@ -63,14 +63,14 @@ async def test_the_first_is_told_at_once_and_many_in_one_event() -> None:
     assert data == {"dropped": {"malformed": 1}, "issued_again": 0}
     for number in range(1, 1000):
         world.drop(number)
-        await world.drops.tell()
+        await world.drops.report_drops()
     assert len(world.told) == 1
     world.now = TOLD_EVERY_S
-    await world.drops.tell()
+    await world.drops.report_drops()
     assert world.told[1][2]["dropped"] == {"malformed": 999}
     assert len(world.told[1][1].splitlines()) == 4  # with three examples
     world.now = 10 * TOLD_EVERY_S
-    await world.drops.tell(now=True)
+    await world.drops.report_drops(now=True)
     assert len(world.told) == 2
     assert world.reporter.num_dropped == {"malformed": 1000}
 
@@ -80,10 +80,10 @@ async def test_what_is_asked_for_or_was_told_before_is_not_told() -> None:
     world.drop(0, "equal_rewards")
     world.drop(1, "duplicate")
     world.drop(2, told=True)
-    await world.drops.tell(now=True)
+    await world.drops.report_drops(now=True)
     assert world.told == []
     world.drop(3)
-    await world.drops.tell()
+    await world.drops.report_drops()
     assert world.told[0][1].endswith("publish 1 more, or the run waits for them")
 
 

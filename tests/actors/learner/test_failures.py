@@ -22,9 +22,9 @@ def blame(boundary: str = "environment", code: str = "game") -> Blame:
 def test_many_failed_tasks_in_a_row_end_the_job_with_the_last_reason() -> None:
     failures = Failures(batch_size=4, idle_s=60)
     for _ in range(LEAST_IN_A_ROW - 1):
-        failures.note(blame())
+        failures.note_task(blame())
     with pytest.raises(GameError, match="32 tasks in a row failed, the last one: no rule") as told:
-        failures.note(blame())
+        failures.note_task(blame())
     assert told.value.hint == "write one"
 
 
@@ -32,38 +32,38 @@ def test_one_task_that_succeeds_between_keeps_the_job_alive() -> None:
     failures = Failures(batch_size=4, idle_s=60)
     for _ in range(10):
         for _ in range(LEAST_IN_A_ROW - 1):
-            failures.note(blame())
-        failures.note(None)
+            failures.note_task(blame())
+        failures.note_task(None)
 
 
 def test_large_batches_are_given_two_batches_of_failures() -> None:
     failures = Failures(batch_size=100, idle_s=60)
     for _ in range(199):
-        failures.note(blame())
+        failures.note_task(blame())
     with pytest.raises(GameError):
-        failures.note(blame())
+        failures.note_task(blame())
 
 
 @pytest.mark.parametrize(("boundary", "error"), [("task", DataError), ("engine", EngineError)])
 def test_the_boundary_to_blame_decides_the_error(boundary: str, error: type[Exception]) -> None:
     failures = Failures(batch_size=1, idle_s=60)
     for _ in range(LEAST_IN_A_ROW - 1):
-        failures.note(blame(boundary))
+        failures.note_task(blame(boundary))
     with pytest.raises(error):
-        failures.note(blame(boundary))
+        failures.note_task(blame(boundary))
 
 
 def test_reservations_that_ran_out_are_no_failures() -> None:
     failures = Failures(batch_size=1, idle_s=60)
     for _ in range(10 * LEAST_IN_A_ROW):
-        failures.note(blame("task", "reservation_expired"))
+        failures.note_task(blame("task", "reservation_expired"))
 
 
 def test_a_job_of_which_nothing_is_heard_is_given_up() -> None:
     now = 100.0
     failures = Failures(batch_size=1, idle_s=60, clock=lambda: now)
     now = 130.0
-    failures.note(None)
+    failures.note_task(None)
     now = 189.0
     assert failures.idle() is None
     failures.heard()
@@ -90,7 +90,7 @@ def dropped(*seqs: int, reason: DropReason = "equal_rewards") -> list[Dropped]:
 def test_groups_that_cannot_be_trained_are_told_after_a_batch_of_them_and_as_they_double() -> None:
     untrainable, told = Untrainable(batch_size=4, limit=0), list[int]()
     for number in range(1, 40):
-        untrainable.look(dropped(*range(1, number + 1)), [])
+        untrainable.count_dropped(dropped(*range(1, number + 1)), [])
         if untrainable.word():
             told.append(number)
         assert bool(untrainable.wait) == (number >= 4)
@@ -111,9 +111,9 @@ def test_too_many_in_a_row_end_the_job_with_the_reason_and_a_remedy(
     reason: DropReason, error: type[TinkermqError], why: str
 ) -> None:
     untrainable = Untrainable(batch_size=2, limit=5)
-    untrainable.look(dropped(1, 2, 3, 4, reason=reason), [])
+    untrainable.count_dropped(dropped(1, 2, 3, 4, reason=reason), [])
     assert untrainable.error() is None
-    untrainable.look(dropped(1, 2, 3, 4, 5, reason=reason), [])
+    untrainable.count_dropped(dropped(1, 2, 3, 4, 5, reason=reason), [])
     raised = untrainable.error()
     assert raised is not None
     assert type(raised) is error
@@ -124,7 +124,7 @@ def test_too_many_in_a_row_end_the_job_with_the_reason_and_a_remedy(
 
 def test_the_most_frequent_of_several_reasons_names_the_remedy() -> None:
     untrainable = Untrainable(batch_size=2, limit=5)
-    untrainable.look([*dropped(1, 2), *dropped(3, 4, 5, reason="stale")], [])
+    untrainable.count_dropped([*dropped(1, 2), *dropped(3, 4, 5, reason="stale")], [])
     raised = untrainable.error()
     assert isinstance(raised, ConfigError)
     assert "(2 equal_rewards, 3 stale)" in raised.message
@@ -132,14 +132,16 @@ def test_the_most_frequent_of_several_reasons_names_the_remedy() -> None:
 
 def test_one_group_that_waits_to_be_trained_begins_the_count_anew() -> None:
     untrainable = Untrainable(batch_size=2, limit=5)
-    untrainable.look(dropped(1, 2, 3, 4, 6, 7), usable=[5])
+    untrainable.count_dropped(dropped(1, 2, 3, 4, 6, 7), usable=[5])
     assert untrainable.num_in_a_row == 2
     assert untrainable.error() is None
 
 
 def test_failed_tasks_and_duplicates_are_not_counted_as_untrainable() -> None:
     untrainable = Untrainable(batch_size=1, limit=2)
-    untrainable.look([*dropped(1, 2, 3, reason="failed"), *dropped(4, reason="duplicate")], [])
+    untrainable.count_dropped(
+        [*dropped(1, 2, 3, reason="failed"), *dropped(4, reason="duplicate")], []
+    )
     assert untrainable.num_in_a_row == 0
     assert untrainable.wait == untrainable.word() == ""
 
@@ -147,25 +149,25 @@ def test_failed_tasks_and_duplicates_are_not_counted_as_untrainable() -> None:
 def test_after_a_step_a_few_are_nothing_special() -> None:
     untrainable = Untrainable(batch_size=2, limit=0)
     untrainable.stepped()
-    untrainable.look(dropped(*range(1, 32)), [])
+    untrainable.count_dropped(dropped(*range(1, 32)), [])
     assert untrainable.wait == untrainable.word() == ""
-    untrainable.look(dropped(*range(1, 33)), [])
+    untrainable.count_dropped(dropped(*range(1, 33)), [])
     assert untrainable.word()
 
 
 def test_a_run_that_was_given_up_begins_to_count_when_it_is_resumed() -> None:
     untrainable = Untrainable(batch_size=2, limit=3)
-    untrainable.look(dropped(1, 2, 3), [])
+    untrainable.count_dropped(dropped(1, 2, 3), [])
     assert untrainable.error() is not None
     resumed = Untrainable(batch_size=2, limit=3, judged_seq=untrainable.give_up(3))
-    resumed.look(dropped(1, 2, 3, 4), [])
+    resumed.count_dropped(dropped(1, 2, 3, 4), [])
     assert resumed.num_in_a_row == 1
 
 
 @pytest.mark.parametrize(("batch_size", "bound"), [(1, 256), (8, 256), (64, 1280)])
 def test_by_default_many_batches_are_waited_for(batch_size: int, bound: int) -> None:
     untrainable = Untrainable(batch_size, limit=None)
-    untrainable.look(dropped(*range(1, bound)), [])
+    untrainable.count_dropped(dropped(*range(1, bound)), [])
     assert untrainable.error() is None
-    untrainable.look(dropped(*range(1, bound + 1)), [])
+    untrainable.count_dropped(dropped(*range(1, bound + 1)), [])
     assert untrainable.error() is not None

@@ -93,7 +93,9 @@ def test_packed_rows_with_images_score_as_the_models_own_pass(
         row_tokens=64,
         microbatch_tokens=160,
         share_prompts=share_prompts,
-        see=lambda one: reader.see(model, one.token_ids, one.images) if one.images else None,
+        see=lambda one: (
+            reader.read_images(model, one.token_ids, one.images) if one.images else None
+        ),
     )
     shown = sum(len(micro.images.images) for micro in micros if micro.images is not None)
     assert shown < 16 if share_prompts else shown == 16  # shared prompts hold their images once

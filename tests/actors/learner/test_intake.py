@@ -193,7 +193,7 @@ async def test_malformed_entries_harm_nothing_in_a_live_log(
     future = _good(number=2)
     future.trajectories[0].versions[2] = 9
     async with asyncio.TaskGroup() as tasks:
-        reading = tasks.create_task(intake.run())
+        reading = tasks.create_task(intake.read_log())
         assert await log.append(_good(number=0))
         assert await log.append_payload(1, b"nonsense")
         assert await log.append(future)
@@ -224,7 +224,7 @@ def test_what_newer_weights_made_is_trained_while_recorded_steps_are_trained_aga
 
 async def _caught_up(intake: Intake) -> None:
     async with asyncio.TaskGroup() as tasks:
-        reading = tasks.create_task(intake.run())
+        reading = tasks.create_task(intake.read_log())
         async with asyncio.timeout(PATIENCE_S):
             await intake.catch_up(2 * PATIENCE_S)
         reading.cancel()

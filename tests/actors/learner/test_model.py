@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tinkermq.actors.training.batch import assemble
-from tinkermq.actors.training.model import Asked, Scorer, load_model
+from tinkermq.actors.training.model import ScoreOptions, Scorer, load_model
 from tinkermq.actors.training.packing import pack
 from tinkermq.schemas.config.job import LearnerConfig, ModelConfig
 from tinkermq.schemas.wire.errors import ModelError
@@ -164,7 +164,7 @@ def test_logits_in_chunks_change_neither_scores_nor_gradients() -> None:
     for chunk_bytes in (1 << 28, 4 * 264 * 7):
         model.zero_grad()
         scorer = Scorer(model, temperature=0.8, dtype="float32", chunk_bytes=chunk_bytes)
-        scores = scorer.score(packed, Asked(entropy_gradient=True))
+        scores = scorer.score(packed, ScoreOptions(entropy_gradient=True))
         (scores.logprobs_N.sum() + scores.entropy_N.sum()).backward()
         gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
         found.append((scores.logprobs_N.detach(), gradient))
@@ -175,7 +175,7 @@ def test_logits_in_chunks_change_neither_scores_nor_gradients() -> None:
 def test_the_entropy_is_the_same_with_and_without_a_gradient() -> None:
     scorer = Scorer(_random(_mistral(4096)), temperature=0.8, dtype="float32")
     [packed] = pack(_batch().sequences, row_tokens=64, microbatch_tokens=4096)
-    with_gradient = scorer.score(packed, Asked(entropy_gradient=True)).entropy_N
+    with_gradient = scorer.score(packed, ScoreOptions(entropy_gradient=True)).entropy_N
     without = scorer.score(packed).entropy_N
     assert with_gradient.requires_grad
     assert not without.requires_grad

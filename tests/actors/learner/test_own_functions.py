@@ -11,13 +11,13 @@ from tinkermq.actors.learner.curriculum import (
     Curriculum,
     CurriculumConfig,
     CurriculumInputs,
-    OwnCurriculum,
+    CustomCurriculum,
     keeps_of,
 )
 from tinkermq.actors.learner.custom_check import check_function
 from tinkermq.actors.learner.data_order import DataOrder
 from tinkermq.actors.training.batch import assemble
-from tinkermq.actors.training.custom import Kind, own_function
+from tinkermq.actors.training.custom import Kind, custom_function
 from tinkermq.actors.training.model import load_model
 from tinkermq.actors.training.state import LearnerState
 from tinkermq.actors.training.step import Trainer
@@ -238,7 +238,7 @@ def yields(inputs: Any) -> Any:
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_whatever_a_function_raises_is_told_as_its_own(name: str) -> None:
-    function = own_function("filter", f"{HERE}:raises_no_exception")
+    function = custom_function("filter", f"{HERE}:raises_no_exception")
     assert function is not None
     with pytest.raises(ConfigError, match=f"raised {name}") as raised:
         function.called(FOREIGN[name])
@@ -247,17 +247,17 @@ def test_whatever_a_function_raises_is_told_as_its_own(name: str) -> None:
 
 
 def test_an_answer_that_raises_as_it_is_read_is_told() -> None:
-    function = own_function("curriculum", f"{HERE}:strange_weights")
+    function = custom_function("curriculum", f"{HERE}:strange_weights")
     assert function is not None
     inputs = CurriculumInputs(np.zeros(2), np.zeros(2))
     with pytest.raises(ConfigError, match="raised NoException: no array"):
-        OwnCurriculum(function).weigh(inputs)
+        CustomCurriculum(function).weigh(inputs)
 
 
 @pytest.mark.parametrize("name", ["waits", "yields"])
 def test_a_function_that_answers_later_is_refused_as_it_is_loaded(name: str) -> None:
     with pytest.raises(ConfigError, match="is async, or yields") as raised:
-        own_function("loss", f"{HERE}:{name}")
+        custom_function("loss", f"{HERE}:{name}")
     assert f"algorithm.own_loss={HERE}:{name}" in raised.value.message
 
 
@@ -272,7 +272,7 @@ def test_a_module_that_raises_no_exception_is_told(
     (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="cannot be imported: ") as raised:
-        own_function("loss", f"{name}:loss")
+        custom_function("loss", f"{name}:loss")
     assert f"raised at {name}.py, line" in raised.value.hint
 
 
@@ -344,18 +344,18 @@ def test_a_filter_of_ones_own_says_which_groups_are_trained() -> None:
 
 
 def test_a_curriculum_of_ones_own_weighs_the_tasks() -> None:
-    own = own_function("curriculum", f"{EXAMPLES}:hardest")
+    own = custom_function("curriculum", f"{EXAMPLES}:hardest")
     assert own is not None
-    settings = CurriculumConfig(3, 0.0, 0.5, OwnCurriculum(own).weigh)
+    settings = CurriculumConfig(3, 0.0, 0.5, CustomCurriculum(own).weigh)
     state = LearnerState(success=[(0, 8.0, 8.0), (1, 8.0, 8.0), (2, 8.0, 0.0)])
     order = Curriculum(DataOrder(0, 3), settings, state)
     assert {order.choose(index, 1).item for index in range(50)} == {2}
     inputs = CurriculumInputs(np.zeros(3), np.zeros(3))
     for name, words in (("too_few", r"of shape \[1\] for 3 tasks"), ("below_zero", "negative")):
-        wrong = own_function("curriculum", f"{HERE}:{name}")
+        wrong = custom_function("curriculum", f"{HERE}:{name}")
         assert wrong is not None
         with pytest.raises(ConfigError, match=words):
-            OwnCurriculum(wrong).weigh(inputs)
+            CustomCurriculum(wrong).weigh(inputs)
 
 
 def test_a_function_is_found_by_the_name_under_which_a_package_has_registered_it(

@@ -75,7 +75,7 @@ async def test_a_task_that_is_finished_while_a_learner_reads_is_not_issued_again
             elsewhere.submit(asyncio.run, finish_one(broker.url, scope)).result(PATIENCE_S)
 
     await recorded.read()
-    reading = asyncio.create_task(intake.run())
+    reading = asyncio.create_task(intake.read_log())
     await recorded.take_notice(notice_arrivals)
     following = ledger.next_issue()
     reading.cancel()

@@ -297,7 +297,9 @@ def test_an_image_behind_the_first_answer_is_seen_once_by_all_that_share_it(
         row_tokens=64,
         microbatch_tokens=64,
         share_prompts=True,
-        see=lambda one: reader.see(model, one.token_ids, one.images) if one.images else None,
+        see=lambda one: (
+            reader.read_images(model, one.token_ids, one.images) if one.images else None
+        ),
     )
     assert micro.images is not None
     assert len(micro.images.images) == 1

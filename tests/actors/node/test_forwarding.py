@@ -6,15 +6,15 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from tinkermq.actors.node.forwarding import MAX_CONNECTIONS, URL_VARIABLE, Forwarder
 from tinkermq.actors.node.sandbox import SandboxedActor, SandboxStarter
-from tinkermq.broker.client.login import CA_VARIABLE
+from tinkermq.broker.client.login import CA_VARIABLE, CERTIFICATE_HOSTS_VARIABLE
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.node import WantedActor
-from tinkermq.schemas.wire.errors import SandboxError
 
 from tests.support.certificates import Certificate, self_signed
 from tests.support.secured import environment
@@ -39,6 +39,22 @@ async def main():
         fetched = await store.fetch(manifest)
         same = bytes(fetched["w"].data) == data.tobytes()
         print(json.dumps([same, os.environ["TINKERMQ_NATS_URL"]]))
+
+asyncio.run(main())
+"""
+
+CONNECT = """
+import asyncio, json, os
+from tinkermq.broker.client.connection import connect
+from tinkermq.schemas.wire.errors import BrokerError
+
+async def main():
+    try:
+        async with await connect(os.environ["TINKERMQ_NATS_URL"], name="learner", deadline_s=20):
+            print(json.dumps("connected"))
+    except BrokerError as error:
+        assert "certificate" in str(error), error
+        print(json.dumps("refused"))
 
 asyncio.run(main())
 """
@@ -193,6 +209,7 @@ one.recv(1)
         ),
         ("nats://a.lan:1,a.lan:5001", "nats://a.lan:4222,nats://a.lan:5001", ["127.0.1.1 a.lan"]),
         ("nats://me:secret@a.lan:4222", "nats://me:secret@a.lan:4222", ["127.0.1.1 a.lan"]),
+        ("tls://10.0.0.7:4222", "tls://127.0.1.1:4222", []),
     ],
 )
 async def test_servers_keep_the_names_that_certificates_are_for(
@@ -206,8 +223,53 @@ async def test_servers_keep_the_names_that_certificates_are_for(
         await forwarder.close()
 
 
-@pytest.mark.parametrize("url", ["tls://10.0.0.7:4222", "tls://a.lan:4222,[2001:db8::7]:4222"])
-def test_an_address_with_tls_is_told_with_the_remedy(url: str) -> None:
-    with pytest.raises(SandboxError, match="is an address") as refused:
-        Forwarder(url)
-    assert "host name" in refused.value.hint
+@pytest.mark.parametrize(
+    ("url", "certificate_hosts"),
+    [
+        ("tls://10.0.0.7:4222", "127.0.1.1=10.0.0.7"),
+        ("tls://a.lan:4222,[2001:db8::7]:4222", "127.0.1.2=2001:db8::7"),
+        ("tls://a.lan:4222,127.0.0.1:4222", None),
+    ],
+)
+async def test_the_learner_is_told_the_address_that_a_certificate_is_for(
+    url: str, certificate_hosts: str | None
+) -> None:
+    forwarder = Forwarder(url)
+    try:
+        assert forwarder.environment().get(CERTIFICATE_HOSTS_VARIABLE) == certificate_hosts
+    finally:
+        await forwarder.close()
+
+
+def own_address() -> str:
+    """Return an address of this machine that others reach."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+        try:
+            one.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            pytest.skip("this machine has no address but the loopback one")
+        return one.getsockname()[0]
+
+
+async def test_weights_travel_to_an_address_that_the_certificate_is_for(tmp_path: Path) -> None:
+    address = own_address()
+    with broker_at(address, tmp_path, [f"IP:{address}"]) as server:
+        same, _ = await said(tmp_path / "run", server.url, TRANSFER)  # type: ignore[misc]
+    assert same
+
+
+async def test_a_certificate_for_another_address_is_refused(tmp_path: Path) -> None:
+    with broker_at(own_address(), tmp_path, ["IP:192.0.2.77", "IP:127.0.1.1"]) as server:
+        assert await said(tmp_path / "run", server.url, CONNECT) == "refused"
+
+
+@contextmanager
+def broker_at(address: str, folder: Path, names: list[str]) -> Iterator[NatsServer]:
+    """Run a broker that demands TLS with a certificate for these names, which the node trusts."""
+    (folder / "tls").mkdir()
+    certificate = self_signed(folder / "tls", names)
+    with (
+        NatsServer(folder / "nats", host=address, tls=certificate) as server,
+        environment(**{CA_VARIABLE: str(certificate.certificate)}),
+    ):
+        yield server

@@ -7,15 +7,17 @@ import time
 import pytest
 from tinkermq.actors.scheduler.lease import KEY, LeaderLease, Timing
 from tinkermq.broker.client.connection import Broker
-from tinkermq.broker.client.rpc import call
+from tinkermq.broker.client.rpc import Service, call
 from tinkermq.broker.jetstream.kv import Bucket
+from tinkermq.clients.cli.runs.runs import trouble_of
+from tinkermq.clients.pool import Pool
 from tinkermq.schemas.job import JobRequest, RequestRecord
 from tinkermq.schemas.node import NodeStatus, NodeSync, SchedulerLease
 from tinkermq.schemas.wire.errors import FencedError
-from tinkermq.schemas.wire.subjects import BUCKET_LEASES, node
+from tinkermq.schemas.wire.subjects import BUCKET_LEASES, BUCKET_NODES, node
 
 from tests.actors.scheduler.conftest import FAST, Stack
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, eventually
 
 
 async def test_a_second_scheduler_waits_until_the_first_gives_its_lease_back(
@@ -60,9 +62,39 @@ async def test_a_scheduler_rises_above_what_nodes_have_heard(stack: Stack) -> No
     )
     job = await stack.submit()
     await stack.until(job, "RUNNING")
-    risen = await bucket.get(KEY)
-    assert risen is not None
-    assert risen.value.epoch > ahead
+
+    async def is_written() -> bool:
+        risen = await bucket.get(KEY)
+        return risen is not None and risen.value.epoch > ahead
+
+    await eventually(is_written, "the lease to be renewed with a higher epoch")
+
+
+async def test_nodes_that_refuse_the_scheduler_are_a_warning_in_ps(stack: Stack) -> None:
+    heard_of_another = True
+
+    async def sync(_: NodeSync) -> NodeStatus:
+        if heard_of_another:
+            raise FencedError("scheduler s has been replaced by another")
+        return NodeStatus(node="n9", host="h", slots=2, time=time.time())
+
+    pool = Pool(stack.broker)
+    warning = "the scheduler waits for nodes that have heard of a later scheduler and refuse it: n9"
+    service = await Service.start(stack.broker, name="n9", description="a node that refuses")
+    try:
+        await service.endpoint("sync", node("n9", "sync"), NodeSync, sync)
+        await stack.scheduler()
+        record = NodeStatus(node="n9", host="h", slots=2, time=time.time())
+        await Bucket(stack.broker, BUCKET_NODES, NodeStatus).put("n9", record)
+        assert await eventually(lambda: trouble_of(pool), "the warning") == warning
+        heard_of_another = False
+
+        async def is_well() -> bool:
+            return await pool.trouble() == ""
+
+        await eventually(is_well, "the warning to go")
+    finally:
+        await service.stop(0)
 
 
 async def test_a_lease_that_stands_still_is_taken_and_its_holder_fenced(

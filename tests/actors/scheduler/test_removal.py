@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tinkermq.actors.scheduler.jobs.removal import kept_streams
-from tinkermq.actors.storage.url_store import UrlStore
+from tinkermq.actors.storage.stores import UrlStore
 from tinkermq.broker.batches import BatchLog
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import publish_metric, read_events

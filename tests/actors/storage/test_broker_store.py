@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.storage.broker_store import BrokerStore
 from tinkermq.actors.storage.checkpoints import CheckpointMirror
 from tinkermq.actors.storage.digests import check_digests, write_digests
+from tinkermq.actors.storage.stores import BrokerStore
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.streams import create_job_streams, delete_job_streams
 from tinkermq.schemas.config.job import LimitsConfig

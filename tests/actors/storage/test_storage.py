@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.policy.lora import base_of
 from tinkermq.actors.storage.access import refuse_other_stores
+from tinkermq.actors.storage.adapters import base_of
 from tinkermq.actors.storage.cache import FolderCache, fetch_model
 from tinkermq.actors.storage.checkpoints import (
     CheckpointMirror,
@@ -19,8 +19,8 @@ from tinkermq.actors.storage.checkpoints import (
     own_folder,
 )
 from tinkermq.actors.storage.digests import check_digests, write_digests
+from tinkermq.actors.storage.stores import UrlStore
 from tinkermq.actors.storage.trees import fetch_tree, upload_tree
-from tinkermq.actors.storage.url_store import UrlStore
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.wire.errors import (
     ConfigError,
@@ -234,8 +234,7 @@ def test_what_was_asked_for_longest_ago_leaves_first_and_what_is_in_use_never(
 ASKS = """
 import sys, time
 from pathlib import Path
-from tinkermq.actors.policy.lora import base_of
-from tinkermq.actors.storage.checkpoints import name_bases_by_url
+from tinkermq.actors.storage.adapters import base_of, name_bases_by_url
 from tinkermq.actors.storage.cache import FolderCache
 def fetch(target):
     with Path(sys.argv[2]).open("a") as told:

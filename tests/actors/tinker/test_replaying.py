@@ -1,14 +1,16 @@
 """A session that is done again: the same results, the same bits, or what differs is said."""
 
+import asyncio
 import os
 from pathlib import Path
 
 import pytest
 import torch
 from tinkermq.actors.tinker.archive import OperationArchive, place_of, read_archived
-from tinkermq.actors.tinker.replay import replay_session
+from tinkermq.actors.tinker.replay import IDENTICAL, main, replay_session
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.streams import create_job_streams
+from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.job import JobRecord
@@ -40,7 +42,11 @@ def record(base: Path, run: Path) -> JobRecord:
 
 
 async def test_a_session_that_was_killed_and_loaded_is_done_again_to_the_same_bits(
-    own_server: NatsServer, own_broker: Broker, base: Path, tmp_path: Path
+    own_server: NatsServer,
+    own_broker: Broker,
+    base: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     await create_job_streams(own_broker, SCOPE, LimitsConfig(), operations=True)
     trainer = Trainer(own_server.url, own_broker, base, tmp_path / "tinker")
@@ -60,8 +66,10 @@ async def test_a_session_that_was_killed_and_loaded_is_done_again_to_the_same_bi
     [found] = replay_session(record(base, tmp_path), "s1")
     assert (found.identical, found.operations) == (True, 12), found.differing
     assert found.compared == [f"tinker://{END}/weights/end", "the state behind operation 11"]
-    [only] = replay_session(record(base, tmp_path), MODEL)
-    assert only.identical
+    await JobStore(own_broker).create(record(base, tmp_path), "test")
+    words = ["--nats", own_server.url, "--user", SCOPE.user, "--job", SCOPE.job, "--session", MODEL]
+    assert await asyncio.to_thread(main, words) == IDENTICAL
+    assert f"{MODEL}: 12 operations" in capsys.readouterr().err
     with pytest.raises(NotFoundError, match="no operations of 's2' were kept"):
         replay_session(record(base, tmp_path), "s2")
     _change_result(tmp_path / "tinker", seq=3)

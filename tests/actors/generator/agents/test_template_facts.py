@@ -25,7 +25,7 @@ PARSED = ("qwen3_5_think", "gemma4", "lfm2_2_5", "nemotron_3_nano", "gptoss", "g
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3"])
 def test_nothing_is_lacking_where_everything_was_proved(name: str) -> None:
-    assert not list(facts_of(chat_of(name)).told())
+    assert not list(facts_of(chat_of(name)).limitations())
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_nothing_is_lacking_where_everything_was_proved(name: str) -> None:
     ],
 )
 def test_what_a_template_cannot_do_is_told(name: str, told: str) -> None:
-    assert told in "; ".join(facts_of(chat_of(name)).told())
+    assert told in "; ".join(facts_of(chat_of(name)).limitations())
 
 
 def test_a_system_message_in_the_middle_is_shown_as_the_template_takes_it() -> None:
@@ -145,7 +145,9 @@ def test_an_answer_that_is_not_well_formed_is_text(name: str) -> None:
 def test_every_template_of_these_tests_says_what_it_can_do() -> None:
     for name in TEMPLATES:
         facts = facts_of(chat_of(name))
-        assert facts.continues_users or any("row of its own" in told for told in facts.told())
+        assert facts.continues_users or any(
+            "row of its own" in told for told in facts.limitations()
+        )
 
 
 def test_in_a_format_without_an_object_a_call_without_arguments_is_one() -> None:

@@ -1,7 +1,8 @@
-"""Removes the folder of a run, and keeps an archive beside it. Everything may be done twice.
+"""Folders of runs, as services outside of the sandboxes see them: checkpoints, archive, removal.
 
-The archive of a job lies in `.archives/JOB` beside its run folder, where no job writes. Its digest,
-which the scheduler keeps in the job's record, says whether it is the one that was written.
+Checkpoints lie in `checkpoints/step_000040`. The archive of a job lies in `.archives/JOB` beside
+its run folder, where no job writes; its digest, which the scheduler keeps in the job's record, says
+whether it is the one that was written. Archiving and removing may be done twice.
 """
 
 import contextlib
@@ -13,11 +14,39 @@ from ...broker.jetstream.objects import new_digest
 from ...broker.run_folder import Folder
 from ...schemas.wire.errors import StorageError
 
+_NAME = re.compile(r"step_([0-9]{6,})")
+_CHECKPOINTS = "checkpoints"
 _ARCHIVES = ".archives"
 _WEIGHTS = "weights"
 _FEWEST_PARTS = 3
 _CHUNK_BYTES = 4 << 20
 _PAYLOAD = re.compile(r"v[0-9]{1,18}-[0-9a-zA-Z-]+\.(safetensors|difference)")
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the name of the folder of a step's checkpoint."""
+    return f"step_{step:06d}"
+
+
+def checkpoint_in(step: int) -> str:
+    """Return where a step's checkpoint lies, relative to the folder of its run."""
+    return f"{_CHECKPOINTS}/{checkpoint_name(step)}"
+
+
+def checkpoint_folders(run_dir: str) -> dict[int, Path]:
+    """Return the folders of a run's checkpoints by step, links left out.
+
+    There are none for a run whose folder is not on this machine, or cannot be read.
+    """
+    if not run_dir:
+        return {}
+    try:
+        with Folder(run_dir) as folder:
+            entries = folder.entries(_CHECKPOINTS)
+    except (OSError, StorageError):
+        return {}
+    named = ((_NAME.fullmatch(entry.name), entry) for entry in entries if entry.is_folder)
+    return {int(match[1]): Path(run_dir, entry.path) for match, entry in named if match}
 
 
 def archive_of(run_dir: str, job: str) -> Path:

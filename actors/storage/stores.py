@@ -1,0 +1,390 @@
+"""Stores of files: below a URL, through the package `obstore`, or in the broker.
+
+Both have the same methods, which block: call them in threads. A store by URL tries again what may
+pass (it is away, slow, or breaks off); what will not pass by itself (no such bucket, refused
+credentials) is raised at once. A file is read in ranges by several threads.
+
+The store in the broker is for machines that have no disk and no store in common: the checkpoints of
+one job are objects in a bucket of its own, which `limits.checkpoint_bytes` bounds; the loop of the
+process carries the calls.
+"""
+
+import asyncio
+import contextlib
+import mmap
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
+from urllib.parse import urlsplit
+
+from ...broker.client.connection import Broker
+from ...broker.jetstream.objects import ObjectInfo, ObjectStore
+from ...broker.jetstream.streams import (
+    WEIGHTS_BYTES,
+    delete_stream,
+    ensure_stream,
+    job_streams,
+    stream_info,
+)
+from ...schemas.config.job import LimitsConfig
+from ...schemas.config.sections import BROKER
+from ...schemas.wire.errors import BrokerError, NotFoundError, StorageError, StoreAwayError
+from ...schemas.wire.subjects import JobScope
+
+T = TypeVar("T")
+_RANGE_BYTES = 8 << 20
+_THREADS = 8
+_MOST_COPIED_BYTES = 5 << 30
+"""What stores copy by themselves; what is larger goes through a file in $TMPDIR."""
+_FIRST_PAUSE_S = 0.5
+_DEADLINE_S = 600.0
+_BUCKET_ROOM_BYTES = 4 << 20
+
+
+class StoredObject(NamedTuple):
+    """An object of a store, as its listing tells."""
+
+    name: str
+    num_bytes: int
+    tag: str
+    """Changes with the object."""
+    saved: float = 0.0
+    """When it was written, in seconds since 1970."""
+
+
+class UrlStore:
+    """What lies below a URL."""
+
+    def __init__(self, url: str, *, tries: int = 6, timeout_s: float = 60.0) -> None:
+        """Reach nothing yet. Each call is tried `tries` times, each request for `timeout_s`.
+
+        Raises StorageError for a URL that obstore cannot read, or without that package.
+        """
+        self.url = url.rstrip("/")
+        self._tries = tries
+        self._closing = threading.Event()
+        self._store = _open(self.url, timeout_s)
+
+    def close(self) -> None:
+        """Let calls that wait before another try end now, with their error."""
+        self._closing.set()
+
+    def put(self, name: str, content: Path | bytes) -> None:
+        """Store a file or bytes under a name. Raises StorageError."""
+        import obstore
+
+        self._try(f"write {name}", lambda: obstore.put(self._store, name, content))
+
+    def read(self, name: str) -> bytes:
+        """Return a small object. Raises NotFoundError, StorageError."""
+        import obstore
+
+        return self._try(f"read {name}", lambda: bytes(obstore.get(self._store, name).bytes()))
+
+    def fetch(self, name: str, num_bytes: int, target: Path) -> None:
+        """Write an object of that size to a file, its ranges in parallel.
+
+        Raises NotFoundError, StorageError, OSError for the file.
+        """
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("wb") as file, ThreadPoolExecutor(_THREADS) as threads:
+            os.truncate(file.fileno(), num_bytes)
+
+            def part(start: int) -> None:
+                self._range(name, num_bytes, start, file.fileno())
+
+            list(threads.map(part, range(0, num_bytes, _RANGE_BYTES)))
+
+    def _range(self, name: str, num_bytes: int, start: int, file: int) -> None:
+        import obstore
+
+        length = min(_RANGE_BYTES, num_bytes - start)
+
+        def part() -> memoryview:
+            got = memoryview(obstore.get_range(self._store, name, start=start, length=length))
+            if len(got) != length:
+                raise OSError(f"{len(got)} bytes came of {length}")
+            return got
+
+        data = self._try(f"read {name}", part)
+        while data:
+            written = os.pwrite(file, data, start)
+            data, start = data[written:], start + written
+
+    def objects(self, prefix: str = "") -> list[StoredObject]:
+        """Return the objects below a prefix, by name. Raises StorageError."""
+        import obstore
+
+        def look() -> list[StoredObject]:
+            batches = cast(Any, obstore).list(self._store, prefix=prefix or None)
+            return [
+                StoredObject(
+                    infom["path"],
+                    infom["size"],
+                    str(infom["e_tag"] or infom["last_modified"]),
+                    infom["last_modified"].timestamp(),
+                )
+                for batch in batches
+                for infom in batch
+            ]
+
+        return sorted(self._try(f"list {prefix or 'what is there'}", look))
+
+    def copy(
+        self, source: StoredObject, target: str, *, most_bytes: int = _MOST_COPIED_BYTES
+    ) -> None:
+        """Copy an object within the store. Raises NotFoundError, StorageError, OSError."""
+        import obstore
+
+        if source.num_bytes <= most_bytes:
+            self._try(f"copy {source.name}", lambda: obstore.copy(self._store, source.name, target))
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            here = Path(folder) / "part"
+            self.fetch(source.name, source.num_bytes, here)
+            self.put(target, here)
+
+    def delete(self, names: list[str]) -> None:
+        """Remove objects; one that has gone is no error. Raises StorageError."""
+        import obstore
+
+        for name in names:
+            try:
+                self._try(f"remove {name}", lambda name=name: obstore.delete(self._store, name))
+            except NotFoundError:
+                continue
+
+    def _try(self, what: str, call: Callable[[], T]) -> T:
+        """Call until it succeeds, no more than so many times."""
+        from obstore import exceptions
+
+        pause, last = _FIRST_PAUSE_S, None
+        for left in reversed(range(self._tries)):
+            try:
+                return call()
+            except FileNotFoundError as error:
+                raise NotFoundError(
+                    f"{self.url} has nothing to {what}: {_in_one_line(error)}",
+                    hint="see whether the bucket and the path exist",
+                ) from error
+            except (
+                exceptions.PermissionDeniedError,
+                exceptions.UnauthenticatedError,
+                PermissionError,
+            ) as error:
+                raise StorageError(
+                    f"{self.url} refuses to {what}: {_in_one_line(error)}",
+                    hint="see the credentials in the environment of the pool's machines "
+                    "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or their role) and their rights",
+                ) from error
+            except (exceptions.BaseError, OSError) as error:
+                last = error
+            if not left or self._closing.wait(pause):
+                break
+            pause *= 2
+        raise StoreAwayError(
+            f"{self.url}: could not {what}: {_in_one_line(last)}",
+            hint="see whether the pool's machines reach the store (AWS_ENDPOINT for one that is "
+            "not Amazon's), whether the bucket exists, and whether it is full",
+        ) from last
+
+
+def _open(url: str, timeout_s: float) -> Any:
+    try:
+        from obstore.exceptions import BaseError
+        from obstore.store import LocalStore, from_url
+    except ImportError as error:
+        raise StorageError(
+            f"{url} cannot be opened: the package obstore is not installed here",
+            hint='pip install "tinkermq[storage]" on every machine of the pool',
+        ) from error
+    try:
+        if url.startswith("file://"):
+            return LocalStore(urlsplit(url).path or "/", mkdir=True)
+        return from_url(
+            url,
+            client_options={
+                "timeout": f"{timeout_s}s",
+                "connect_timeout": "10s",
+                "allow_http": _is_plain(),
+            },
+            retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=timeout_s)},
+        )
+    except (BaseError, OSError, ValueError) as error:
+        raise StorageError(
+            f"{url} is no place in a store: {_in_one_line(error)}",
+            hint="write s3://bucket/prefix, gs://bucket/prefix or file:///folder",
+        ) from error
+
+
+def _is_plain() -> bool:
+    """Whether the operator has named a server without TLS; options here hide the environment's."""
+    named = os.environ.get("AWS_ENDPOINT") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    return named.startswith("http://") or os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true"
+
+
+def _in_one_line(error: BaseException | None) -> str:
+    return " ".join(str(error).split())[:500] or type(error).__name__
+
+
+class BrokerStore:
+    """What a job has in its bucket of checkpoints."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        scope: JobScope,
+        below: str = "",
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        """Reach nothing yet; to be made on the loop of the connection, or with that named.
+
+        `below` is the path in the bucket that names are relative to.
+        """
+        self.url = f"{BROKER}runs/{scope.user}/{scope.job}/{below}".rstrip("/") if below else BROKER
+        self._broker, self._scope = broker, scope
+        self._below = f"{below}/" if below else ""
+        self._objects = ObjectStore(broker, scope.object_checkpoints)
+        self._loop = loop or asyncio.get_running_loop()
+        self._running: set[Future[Any]] = set()
+        self._closed = False
+
+    def close(self) -> None:
+        """End what is under way, with its error."""
+        self._closed = True
+        for future in list(self._running):
+            future.cancel()
+
+    def make_room(self, num_bytes: int) -> None:
+        """Let the bucket, made if it is missing, hold so much more. Raises StoreAwayError."""
+        making = _grow_bucket(self._broker, self._scope, num_bytes)
+        self._wait(f"make room for {num_bytes:,} bytes", making)
+
+    def remove(self) -> None:
+        """Delete the job's bucket with all that it holds. Raises StoreAwayError."""
+        bucket = f"OBJ_{self._scope.object_checkpoints}"
+        self._wait("remove its bucket", delete_stream(self._broker, bucket))
+
+    def put(self, name: str, content: Path | bytes) -> None:
+        """Store a file or bytes under a name. Raises StoreAwayError, also when it is full."""
+        views = [memoryview(content)] if isinstance(content, bytes) else _mapped(content)
+        self._wait(f"write {name}", self._put(name, views))
+
+    def fetch(self, name: str, num_bytes: int, target: Path) -> None:
+        """Write an object of that size to a file.
+
+        Raises NotFoundError, StoreAwayError, OSError for the file.
+        """
+        info = self._wait(f"read {name}", self._objects.info(self._below + name))
+        if info is None or info.num_bytes != num_bytes:
+            raise NotFoundError(f"{self.url} has no {name} any more", hint="take another one")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("w+b") as file:
+            if num_bytes:
+                os.posix_fallocate(file.fileno(), 0, num_bytes)  # a full disk is told here
+                view = memoryview(mmap.mmap(file.fileno(), num_bytes))
+                reading = self._objects.get_into(info, view, deadline_s=_DEADLINE_S)
+                self._wait(f"read {name}", reading)
+
+    def objects(self, prefix: str = "") -> list[StoredObject]:
+        """Return the objects below a prefix, by name. Raises StoreAwayError."""
+        infos = self._wait("list what it has", self._objects.infos())
+        below = self._below + (f"{prefix}/" if prefix else "")
+        objects = (_told(info, self._below) for info in infos if info.name.startswith(below))
+        return sorted(objects)
+
+    def delete(self, names: list[str]) -> None:
+        """Remove objects; one that has gone is no error. Raises StoreAwayError."""
+        for name in names:
+            self._wait(f"remove {name}", self._objects.delete(self._below + name))
+
+    def _put(self, name: str, views: list[memoryview]) -> Coroutine[Any, Any, ObjectInfo]:
+        return self._objects.put(self._below + name, views, deadline_s=_DEADLINE_S)
+
+    def _wait(self, what: str, work: Coroutine[Any, Any, T]) -> T:
+        if self._closed:
+            work.close()
+            raise StoreAwayError(f"{self.url} was closed", hint="nothing to do: its actor ends")
+        doing = asyncio.run_coroutine_threadsafe(work, self._loop)
+        self._running.add(doing)
+        try:
+            return doing.result()
+        except (BrokerError, CancelledError) as error:
+            raise StoreAwayError(
+                f"{self.url} could not {what}: {error}",
+                hint="limits.checkpoint_bytes must have room for training.keep_last + 2 "
+                "checkpoints, and the broker's disk for all that is in it",
+            ) from error
+        finally:
+            self._running.discard(doing)
+
+
+def _mapped(file: Path) -> list[memoryview]:
+    """Return the content of a file, read when it is needed."""
+    with file.open("rb") as opened:
+        if not file.stat().st_size:
+            return []
+        return [memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))]
+
+
+def _told(info: ObjectInfo, below: str) -> StoredObject:
+    return StoredObject(info.name.removeprefix(below), info.num_bytes, info.digest)
+
+
+async def _grow_bucket(broker: Broker, scope: JobScope, num_bytes: int) -> None:
+    """Let the bucket of a job's checkpoints, made if it is missing, hold so many bytes more.
+
+    For what a job begins with, before it starts; `create_job_streams` then sets its own bound.
+    Raises BrokerError when the server has no room, DeadlineError.
+    """
+    name = f"OBJ_{scope.object_checkpoints}"
+    configs = job_streams(scope, LimitsConfig(), WEIGHTS_BYTES)
+    config = next(stream for stream in configs if stream["name"] == name)
+    held = 0
+    with contextlib.suppress(NotFoundError):
+        held = int((await stream_info(broker, name))["state"]["bytes"])
+    room = num_bytes + num_bytes // 50 + _BUCKET_ROOM_BYTES
+    await ensure_stream(broker, {**config, "max_bytes": held + room})
+
+
+Store = UrlStore | BrokerStore
+
+_RUNS, _CHECKPOINTS = f"{BROKER}runs/", "checkpoints"
+
+
+class Stores:
+    """What opens stores.
+
+    `broker:runs/<user>/<job>/checkpoints/<name>` is a checkpoint in the bucket of that job, and
+    another word than `checkpoints` what the job keeps of others there.
+    """
+
+    def __init__(self, broker: Broker, own: JobScope | None = None) -> None:
+        """To be made on the loop of `broker`; an actor of a job reads the bucket of its `own`."""
+        self._broker = broker
+        self._own = own
+        self._loop = asyncio.get_running_loop()
+
+    def open(self, url: str, *, tries: int = 6) -> Store:
+        """Return a store whose names are relative to a URL. Raises StorageError."""
+        if not url.startswith(_RUNS):
+            return UrlStore(url, tries=tries)
+        return self.bucket(url)
+
+    def bucket(self, url: str) -> BrokerStore:
+        """Return what lies below a URL in the broker. Raises StorageError."""
+        user, _, rest = url.removeprefix(_RUNS).partition("/")
+        job, _, below = rest.partition("/")
+        scope = JobScope(user, job)
+        below = f"{below}/".removeprefix(f"{_CHECKPOINTS}/").rstrip("/")
+        if self._own not in (None, scope):
+            raise StorageError(
+                f"{url} is of another job, and a job reads only its own checkpoints in the broker",
+                hint="begin with that checkpoint: fork_of, or `--from RUN@STEP`",
+            )
+        return BrokerStore(self._broker, scope, below, self._loop)
