@@ -9,9 +9,9 @@ machines and messages (heartbeats, leases) is a few times faster than usual.
 import sys
 
 from tinkermq.actors.runtime import ActorContext, run_service_actor, service_parser
-from tinkermq.actors.scheduler.jobs.archive import Keeping
+from tinkermq.actors.scheduler.jobs.archive import RetentionLimits
+from tinkermq.actors.scheduler.lease import Timing
 from tinkermq.actors.scheduler.scheduler import run
-from tinkermq.actors.scheduler.timing import Timing
 
 YEAR_HOURS = 365 * 24
 
@@ -30,7 +30,7 @@ def main() -> int:
         silent_s=5.0,
         aging_s=arguments.year_s / YEAR_HOURS,
     )
-    keeping = Keeping(arguments.keep_ended, arguments.keep_ended_of_all)
+    keeping = RetentionLimits(arguments.keep_ended, arguments.keep_ended_of_all)
 
     async def schedule(context: ActorContext) -> None:
         await run(context, timing, keeping)

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import pytest
 from cyclopts import App, CoercionError, CycloptsError, MissingArgumentError
 from starlette.routing import Match
-from tinkermq.actors.gateway.app import make_app
+from tinkermq.actors.gateway.server import make_app
 from tinkermq.actors.gateway.sessions import Sessions
 from tinkermq.broker.jetstream.streams import job_streams
 from tinkermq.clients.cli.app import build_app

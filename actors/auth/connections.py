@@ -1,10 +1,10 @@
-"""Who is connected: counted as the servers tell it, and looked through for those who do too much.
+"""Track the open connections: list and close them, and enforce the quotas on what they send.
 
-NATS bounds neither how many connections a user of an auth callout has, nor what they send. The
-servers tell the system account of each connection that is opened or closed, and list all of them
-with what they have sent so far; every few seconds the list is read, which also sets the count
-right. A user over the quota is closed, and let in again after half a minute; of a job's processes
-only the connection that sends too much.
+NATS bounds neither how many connections a user of an auth callout has nor what they send. The
+servers report each connection that opens or closes, and list all of them with their counters;
+every few seconds the list is read, which also corrects the counts. A user over the quota is
+disconnected and let in again after half a minute; of a job's processes only the connection that
+sends too much is closed.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from ...broker.users.credentials import ACCOUNT
 from ...schemas.user import Quota
 from ...schemas.wire.errors import BrokerError, DeadlineError
 
-# Lists who is connected, and closes connections, through the server's system account.
+# -- listing and closing, through the server's system account --------------------------------------
 
 _FIRST_S, _SCATTER_S = 10.0, 0.5
 """For the first server to answer, which may have much to do, and for each further one then."""
@@ -54,47 +54,47 @@ class Connection(NamedTuple):
         return self.server, self.number
 
 
-async def kick(system: Client, user: str) -> int:
+async def disconnect_user(system: Client, user: str) -> int:
     """Close all connections of a user, at every server of the cluster; return how many.
 
     A user who was shut out before cannot come back.
     """
     closed = 0
     for _ in range(_MAX_ROUNDS):
-        listed = await _list(system, {"user": user})
-        found = [one for one in listed if one.user == user]
-        if not found:
+        listed = await _request_page(system, {"user": user})
+        matches = [entry for entry in listed if entry.user == user]
+        if not matches:
             break
-        for one in found:
-            await close(system, one)
-        closed += len(found)
+        for item in matches:
+            await close_connection(system, item)
+        closed += len(matches)
     _log.info("user_kicked", user=user, connections=closed)
     return closed
 
 
-async def close(system: Client, one: Connection) -> None:
+async def close_connection(system: Client, one: Connection) -> None:
     """Close one connection."""
     payload = json.dumps({"cid": one.number}).encode()
     await system.request(f"$SYS.REQ.SERVER.{one.server}.KICK", payload, timeout=_KICK_S)
 
 
-async def connected(system: Client) -> set[str]:
+async def list_connected_users(system: Client) -> set[str]:
     """Return the names of all users and processes that have a connection, at any server."""
-    return {one.user for one in await listed(system)}
+    return {item.user for item in await list_connections(system)}
 
 
-async def listed(system: Client) -> list[Connection]:
+async def list_connections(system: Client) -> list[Connection]:
     """Return all connections, at any server."""
     connections: dict[tuple[str, int], Connection] = {}
     for page in range(_MAX_ROUNDS):
-        found = await _list(system, {"offset": page * _PAGE})
-        connections |= {one.key: one for one in found}
-        if len(found) < _PAGE:  # of all servers together, so no server has more
+        reply = await _request_page(system, {"offset": page * _PAGE})
+        connections |= {item.key: item for item in reply}
+        if len(reply) < _PAGE:  # of all servers together, so no server has more
             break
     return list(connections.values())
 
 
-async def _list(system: Client, query: dict[str, Any]) -> list[Connection]:
+async def _request_page(system: Client, query: dict[str, Any]) -> list[Connection]:
     """Return one page of the connections at each server; raises DeadlineError if none answers."""
     query = {"auth": True, "acc": ACCOUNT, "limit": _PAGE, "state": 0, **query}
     answers: asyncio.Queue[Msg] = asyncio.Queue()
@@ -105,7 +105,7 @@ async def _list(system: Client, query: dict[str, Any]) -> list[Connection]:
         await system.publish("$SYS.REQ.SERVER.PING.CONNZ", json.dumps(query).encode(), reply=inbox)
         async with asyncio.timeout(_FIRST_S) as waiting:
             while True:  # one answer from each server
-                found += _read(await answers.get())
+                found += _parse_page(await answers.get())
                 heard = True
                 waiting.reschedule(loop.time() + _SCATTER_S)
     except TimeoutError as error:
@@ -118,30 +118,27 @@ async def _list(system: Client, query: dict[str, Any]) -> list[Connection]:
         await subscription.unsubscribe()
 
 
-def _read(answer: Msg) -> list[Connection]:
-    told: Any = json.loads(answer.data)
-    data: Any = told.get("data") or {}
+def _parse_page(answer: Msg) -> list[Connection]:
+    reply: Any = json.loads(answer.data)
+    data: Any = reply.get("data") or {}
     connections = cast("list[dict[str, Any]]", data.get("connections") or [])
-    server = str(told["server"]["id"])
+    server = str(reply["server"]["id"])
     return [
         Connection(
             server,
-            int(one["cid"]),
-            str(one.get("authorized_user", "")),
-            int(one.get("in_msgs", 0)),
-            int(one.get("subscriptions", 0)),
-            int(one.get("in_bytes", 0)),
+            int(connection["cid"]),
+            str(connection.get("authorized_user", "")),
+            int(connection.get("in_msgs", 0)),
+            int(connection.get("subscriptions", 0)),
+            int(connection.get("in_bytes", 0)),
         )
-        for one in connections
+        for connection in connections
     ]
 
 
-# Closes what the processes of a job leave open when the job has ended.
-#
-# A node ends them, unless it is cut off; what was started by hand, or runs on, would keep reading
-# and writing with a key that opens no new connection. The connections themselves are looked
-# through, and the time is counted here from when a job was first seen to be over, so clocks need
-# not agree, a restart costs a delay only, and several auth services may do it.
+# Closes connections that processes of an ended job leave open. A node ends its processes unless it
+# is cut off, and an open connection outlives its key. The time counts from when a job was first
+# seen to be over, by this process's clock, so several auth services may do it.
 
 EVERY_S = 10.0
 GRACE_S = 30.0
@@ -202,7 +199,7 @@ class JobEnds:
     async def _look(self) -> None:
         known, self._over_since = self._over_since, {}
         seen: dict[tuple[str, str, int], bool] = {}  # a job may have many programs
-        for name in sorted(await connected(self._system)):
+        for name in sorted(await list_connected_users(self._system)):
             connection = JobConnection.read(name)
             if connection is None:
                 continue
@@ -212,7 +209,7 @@ class JobEnds:
             if seen[attempt]:
                 since = self._over_since[name] = known.get(name, time.monotonic())
                 if time.monotonic() - since >= self._grace_s:
-                    await kick(self._system, name)
+                    await disconnect_user(self._system, name)
 
     async def _is_over(self, connection: JobConnection) -> bool:
         """Whether that attempt of the job has ended."""
@@ -265,7 +262,7 @@ class UserConnections:
     def num_of(self, name: str) -> int:
         """Return the connections under a name, those that were just let in included."""
         now = time.monotonic()
-        expected = [one for one in self._expected.get(name, ()) if now - one < _EXPECTED_S]
+        expected = [item for item in self._expected.get(name, ()) if now - item < _EXPECTED_S]
         if expected:
             self._expected[name] = expected
         else:
@@ -302,7 +299,7 @@ class UserConnections:
             _log.warning("connections_not_seen", error=str(error))
 
     async def _opened(self, message: Msg) -> None:
-        key, name = _told(message)
+        key, name = _parse_event(message)
         if key not in self._open:
             self._open[key] = name
             self._count[name] += 1
@@ -310,7 +307,7 @@ class UserConnections:
             self._expected[name].pop()
 
     async def _closed(self, message: Msg) -> None:
-        key, _ = _told(message)
+        key, _ = _parse_event(message)
         name = self._open.pop(key, None)
         if name is not None:
             self._uncount(name)
@@ -321,23 +318,23 @@ class UserConnections:
             del self._count[name]
 
     async def _look(self) -> None:
-        found = await listed(self._system)
+        reply = await list_connections(self._system)
         now = time.monotonic()
         passed_s, self._looked = max(now - self._looked, 0.001), now
-        self._open = {one.key: one.user for one in found}
+        self._open = {element.key: element.user for element in reply}
         self._count = defaultdict(int)
-        for one in found:
-            self._count[one.user] += 1
-        rates = {one.key: self._rate(one, passed_s) for one in found}
-        self._seen = {one.key: one for one in found}
+        for item in reply:
+            self._count[item.user] += 1
+        rates = {element.key: self._rate(element, passed_s) for element in reply}
+        self._seen = {element.key: element for element in reply}
         by_user: dict[str, list[Connection]] = defaultdict(list)
-        for one in found:
-            by_user[one.user].append(one)
+        for entry in reply:
+            by_user[entry.user].append(entry)
         over: set[str] = set()
         for name, mine in by_user.items():
             quota = self._quota(name)
             if quota is not None:
-                why = _excess(quota, mine, [rates[one.key] for one in mine])
+                why = _excess(quota, mine, [rates[element.key] for element in mine])
                 if why:
                     over.add(name)
                     await self._end(name, why)
@@ -359,11 +356,13 @@ class UserConnections:
         if name not in self._over:
             return
         self._shut_out[name] = time.monotonic() + SHUT_OUT_S
-        told = self._audit.refused(name, "flood", f"{why}: shut out for {SHUT_OUT_S:g} s")
-        await asyncio.gather(told, kick(self._system, name))  # told before log-ins use up his bound
+        audited = self._audit.refused(name, "flood", f"{why}: shut out for {SHUT_OUT_S:g} s")
+        await asyncio.gather(
+            audited, disconnect_user(self._system, name)
+        )  # told before log-ins use up his bound
 
     async def _end_process(self, one: Connection, why: str) -> None:
-        await close(self._system, one)
+        await close_connection(self._system, one)
         await self._audit.refused(one.user, "flood", why)
 
 
@@ -382,7 +381,7 @@ def _excess(quota: Quota, mine: list[Connection], rates: list[_Rate]) -> str:
     num_bytes = sum(rate.num_bytes for rate in rates)
     if quota.max_bytes_s is not None and num_bytes > quota.max_bytes_s:
         return f"{num_bytes:,.0f} bytes a second, the quota is {quota.max_bytes_s:,}"
-    num_subscriptions = sum(one.subscriptions for one in mine)
+    num_subscriptions = sum(item.subscriptions for item in mine)
     if quota.max_subscriptions is not None and num_subscriptions > quota.max_subscriptions:
         return f"{num_subscriptions:,} subscriptions, the quota is {quota.max_subscriptions:,}"
     return ""
@@ -400,8 +399,8 @@ def _excess_of(process: JobConnection, rate: _Rate) -> str:
     return ""
 
 
-def _told(message: Msg) -> tuple[_Key, str]:
+def _parse_event(message: Msg) -> tuple[_Key, str]:
     """Return which connection the server tells of, and its user."""
-    told: Any = json.loads(message.data)
-    client = told["client"]
-    return (str(told["server"]["id"]), int(client["id"])), str(client.get("user", ""))
+    reply: Any = json.loads(message.data)
+    client = reply["client"]
+    return (str(reply["server"]["id"]), int(client["id"])), str(client.get("user", ""))

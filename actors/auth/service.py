@@ -1,8 +1,8 @@
-"""The auth service's life: it holds four connections.
+"""Run the auth service, over four connections.
 
-In the account of the callout it hears of each log-in; in the system account it closes connections;
-in the pool's own account it keeps the users and answers nodes. What users ask, of the service and
-of the store, comes over a fourth: a flood of it delays no log-in.
+The callout account receives log-ins; the system account closes connections; the pool's own account
+stores users and answers nodes. Requests of users, to the service and to the store, have the
+fourth: a flood of them delays no log-in.
 """
 
 import asyncio
@@ -15,24 +15,87 @@ from nats.aio.client import Client
 from ...broker.client.availability import RECONNECT_WAIT_S
 from ...broker.client.connection import Broker
 from ...broker.client.faults import server_urls
+from ...broker.client.keys import JobIdentity, episode_secret, job_key
 from ...broker.client.login import tls_options
 from ...broker.client.reconnect import drop_old_requests, request_connection
 from ...broker.client.replies import listen
-from ...broker.client.rpc import Service
-from ...broker.jobs import JobStore
+from ...broker.client.rpc import RequestContext, Service
+from ...broker.jobs import JobStore, is_final
 from ...broker.service_process import erase_variable
 from ...broker.users.audit import Audit
 from ...broker.users.credentials import SECRETS_VARIABLE, PoolSecrets
 from ...broker.users.records import UserStore, create_user_stores
-from ...schemas.wire.errors import ConfigError, ConflictError
+from ...schemas.agent import EpisodeSecret
+from ...schemas.user import JobKeyRequest, NewKey
+from ...schemas.wire.errors import AuthError, ConfigError, ConflictError
+from ...schemas.wire.message import Empty
+from ...schemas.wire.subjects import JobScope, rpc
 from ..runtime import ActorContext
-from .callout import Authenticator, ClaimIssuer
+from .callout import Authenticator, ClaimIssuer, Logins
 from .connections import EVERY_S, GRACE_S, LOOK_S, JobEnds, UserConnections
-from .job_keys import EpisodeSecrets, JobKeys
-from .logins import Logins
-from .store_proxy import StorageBounds, StoreProxy
-from .user_cache import KnownUsers
+from .store_proxy import StorageBounds, StoreProxy, UserCache
 from .user_requests import UserRequests
+
+# -- keys for the processes of jobs ----------------------------------------------------------------
+
+
+class JobKeys:
+    """Signs keys for actors that a live job has."""
+
+    def __init__(self, jobs: JobStore, secret: bytes) -> None:
+        """Sign with `secret`."""
+        self._jobs = jobs
+        self._secret = secret
+
+    async def open(self, service: Service) -> None:
+        """Answer nodes; nobody else may publish there."""
+        await service.endpoint("job-key", rpc("node", "keys", "job"), JobKeyRequest, self._sign)
+
+    async def _sign(self, request: JobKeyRequest) -> NewKey:
+        record = await self._jobs.find_by_id(request.user, request.job)
+        actors = record.actors if record is not None else []
+        actor = next((item for item in actors if item.name == request.actor), None)
+        if record is None or is_final(record) or record.attempt != request.attempt or not actor:
+            raise AuthError(
+                f"job {request.job} does not run {request.actor} in attempt {request.attempt}",
+                hint="the job has ended or was resumed meanwhile",
+            )
+        identity = JobIdentity(
+            request.user, request.job, actor.role, request.actor, request.attempt
+        )
+        return NewKey(secret=job_key(identity, self._secret))
+
+
+# -- secrets with which environment hosts sign the keys of episodes --------------------------------
+
+
+class EpisodeSecrets:
+    """Tells the hosts of a live job what they sign the keys of its episodes with.
+
+    Who may ask may do what these keys are good for anyway: he is the job's user, or one of its
+    environment hosts. They ask once, so that episodes begin while no auth service is there, too.
+    """
+
+    def __init__(self, jobs: JobStore, pool_secret: bytes) -> None:
+        """Derive what is told from `pool_secret`."""
+        self._jobs = jobs
+        self._pool_secret = pool_secret
+
+    async def open(self, service: Service) -> None:
+        """Answer hosts; the broker sees to it that they name their own job."""
+        subject = JobScope.all_episode_keys()
+        await service.endpoint("episode-keys", subject, Empty, self._tell, fair=True)
+
+    async def _tell(self, request: Empty, context: RequestContext) -> EpisodeSecret:
+        del request
+        user, job = context.subject.split(".")[3:5]
+        record = await self._jobs.find_by_id(user, job)
+        if record is None or is_final(record):
+            raise AuthError(
+                f"user {user} runs no job {job}", hint="keys of episodes are for jobs that run"
+            )
+        return EpisodeSecret(secret=episode_secret(user, job, self._pool_secret))
+
 
 CALLOUT = "$SYS.REQ.USER.AUTH"
 _SETTLE_S = 1.0
@@ -90,7 +153,7 @@ async def _answer(
     authenticator = Authenticator(users, jobs, job_secret)
     system = await _side_connection(broker.url, "auth-sys", secrets.seed("sys"))
     callout = await _side_connection(broker.url, "auth-callout", secrets.seed("callout"))
-    known = KnownUsers(broker)
+    known = UserCache(broker)
     await known.open()
     store = StoreProxy(requests, broker, audit, StorageBounds(broker, known), known.requests)
     connections = UserConnections(system, audit, known.get, look_s=times.load_s)

@@ -1,9 +1,9 @@
-"""Passes on what guests read and store, once it has seen that they may.
+"""Check what guests read from and write to JetStream, and pass it on.
 
-A guest cannot ask JetStream itself, because whoever asks also names the subject of the answer.
-Here the subject of a request says who asks (the broker enforces it) and for what; the request is
-written anew and sent to JetStream with the guest's inbox as reply subject, so the answer, however
-large, goes from the server straight to the guest.
+A guest cannot use JetStream directly, because a request also names the subject of its answer. Here
+the subject of a request names the caller (the broker enforces it) and the operation; the request is
+written anew and sent to JetStream with the guest's inbox as reply subject, so that the answer,
+however large, goes from the server straight to the guest.
 """
 
 import asyncio
@@ -29,26 +29,83 @@ from ...broker.client.nats_internals import (
     WRITE_ID,
 )
 from ...broker.client.rpc import INBOXES
-from ...broker.fair_queue import FairQueue
+from ...broker.fair_queue import DEFAULT_BOUND, FairQueue
+from ...broker.jetstream.kv import Mirror
 from ...broker.jetstream.streams import PRESENCE_BYTES, stream_info, stream_subjects
 from ...broker.jobs import JobStore
 from ...broker.users.audit import Audit
 from ...broker.users.permissions import Guest, is_stream_of, may_read, may_store
+from ...broker.users.records import USER
 from ...schemas.job import JobRecord
+from ...schemas.user import UserRecord
 from ...schemas.wire.codec import read_json
-from ...schemas.wire.errors import MessageError, NotFoundError, QuotaError, TinkermqError
+from ...schemas.wire.errors import (
+    BrokerError,
+    DeadlineError,
+    MessageError,
+    NotFoundError,
+    QuotaError,
+    TinkermqError,
+)
 from ...schemas.wire.subjects import (
     BUCKET_ACTORS,
     BUCKET_EVALS,
+    BUCKET_USERS,
     PREFIX,
     acting,
     caller_of_rpc,
     rpc,
 )
 from ...schemas.wire.trace import TRACEPARENT
-from .user_cache import KnownUsers
 
-# What guests may add to the buckets that all share: of known kinds, of bounded size and number.
+# The users in memory, for cheap look-ups of quotas. Log-ins read the record itself (`callout.py`);
+# a change arrives here a moment later.
+
+_RETRY_S = 1.0
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+class UserCache:
+    """The users as of a moment ago."""
+
+    def __init__(self, broker: Broker) -> None:
+        """Know nobody yet; `open` reads all."""
+        self._mirror = Mirror(broker, BUCKET_USERS, UserRecord, prefix=USER)
+        self._changed = asyncio.Event()
+
+    async def open(self) -> None:
+        """Listen for changes and read everything."""
+        await self._mirror.open(self._changed.set)
+        await self._mirror.refresh()
+
+    async def close(self) -> None:
+        """Stop listening."""
+        await self._mirror.close()
+
+    async def run(self) -> None:
+        """Read what changes, for ever."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            try:
+                await self._mirror.refresh()
+            except (BrokerError, DeadlineError) as error:
+                _log.warning("users_not_read", error=error.message)
+                self._changed.set()
+                await asyncio.sleep(_RETRY_S)
+
+    def get(self, user: str) -> UserRecord | None:
+        """Return a user, or None."""
+        entry = self._mirror.entries.get(f"{USER}.{user}")
+        return None if entry is None else entry.value
+
+    def requests(self, user: str) -> int | None:
+        """Return how many requests of a user may run at once."""
+        record = self.get(user)
+        return DEFAULT_BOUND if record is None else record.max_requests
+
+
+# -- bounds of the buckets that all users share ----------------------------------------------------
 
 ASKED_BYTES = 4 << 10
 """Of an evaluation that a user asks for; what comes of it the job's own processes write."""
@@ -60,7 +117,7 @@ _MAX_KNOWN = 10_000
 class StorageBounds:
     """Looks whether there is room for what a guest stores."""
 
-    def __init__(self, broker: Broker, known: KnownUsers) -> None:
+    def __init__(self, broker: Broker, known: UserCache) -> None:
         """Count with this connection; quotas are those of `known` users."""
         self._broker = broker
         self._known = known
@@ -79,7 +136,7 @@ class StorageBounds:
             raise MessageError(f"{num_bytes:,} bytes for {subject}, where {most:,} may be stored")
         record = await self._record(user, job)
         if bucket == BUCKET_ACTORS:
-            if not any((one.name, one.role) == (name, guest.role) for one in record.actors):
+            if not any((actor.name, actor.role) == (name, guest.role) for actor in record.actors):
                 raise MessageError(f"job {job} has no {guest.role} of the name {name!r}")
             return
         quota = self._known.get(user)
@@ -90,10 +147,10 @@ class StorageBounds:
     async def _count(self, user: str, subject: str, bound: int) -> None:
         counted, keys = self._keys.get(user, (float("-inf"), set[str]()))
         if time.monotonic() - counted > _COUNTED_S:
-            found = await stream_subjects(
+            reply = await stream_subjects(
                 self._broker, f"KV_{BUCKET_EVALS}", f"$KV.{BUCKET_EVALS}.{user}.>"
             )
-            keys = set(found)
+            keys = set(reply)
             self._keys[user] = (time.monotonic(), keys)
         if subject not in keys and len(keys) >= bound:
             raise QuotaError(
@@ -123,7 +180,6 @@ _MAX_MESSAGES = 1000
 _MAX_BYTES = 32 * 2**20
 _HEADERS = (EXPECTED_SEQ, TTL, OPERATION, WRITE_ID, TRACEPARENT)
 """Headers that a guest's message keeps; others could do more than store it."""
-_log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class StoreProxy:
@@ -164,8 +220,8 @@ class StoreProxy:
 
     async def close(self) -> None:
         """Take no more requests."""
-        for one in self._listening:
-            await one.stop()
+        for item in self._listening:
+            await item.stop()
         await self.share.settle(_SETTLE_S)
 
     def _take(self, message: Msg) -> None:

@@ -48,7 +48,7 @@ from ...schemas.wire.errors import (
 from ...schemas.wire.message import Empty, Message
 from ...schemas.wire.subjects import rpc, user_name
 from .callout import check_invitation
-from .connections import kick
+from .connections import disconnect_user
 
 R = TypeVar("R")
 
@@ -107,8 +107,8 @@ class UserRequests:
 
     async def _list(self, request: ListUsers, context: RequestContext) -> UserList:
         async def work() -> UserList:
-            users = [one for one in await self._users.list() if one.user > request.after]
-            page = [_info(one) for one in users[:PAGE_USERS]]
+            users = [item for item in await self._users.list() if item.user > request.after]
+            page = [_info(user) for user in users[:PAGE_USERS]]
             return UserList(users=page, more=len(users) > len(page))
 
         return await self._as_admin(context, "users.list", "", work)
@@ -151,10 +151,10 @@ class UserRequests:
 
     async def _quota(self, request: SetQuota, context: RequestContext) -> UserReply:
         async def work() -> UserReply:
-            asked = {name: getattr(request, name) for name in BOUNDS}
+            parameters = {name: getattr(request, name) for name in BOUNDS}
             update: dict[str, object] = {
                 name: None if value < 0 else value
-                for name, value in asked.items()
+                for name, value in parameters.items()
                 if value is not None
             }
             if request.weight is not None:
@@ -267,7 +267,7 @@ class UserRequests:
     async def _shut_out(self, user: str, context: RequestContext) -> None:
         """Close the connections that use the old key; the asker's own once it has its answer."""
         if user != context.user:
-            await kick(self._system, user)
+            await disconnect_user(self._system, user)
             return
         task = asyncio.create_task(self._kick_later(user), name=f"kick {user}")
         self._kicks.add(task)
@@ -275,7 +275,7 @@ class UserRequests:
 
     async def _kick_later(self, user: str) -> int:
         await asyncio.sleep(_OWN_KICK_S)
-        return await kick(self._system, user)
+        return await disconnect_user(self._system, user)
 
 
 def _is_again(known: UserRecord, key_hash: str) -> bool:

@@ -8,18 +8,28 @@ learner: its evaluator evaluates a checkpoint, or the model of its configuration
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import structlog
 
 from ...broker.feed import publish_metric
 from ...broker.jetstream.kv import Bucket, KeyChanges
 from ...broker.weights.payloads import TensorBytes
-from ...envs.evaluation import task_seed
+from ...envs.evaluation import (
+    is_success,
+    kind_of,
+    mean_info,
+    outcome_shares,
+    pass_at_k,
+    task_seed,
+)
 from ...envs.serving.remote import Environments, Start
+from ...schemas.config.job import EvaluationConfig
 from ...schemas.env import DescribeReply
 from ...schemas.metric import EvalRecord, Metric
 from ...schemas.rollout import Trajectory
+from ...schemas.task import Blame
 from ...schemas.wire.errors import ConfigError, ConflictError, NotFoundError, TinkermqError
 from ...schemas.wire.subjects import BUCKET_EVALS
 from ..engine.weight_updates import load_policies
@@ -31,16 +41,140 @@ from ..rollout.players import Players
 from ..rollout.program_loop import ProgramLoop
 from ..runtime import JobContext
 from ..weights.job_weights import open_weights
-from .validation_metrics import (
-    Played,
-    episode_columns,
-    is_infrastructure,
-    validation_numbers,
-    whole_episode,
-    worth_nothing,
-)
 
-# The evaluations that are asked for, done one after the other.
+# -- metrics of a validation run (pure) ------------------------------------------------------------
+
+_INFRASTRUCTURE = ("engine", "broker", "sandbox")
+"""Who fails without telling anything of the model."""
+
+
+class EvaluatedEpisode(NamedTuple):
+    """One episode of an evaluation; without a trajectory when every try failed."""
+
+    task: int
+    sample: int
+    trajectory: Trajectory | None
+
+
+def validation_metrics(
+    results: Sequence[Trajectory | None], config: EvaluationConfig
+) -> dict[str, float]:
+    """Summarise validation episodes, `samples` in a row for each task.
+
+    Episodes that are missing failed: they are counted apart and never as a reward of 0; pass@k is
+    over the tasks whose episodes all ran. Those of programs are missing for a failure of the
+    infrastructure alone; `val_agent/outcome_*` tells how the others ended.
+    """
+    done = [item for item in results if item is not None]
+    values = {"val/failed_episodes": float(len(results) - len(done))}
+    if not done:
+        return values
+    rewards = np.array([item.reward for item in done])
+    values |= {
+        "val/mean_score": float(rewards.mean()),
+        "val/std_score": float(rewards.std()),
+        "val/max_score": float(rewards.max()),
+        "val/min_score": float(rewards.min()),
+        "val/success_rate": float(np.mean([_success(item, config) for item in done])),
+        "val/num_episodes": float(len(done)),
+    }
+    played = [item for item in done if item.num_generated]  # a failed one says nothing but that
+    if played:
+        values |= {
+            "val/response_length": float(np.mean([item.num_generated for item in played])),
+            "val/num_turns": float(np.mean([len(item.turn_ends) for item in played])),
+        }
+    values |= {f"val_game/{key}": mean for key, mean in mean_info(i.info for i in played).items()}
+    of_programs = [item.info for item in done if item.kind or not item.num_generated]
+    values |= {f"val_agent/{name}": n for name, n in outcome_shares(of_programs).items()}
+    values |= _by_type(done, config)
+    n = config.samples
+    tasks = [results[start : start + n] for start in range(0, len(results), n)]
+    counts = [
+        sum(_success(item, config) for item in task if item is not None)
+        for task in tasks
+        if all(item is not None for item in task)
+    ]
+    return values | {f"val/pass@{k}": value for k, value in pass_at_k(counts, n).items()}
+
+
+def is_infrastructure(failed: EpisodeFailed) -> bool:
+    """Whether an episode failed by what tells nothing of the model: it is not counted."""
+    return failed.blame.boundary in _INFRASTRUCTURE or failed.cause.boundary in _INFRASTRUCTURE
+
+
+def join_rows(rows: Sequence[Trajectory]) -> Trajectory:
+    """Return an episode of several rows as one: the rows one behind the other, told as the main."""
+    lengths = np.array([len(item.mask) for item in rows])
+    starts = np.repeat(np.cumsum(lengths) - lengths, [len(item.turn_ends) for item in rows])
+    joined = {
+        name: np.concatenate([getattr(item, name) for item in rows])
+        for name in ("token_ids", "mask", "logprobs", "versions", "turn_ends", "rewards")
+    }
+    joined["turn_ends"] = (joined["turn_ends"] + starts).astype(np.int32)
+    return rows[0].model_copy(
+        update={**joined, "finish_reasons": [why for item in rows for why in item.finish_reasons]}
+    )
+
+
+def failed_episode(blame: Blame) -> Trajectory:
+    """Return what counts of a program's episode that failed: no token, and a reward of 0."""
+    zero = np.zeros(1, np.int32)
+    return Trajectory(
+        token_ids=zero,
+        mask=zero.astype(np.uint8),
+        logprobs=zero.astype(np.float32),
+        versions=zero - 1,
+        turn_ends=zero,
+        rewards=zero.astype(np.float32),
+        info={"outcome": blame.code, "success": False},
+    )
+
+
+def _by_type(done: Sequence[Trajectory], config: EvaluationConfig) -> dict[str, float]:
+    """Return the scores of each type of task, where there are several."""
+    types: dict[str, list[Trajectory]] = {}
+    for item in done:
+        types.setdefault(_kind(item) or "other", []).append(item)
+    if len(types) < 2:
+        return {}
+    values: dict[str, float] = {}
+    for kind, items in sorted(types.items()):
+        name = f"val_type/{kind}"
+        values[f"{name}/mean_score"] = float(np.mean([item.reward for item in items]))
+        values[f"{name}/success_rate"] = float(np.mean([_success(item, config) for item in items]))
+        values[f"{name}/num_episodes"] = float(len(items))
+    return values
+
+
+def episode_columns(
+    results: Sequence[EvaluatedEpisode], config: EvaluationConfig
+) -> dict[str, list[Any]]:
+    """Return what counts of each episode that ran, column by column, for an event."""
+    ran = [
+        (result.task, result.sample, result.trajectory)
+        for result in results
+        if result.trajectory is not None
+    ]
+    return {
+        "tasks": [task for task, _, _ in ran],
+        "samples": [sample for _, sample, _ in ran],
+        "rewards": [item.reward for _, _, item in ran],
+        "successes": [_success(item, config) for _, _, item in ran],
+        "types": [_kind(item) for _, _, item in ran],
+    }
+
+
+def _kind(item: Trajectory) -> str:
+    """Return the type of an episode's task; in a game with roles the role, unless the game says."""
+    return kind_of(item.info, item.data_source or item.role)
+
+
+def _success(item: Trajectory, config: EvaluationConfig) -> bool:
+    return is_success(item.reward, item.info, config.success_reward)
+
+
+# -- requested evaluations, one after the other ----------------------------------------------------
 
 Measure = Callable[[int, Mapping[str, TensorBytes]], Awaitable[dict[str, float]]]
 """Measures a version, of which it is given the weights."""
@@ -51,7 +185,7 @@ _MAX_BLAME_CHARS = 8192
 _log = structlog.get_logger()
 
 
-class Requests:
+class EvaluationRequests:
     """What is asked of an evaluator, oldest version first."""
 
     def __init__(self, context: JobContext, measure: Measure, check: Callable[[], None]) -> None:
@@ -191,7 +325,7 @@ class Evaluator:
     async def run(self) -> None:
         """Take requested evaluations, oldest version first, until `stopping` is set."""
         check = self._players.check_engines
-        await Requests(self._context, self._measure, check).serve()
+        await EvaluationRequests(self._context, self._measure, check).serve()
 
     async def _measure(self, version: int, tensors: Mapping[str, TensorBytes]) -> dict[str, float]:
         await load_policies(self._players.engines, version, tensors, "recompute")
@@ -210,18 +344,18 @@ class Evaluator:
         values = self._numbers(results)
         metric = Metric(step=0, values=values, time=time.time())
         await publish_metric(context.broker, context.scope, metric)
-        told: dict[str, Any] = {**values}
-        await context.event("evaluation_done", **told)
+        fields: dict[str, Any] = {**values}
+        await context.event("evaluation_done", **fields)
 
-    def _numbers(self, results: Sequence[Played]) -> dict[str, float]:
+    def _numbers(self, results: Sequence[EvaluatedEpisode]) -> dict[str, float]:
         config = self._context.config.evaluation
         if self._there is not None and self._there.roles:
             # An episode has as many conversations as roles that had a turn: each counts by itself.
             config = config.model_copy(update={"samples": 1})
-        values = validation_numbers([one.trajectory for one in results], config)
+        values = validation_metrics([result.trajectory for result in results], config)
         return {**values, "timing_s/testing": time.perf_counter() - self._started}
 
-    async def _play(self, version: int) -> list[Played]:
+    async def _play(self, version: int) -> list[EvaluatedEpisode]:
         """Run every task `samples` times, as many at once as the generator may."""
         config = self._context.config
         tasks = await self._tasks()
@@ -234,7 +368,7 @@ class Evaluator:
                 for task, sample in numbers
             ]
         return [
-            Played(task, sample, conversation)
+            EvaluatedEpisode(task, sample, conversation)
             for (task, sample), episode in zip(numbers, running, strict=True)
             for conversation in episode.result()
         ]
@@ -286,13 +420,13 @@ class Evaluator:
             except EpisodeFailed as failed:
                 if self._programs is None or is_infrastructure(failed):
                     return [None]
-                return [worth_nothing(failed.blame)]
+                return [failed_episode(failed.blame)]
 
     async def _try(self, plan: EpisodePlan) -> list[Trajectory]:
         """Play one episode; the version that is evaluated plays every role."""
         assert self._there is not None
         if self._programs is not None:
-            return [whole_episode(await self._programs.run(plan))]
+            return [join_rows(await self._programs.run(plan))]
         if not self._there.roles:
             return [await self._players.main.run(plan)]
         loops = self._players.of(self._there.roles)

@@ -20,9 +20,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .data.counters import Counters
-from .limits import MAX_PROGRAM_BYTES, max_body_bytes
-from .programs.routes import is_of_program
+from .limits import MAX_PROGRAM_BYTES, Counters, max_body_bytes
+from .programs import is_of_program
 from .sessions import COOKIE
 
 HELD = "tinkermq.held"
@@ -132,8 +131,8 @@ class _Body:
 
     def __init__(self, receive: Receive, scope: Scope, largest: int) -> None:
         headers = Headers(scope=scope)
-        told = headers.get("content-length", "0")
-        self.ended = told == "0" and "transfer-encoding" not in headers
+        content_length = headers.get("content-length", "0")
+        self.ended = content_length == "0" and "transfer-encoding" not in headers
         """Whether all of it has come."""
         self._receive = receive
         self._largest = largest

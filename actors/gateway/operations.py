@@ -1,4 +1,4 @@
-"""What can be done to jobs: the same for the forms of the pages and for the REST interface."""
+"""Operations on jobs, the same for the forms of the pages and for the REST interface."""
 
 import time
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ from ...schemas.wire.message import Message, summarize
 from .limits import Share
 from .sessions import Visitor
 
-# What the gateway asks the scheduler for, on behalf of one visitor.
+# -- calls of the scheduler for one visitor --------------------------------------------------------
 
 R = TypeVar("R", bound=Message)
 
@@ -66,9 +66,9 @@ class Scheduler(SchedulerCalls):
         """
         if archived:
             return await self.told_jobs(archived=True)
-        kept = self._visitor.listed
-        if kept is not None and kept[0] + LIST_AGE_S > time.monotonic():
-            return kept[1]
+        cached = self._visitor.listed
+        if cached is not None and cached[0] + LIST_AGE_S > time.monotonic():
+            return cached[1]
         records = await self.told_jobs()
         self._visitor.listed = (time.monotonic(), records)
         return records
@@ -241,10 +241,10 @@ async def evaluate_checkpoint(scheduler: Scheduler, record: JobRecord, step: int
 
 async def _living(scheduler: Scheduler, kind: str, what: str) -> JobRecord | None:
     """Return the job that serves or evaluates `run@step` now."""
-    for one in await scheduler.list_jobs():
-        named = one.serves if kind == "infer" else one.fork_of
-        if one.kind == kind and named == what and one.state not in FINAL_STATES:
-            return one
+    for job in await scheduler.list_jobs():
+        named = job.serves if kind == "infer" else job.fork_of
+        if job.kind == kind and named == what and job.state not in FINAL_STATES:
+            return job
     return None
 
 

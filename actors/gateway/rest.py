@@ -1,7 +1,8 @@
-"""The operations of the REST interface: the table that the routes and `openapi` are made from."""
+"""The REST interface: the table of operations, their handlers, and their OpenAPI description."""
 
 import asyncio
 import difflib
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,15 +12,38 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from ...broker.calls import all_users, ask_users
 from ...schemas.job import JobRecord
-from ...schemas.wire.errors import MessageError
+from ...schemas.user import (
+    AddUser,
+    AuditList,
+    AuditRecord,
+    AuditRequest,
+    NameUser,
+    NewKey,
+    RotateKey,
+    SetQuota,
+    UserList,
+    UserReply,
+)
+from ...schemas.wire.errors import MessageError, NotFoundError, StateError
+from ...schemas.wire.message import Empty, Message
 from ..storage.stores import Stores
-from . import users
-from .data import checkpoints, jobs
+from .data import jobs
+from .data import jobs as checkpoints
 from .data.jobs import ARCHIVED, FIGURES, GROUPS, SORTS, row, select_rows
-from .data.live import job_stream
 from .data.metrics import exact_lines
-from .data.overview import actors_of, glance
+from .data.overview import actors_of, job_stream, summarize_run
+from .data.rollouts import (
+    MAX_LIMIT,
+    actor_in,
+    episode_in,
+    job_of,
+    page_of_rollouts,
+    query_of,
+    queue_of,
+    read_episode,
+)
 from .operations import (
     BODIES,
     Scheduler,
@@ -30,20 +54,114 @@ from .operations import (
     effective,
     submit,
 )
-from .queries import (
-    MAX_LIMIT,
-    actor_in,
-    episode_in,
-    job_of,
-    page_of_rollouts,
-    query_of,
-    queue_of,
-    read_episode,
+from .pages.render import render
+from .sessions import Visitor
+from .tinker import rest
+from .web import (
+    Json,
+    form_of,
+    gateway_of,
+    json_of,
+    names_in,
+    number_in,
+    scheduler_of,
+    visitor_of,
 )
-from .tinker import sessions
-from .web import Json, gateway_of, json_of, names_in, number_in, scheduler_of, visitor_of
 
-# What the REST interface answers: everything that the pages show and do, as JSON.
+# -- users: administration, and one's own account --------------------------------------------------
+
+_AUDIT_SHOWN = 500
+
+
+REQUESTS: dict[str, tuple[type[Message], type[Message]]] = {
+    "add": (AddUser, NewKey),
+    "rotate": (RotateKey, NewKey),
+    "revoke": (NameUser, UserReply),
+    "quota": (SetQuota, UserReply),
+}
+"""What can be done, by name: what is asked, which is the body of the request, and the answer."""
+
+
+async def change(visitor: Visitor, action: str, fields: dict[str, Any]) -> Message:
+    """Do one of `REQUESTS`; raises MessageError for a malformed request."""
+    if action not in REQUESTS:
+        known = ", ".join(REQUESTS)
+        raise NotFoundError(f"{action!r} cannot be done to a user", hint=f"there are {known}")
+    request, reply = REQUESTS[action]
+    return await ask_users(visitor.broker, action, body_of(request, fields), reply)
+
+
+def _check_keys(request: Request) -> None:
+    if not gateway_of(request).sessions.with_keys:
+        raise StateError(
+            "this pool has no users: its broker asks for no keys",
+            hint="make some with `tinkermq init`",
+        )
+
+
+async def page(request: Request) -> Response:
+    """Show the visitor's own record; to an admin all users and what was written down last."""
+    _check_keys(request)
+    return await _page(request, await visitor_of(request), None)
+
+
+async def _page(request: Request, visitor: Visitor, made: NewKey | None) -> Response:
+    me = (await ask_users(visitor.broker, "me", Empty(), UserReply)).user
+    shown: dict[str, Any] = {"user": visitor.user, "me": me, "made": made}
+    shown |= {"users": [], "audit": []}
+    if me.role == "admin":
+        shown["users"] = await all_users(visitor.broker)
+        audit = AuditRequest(limit=_AUDIT_SHOWN)
+        records = (await ask_users(visitor.broker, "audit", audit, AuditList)).records
+        shown["audit"] = [record for record in records if not _is_look(record)]
+    return render(request, "users.html", shown)
+
+
+def _is_look(record: AuditRecord) -> bool:
+    """Whether an admin only looked, as this page does each time."""
+    return record.what in ("users.list", "users.audit") and record.outcome == "done"
+
+
+async def form(request: Request) -> Response:
+    """Do what a form says; a new key is shown once, on the page that answers."""
+    _check_keys(request)
+    visitor, fields = await visitor_of(request), await form_of(request)
+    given: dict[str, Any] = {name: value for name, value in fields.items() if value != ""}
+    reply = await change(visitor, request.path_params["action"], given)
+    made = reply if isinstance(reply, NewKey) else None
+    if made is not None and made.user == visitor.user:
+        return render(request, "users.html", {"user": visitor.user, "me": None, "made": made})
+    return await _page(request, visitor, made)
+
+
+async def list_users(request: Request) -> Response:
+    """Answer with all users."""
+    _check_keys(request)
+    visitor = await visitor_of(request)
+    return Json(UserList(users=await all_users(visitor.broker)))
+
+
+async def change_user(request: Request) -> Response:
+    """Do what the end of the path says; answers with the user, or the new key."""
+    _check_keys(request)
+    visitor, action = await visitor_of(request), request.url.path.rpartition("/")[2]
+    return Json(await change(visitor, action, await json_of(request)))
+
+
+async def read_audit(request: Request) -> Response:
+    """Answer with what was written down last."""
+    _check_keys(request)
+    limit = number_in(request, "limit", 200, least=1) or 200
+    asked, visitor = AuditRequest(limit=min(limit, 2000)), await visitor_of(request)
+    return Json(await ask_users(visitor.broker, "audit", asked, AuditList))
+
+
+def user_routes() -> list[Route]:
+    """Return the routes of the page."""
+    return [Route("/users", page), Route("/users/{action}", form, methods=["POST"])]
+
+
+# -- jobs, rollouts, checkpoints and nodes as JSON -------------------------------------------------
 
 
 async def list_jobs(request: Request) -> Response:
@@ -72,7 +190,7 @@ async def check_config(request: Request) -> Response:
 async def get_job(request: Request) -> Response:
     """Answer with a job's record, its newest figures and its actors."""
     visitor, record = await job_of(request)
-    seen = await glance(gateway_of(request), visitor, record)
+    seen = await summarize_run(gateway_of(request), visitor, record)
     return Json({**_record(record), **seen["job"], "bottleneck": seen["bottleneck"]})
 
 
@@ -321,20 +439,18 @@ OPERATIONS: tuple[Operation, ...] = (
         "A checkpoint as a tar archive",
         reply="application/x-tar",
     ),
-    Operation("GET", "/api/v1/tinker", sessions.get_sessions, "One's models under the Tinker API"),
+    Operation("GET", "/api/v1/tinker", rest.get_sessions, "One's models under the Tinker API"),
     Operation(
         "GET",
         "/api/v1/tinker/{job}/{model}/metrics",
-        sessions.get_metrics,
+        rest.get_metrics,
         "Curves of such a model, at most 256 points each",
     ),
     Operation("GET", "/api/v1/nodes", list_nodes, "Nodes of the pool"),
     Operation("GET", "/api/v1/queue", list_queue, "Jobs that wait, and why"),
-    Operation("GET", "/api/v1/users", users.list_users, "Users, for admins"),
+    Operation("GET", "/api/v1/users", list_users, "Users, for admins"),
     *(
-        Operation(
-            "POST", f"/api/v1/users/{name}", users.change_user, text, body=users.REQUESTS[name][0]
-        )
+        Operation("POST", f"/api/v1/users/{name}", change_user, text, body=REQUESTS[name][0])
         for name, text in (
             ("add", "Make a user; the key is told once, for admins"),
             ("rotate", "Replace a key, one's own or as an admin"),
@@ -342,14 +458,14 @@ OPERATIONS: tuple[Operation, ...] = (
             ("quota", "Change a user's share of the pool, for admins"),
         )
     ),
-    Operation("GET", "/api/v1/audit", users.read_audit, "What touched security", (_LIMIT,)),
+    Operation("GET", "/api/v1/audit", read_audit, "What touched security", (_LIMIT,)),
 )
 """Every operation, in the order in which the page lists them."""
 
 
 def routes() -> list[Route]:
     """Return the routes of the interface."""
-    return [Route(one.path, _checked(one), methods=[one.method]) for one in OPERATIONS]
+    return [Route(item.path, _checked(item), methods=[item.method]) for item in OPERATIONS]
 
 
 def _checked(operation: Operation) -> Handler:
@@ -374,3 +490,90 @@ def _unknown(operation: Operation, given: str, known: list[str]) -> MessageError
     return MessageError(
         f"{operation.method} {operation.path} has no query key {given!r}", hint=hint
     )
+
+
+# -- the OpenAPI description -----------------------------------------------------------------------
+
+_TYPED = re.compile(r"\{(\w+)(?::(\w+))?\}")
+_ERROR: dict[str, Any] = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["code", "message", "hint"],
+            "properties": {
+                "code": {"type": "string", "description": "stable and machine-readable"},
+                "message": {"type": "string", "description": "what happened, with which value"},
+                "hint": {"type": "string", "description": "what to do next"},
+            },
+        }
+    },
+}
+
+
+def description(version: str) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document."""
+    paths: dict[str, dict[str, Any]] = {}
+    schemas: dict[str, Any] = {"Error": _ERROR}
+    for item in OPERATIONS:
+        path = _TYPED.sub(r"{\1}", item.path)
+        paths.setdefault(path, {})[item.method.lower()] = _operation(item, schemas)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "tinkermq",
+            "version": version,
+            "description": "Jobs, their curves, rollouts and logs. Send your key as "
+            "`Authorization: Bearer <key>`; a pool without keys asks for none.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"key": []}],
+    }
+
+
+def _operation(one: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
+    parameters = [
+        {
+            "name": name,
+            "in": "path",
+            "required": True,
+            "schema": {"type": "integer" if kind == "int" else "string"},
+        }
+        for name, kind in _TYPED.findall(one.path)
+    ]
+    parameters += [
+        {"name": name, "in": "query", "description": about, "schema": {"type": kind}}
+        for name, kind, about in one.query
+    ]
+    fields: dict[str, Any] = {
+        "summary": one.summary,
+        "operationId": f"{one.method.lower()}{re.sub(r'[^a-z]+', '_', one.path[7:])}".rstrip("_"),
+        "parameters": parameters,
+        "responses": {
+            "201" if one.path.endswith("/jobs") and one.method == "POST" else "200": {
+                "description": one.summary,
+                "content": {one.reply: {}},
+            },
+            "default": {
+                "description": "an error",
+                "content": {"application/json": {"schema": _ref("Error")}},
+            },
+        },
+    }
+    if one.body is not None:
+        schema = one.body.model_json_schema(ref_template="#/components/schemas/{model}")
+        schemas.update(schema.pop("$defs", {}))
+        schemas[one.body.__name__] = schema
+        fields["requestBody"] = {
+            "content": {"application/json": {"schema": _ref(one.body.__name__)}}
+        }
+    return fields
+
+
+def _ref(name: str) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{name}"}

@@ -138,7 +138,7 @@ class Sessions:
     async def log_out(self, session: str) -> None:
         """End a session, and its connection unless another one of the same key goes on."""
         ended = self._sessions.pop(session, None)
-        if ended is not None and all(one.key != ended.key for one in self._sessions.values()):
+        if ended is not None and all(item.key != ended.key for item in self._sessions.values()):
             await self._drop(ended.key)
 
     async def visitor(self, *, session: str | None, key: str | None) -> Visitor:
@@ -150,11 +150,11 @@ class Sessions:
             return await self._connected("")
         if key is not None:
             return await self.visitor_of_key(key)
-        found = self._sessions.get(session or "")
-        if found is None or found.until < time.monotonic():
+        match = self._sessions.get(session or "")
+        if match is None or match.until < time.monotonic():
             raise LogInError("you are not logged in", hint="log in with your API key")
         try:
-            return await self.visitor_of_key(found.key)
+            return await self.visitor_of_key(match.key)
         except LogInError:
             self._sessions.pop(session or "", None)
             raise
@@ -169,10 +169,10 @@ class Sessions:
 
         A connection that broke is opened anew: the key may have been revoked.
         """
-        found = self._visitors.get(key)
-        if found is not None and found.broker.is_connected:
-            found.used = time.monotonic()
-            return found
+        match = self._visitors.get(key)
+        if match is not None and match.broker.is_connected:
+            match.used = time.monotonic()
+            return match
         if key not in self._opening:
             opening = asyncio.create_task(self._open(key), name="open a user's connection")
             self._opening[key] = opening
@@ -289,9 +289,9 @@ async def server_info(url: str) -> dict[str, Any]:
     Raises BrokerError.
     """
     *others, last = server_urls(url)
-    for one in others:
+    for other in others:
         with contextlib.suppress(BrokerError):
-            return await _server_info(one)
+            return await _server_info(other)
     return await _server_info(last)
 
 

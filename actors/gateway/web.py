@@ -16,13 +16,12 @@ from ...broker.client.connection import Broker
 from ...envs.http_server import give_connection_to
 from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import BrokerError, DeadlineError, MessageError, TinkermqError
-from .data.counters import Counters
 from .data.jobs import Figures
 from .data.metrics import Histories
 from .guard import HELD
-from .limits import max_body_bytes
+from .limits import Counters, max_body_bytes
 from .operations import Scheduler
-from .programs.episodes import ProgramEpisodes
+from .programs import ProgramEpisodes
 from .sessions import COOKIE, LogInError, Sessions, Visitor
 from .tinker.trainers import Trainers
 
@@ -105,8 +104,12 @@ def _body_bytes(request: Request) -> int:
     """Return how large the body of a request is, or may be."""
     headers = request.headers
     if "content-length" in headers:
-        told = headers["content-length"]
-        return int(told) if told.isascii() and told.isdigit() and len(told) < 12 else 0
+        content_length = headers["content-length"]
+        return (
+            int(content_length)
+            if content_length.isascii() and content_length.isdigit() and len(content_length) < 12
+            else 0
+        )
     return max_body_bytes(request.url.path) if "transfer-encoding" in headers else 0
 
 
@@ -151,7 +154,7 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _finite(one) for key, one in cast("dict[Any, Any]", value).items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in cast("list[Any]", value)]
+        return [_finite(item) for item in cast("list[Any]", value)]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, str | int):

@@ -1,27 +1,32 @@
-"""The generator: pulls tasks, runs their episodes, appends groups, follows the weights.
+"""The generator: pulls tasks, runs their episodes, appends groups, and follows the weights.
 
-A task is acked only after its group is confirmed in the log, or somebody else's is found there.
-Many groups run at once, so that a slow environment never idles the engine: the bound is the
-number of episodes. When it is told to stop it pulls no more, finishes what it can within a grace
-time, and hands the rest back.
+A task is acked only after its group is confirmed in the log, or another generator's is found there.
+Many groups run at once, so that a slow environment never idles the engine: the bound is the number
+of episodes. At a stop it pulls no more tasks, finishes what it can within a grace time, and returns
+the rest to the queue.
 """
 
 import asyncio
 import random
 import secrets
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
+
+import structlog
 
 from ...broker.observe.metering import TimeUse
 from ...broker.partial_rollouts import Fenced
 from ...broker.rollouts import RolloutLog
 from ...broker.tasks import Lease, TaskQueue
+from ...broker.weights.store import WeightStore
 from ...envs.serving.remote import Environments
+from ...schemas.config.sections import SelfPlayConfig
 from ...schemas.rollout import Group
+from ...schemas.wire.errors import NotFoundError
 from ...schemas.wire.trace import GENERATOR_KINDS
 from ..engine.engine import Engine, tell_engine
-from ..engine.weight_updates import WeightFollower
+from ..engine.weight_updates import WeightFollower, load_policies
 from ..policy.chat import make_chat
 from ..policy.policies import MAIN, check_weights
 from ..rollout.agent_loop import EpisodeSampling
@@ -30,10 +35,66 @@ from ..rollout.groups import FittingLog, GroupFailed, GroupRunner, append_given_
 from ..rollout.players import Players
 from ..rollout.program_loop import ProgramLoop
 from ..rollout.recording import TaskRecorder, TaskSegments
+from ..rollout.self_play import pool
 from ..rollout.teachers import AskedTeachers, TeacherContext
 from ..runtime import JobContext, settle_memory
 from ..weights.job_weights import open_weights
-from .opponent_pool import PastFollower
+
+# Opponents from earlier versions: engines of their own, one per policy. The version changes when
+# the policy has moved on; it is swapped in between two decode steps, and running episodes go on
+# with it.
+
+_log = structlog.get_logger()
+
+
+class OpponentPoolFollower:
+    """Keeps engines at some earlier version."""
+
+    def __init__(
+        self,
+        store: WeightStore,
+        engines: Mapping[str, Engine],
+        policy: WeightFollower,
+        config: SelfPlayConfig,
+        rng: random.Random,
+    ) -> None:
+        self._store = store
+        self._engines = engines
+        self._policy = policy
+        self._config = config
+        self._rng = rng
+        self._version = -1
+
+    async def run(self) -> None:
+        """Draw and load a version of the pool, time and again, for ever."""
+        while True:
+            await self._policy.wait_for(0)
+            drawn_at = self._policy.version
+            await self._draw(drawn_at)
+            await self._policy.wait_for(drawn_at + self._config.redraw_every)
+
+    async def _draw(self, version: int) -> None:
+        """Load one of the versions that are still there; stay with the old one if none is."""
+        candidates = pool(self._config, version)
+        self._rng.shuffle(candidates)
+        for chosen in candidates:
+            if chosen == self._version or await self._load(chosen):
+                return
+        _log.warning("pool_is_empty", version=version)
+
+    async def _load(self, version: int) -> bool:
+        """Load a version; False when it has been removed, for the policy has moved on."""
+        manifest = await self._store.manifest(version)
+        if manifest is None:
+            return False
+        try:
+            tensors = await self._store.fetch(manifest)
+        except NotFoundError:
+            return False
+        await load_policies(self._engines, version, tensors, "recompute")
+        self._version = version
+        return True
+
 
 _PULL_TIMEOUT_S = 2.0
 _DRAIN_S = 10.0
@@ -60,7 +121,7 @@ async def run_generator(context: JobContext) -> None:
     if config.self_play.past_share > 0:
         past = await Players.start(config, chat, environments, sampling, time_use)
         rng = random.Random(f"{config.seed} {context.name}")  # noqa: S311 - opponents, not secrets
-        drawing = PastFollower(store, past.engines, follower, config.self_play, rng)
+        drawing = OpponentPoolFollower(store, past.engines, follower, config.self_play, rng)
         background.append(drawing.run())
     engine = players.engines[MAIN]
     programs: ProgramLoop | None = None
@@ -235,8 +296,8 @@ class Generator:
         self._num_groups += int(won)
         self._context.progressed()
         if not won:
-            told = f"task {task.task}: another generator's group was there already"
-            await self._context.event("task_fenced", told, task=task.task)
+            reason = f"task {task.task}: another generator's group was there already"
+            await self._context.event("task_fenced", reason, task=task.task)
 
     async def _tell_continued(self, group: Group) -> None:
         await self._context.event(

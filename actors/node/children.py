@@ -24,9 +24,16 @@ from ...broker.service_process import die_with
 from ...schemas.node import WantedActor
 from ...schemas.wire.errors import ConfigError, StorageError
 from ..storage.access import below_roots
-from .command import ENVIRONMENT, actor_argv, actor_module
 from .fork_server import PACKET_BYTES, ForkRequest
-from .sandbox import NotShown, SandboxStarter, StartRefused, check_programs
+from .sandbox import (
+    ENVIRONMENT,
+    PathRefused,
+    SandboxStarter,
+    StartRefused,
+    actor_argv,
+    actor_module,
+    check_programs,
+)
 
 IDLE_S = 300.0
 _START_DEADLINE_S = 120.0
@@ -55,7 +62,7 @@ class Child(Protocol):
         ...
 
 
-class NotStarted(OSError):
+class StartFailed(OSError):
     """An actor could not be started now for a reason that is not its own: it is tried again."""
 
 
@@ -130,7 +137,7 @@ class ActorStarter:
                 return await self._sandboxes.start(command, wanted, environment, output)
             try:
                 await asyncio.to_thread(check_programs, wanted)  # disks may be slow
-            except NotShown as error:
+            except PathRefused as error:
                 raise StartRefused.of(error) from error
         return await spawn(command, environment, output)
 
@@ -149,7 +156,7 @@ def _refuse_led_away(run_dir: Path) -> None:
         led: str | None = "."
     else:
         with Folder(run_dir, make=True) as folder:
-            led = next((one for one in folder.strange() if not _OWN_LINK.fullmatch(one)), None)
+            led = next((item for item in folder.strange() if not _OWN_LINK.fullmatch(item)), None)
     if led is not None:
         raise StorageError(
             f"{run_dir / led} is a link, or no regular file: a learner would write through it",
@@ -202,13 +209,13 @@ class ForkServer:
             actor_argv(wanted),
             dict(environment),
         )
-        asked = self._asked[request.number] = loop.create_future()
+        future = self._asked[request.number] = loop.create_future()
         try:
             async with asyncio.timeout(_START_DEADLINE_S):
                 async with self._starting:
                     channel = self._channel or await self._start()
                     await _send(channel, request, output)
-                return await asked
+                return await future
         except TimeoutError as slow:
             raise OSError(
                 f"no actor was forked within {_START_DEADLINE_S:.0f} s; see the node's log"
@@ -255,19 +262,19 @@ class ForkServer:
         if not packet:
             self._lost(channel)
             return
-        told: dict[str, int] = json.loads(packet)
-        if "exit_code" in told:
-            self._children.pop(told["pid"]).ended.set_result(told["exit_code"])
+        fields: dict[str, int] = json.loads(packet)
+        if "exit_code" in fields:
+            self._children.pop(fields["pid"]).ended.set_result(fields["exit_code"])
             if not self._children and not self._asked:
                 loop = asyncio.get_running_loop()
                 self._idle = loop.call_later(self._idle_s, self._hang_up, channel)
             return
-        child = self._children[told["pid"]] = ForkedChild(told["pid"])
-        asked = self._asked.get(told["number"])
-        if asked is None or asked.done():  # nobody waits for it any more
+        child = self._children[fields["pid"]] = ForkedChild(fields["pid"])
+        future = self._asked.get(fields["number"])
+        if future is None or future.done():  # nobody waits for it any more
             os.kill(child.pid, signal.SIGKILL)
         else:
-            asked.set_result(child)
+            future.set_result(child)
 
     def _lost(self, channel: socket.socket) -> None:
         """The server has died, and its actors with it: the next fork starts another."""

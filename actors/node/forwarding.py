@@ -32,7 +32,7 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 @dataclass(frozen=True)
-class Way:
+class ForwardRoute:
     """How one server is reached from within."""
 
     url: str
@@ -51,9 +51,9 @@ class Forwarder:
 
     def __init__(self, url: str) -> None:
         """Prepare for the servers of a URL; `serve` begins."""
-        servers = [urlsplit(one) for one in server_urls(url)] if url else []
+        servers = [urlsplit(item) for item in server_urls(url)] if url else []
         hosts = list(dict.fromkeys(server.hostname for server in servers))
-        self.ways = [_way(server, 1 + hosts.index(server.hostname)) for server in servers]
+        self.ways = [_route(server, 1 + hosts.index(server.hostname)) for server in servers]
         self._task: asyncio.Task[None] | None = None
         self._servers: list[asyncio.Server] = []
         self._open = set[asyncio.Task[None]]()
@@ -66,9 +66,9 @@ class Forwarder:
     @property
     def hosts(self) -> str:
         """What stands in /etc/hosts within."""
-        found = {way.name: way.listen.rpartition(":")[0] for way in self.ways if way.name}
+        result = {way.name: way.listen.rpartition(":")[0] for way in self.ways if way.name}
         own = dict.fromkeys(("localhost", socket.gethostname().lower()), "127.0.0.1")
-        return "".join(f"{address} {name}\n" for name, address in {**own, **found}.items())
+        return "".join(f"{address} {name}\n" for name, address in {**own, **result}.items())
 
     def environment(self) -> Mapping[str, str]:
         """Return what the learner is given beside, or in place of, what others are."""
@@ -95,8 +95,8 @@ class Forwarder:
                 await self._task
         for server in self._servers:
             server.close()
-        for one in tuple(self._open):
-            one.cancel()
+        for item in tuple(self._open):
+            item.cancel()
         if self._open:
             await asyncio.wait(self._open)
 
@@ -111,7 +111,7 @@ class Forwarder:
             )
 
     def _accepted(
-        self, way: Way, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, way: ForwardRoute, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         if len(self._open) >= MAX_CONNECTIONS:
             writer.transport.abort()
@@ -121,7 +121,9 @@ class Forwarder:
         task.add_done_callback(self._open.discard)
 
 
-async def _carried(way: Way, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _carried(
+    way: ForwardRoute, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
     """Carry the bytes of one connection until either side ends it."""
     out: asyncio.StreamWriter | None = None
     try:
@@ -131,15 +133,15 @@ async def _carried(way: Way, reader: asyncio.StreamReader, writer: asyncio.Strea
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for one in both:
-                one.cancel()
+            for entry in both:
+                entry.cancel()
             await asyncio.wait(both)
     except OSError as error:  # TimeoutError is one
         _log.warning("broker_not_reached_for_learner", server=shown_url(way.url), error=str(error))
     finally:
-        for one in (writer, out):
-            if one is not None:
-                await _ended(one)
+        for item in (writer, out):
+            if item is not None:
+                await _ended(item)
 
 
 async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -160,7 +162,7 @@ async def _ended(writer: asyncio.StreamWriter) -> None:
         writer.transport.abort()
 
 
-def _way(server: SplitResult, number: int) -> Way:
+def _route(server: SplitResult, number: int) -> ForwardRoute:
     """Return how a server is reached; each has a loopback address of its own where it may."""
     host, port = server.hostname or "127.0.0.1", server.port or 4222
     inner = port if port >= _LEAST_PORT else _PORT
@@ -177,7 +179,7 @@ def _way(server: SplitResult, number: int) -> Way:
     name = host if address is None and host != "localhost" else None
     if host == "localhost":
         listen = "127.0.0.1"
-    return Way(url, f"{listen}:{inner}", name, host, port)
+    return ForwardRoute(url, f"{listen}:{inner}", name, host, port)
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -44,12 +44,14 @@ def package_versions() -> dict[str, str]:
 
     Nothing is imported. CUDA and NCCL are those that packages bring, as torch's wheels do.
     """
-    found = {"python": platform.python_version()}
-    for one in distributions():
+    versions = {"python": platform.python_version()}
+    for distribution in distributions():
         for prefix, name in _PACKAGES.items():
-            if one.name == prefix or (prefix.endswith("-cu") and one.name.startswith(prefix)):
-                found[name] = one.version
-    return found
+            if distribution.name == prefix or (
+                prefix.endswith("-cu") and distribution.name.startswith(prefix)
+            ):
+                versions[name] = distribution.version
+    return versions
 
 
 def check_slots(slots: int | None, gpus: str | None) -> None:

@@ -1,9 +1,8 @@
-"""The node: it runs what the scheduler last asked for, and nothing else.
+"""The node: runs the actors that the scheduler last asked for, and nothing else.
 
-A sync names every actor that the node shall run. What is missing is started, what is extra is
-stopped, what runs stays untouched, so the scheduler may die, come back and ask again at any time.
-Actors are children that die with the node; a node that comes back starts with none and gets them
-all by the next sync. Between syncs nothing changes but what the actors do themselves.
+A sync names every actor that the node shall run. Missing ones are started, extra ones stopped, and
+running ones left alone, so the scheduler may die, come back and ask again at any time. Actors are
+children that die with the node; a restarted node begins with none and gets them by the next sync.
 """
 
 import asyncio
@@ -11,16 +10,19 @@ import contextlib
 import platform
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeVar
 
 import structlog
 
 from ...broker.client.connection import Broker
+from ...broker.client.login import KEY_VARIABLE
 from ...broker.client.rpc import Service, call
 from ...broker.feed import publish_log
 from ...broker.jetstream.kv import Bucket
 from ...broker.jetstream.streams import stream_info
 from ...broker.weights.shared_memory import sweep
+from ...schemas.job import OpenedSecrets, OpenRequest
 from ...schemas.metric import LogLines, Presence
 from ...schemas.node import (
     ActorStatus,
@@ -33,22 +35,106 @@ from ...schemas.node import (
     RemoveRun,
     WantedActor,
 )
+from ...schemas.user import JobKeyRequest, NewKey
 from ...schemas.wire.errors import (
+    AuthError,
     DeadlineError,
     FencedError,
     NotFoundError,
     StateError,
     TinkermqError,
 )
-from ...schemas.wire.message import Empty
-from ...schemas.wire.subjects import BUCKET_ACTORS, BUCKET_NODES, JobScope
+from ...schemas.wire.message import Empty, Message
+from ...schemas.wire.subjects import BUCKET_ACTORS, BUCKET_NODES, JobScope, rpc
 from ...schemas.wire.subjects import node as node_subject
 from ..gpus import Gpus
 from ..storage.run_folders import remove_run_folder
-from .children import ActorStarter, StartChild
-from .credentials import with_job_keys, with_secrets
-from .preflight import ModelInspection, ModelLookout, TriedGames, look
+from .children import ActorStarter, Child, StartChild, StartFailed
+from .preflight import EnvCheckRunner, ModelChecks, ModelInspection, check_files
 from .process import STOP_DEADLINE_S, ActorProcess, silence_bound
+
+# Keys and secrets for one process: requested at each start, stored nowhere on the node, passed in
+# the environment, from which the process removes them.
+
+R = TypeVar("R", bound=Message)
+
+_TIMEOUT_S = 5.0
+_KEY_PATIENCE_S = 15.0
+_PAUSE_S = 0.5
+
+
+def with_job_keys(broker: Broker, start: StartChild) -> StartChild:
+    """Return what starts an actor as `start` does, with a key that the auth service has signed."""
+
+    async def fetch(wanted: WantedActor) -> Mapping[str, str]:
+        request = JobKeyRequest(
+            user=wanted.user, job=wanted.job, actor=wanted.name, attempt=wanted.attempt
+        )
+        subject, patience_s = rpc("node", "keys", "job"), _KEY_PATIENCE_S
+        reply = await _ask(broker, subject, request, NewKey, "the auth service", patience_s)
+        return {KEY_VARIABLE: reply.secret}
+
+    return _starting_with(fetch, start)
+
+
+def with_secrets(broker: Broker, start: StartChild) -> StartChild:
+    """Return what starts an actor as `start` does, with the secrets that are for it."""
+
+    async def fetch(wanted: WantedActor) -> Mapping[str, str]:
+        if not wanted.secrets:
+            return {}
+        request = OpenRequest(
+            user=wanted.user, job=wanted.job, actor=wanted.name, attempt=wanted.attempt
+        )
+        subject = rpc("node", "secrets", "open")
+        reply = await _ask(broker, subject, request, OpenedSecrets, "the scheduler")
+        return {str(name): value for name, value in reply.values.items()}
+
+    return _starting_with(fetch, start)
+
+
+def _starting_with(
+    fetch: Callable[[WantedActor], Awaitable[Mapping[str, str]]], start: StartChild
+) -> StartChild:
+    async def start_with(wanted: WantedActor, environment: Mapping[str, str], output: int) -> Child:
+        return await start(wanted, {**environment, **await fetch(wanted)}, output)
+
+    return start_with
+
+
+async def _ask(
+    broker: Broker,
+    subject: str,
+    request: Message,
+    reply: type[R],
+    service: str,
+    patience_s: float = 0.0,
+) -> R:
+    """Ask until `service` answers.
+
+    Raises StartFailed while it does not, which is no failure of the actor, and OSError when it
+    refuses.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + patience_s
+    while True:
+        try:
+            return await call(
+                broker,
+                subject,
+                request,
+                reply,
+                timeout_s=_TIMEOUT_S,
+                waiting_for=service,
+                idempotent=True,
+            )
+        except TinkermqError as error:
+            if isinstance(error, AuthError):
+                raise OSError(f"{service} gave nothing: {error.message}") from error
+            if loop.time() >= deadline:
+                raise StartFailed(f"{service} gave nothing: {error.message}") from error
+        await asyncio.sleep(_PAUSE_S)
+
 
 RECORD_S = 2.0
 _STORES_S = 10.0
@@ -208,9 +294,11 @@ class Node:
                 "remove", node_subject(self.name, "remove"), RemoveRun, self._remove_run
             )
             await service.endpoint(
-                "model", node_subject(self.name, "model"), ModelQuestion, ModelLookout().answer
+                "model", node_subject(self.name, "model"), ModelQuestion, ModelChecks().answer
             )
-            await service.endpoint("look", node_subject(self.name, "look"), LookQuestion, look)
+            await service.endpoint(
+                "look", node_subject(self.name, "look"), LookQuestion, check_files
+            )
             await service.endpoint(
                 "inspect",
                 node_subject(self.name, "inspect"),
@@ -221,7 +309,7 @@ class Node:
                 "play",
                 node_subject(self.name, "play"),
                 PlayQuestion,
-                TriedGames(self._starter).play,
+                EnvCheckRunner(self._starter).play,
             )
             await stopping.wait()
             await self._drain()

@@ -94,7 +94,7 @@ class ErrorMemory:
         """Take one line of output."""
         self._tail.append(line)
         if '"actor_failed"' in line or '"actor_crashed"' in line:
-            self._told = _told_error(line) or self._told
+            self._told = _error_in(line) or self._told
 
     def forget(self) -> None:
         """Start afresh, for the next process."""
@@ -110,7 +110,7 @@ class ErrorMemory:
         return f"{how}\n{tail}" if tail else how
 
 
-def _told_error(line: str) -> str:
+def _error_in(line: str) -> str:
     try:
         value: Any = read_json(line)
     except ValueError:

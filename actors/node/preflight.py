@@ -1,9 +1,7 @@
-"""What a node says of a job that is not submitted yet: whether its files and game are there, and
-whether the game and the model are sound.
+"""Checks on a node before a job is submitted: its files, its game and its model.
 
-Asked by the scheduler when a client only tries a job. To look runs no code of the game; to play it
-takes a process like an environment host's, in the same sandbox. The model is looked into by a
-process like a generator's, with the code of the run.
+Checking files runs no code of the game. A game is played by a process like an environment host's,
+in the same sandbox; a model is inspected by a process like a generator's, with the code of the run.
 """
 
 import asyncio
@@ -35,9 +33,9 @@ from ...schemas.wire.errors import TinkermqError
 from ..check_game import END, PREFIX, VARIABLE, cut
 from ..policy.model_folder import check_model_alike, check_model_is_here
 from .children import ActorStarter
-from .command import ENVIRONMENT
 from .output import ErrorMemory, read_lines
 from .process import PIPE_DEADLINE_S, kill_group
+from .sandbox import ENVIRONMENT
 
 ANSWER_S = 10.0
 """A file system that takes longer is left for the job to find out."""
@@ -50,16 +48,16 @@ MAX_CONFIG_BYTES = 96 * 1024
 """Of what a process is given by its environment, which the kernel bounds."""
 
 
-async def look(question: LookQuestion) -> LookAnswer:
+async def check_files(question: LookQuestion) -> LookAnswer:
     """Say what is there, as far as that is known in time."""
-    looking = asyncio.ensure_future(asyncio.to_thread(look_now, question))
+    looking = asyncio.ensure_future(asyncio.to_thread(check_files_now, question))
     await asyncio.wait({looking}, timeout=ANSWER_S)
     return looking.result() if looking.done() else LookAnswer(known=False)
 
 
-def look_now(question: LookQuestion) -> LookAnswer:
+def check_files_now(question: LookQuestion) -> LookAnswer:
     """Look at the files, and for the game's package."""
-    missing = [one for one in question.files if not _is_there(Path(one).expanduser())]
+    missing = [file for file in question.files if not _is_there(Path(file).expanduser())]
     if not question.game:
         return LookAnswer(missing=missing)
     try:
@@ -73,7 +71,7 @@ def _is_there(path: Path) -> bool:
     return is_dataset_name(path) and path.is_file()
 
 
-class TriedGames:
+class EnvCheckRunner:
     """Plays games that jobs may be submitted with, one at a time."""
 
     def __init__(self, starter: ActorStarter, play_s: float = PLAY_S) -> None:
@@ -111,8 +109,8 @@ class TriedGames:
             return PlayAnswer(trouble=str(error), hint="see the node's log")
         finally:
             os.close(writing)
-        said = _Said()
-        reader = asyncio.create_task(read_lines(reading, said.take))
+        output = _CheckOutput()
+        reader = asyncio.create_task(read_lines(reading, output.take))
         exit_code: int | None = None
         try:
             with contextlib.suppress(TimeoutError):
@@ -125,11 +123,11 @@ class TriedGames:
                     await reader
         if exit_code is None:
             await child.wait()
-            return said.cut_off(self._play_s)
-        return said.answer(exit_code)
+            return output.cut_off(self._play_s)
+        return output.answer(exit_code)
 
 
-class _Said:
+class _CheckOutput:
     """What the process that plays a game says; of what the game prints a little is kept."""
 
     def __init__(self) -> None:
@@ -196,11 +194,11 @@ class ModelInspection:
             start_new_session=True,
             preexec_fn=die_with(os.getpid()),
         )
-        asked: dict[str, Any] = {"config": question.config, "conversations": [], "gold": False}
-        asked["job"] = True
+        parameters: dict[str, Any] = {"config": question.config, "conversations": [], "gold": False}
+        parameters["job"] = True
         try:
             async with asyncio.timeout(self._deadline_s):
-                said, errors = await process.communicate(pack(asked))
+                said, errors = await process.communicate(pack(parameters))
         except TimeoutError:
             return PlayAnswer(
                 trouble=f"its model was not looked into within {self._deadline_s:.0f} s",
@@ -212,21 +210,23 @@ class ModelInspection:
         if process.returncode:
             last = errors.decode(errors="replace").strip().splitlines()[-1:]
             return PlayAnswer(trouble=f"its model cannot be looked into: {' '.join(last)}"[:1000])
-        told: dict[str, Any] = json.loads(said.splitlines()[-1])
-        if "error" in told:
-            return PlayAnswer(trouble=told["error"]["message"], hint=told["error"]["hint"])
-        found = told["checks"][:MAX_CHECKS]
-        texts = ({**one, "detail": cut(one["detail"]), "hint": cut(one["hint"])} for one in found)
-        return PlayAnswer(checks=[GameCheck.model_validate(one) for one in texts])
+        fields: dict[str, Any] = json.loads(said.splitlines()[-1])
+        if "error" in fields:
+            return PlayAnswer(trouble=fields["error"]["message"], hint=fields["error"]["hint"])
+        result = fields["checks"][:MAX_CHECKS]
+        texts = (
+            {**item, "detail": cut(item["detail"]), "hint": cut(item["hint"])} for item in result
+        )
+        return PlayAnswer(checks=[GameCheck.model_validate(text) for text in texts])
 
 
-# Whether a node can have a model, asked by the scheduler before a job is queued.
+# -- models ----------------------------------------------------------------------------------------
 
 """What takes longer, such as a hub that does not answer, is left for the job to find out."""
 _AT_ONCE = 8
 
 
-class ModelLookout:
+class ModelChecks:
     """Answers questions after models, some at a time."""
 
     def __init__(self) -> None:

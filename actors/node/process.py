@@ -1,11 +1,9 @@
-"""One actor of a job as a child process, kept alive until it is done, fails for good, or is
-stopped.
+"""One actor of a job as a child process, restarted until it is done, stopped or given up.
 
-Exit 0 is done; exit 2, like a start that is refused, is a mistake that a restart cannot mend; exit
-3 is the end of a drain that nobody here asked for, and the actor is started again; any other end is
-a crash, and it is started again, too, later each time. So is an actor that tells no heartbeat any
-more, for it is stopped, hangs, or is cut off. The child leads a process group of its own and dies
-with the node, so nothing is left behind whichever of them is killed.
+Exit code 0 is done. 2 is a mistake that a restart cannot repair, like a refused start. 3 is the end
+of a drain that this node did not request: the actor is started again. Any other end is a crash: it
+is started again after a growing delay, and so is an actor without a heartbeat. The child leads a
+process group of its own and dies with the node.
 """
 
 import asyncio
@@ -24,16 +22,13 @@ from ...schemas.metric import Presence
 from ...schemas.node import ActorStatus, WantedActor
 from ...schemas.wire.errors import ConfigError, TinkermqError
 from ..runtime import EXIT_CRASHED, EXIT_DONE, EXIT_DRAINED, EXIT_FAILED
-from .children import Child, NotStarted, StartChild
-from .command import actor_environment
+from .children import Child, StartChild, StartFailed
 from .output import ActorOutput, LogFile, SendLines
-from .sandbox import StartRefused
+from .sandbox import StartRefused, actor_environment
 
-# When a crashed actor is started again, and when no more. Pure: time comes from the caller.
-#
-# An actor that fails too often within the window is given up; so is one that fails too often
-# without having finished a piece of work in between, however long that takes. A deadline that
-# passes again and again would else look like health for ever.
+# When a crashed actor is restarted, and when no more (pure). An actor is given up if it fails too
+# often within the window, or too often without finishing any work in between, however long that
+# takes: a deadline that passes again and again would otherwise look healthy for ever.
 
 WINDOW_S = 600.0
 FIRST_DELAY_S = 0.2
@@ -274,7 +269,7 @@ class ActorProcess:
             self._output.add([f"cannot start {self.wanted.name}: {error}"])
             if isinstance(error, StartRefused):
                 return EXIT_FAILED
-            return EXIT_DRAINED if isinstance(error, NotStarted) else EXIT_CRASHED
+            return EXIT_DRAINED if isinstance(error, StartFailed) else EXIT_CRASHED
         finally:
             os.close(writing)
         self._process = process
@@ -327,13 +322,13 @@ class ActorProcess:
             except TinkermqError:
                 since = now
                 continue
-            told = None if beat is None else beat.time  # it vanishes after ten seconds
-            is_new = told is not None and last is not None and told != last
-            has_told = has_told or is_new or (told or 0.0) >= self._started
+            beat_time = None if beat is None else beat.time  # it vanishes after ten seconds
+            is_new = beat_time is not None and last is not None and beat_time != last
+            has_told = has_told or is_new or (beat_time or 0.0) >= self._started
             was_away = now - looked > 3 * self._silence_look_s  # this process itself
             if is_new or was_away or (has_told and not had_told):
                 since = now
-            last = last if told is None else told
+            last = last if beat_time is None else beat_time
             had_told = has_told
             bound_s = self._silence_s if has_told else self._start_silence_s
             told_s = min(SILENCE_TOLD_S, bound_s / 2) if has_told else bound_s / 2
@@ -346,14 +341,14 @@ class ActorProcess:
                 return
 
     def _tell_silence(self) -> None:
-        told = {
+        fields = {
             "event": "actor_failed",
             "code": "deadline",
             "message": f"no heartbeat came for {self._silent_s:.0f} s: it was stopped, hung, or "
             "did not reach the broker",
             "hint": "it is started again; py-spy or gdb on a process that hangs says where",
         }
-        self._output.add([json.dumps(told)])
+        self._output.add([json.dumps(fields)])
 
     async def _end(self, process: Child, ended: asyncio.Task[int]) -> None:
         if not self._kill.is_set():

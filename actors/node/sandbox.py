@@ -55,8 +55,53 @@ from ...envs.sandbox.served import SOCKET, listen_at
 from ...schemas.node import WantedActor
 from ...schemas.wire.errors import SandboxError, StorageError, TinkermqError
 from ..storage.access import MODELS_VARIABLE, is_of_another, shown_from
-from .command import ENVIRONMENT
 from .forwarding import URL_VARIABLE, Forwarder
+
+# Module, arguments and environment of an actor. Secrets never stand on a command line: the broker's
+# URL is passed in the environment.
+
+ENVIRONMENT = {
+    "TINKERMQ_LOG_FORMAT": "json",
+    "PYTHONUNBUFFERED": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+"""What every process of the pool gets."""
+
+
+_MODULES = {"rank": "learner.ranks", "trainer": "tinker", "sampler": "tinker.sampling"}
+"""Roles whose module has another name."""
+
+
+def actor_module(wanted: WantedActor) -> str:
+    """Return the module that is run."""
+    return f"tinkermq.actors.{_MODULES.get(wanted.role, wanted.role)}"
+
+
+def actor_argv(wanted: WantedActor) -> list[str]:
+    """Return its arguments."""
+    return ["--user", wanted.user, "--job", wanted.job, "--name", wanted.name]
+
+
+def actor_environment(
+    wanted: WantedActor, nats_url: str, gpus: Sequence[int] | None = None
+) -> dict[str, str]:
+    """Return what is laid over the node's environment; threads are set before torch.
+
+    `gpus` are the GPUs that the actor sees, by number at the driver; None for a node without any.
+    """
+    threads = str(wanted.threads)
+    seen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus is not None else {}
+    return {
+        **seen,
+        **ENVIRONMENT,
+        "TINKERMQ_NATS_URL": nats_url,
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+    }
+
 
 FOLDERS_VARIABLE = "TINKERMQ_GAME_FOLDERS"
 """Further folders for games, joined by `:`, such as packages and data of theirs."""
@@ -92,7 +137,7 @@ _MAY_PASS = frozenset({errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errn
 """Of a machine or its network, not of rights."""
 
 
-class NotShown(SandboxError):
+class PathRefused(SandboxError):
     """What a job names may not be shown to what runs for it: no second try changes that."""
 
 
@@ -171,7 +216,7 @@ class SandboxStarter:
             if forwarder is not None:
                 await forwarder.close()
             await interpreters.close()
-            if isinstance(error, NotShown):
+            if isinstance(error, PathRefused):
                 raise StartRefused.of(error) from error
             if isinstance(error, SandboxError):
                 raise OSError(f"{error.message}; {error.hint}") from error
@@ -218,7 +263,10 @@ def actor_sandbox(
             memory_folder("/tmp"),  # noqa: S108 - its own
             memory_folder("/dev/shm"),  # noqa: S108 - its own
             *system_mounts(),
-            *(Mount("folder", str(one), mode=0o1777) for one in sorted({Path.home(), Path.cwd()})),
+            *(
+                Mount("folder", str(item), mode=0o1777)
+                for item in sorted({Path.home(), Path.cwd()})
+            ),
             *etc_mounts(etc),
             *(readable(path, is_optional=True) for path in sorted(set(shown))),
             *(readable(path, place, is_optional=True) for path, place in data.items()),
@@ -258,7 +306,7 @@ def _python() -> list[Path]:
         Path(sys.prefix),
         Path(sys.base_prefix),
         *(root / room for room in _ROOMS),
-        *(Path(one) for one in path if one),
+        *(Path(item) for item in path if item),
     ]
 
 
@@ -266,18 +314,18 @@ def check_programs(wanted: WantedActor) -> None:
     """Look at what a host of agent programs reads; it is in no sandbox itself.
 
     It runs no code of the job's owner, and each of its programs has a sandbox. What it shows
-    to them, and its data, may be no more than a hosted game would see. Raises NotShown.
+    to them, and its data, may be no more than a hosted game would see. Raises PathRefused.
     """
     _data_files(wanted)
     roots = [Path(root) for root in wanted.output_roots]
-    named = [one.resolve() for one in (*_python(), *_named(FOLDERS_VARIABLE))]
+    named = [item.resolve() for item in (*_python(), *_named(FOLDERS_VARIABLE))]
     for folder in wanted.programs or []:
         path = Path(folder).expanduser().resolve()
         is_own = any(path.is_relative_to(root.resolve()) for root in roots) and not is_of_another(
             path, wanted.user, roots
         )
-        if not is_own and not any(path.is_relative_to(one) for one in named):
-            raise NotShown(
+        if not is_own and not any(path.is_relative_to(item) for item in named):
+            raise PathRefused(
                 f"agent programs of user {wanted.user!r} may not be shown {folder!r}",
                 hint="name a folder in a run of theirs, or let the operator name it in "
                 f"${FOLDERS_VARIABLE} of the nodes",
@@ -291,13 +339,13 @@ def _data_files(wanted: WantedActor) -> dict[Path, Path]:
     a link, what lies in a run of somebody else.
     """
     roots = [Path(root) for root in wanted.output_roots]
-    named = {Path(one).expanduser().absolute() for one in wanted.reads}
+    named = {Path(read).expanduser().absolute() for read in wanted.reads}
     places = {path: path.resolve() for path in named if is_dataset_name(path) and path.is_file()}
     for path, place in places.items():
         if place != path and (
             not is_dataset_name(place) or is_of_another(place, wanted.user, roots)
         ):
-            raise NotShown(
+            raise PathRefused(
                 f"{path} leads to {place}, which is no dataset of user {wanted.user!r}",
                 hint="name the file itself, or copy it",
             )
@@ -336,7 +384,7 @@ class _Handles:
 def _run_folder(path: Path, handles: _Handles) -> Iterator[Mount]:
     """Yield the folder of a learner's run, the copies in it read-only.
 
-    Other actors of the job read these. Raises NotShown for a folder that was made a link.
+    Other actors of the job read these. Raises PathRefused for a folder that was made a link.
     """
     yield writable(path, _opened(path, path, handles))
     with Folder(path) as folder:
@@ -352,7 +400,7 @@ def _opened(root: Path, path: Path, handles: _Handles) -> Path:
         return handles.below(root, path)
     except (OSError, StorageError) as error:
         may_pass = isinstance(error, OSError) and error.errno in _MAY_PASS
-        raise (SandboxError if may_pass else NotShown)(
+        raise (SandboxError if may_pass else PathRefused)(
             f"{path} cannot be shown to functions of its owner: {error}",
             hint="the folder of a run, and what it reads, may be no link: remove it",
         ) from error
@@ -363,16 +411,16 @@ def _read_by_learner(wanted: WantedActor, handles: _Handles) -> dict[Path, Path]
 
     Each must lie, links followed, where the operator's folders or the user's own let it, and is
     opened from there without following one: whoever may write a folder may have made it a link
-    since the job was accepted. Raises NotShown.
+    since the job was accepted. Raises PathRefused.
     """
     roots = [Path(root) for root in wanted.output_roots]
-    named = {Path(one).expanduser().absolute() for one in wanted.own_code or []}
+    named = {Path(item).expanduser().absolute() for item in wanted.own_code or []}
     places: dict[Path, Path] = {}
-    for path in sorted(one for one in named if one.exists()):
+    for path in sorted(item for item in named if item.exists()):
         place = path.resolve()
         root = shown_from(place, wanted.user, roots)
         if root is None:
-            raise NotShown(
+            raise PathRefused(
                 f"functions of user {wanted.user!r} may not be shown {path}",
                 hint=f"let the operator name its folder in ${MODELS_VARIABLE} of scheduler and "
                 "nodes, or name a model or data in a run of your own",
@@ -383,7 +431,7 @@ def _read_by_learner(wanted: WantedActor, handles: _Handles) -> dict[Path, Path]
 
 
 def _named(variable: str) -> list[Path]:
-    return [Path(one) for one in os.environ.get(variable, "").split(":") if one]
+    return [Path(item) for item in os.environ.get(variable, "").split(":") if item]
 
 
 def _allowed(environment: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str]:
@@ -393,10 +441,10 @@ def _allowed(environment: Mapping[str, str], more: Iterable[str] = ()) -> dict[s
 
 
 def _refuse_runs(folders: Iterable[Path], run_dir: Path) -> None:
-    """Raise NotShown if what every game may see holds the runs of all."""
+    """Raise PathRefused if what every game may see holds the runs of all."""
     for folder in folders:
         if run_dir.resolve().is_relative_to(folder.resolve()):
-            raise NotShown(
+            raise PathRefused(
                 f"games would see the run folders of all users in {folder}",
                 hint="let the runs lie elsewhere (output_dir) than what games see: Python's own "
                 f"folders, $PYTHONPATH and ${FOLDERS_VARIABLE}",
@@ -404,11 +452,11 @@ def _refuse_runs(folders: Iterable[Path], run_dir: Path) -> None:
 
 
 def _refuse_unreadable(paths: Iterable[Path]) -> None:
-    """Raise NotShown for what only root may read: the game is somebody else."""
+    """Raise PathRefused for what only root may read: the game is somebody else."""
     for path in paths:
         needed = 0o005 if path.is_dir() else 0o004
         if path.exists() and path.stat().st_mode & needed != needed:
-            raise NotShown(
+            raise PathRefused(
                 f"hosted games may not read {path}: a node that root runs lets them run as nobody",
                 hint=f"chmod -R o+rX {path}",
             )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ...schemas.machines import machines_config
 from ..runtime import ActorContext, run_service_actor, service_parser
-from .jobs.archive import Keeping
+from .jobs.archive import RetentionLimits
 from .scheduler import run
 
 
@@ -14,7 +14,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a scheduler until it is told to stop; return the exit code."""
     parser = service_parser("scheduler")
     parser.add_argument("--name", default="scheduler", help="name (default: scheduler)")
-    keeping = Keeping()
+    keeping = RetentionLimits()
     parser.add_argument(
         "--keep-ended",
         type=_count,
@@ -37,11 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--node-credentials", default="", metavar="FILE", help="those of machines")
     arguments = parser.parse_args(argv)
-    kept = Keeping(arguments.keep_ended, arguments.keep_ended_of_all)
+    retention = RetentionLimits(arguments.keep_ended, arguments.keep_ended_of_all)
     machines = machines_config(arguments.machines, credentials=arguments.node_credentials)
 
     async def schedule(context: ActorContext) -> None:
-        await run(context, keeping=kept, machines=machines)
+        await run(context, keeping=retention, machines=machines)
 
     return run_service_actor("scheduler", arguments.name, arguments.nats, schedule)
 

@@ -1,10 +1,10 @@
-"""Which of several schedulers acts.
+"""Leader election among schedulers, and the scheduler's intervals.
 
-The holder writes its key anew every second. One that waits watches the key's revision by its own
-clock and takes the key over, by compare-and-set, once it has stood still for three seconds: clocks
-of different machines are never compared. Each holder has a higher epoch than the one before, which
-is why a lease that is given back is kept, without a holder; nodes refuse what an older holder still
-sends. Where the broker lost the lease, nodes still know the epoch that they have heard (`rise`).
+The leader renews its key every second. A standby watches the key's revision by its own clock and
+takes over, by compare-and-set, once it has not changed for three seconds: clocks of different
+machines are never compared. Each leader has a higher epoch than the one before, so a released lease
+is stored without a holder; nodes refuse requests of an older epoch. If the broker lost the lease,
+nodes still know the epoch that they have heard (`rise`).
 """
 
 import asyncio
@@ -13,13 +13,67 @@ import os
 import secrets
 import socket
 import time
+from collections import deque
+from dataclasses import dataclass
 
 from ...broker.client.connection import Broker
 from ...broker.jetstream.kv import Bucket, DamagedEntry
 from ...schemas.node import SchedulerLease
 from ...schemas.wire.errors import ConflictError, FencedError
 from ...schemas.wire.subjects import BUCKET_LEASES
-from .timing import Timing
+
+# -- intervals -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A scheduler's clocks, in seconds; tests run them faster."""
+
+    turn_s: float = 0.5
+    """Between two looks at all jobs, when nothing calls for one at once."""
+    hurries: bool = True
+    """Whether a change calls for a look at once."""
+    renew_s: float = 1.0
+    """Between two renewals of the lease."""
+    stale_s: float = 3.0
+    """A lease that stood still for this long may be taken over."""
+    aging_s: float = 3600.0
+    """A wait of so long counts as one more point of priority."""
+    silent_s: float = 10.0
+    """A node that was not heard of for this long has left."""
+    sync_s: float = 2.0
+    """A node has this long to answer a request."""
+    resync_s: float = 5.0
+    """Between two requests to a node that does what it shall."""
+
+
+# -- duration of decisions -------------------------------------------------------------------------
+
+_KEPT = 4096
+
+
+class DecisionTimes:
+    """The times of the last decisions over the whole queue."""
+
+    def __init__(self) -> None:
+        """Have timed none."""
+        self._seconds: deque[float] = deque(maxlen=_KEPT)
+
+    def note(self, seconds: float) -> None:
+        """Note the time that a decision took of the event loop's thread."""
+        self._seconds.append(seconds)
+
+    def numbers(self) -> dict[str, float]:
+        """Return what the heartbeat tells: milliseconds, median and 99th percentile."""
+        times = sorted(self._seconds)
+        if not times:
+            return {}
+        ranks = {"p50": 0.5, "p99": 0.99}
+        return {
+            f"decision_ms_{name}": 1000 * times[min(int(rank * len(times)), len(times) - 1)]
+            for name, rank in ranks.items()
+        }
+
 
 KEY = "scheduler"
 _POLL_S = 0.25
@@ -47,12 +101,12 @@ class LeaderLease:
         seen: int | None = None
         since = time.monotonic()
         while not stopping.is_set():
-            asked = time.monotonic()
+            asked_at = time.monotonic()
             revision, before, is_free = await self._look()
-            is_silent = asked - since >= self._timing.stale_s
+            is_silent = asked_at - since >= self._timing.stale_s
             if not is_free and revision != seen:
-                seen, since = revision, asked
-            elif (is_free or is_silent) and await self._take(revision, before, asked):
+                seen, since = revision, asked_at
+            elif (is_free or is_silent) and await self._take(revision, before, asked_at):
                 return True
             await asyncio.sleep(_POLL_S)
         return False
@@ -74,7 +128,7 @@ class LeaderLease:
             return None, 0, True
         return entry.revision, entry.value.epoch, not entry.value.holder
 
-    async def _take(self, revision: int | None, epoch_before: int, asked: float) -> bool:
+    async def _take(self, revision: int | None, epoch_before: int, asked_at: float) -> bool:
         self.epoch = max(int(time.time() * 1000), epoch_before + 1)
         value = SchedulerLease(holder=self.holder, epoch=self.epoch)
         try:
@@ -84,7 +138,7 @@ class LeaderLease:
                 self._revision = await self._bucket.update(KEY, value, revision)
         except ConflictError:
             return False
-        self._renewed = asked
+        self._renewed = asked_at
         return True
 
     async def hold(self) -> None:
@@ -93,7 +147,7 @@ class LeaderLease:
         while True:
             await asyncio.sleep(self._timing.renew_s)
             beat += 1
-            asked = time.monotonic()
+            asked_at = time.monotonic()
             value = SchedulerLease(holder=self.holder, epoch=self.epoch, beat=beat)
             try:
                 self._revision = await self._bucket.update(KEY, value, self._revision)
@@ -101,7 +155,7 @@ class LeaderLease:
                 raise FencedError(
                     "another scheduler has taken over", hint="this one waits for its turn"
                 ) from error
-            self._renewed = asked
+            self._renewed = asked_at
 
     async def release(self) -> None:
         """Give the lease back so that the next holder need not wait; harmless if it is lost."""

@@ -19,17 +19,13 @@ from ...schemas.node import CLOCK_BOUND_S, ActorStatus, NodeStatus, NodeSync
 from ...schemas.wire.errors import FencedError, MessageError, TinkermqError
 from ...schemas.wire.subjects import BUCKET_NODES
 from ...schemas.wire.subjects import node as node_subject
-from .timing import Timing
+from .lease import Timing
 
-# How far the clock of a node is off, as seen over a request and its answer. Pure.
+# The offset of a node's clock, from a request and its answer (pure). The answer's clock reading is
+# compared with the middle of both times (as NTP does, RFC 5905 section 8); the fastest recent
+# answer counts, as it leaves the least doubt.
 #
-# The node says what its clock shows when it answers, which was at some time between the request
-# and the arrival of the answer. The middle of both is taken (as NTP does, RFC 5905 section 8),
-# and the answer that came back soonest counts, for as long as it is recent: it leaves the least
-# doubt.
-#
-# Nothing is decided by it: leases, heartbeats and silence are counted by each process's own
-# monotonic clock. What people read, order and bill goes by the clocks of machines.
+# Nothing is decided by it: leases, heartbeats and silence use each process's monotonic clock.
 
 RECENT_S = 60.0
 """An answer counts for so long, if none came back sooner."""
@@ -53,12 +49,12 @@ class ClockReading:
         return least if self.ahead_s > 0 else -least
 
 
-def reading(shown: float, asked: float, took_s: float, at: float) -> ClockReading:
+def read_clock(shown: float, asked_at: float, took_s: float, at: float) -> ClockReading:
     """Return what is known of a clock that showed `shown` in an answer.
 
     It was asked for when one's own showed `asked`, and came `took_s` later.
     """
-    return ClockReading(shown - asked - took_s / 2, took_s / 2, at)
+    return ClockReading(shown - asked_at - took_s / 2, took_s / 2, at)
 
 
 def better(known: ClockReading | None, new: ClockReading) -> ClockReading:
@@ -148,8 +144,8 @@ class Nodes:
         if member is None or member.status is None:
             return None
         wanted = (user, job, actor)
-        told = member.status.actors
-        return next((one for one in told if (one.user, one.job, one.name) == wanted), None)
+        statuses = member.status.actors
+        return next((item for item in statuses if (item.user, item.job, item.name) == wanted), None)
 
     async def refresh(self) -> None:
         """Read the nodes' records; note who was heard and who was not."""
@@ -198,20 +194,20 @@ class Nodes:
         Answers that come promptly are waited for. A node that takes longer holds up no other; it
         is asked again once it has answered or its time is over, the others now and then.
         """
-        asked = [
+        syncs = [
             group.create_task(self._sync_one(name, request), name=f"sync of node {name}")
             for name, request in requests.items()
             if name not in self._asking and self._is_due(self._members[name], request)
         ]
-        if asked:
-            await asyncio.wait(asked, timeout=_PROMPT_S)
+        if syncs:
+            await asyncio.wait(syncs, timeout=_PROMPT_S)
 
     def _is_due(self, member: _Member, request: NodeSync) -> bool:
         if member.asked != request or time.monotonic() - member.asked_at >= self._resync_s:
             return True
-        wanted = {(one.user, one.job, one.name): one.attempt for one in request.actors}
+        wanted = {(actor.user, actor.job, actor.name): actor.attempt for actor in request.actors}
         runs = member.status.actors if member.status else []
-        return wanted != {(one.user, one.job, one.name): one.attempt for one in runs}
+        return wanted != {(run.user, run.job, run.name): run.attempt for run in runs}
 
     async def _sync_one(self, name: str, request: NodeSync) -> None:
         self._asking.add(name)
@@ -245,7 +241,7 @@ class Nodes:
         member.refuses = False
         member.asked, member.asked_at = request, time.monotonic()
         took_s = member.asked_at - began
-        self._note_clock(member, reading(status.time, asked, took_s, member.asked_at), name)
+        self._note_clock(member, read_clock(status.time, asked, took_s, member.asked_at), name)
         self._hear(name, member, status)
 
     def _note_refusal(self, name: str, error: FencedError) -> None:
@@ -270,6 +266,6 @@ def _shape(status: NodeStatus) -> tuple[object, ...]:
     return status.slots, status.groups, status.link, status.packages
 
 
-def _newer(told: NodeStatus | None, record: NodeStatus) -> NodeStatus:
+def _newer(status: NodeStatus | None, record: NodeStatus) -> NodeStatus:
     """Return which of a node's answers it gave later, by its own clock."""
-    return record if told is None or record.time >= told.time else told
+    return record if status is None or record.time >= status.time else status

@@ -1,7 +1,7 @@
-"""Tells users of the end of their jobs, and of a plateau, at a URL that they have handed over.
+"""Notify users of the end of their jobs, and of a plateau, and record the jobs' changes of state.
 
-The scheduler does it, so that it works while the laptop sleeps. apprise knows the services behind
-the URLs; it runs in a thread, and neither the URL nor what a service answers is logged.
+The scheduler sends them, so that it works while the laptop sleeps. apprise knows the services
+behind the URLs; it runs in a thread, and neither a URL nor an answer is logged.
 """
 
 import asyncio
@@ -146,13 +146,11 @@ def send_by_apprise(url: str, title: str, text: str) -> bool:
     return bool(service.add(url)) and bool(service.notify(title=title, body=text))
 
 
-# Tells the events of jobs' moves, which their records hold until they are told.
-#
-# Each job is told of in a task of its own, so that a stream that takes nothing holds up nobody
-# else; what fails is left to the next turn. The streams of a job that has ended shrink once its
-# end was told, and only then its record is done with: whoever is killed on the way leaves the
-# rest to the next scheduler. Some jobs at a time do so, those first that ended first: a server
-# that is slow would finish none of a thousand in time, and be asked for all of them anew.
+# Events of state changes, which the jobs' records hold until they are published. Each job has a
+# task of its own, so that one blocked stream delays no other; failures wait for the next turn. The
+# streams of an ended job shrink after its last event is published, and only then its record is
+# final. A bounded number of jobs does so at a time, the oldest first, so that a slow server
+# finishes some of a thousand.
 
 _TELL_S = 10.0
 _CLOSING = 8

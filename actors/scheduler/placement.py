@@ -1,27 +1,151 @@
-"""Which node gets which actor, and which of its slots. Pure.
+"""The order of the queue, and which node and slots each actor gets. Pure.
 
-A queued job starts whole or not at all, so two jobs never hold half of the pool each and wait for
-the other half. The first job that has to wait keeps slots for itself: those that are free and
-would serve it, on whatever nodes, and more as they become free. Jobs behind it are placed on what
-is left (backfill), so they never delay it, and it is never starved.
+Order: higher priority first; between equals the user who would hold the least for their weight with
+half a job more (Sainte-Laguë's rule; half a job of the mean size of those next), a user without
+slots before all others; then the oldest. Every hour of waiting counts as one point of priority, so
+no job starves. Between users age counts only up to the highest priority in the queue: otherwise a
+user with many waiting jobs would displace newcomers by age alone.
+
+A queued job starts whole or not at all, so two jobs never hold half of the pool each. The first job
+that has to wait reserves slots: the free ones that would serve it, and more as they become free.
+Jobs behind it are placed on the rest (backfill), so they never delay it.
 
 A job is packed onto one node if one can hold it, learner and generators together, within one
-group of linked slots if one can. An actor of several slots gets them on one node, and within one
+group of linked slots if possible. An actor of several slots gets them on one node, and within one
 group wherever the pool has a group of that size; so do the ranks of a learner, as if they were one
-actor, or as many equal parts as they may lie on nodes, those first that are linked to each other.
-Parts lie on nodes with the same packages only: other versions compute other gradients, or hang.
+actor, or as many equal parts as they may lie on nodes, linked nodes first. Parts lie on nodes with
+the same packages only: other versions compute other gradients, or hang.
 """
 
+import heapq
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import islice
 
 from ...schemas.job import ActorPlacement, JobRecord
 from ...schemas.node import MUST_MATCH, ActorStatus, NodeStatus, WantedActor, differences
+from ...schemas.user import NO_BOUNDS, Quota
 from ...schemas.wire.errors import PlacementError
-from .jobs.actors import unplaced
-from .jobs.states import ACTIVE
-from .queue import PlacementRequest, UserShares, in_order
+from .jobs.states import ACTIVE, slots_of, unplaced
+
+# -- the order of the queue ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlacementRequest:
+    """Actors of one job that have no node yet."""
+
+    job: str
+    """Key of the job."""
+    actors: tuple[ActorPlacement, ...]
+    """In the order in which they are placed."""
+    user: str = ""
+    """Owner of the job."""
+    priority: int = 0
+    """Of the job."""
+    created: float = 0.0
+    """When the job was submitted, in seconds since the epoch."""
+    home: str | None = None
+    """Node of the job's learner: its other actors are put there while there is room."""
+    whole: bool = True
+    """All at once or none; False for the missing actors of a job that runs, which come first."""
+
+    @cached_property
+    def need(self) -> int:
+        """Slots that the actors hold together."""
+        return slots_of(self.actors)
+
+    @cached_property
+    def shape(self) -> tuple[tuple[int, ...], ...]:
+        """Slots of each actor, and over how many nodes the ranks of a learner may lie."""
+        return shape_of(self.actors)
+
+
+def shape_of(actors: Iterable[ActorPlacement]) -> tuple[tuple[int, ...], ...]:
+    """Return what decides whether actors fit: slots of each, and how ranks may be spread."""
+    return tuple((actor.slots, *actor.spread) for actor in actors)
+
+
+@dataclass
+class UserShares:
+    """What each user holds, and may hold."""
+
+    held: dict[str, int] = field(default_factory=dict[str, int])
+    """Slots by user."""
+    quotas: Mapping[str, Quota] = field(default_factory=dict[str, Quota])
+    """Quotas by user."""
+    unknown: Quota = NO_BOUNDS
+    """That of everybody else."""
+    actors: dict[str, int] = field(default_factory=dict[str, int])
+    """Actors that have a node, by user."""
+    aging_s: float = 3600.0
+    """A wait of so long counts as one more point of priority."""
+
+    def quota(self, user: str) -> Quota:
+        """Return the quota of a user."""
+        return self.quotas.get(user, self.unknown)
+
+    def take(self, user: str, slots: int, actors: int) -> None:
+        """Count what a user was given."""
+        self.held[user] = self.held.get(user, 0) + slots
+        self.actors[user] = self.actors.get(user, 0) + actors
+
+    def points(self, request: "PlacementRequest", now: float) -> int:
+        """Return the priority of a job, its age included."""
+        return request.priority + int(max(now - request.created, 0) // self.aging_s)
+
+    def room(self, user: str) -> float:
+        """Return the slots that a user may still be given."""
+        bound = self.quota(user).max_slots
+        return float("inf") if bound is None else bound - self.held.get(user, 0)
+
+    def actor_room(self, user: str) -> float:
+        """Return the actors that a user may still be given."""
+        bound = self.quota(user).max_actors
+        return float("inf") if bound is None else bound - self.actors.get(user, 0)
+
+    def usage(self, user: str, more: float = 0.0) -> float:
+        """Return what a user holds for their weight, with so many slots more; 0 for nothing."""
+        held = self.held.get(user, 0)
+        return (held + more) / self.quota(user).weight if held else 0.0
+
+
+def in_order(
+    queue: Iterable[PlacementRequest], shares: UserShares, now: float
+) -> Iterator[PlacementRequest]:
+    """Yield the requests in the order of placing, which follows what `shares` says by then.
+
+    The caller counts in `shares` what it gives before it asks for the next one.
+    """
+    by_user: dict[str, list[tuple[int, float, int, PlacementRequest]]] = defaultdict(list)
+    for number, request in enumerate(queue):
+        if not request.whole:
+            yield request
+            continue
+        points = -shares.points(request, now)
+        by_user[request.user].append((points, request.created, number, request))
+    for waiting in by_user.values():
+        waiting.sort(reverse=True)
+
+    highest = max((one.priority for each in by_user.values() for *_, one in each), default=0)
+
+    ahead = sum(each[-1][-1].need for each in by_user.values()) / max(len(by_user), 1) / 2
+
+    def key(user: str) -> tuple[int, float, float, str]:
+        points, created, *_ = by_user[user][-1]
+        return (max(points, -highest), shares.usage(user, ahead), created, user)
+
+    heads = [key(user) for user in by_user]
+    heapq.heapify(heads)
+    while heads:
+        *_, user = heads[0]
+        yield by_user[user].pop()[-1]
+        if by_user[user]:
+            heapq.heapreplace(heads, key(user))
+        else:
+            heapq.heappop(heads)
 
 
 @dataclass(frozen=True)
@@ -93,7 +217,7 @@ def place(
             given = pool.give(request, free)
             num_free = sum(map(len, free.values())) if given else num_free
             if request.whole:  # what a running job lacks counts as held already
-                shares.take(request.user, sum(len(one.devices) for one in given), len(given))
+                shares.take(request.user, sum(len(item.devices) for item in given), len(given))
             result.assignments += given
             most -= bool(given)
         if len(given) == len(request.actors):
@@ -234,14 +358,14 @@ class _Pool:
         All that is free and fits it by now, wherever it lies; the rest on the nodes that serve it
         first.
         """
-        names = {one.actor for one in given}
+        names = {item.actor for item in given}
         for nodes in (free, {name: set(range(node.total)) for name, node in self._nodes.items()}):
             rest = tuple(actor for actor in request.actors if actor.name not in names)
             waiting = PlacementRequest(request.job, rest, home=request.home, whole=False)
             kept, _ = self._fit(waiting, nodes, lambda name: (-len(free[name]), name), prefer=free)
-            for one in kept:
-                free[one.node] -= set(one.devices)
-            names |= {one.actor for one in kept}
+            for entry in kept:
+                free[entry.node] -= set(entry.devices)
+            names |= {item.actor for item in kept}
 
     def _fit(
         self,
@@ -254,10 +378,10 @@ class _Pool:
         best: tuple[list[Assignment], _Slots] = [], {}
         for units in _units_of(request.actors):
             for alike in self._alike(request, units, available):
-                found = self._fit_units(request, units, available, rank, prefer, alike)
-                if len(found[0]) == len(request.actors):
-                    return found
-                best = max(best, found, key=lambda one: len(one[0]))
+                result = self._fit_units(request, units, available, rank, prefer, alike)
+                if len(result[0]) == len(request.actors):
+                    return result
+                best = max(best, result, key=lambda one: len(one[0]))
         return best
 
     def _alike(
@@ -269,7 +393,7 @@ class _Pool:
         parts = sum(bool(_ranks_of(unit)) for unit in units) + (request.home is not None)
         if parts < 2 or len(kinds) < 2:
             return [available]
-        found = [
+        matches = [
             {
                 name: slots
                 for name, slots in available.items()
@@ -277,7 +401,7 @@ class _Pool:
             }
             for kind in ({of_home} if of_home else kinds)
         ]
-        return sorted(found, key=lambda nodes: (-sum(map(len, nodes.values())), min(nodes)))
+        return sorted(matches, key=lambda nodes: (-sum(map(len, nodes.values())), min(nodes)))
 
     def _fit_units(
         self,
@@ -334,8 +458,8 @@ class _Pool:
         devices = None if best is None else choose(count, best)
         if best is None or devices is not None:
             return best, devices
-        found = ((name, choose(count, name)) for name in sorted(names, key=rank))
-        return next((one for one in found if one[1] is not None), (None, None))
+        matches = ((name, choose(count, name)) for name in sorted(names, key=rank))
+        return next((item for item in matches if item[1] is not None), (None, None))
 
     def _home(
         self, request: PlacementRequest, available: _Slots, rank: Callable[[str], tuple[int, str]]
@@ -412,7 +536,7 @@ def _assignments(
         yield Assignment(job, actor.name, node, tuple(islice(left, actor.slots)))
 
 
-# What follows from records of jobs and answers of nodes for the placing. Pure.
+# -- requests and free slots, from the records of jobs and nodes -----------------------------------
 
 
 def request_of(key: str, record: JobRecord) -> PlacementRequest | None:

@@ -1,11 +1,10 @@
-"""The scheduler's loop: compares what the job records want with what the nodes say.
+"""The scheduler's loop: compares the job records with the nodes' answers, and acts.
 
-It is level-triggered: every turn looks at everything that lives and does the next thing, so it
-does not matter which message was lost or which process died in between. A turn: take up what
-changed in the records of jobs and nodes, give free slots to what waits, tell the nodes what they
-shall run, move the jobs by what the nodes answered, pass on stops and pauses to learners that have
-not heard them, and tell the events of all moves. What has not changed costs a look in memory, no
-message.
+It is level-triggered: every turn looks at all live jobs and does the next thing, so it does not
+matter which message was lost or which process died. A turn: read the changed records of jobs and
+nodes, place waiting jobs on free slots, tell the nodes what to run, move the jobs by the nodes'
+answers, pass stops and pauses on to learners, and publish the events of all moves. What has not
+changed costs no message.
 """
 
 import asyncio
@@ -14,13 +13,16 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import structlog
 
 from ...broker.client.connection import Broker
+from ...broker.client.rpc import call
 from ...broker.jetstream.streams import create_job_streams, settle_job_streams
 from ...broker.jobs import JobStore, is_final
 from ...schemas.config.sections import BROKER
+from ...schemas.control import ControlReply, ControlRequest
 from ...schemas.job import FINAL_STATES, ActorPlacement, JobRecord
 from ...schemas.node import ActorStatus, NodeStatus, NodeSync, WantedActor
 from ...schemas.wire.errors import (
@@ -33,28 +35,123 @@ from ...schemas.wire.errors import (
     TinkermqError,
 )
 from ...schemas.wire.subjects import JobScope
-from .jobs.actors import at_rest, main_actor, unplaced, vital, wanted_actor
 from .jobs.removal import Remover
-from .jobs.states import ACTIVE, Transition, next_state, told_placements
+from .jobs.states import (
+    ACTIVE,
+    Transition,
+    at_rest,
+    main_actor,
+    next_state,
+    unplaced,
+    vital,
+    wanted_actor,
+    with_statuses,
+)
 from .jobs.view import JobsView, Versions, key_of
-from .lease import LeaderLease
+from .lease import DecisionTimes, LeaderLease, Timing
 from .machines.keeper import Demand
-from .messenger import Messenger
 from .nodes import Nodes
 from .notifier import MoveEvents, Notifier
 from .placement import (
     Assignment,
     NodeSlots,
+    PlacementRequest,
     free_slots,
     is_queued,
     place,
     refuse_impossible,
     request_of,
+    shape_of,
     unwanted,
     with_nodes,
 )
-from .queue import PlacementRequest, shape_of
-from .timing import DecisionTimes, Timing
+
+# Stop, pause and hand-over requests to learners. The job's record holds the request; here only the
+# process that has received it is remembered, so a restarted learner gets it again.
+
+_CONTROL_TIMEOUT_S = 5.0
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+class LearnerCommands:
+    """Tells each start of a learner once."""
+
+    def __init__(self, broker: Broker) -> None:
+        """Have told nobody."""
+        self._broker = broker
+        self._told: dict[str, tuple[str, int | None]] = {}
+        self._telling: set[str] = set()
+
+    def pass_on(
+        self,
+        key: str,
+        record: JobRecord,
+        learner: ActorStatus | None,
+        group: asyncio.TaskGroup,
+    ) -> None:
+        """Tell the learner to stop or pause, in a task of `group`, unless it knows."""
+        verb = _verb_for(record)
+        if verb is None:
+            self._told.pop(key, None)
+            return
+        if learner is None or learner.state != "running" or key in self._telling:
+            return
+        if self._told.get(key) != (verb, learner.pid):
+            self._telling.add(key)
+            group.create_task(self._tell(key, record, verb, learner.pid), name=f"{verb} {key}")
+
+    def hand_over(self, record: JobRecord, group: asyncio.TaskGroup) -> None:
+        """Tell the learner of a silent node to end, in case that it is the node alone that hangs.
+
+        It could go on training beside its successor otherwise: each would find that the other has
+        written to the batch log, and whichever starts again loses to the one that runs. A learner
+        that does not hear it cannot write there either.
+        """
+        group.create_task(self._hand_over(record), name=f"hand over {record.job}")
+
+    async def _hand_over(self, record: JobRecord) -> None:
+        try:
+            await tell_learner(self._broker, record, "hand_over")
+            _log.info("learner_told_to_end", job=record.job)
+        except TinkermqError as error:
+            _log.debug("learner_not_told", job=record.job, verb="hand_over", error=error.message)
+
+    def forget(self, key: str) -> None:
+        """Drop what is known of a job that has ended."""
+        self._told.pop(key, None)
+
+    async def _tell(
+        self, key: str, record: JobRecord, verb: Literal["stop", "pause"], pid: int | None
+    ) -> None:
+        try:
+            await tell_learner(self._broker, record, verb)
+            self._told[key] = (verb, pid)
+        except TinkermqError as error:  # it may not listen yet: again next turn
+            _log.debug("learner_not_told", job=record.job, verb=verb, error=error.message)
+        finally:
+            self._telling.discard(key)
+
+
+async def tell_learner(
+    broker: Broker, record: JobRecord, verb: Literal["stop", "pause", "resume", "hand_over"]
+) -> ControlReply:
+    """Send a control request to the learner of a job."""
+    return await call(
+        broker,
+        record.scope.control(main_actor(record.actors).name),
+        ControlRequest(verb=verb, reason=f"{verb} of the job"),
+        ControlReply,
+        timeout_s=_CONTROL_TIMEOUT_S,
+        waiting_for=f"the {main_actor(record.actors).role} of {record.name}",
+        idempotent=True,
+    )
+
+
+def _verb_for(record: JobRecord) -> Literal["stop", "pause"] | None:
+    if record.state in ACTIVE and record.stop == "drain":
+        return "stop"
+    return "pause" if record.state == "PAUSED" else None
+
 
 WHO = "scheduler"
 _STARTS_PER_TURN = 32
@@ -62,7 +159,6 @@ _PAUSE_S = 0.01  # what comes at the same time is looked at in one turn
 _IDLE_SHARE = 3.0  # of the time a turn took: so that clients are answered while many jobs wait
 _MEANWHILE = (ConflictError, NotFoundError, MessageError)
 """Somebody has written, removed or damaged the record since it was read: next turn."""
-_log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 Wanted = Mapping[str, list[WantedActor]]
 
@@ -103,7 +199,7 @@ class Reconciler:
         self._timing = timing
         self._notifier = notifier
         self._versions = Versions(broker, jobs)
-        self._messenger = Messenger(broker)
+        self._messenger = LearnerCommands(broker)
         self._events = MoveEvents(broker, jobs)
         self._remover = remover
         self._could_come = could_come
@@ -180,7 +276,7 @@ class Reconciler:
                 await self._advance(record, group)
         self._events.tell(self._view.untold(), group)
         self._remover.look(group)
-        active = [one for one in self._view.live.values() if one.state in ACTIVE]
+        active = [item for item in self._view.live.values() if item.state in ACTIVE]
         if await self._versions.look(active):
             await self._notifier.look(active)
 
@@ -211,8 +307,8 @@ class Reconciler:
         placed = place(queue, self._slots(), shares, time.time(), most=_STARTS_PER_TURN)
         self.decisions.note(time.thread_time() - started)
         given: dict[str, list[Assignment]] = defaultdict(list)
-        for one in placed.assignments:
-            given[one.job].append(one)
+        for assignment in placed.assignments:
+            given[assignment.job].append(assignment)
         if len(given) >= _STARTS_PER_TURN:
             self.hurry()
         live = self._view.live
@@ -224,8 +320,8 @@ class Reconciler:
 
     def _waiting(self) -> list[PlacementRequest]:
         """Return what has no node: actors that running jobs lack, and queued jobs."""
-        found = (self._derived(key, record).request for key, record in self._view.live.items())
-        requests = [one for one in found if one is not None]
+        matches = (self._derived(key, record).request for key, record in self._view.live.items())
+        requests = [item for item in matches if item is not None]
         requests.sort(key=lambda request: (request.whole, request.created))
         return requests
 
@@ -240,7 +336,7 @@ class Reconciler:
 
     async def _give(self, key: str, given: Sequence[Assignment]) -> None:
         record = self._view.live[key]
-        by_actor = {one.actor: one for one in given}
+        by_actor = {item.actor: item for item in given}
         try:
             if not is_queued(record):
                 await self._jobs.update(record, lambda now: with_nodes(now, by_actor))
@@ -267,7 +363,7 @@ class Reconciler:
                 await settle_job_streams(self._broker, record.scope)
             return
         fresh = record.model_copy(update={"actors": unplaced(record.actors)})
-        where = ", ".join(sorted({one.node for one in by_actor.values()}))
+        where = ", ".join(sorted({item.node for item in by_actor.values()}))
         actors = with_nodes(fresh, by_actor).actors
         await self._jobs.transition(
             record, "STARTING", f"placed on {where}", WHO, actors=actors, has_streams=True
@@ -320,10 +416,10 @@ class Reconciler:
 
     def _to_kill(self, leaving: list[ActorStatus]) -> list[str]:
         """Return the jobs among those still running that were stopped without a checkpoint."""
-        found = {(one.user, one.job): self._view.find(one.user, one.job) for one in leaving}
+        result = {(item.user, item.job): self._view.find(item.user, item.job) for item in leaving}
         return sorted(
             JobScope(user, job).key
-            for (user, job), record in found.items()
+            for (user, job), record in result.items()
             if record is None or record.stop == "now"
         )
 
@@ -335,7 +431,7 @@ class Reconciler:
         max_losses = self._view.config(record).limits.max_losses if record.configured else 0
 
         def told(now: JobRecord) -> JobRecord:
-            return now.model_copy(update={"actors": told_placements(now, statuses, silent)})
+            return now.model_copy(update={"actors": with_statuses(now, statuses, silent)})
 
         try:
             if told(record) != record:
@@ -354,11 +450,11 @@ class Reconciler:
             self._messenger.pass_on(key_of(record), record, main, group)
 
     def _statuses(self, record: JobRecord) -> dict[str, ActorStatus]:
-        told = (
+        reported = (
             (actor.name, self._pool.status(actor.node, record.user, record.job, actor.name))
             for actor in record.actors
         )
-        return {name: status for name, status in told if status is not None}
+        return {name: status for name, status in reported if status is not None}
 
     async def _move(self, record: JobRecord, step: Transition) -> JobRecord:
         _log.info("job_moved", job=record.job, state=step.state, reason=step.reason)

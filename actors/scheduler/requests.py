@@ -41,19 +41,15 @@ from ...schemas.user import Quota, QuotaReply
 from ...schemas.wire.errors import StateError
 from ...schemas.wire.message import Empty, Message
 from ...schemas.wire.subjects import DEFAULT_USER, acting, rpc
-from .jobs.actors import scaled, slots_of
-from .jobs.holdings import check_priority, check_room
 from .jobs.secrets import SecretStore
-from .jobs.states import with_usage
+from .jobs.states import check_priority, check_room, scaled, slots_of, with_usage
 from .jobs.view import DamageReport, JobsView
 from .machines.keeper import MachineKeeper
-from .messenger import tell_learner
 from .nodes import Nodes
-from .reconciler import Reconciler
+from .reconciler import Reconciler, tell_learner
 from .submission.access import refuse_removal, refuse_removed
-from .submission.dry_run import TrialSubmission
-from .submission.env_check import GameChecks
-from .submission.origins import refuse_changes, told_changes
+from .submission.dry_run import DryRun, EnvChecks
+from .submission.origins import describe_changes, refuse_changes
 from .submission.submission import Submission
 
 _CHANGES = frozenset(
@@ -95,11 +91,11 @@ class SchedulerRequests:
     async def open(self, service: Service) -> None:
         """Answer on the subjects of every user."""
         service.share.bound = lambda user: self._view.quota(user).max_requests
-        trial = TrialSubmission(self._broker, self._submission, self._reconciler)
+        trial = DryRun(self._broker, self._submission, self._reconciler)
         endpoints: list[tuple[str, type[Message], Handler]] = [
             ("submit", SubmitRequest, self.submit),
             ("try", SubmitRequest, trial.answer),
-            ("check_game", GameCheckRequest, GameChecks(self._broker, trial).answer),
+            ("check_game", GameCheckRequest, EnvChecks(self._broker, trial).answer),
             ("configure", ConfigureRequest, self.configure),
             ("get", JobRequest, self.get),
             ("list", ListRequest, self.list_jobs),
@@ -162,11 +158,13 @@ class SchedulerRequests:
         user = None if everybody else context.user
         archive = self._view.archive
         async with archive.turns.turn(context.caller):
-            wanted = [one for one in self._view.records(user) if request.all or not is_final(one)]
+            wanted = [
+                record for record in self._view.records(user) if request.all or not is_final(record)
+            ]
             jobs = self._view.with_archived(wanted, user) if request.archived else wanted
             page, after = self._view.page(jobs, request.after)
-        found = await archive.read(page, context.caller)
-        return JobList(records=[self._view.told(one) for one in found], after=after)
+        reply = await archive.read(page, context.caller)
+        return JobList(records=[self._view.told(item) for item in reply], after=after)
 
     async def nodes(self, _: Empty, context: RequestContext) -> NodeList:
         """Return the nodes that are there; of others' actors only admins see whose they are."""
@@ -193,12 +191,12 @@ class SchedulerRequests:
         """Return the base models that anybody may train on through the Tinker API."""
         return TrainerOffers(offers=self._view.offers())
 
-    async def tinker_usage(self, told: TrainerUsage, context: RequestContext) -> TenantShares:
+    async def tinker_usage(self, usage: TrainerUsage, context: RequestContext) -> TenantShares:
         """Note what the users of a Tinker service have used, and return their shares."""
-        record = await self._view.get(context.user, told.job)
-        if with_usage(record, told) is not record:
-            await self._jobs.update(record, lambda now: with_usage(now, told))
-        return TenantShares(users={user: self._share(user) for user in told.tokens})
+        record = await self._view.get(context.user, usage.job)
+        if with_usage(record, usage) is not record:
+            await self._jobs.update(record, lambda now: with_usage(now, usage))
+        return TenantShares(users={user: self._share(user) for user in usage.tokens})
 
     def _share(self, user: str) -> TenantShare:
         quota = self._view.quota(user)
@@ -207,9 +205,9 @@ class SchedulerRequests:
             left = max(quota.max_tinker_tokens - self._view.tinker_tokens(user), 0)
         return TenantShare(weight=quota.weight, tokens_left=left)
 
-    async def take_checkpoint(self, asked: TakeCheckpoint, context: RequestContext) -> ModelInfo:
+    async def take_checkpoint(self, request: TakeCheckpoint, context: RequestContext) -> ModelInfo:
         """Copy a checkpoint of one's run to the service that trains on its base model."""
-        return await self._submission.origins.take(context.user, asked.path)
+        return await self._submission.origins.take(context.user, request.path)
 
     async def damaged(self, _: Empty, context: RequestContext) -> DamagedRecords:
         """Return which records of the user cannot be read; of the whole pool for admins."""
@@ -267,7 +265,7 @@ class SchedulerRequests:
                 job = JobRequest(job=request.job)
                 return await self.unpause(job, context) if paused else JobReply(record=record)
             again = await self._submission.resumed(record, request.config)
-            why = told_changes(request.config)
+            why = describe_changes(request.config)
             record = await self._jobs.transition(record, "QUEUED", why, context.who, **again)
         return JobReply(record=record)
 
@@ -339,8 +337,10 @@ class SchedulerRequests:
         async with self._alone(request, context):
             record = await self._view.steered(context.user, request.job)
             refuse_removed(record)
-            told = request.model_dump(include={"tags", "group", "notes"}, exclude_none=True)
-            labels = {**told, "group": request.group or None} if "group" in told else told
+            reported = request.model_dump(include={"tags", "group", "notes"}, exclude_none=True)
+            labels = (
+                {**reported, "group": request.group or None} if "group" in reported else reported
+            )
 
             def change(current: JobRecord) -> JobRecord:
                 return current.model_copy(update={"config": {**current.config, **labels}})
@@ -404,8 +404,8 @@ class SchedulerRequests:
 def _short(node: NodeStatus) -> NodeStatus:
     """Return a node with the beginnings of its actors' errors: those of all travel together."""
     actors = [
-        one.model_copy(update={"error": one.error[:MAX_ERROR_CHARS]}) if one.error else one
-        for one in node.actors
+        actor.model_copy(update={"error": actor.error[:MAX_ERROR_CHARS]}) if actor.error else actor
+        for actor in node.actors
     ]
     return node.model_copy(update={"actors": actors})
 
@@ -413,5 +413,7 @@ def _short(node: NodeStatus) -> NodeStatus:
 def _shown(node: NodeStatus, user: str) -> NodeStatus:
     """Return a node without the names of other users, their jobs and their errors."""
     nobody = {"user": "", "job": "", "name": "", "error": "", "pid": None}
-    actors = [one if one.user == user else one.model_copy(update=nobody) for one in node.actors]
+    actors = [
+        actor if actor.user == user else actor.model_copy(update=nobody) for actor in node.actors
+    ]
     return node.model_copy(update={"actors": actors})

@@ -14,27 +14,26 @@ from ...broker.presence import INTERVAL_S
 from ...schemas.machines import MachinesConfig
 from ...schemas.wire.errors import FencedError, TinkermqError
 from ..runtime import ActorContext, settle_memory
-from .jobs.archive import Keeping
+from .jobs.archive import RetentionLimits
 from .jobs.removal import Remover
 from .jobs.secrets import SecretStore
 from .jobs.view import JobsView
-from .lease import LeaderLease
+from .lease import LeaderLease, Timing
 from .machines.sources import machine_keeper
 from .nodes import Nodes
 from .notifier import Notifier
 from .reconciler import Reconciler
 from .requests import SchedulerRequests
-from .timing import Timing
 
 DEFAULT_TIMING = Timing()
-DEFAULT_KEEPING = Keeping()
+DEFAULT_KEEPING = RetentionLimits()
 NO_MACHINES = MachinesConfig.none()
 
 
 async def run(
     context: ActorContext,
     timing: Timing = DEFAULT_TIMING,
-    keeping: Keeping = DEFAULT_KEEPING,
+    keeping: RetentionLimits = DEFAULT_KEEPING,
     machines: MachinesConfig = NO_MACHINES,
 ) -> None:
     """Schedule until `context.stopping` is set, with `machines` as the queue needs them."""
@@ -47,7 +46,7 @@ async def _schedule(
     context: ActorContext,
     requests: Broker,
     timing: Timing,
-    keeping: Keeping,
+    keeping: RetentionLimits,
     machines: MachinesConfig,
 ) -> None:
     while not context.stopping.is_set():
@@ -71,7 +70,7 @@ async def _lead(
     requests: Broker,
     lease: LeaderLease,
     timing: Timing,
-    keeping: Keeping,
+    keeping: RetentionLimits,
     machines: MachinesConfig,
 ) -> None:
     """Answer clients and reconcile, until told to stop or another scheduler takes over."""

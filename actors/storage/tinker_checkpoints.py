@@ -26,7 +26,7 @@ from ...schemas.wire.errors import (
     StorageError,
 )
 
-STATES = "tinker"
+TINKER_FOLDER = "tinker"
 """Folder of a run in which the states and checkpoints of models of the Tinker API lie."""
 _META = "tinker.json"
 Gone = Literal["", "deleted", "expired"]

@@ -1,8 +1,8 @@
-"""Which models are in memory: as many as there is room for; the others are written down.
+"""Adapters in memory, as many as fit; the others are written to disk.
 
-A model comes back when an operation of it is done, to the same bits, and whichever was not used for
-the longest time makes room for it. One that is being computed stays, and one that is in use stays
-for a moment: its gradients would have to be written down as well.
+A model is loaded again when it has an operation to do, to the same bits; the least recently used
+one makes room for it. A model that is being computed stays, and one that is in use stays for a
+moment: its gradients would have to be written as well.
 """
 
 import json
@@ -23,11 +23,9 @@ from ..storage.tinker_checkpoints import CheckpointFolders
 from .models import ModelHistory, Models, TrainedModel
 from .operations import Adapters
 
-# The models' states on disk: adapter, optimiser, and the operation behind which they were
-# written.
-#
-# A state is written directly behind an `optim_step`, when no gradients are pending, so that the
-# operations behind it, done again, lead to the same bits. It is there whole or not at all.
+# Saved states: adapter, optimiser, and the number of the last operation. A state is written
+# directly after an `optim_step`, without pending gradients, so that repeating later operations
+# leads to the same bits. It is there whole or not at all.
 
 _META = "tinker.json"
 _SUSPENDED = "suspended.safetensors"
@@ -46,7 +44,7 @@ class SavedState:
     tokens: int = 0
 
 
-class States:
+class AdapterStates:
     """The folder of one trainer's states; named checkpoints are found there, too."""
 
     def __init__(self, folder: Path) -> None:
@@ -57,12 +55,12 @@ class States:
 
     def read_all(self) -> list[SavedState]:
         """Return the newest state of each model; raises StorageError."""
-        found: list[SavedState] = []
+        collected: list[SavedState] = []
         for place in sorted(self.folder.glob("*/*/state")):
-            numbers = sorted(int(one.name) for one in place.iterdir() if one.name.isdigit())
+            numbers = sorted(int(item.name) for item in place.iterdir() if item.name.isdigit())
             if numbers:
-                found.append(_read_state(place / str(numbers[-1])))
-        return found
+                collected.append(_read_state(place / str(numbers[-1])))
+        return collected
 
     def save(self, adapters: Adapters, model: TrainedModel) -> None:
         """Write a model's state behind its newest operation; older ones go."""
@@ -169,13 +167,13 @@ _STAY_S = 0.5
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
-class Residence:
+class AdapterCache:
     """The models in memory; what it does is done in the trainer's thread."""
 
     def __init__(
         self,
         adapters: Adapters,
-        states: States,
+        states: AdapterStates,
         models: Models,
         *,
         most: int,
@@ -195,19 +193,19 @@ class Residence:
         self.num_suspended = 0
         """How often a model was written down to make room."""
 
-    def who_may_work(self) -> Callable[[TrainedModel], bool]:
+    def find_admissible(self) -> Callable[[TrainedModel], bool]:
         """Return what says whether a model is in memory, or there is room for it now."""
-        somebody_leaves = self._next_to_leave() is not None
-        return lambda model: model.key in self._bytes or somebody_leaves or not self._is_full(model)
+        can_evict = self._choose_evicted() is not None
+        return lambda model: model.key in self._bytes or can_evict or not self._is_full(model)
 
     def admit(self, model: TrainedModel) -> None:
         """Bring a model into memory, and others out of it; raises StorageError, ModelError."""
         if model.key in self._bytes:
             return
-        while self._is_full(model) and (other := self._next_to_leave()) is not None:
-            self.leave(other)
+        while self._is_full(model) and (other := self._choose_evicted()) is not None:
+            self.evict(other)
         try:
-            self._bring_back(model)
+            self._reload(model)
         except (NotFoundError, StorageError) as error:
             raise ModelError(
                 f"{model.name} cannot be brought back: {error.message}", hint=error.hint
@@ -215,31 +213,31 @@ class Residence:
         self._bytes[model.key] = self._bytes_of(model)
         self._since[model.key] = self._clock()
 
-    def _bring_back(self, model: TrainedModel) -> None:
+    def _reload(self, model: TrainedModel) -> None:
         if model.key in self._suspended:
             self._states.resume(self._adapters, model)
             self._suspended.discard(model.key)
         elif model.info is not None:
             self._states.load(self._adapters, model)
 
-    def note(self, model: TrainedModel) -> None:
+    def update_size(self, model: TrainedModel) -> None:
         """Note how large a model in memory is; one that was not made after all has no place."""
         if model.info is None:
             self._bytes.pop(model.key, None)
         else:
             self._bytes[model.key] = self._bytes_of(model)
 
-    def leave_idle(self, idle_s: float) -> None:
+    def evict_idle(self, idle_s: float) -> None:
         """Write down models that nobody has used for so long; a full disk is only noted."""
         now = self._clock()
-        for model in self._resident():
-            if model.doing is None and not model.waiting and now - model.used > idle_s:
+        for model in self._in_memory():
+            if model.running is None and not model.waiting and now - model.used > idle_s:
                 try:
-                    self.leave(model)
+                    self.evict(model)
                 except StorageError as error:
                     _log.warning("not_written_down", model=model.key, reason=error.message)
 
-    def leave(self, model: TrainedModel) -> None:
+    def evict(self, model: TrainedModel) -> None:
         """Take a model out of memory; it is written down unless its state on disk is this one."""
         if model.saved == model.applied:
             self._adapters.evict(model.key)
@@ -256,7 +254,7 @@ class Residence:
             self._adapters.evict(model.key)
             del self._bytes[model.key], self._since[model.key]
 
-    def is_resident(self, model: TrainedModel) -> bool:
+    def is_in_memory(self, model: TrainedModel) -> bool:
         """Whether a model is in memory."""
         return model.key in self._bytes
 
@@ -274,18 +272,18 @@ class Residence:
         """Return the most bytes of a model; 0 for one that is still to be made."""
         return 0 if model.info is None else self._adapters.num_bytes_of(_spec(model.info))
 
-    def _next_to_leave(self) -> TrainedModel | None:
+    def _choose_evicted(self) -> TrainedModel | None:
         """Return who makes room: not used for the longest time, and not in use; or None."""
         now = self._clock()
-        found = [model for model in self._resident() if self._may_leave(model, now)]
-        return min(found, key=lambda model: model.used, default=None)
+        matches = [model for model in self._in_memory() if self._may_evict(model, now)]
+        return min(matches, key=lambda model: model.used, default=None)
 
-    def _may_leave(self, model: TrainedModel, now: float) -> bool:
-        if model.doing is not None:
+    def _may_evict(self, model: TrainedModel, now: float) -> bool:
+        if model.running is not None:
             return False
         return model.saved == model.applied or now - self._since[model.key] > _STAY_S
 
-    def _resident(self) -> list[TrainedModel]:
+    def _in_memory(self) -> list[TrainedModel]:
         return [model for model in self._models if model.key in self._bytes]
 
 

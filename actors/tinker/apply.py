@@ -38,11 +38,11 @@ from ...schemas.wire.errors import (
     StateError,
     TinkermqError,
 )
-from .adapter_cache import States
-from .checkpoints.records import metadata_of
-from .checkpoints.user_records import KeptByTrainer
+from .adapter_cache import AdapterStates
+from .checkpoints import metadata_of
 from .models import TrainedModel
 from .operations import Adapters, RunningLoss, RunningPieces
+from .user_records import UserRecords
 
 _KINDS: dict[OperationKind, CheckpointKind] = {
     "save_weights": "weights",
@@ -55,14 +55,14 @@ _Pieces = Generator[int | RunningLoss, None, OperationResult]
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
-class Applying:
+class OperationApplier:
     """Does operations with one set of adapters."""
 
     def __init__(
-        self, adapters: Adapters, states: States, kept: KeptByTrainer, offer: ModelInfo
+        self, adapters: Adapters, states: AdapterStates, records: UserRecords, offer: ModelInfo
     ) -> None:
         """Make models on the base that `offer` tells of."""
-        self._kept = kept
+        self._records = records
         self._adapters = adapters
         self._states = states
         self._offer = offer
@@ -94,8 +94,8 @@ class Applying:
             yield as_failure(error)
         except Exception as error:  # noqa: BLE001  one model's operation: the others go on
             _log.exception("operation_failed", model=model.key, seq=operation.seq)
-            said = f"the trainer failed: {type(error).__name__}; its log has the details"
-            yield OperationResult(state="failed", error=said, category="server")
+            message = f"the trainer failed: {type(error).__name__}; its log has the details"
+            yield OperationResult(state="failed", error=message, category="server")
 
     def advance(self, losses: Sequence[RunningLoss]) -> Sequence[RunningLoss]:
         """Compute the next micro-batch of the first loss, and of others with it: see `Adapters`."""
@@ -132,7 +132,7 @@ class Applying:
                 "train_unembed": spec.train_unembed,
             }
         )
-        self._kept.runs.begin(model.user, model.info, metadata, operation.time)
+        self._records.runs.begin(model.user, model.info, metadata, operation.time)
         return _json({"type": "create_model", "model_id": operation.model})
 
     def _load(self, model: TrainedModel, operation: ModelOperation) -> bytes:
@@ -155,9 +155,9 @@ class Applying:
         model.is_pending = False
         model.info = info.model_copy(update={"model": operation.model})
         if operation.seq == 0:
-            self._kept.runs.begin(model.user, model.info, metadata, operation.time)
-        told = {"type": "load_weights", "path": str(source), "model_id": operation.model}
-        return _json(told)
+            self._records.runs.begin(model.user, model.info, metadata, operation.time)
+        fields = {"type": "load_weights", "path": str(source), "model_id": operation.model}
+        return _json(fields)
 
     def _forward_backward(
         self, model: TrainedModel, operation: ModelOperation, companies: Sequence[Company] | None
@@ -178,7 +178,7 @@ class Applying:
         result = loss_pass.result()
         model.tokens += sum(len(datum.tokens) for datum in request.data)
         model.history.passed(result.metrics, forward_only=request.forward_only)
-        mixed = any(one != ALONE for one in loss_pass.companies)
+        mixed = any(company != ALONE for company in loss_pass.companies)
         return OperationResult(
             state="done",
             body=write_result(result),
@@ -228,18 +228,18 @@ class Applying:
         about = body.model_dump(include={"ttl_seconds", "overwrite", "age_encryption_recipients"})
         about |= {"passing": passing, "time": operation.time}
         about |= {"user_metadata": metadata_of(body.user_metadata)}
-        save = self._kept.checkpoints.save
+        save = self._records.checkpoints.save
         saved = save(self._adapters, model, checkpoint, operation.seq, about)
         if moves:
-            self._kept.inflight.move(saved)
+            self._records.inflight.move(saved)
         if passing:
             return _json(
                 {"type": operation.kind, "path": None, "sampling_session_id": str(sampler)}
             )
-        told: dict[str, Any] = {"type": operation.kind, "path": str(checkpoint)}
+        fields: dict[str, Any] = {"type": operation.kind, "path": str(checkpoint)}
         if kind == "external_weights":
-            told["size_bytes"] = saved.size_bytes
-        return _json(told)
+            fields["size_bytes"] = saved.size_bytes
+        return _json(fields)
 
     def _missing(self, _: TrainedModel, operation: ModelOperation) -> bytes:
         raise StateError(
@@ -250,9 +250,9 @@ class Applying:
 
 def as_failure(error: TinkermqError) -> OperationResult:
     """Return the result of what an error has ended."""
-    said = f"{error.message} ({error.hint})" if error.hint else error.message
+    message = f"{error.message} ({error.hint})" if error.hint else error.message
     mistake = error.is_mistake or 400 <= error.status < 500
-    return OperationResult(state="failed", error=said, category="user" if mistake else "server")
+    return OperationResult(state="failed", error=message, category="user" if mistake else "server")
 
 
 def _json(value: Any) -> bytes:

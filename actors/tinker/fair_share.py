@@ -1,8 +1,8 @@
-"""Whose turn it is: deficit round robin over users, by tokens and their weights.
+"""Fair scheduling of users: deficit round robin by tokens and weights, and their quotas.
 
-A user whose turn it is computes pieces of work, each at most a micro-batch, until what it was given
-for this round is used; then the next one is. Who comes anew goes before those who have had a round,
-once: a user with little to do waits for one piece of another, not for a round of all. Pure.
+The user at the head computes pieces of work, each at most a micro-batch, until the tokens of this
+round are used; then the next one does. A newcomer goes first, once, so a user with little work
+waits for one piece of another's, not for a round of all. `FairShare` is pure.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from ...schemas.wire.subjects import rpc
 from ..runtime import JobContext
 
 
-class FairTurns:
+class FairShare:
     """The users who have something to be done, in the order of their turns."""
 
     def __init__(self, quantum: int) -> None:
@@ -56,7 +56,7 @@ class FairTurns:
 
     def _share(self, user: str, ready: Collection[str]) -> float:
         """Return a user's tokens of one round."""
-        largest = max(self.weights.get(one, 1.0) for one in ready)
+        largest = max(self.weights.get(item, 1.0) for item in ready)
         return self._quantum * self.weights.get(user, 1.0) / largest
 
     def _pass_over(self, queue: "deque[str]") -> None:
@@ -68,7 +68,7 @@ class FairTurns:
             del self._left[user]  # debts stay until they are paid
 
 
-# What users of a trainer or sampler have used and may use: told and asked of the scheduler.
+# -- used tokens, reported to the scheduler, which returns weights and quotas ----------------------
 
 EACH_S = 4.0
 _TIMEOUT_S = 10.0
@@ -76,7 +76,7 @@ _MOST = 1000
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
-class Shares:
+class ShareFollower:
     """The users' weights and quotas, as of a few seconds ago; while nobody tells, the last ones."""
 
     def __init__(

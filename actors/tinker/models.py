@@ -1,7 +1,7 @@
-"""The models of one trainer: which of their operations have taken effect, and which wait.
+"""The models of one trainer: which operations have taken effect, and which wait. Pure.
 
-Pure. An operation's turn comes when all before it have taken effect, in whichever order they came;
-of the models whose turn it is, that of the user goes first whose turn it is, see `turns`.
+An operation is ready when all before it have taken effect, in whatever order they arrived; among
+the ready models the user is chosen by `fair_share`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,10 +12,10 @@ from ...schemas.tinker.names import ModelName
 from ...schemas.tinker.operation import ModelInfo, ModelOperation
 from ...schemas.wire.errors import BusyError, QuotaError, StateError
 from ..curves import Curves
-from .fair_share import FairTurns
-from .operations import Doing
+from .fair_share import FairShare
+from .operations import RunningOperation
 
-# What the metrics of a model were at each of its steps, as its client was told.
+# -- metrics of each step --------------------------------------------------------------------------
 
 MAX_POINTS = 256
 _JOINS = {"max": max, "min": min}
@@ -27,15 +27,15 @@ class ModelHistory:
     A name ends in how a client joins the values of several passes: `loss:sum`, `ratio:max`.
     """
 
-    def __init__(self, told: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, stored: Mapping[str, Any] | None = None) -> None:
         """Begin, or go on with what `to_map` returned."""
-        self.steps = int(told["steps"]) if told else 0
+        self.steps = int(stored["steps"]) if stored else 0
         """Updates so far."""
         self._curves = Curves(max_points=MAX_POINTS)
-        if told:
-            self._curves.restore(told["curves"])
-        self._passed: dict[str, list[float]] = dict(told.get("passed", {})) if told else {}
-        self._last: dict[str, float] = dict(told["last"]) if told else {}
+        if stored:
+            self._curves.restore(stored["curves"])
+        self._passed: dict[str, list[float]] = dict(stored.get("passed", {})) if stored else {}
+        self._last: dict[str, float] = dict(stored["last"]) if stored else {}
 
     @property
     def last(self) -> dict[str, float]:
@@ -65,8 +65,8 @@ class ModelHistory:
 
     def to_map(self) -> dict[str, Any]:
         """Return all of it as JSON may hold it."""
-        told = {"steps": self.steps, "curves": self._curves.to_map(), "last": self._last}
-        return {**told, "passed": self._passed}
+        fields = {"steps": self.steps, "curves": self._curves.to_map(), "last": self._last}
+        return {**fields, "passed": self._passed}
 
 
 def _join(name: str, values: list[float]) -> float:
@@ -112,7 +112,7 @@ class TrainedModel:
     history: ModelHistory = field(default_factory=ModelHistory)
     is_pending: bool = False
     """Whether something of it is to be applied, or to be told, by the next `optim_step`."""
-    doing: Doing | None = None
+    running: RunningOperation | None = None
     """The operation that is being done, from one piece to the next."""
 
     @property
@@ -149,7 +149,7 @@ class Models:
         """Models that one user may have."""
         self._models: dict[tuple[str, ModelName], TrainedModel] = {}
         self._bytes: dict[str, int] = {}
-        self.turns = FairTurns(quantum)
+        self.turns = FairShare(quantum)
         """The users' turns."""
         self._turn = 0
         self._turns: dict[str, int] = {}
@@ -174,14 +174,14 @@ class Models:
 
     def num_of(self, user: str) -> int:
         """Return how many models a user has."""
-        return sum(one.user == user for one in self)
+        return sum(item.user == user for item in self)
 
     def tokens(self) -> dict[str, int]:
         """Return the tokens computed for each user's models."""
-        found: dict[str, int] = {}
+        collected: dict[str, int] = {}
         for model in self:
-            found[model.user] = found.get(model.user, 0) + model.tokens
-        return found
+            collected[model.user] = collected.get(model.user, 0) + model.tokens
+        return collected
 
     def check_room(self, user: str, operation: ModelOperation) -> None:
         """Raise BusyError or QuotaError for an operation beyond what a user may have waiting.
@@ -233,13 +233,13 @@ class Models:
         self, model: TrainedModel, may: Callable[[TrainedModel], bool] = lambda _: True
     ) -> list[tuple[TrainedModel, ModelOperation]]:
         """Return what may be computed with a model's next operation, of whoever waits longest."""
-        found = [
-            (one, one.next)
-            for one in self._models.values()
-            if one is not model and one.next is not None and may(one)
+        matches = [
+            (item, item.next)
+            for item in self._models.values()
+            if item is not model and item.next is not None and may(item)
         ]
-        found = [pair for pair in found if pair[1].kind == "forward_backward"]
-        return sorted(found, key=lambda pair: self._turns.get(pair[0].key, 0))
+        matches = [pair for pair in matches if pair[1].kind == "forward_backward"]
+        return sorted(matches, key=lambda pair: self._turns.get(pair[0].key, 0))
 
     def charge(self, model: TrainedModel, tokens: float) -> None:
         """Note that a piece of an operation was done, and what it has cost."""
@@ -261,9 +261,9 @@ class Models:
 
     def num_before(self, model: TrainedModel) -> int:
         """Return how many operations of others could be done before the next one of a model."""
-        return sum(one is not model and one.next is not None for one in self._models.values())
+        return sum(item is not model and item.next is not None for item in self._models.values())
 
     def num_users_before(self, user: str) -> int:
         """Return how many other users have something to be done."""
-        ready = {one.user for one in self._models.values() if one.next is not None}
+        ready = {model.user for model in self._models.values() if model.next is not None}
         return len(ready - {user})

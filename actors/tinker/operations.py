@@ -1,4 +1,4 @@
-"""What the trainer needs of whoever computes: adapters of many models on one base.
+"""The interface of the trainer to its adapters, and one running operation.
 
 All of it runs in one thread, one call after the other.
 """
@@ -104,15 +104,15 @@ class Adapters(Protocol):
         ...
 
 
-# An operation that is being done, from one piece to the next; in the trainer's thread.
+# -- a running operation ---------------------------------------------------------------------------
 
 Piece = int | OperationResult
 """Tokens of what was done, or the result."""
 RunningPieces = Generator[Piece | RunningLoss, None, None]
-"""What `Applying.begin` returns."""
+"""What `OperationApplier.begin` returns."""
 
 
-class Doing:
+class RunningOperation:
     """Does one operation; whoever drives it computes the micro-batches of its loss."""
 
     def __init__(self, pieces: RunningPieces) -> None:

@@ -1,8 +1,7 @@
-"""The trainer's service: takes operations into the log and tells their results.
+"""The trainer's service: takes operations into the log and returns their results.
 
-An operation is answered for once it is in the log. It is done when all before it are, see
-`working`. After a crash what stands behind the newest state of its model is done again, to the same
-bits.
+An operation is accepted once it is in the log, and done after all before it (`worker.py`). After a
+crash the operations behind the newest state of a model are repeated, to the same bits.
 """
 
 import asyncio
@@ -36,22 +35,22 @@ from ...schemas.wire.errors import BusyError, MessageError, NotFoundError, State
 from ...schemas.wire.subjects import rpc
 from ..policy.devices import own_device
 from ..runtime import JobContext, settle_memory
-from ..storage.tinker_checkpoints import STATES
+from ..storage.tinker_checkpoints import TINKER_FOLDER
 from ..training.parallel import once_in_torch
-from .adapter_cache import States
-from .apply import Applying
-from .checkpoints.user_records import KeptByTrainer
-from .fair_share import Shares
+from .adapter_cache import AdapterStates
+from .apply import OperationApplier
+from .archive import OperationArchive
+from .fair_share import ShareFollower
 from .models import Models, TrainedModel
 from .operations import Adapters
-from .replaying.archive import Archive
 from .training.trainer import AdapterTrainer
+from .user_records import UserRecords
 from .worker import GAP_S, Worker
 
-# Shows users their models, the curves of these, and who waits for the trainer.
+# -- models, curves and the queue, as users see them -----------------------------------------------
 
 
-class Showing:
+class Introspection:
     """Answers what users ask about their sessions."""
 
     def __init__(self, models: Models, base: str) -> None:
@@ -65,9 +64,9 @@ class Showing:
         await service.endpoint("curves", rpc("*", name, "curves"), AboutModel, self._curves)
 
     async def _list(self, _: AboutSessions, context: RequestContext) -> SessionsShown:
-        mine = [self._shown(one) for one in self._models if one.user == context.user]
+        mine = [self._shown(model) for model in self._models if model.user == context.user]
         return SessionsShown(
-            base=self._base, models=[one for one in mine if one], tenants=self._tenants()
+            base=self._base, models=[item for item in mine if item], tenants=self._tenants()
         )
 
     async def _curves(self, request: AboutModel, context: RequestContext) -> ModelCurves:
@@ -121,7 +120,7 @@ class Showing:
 
 
 def _waiting_bytes(model: TrainedModel) -> int:
-    return sum(len(one.body) for one in model.waiting.values())
+    return sum(len(item.body) for item in model.waiting.values())
 
 
 _MAKING_S = 20.0
@@ -134,21 +133,21 @@ class TrainerService:
         self,
         context: JobContext,
         adapters: Adapters,
-        applying: Applying,
-        states: States,
-        kept: KeptByTrainer,
+        applying: OperationApplier,
+        states: AdapterStates,
+        records: UserRecords,
         *,
         gap_s: float = GAP_S,
     ) -> None:
         """Prepare; `run` does the work."""
         self._context = context
         self._states = states
-        self._kept = kept
+        self._records = records
         self._log = OperationLog(context.broker, context.scope)
         tinker = context.config.tinker
         self.models = Models(quantum=tinker.micro_batch_tokens)
-        self.shares = Shares(context, self.models.turns.weights, self.models.tokens)
-        archive = Archive(states.folder, max_bytes=tinker.history_mb << 20)
+        self.shares = ShareFollower(context, self.models.turns.weights, self.models.tokens)
+        archive = OperationArchive(states.folder, max_bytes=tinker.history_mb << 20)
         self.worker = Worker(
             context, adapters, applying, states, self.models, self._log, archive, gap_s=gap_s
         )
@@ -160,7 +159,7 @@ class TrainerService:
         self._context.set_state("working")
         following = asyncio.create_task(self.shares.follow(), name="shares")
         try:
-            await self._context.unless_stopping(self.worker.work(self._kept.calls.sweep), None)
+            await self._context.unless_stopping(self.worker.work(self._records.calls.sweep), None)
             await self.worker.save_all()
         finally:
             following.cancel()
@@ -170,7 +169,7 @@ class TrainerService:
         await self._log.claim()
         # The log before the states: a trainer that is fenced off may still write one and trim.
         logged, unreadable = await self._log.read_all()
-        await asyncio.to_thread(self._kept.load)
+        await asyncio.to_thread(self._records.load)
         await asyncio.to_thread(self._states.forget_suspended)
         for state in await asyncio.to_thread(self._states.read_all):
             model = self.models.add(state.user, state.name)
@@ -198,9 +197,9 @@ class TrainerService:
         await service.endpoint("submit", rpc("*", name, "submit"), ModelOperation, self._submit)
         await service.endpoint("result", rpc("*", name, "result"), AwaitResult, self._result)
         await service.endpoint("info", rpc("*", name, "info"), AboutModel, self._info)
-        await Showing(self.models, self._context.config.tinker.base).open(service, name)
-        await self._kept.calls.open(service, name, self.models)
-        await self._kept.snapshots.open(service, self._context.scope)
+        await Introspection(self.models, self._context.config.tinker.base).open(service, name)
+        await self._records.calls.open(service, name, self.models)
+        await self._records.snapshots.open(service, self._context.scope)
 
     # -- what is asked -----------------------------------------------------------------------------
 
@@ -216,13 +215,13 @@ class TrainerService:
             )
         _check_kind(operation)
         if model is None:
-            self._kept.sessions.check_owner(context.user, name.model.session)
+            self._records.sessions.check_owner(context.user, name.model.session)
             await self._make_room(context.user)
         if model is not None and (operation.seq <= model.applied or operation.seq in model.waiting):
             return taken.model_copy(update={"is_new": False})
         if model is not None and model.broken is not None:
             raise self._broken(model, model.broken)
-        self._kept.sessions.check_open(context.user, name.model.session)
+        self._records.sessions.check_open(context.user, name.model.session)
         if operation.kind == "forward_backward":
             self.shares.check(context.user)
         self.models.check_room(context.user, operation)
@@ -247,10 +246,12 @@ class TrainerService:
 
     async def _make_room(self, user: str) -> None:
         """Forget models of sessions that are over where a user has as many as one may have."""
-        over = partial(self._kept.sessions.is_over, user)
+        over = partial(self._records.sessions.is_over, user)
         while self.models.num_of(user) >= self.models.most:
-            idle = [one for one in self.models if one.user == user and not one.waiting]
-            gone = [one for one in idle if one.doing is None and over(one.name.session, one.used)]
+            idle = [model for model in self.models if model.user == user and not model.waiting]
+            gone = [
+                item for item in idle if item.running is None and over(item.name.session, item.used)
+            ]
             if not gone:
                 return
             await self.worker.forget(min(gone, key=lambda one: one.used))
@@ -271,21 +272,21 @@ class TrainerService:
         if model.applied < request.seq and model.broken is not None:
             error = self._broken(model, model.broken)
             return OperationResult(state="failed", error=str(error), category="server")
-        found = await self._log.result(context.user, name)
-        if found is None:
+        reply = await self._log.result(context.user, name)
+        if reply is None:
             raise NotFoundError(
                 f"the result of {name} is no longer kept", hint="results are kept for a day"
             )
-        return found
+        return reply
 
     async def _look_in_log(
         self, user: str, name: OperationName, model: TrainedModel | None
     ) -> TrainedModel | None:
         """Take what another trainer has put into the log after this one read it."""
-        if (found := await self._first_form(user, name, model)) is None:
+        if (reply := await self._first_form(user, name, model)) is None:
             return None
         self.worker.wake()
-        return self.models.enqueue(user, found)
+        return self.models.enqueue(user, reply)
 
     def _broken(self, model: TrainedModel, reason: str) -> StateError:
         seq = model.applied + 1
@@ -299,9 +300,9 @@ class TrainerService:
             return f"waits for operation {model.applied + 1}, which has not come"
         if seq not in model.waiting:
             return f"operation {seq} has not come"
-        ahead = sum(one < seq for one in model.waiting)
+        ahead = sum(item < seq for item in model.waiting)
         users = self.models.num_users_before(model.user)
-        written = "" if self.worker.residence.is_resident(model) else ", it is out of memory"
+        written = "" if self.worker.cache.is_in_memory(model) else ", it is out of memory"
         return (
             f"{ahead} operations of this model come first, "
             f"{users} other users take turns with its user{written}"
@@ -335,7 +336,7 @@ def _check_kind(operation: ModelOperation) -> None:
     operation.check_place()
 
 
-# Start the trainer of a Tinker service: load its base model, then serve.
+# -- starting a service ----------------------------------------------------------------------------
 
 
 async def run_trainer(context: JobContext) -> None:
@@ -345,13 +346,13 @@ async def run_trainer(context: JobContext) -> None:
     base = await asyncio.to_thread(base_info, config)
     adapters = await once_in_torch(config.learner.threads, partial(open_trainer, config))
     name = base.base
-    folder_of_states = context.run_dir / STATES
-    states = States(folder_of_states)
-    kept = KeptByTrainer(folder_of_states, max_bytes=config.tinker.checkpoint_mb << 20)
-    applying = Applying(adapters, states, kept, base)
+    folder_of_states = context.run_dir / TINKER_FOLDER
+    states = AdapterStates(folder_of_states)
+    records = UserRecords(folder_of_states, max_bytes=config.tinker.checkpoint_mb << 20)
+    applying = OperationApplier(adapters, states, records, base)
     settle_memory()
     await context.event("trainer_ready", f"{name} can be trained", base=name)
-    await TrainerService(context, adapters, applying, states, kept).run()
+    await TrainerService(context, adapters, applying, states, records).run()
 
 
 def _about(model: ModelConfig) -> Any:

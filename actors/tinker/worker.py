@@ -1,7 +1,7 @@
-"""Does the operations of all models: piece by piece, in the one thread that computes.
+"""Apply the operations of all models piece by piece, in the one thread that computes.
 
-A result is stored before anybody hears of it. A model's state is written behind an `optim_step`,
-and its log is trimmed there.
+A result is stored before it is returned. A model's state is written after an `optim_step`, and its
+log is trimmed there.
 """
 
 import asyncio
@@ -17,13 +17,13 @@ from ...schemas.tinker.operation import Company, ModelOperation, OperationResult
 from ...schemas.wire.errors import MessageError, ModelError, StateError, StorageError
 from ..runtime import JobContext
 from ..training.parallel import torch_thread
-from .adapter_cache import Residence, States
-from .apply import Applying, as_failure
+from .adapter_cache import AdapterCache, AdapterStates
+from .apply import OperationApplier, as_failure
+from .archive import OperationArchive
 from .models import Models, TrainedModel
-from .operations import Adapters, Doing, Piece
-from .replaying.archive import Archive
+from .operations import Adapters, Piece, RunningOperation
 
-# Pieces of operations, as the trainer's thread does them: one, or a loss and others beside it.
+# -- pieces: one, or a loss with those of other models ---------------------------------------------
 
 
 class Turn(NamedTuple):
@@ -38,10 +38,12 @@ class Turn(NamedTuple):
 class Pieces:
     """Does the next pieces of operations."""
 
-    def __init__(self, applying: Applying, residence: Residence, *, micro_tokens: int) -> None:
+    def __init__(
+        self, applying: OperationApplier, cache: AdapterCache, *, micro_tokens: int
+    ) -> None:
         """Compute about `micro_tokens` at once, if there are losses of several models."""
         self._applying = applying
-        self._residence = residence
+        self._cache = cache
         self._micro_tokens = micro_tokens
 
     def do(self, turn: Turn, others: Sequence[Turn]) -> list[tuple[Turn, Piece]]:
@@ -54,7 +56,7 @@ class Pieces:
         if piece is not None:
             return [(turn, piece)]
         waiting, done = self._company(turn, others)
-        losses = [_doing(one).loss for one in waiting]
+        losses = [_doing(item).loss for item in waiting]
         tokens = [loss.next_tokens for loss in losses]
         try:
             computed = self._applying.advance(losses)
@@ -73,41 +75,41 @@ class Pieces:
         waiting: list[Turn] = [turn]
         done: list[tuple[Turn, Piece]] = []
         room = self._micro_tokens - _doing(turn).loss.next_tokens
-        for one in others:
+        for other in others:
             if room <= 0:
                 break
-            if not self._residence.fits(one.model):
+            if not self._cache.fits(other.model):
                 continue  # nobody is written down for company
-            piece = self._begun(one)
+            piece = self._begun(other)
             if piece is not None:
-                done.append((one, piece))
+                done.append((other, piece))
                 continue
-            waiting.append(one)
-            room -= _doing(one).loss.next_tokens
+            waiting.append(other)
+            room -= _doing(other).loss.next_tokens
         return waiting, done
 
     def _begun(self, turn: Turn) -> Piece | None:
         """Begin an operation unless it is begun, and go on up to its next micro-batch: None."""
         model = turn.model
-        if model.doing is None:
+        if model.running is None:
             try:
-                self._residence.admit(model)
+                self._cache.admit(model)
             except ModelError as error:
                 return as_failure(error).model_copy(update={"category": "server"})
             begun = self._applying.begin(model, turn.operation, turn.companies)
-            model.doing = Doing(begun)
-        piece = model.doing.next()
+            model.running = RunningOperation(begun)
+        piece = model.running.next()
         return piece if piece is None else self._noted(turn, piece)[1]
 
     def _noted(self, turn: Turn, piece: Piece) -> tuple[Turn, Piece]:
         if isinstance(piece, OperationResult):
-            self._residence.note(turn.model)
+            self._cache.update_size(turn.model)
         return turn, piece
 
 
-def _doing(turn: Turn) -> Doing:
-    assert turn.model.doing is not None
-    return turn.model.doing
+def _doing(turn: Turn) -> RunningOperation:
+    assert turn.model.running is not None
+    return turn.model.running
 
 
 T = TypeVar("T")
@@ -133,11 +135,11 @@ class Worker:
         self,
         context: JobContext,
         adapters: Adapters,
-        applying: Applying,
-        states: States,
+        applying: OperationApplier,
+        states: AdapterStates,
         models: Models,
         log: OperationLog,
-        archive: Archive,
+        archive: OperationArchive,
         *,
         gap_s: float,
     ) -> None:
@@ -150,7 +152,7 @@ class Worker:
         self._archive = archive
         self._gap_s = gap_s
         tinker = context.config.tinker
-        self.residence = Residence(
+        self.cache = AdapterCache(
             adapters,
             states,
             models,
@@ -159,7 +161,7 @@ class Worker:
         )
         self._idle_s = tinker.idle_s
         self._mixed = tinker.mixed_micro_batches
-        self._pieces = Pieces(applying, self.residence, micro_tokens=tinker.micro_batch_tokens)
+        self._pieces = Pieces(applying, self.cache, micro_tokens=tinker.micro_batch_tokens)
         self._thread = torch_thread(context.config.learner.threads)
         self._arrived = asyncio.Event()
         self._changed = asyncio.Condition()
@@ -184,7 +186,7 @@ class Worker:
             if now - swept > _SWEEP_S:
                 await sweep()
                 swept = now
-            chosen = self._models.choose(self.residence.who_may_work())
+            chosen = self._models.choose(self.cache.find_admissible())
             if chosen is not None:
                 await self._advance(*chosen)
                 continue
@@ -205,12 +207,12 @@ class Worker:
         await self._in_thread(partial(self._drop, model))
 
     def _drop(self, model: TrainedModel) -> None:
-        self.residence.drop(model)
+        self.cache.drop(model)
         self._states.forget(model)
 
     async def _advance(self, model: TrainedModel, operation: ModelOperation) -> None:
         """Do the next piece of an operation, and what of others can be computed with it."""
-        if model.doing is None:
+        if model.running is None:
             result = await self._saved_before(model, operation)
             if operation.kind in _SAVES:
                 await self._log.check_claim()
@@ -220,8 +222,8 @@ class Worker:
         turn = Turn(model, operation, await self._past(model, operation))
         others: list[Turn] = []
         if self._mixed and operation.kind == "forward_backward":
-            beside = self._models.beside(model, self.residence.who_may_work())[:_MOST_BESIDE]
-            others = [Turn(*one, await self._past(*one)) for one in beside]
+            beside = self._models.beside(model, self.cache.find_admissible())[:_MOST_BESIDE]
+            others = [Turn(*item, await self._past(*item)) for item in beside]
         try:
             done = await self._in_thread(partial(self._pieces.do, turn, others))
         except StorageError as error:  # nobody can be written down: there is no room meanwhile
@@ -239,7 +241,7 @@ class Worker:
         self, model: TrainedModel, operation: ModelOperation
     ) -> Sequence[Company] | None:
         """Return beside whom an operation was computed of which somebody was told the result."""
-        if model.doing is not None or operation.seq > model.logged:
+        if model.running is not None or operation.seq > model.logged:
             return None
         result = await self._stored(model, operation.name)
         return None if result is None else result.companies
@@ -252,7 +254,7 @@ class Worker:
             await self._compare(model, operation.name, result)
         await self._keep(model, operation, result)
         self._models.applied(model, operation)
-        model.doing = None
+        model.running = None
         model.used = time.monotonic()
         self._context.progressed()
         if operation.kind == "load_weights" and result.state == "done":
@@ -307,9 +309,9 @@ class Worker:
 
     async def _save(self, model: TrainedModel) -> None:
         """Write a model's state, unless gradients are pending, and trim its log."""
-        if model.doing is not None or model.applied == model.saved:
+        if model.running is not None or model.applied == model.saved:
             return  # what is done in memory may be ahead of what has been told
-        if model.is_pending or not self.residence.is_resident(model):
+        if model.is_pending or not self.cache.is_in_memory(model):
             return
         if self._models.find(model.user, model.name) is not model:
             return  # it is being forgotten
@@ -328,7 +330,7 @@ class Worker:
                 self._gaps.pop(model.key, None)
             if not model.waiting and now - model.used > _IDLE_S:
                 await self._save(model)
-        await self._in_thread(partial(self.residence.leave_idle, self._idle_s))
+        await self._in_thread(partial(self.cache.evict_idle, self._idle_s))
 
     async def _end_gap(self, model: TrainedModel, now: float) -> None:
         """Let those behind a number that never comes go on, once they have waited long enough."""
@@ -341,13 +343,13 @@ class Worker:
                 model.user, ModelOperation(kind="missing", model=str(model.name), seq=seq, body=b"")
             )
             try:
-                found = await self._log.find(model.user, OperationName(model.name, seq))
+                match = await self._log.find(model.user, OperationName(model.name, seq))
             except MessageError as error:
                 await self.leave(model, seq, error.message)
                 return
-            if found is None:
+            if match is None:
                 raise StateError(f"operation {seq} of {model.key} is in the log and cannot be read")
-            self._models.enqueue(model.user, found)
+            self._models.enqueue(model.user, match)
             self._arrived.set()
 
     async def leave(self, model: TrainedModel, seq: int, reason: str) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tinkermq.actors.gateway.openai.answering import read_query
+from tinkermq.actors.gateway.openai import read_query
 from tinkermq.envs.chat_messages import (
     Origin,
     UnreadableMessageError,

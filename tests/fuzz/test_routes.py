@@ -14,8 +14,7 @@ import pytest
 import pytest_asyncio
 from pydantic import BaseModel, Field
 from starlette.routing import Route
-from tinkermq.actors.gateway import users
-from tinkermq.actors.gateway.openai import routes as openai
+from tinkermq.actors.gateway import openai, rest
 from tinkermq.actors.gateway.pages import routes as pages
 from tinkermq.actors.gateway.rest import OPERATIONS
 
@@ -100,7 +99,7 @@ def all_routes() -> list[tuple[str, str]]:
     found = [(one.method, one.path) for one in OPERATIONS]
     more: list[Route] = [
         *openai.routes(cast("Any", None), cast("Any", None)),
-        *users.routes(),
+        *rest.user_routes(),
         *pages.routes(),
     ]
     for route in more:

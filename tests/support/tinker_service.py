@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tinkermq.actors.tinker.adapter_cache import States
-from tinkermq.actors.tinker.apply import Applying
-from tinkermq.actors.tinker.checkpoints.user_records import KeptByTrainer
+from tinkermq.actors.tinker.adapter_cache import AdapterStates
+from tinkermq.actors.tinker.apply import OperationApplier
 from tinkermq.actors.tinker.service import TrainerService
+from tinkermq.actors.tinker.user_records import UserRecords
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import call
 from tinkermq.broker.operations import OperationLog
@@ -49,14 +49,14 @@ class Trainer:
         self.broker = broker
         self.log = OperationLog(broker, SCOPE)
         self._folder = folder
-        self.states = States(folder)
+        self.states = AdapterStates(folder)
         self._base = base
         self.task: asyncio.Task[None] | None = None
 
     def begin_anew(self) -> None:
         """Let the next trainer find no states."""
         self._folder = self._folder.with_name("others")
-        self.states = States(self._folder)
+        self.states = AdapterStates(self._folder)
 
     @contextlib.asynccontextmanager
     async def running(
@@ -82,8 +82,8 @@ class Trainer:
             mixed = config.tinker.mixed_micro_batches
             adapters = await asyncio.to_thread(open_trainer, self._base, max_rank=16, mixed=mixed)
             about = ModelInfo(model="-", base=BASE, folder=str(self._base), arch="qwen3", rank=1)
-            kept = KeptByTrainer(self._folder, max_bytes=max_bytes)
-            applying = Applying(adapters, self.states, kept, about)
+            kept = UserRecords(self._folder, max_bytes=max_bytes)
+            applying = OperationApplier(adapters, self.states, kept, about)
             service = TrainerService(context, adapters, applying, self.states, kept, gap_s=gap_s)
             task = self.task = asyncio.create_task(service.run())
             try:
@@ -105,10 +105,10 @@ class Trainer:
         return await self.ask(user, "submit", operation, OperationTaken)
 
     async def result(
-        self, seq: int, user: str = "ada", model: str = MODEL, wait_s: float = PATIENCE_S
+        self, seq: int, user: str = "ada", model: str = MODEL, wait_s: float = 60.0
     ) -> OperationResult:
-        """Wait for a result."""
-        wanted = AwaitResult(model=model, seq=seq, wait_s=min(wait_s, 60.0))  # a question's bound
+        """Wait for a result, at most a minute: the longest that the service accepts."""
+        wanted = AwaitResult(model=model, seq=seq, wait_s=wait_s)
         return await self.ask(user, "result", wanted, OperationResult)
 
     async def info(self, user: str = "ada") -> ModelInfo:

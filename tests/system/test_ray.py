@@ -43,20 +43,20 @@ async def test_a_machine_is_asked_for_once_found_given_back_and_asked_for_again(
     (name,) = MachineNames(nats_server.url).free([], 1)
 
     async def started() -> Machine | None:
-        return next((one for one in await source.look() if one.state == "started"), None)
+        return next((one for one in await source.list_machines() if one.state == "started"), None)
 
     async def ended() -> bool:
-        return await source.look() == []
+        return await source.list_machines() == []
 
     for _ in range(2):
-        await asyncio.gather(*(source.ask(name) for _ in range(4)))
+        await asyncio.gather(*(source.request_machine(name) for _ in range(4)))
         found = await eventually(started, "a machine of Ray")
         assert (found.name, len(ray.jobs())) == (name, 1)
-        await source.ask(name)
+        await source.request_machine(name)
         assert await started() == found
-        await source.give_back(found, drain=True)
+        await source.release_machine(found, drain=True)
         await eventually(ended, "its end")
-        await source.give_back(found, drain=True)  # harmless
+        await source.release_machine(found, drain=True)  # harmless
 
 
 async def test_what_ray_has_no_room_for_waits_in_its_words_and_is_dropped(

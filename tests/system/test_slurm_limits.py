@@ -51,25 +51,25 @@ async def test_who_may_have_two_jobs_in_the_queue_is_refused_the_third(
     source: SlurmSource,
 ) -> None:
     first, second, third = MachineNames(URL).free([], 3)
-    await source.ask(first)
-    await source.ask(second)
+    await source.request_machine(first)
+    await source.request_machine(second)
     with pytest.raises(PlacementError, match="Job violates accounting/QOS policy") as refused:
-        await source.ask(third)
+        await source.request_machine(third)
     assert "ask the cluster's admins" in refused.value.hint
 
 
 @pytest.mark.parametrize("source", ["nobody"], indirect=True)
 async def test_an_account_that_there_is_not_is_refused(source: SlurmSource) -> None:
     with pytest.raises(PlacementError, match="Invalid account or account/partition combination"):
-        await source.ask(MachineNames(URL).free([], 1)[0])
+        await source.request_machine(MachineNames(URL).free([], 1)[0])
 
 
 @pytest.mark.parametrize("source", ["small"], indirect=True)
 async def test_a_machine_beyond_the_accounts_cores_waits_and_says_so(source: SlurmSource) -> None:
     for name in MachineNames(URL).free([], 2):
-        await source.ask(name)
+        await source.request_machine(name)
 
     async def waits() -> bool:
-        return "AssocGrpCpuLimit" in {one.why for one in await source.look()}
+        return "AssocGrpCpuLimit" in {one.why for one in await source.list_machines()}
 
     await eventually(waits, "a machine that waits for its account")

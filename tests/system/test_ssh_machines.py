@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from tinkermq.actors.scheduler.machines.source import Machine, MachineNames
-from tinkermq.actors.scheduler.machines.ssh import SSHSource
+from tinkermq.actors.scheduler.machines.sources import SSHSource
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.machines import MachinesConfig, machines_config
 from tinkermq.schemas.wire.errors import ConfigError, PlacementError
@@ -40,27 +40,29 @@ async def test_a_node_is_started_once_found_and_ended(
     config = MachinesConfig.model_validate({**hosts(sshd, tmp_path), "most": 2})
     source = SSHSource(config, nats_server.url)
     first, second, third = MachineNames(nats_server.url).free([], 3)
-    assert await source.look() == []
-    await asyncio.gather(*(source.ask(first) for _ in range(4)))
+    assert await source.list_machines() == []
+    await asyncio.gather(*(source.request_machine(first) for _ in range(4)))
 
     async def started() -> Machine | None:
-        return next((one for one in await source.look() if one.state == "started"), None)
+        return next((one for one in await source.list_machines() if one.state == "started"), None)
 
     async def ended() -> bool:
-        return await source.look() == []
+        return await source.list_machines() == []
 
     found = await eventually(started, "a node by SSH")
-    await source.ask(first)
+    await source.request_machine(first)
     again = await started()
     assert again == found
     assert found.name == first
     assert found.started is not None
     assert found.log == str(tmp_path / f"{first}.log")
-    await source.give_back(found, drain=True)
+    await source.release_machine(found, drain=True)
     await eventually(ended, "its end")
-    await source.give_back(Machine(second, "none", "started"), drain=True)  # nothing runs there
+    await source.release_machine(
+        Machine(second, "none", "started"), drain=True
+    )  # nothing runs there
     with pytest.raises(PlacementError, match="all 2 hosts are in use"):
-        await source.ask(third)
+        await source.request_machine(third)
 
 
 async def test_a_host_that_does_not_answer_is_told_and_the_other_one_is_used(
@@ -68,7 +70,7 @@ async def test_a_host_that_does_not_answer_is_told_and_the_other_one_is_used(
 ) -> None:
     told = {**hosts(sshd, tmp_path), "hosts": ["127.0.0.1", "nobody@127.0.0.1"], "most": 2}
     source = SSHSource(MachinesConfig.model_validate(told), "nats://127.0.0.1:1")
-    [away] = await source.look()
+    [away] = await source.list_machines()
     assert (away.id, away.state) == ("nobody@127.0.0.1", "leaving")
     assert "Permission denied" in away.why
 

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 import torch
 from peft import PeftModel
-from tinkermq.actors.storage.tinker_checkpoints import STATES, CheckpointFolders
+from tinkermq.actors.storage.tinker_checkpoints import TINKER_FOLDER, CheckpointFolders
 from tinkermq.schemas.tinker.names import CheckpointName
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -52,7 +52,7 @@ async def run(service: TinkerService, *words: str) -> Outcome:
 
 def greedy(service: TinkerService, path: str, prompt: str) -> str:
     """Return what PEFT continues a prompt with."""
-    folders = CheckpointFolders(service.job.run_dir / STATES)
+    folders = CheckpointFolders(service.job.run_dir / TINKER_FOLDER)
     folder = folders.find("local", CheckpointName.parse(path)).folder
     base = service.folder / BASE
     model = cast("Any", AutoModelForCausalLM).from_pretrained(base)

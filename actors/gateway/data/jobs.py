@@ -1,23 +1,34 @@
-"""The table of jobs: filtered, searched, cut into pages, with the newest figures of each."""
+"""Jobs as pages and the REST interface show them: the table, configurations, logs and checkpoints.
+
+Checkpoints lie in the run's folder, on this machine or on a disk shared with the pool, or in the
+run's store, which is read with the gateway's own credentials. A download packs only folders
+`checkpoints/step_*` of the run, and only regular files that really lie in them.
+"""
 
 import asyncio
 import json
 import re
+import tarfile
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar, cast
 
 from ....broker.client.connection import Broker
+from ....broker.feed import best_of, read_scores
 from ....broker.jetstream.direct_get import StoredMessage, get_batch
 from ....broker.jetstream.streams import stream_info
 from ....broker.observe.recent import recent_values, run_row
+from ....broker.run_folder import Folder, FolderEntry
 from ....schemas.job import FINAL_STATES, JobRecord
 from ....schemas.metric import Event, LogLines, readable
-from ....schemas.wire.errors import MessageError, NotFoundError, TinkermqError
+from ....schemas.wire.errors import MessageError, NotFoundError, StorageError, TinkermqError
 from ....schemas.wire.message import Message
 from ....schemas.wire.subjects import JobScope
+from ...storage.checkpoints import stored_checkpoints
+from ...storage.run_folders import checkpoint_folders, checkpoint_in
+from ...storage.stores import Stores
 
 PAGE = 50
 ARCHIVED = "archived"
@@ -85,30 +96,30 @@ def select(records: Sequence[JobRecord], query: Query) -> JobPage:
     archived = [record for record in records if record.archived is not None]
     records = [record for record in records if record.archived is None]
     by_state = Counter(record.state for record in records)
-    counts = {name: sum(by_state[one] for one in states) for name, states in GROUPS.items()}
+    counts = {name: sum(by_state[state] for state in states) for name, states in GROUPS.items()}
     states = GROUPS.get(query.state, frozenset({query.state.upper()}))
     words = query.search.lower().split()
-    found = [
+    matches = [
         record
         for record in (archived if query.state == ARCHIVED else records)
         if (query.state in ("", ARCHIVED) or record.state in states) and _matches(record, words)
     ]
     name, descends = query.sort.removeprefix("-"), query.sort.startswith("-")
     if name in SORTS:
-        found.sort(key=SORTS[name], reverse=descends)
+        matches.sort(key=SORTS[name], reverse=descends)
     elif query.sort and name not in FIGURES:
         raise MessageError(
             f"jobs cannot be sorted by {name[:40]!r}",
             hint=f"by {', '.join((*SORTS, *FIGURES))}, with a - before it for the greatest first",
         )
-    found, helpers = fold(found) if query.folded else (found, {})
-    shown = found[query.offset : query.offset + query.limit]
-    return JobPage(shown, len(found), {"all": len(records), **counts}, helpers)
+    matches, helpers = fold(matches) if query.folded else (matches, {})
+    shown = matches[query.offset : query.offset + query.limit]
+    return JobPage(shown, len(matches), {"all": len(records), **counts}, helpers)
 
 
 def fold(records: Sequence[JobRecord]) -> tuple[list[JobRecord], dict[str, list[JobRecord]]]:
     """Return jobs without those that serve or evaluate another of them, and these by that job."""
-    runs = {name: one for one in records if not _helps(one) for name in (one.job, one.name)}
+    runs = {name: item for item in records if not _helps(item) for name in (item.job, item.name)}
     left: list[JobRecord] = []
     helpers: dict[str, list[JobRecord]] = {}
     for record in records:
@@ -148,8 +159,8 @@ async def select_rows(
 
 def with_helpers(rows: list[dict[str, Any]], page: JobPage) -> list[dict[str, Any]]:
     """Return rows with what is told of the jobs that serve or evaluate each."""
-    told = {job: [_helper(one) for one in those] for job, those in page.helpers.items()}
-    return [{**one, "helpers": told.get(one["job"], [])} for one in rows]
+    fields = {job: [_helper(item) for item in those] for job, those in page.helpers.items()}
+    return [{**item, "helpers": fields.get(item["job"], [])} for item in rows]
 
 
 def _helper(record: JobRecord) -> dict[str, Any]:
@@ -214,9 +225,9 @@ class Figures:
     async def values(self, broker: Broker, record: JobRecord) -> dict[str, float]:
         """Return the newest value of each metric of a job; none where its feed is gone."""
         key = f"{record.user}.{record.job}.{record.attempt}.{record.finished}"
-        kept = self._kept.get(key)
-        if kept is not None and kept[0] > time.monotonic():
-            return kept[1]
+        cached = self._kept.get(key)
+        if cached is not None and cached[0] > time.monotonic():
+            return cached[1]
         if record.started is None and record.state == "QUEUED":
             return {}
         try:
@@ -243,7 +254,7 @@ def row(record: JobRecord, values: dict[str, float]) -> dict[str, Any]:
         "model": model_of(record),
         "total_steps": _whole(values.get("training/total_steps", training.get("num_steps"))),
         "tokens_per_s": values.get("perf/throughput") if record.state == "RUNNING" else None,
-        "slots_wanted": sum(one.slots for one in record.actors),
+        "slots_wanted": sum(item.slots for item in record.actors),
         "notes": record.notes,
         "fork_of": record.fork_of,
         "archived": record.archived,
@@ -259,7 +270,7 @@ def _whole(value: Any) -> int | None:
     return int(value) if isinstance(value, int | float) and value == value else None
 
 
-# Runs beside each other: where their configurations differ.
+# -- differences between configurations ------------------------------------------------------------
 
 MAX_RUNS = 20
 """Runs that one page lays over each other."""
@@ -280,22 +291,22 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> list[ConfigDifference]:
     """Return the keys in which configurations differ, by name."""
     flat = [_flat(config) for config in configs]
     keys = sorted(set[str]().union(*flat) - _OF_THE_RUN)
-    found = (ConfigDifference(key, [one.get(key) for one in flat]) for key in keys)
-    return [one for one in found if len(set(one.values)) > 1]
+    matches = (ConfigDifference(key, [item.get(key) for item in flat]) for key in keys)
+    return [item for item in matches if len(set(item.values)) > 1]
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Return dotted keys and their values as JSON; an empty section is a value."""
-    told: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
-            told |= _flat(cast("Mapping[str, Any]", value), f"{prefix}{key}.")
+            fields |= _flat(cast("Mapping[str, Any]", value), f"{prefix}{key}.")
         else:
-            told[f"{prefix}{key}"] = json.dumps(value, ensure_ascii=False, default=repr)
-    return told
+            fields[f"{prefix}{key}"] = json.dumps(value, ensure_ascii=False, default=repr)
+    return fields
 
 
-# What the actors of a job wrote and what happened to it: the ends of its logs and events.
+# -- ends of logs and events -----------------------------------------------------------------------
 
 M = TypeVar("M", bound=Message)
 
@@ -325,8 +336,8 @@ async def tail_of_events(
     messages = await _tail(broker, scope.stream_feed, scope.event, limit * 2)
     stored = [event for message in messages if (event := _parse(message, Event)) is not None]
     events = [*stored, *(event for event in record.untold if event not in stored)]
-    told = [event for event in events if not quiet or event.kind != "bottleneck"]
-    return told[-limit:][::-1]
+    shown = [event for event in events if not quiet or event.kind != "bottleneck"]
+    return shown[-limit:][::-1]
 
 
 async def bottleneck_of(broker: Broker, record: JobRecord) -> str:
@@ -352,8 +363,8 @@ def shown_lines(batch: LogLines) -> list[dict[str, Any]]:
 
 
 def _level(line: str) -> str:
-    found = _LEVEL.search(line)
-    word = (found[1] or found[2]).lower() if found else "info"
+    match = _LEVEL.search(line)
+    word = (match[1] or match[2]).lower() if match else "info"
     return {"traceback": "error", "critical": "error"}.get(word, word)
 
 
@@ -364,28 +375,28 @@ async def _tail(broker: Broker, stream: str, subject: str, limit: int) -> list[S
     except NotFoundError:
         return []
     first, last = max(int(state["first_seq"]), 1), int(state["last_seq"])
-    found: list[StoredMessage] = []
+    messages: list[StoredMessage] = []
     end, window = last, _WINDOW
     for _ in range(_MAX_LOOKS):
         start = max(first, end - window + 1)
-        if end < first or len(found) >= limit:
+        if end < first or len(messages) >= limit:
             break
-        found = [*await _between(broker, stream, subject, start, end), *found]
+        messages = [*await _between(broker, stream, subject, start, end), *messages]
         end, window = start - 1, window * 4
-    return found[-limit:]
+    return messages[-limit:]
 
 
 async def _between(
     broker: Broker, stream: str, subject: str, start: int, end: int
 ) -> list[StoredMessage]:
-    found: list[StoredMessage] = []
+    collected: list[StoredMessage] = []
     while start <= end:
         messages, more = await get_batch(broker, stream, start, subject)
-        found += [message for message in messages if message.seq <= end]
+        collected += [message for message in messages if message.seq <= end]
         if not messages or not more:
             break
         start = messages[-1].seq + 1
-    return found
+    return collected
 
 
 def _parse(message: StoredMessage, model: type[M]) -> M | None:
@@ -393,3 +404,104 @@ def _parse(message: StoredMessage, model: type[M]) -> M | None:
         return model.from_bytes(message.payload, at=message.subject)
     except MessageError:
         return None
+
+
+# -- checkpoints, listed and packed for download ---------------------------------------------------
+
+_CHUNK = 1 << 20
+
+
+async def scored_checkpoints(broker: Broker, record: JobRecord) -> list[dict[str, Any]]:
+    """Return what `list_checkpoints` does, with the validation of each and which is the best.
+
+    Raises StorageError.
+    """
+    reply = await asyncio.to_thread(list_checkpoints, record, Stores(broker))
+    try:
+        scores = await read_scores(broker, record.scope)
+    except TinkermqError:
+        scores = {}  # the bucket is not there, or not for this user
+    best = best_of(scores, [item["step"] for item in reply])
+    return [
+        {**item, "score": scores.get(item["step"]), "best": item["step"] == best} for item in reply
+    ]
+
+
+def list_checkpoints(record: JobRecord, stores: Stores) -> list[dict[str, Any]]:
+    """Return step, size and time of each checkpoint, newest first; raises StorageError."""
+    result = _in_store(record, stores)
+    there = {item["step"] for item in result}
+    for step, folder in checkpoint_folders(record.run_dir).items():
+        files = _files(record.run_dir, step)
+        if not files or step in there:
+            continue
+        result.append(
+            {
+                "step": step,
+                "bytes": sum(file.num_bytes for file in files),
+                "files": [file.path for file in files],
+                "saved": max(file.changed for file in files),
+                "path": str(folder),
+            }
+        )
+    return sorted(result, key=lambda one: one["step"], reverse=True)
+
+
+def _in_store(record: JobRecord, stores: Stores) -> list[dict[str, Any]]:
+    return [
+        {
+            "step": step,
+            "bytes": sum(file.num_bytes for file in one.files),
+            "files": [file.name for file in one.files],
+            "saved": max(file.saved for file in one.files),
+            "path": one.url,
+        }
+        for step, one in stored_checkpoints(record, stores, tries=1).items()
+    ]
+
+
+def check_here(record: JobRecord, step: int, stores: Stores) -> None:
+    """Raise NotFoundError for a checkpoint that is not in the run's folder on this machine."""
+    if step in checkpoint_folders(record.run_dir):
+        return
+    stored = stored_checkpoints(record, stores, tries=1).get(step)
+    if stored is not None:
+        raise NotFoundError(
+            f"the checkpoint of step {step} of run {record.name} is in its store: {stored.url}",
+            hint="copy that from there, with any tool of the store; from the broker with "
+            "`nats object get`",
+        )
+    raise NotFoundError(
+        f"run {record.name} has no checkpoint of step {step} on this machine",
+        hint="checkpoints lie in the run's folder on the pool; older ones are removed "
+        "(training.keep_last, training.keep_every)",
+    )
+
+
+def pack(run_dir: str, step: int, name: str) -> Iterator[bytes]:
+    """Yield an uncompressed tar archive of a checkpoint, a chunk at a time.
+
+    Raises OSError for what was removed or changed meanwhile.
+    """
+    with Folder(run_dir) as run, run.folder(checkpoint_in(step)) as folder:
+        for entry in folder.files():
+            with folder.open(entry.path) as source:
+                info = tarfile.TarInfo(f"{name}/{entry.path}")
+                info.size, info.mtime, info.mode = entry.num_bytes, int(entry.changed), 0o644
+                yield info.tobuf(tarfile.PAX_FORMAT)
+                left = entry.num_bytes
+                while left:
+                    chunk = source.read(min(_CHUNK, left)) or bytes(min(_CHUNK, left))
+                    left -= len(chunk)  # a file that became shorter meanwhile is filled up
+                    yield chunk
+            yield bytes(-entry.num_bytes % tarfile.BLOCKSIZE)
+        yield bytes(2 * tarfile.BLOCKSIZE)
+
+
+def _files(run_dir: str, step: int) -> list[FolderEntry]:
+    """Return the regular files of a checkpoint, by name; none of one that cannot be read."""
+    try:
+        with Folder(run_dir) as run, run.folder(checkpoint_in(step)) as folder:
+            return list(folder.files())
+    except (OSError, StorageError):
+        return []

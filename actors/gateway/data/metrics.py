@@ -32,7 +32,7 @@ from ....schemas.wire.errors import MessageError, NotFoundError, TinkermqError
 from ....schemas.wire.subjects import BUCKET_EVALS, JobScope
 from ...curves import Curves
 
-# Which curves the page of a job shows.
+# -- curves of a job's page ------------------------------------------------------------------------
 
 
 class Line(NamedTuple):
@@ -111,11 +111,11 @@ def job_curves() -> Curves:
     return Curves(later_counts=True, max_names=MAX_NAMES)
 
 
-def enter(curves: Curves, metrics: Sequence[Metric]) -> None:
+def add_point(curves: Curves, metrics: Sequence[Metric]) -> None:
     """Enter the metrics of a job."""
     curves.add(
-        [one.step for one in metrics],
-        [{_TOLD_AT: one.time or math.nan, **finite_values(one)} for one in metrics],
+        [item.step for item in metrics],
+        [{_TOLD_AT: item.time or math.nan, **finite_values(item)} for item in metrics],
     )
 
 
@@ -126,7 +126,7 @@ def names_of(curves: Curves) -> list[str]:
 
 def is_wanted(name: str, wanted: Sequence[str]) -> bool:
     """Whether a metric is one of those named, by itself or by a pattern; none named: all."""
-    return not wanted or any(fnmatchcase(name, one) for one in wanted)
+    return not wanted or any(fnmatchcase(name, item) for item in wanted)
 
 
 def chart_points(
@@ -145,8 +145,8 @@ def chart_points(
     times, tokens = curves.means(_TOLD_AT), np.nan_to_num(curves.means(_TRAINED)) * curves.width
     begun = times[np.isfinite(times)][:1].sum()
     axes = {TIME: times[at] - begun, TOKENS: np.cumsum(tokens)[at]}
-    told = {name: np.round(values, 1).tolist() for name, values in axes.items()}
-    return {"names": sorted(names), **told, **points}
+    fields = {name: np.round(values, 1).tolist() for name, values in axes.items()}
+    return {"names": sorted(names), **fields, **points}
 
 
 def finite_values(metric: Metric) -> dict[str, float]:
@@ -263,7 +263,7 @@ class History:
 
     def _enter(self, messages: list[StoredMessage]) -> None:
         if messages:
-            enter(self._curves, _metrics(messages))
+            add_point(self._curves, _metrics(messages))
             self._next_seq = messages[-1].seq + 1
 
     async def _sample(self, broker: Broker, first: int, last: int) -> Curves:
@@ -278,10 +278,10 @@ class History:
                 reply = await broker.request(broker.direct_get(stream), request)
             return stored_message(reply, stream)
 
-        found = await asyncio.gather(*(one(seq) for seq in range(first, last + 1, stride)))
+        results = await asyncio.gather(*(one(seq) for seq in range(first, last + 1, stride)))
         curves = job_curves()
-        enter(curves, _metrics([message for message in found if message is not None]))
-        enter(curves, await self._evaluations(broker))
+        add_point(curves, _metrics([message for message in results if message is not None]))
+        add_point(curves, await self._evaluations(broker))
         return curves
 
     async def _evaluations(self, broker: Broker) -> list[Metric]:
@@ -289,8 +289,8 @@ class History:
             entries = await Bucket(broker, BUCKET_EVALS, EvalRecord).items(self._scope.key)
         except TinkermqError:
             return []  # the bucket is not there, or not for this user: the whole feed has them
-        told = [entry.value for entry in entries if entry.value.values]
-        return [Metric(step=one.step, values=one.values, time=0.0) for one in told]
+        shown = [entry.value for entry in entries if entry.value.values]
+        return [Metric(step=item.step, values=item.values, time=0.0) for item in shown]
 
 
 class Histories:
@@ -344,7 +344,7 @@ def _metrics(messages: list[StoredMessage]) -> list[Metric]:
     return metrics
 
 
-# What each step of a run told, to the bit: for one's own evaluation, not for drawing.
+# -- exact metrics of each step, for own analysis --------------------------------------------------
 
 
 async def exact_lines(
@@ -378,5 +378,5 @@ def _line(payload: bytes, names: Sequence[str], first: int, last: int | None) ->
     values = {
         name: value for name, value in finite_values(metric).items() if is_wanted(name, names)
     }
-    told = {"step": metric.step, "time": metric.time, "values": values}
-    return json.dumps(told).encode() + b"\n" if values else b""
+    fields = {"step": metric.step, "time": metric.time, "values": values}
+    return json.dumps(fields).encode() + b"\n" if values else b""

@@ -1,21 +1,37 @@
-"""What a job's page tells at a glance: state, figures, actors and whom each waits for."""
+"""The overview of one run and its live updates: state, figures, actors and what they wait for.
+
+Updates are server-sent events: the run's feed or log, and its state. The id of an event is the
+message's sequence, so a browser that lost the connection continues after the last one it got; one
+that is far behind is told to reload the page.
+"""
 
 import asyncio
 import contextlib
 import time
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
 from typing import Any
 
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.requests import Request
+
+from ....broker.jetstream.direct_get import StoredMessage
 from ....broker.jetstream.kv import Entry
+from ....broker.jetstream.reader import StreamReader
+from ....broker.jetstream.streams import stream_info
 from ....broker.presence import list_presences
 from ....schemas.job import FINAL_STATES, JobRecord
-from ....schemas.metric import Presence
-from ....schemas.wire.errors import TinkermqError
+from ....schemas.metric import Event, LogLines, Metric, Presence
+from ....schemas.wire.errors import MessageError, NotFoundError, TinkermqError
+from ....schemas.wire.subjects import JobScope
+from ..operations import Scheduler
 from ..sessions import Visitor
-from ..web import Gateway
-from .jobs import bottleneck_of, row
+from ..web import Gateway, gateway_of, number_in, to_json, visitor_of
+from .jobs import bottleneck_of, row, shown_lines
+from .metrics import finite_values
 
 
-async def glance(gateway: Gateway, visitor: Visitor, record: JobRecord) -> dict[str, Any]:
+async def summarize_run(gateway: Gateway, visitor: Visitor, record: JobRecord) -> dict[str, Any]:
     """Return what the head of a job's page shows, and its actors."""
     values, actors, bottleneck = await asyncio.gather(
         gateway.figures.values(visitor.broker, record),
@@ -27,11 +43,11 @@ async def glance(gateway: Gateway, visitor: Visitor, record: JobRecord) -> dict[
         "figures": _figures(values),
         "actors": actors,
         "bottleneck": bottleneck,
-        "can": possible(record),
+        "can": allowed_actions(record),
     }
 
 
-def possible(record: JobRecord) -> dict[str, bool]:
+def allowed_actions(record: JobRecord) -> dict[str, bool]:
     """Return which actions the state of a job allows."""
     ended = record.state in FINAL_STATES
     at_hand = ended and record.archived is None and record.removal == "no"
@@ -59,27 +75,27 @@ async def actors_of(visitor: Visitor, record: JobRecord) -> list[dict[str, Any]]
     heard = {entry.value.actor: entry.value for entry in entries}
     rows = [
         {
-            "name": one.name,
-            "role": one.role,
-            "node": one.node,
-            "slots": one.slots,
-            "placed": one.state,
-            "restarts": one.restarts,
-            **_heartbeat(heard.pop(one.name, None)),
+            "name": actor.name,
+            "role": actor.role,
+            "node": actor.node,
+            "slots": actor.slots,
+            "placed": actor.state,
+            "restarts": actor.restarts,
+            **_heartbeat(heard.pop(actor.name, None)),
         }
-        for one in record.actors
+        for actor in record.actors
     ]
     joined = [
         {
-            "name": one.actor,
-            "role": one.role,
-            "node": one.host,
+            "name": item.actor,
+            "role": item.role,
+            "node": item.host,
             "slots": 0,
             "placed": "joined",
             "restarts": 0,
-            **_heartbeat(one),
+            **_heartbeat(item),
         }
-        for one in heard.values()
+        for item in heard.values()
     ]
     return rows + joined
 
@@ -121,3 +137,129 @@ def _figures(values: dict[str, float]) -> list[dict[str, Any]]:
         for label, name, shape in shown
         if name in values and values[name] == values[name]
     ]
+
+
+# -- live updates ----------------------------------------------------------------------------------
+
+PING_S = 15
+WATCH_S = 1.0
+FAR_BEHIND = 5000
+_QUEUE_LENGTH = 256
+
+
+async def job_stream(request: Request) -> EventSourceResponse:
+    """Stream what is new of a job: `?of=feed` (metrics, events) or `?of=log`, `from=SEQUENCE`."""
+    gateway, visitor = gateway_of(request), await visitor_of(request)
+    record = await Scheduler(visitor).get(request.path_params["job"])
+    of = request.query_params.get("of", "feed")
+    if of not in ("feed", "log"):
+        raise MessageError(f"of={of!r} is no stream", hint="it is feed or log")
+    from_seq = number_in(request, "from", least=1)
+    last_id = request.headers.get("last-event-id", "")
+    if last_id.isascii() and last_id.isdigit():
+        from_seq = int(last_id[:18]) + 1
+    updates = _Updates(gateway, visitor, record)
+    return EventSourceResponse(updates.run(of, from_seq), ping=PING_S, sep="\n")
+
+
+class _Updates:
+    """Two sources, the stream and the state of a job, and the queue that they fill."""
+
+    def __init__(self, gateway: Gateway, visitor: Visitor, record: JobRecord) -> None:
+        self._gateway = gateway
+        self._visitor = visitor
+        self._record = record
+        self._queue: asyncio.Queue[ServerSentEvent | None] = asyncio.Queue(_QUEUE_LENGTH)
+
+    async def run(self, of: str, from_seq: int | None) -> AsyncGenerator[ServerSentEvent, None]:
+        """Yield events until the gateway stops, the browser goes, or the visitor is shut out."""
+        parts: tuple[Coroutine[Any, Any, None], ...] = (
+            self._pump(of, from_seq),
+            self._watch(),
+            self._end(self._gateway.stopping),
+            self._end(self._visitor.broker.closed),
+        )
+        streams = self._gateway.counters.streams
+        streams.inc()
+        tasks = [asyncio.create_task(part, name="live updates") for part in parts]
+        try:
+            while (event := await self._queue.get()) is not None:
+                yield event
+        finally:
+            streams.dec()
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    async def _end(self, ends: asyncio.Event) -> None:
+        await ends.wait()
+        await self._queue.put(None)
+
+    async def _pump(self, of: str, from_seq: int | None) -> None:
+        """Hand on what is stored, from when the job's streams are there until they are removed."""
+        while not await self._hand_on(of, from_seq):  # noqa: ASYNC110  nobody signals streams
+            await asyncio.sleep(WATCH_S)
+
+    async def _hand_on(self, of: str, from_seq: int | None) -> bool:
+        """Return False if the streams are not there yet, True when there is nothing more."""
+        scope = self._record.scope
+        stream = scope.stream_feed if of == "feed" else scope.stream_log
+        subjects = [scope.metric, scope.event] if of == "feed" else [scope.log("*")]
+        broker = self._visitor.broker
+        try:
+            if from_seq is not None:
+                last = int((await stream_info(broker, stream))["state"]["last_seq"])
+                if last - from_seq > FAR_BEHIND or from_seq > last + 1:
+                    await self._put("reload", {})
+                    return True
+            reader = StreamReader(broker, stream, subjects, from_seq=from_seq)
+            async with aclosing(reader.messages()) as messages:
+                async for stored in messages:
+                    update = _event_of(stored, scope)
+                    if update is not None:
+                        await self._put(update[0], update[1], stored.seq)
+        except NotFoundError:
+            return self._record.has_streams or self._record.state in FINAL_STATES
+        except MessageError:
+            return True
+        except TinkermqError:  # the connection is gone: the browser comes again
+            await self._queue.put(None)
+        return True
+
+    async def _watch(self) -> None:
+        """Tell the job's state, its figures and its actors whenever they change."""
+        scheduler, before = Scheduler(self._visitor), ""
+        template = self._gateway.templates.get_template("job_live.html")
+        while True:
+            try:
+                record = self._record = await scheduler.get(self._record.job)
+                seen = await summarize_run(self._gateway, self._visitor, record)
+                html = template.render(seen)
+                if html != before:
+                    state = {"state": record.state, "step": seen["job"]["step"], "html": html}
+                    await self._put("job", state)
+                before = html
+            except (TinkermqError, TimeoutError) as error:
+                await self._put("trouble", {"message": str(error)})
+            await asyncio.sleep(WATCH_S)
+
+    async def _put(self, name: str, data: Any, seq: int | None = None) -> None:
+        event = ServerSentEvent(
+            data=to_json(data), event=name, id=str(seq) if seq is not None else None
+        )
+        await self._queue.put(event)
+
+
+def _event_of(stored: StoredMessage, scope: JobScope) -> tuple[str, Any] | None:
+    """Return name and data of the event that tells a stored message; None for a malformed one."""
+    try:
+        if stored.subject == scope.metric:
+            metric = Metric.from_bytes(stored.payload)
+            fields = {"step": metric.step, "time": metric.time, "values": finite_values(metric)}
+            return "metric", fields
+        if stored.subject == scope.event:
+            event = Event.from_bytes(stored.payload)
+            return "event", event.model_dump(exclude={"data"})
+        return "log", shown_lines(LogLines.from_bytes(stored.payload, at=stored.subject))
+    except MessageError:
+        return None

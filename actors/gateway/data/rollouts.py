@@ -1,23 +1,311 @@
-"""The rollout log a page at a time, and which step trained what, without reading all of either."""
+"""The rollout log as shown: pages of groups, single episodes token by token, and their advantages.
+
+Neither the log nor the batches are read as a whole to find which step trained a group.
+"""
 
 import asyncio
+import base64
+import binascii
+import json
+import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
+
+import numpy as np
+from starlette.requests import Request
 
 from ....broker.client.connection import Broker, NoResponders
 from ....broker.jetstream.direct_get import get_batch
 from ....broker.jetstream.streams import stream_info
 from ....broker.kept_rollouts import RunRollouts
 from ....broker.rollouts import LogEntry
+from ....envs.agents.call_lines import call_lines
 from ....schemas.job import JobRecord
 from ....schemas.rollout import Group, Trajectory, return_of
 from ....schemas.task import BatchRecord
 from ....schemas.wire.errors import MessageError, NotFoundError
+from ....schemas.wire.images import data_url, restore_images
 from ....schemas.wire.subjects import JobScope
-from .episodes import show_message
+from ...storage.run_folders import checkpoint_folders
+from ..operations import Scheduler
+from ..sessions import Visitor
+from ..web import flag_in, number_in, real_in, visitor_of
+from .jobs import PAGE, Query
+from .token_text import TokenTexts, token_texts
 
-PAGE = 24
+# -- one episode -----------------------------------------------------------------------------------
+
+# Advantages for display, from the rewards of one group: the learner's
+# (`actors/training/advantages.py`) where its estimator needs nothing else, otherwise the difference
+# to the group's mean, labelled as such.
+
+_EPSILON = 1e-6
+EXACT = frozenset({"grpo", "dr_grpo", "rloo", "remax"})
+
+
+def group_advantages(
+    estimator: str, rewards: Sequence[float], baseline: float | None = None
+) -> tuple[str, list[float]]:
+    """Return the name of what is shown, and its value for each episode.
+
+    `baseline` is the reward of the greedy episode, for remax.
+    """
+    if not rewards:
+        return "advantage", []
+    mean = sum(rewards) / len(rewards)
+    if len(set(rewards)) == 1 and len(rewards) > 1:
+        mean = rewards[0]
+    gaps = [reward - mean for reward in rewards]
+    if estimator == "remax" and baseline is not None:
+        return "advantage (remax)", [reward - baseline for reward in rewards]
+    if len(rewards) == 1 and estimator in {"grpo", "dr_grpo", "rloo"}:
+        return f"advantage ({estimator})", [rewards[0] / (1 + _EPSILON * (estimator == "grpo"))]
+    if estimator == "grpo":
+        std = math.sqrt(sum(gap * gap for gap in gaps) / (len(gaps) - 1))
+        return "advantage (grpo)", [gap / (std + _EPSILON) for gap in gaps]
+    if estimator == "dr_grpo":
+        return "advantage (dr_grpo)", gaps
+    if estimator == "rloo":
+        scale = len(gaps) / (len(gaps) - 1)
+        return "advantage (rloo)", [gap * scale for gap in gaps]
+    return "reward − group mean", gaps
+
+
+MAX_TOKENS = 8192
+MAX_IMAGE_BYTES = 8 << 20
+_DATA_URL = re.compile(r"data:(image/(?:png|jpeg|gif|webp));base64,([A-Za-z0-9+/=\s]+)")
+LEVELS = (-0.05, -0.3, -1.0, -2.0, -4.0)
+"""Bounds between the six colours of a token by its log-prob: almost certain to surprising."""
+
+
+def show_episode(group: Group, number: int, *, estimator: str, step: int | None) -> dict[str, Any]:
+    """Return all that is shown of one episode of a group.
+
+    Raises NotFoundError when the group has no such episode.
+    """
+    if not 0 <= number < len(group.trajectories):
+        raise NotFoundError(
+            f"task {group.task.task} has no episode {number}",
+            hint=f"it has 0 to {len(group.trajectories) - 1}"
+            if group.trajectories
+            else "the task was given up; its error says why",
+        )
+    one = group.trajectories[number]
+    name, advantages = _advantages(group, estimator)
+    made = one.logprobs[one.mask == 1]
+    turns = _turns(one)
+    return {
+        "task": group.task.task,
+        "sample": group.task.sample,
+        "seed": one.seed,
+        "episode": number,
+        "role": one.role,
+        "opponents": one.opponents,
+        "step": step,
+        "source": group.source,
+        "host": one.host,
+        "reward": one.reward,
+        "advantage_name": name,
+        "advantage": advantages.get(number),
+        "greedy": one.greedy,
+        "finish": one.ended_by,
+        "versions": [one.min_version, one.max_version],
+        "tries": one.num_tries,
+        "failures": [failure.model_dump() for failure in one.failures],
+        "generate_s": one.generate_s,
+        "environment_s": one.environment_s,
+        "num_tokens": len(one.token_ids),
+        "num_generated": one.num_generated,
+        "logprob_mean": float(made.mean()) if len(made) else None,
+        "logprob_min": float(made.min()) if len(made) else None,
+        "kind": one.kind,
+        "calls": [vars(line) for line in call_lines(_main_row(group, one).info)],
+        "row": _rows(group, one).index(number),
+        "rows": _rows(group, one),
+        "info": {name: value for name, value in one.info.items() if name != "calls"},
+        "messages": _messages(one, turns, group.images),
+        "turns": turns,
+        "siblings": [
+            {
+                "episode": index,
+                "role": item.role,
+                "kind": item.kind,
+                "row_of": item.episode,
+                "reward": item.reward,
+                "advantage": advantages.get(index),
+                "greedy": item.greedy,
+            }
+            for index, item in enumerate(group.trajectories)
+        ],
+    }
+
+
+def _rows(group: Group, one: Trajectory) -> list[int]:
+    """Return the places of all rows of an episode, its main one first."""
+    is_whole = one.episode < 0
+    return [
+        index
+        for index, item in enumerate(group.trajectories)
+        if item is one or (not is_whole and (item.episode, item.role) == (one.episode, one.role))
+    ]
+
+
+def _main_row(group: Group, one: Trajectory) -> Trajectory:
+    return group.trajectories[_rows(group, one)[0]]
+
+
+def _advantages(group: Group, estimator: str) -> tuple[str, dict[int, float]]:
+    """Return the name of what is shown, and its value by episode: compared within each role."""
+    greedy = next((item.reward for item in group.trajectories if item.greedy), None)
+    name, found = "", dict[int, float]()
+    places = {id(item): index for index, item in enumerate(group.trajectories)}
+    for role in dict.fromkeys(item.role for item in group.sampled):
+        peers = [rows for rows in group.episodes if rows[0].role == role]
+        rewards = [return_of(rows) for rows in peers]
+        name, values = group_advantages(estimator, rewards, greedy)
+        for rows, value in zip(peers, values, strict=True):
+            found.update((places[id(row)], value) for row in rows)
+    return name, found
+
+
+def _messages(
+    one: Trajectory, turns: list[dict[str, Any]], images: list[bytes]
+) -> list[dict[str, Any]]:
+    """Return the messages; the policy's own, the last ones of the assistant, with their turns."""
+    whole = restore_images(one.messages, images)
+    messages: list[dict[str, Any]] = [show_message(message) for message in whole]
+    own = [message for message in messages if message["role"] == "assistant"][-len(turns) :]
+    for message, turn in zip(own, turns[len(turns) - len(own) :], strict=True):
+        message["turn"] = turn
+    return messages
+
+
+def _turns(one: Trajectory) -> list[dict[str, Any]]:
+    """Return reward, version, length and mean log-prob of each turn."""
+    turns: list[dict[str, Any]] = []
+    reasons = one.finish_reasons or [None] * len(one.turn_ends)
+    start = 0
+    for number, (end, reward) in enumerate(
+        zip(one.turn_ends.tolist(), one.rewards.tolist(), strict=True)
+    ):
+        inside = one.mask[start : end + 1] == 1
+        versions = one.versions[start : end + 1][inside]
+        logprobs = one.logprobs[start : end + 1][inside]
+        turns.append(
+            {
+                "turn": number,
+                "reward": reward,
+                "tokens": int(inside.sum()),
+                "versions": sorted({int(version) for version in versions}),
+                "logprob": float(logprobs.mean()) if len(logprobs) else None,
+                "finish_reason": reasons[number],
+            }
+        )
+        start = end + 1
+    return turns
+
+
+def show_tokens(one: Trajectory, texts: TokenTexts) -> dict[str, Any]:
+    """Return the tokens of an episode with log-prob, version and mask; very long ones are cut."""
+    ids = one.token_ids[:MAX_TOKENS].tolist()
+    mask = one.mask[: len(ids)].tolist()
+    logprobs = one.logprobs[: len(ids)].tolist()
+    versions = one.versions[: len(ids)].tolist()
+    ends = dict(zip(one.turn_ends.tolist(), one.rewards.tolist(), strict=True))
+    message = texts.of(ids)
+    tokens = [
+        {
+            "id": token,
+            "text": text,
+            "made": bool(made),
+            "logprob": logprob if made else None,
+            "level": _level(logprob) if made else None,
+            "version": version if made else None,
+            "reward": ends.get(place),
+        }
+        for place, (token, text, made, logprob, version) in enumerate(
+            zip(ids, message, mask, logprobs, versions, strict=True)
+        )
+    ]
+    return {
+        "tokens": tokens,
+        "left_out": len(one.token_ids) - len(ids),
+        "decoded": texts.known,
+    }
+
+
+def _level(logprob: float) -> int:
+    return int(np.searchsorted(-np.array(LEVELS), -logprob))
+
+
+def show_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a chat message as role, parts (text and images) and tool calls."""
+    content = message.get("content")
+    parts: list[Any] = cast("list[Any]", content) if isinstance(content, list) else [content]
+    calls = message.get("tool_calls")
+    return {
+        "role": str(message.get("role", "?"))[:32],
+        "name": str(message.get("name", "") or message.get("tool_call_id", "") or ""),
+        "parts": [show_part(part) for part in parts if part is not None],
+        "tool_calls": [_call(call) for call in cast("list[Any]", calls)]
+        if isinstance(calls, list)
+        else [],
+        "turn": None,
+        "reasoning": str(message.get("reasoning_content", "") or ""),
+    }
+
+
+def show_part(part: Any) -> dict[str, str]:
+    """Return a part of a message: `text`, or `image` (a data URL, or the place it lies at)."""
+    if not isinstance(part, dict):
+        return {"kind": "text", "text": str(part)}
+    fields = cast("dict[str, Any]", part)
+    kind = str(fields.get("type", "text"))
+    if "image" in kind:
+        value = fields.get("image", fields.get("image_url", fields.get("data")))
+        if isinstance(value, dict):
+            inner = cast("dict[str, Any]", value)
+            value = inner.get("url", inner.get("bytes", inner.get("data")))
+        url = image_url(value)
+        if url:
+            return {"kind": "image", "url": url}
+        where = value if isinstance(value, str) and len(value) < 300 else type(value).__name__
+        return {"kind": "text", "text": f"[image: {where}]"}
+    if "text" in fields:
+        return {"kind": "text", "text": str(fields["text"])}
+    return {"kind": "text", "text": json.dumps(fields, default=str, ensure_ascii=False)}
+
+
+def image_url(value: Any) -> str:
+    """Return a data URL of an image given as bytes, base64 or data URL; empty for anything else.
+
+    Only PNG, JPEG, GIF and WebP, told by their first bytes: nothing that could hold a script, and
+    nothing that the browser would fetch from elsewhere.
+    """
+    if isinstance(value, str):
+        result = _DATA_URL.fullmatch(value) if len(value) < 2 * MAX_IMAGE_BYTES else None
+        try:
+            value = base64.b64decode(result[2] if result else value, validate=result is None)
+        except (binascii.Error, ValueError):
+            return ""
+    if not isinstance(value, bytes) or len(value) > MAX_IMAGE_BYTES:
+        return ""
+    return data_url(value)
+
+
+def _call(call: Any) -> dict[str, str]:
+    fields = cast("dict[str, Any]", call) if isinstance(call, dict) else {"name": str(call)}
+    inner = fields.get("function")
+    function = cast("dict[str, Any]", inner) if isinstance(inner, dict) else fields
+    arguments: Any = function.get("arguments", "")
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, default=str, ensure_ascii=False)
+    return {"name": str(function.get("name", "?")), "arguments": cast("str", arguments)}
+
+
+GROUPS_PER_PAGE = 24
 _BATCH_WINDOW = 512
 _SEARCHED_ENTRIES, _SEARCHED_BYTES = 768, 64 << 20
 """What one page reads of the log at most when it looks for something."""
@@ -25,7 +313,7 @@ _PREVIEW_CHARS = 160
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RolloutFilter:
     """What somebody looks for in the log: episodes with all of it."""
 
     text: str = ""
@@ -47,12 +335,14 @@ class Wanted:
             return False
         if self.errors and group.error is None and not any(e.failures for e in group.trajectories):
             return False
-        return self == Wanted(sample=self.sample, errors=self.errors) or any(self.marks(group))
+        return self == RolloutFilter(sample=self.sample, errors=self.errors) or any(
+            self.marks(group)
+        )
 
     def marks(self, group: Group) -> list[bool]:
         """Whether each episode of a group is one of those looked for."""
         words = self.text.lower().split()
-        return [self._is_it(one, words) for one in group.trajectories]
+        return [self._is_it(trajectory, words) for trajectory in group.trajectories]
 
     def _is_it(self, one: Trajectory, words: Sequence[str]) -> bool:
         low, high = self.reward_from, self.reward_to
@@ -64,7 +354,7 @@ class Wanted:
         return all(word in text for word in words)
 
 
-EVERYTHING = Wanted()
+EVERYTHING = RolloutFilter()
 
 
 @dataclass(frozen=True)
@@ -86,7 +376,7 @@ async def read_page(
     before: int | None = None,
     step: int | None = None,
     sort: str = "log",
-    wanted: Wanted = EVERYTHING,
+    wanted: RolloutFilter = EVERYTHING,
 ) -> GroupPage:
     """Return a page of the run's newest groups, or the groups that one step trained.
 
@@ -98,12 +388,12 @@ async def read_page(
     older: int | None = None
     if step is not None:
         seqs = await _trained_in(broker, job.scope, there, step)
-        found = await asyncio.to_thread(_those, await _entries(there, seqs), wanted)
-        rows = [group_row(one, step, wanted) for one in found]
+        reply = await asyncio.to_thread(_matching, await _entries(there, seqs), wanted)
+        rows = [group_row(item, step, wanted) for item in reply]
     else:
         step_of = there.steps | await _recent_steps(broker, job.scope)
-        found, older = await _search(there, before, wanted)
-        rows = [group_row(one, step_of.get(one.seq), wanted) for one in found]
+        reply, older = await _search(there, before, wanted)
+        rows = [group_row(item, step_of.get(item.seq), wanted) for item in reply]
     if sort == "reward":
         rows.sort(key=lambda row: row["reward"] if row["reward"] is not None else float("-inf"))
         rows.reverse()
@@ -111,35 +401,35 @@ async def read_page(
 
 
 async def _search(
-    there: RunRollouts, before: int | None, wanted: Wanted
+    there: RunRollouts, before: int | None, wanted: RolloutFilter
 ) -> tuple[list[LogEntry], int | None]:
     """Return a page of what is wanted, from `before` back, and where older ones begin."""
-    found: list[LogEntry] = []
+    collected: list[LogEntry] = []
     num_entries = num_bytes = 0
-    while seqs := there.before(before, PAGE):
+    while seqs := there.before(before, GROUPS_PER_PAGE):
         entries = await _entries(there, seqs)
-        found += await asyncio.to_thread(_those, entries, wanted)
+        collected += await asyncio.to_thread(_matching, entries, wanted)
         before = seqs[-1]
         num_entries += len(entries)
-        num_bytes += sum(len(one.payload) for one in entries)
+        num_bytes += sum(len(entry.payload) for entry in entries)
         enough = num_entries >= _SEARCHED_ENTRIES or num_bytes >= _SEARCHED_BYTES
-        if enough or len(found) >= PAGE:
+        if enough or len(collected) >= GROUPS_PER_PAGE:
             break
-    return found, before if there.before(before, 1) else None
+    return collected, before if there.before(before, 1) else None
 
 
 async def _entries(there: RunRollouts, seqs: Iterable[int]) -> list[LogEntry]:
     entries = await asyncio.gather(*map(there.get, seqs))
-    return [one for one in entries if one is not None]
+    return [entry for entry in entries if entry is not None]
 
 
-def _those(entries: Iterable[LogEntry], wanted: Wanted) -> list[LogEntry]:
-    return [one for one in entries if _is(one, wanted)]
+def _matching(entries: Iterable[LogEntry], wanted: RolloutFilter) -> list[LogEntry]:
+    return [entry for entry in entries if _matches(entry, wanted)]
 
 
-def _is(entry: LogEntry, wanted: Wanted) -> bool:
+def _matches(entry: LogEntry, wanted: RolloutFilter) -> bool:
     if entry.group is None:
-        return wanted in (EVERYTHING, Wanted(errors=True))
+        return wanted in (EVERYTHING, RolloutFilter(errors=True))
     return wanted.has(entry.group)
 
 
@@ -160,7 +450,7 @@ def _preview(group: Group) -> dict[str, str]:
     if not group.trajectories:
         return {"prompt": "", "answer": ""}
     messages = group.trajectories[0].messages
-    roles = [str(one.get("role")) for one in messages]
+    roles = [str(message.get("role")) for message in messages]
     begun = roles.index("assistant") if "assistant" in roles else len(roles)
     prompt = " ".join(" ".join(_texts(messages[begun - 1])).split()) if begun else ""
     own = [one for one, role in zip(messages, roles, strict=True) if role == "assistant"]
@@ -186,7 +476,7 @@ async def read_group(broker: Broker, job: JobRecord, seq: int) -> tuple[Group, i
     return entry.group, (there.steps | await _recent_steps(broker, job.scope)).get(seq)
 
 
-async def around(
+async def neighbours_of(
     broker: Broker, job: JobRecord, seq: int, episode: int, num_episodes: int
 ) -> dict[str, tuple[int, int] | None]:
     """Return the episodes before and after one: in its group, else in the entry beside that."""
@@ -205,10 +495,10 @@ async def _trained_in(
     try:
         return (await trained_in(broker, scope, step)).seqs
     except NotFoundError:
-        kept = [seq for seq, trained in there.steps.items() if trained == step]
-        if not kept:
+        remaining = [seq for seq, trained in there.steps.items() if trained == step]
+        if not remaining:
             raise
-        return kept
+        return remaining
 
 
 async def trained_in(broker: Broker, scope: JobScope, step: int) -> BatchRecord:
@@ -244,7 +534,9 @@ async def _batch_records(broker: Broker, scope: JobScope, start: int) -> list[Ba
     return [BatchRecord.from_bytes(message.payload) for message in messages]
 
 
-def group_row(entry: LogEntry, step: int | None, wanted: Wanted = EVERYTHING) -> dict[str, Any]:
+def group_row(
+    entry: LogEntry, step: int | None, wanted: RolloutFilter = EVERYTHING
+) -> dict[str, Any]:
     """Return what the list shows of one entry of the log; `found`, which episodes are wanted."""
     group = entry.group
     if group is None:
@@ -266,11 +558,11 @@ def group_row(entry: LogEntry, step: int | None, wanted: Wanted = EVERYTHING) ->
         "step": step,
         "source": group.source,
         "reward": _mean([return_of(rows) for rows in group.episodes]),
-        "tokens": sum(one.num_generated for one in group.trajectories),
+        "tokens": sum(trajectory.num_generated for trajectory in group.trajectories),
         "versions": _versions(group),
         "seconds": max(0.0, group.finished - group.started),
         "finished": group.finished,
-        "failures": sum(len(one.failures) for one in group.trajectories),
+        "failures": sum(len(trajectory.failures) for trajectory in group.trajectories),
         "error": group.error.model_dump() if group.error is not None else None,
         **_preview(group),
         "episodes": [
@@ -295,10 +587,110 @@ def _versions(group: Group) -> list[int]:
     if not group.trajectories:
         return []
     return [
-        min(one.min_version for one in group.trajectories),
-        max(one.max_version for one in group.trajectories),
+        min(trajectory.min_version for trajectory in group.trajectories),
+        max(trajectory.max_version for trajectory in group.trajectories),
     ]
 
 
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
+
+
+# -- parameters of requests, the same for pages and the REST interface -----------------------------
+
+MAX_LIMIT = 1000
+
+
+async def job_of(request: Request) -> tuple[Visitor, JobRecord]:
+    """Return who asks, and the job in the path; raises LogInError, NotFoundError."""
+    visitor = await visitor_of(request)
+    return visitor, await Scheduler(visitor).get(request.path_params["job"])
+
+
+def query_of(request: Request) -> Query:
+    """Return what a request wants to see of the jobs."""
+    limit = number_in(request, "limit", PAGE, least=1) or PAGE
+    return Query(
+        state=request.query_params.get("state", "")[:32],
+        search=request.query_params.get("search", "")[:200],
+        offset=number_in(request, "offset", 0) or 0,
+        limit=min(limit, MAX_LIMIT),
+        sort=request.query_params.get("sort", ""),
+    )
+
+
+def actor_in(request: Request) -> str:
+    """Return the actor named in the query; raises MessageError for what cannot be one."""
+    actor = request.query_params.get("actor", "")
+    if actor and not all(char.isalnum() or char in "-_" for char in actor):
+        raise MessageError(f"actor={actor!r} is no name of an actor")
+    return actor[:64]
+
+
+async def page_of_rollouts(request: Request, visitor: Visitor, record: JobRecord) -> GroupPage:
+    """Return the page of the rollout log that a request names."""
+    return await read_page(
+        visitor.broker,
+        record,
+        before=number_in(request, "before", least=1),
+        step=number_in(request, "step", least=1),
+        sort=request.query_params.get("sort", "log"),
+        wanted=RolloutFilter(
+            text=request.query_params.get("q", "")[:200],
+            reward_from=real_in(request, "reward_from"),
+            reward_to=real_in(request, "reward_to"),
+            version=number_in(request, "version"),
+            tokens_from=number_in(request, "tokens_from"),
+            sample=number_in(request, "sample"),
+            errors=flag_in(request, "errors"),
+        ),
+    )
+
+
+async def read_episode(
+    visitor: Visitor, record: JobRecord, seq: int, number: int
+) -> dict[str, Any]:
+    """Return an episode of an entry of the log, with its tokens."""
+    group, step = await read_group(visitor.broker, record, seq)
+    algorithm: dict[str, Any] = record.config.get("algorithm") or {}
+    estimator = algorithm.get("advantage", "grpo")
+
+    def show() -> dict[str, Any]:  # thousands of tokens, and images
+        shown = show_episode(group, number, estimator=estimator, step=step)
+        return {"seq": seq, **shown, **show_tokens(group.trajectories[number], _texts_of(record))}
+
+    shown = await visitor.share.in_thread(show)
+    beside = await neighbours_of(visitor.broker, record, seq, number, len(group.trajectories))
+    return {**shown, **beside}
+
+
+def episode_in(request: Request) -> tuple[int, int]:
+    """Return entry and episode that a path names."""
+    return int(request.path_params["seq"]), int(request.path_params["episode"])
+
+
+def beside_in(request: Request) -> tuple[int, int] | None:
+    """Return the episode to be shown beside another, `SEQ/EPISODE`; None without one.
+
+    Raises MessageError for anything else.
+    """
+    text = request.query_params.get("beside", "")
+    if not text:
+        return None
+    seq, _, number = text.partition("/")
+    if not all(part.isascii() and part.isdigit() and len(part) < 16 for part in (seq, number)):
+        raise MessageError(f"beside={text[:40]!r} names no episode", hint="write SEQ/EPISODE")
+    return int(seq), int(number)
+
+
+def _texts_of(record: JobRecord) -> TokenTexts:
+    folders = checkpoint_folders(record.run_dir)
+    model: dict[str, Any] = record.config.get("model") or {}
+    latest = folders[max(folders)] if folders else None
+    return token_texts(str(model.get("path", "")), latest)
+
+
+def queue_of(records: list[JobRecord]) -> list[JobRecord]:
+    """Return the jobs that wait, by their place in the queue; those without one yet come last."""
+    waiting = [record for record in records if record.state == "QUEUED"]
+    return sorted(waiting, key=lambda one: (one.place == 0, one.place))

@@ -1,4 +1,4 @@
-"""The pages of the dashboard: whole on the server, so that they work without scripts."""
+"""The pages of the dashboard, rendered on the server: they work without scripts."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,6 @@ from ....broker.run_folder import Folder
 from ....schemas.job import FINAL_STATES, JobRecord
 from ....schemas.wire.errors import MessageError, NotFoundError, StorageError, TinkermqError
 from ..data import jobs as logs
-from ..data.checkpoints import scored_checkpoints
 from ..data.jobs import (
     ARCHIVED,
     GROUPS,
@@ -29,12 +28,22 @@ from ..data.jobs import (
     Query,
     differences,
     row,
+    scored_checkpoints,
     select,
     select_rows,
 )
 from ..data.metrics import CHARTS
-from ..data.overview import glance
-from ..openapi import description
+from ..data.overview import summarize_run
+from ..data.rollouts import (
+    actor_in,
+    beside_in,
+    episode_in,
+    job_of,
+    page_of_rollouts,
+    query_of,
+    queue_of,
+    read_episode,
+)
 from ..operations import (
     BODIES,
     Scheduler,
@@ -48,22 +57,13 @@ from ..operations import (
     submit,
     to_yaml,
 )
-from ..queries import (
-    actor_in,
-    beside_in,
-    episode_in,
-    job_of,
-    page_of_rollouts,
-    query_of,
-    queue_of,
-    read_episode,
-)
+from ..rest import description
 from ..sessions import COOKIE, SESSION_S, LogInError, Visitor
-from ..tinker.sessions import curves_of, services_of
+from ..tinker.rest import curves_of, services_of
 from ..web import form_of, gateway_of, number_in, visitor_of
 from .render import VERSION, render
 
-# The pages of one run, and of several laid over each other.
+# -- one run, and several compared -----------------------------------------------------------------
 
 _EVENTS, _ALL_EVENTS = 12, 500
 _ROLLOUT_QUERY = (
@@ -78,7 +78,7 @@ async def job_page(
     request: Request, visitor: Visitor, record: JobRecord, tab: str, more: dict[str, Any]
 ) -> Response:
     """Show a tab of a job's page, with the head that is the same in all of them."""
-    seen = await glance(gateway_of(request), visitor, record)
+    seen = await summarize_run(gateway_of(request), visitor, record)
     runs = [_curves_of(record)]
     shown = {"user": visitor.user, "record": record, "tab": tab, "runs": runs, **seen, **more}
     return render(request, f"job_{tab}.html", shown)
@@ -105,21 +105,22 @@ async def compare(request: Request) -> Response:
     visitor = await visitor_of(request)
     search, records, num_found = await _compared(request, Scheduler(visitor))
     rows = await gateway_of(request).figures.rows(visitor.broker, records)
-    configs = await asyncio.to_thread(lambda: [effective(one.config) for one in records])
-    jobs = [one.job for one in records]
-    asked = request.query_params.multi_items()
-    kept = [(key, value) for key, value in asked if key not in ("run", "search")]
+    configs = await asyncio.to_thread(lambda: [effective(record.config) for record in records])
+    jobs = [record.job for record in records]
+    parameters = request.query_params.multi_items()
+    other_parameters = [(key, value) for key, value in parameters if key not in ("run", "search")]
     shown: dict[str, Any] = {
         "user": visitor.user,
         "rows": rows,
-        "runs": [_curves_of(one) for one in records],
+        "runs": [_curves_of(record) for record in records],
         "charts": _CHARTS,
         "search": search,
         "num_found": num_found,
         "differences": differences(configs),
         "without": {
-            one.job: "/compare?" + urlencode([*(("run", o) for o in jobs if o != one.job), *kept])
-            for one in records
+            record.job: "/compare?"
+            + urlencode([*(("run", o) for o in jobs if o != record.job), *other_parameters])
+            for record in records
         },
     }
     return render(request, "compare.html", shown)
@@ -132,11 +133,11 @@ async def _compared(request: Request, scheduler: Scheduler) -> tuple[str, list[J
         raise MessageError(f"{len(jobs)} runs were named; a page compares at most {MAX_RUNS}")
     search = "" if jobs else request.query_params.get("search", "")[:200]
     if not search:
-        return "", [await scheduler.get(one) for one in jobs], len(jobs)
-    told = await scheduler.list_jobs()
-    found = select(told, Query(search=search, limit=len(told))).records
-    found = [one for one in found if one.trains]
-    return search, found[:MAX_RUNS], len(found)
+        return "", [await scheduler.get(item) for item in jobs], len(jobs)
+    reply = await scheduler.list_jobs()
+    result = select(reply, Query(search=search, limit=len(reply))).records
+    result = [item for item in result if item.trains]
+    return search, result[:MAX_RUNS], len(result)
 
 
 def _curves_of(record: JobRecord) -> dict[str, str]:
@@ -171,13 +172,13 @@ async def job_rollouts(request: Request) -> Response:
     """Show a page of a job's groups."""
     visitor, record = await job_of(request)
     page = await page_of_rollouts(request, visitor, record)
-    asked = {name: request.query_params.get(name, "") for name in _ROLLOUT_QUERY}
-    rewards = [one["reward"] for group in page.groups for one in group["episodes"]]
+    parameters = {name: request.query_params.get(name, "") for name in _ROLLOUT_QUERY}
+    rewards = [item["reward"] for group in page.groups for item in group["episodes"]]
     low, high = (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
-    kept = {name: value for name, value in asked.items() if value}
-    told = {name: value for name, value in kept.items() if name != "beside"}
-    links = {"query": urlencode(kept), "query_json": urlencode(told)}
-    shown = {"page": page, "asked": asked, "low": low, "high": high, **links}
+    set_parameters = {name: value for name, value in parameters.items() if value}
+    fields = {name: value for name, value in set_parameters.items() if name != "beside"}
+    links = {"query": urlencode(set_parameters), "query_json": urlencode(fields)}
+    shown = {"page": page, "asked": parameters, "low": low, "high": high, **links}
     return await job_page(request, visitor, record, "rollouts", shown)
 
 
@@ -198,7 +199,7 @@ async def job_config(request: Request) -> Response:
     return await job_page(request, visitor, record, "config", texts)
 
 
-# A run's checkpoints, what is done with them, and the page that talks with a served model.
+# -- checkpoints, and chat with a served model -----------------------------------------------------
 
 
 async def job_checkpoints(request: Request) -> Response:
@@ -207,7 +208,7 @@ async def job_checkpoints(request: Request) -> Response:
     found, helpers = await asyncio.gather(
         scored_checkpoints(visitor.broker, record), _helpers(request, visitor, record)
     )
-    rows = [{**one, "helpers": helpers.get(one["step"], [])} for one in found]
+    rows = [{**item, "helpers": helpers.get(item["step"], [])} for item in found]
     more = {"checkpoints": rows}
     return await job_page(request, visitor, record, "checkpoints", more)
 
@@ -217,15 +218,15 @@ async def _helpers(
 ) -> dict[int, list[dict[str, Any]]]:
     """Return, by step, the jobs that serve or evaluate it, with the score of an evaluation."""
     those = [
-        (one, step)
-        for one in await Scheduler(visitor).list_jobs()
-        if (step := _step_of(one, record)) is not None
+        (item, step)
+        for item in await Scheduler(visitor).list_jobs()
+        if (step := _step_of(item, record)) is not None
     ]
     rows = await gateway_of(request).figures.rows(visitor.broker, [one for one, _ in those])
-    found: dict[int, list[dict[str, Any]]] = {}
+    collected: dict[int, list[dict[str, Any]]] = {}
     for row_of_job, (_, step) in zip(rows, those, strict=True):
-        found.setdefault(step, []).append(row_of_job)
-    return found
+        collected.setdefault(step, []).append(row_of_job)
+    return collected
 
 
 def _step_of(record: JobRecord, run: JobRecord) -> int | None:
@@ -254,11 +255,11 @@ async def evaluate(request: Request) -> Response:
 async def playground(request: Request) -> Response:
     """Show the page that talks with a served model; its script does the rest."""
     visitor = await visitor_of(request)
-    asked = {name: request.query_params.get(name, "")[:200] for name in ("model", "job")}
-    return render(request, "playground.html", {"user": visitor.user, **asked})
+    parameters = {name: request.query_params.get(name, "")[:200] for name in ("model", "job")}
+    return render(request, "playground.html", {"user": visitor.user, **parameters})
 
 
-# The page that asks before runs are archived or deleted, and tells what that frees.
+# -- archiving and deleting ------------------------------------------------------------------------
 
 MAX_REMOVED_RUNS = 200
 _COUNTING_S = 2.0
@@ -297,7 +298,7 @@ async def _page(
     shown: dict[str, Any] = {
         "user": (await visitor_of(request)).user,
         "how": _how(request),
-        "rows": await asyncio.to_thread(lambda: [_row(one, until) for one in records]),
+        "rows": await asyncio.to_thread(lambda: [_row(record, until) for record in records]),
         "problems": problems,
         "done": done,
         "query": request.url.query,
@@ -320,7 +321,7 @@ async def _records(request: Request) -> list[JobRecord]:
             hint="tick them in the table of jobs",
         )
     scheduler = Scheduler(await visitor_of(request))
-    return [await scheduler.get(one) for one in jobs]
+    return [await scheduler.get(item) for item in jobs]
 
 
 def _row(record: JobRecord, until: float) -> dict[str, Any]:
@@ -409,7 +410,7 @@ async def jobs(request: Request) -> Response:
         "page": page,
         "query": query,
         "groups": ["all", *GROUPS],
-        "several_users": len({one["user"] for one in rows}) > 1,
+        "several_users": len({item["user"] for item in rows}) > 1,
         "link": link,
     }
     part = request.query_params.get("part") == "rows"
@@ -528,12 +529,12 @@ async def tinker(request: Request) -> Response:
 async def tinker_model(request: Request) -> Response:
     """Show the curves of one of these models."""
     visitor = await visitor_of(request)
-    found = await curves_of(request, visitor)
-    job, model = request.path_params["job"], found.shown.info.model
+    reply = await curves_of(request, visitor)
+    job, model = request.path_params["job"], reply.shown.info.model
     url = f"/api/v1/tinker/{quote(job)}/{quote(model)}/metrics"
     runs = [{"job": job, "name": model, "url": url, "whole": True}]
     return render(
-        request, "tinker_model.html", {"user": visitor.user, "model": found.shown, "runs": runs}
+        request, "tinker_model.html", {"user": visitor.user, "model": reply.shown, "runs": runs}
     )
 
 

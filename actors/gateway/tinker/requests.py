@@ -1,4 +1,4 @@
-"""How the Tinker API's requests are read, and its results worded."""
+"""Read the Tinker API's requests, and form its results."""
 
 import asyncio
 import json
@@ -37,13 +37,17 @@ async def visitor_of_key(request: Request) -> Visitor:
         )
     visitor = await sessions.visitor(session=None, key=key.removeprefix(OF_TINKER_SDK))
     take_connection(request, visitor)
-    request.scope[HELD].enter_context(visitor.held(_told_length(request)))
+    request.scope[HELD].enter_context(visitor.held(_content_length(request)))
     return visitor
 
 
-def _told_length(request: Request) -> int:
-    told = request.headers.get("content-length", "")
-    return int(told) if told.isascii() and told.isdigit() and len(told) < 12 else 0
+def _content_length(request: Request) -> int:
+    content_length = request.headers.get("content-length", "")
+    return (
+        int(content_length)
+        if content_length.isascii() and content_length.isdigit() and len(content_length) < 12
+        else 0
+    )
 
 
 async def raw_body(request: Request) -> bytes:
@@ -131,11 +135,11 @@ def answered(name: str, result: OperationResult) -> Response:
 
 def not_ready(name: str, reason: str) -> Response:
     """Say that a result is not there yet, and why: the client asks again at once."""
-    told = {**_DETAIL_OF_POLL, "queue_state_reason": reason}
-    return JSONResponse({"type": "try_again", "request_id": name, **told}, _NOT_READY)
+    fields = {**_DETAIL_OF_POLL, "queue_state_reason": reason}
+    return JSONResponse({"type": "try_again", "request_id": name, **fields}, _NOT_READY)
 
 
-# What is said to programs whose SDK this service was not tested with.
+# -- clients of untested SDK versions --------------------------------------------------------------
 
 OLDEST, NEWEST = (0, 25), (0, 38)
 """Tested with: make test-tinker."""
@@ -146,11 +150,11 @@ _VERSION = re.compile(r"([0-9]{1,4})\.([0-9]{1,4})(\..*)?")
 
 def note_to(version: str) -> dict[str, str]:
     """Return what a session's client shows its user: nothing, for a version that was tested."""
-    found = _VERSION.fullmatch(version)
+    match = _VERSION.fullmatch(version)
     tested = f"{_shown(OLDEST)} to {_shown(NEWEST)}"
-    if found is None:
+    if match is None:
         return {"warning_message": f"this service was tested with tinker {tested}"}
-    number = int(found[1]), int(found[2])
+    number = int(match[1]), int(match[2])
     if number < OLDEST:
         return {
             "error_message": f"tinker {version} sends requests that this service does not take: "
@@ -169,8 +173,8 @@ def knows_external(user_agent: str) -> bool:
 
     Those before cannot read a list that has one. What is no SDK is told everything.
     """
-    found = _AGENT.search(user_agent)
-    return found is None or (int(found[1]), int(found[2])) >= _EXTERNAL
+    match = _AGENT.search(user_agent)
+    return match is None or (int(match[1]), int(match[2])) >= _EXTERNAL
 
 
 def _shown(version: tuple[int, int]) -> str:

@@ -1,9 +1,15 @@
-"""The endpoints of the Tinker API about what is kept: runs, checkpoints, sessions."""
+"""The Tinker API's endpoints for runs, sessions, checkpoints and their files.
 
+Download URLs need no key: each holds a ticket that the checkpoint's trainer has signed. The gateway
+fetches the file from the trainer with credentials of its own.
+"""
+
+import asyncio
 import secrets
 import tarfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -22,13 +28,17 @@ from ....schemas.tinker.checkpoints import (
     TrainingRun,
 )
 from ....schemas.tinker.names import CheckpointName, ModelName, session_name
+from ....schemas.tinker.operation import TrainerOffer
+from ....schemas.tinker.sessions import ModelCurves, SessionsShown
 from ....schemas.wire.errors import (
+    DeadlineError,
     MessageError,
     NobodyAnswersError,
     NotFoundError,
     StateError,
 )
-from ..web import gateway_of, number_in
+from ..sessions import Visitor
+from ..web import gateway_of, number_in, visitor_of
 from .requests import (
     json_body,
     knows_external,
@@ -37,8 +47,7 @@ from .requests import (
     text_in,
     visitor_of_key,
 )
-from .trainers import Trainers
-from .user_records import KeptByTrainers
+from .trainers import TrainerRecords, Trainers
 
 Handler = Callable[[Request], Awaitable[Response]]
 _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
@@ -51,9 +60,9 @@ _CHECKPOINT = _RUN + "/checkpoints/{kind}/{name}"
 class RestApi:
     """The endpoints."""
 
-    def __init__(self, kept: KeptByTrainers) -> None:
+    def __init__(self, records: TrainerRecords) -> None:
         """Answer with what trainers keep."""
-        self._kept = kept
+        self._records = records
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         """Return method, path and endpoint of each."""
@@ -80,14 +89,14 @@ class RestApi:
         visitor = await visitor_of_key(request)
         _, body = await json_body(request)
         session, version = f"s{secrets.token_hex(8)}", str(body.get("sdk_version") or "")[:80]
-        told = TellSession(
+        event = TellSession(
             session=session,
             event="begin",
             user_metadata=metadata_in(body),
             display_name=_name_in(body),
             sdk_version=version,
         )
-        await self._kept.tell(visitor, told)
+        await self._records.tell(visitor, event)
         notes = note_to(version)
         if body.get("project_id") is not None:
             notes["info_message"] = "this service has no projects: project_id is ignored"
@@ -97,13 +106,13 @@ class RestApi:
         """Say that a session goes on; 410 for one that is over."""
         visitor = await visitor_of_key(request)
         _, body = await json_body(request)
-        told = TellSession(session=session_name(text_in(body, "session_id")), event="beat")
+        event = TellSession(session=session_name(text_in(body, "session_id")), event="beat")
         try:
-            state = await self._kept.tell(visitor, told)
+            state = await self._records.tell(visitor, event)
         except NobodyAnswersError:  # the trainer starts again: the session goes on
             state = "live"
         if state == "over":
-            return JSONResponse({"detail": f"session {told.session} is over"}, _GONE)
+            return JSONResponse({"detail": f"session {event.session} is over"}, _GONE)
         return JSONResponse({"type": "session_heartbeat"})
 
     async def finish(self, request: Request) -> Response:
@@ -111,33 +120,33 @@ class RestApi:
         visitor = await visitor_of_key(request)
         _, body = await json_body(request)
         reason: dict[str, Any] = body.get("reason") or {}
-        said = str(reason.get("type") or "")
+        message = str(reason.get("type") or "")
         detail = str(body.get("detail") or "")
-        told = TellSession(
+        event = TellSession(
             session=session_name(request.path_params["session"]),
             event="finish",
-            reason=": ".join(one for one in (said, detail) if one)[:1000],
+            reason=": ".join(item for item in (message, detail) if item)[:1000],
         )
-        await self._kept.tell(visitor, told)
+        await self._records.tell(visitor, event)
         return JSONResponse({})
 
     async def list_sessions(self, request: Request) -> Response:
         """List the ids of sessions."""
         visitor = await visitor_of_key(request)
-        found = await self._kept.sessions(visitor, *_page(request, 20))
-        return JSONResponse({"sessions": [one.session for one in found]})
+        reply = await self._records.sessions(visitor, *_page(request, 20))
+        return JSONResponse({"sessions": [item.session for item in reply]})
 
     async def get_session(self, request: Request) -> Response:
         """Tell what was made in a session."""
         visitor = await visitor_of_key(request)
         session = session_name(request.path_params["session"])
-        found = await self._kept.session(visitor, session)
+        reply = await self._records.session(visitor, session)
         return JSONResponse(
             {
-                "training_run_ids": found.models,
-                "sampler_ids": found.samplers,
-                "user_metadata": found.user_metadata,
-                "display_name": found.display_name,
+                "training_run_ids": reply.models,
+                "sampler_ids": reply.samplers,
+                "user_metadata": reply.user_metadata,
+                "display_name": reply.display_name,
             }
         )
 
@@ -148,29 +157,29 @@ class RestApi:
         visitor = await visitor_of_key(request)
         _check_project(request)
         offset, limit = _page(request, 20)
-        runs, total = await self._kept.runs(visitor, offset, limit)
-        told = [_run(run) for run in runs]
-        return JSONResponse({"training_runs": told, "cursor": _cursor(offset, limit, total)})
+        runs, total = await self._records.runs(visitor, offset, limit)
+        shown = [_run(run) for run in runs]
+        return JSONResponse({"training_runs": shown, "cursor": _cursor(offset, limit, total)})
 
     async def get_run(self, request: Request) -> Response:
         """Tell of one training run."""
         visitor = await visitor_of_key(request)
-        return JSONResponse(_run(await self._kept.run(visitor, _model(request))))
+        return JSONResponse(_run(await self._records.run(visitor, _model(request))))
 
     async def list_of_run(self, request: Request) -> Response:
         """List the checkpoints of a training run, newest first."""
         visitor = await visitor_of_key(request)
-        found = await self._kept.checkpoints_of(visitor, _model(request))
-        told = _checkpoints(request, found)
-        return JSONResponse({"checkpoints": told, "cursor": None})
+        reply = await self._records.checkpoints_of(visitor, _model(request))
+        checkpoints = _checkpoints(request, reply)
+        return JSONResponse({"checkpoints": checkpoints, "cursor": None})
 
     async def list_of_user(self, request: Request) -> Response:
         """List all checkpoints of a user, newest first."""
         visitor = await visitor_of_key(request)
         offset, limit = _page(request, 100)
-        found, total = await self._kept.checkpoints(visitor, offset, limit)
-        told = _checkpoints(request, found)
-        return JSONResponse({"checkpoints": told, "cursor": _cursor(offset, limit, total)})
+        found, total = await self._records.checkpoints(visitor, offset, limit)
+        checkpoints = _checkpoints(request, found)
+        return JSONResponse({"checkpoints": checkpoints, "cursor": _cursor(offset, limit, total)})
 
     async def delete(self, request: Request) -> Response:
         """Delete a checkpoint."""
@@ -196,14 +205,14 @@ class RestApi:
             )
         path = str(checkpoint_in(request))
         changed = ChangeCheckpoint(path=path, action="expire", ttl_s=ttl)
-        return JSONResponse(_checkpoint(await self._kept.change(visitor, changed)))
+        return JSONResponse(_checkpoint(await self._records.change(visitor, changed)))
 
     async def _change(
         self, request: Request, action: Literal["delete", "publish", "unpublish"]
     ) -> Response:
         visitor = await visitor_of_key(request)
-        asked = ChangeCheckpoint(path=str(checkpoint_in(request)), action=action)
-        return JSONResponse(_checkpoint(await self._kept.change(visitor, asked)))
+        message = ChangeCheckpoint(path=str(checkpoint_in(request)), action=action)
+        return JSONResponse(_checkpoint(await self._records.change(visitor, message)))
 
 
 def checkpoint_in(request: Request) -> CheckpointName:
@@ -260,7 +269,7 @@ def _run(run: TrainingRun) -> dict[str, Any]:
 def _checkpoints(request: Request, found: list[TinkerCheckpoint]) -> list[dict[str, Any]]:
     """Return what is told of checkpoints, without those that an older SDK cannot read."""
     whole = knows_external(request.headers.get("user-agent", ""))
-    return [_checkpoint(one) for one in found if whole or "/external_weights/" not in one.path]
+    return [_checkpoint(item) for item in found if whole or "/external_weights/" not in item.path]
 
 
 def _checkpoint(one: TinkerCheckpoint) -> dict[str, Any]:
@@ -277,11 +286,7 @@ def _checkpoint(one: TinkerCheckpoint) -> dict[str, Any]:
     }
 
 
-# The files of checkpoints: URLs that need no key, and what stands behind them.
-#
-# A URL holds a ticket that the checkpoint's trainer has signed. Who fetches it is nobody's
-# program, so the trainer is asked by the gateway itself; where the pool has users that takes its
-# credentials.
+# -- downloads -------------------------------------------------------------------------------------
 
 FILES = "/tinker/api/v1/files"
 _GATEWAY = "gateway"
@@ -295,10 +300,10 @@ _FILE = "training_runs/{run}/checkpoints/{kind}/{name}"
 class Downloads:
     """The endpoints."""
 
-    def __init__(self, trainers: Trainers, kept: KeptByTrainers) -> None:
+    def __init__(self, trainers: Trainers, records: TrainerRecords) -> None:
         """Ask trainers for parts of files."""
         self._trainers = trainers
-        self._kept = kept
+        self._records = records
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         """Return method, path and endpoint of each."""
@@ -312,13 +317,13 @@ class Downloads:
         """Tell a URL for each file of a checkpoint."""
         job, export = await self._exported(request)
         place = _place(request, job, export)
-        urls = {one.name: f"{place}/{one.name}" for one in export.files}
+        urls = {file.name: f"{place}/{file.name}" for file in export.files}
         return JSONResponse({"urls": urls, "expires": iso(export.expires)})
 
     async def archive(self, request: Request) -> Response:
         """Lead to the archive of a checkpoint, as SDKs before the URLs of files ask for it."""
         job, export = await self._exported(request)
-        if {one.name for one in export.files} != set(_ARCHIVED):
+        if {file.name for file in export.files} != set(_ARCHIVED):
             raise NotFoundError(
                 "an encrypted checkpoint is not given as an archive",
                 hint="take the URLs of its files",
@@ -336,24 +341,24 @@ class Downloads:
 
         async def part(file: str, offset: int) -> FilePart:
             try:
-                asked = FetchFile(ticket=ticket, file=file, offset=offset)
+                message = FetchFile(ticket=ticket, file=file, offset=offset)
             except ValidationError:
                 raise NotFoundError("this is no URL of a checkpoint's file") from None
             user = _GATEWAY if gateway_of(request).sessions.with_keys else "local"
-            return await self._trainers.ask(user, broker, job, "fetch", asked, FilePart)
+            return await self._trainers.ask(user, broker, job, "fetch", message, FilePart)
 
         if name != _ARCHIVE:
             first = await part(name, 0)
             return _streamed(_contents(part, name, first), first.size_bytes, name)
-        firsts = [await part(one, 0) for one in _ARCHIVED]
-        sizes = [tarfile.BLOCKSIZE + _padded(one.size_bytes) for one in firsts]
+        firsts = [await part(item, 0) for item in _ARCHIVED]
+        sizes = [tarfile.BLOCKSIZE + _padded(item.size_bytes) for item in firsts]
         size = sum(sizes) + 3 * tarfile.BLOCKSIZE
         return _streamed(_archived(part, firsts), size, name)
 
     async def _exported(self, request: Request) -> tuple[str, CheckpointExport]:
         visitor = await visitor_of_key(request)
         await self._own(request)
-        return await self._kept.export(visitor, checkpoint_in(request))
+        return await self._records.export(visitor, checkpoint_in(request))
 
     async def _own(self, request: Request) -> Broker:
         """Return the gateway's own connection; raises StateError where it has none."""
@@ -421,3 +426,59 @@ def _place(request: Request, job: str, export: CheckpointExport) -> str:
 
 def _http_date(seconds: float) -> str:
     return time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(seconds))
+
+
+# -- sessions as pages and the REST interface show them --------------------------------------------
+
+
+@dataclass(frozen=True)
+class ServiceView:
+    """One base model of the pool, as one user sees it."""
+
+    offer: TrainerOffer
+    sessions: SessionsShown | None
+    """None while its trainer does not answer."""
+
+
+async def services_of(request: Request, visitor: Visitor) -> list[ServiceView]:
+    """Return the base models of the pool, with a visitor's models on each."""
+    trainers = gateway_of(request).trainers
+
+    async def one(offer: TrainerOffer) -> ServiceView:
+        try:
+            seen = await trainers.sessions(visitor.user, visitor.broker, offer.job)
+        except (NobodyAnswersError, DeadlineError):
+            seen = None
+        return ServiceView(offer, seen)
+
+    offers = await trainers.offers(visitor.broker)
+    return list(await asyncio.gather(*(one(offer) for offer in offers)))
+
+
+async def curves_of(request: Request, visitor: Visitor) -> ModelCurves:
+    """Return the curves of the model in the path; raises NotFoundError."""
+    trainers, job = gateway_of(request).trainers, request.path_params["job"]
+    if job not in {offer.job for offer in await trainers.offers(visitor.broker)}:
+        raise NotFoundError(f"there is no base model of job {job[:80]!r}", hint="see `/tinker`")
+    model = request.path_params["model"][:80]
+    return await trainers.curves(visitor.user, visitor.broker, job, model)
+
+
+async def get_sessions(request: Request) -> Response:
+    """Answer with the base models and the visitor's models."""
+    reply = await services_of(request, await visitor_of(request))
+    shown: list[dict[str, Any]] = [
+        {
+            **item.offer.to_map(),
+            "models": item.sessions and [model.to_map() for model in item.sessions.models],
+            "tenants": item.sessions and [user.to_map() for user in item.sessions.tenants],
+        }
+        for item in reply
+    ]
+    return JSONResponse({"services": shown})
+
+
+async def get_metrics(request: Request) -> Response:
+    """Answer with the curves of a model."""
+    reply = await curves_of(request, await visitor_of(request))
+    return JSONResponse({"complete": True, **reply.points})

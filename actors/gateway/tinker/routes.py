@@ -1,7 +1,7 @@
 """The endpoints of the Tinker API, under `/tinker/api/v1`.
 
-Nothing is kept here: which operation a request id stands for is computed, and what is sent twice
-finds what the first has done. So any gateway answers any request.
+The gateway stores nothing: the operation of a request id is computed, and a request that is sent
+twice finds the result of the first. So any gateway answers any request.
 """
 
 import asyncio
@@ -50,10 +50,9 @@ from .requests import (
     visitor_of_key,
 )
 from .rest import Downloads, RestApi
-from .trainers import Trainers
-from .user_records import KeptByTrainers
+from .trainers import TrainerRecords, Trainers
 
-# The endpoints of the Tinker API by which a client learns what the service is.
+# -- what the service offers -----------------------------------------------------------------------
 
 Handler = Callable[[Request], Awaitable[Response]]
 _CHUNK_BYTES = 2_000_000
@@ -135,8 +134,8 @@ _PAUSE_S = 1.0
 
 def routes(trainers: Trainers) -> list[Route]:
     """Return the endpoints, for the gateway's application."""
-    kept = KeptByTrainers(trainers)
-    api = TinkerApi(trainers, kept)
+    records = TrainerRecords(trainers)
+    api = TinkerApi(trainers, records)
     posts: dict[str, Handler] = {
         "create_model": api.create_model,
         "get_info": api.get_info,
@@ -166,8 +165,8 @@ def routes(trainers: Trainers) -> list[Route]:
             for method, path, one in (
                 ("GET", "samplers/{sampler}", api.sampler),
                 *AboutApi(trainers).routes(),
-                *RestApi(kept).routes(),
-                *Downloads(trainers, kept).routes(),
+                *RestApi(records).routes(),
+                *Downloads(trainers, records).routes(),
             )
         ),
         Route(
@@ -181,10 +180,10 @@ def routes(trainers: Trainers) -> list[Route]:
 class TinkerApi:
     """The endpoints about models, their operations and samples."""
 
-    def __init__(self, trainers: Trainers, kept: KeptByTrainers) -> None:
+    def __init__(self, trainers: Trainers, records: TrainerRecords) -> None:
         """Hand requests to trainers."""
         self._trainers = trainers
-        self._kept = kept
+        self._records = records
 
     # -- models ------------------------------------------------------------------------------------
 
@@ -321,9 +320,9 @@ class TinkerApi:
             name = SamplerName.of_base(session, number, text_in(body, "base_model"))
             await self._trainers.job_of_sampler(visitor.user, visitor.broker, name)
         opened = TellSession(session=session_name(session), event="sampler", sampler=str(name))
-        await self._kept.tell(visitor, opened)
-        told = {"type": "create_sampling_session", "sampling_session_id": str(name)}
-        return JSONResponse(told)
+        await self._records.tell(visitor, opened)
+        fields = {"type": "create_sampling_session", "sampling_session_id": str(name)}
+        return JSONResponse(fields)
 
     async def sampler(self, request: Request) -> Response:
         """Tell from what a session samples."""
@@ -399,8 +398,8 @@ def _guarded(endpoint: Handler) -> Callable[[Request], Coroutine[Any, Any, Respo
         try:
             return await endpoint(request)
         except TinkermqError as error:
-            said = f"{error.message} ({error.hint})" if error.hint else error.message
-            return JSONResponse({"detail": said}, error.status)
+            message = f"{error.message} ({error.hint})" if error.hint else error.message
+            return JSONResponse({"detail": message}, error.status)
         except HTTPException as error:
             return JSONResponse({"detail": error.detail}, error.status_code)
 

@@ -1,11 +1,11 @@
-"""Which trainers there are, which of them has a model, and what they are asked for a user."""
+"""The Tinker trainers of a pool: which there are, which has a model, and requests to them."""
 
 import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
-from typing import TypeVar
+from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from ....broker.calls import SchedulerCalls
@@ -14,6 +14,23 @@ from ....broker.client.nats_internals import ERROR_CODE, NO_RESPONDERS, header, 
 from ....broker.client.parts import SharedInbox, ask_parts
 from ....broker.client.rpc import error_of
 from ....schemas.infer import CancelInference, ChatRequest, CompletionRequest, InferPart
+from ....schemas.tinker.checkpoints import (
+    MAX_PAGE,
+    ChangeCheckpoint,
+    CheckpointExport,
+    CheckpointPage,
+    ExportCheckpoint,
+    ListCheckpoints,
+    ListRuns,
+    ListSessions,
+    RunPage,
+    SessionPage,
+    SessionState,
+    TellSession,
+    TinkerCheckpoint,
+    TinkerSession,
+    TrainingRun,
+)
 from ....schemas.tinker.names import CheckpointName, ModelName, run_in
 from ....schemas.tinker.operation import (
     AboutCheckpoint,
@@ -30,11 +47,13 @@ from ....schemas.tinker.sessions import AboutSessions, ModelCurves, SessionsShow
 from ....schemas.wire.errors import (
     CheckpointGoneError,
     DeadlineError,
+    MessageError,
     NobodyAnswersError,
     NotFoundError,
 )
 from ....schemas.wire.message import Message
 from ....schemas.wire.subjects import JobScope, rpc, tinker_inbox
+from ..sessions import Visitor
 
 R = TypeVar("R", bound=Message)
 _KEPT_S = 2.0
@@ -116,8 +135,8 @@ class Trainers:
     async def checkpoint(self, user: str, broker: Broker, name: CheckpointName) -> ModelInfo:
         """Return what a checkpoint holds that a user may read; raises NotFoundError."""
         job = await self.job_of_checkpoint(user, broker, name)
-        asked = AboutCheckpoint(path=str(name))
-        return await self.ask(user, broker, job, "checkpoint", asked, ModelInfo)
+        request = AboutCheckpoint(path=str(name))
+        return await self.ask(user, broker, job, "checkpoint", request, ModelInfo)
 
     async def job_of_checkpoint(self, user: str, broker: Broker, name: CheckpointName) -> str:
         """Return the job that has a checkpoint which a user may read.
@@ -126,13 +145,13 @@ class Trainers:
         """
         if (known := self._jobs.get((user, str(name.model)))) is not None:
             return known
-        asked = AboutCheckpoint(path=str(name))
-        job, _ = await self.first(user, broker, "checkpoint", asked, ModelInfo)
+        request = AboutCheckpoint(path=str(name))
+        job, _ = await self.first(user, broker, "checkpoint", request, ModelInfo)
         self.remember(user, name.model, job)
         return job
 
     async def first(
-        self, user: str, broker: Broker, method: str, asked: Message, reply: type[R]
+        self, user: str, broker: Broker, method: str, request: Message, reply: type[R]
     ) -> tuple[str, R]:
         """Return the job of the trainer that has what is asked for, and its answer.
 
@@ -143,7 +162,7 @@ class Trainers:
         away: NobodyAnswersError | None = None
         for offer in await self.offers(broker):
             try:
-                return offer.job, await self.ask(user, broker, offer.job, method, asked, reply)
+                return offer.job, await self.ask(user, broker, offer.job, method, request, reply)
             except NobodyAnswersError as error:
                 away = error
             except CheckpointGoneError:
@@ -292,12 +311,12 @@ class _Replies:
 
         Raises what it raised, NobodyAnswersError, DeadlineError, MessageError.
         """
-        found: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
-        inbox = await self.inbox.new_subject(lambda message: _settle(found, message))
+        result: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        inbox = await self.inbox.new_subject(lambda message: _settle(result, message))
         try:
             await self._broker.send(subject, request.to_bytes(), reply=inbox)
             async with asyncio.timeout(timeout_s):
-                message = await found
+                message = await result
         except TimeoutError:
             raise DeadlineError(
                 f"the trainer of job {job} did not answer within {timeout_s:g} s",
@@ -317,3 +336,197 @@ class _Replies:
 def _settle(future: "asyncio.Future[Msg]", message: Msg) -> None:
     if not future.done():
         future.set_result(message)
+
+
+# Checkpoints, runs and sessions of a user; all trainers are asked where it is not known which one
+# has them.
+
+MAX_DEPTH = 20_000
+"""How far into a list that several trainers have a page may lie."""
+
+
+class _Timed(Protocol):
+    @property
+    def time(self) -> float: ...
+
+
+I = TypeVar("I", bound=_Timed)  # noqa: E741  an item of a list
+Part = Callable[[str, int, int], Awaitable[tuple[list[I], int]]]
+"""Returns a part of one trainer's list: of a job, from an offset, so many; and how many it has."""
+
+
+class TrainerRecords:
+    """Checkpoints, runs and sessions of the users of all trainers."""
+
+    def __init__(self, trainers: Trainers) -> None:
+        """Ask `trainers`."""
+        self._trainers = trainers
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    async def checkpoints(
+        self, visitor: Visitor, offset: int, limit: int
+    ) -> tuple[list[TinkerCheckpoint], int]:
+        """Return a part of the list of a user's checkpoints, newest first, and how many there are.
+
+        Raises NobodyAnswersError while a trainer is away: its part would be missing.
+        """
+
+        async def of(job: str, start: int, most: int) -> tuple[list[TinkerCheckpoint], int]:
+            request = ListCheckpoints(offset=start, limit=most)
+            page = await self._ask(visitor, job, "checkpoints", request, CheckpointPage)
+            return page.checkpoints, page.total
+
+        return await self._merged(visitor, of, offset, limit)
+
+    async def checkpoints_of(self, visitor: Visitor, model: ModelName) -> list[TinkerCheckpoint]:
+        """Return all checkpoints of a user's run, newest first; raises NotFoundError."""
+        job, page = await self._first(
+            visitor,
+            "checkpoints",
+            ListCheckpoints(model=str(model), limit=MAX_PAGE),
+            CheckpointPage,
+        )
+        result = list(page.checkpoints)
+        while page.checkpoints and len(result) < page.total:
+            request = ListCheckpoints(model=str(model), offset=len(result), limit=MAX_PAGE)
+            page = await self._ask(visitor, job, "checkpoints", request, CheckpointPage)
+            result += page.checkpoints
+        return result
+
+    async def change(self, visitor: Visitor, request: ChangeCheckpoint) -> TinkerCheckpoint:
+        """Change an own checkpoint; raises NotFoundError, ConflictError."""
+        return (await self._first(visitor, "change", request, TinkerCheckpoint))[1]
+
+    async def export(self, visitor: Visitor, name: CheckpointName) -> tuple[str, CheckpointExport]:
+        """Return the job that has a checkpoint, and a ticket for its files."""
+        request = ExportCheckpoint(path=str(name))
+        return await self._first(visitor, "export", request, CheckpointExport)
+
+    # -- runs --------------------------------------------------------------------------------------
+
+    async def runs(
+        self, visitor: Visitor, offset: int, limit: int
+    ) -> tuple[list[TrainingRun], int]:
+        """Return a part of the list of a user's runs, the one used last first."""
+
+        async def of(job: str, start: int, most: int) -> tuple[list[TrainingRun], int]:
+            page = await self._ask(
+                visitor, job, "runs", ListRuns(offset=start, limit=most), RunPage
+            )
+            return page.runs, page.total
+
+        return await self._merged(visitor, of, offset, limit)
+
+    async def run(self, visitor: Visitor, model: ModelName) -> TrainingRun:
+        """Return a user's run; raises NotFoundError."""
+        request = ListRuns(model=str(model), limit=1)
+        return (await self._first(visitor, "runs", request, RunPage))[1].runs[0]
+
+    # -- sessions ----------------------------------------------------------------------------------
+
+    async def tell(self, visitor: Visitor, event: TellSession) -> str:
+        """Tell all trainers of a session; return whether it is `live`, `over` or `unknown`.
+
+        Raises NotFoundError for one of somebody else, NobodyAnswersError when none answers.
+        """
+        offers = await self._trainers.offers(visitor.broker)
+        requests = [self._told(visitor, offer.job, event) for offer in offers]
+        states = [item for item in await asyncio.gather(*requests) if item is not None]
+        if offers and not states:
+            raise NobodyAnswersError("no trainer answers at this moment", hint="try again")
+        return next((item for item in ("over", "live") if item in states), "unknown")
+
+    async def _told(self, visitor: Visitor, job: str, event: TellSession) -> str | None:
+        try:
+            return (await self._ask(visitor, job, "session", event, SessionState)).state
+        except (NobodyAnswersError, DeadlineError):  # it learns of it by what is made in it
+            return None
+
+    async def sessions(self, visitor: Visitor, offset: int, limit: int) -> list[TinkerSession]:
+        """Return a part of the list of a user's sessions, newest first, each once."""
+        collected: dict[str, TinkerSession] = {}
+        for job in await self._jobs(visitor):
+            wanted = min(offset + limit, MAX_DEPTH)
+            for start in range(0, wanted, MAX_PAGE):
+                request = ListSessions(offset=start, limit=min(MAX_PAGE, wanted - start))
+                page = await self._ask(visitor, job, "session-list", request, SessionPage)
+                collected |= {
+                    session.session: _joined(collected.get(session.session), session)
+                    for session in page.sessions
+                }
+                if len(page.sessions) < request.limit:
+                    break
+        newest = sorted(collected.values(), key=lambda one: one.time, reverse=True)
+        return newest[offset : offset + limit]
+
+    async def session(self, visitor: Visitor, session: str) -> TinkerSession:
+        """Return a user's session with all its models; raises NotFoundError."""
+        result: TinkerSession | None = None
+        for job in await self._jobs(visitor):
+            request = ListSessions(session=session, limit=1)
+            for item in (
+                await self._ask(visitor, job, "session-list", request, SessionPage)
+            ).sessions:
+                result = _joined(result, item)
+        if result is None:
+            raise NotFoundError(
+                f"there is no session {session}", hint="list_sessions tells which there are"
+            )
+        return result
+
+    # -- asking ------------------------------------------------------------------------------------
+
+    async def _ask(
+        self, visitor: Visitor, job: str, method: str, request: Message, reply: type[R]
+    ) -> R:
+        return await self._trainers.ask(visitor.user, visitor.broker, job, method, request, reply)
+
+    async def _jobs(self, visitor: Visitor) -> list[str]:
+        return [offer.job for offer in await self._trainers.offers(visitor.broker)]
+
+    async def _first(
+        self, visitor: Visitor, method: str, request: Message, reply: type[R]
+    ) -> tuple[str, R]:
+        return await self._trainers.first(visitor.user, visitor.broker, method, request, reply)
+
+    async def _merged(
+        self, visitor: Visitor, part: Part[I], offset: int, limit: int
+    ) -> tuple[list[I], int]:
+        """Return a part of the list that all trainers have together."""
+        jobs = await self._jobs(visitor)
+        if len(jobs) == 1:
+            return await part(jobs[0], offset, min(limit, MAX_PAGE))
+        if offset + limit > MAX_DEPTH:
+            raise MessageError(
+                f"offset={offset} is too far into the list",
+                hint=f"the first {MAX_DEPTH:,} are told",
+            )
+        collected: list[I] = []
+        total = 0
+        for job in jobs:
+            start, count = 0, 1
+            while start < min(count, offset + limit) or start == 0:
+                some, count = await part(job, start, MAX_PAGE)
+                collected += some
+                start += MAX_PAGE
+            total += count
+        collected.sort(key=lambda one: one.time, reverse=True)
+        return collected[offset : offset + limit], total
+
+
+def _joined(known: TinkerSession | None, other: TinkerSession) -> TinkerSession:
+    """Return what two trainers know of one session."""
+    if known is None:
+        return other
+    first, second = sorted((known, other), key=lambda one: one.time)
+    return first.model_copy(
+        update={
+            "models": sorted({*first.models, *second.models}),
+            "samplers": [*first.samplers, *(o for o in second.samplers if o not in first.samplers)],
+            "user_metadata": first.user_metadata or second.user_metadata,
+            "display_name": first.display_name or second.display_name,
+            "seen": max(first.seen, second.seen),
+            "reason": first.reason or second.reason,
+        }
+    )

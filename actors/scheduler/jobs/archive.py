@@ -1,8 +1,7 @@
-"""What the scheduler knows of archived jobs: their names and sizes, and where the rest is.
+"""The archived jobs: names and sizes in memory, the rest in a bucket.
 
-Their records are in a bucket of their own. Of each only what other jobs are checked against stays
-in memory, a few hundred bytes; a record is read when somebody asks for it. Only the scheduler that
-leads writes there, so what it has read once stays true.
+Of each job only what other jobs are checked against stays in memory, a few hundred bytes; its
+record is read on request. Only the leading scheduler writes there, so what it has read stays true.
 """
 
 import asyncio
@@ -104,8 +103,8 @@ class ArchivedJobs:
 
     def named(self, user: str, name: str) -> str | None:
         """Return the id of the archived job of a user that has this name, or None."""
-        found = self._names.get((user, name))
-        return None if found is None else found.job
+        match = self._names.get((user, name))
+        return None if match is None else match.job
 
     def held(self, user: str) -> tuple[int, int]:
         """Return how many archived jobs a user has, and the bytes of their records."""
@@ -134,8 +133,8 @@ class ArchivedJobs:
             async with self.turns.turn(reader):
                 records = await asyncio.gather(*map(self._read, some))
             read.update(zip((job.job for job in some), records, strict=True))
-        found = (job if isinstance(job, JobRecord) else read[job.job] for job in wanted)
-        return [record for record in found if record is not None]
+        matches = (job if isinstance(job, JobRecord) else read[job.job] for job in wanted)
+        return [record for record in matches if record is not None]
 
     async def _read(self, job: ArchivedJob) -> JobRecord | None:
         entry = await self._records.find(JobScope(job.user, job.job).key)
@@ -146,11 +145,11 @@ def _kept(job: ArchivedFields | JobRecord, num_bytes: int) -> ArchivedJob:
     return ArchivedJob(job.job, job.user, job.name, job.created, job.run_dir, num_bytes)
 
 
-# Which jobs that have ended are archived by themselves. Pure.
+# -- which ended jobs are archived automatically (pure) --------------------------------------------
 
 
 @dataclass(frozen=True)
-class Keeping:
+class RetentionLimits:
     """How many jobs that have ended stay at hand, with their streams at the broker."""
 
     of_user: int = 100
@@ -163,7 +162,7 @@ Ended = Mapping[str, Mapping[str, float]]
 """By user, the jobs that have ended and when, by key."""
 
 
-def beyond(ended: Ended, keeping: Keeping) -> Iterator[str]:
+def beyond(ended: Ended, keeping: RetentionLimits) -> Iterator[str]:
     """Yield the keys of the jobs to archive, in this order."""
     counts = {user: len(of_user) for user, of_user in ended.items() if of_user}
     oldest: dict[str, Iterator[str]] = {}

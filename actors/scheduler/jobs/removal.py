@@ -1,7 +1,7 @@
-"""Takes away what a job that has ended has left: all of it, or what need not stay at hand.
+"""Remove what ended jobs have left: everything, or what need not stay at hand.
 
-What is to be done stands in the job's record, and the record is the last to change: whoever is
-killed on the way leaves the rest to the next scheduler, and every part may be done twice.
+The job's record says what is to be done, and the record changes last: after a crash the next
+scheduler continues, and every part may be done twice.
 """
 
 import asyncio
@@ -50,13 +50,10 @@ from ...storage.run_folders import (
     remove_weights,
 )
 from ..nodes import Nodes
-from .archive import Keeping, beyond
+from .archive import RetentionLimits, beyond
 from .view import JobsView, key_of
 
-# Archives the oldest of the jobs that have ended, so that what is at hand stays bounded.
-#
-# It only writes into the records what shall be done, as a user's request does; the remover does
-# it.
+# Marks the oldest ended jobs for archiving, as a user's request does; `Remover` does the work.
 
 _AGAIN_S = 600.0
 _MOST = 16
@@ -66,7 +63,7 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 class Tidier:
     """Finds what is beyond the bounds, some jobs at a time."""
 
-    def __init__(self, jobs: JobStore, view: JobsView, keeping: Keeping) -> None:
+    def __init__(self, jobs: JobStore, view: JobsView, keeping: RetentionLimits) -> None:
         """Let `keeping` say how much stays."""
         self._jobs = jobs
         self._view = view
@@ -78,16 +75,16 @@ class Tidier:
         """Mark what is to be archived, in a task of `group`."""
         if self._task is not None and not self._task.done():
             return
-        found = list(self._candidates())
-        if found:
-            self._task = group.create_task(self._mark(found), name="jobs to archive")
+        result = list(self._candidates())
+        if result:
+            self._task = group.create_task(self._mark(result), name="jobs to archive")
 
     def _candidates(self) -> Iterator[JobRecord]:
         """Yield the next jobs to archive; those that are being archived count as gone."""
         left = _MOST - self._view.num_removals
         if left <= 0:
             return
-        followed = {one.follow for one in self._view.live.values()}
+        followed = {item.follow for item in self._view.live.values()}
         now = time.monotonic()
         for key in beyond(self._view.ended, self._keeping):
             record = self._view.at(key)
@@ -142,7 +139,7 @@ class Remover:
     """Archives and deletes jobs, some at a time."""
 
     def __init__(
-        self, broker: Broker, jobs: JobStore, view: JobsView, pool: Nodes, keeping: Keeping
+        self, broker: Broker, jobs: JobStore, view: JobsView, pool: Nodes, keeping: RetentionLimits
     ) -> None:
         """Do nothing yet; `keeping` says how many jobs that have ended stay as they are."""
         self._tidier = Tidier(jobs, view, keeping)
@@ -194,7 +191,7 @@ class Remover:
     def _runs_somewhere(self, record: JobRecord) -> bool:
         mine = (record.user, record.job)
         return any(
-            (one.user, one.job) == mine for node in self._pool.nodes() for one in node.actors
+            (actor.user, actor.job) == mine for node in self._pool.nodes() for actor in node.actors
         )
 
     async def _delete(self, record: JobRecord) -> None:
@@ -259,24 +256,24 @@ class Remover:
 
     async def _refuse(self, record: JobRecord, why: str) -> None:
         """Leave a job in the archive, with the reason."""
-        told = f"run {record.name} stays archived: {why}"
-        _log.warning("removal_refused", job=record.job, what=record.removal, error=told)
+        reason = f"run {record.name} stays archived: {why}"
+        _log.warning("removal_refused", job=record.job, what=record.removal, error=reason)
         away = await self._jobs.update(
-            record, lambda now: now.model_copy(update={"removal": "archive", "refused": told})
+            record, lambda now: now.model_copy(update={"removal": "archive", "refused": reason})
         )
-        if (kept := await self._jobs.put_away(away)) is not None:
-            self._view.put_away(kept)
+        if (archived := await self._jobs.put_away(away)) is not None:
+            self._view.put_away(archived)
 
     async def _drop_weights(self, record: JobRecord) -> None:
         """Remove the published versions that are files; those in the broker go with the streams."""
         weights: dict[str, Any] = record.config.get("weights") or {}
-        found: list[str] = []
+        collected: list[str] = []
         with contextlib.suppress(NotFoundError):
             store = Bucket(self._broker, record.scope.bucket_weights, Manifest)
             for entry in await store.items():
-                found += [entry.value.location, *(d.location for d in entry.value.differences)]
+                collected += [entry.value.location, *(d.location for d in entry.value.differences)]
         folder = str(weights.get("folder") or "")
-        await asyncio.to_thread(remove_weights, record.run_dir, folder, found)
+        await asyncio.to_thread(remove_weights, record.run_dir, folder, collected)
 
     async def _drop_keys(self, scope: JobScope, *, evaluations: bool = True) -> None:
         """Remove what the shared buckets hold of the job, but its record."""
@@ -303,8 +300,8 @@ async def _free_stored(record: JobRecord) -> None:
 def _kept_names(scope: JobScope) -> list[str]:
     """Return the streams that an archive keeps: what was trained, and what was told."""
     checkpoints = f"OBJ_{scope.object_checkpoints}"
-    told = [scope.stream_dead, scope.stream_feed]
-    return [scope.stream_rollout, scope.stream_batch, *told, checkpoints]
+    streams = [scope.stream_dead, scope.stream_feed]
+    return [scope.stream_rollout, scope.stream_batch, *streams, checkpoints]
 
 
 def kept_streams(record: JobRecord) -> list[StreamConfig]:

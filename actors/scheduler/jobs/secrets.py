@@ -27,8 +27,7 @@ from ....schemas.job import (
 )
 from ....schemas.wire.errors import AuthError, MessageError
 from ....schemas.wire.subjects import BUCKET_SECRETS, JobScope
-from .actors import secrets_of
-from .states import ACTIVE
+from .states import ACTIVE, secrets_of
 from .view import JobsView
 
 _PURPOSE = "secrets of jobs"
@@ -83,15 +82,15 @@ class SecretStore:
 
     async def left_behind(self) -> list[JobRecord | JobScope]:
         """Return the jobs that have ended, or are gone, and whose secrets are still kept."""
-        found: list[JobRecord | JobScope] = []
+        collected: list[JobRecord | JobScope] = []
         for key in await self._bucket.keys():
             user, _, job = key.partition(".")
             with contextlib.suppress(MessageError):  # a key that is no job's
                 scope = JobScope(user, job)
                 record = self._view.find(user, job)
                 if record is None or is_final(record):
-                    found.append(record or scope)
-        return found
+                    collected.append(record or scope)
+        return collected
 
     async def open_for(self, request: OpenRequest, _: RequestContext) -> OpenedSecrets:
         """Give a node what a process of a job needs, and no more.
@@ -101,7 +100,7 @@ class SecretStore:
         record = await self._view.get(request.user, request.job)
         if record.state not in ACTIVE or record.attempt != request.attempt:
             raise AuthError(f"job {record.job} does not run attempt {request.attempt}")
-        actor = next((one for one in record.actors if one.name == request.actor), None)
+        actor = next((item for item in record.actors if item.name == request.actor), None)
         if actor is None or actor.node is None:
             return OpenedSecrets(values={})
         wanted, values = secrets_of(record, actor), await self.values(record.scope)

@@ -1,18 +1,214 @@
-"""A job's next state, from its record and what the nodes say of its actors. Pure."""
+"""The rules of one job: its actors, its next state, what its user holds, and the quotas. Pure.
 
-from collections.abc import Mapping
+On a node a slot is a GPU or a CPU share. The learner, each generator and each inference server
+compute all the time and hold as many slots as their configuration says; the evaluator and the
+environment hosts hold none, so that a laptop with two cores runs a whole job.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ....broker.jetstream.streams import BUCKET_BYTES
+from ....broker.jobs import is_final
+from ....schemas.config.agent import AgentConfig
+from ....schemas.config.job import GeneratorConfig, JobConfig
+from ....schemas.config.sections import BROKER, LearnerConfig, model_paths
+from ....schemas.control import rank_name
 from ....schemas.job import (
     FINAL_STATES,
     HOLDING_STATES,
+    MAX_RECORD_BYTES,
+    TEACHER_KEY,
+    WANDB_KEY,
     ActorPlacement,
     JobRecord,
     JobState,
+    Role,
+    SecretName,
 )
-from ....schemas.node import ActorStatus
+from ....schemas.node import ActorStatus, WantedActor
 from ....schemas.tinker.usage import SamplerTokens, TrainerUsage
-from .actors import main_actor, vital
+from ....schemas.user import Quota
+from ....schemas.wire.errors import ConfigError, QuotaError
+
+# -- actors ----------------------------------------------------------------------------------------
+
+KINDS = ("train", "sft", "eval", "infer", "tinker")
+"""Kinds of jobs that this pool runs."""
+
+
+def actors_for(config: JobConfig, kind: str) -> list[ActorPlacement]:
+    """Return the actors of a job, none of them placed yet; the first carries the job.
+
+    Raises ConfigError for a configuration that does not make a job of this kind.
+    """
+    hosts = [_actor("environment", f"environment-{i}") for i in range(config.env.hosts)]
+    if kind == "eval":
+        if not config.env.game:
+            raise ConfigError(
+                "the configuration names no game to evaluate a model with",
+                hint="set env.game, or evaluate the folder like another run: "
+                "`tinkermq eval FOLDER --like RUN`",
+            )
+        return [ActorPlacement(name="evaluator-0", role="evaluator", slots=1), *hosts]
+    if kind == "infer":
+        return [*_servers(config.generator), *hosts]
+    if kind == "tinker":
+        if not config.tinker.base:
+            raise ConfigError(
+                "a service for the Tinker API was submitted without the name of its base model",
+                hint="set tinker.base, or submit it with `tinkermq tinker up --model NAME=FOLDER`",
+            )
+        return [_actor("trainer", "trainer", config.learner.slots), *_samplers(config.generator)]
+    if kind == "sft" and not config.sft.data:
+        raise ConfigError(
+            "an SFT job was submitted without data",
+            hint="name files with conversations in sft.data, or submit it with `tinkermq train`",
+        )
+    actors = _learner(config.learner)
+    actors += [
+        _actor("generator", f"generator-{i}", config.generator_slots)
+        for i in range(config.generator.count)
+    ]
+    if config.has_evaluator:
+        actors.append(_actor("evaluator", "evaluator-0"))
+    return actors + hosts
+
+
+def _learner(config: LearnerConfig) -> list[ActorPlacement]:
+    """Return a learner and its other ranks: they are placed all together or not at all."""
+    slots = config.slots // config.ranks
+    spread = config.spread if config.ranks > 1 else []
+    learner = ActorPlacement(name="learner", role="learner", slots=slots, spread=spread)
+    return [learner, *(_actor("rank", rank_name(n), slots) for n in range(1, config.ranks))]
+
+
+def vital(actors: Sequence[ActorPlacement]) -> list[ActorPlacement]:
+    """Return those without whose node the whole job is placed anew: the main one, and its ranks."""
+    return [main_actor(actors), *(actor for actor in actors if actor.role == "rank")]
+
+
+def _servers(config: GeneratorConfig) -> list[ActorPlacement]:
+    if config.count < 1:
+        raise ConfigError(
+            "generator.count=0 leaves an inference job without a server",
+            hint="it counts the servers of an inference job: set generator.count=1 or more "
+            "(`tinkermq serve --servers 1`)",
+        )
+    return [_actor("server", f"server-{i}", config.slots) for i in range(config.count)]
+
+
+def _samplers(config: GeneratorConfig) -> list[ActorPlacement]:
+    return [_actor("sampler", f"sampler-{i}", config.slots) for i in range(config.count)]
+
+
+def main_actor(actors: Sequence[ActorPlacement]) -> ActorPlacement:
+    """Return the actor whose end is the end of the job: a training's learner, a first server."""
+    return actors[0]
+
+
+def scaled(
+    actors: Sequence[ActorPlacement], role: Role, count: int, slots: int = 0
+) -> list[ActorPlacement]:
+    """Return the actors with `count` of one role: the newest leave first, free names are reused.
+
+    New ones hold `slots` slots each.
+    """
+    remaining: list[ActorPlacement] = []
+    left = count
+    for actor in actors:
+        if actor.role == role:
+            if left == 0:
+                continue
+            left -= 1
+        remaining.append(actor)
+    taken = {actor.name for actor in remaining}
+    free = (name for i in range(1 + len(taken) + left) if (name := f"{role}-{i}") not in taken)
+    return remaining + [_actor(role, next(free), slots) for _ in range(left)]
+
+
+def unplaced(actors: Sequence[ActorPlacement]) -> list[ActorPlacement]:
+    """Return the actors as they were before they were given to nodes."""
+    return [
+        ActorPlacement(name=actor.name, role=actor.role, slots=actor.slots, spread=actor.spread)
+        for actor in actors
+    ]
+
+
+def at_rest(actors: Sequence[ActorPlacement]) -> list[ActorPlacement]:
+    """Return the actors of a job that has ended: none of them runs."""
+    return [
+        actor if actor.state == "failed" else actor.model_copy(update={"state": "exited"})
+        for actor in actors
+    ]
+
+
+def slots_of(actors: Sequence[ActorPlacement]) -> int:
+    """Return the slots that the actors hold together."""
+    return sum(actor.slots for actor in actors)
+
+
+def wanted_actor(record: JobRecord, actor: ActorPlacement, config: JobConfig) -> WantedActor:
+    """Return what a node must know to run one actor."""
+    threads = {
+        "learner": config.learner.threads,
+        "rank": config.learner.threads,
+        "generator": config.generator.threads,
+        "server": config.generator.threads,
+        "trainer": config.learner.threads,
+        "sampler": config.generator.threads,
+    }
+    data = [*config.env.train_data, *config.env.val_data]
+    return WantedActor(
+        user=record.user,
+        job=record.job,
+        name=actor.name,
+        role=actor.role,
+        slots=actor.slots,
+        devices=actor.devices,
+        attempt=record.attempt,
+        run_dir=record.run_dir,
+        output_roots=record.output_roots,
+        reads=data if actor.role == "environment" else [],
+        programs=_shown_to_programs(config.agent) if actor.role == "environment" else None,
+        own_code=_read_by_own_code(config) if actor.role in ("learner", "rank") else None,
+        own_network=not record.output_roots,
+        threads=threads.get(actor.role, 1),
+        secrets=bool(secrets_of(record, actor)),
+        max_restarts=config.limits.max_restarts,
+    )
+
+
+def secrets_of(record: JobRecord, actor: ActorPlacement) -> list[SecretName]:
+    """Return what of its owner's secrets an actor of a job needs.
+
+    A learner with functions of an owner who is no admin has no network, so no use for a key.
+    """
+    of_it: list[SecretName] = []
+    is_cut_off = record.has_own_code and bool(record.output_roots)
+    if actor.name == main_actor(record.actors).name and not is_cut_off:
+        of_it.append(WANDB_KEY)
+    if actor.role == "generator":
+        of_it.append(TEACHER_KEY)
+    return [name for name in of_it if name in record.secrets]
+
+
+def _read_by_own_code(config: JobConfig) -> list[str] | None:
+    """Return what a learner reads that runs functions of its owner; None for one that does not."""
+    if not config.own_functions:
+        return None
+    return [*model_paths(config).values(), *config.sft.data]
+
+
+def _shown_to_programs(agent: AgentConfig) -> list[str] | None:
+    """Return the folders that programs of a job see or are judged by; None for a job of games."""
+    named = [agent.files, agent.reward_files, *agent.read]
+    return [folder for folder in named if folder is not None] if agent.command else None
+
+
+def _actor(role: Role, name: str, slots: int = 0) -> ActorPlacement:
+    return ActorPlacement(name=name, role=role, slots=slots)
+
 
 ACTIVE = HOLDING_STATES
 MOST_CHARACTERS = 500
@@ -43,7 +239,7 @@ def next_state(
         return _waiting(record, max_losses)
     if not record.actors:
         return Transition("FAILED", "its record names no actors")
-    said = {
+    current = {
         actor.name: status
         for actor in record.actors
         if (status := statuses.get(actor.name)) is not None and status.attempt == record.attempt
@@ -51,10 +247,10 @@ def next_state(
     main = main_actor(record.actors)
     return (
         _lost(record, silent)
-        or _failed(said)
-        or _stopped(record, said.get(main.name))
-        or _ended(record, said.get(main.name))
-        or _started(record, said)
+        or _failed(current)
+        or _stopped(record, current.get(main.name))
+        or _ended(record, current.get(main.name))
+        or _started(record, current)
     )
 
 
@@ -77,11 +273,11 @@ def _lost(record: JobRecord, silent: frozenset[str]) -> Transition | None:
     return None
 
 
-def _failed(said: Mapping[str, ActorStatus]) -> Transition | None:
-    for name, status in said.items():
+def _failed(statuses: Mapping[str, ActorStatus]) -> Transition | None:
+    for name, status in statuses.items():
         if status.state == "failed":
-            told = status.error or f"it ended with code {status.exit_code}"
-            return Transition("FAILED", f"{name} failed: {told}")
+            error = status.error or f"it ended with code {status.exit_code}"
+            return Transition("FAILED", f"{name} failed: {error}")
     return None
 
 
@@ -114,17 +310,21 @@ def _end(record: JobRecord, reason: str) -> Transition:
     return Transition("COMPLETED" if complete else "CANCELLED", reason)
 
 
-def _started(record: JobRecord, said: Mapping[str, ActorStatus]) -> Transition | None:
+def _started(record: JobRecord, statuses: Mapping[str, ActorStatus]) -> Transition | None:
     if record.state != "STARTING":
         return None
     placed = [actor.name for actor in record.actors if actor.node is not None]
-    up = [name for name in placed if name in said and said[name].state in {"running", "exited"}]
+    up = [
+        name
+        for name in placed
+        if name in statuses and statuses[name].state in {"running", "exited"}
+    ]
     if len(up) < len(placed):
         return None
     return Transition("RUNNING", "all actors run")
 
 
-def told_placements(
+def with_statuses(
     record: JobRecord, statuses: Mapping[str, ActorStatus], silent: frozenset[str]
 ) -> list[ActorPlacement]:
     """Return the job's actors with what the nodes said of them entered.
@@ -132,22 +332,24 @@ def told_placements(
     An actor whose node fell silent has no node any more and is placed again; that of the main one,
     and of a learner's ranks, makes the whole job LOST (`next_state`).
     """
-    return [_told(record, actor, statuses.get(actor.name), silent) for actor in record.actors]
+    return [
+        _with_status(record, actor, statuses.get(actor.name), silent) for actor in record.actors
+    ]
 
 
-def _told(
+def _with_status(
     record: JobRecord,
     actor: ActorPlacement,
     status: ActorStatus | None,
     silent: frozenset[str],
 ) -> ActorPlacement:
-    if actor.node in silent and actor.name not in {one.name for one in vital(record.actors)}:
+    if actor.node in silent and actor.name not in {item.name for item in vital(record.actors)}:
         return actor.model_copy(update={"node": None, "devices": [], "state": "placed"})
     if status is None or status.attempt != record.attempt or actor.node is None:
         return actor
     state = "running" if status.state == "restarting" else status.state
-    told = {"state": state, "restarts": status.restarts, "trouble": _trouble(status)}
-    return actor.model_copy(update=told)
+    fields = {"state": state, "restarts": status.restarts, "trouble": _trouble(status)}
+    return actor.model_copy(update=fields)
 
 
 def _trouble(status: ActorStatus) -> str:
@@ -164,36 +366,137 @@ def _trouble(status: ActorStatus) -> str:
     return f"{status.name} failed {times} with no work done: {error}"[:MOST_CHARACTERS]
 
 
-# What Tinker services tell of their users' tokens, as it is kept in the service's record. Pure.
+# -- tokens used at Tinker services, as stored in the service's record -----------------------------
 
 
-def with_usage(record: JobRecord, told: TrainerUsage) -> JobRecord:
+def with_usage(record: JobRecord, usage: TrainerUsage) -> JobRecord:
     """Return a record with what is new in what was told; the same one if nothing is."""
-    return _with_sampled(record, told) if told.sampler else _with_trained(record, told)
+    return _with_sampled(record, usage) if usage.sampler else _with_trained(record, usage)
 
 
-def _with_trained(record: JobRecord, told: TrainerUsage) -> JobRecord:
+def _with_trained(record: JobRecord, usage: TrainerUsage) -> JobRecord:
     """Take the larger sums; a trainer that starts again may know less."""
     known = record.tinker_tokens
-    newer = {user: used for user, used in told.tokens.items() if used > known.get(user, 0)}
+    newer = {user: used for user, used in usage.tokens.items() if used > known.get(user, 0)}
     return record.model_copy(update={"tinker_tokens": {**known, **newer}}) if newer else record
 
 
-def _with_sampled(record: JobRecord, told: TrainerUsage) -> JobRecord:
+def _with_sampled(record: JobRecord, usage: TrainerUsage) -> JobRecord:
     """Add what a sampler has computed since it last told; one that starts again begins at 0."""
-    last = record.tinker_samplers.get(told.sampler)
-    if last is not None and last.since > told.since:  # a later one has its name
+    last = record.tinker_samplers.get(usage.sampler)
+    if last is not None and last.since > usage.since:  # a later one has its name
         return record
-    counted = last.tokens if last is not None and last.since == told.since else {}
-    newer = {user: used for user, used in told.tokens.items() if used > counted.get(user, 0)}
+    counted = last.tokens if last is not None and last.since == usage.since else {}
+    newer = {user: used for user, used in usage.tokens.items() if used > counted.get(user, 0)}
     if not newer:
         return record
     known = record.tinker_sampled
     sums = {user: known.get(user, 0) + n - counted.get(user, 0) for user, n in newer.items()}
-    now = SamplerTokens(since=told.since, tokens={**counted, **newer})
+    now = SamplerTokens(since=usage.since, tokens={**counted, **newer})
     return record.model_copy(
         update={
             "tinker_sampled": {**known, **sums},
-            "tinker_samplers": {**record.tinker_samplers, told.sampler: now},
+            "tinker_samplers": {**record.tinker_samplers, usage.sampler: now},
         }
     )
+
+
+# -- quotas ----------------------------------------------------------------------------------------
+#
+# Part of the bucket of jobs is reserved: submissions stop before it is full, so that stops, repairs
+# and the scheduler's own changes always find room.
+
+USERS_BYTES = BUCKET_BYTES * 3 // 4
+"""Of the bucket of jobs, for the records of users."""
+ADMINS_BYTES = BUCKET_BYTES * 7 // 8
+"""Of the bucket of jobs, for what admins submit; the rest is for changes of what is there."""
+_DELETE = "delete old runs (`tinkermq delete`)"
+_WAIT = "wait for the end of others, or stop some (`tinkermq stop`)"
+_ADVICE = {
+    "max_slots": ("slots", "ask for fewer (generator.count), or stop other runs"),
+    "max_jobs": ("runs, ended ones included", _DELETE),
+    "max_live_jobs": ("runs that have not ended", _WAIT),
+    "max_actors": (
+        "processes, environment hosts included",
+        "ask for fewer (generator.count, env.hosts), or stop other runs",
+    ),
+    "max_stored_bytes": ("bytes of streams", f"lower `limits`, or {_DELETE}"),
+    "max_record_bytes": ("bytes of job records", f"keep configurations small, and {_DELETE}"),
+}
+
+
+def reserved_bytes(config: JobConfig) -> int:
+    """Return what the limits of a job let its streams hold."""
+    limits = config.limits
+    segments = limits.segment_bytes if config.keeps_segments else 0
+    checkpoints = limits.checkpoint_bytes if config.storage.url == BROKER else 0
+    streams = limits.task_bytes + limits.rollout_bytes + 3 * limits.log_bytes
+    return streams + segments + checkpoints
+
+
+def stored_bytes(record: JobRecord | None) -> int:
+    """Return what counts of what the streams of a job hold: none before they are made."""
+    counts = record is not None and (not is_final(record) or record.has_streams)
+    return record.stored_bytes if record is not None and counts else 0
+
+
+def holdings(records: Iterable[JobRecord], num_bytes: Mapping[str, int]) -> dict[str, int]:
+    """Return what the jobs of one user hold; `num_bytes` are the sizes of records by key."""
+    held = dict.fromkeys(_ADVICE, 0)
+    for record in records:
+        held["max_jobs"] += 1
+        held["max_record_bytes"] += num_bytes.get(record.scope.key, 0)
+        held["max_stored_bytes"] += stored_bytes(record)
+        if not is_final(record):
+            held["max_live_jobs"] += 1
+            placed = [actor for actor in record.actors if actor.node is not None]
+            held["max_slots"] += slots_of(placed)
+            held["max_actors"] += len(placed)
+    return held
+
+
+def check_room(user: str, quota: Quota, held: Mapping[str, int], **more: int) -> None:
+    """Raise QuotaError if a user who holds that may not hold so much more, by name of the bound."""
+    for name, number in more.items():
+        most, has = getattr(quota, name), held.get(name, 0)
+        what, advice = _ADVICE[name]
+        if most is not None and number > 0 and has + number > most:
+            text = f"user {user!r} has {has:,} {what}, and this asks for {number:,} more: the quota"
+            if not has:
+                text = f"the job needs {number:,} {what}, the quota of user {user!r}"
+            raise QuotaError(
+                f"{text} is {most:,}",
+                hint=f"{advice}, or ask an admin for more (`tinkermq user quota {user}`)",
+            )
+
+
+def check_bucket(total_bytes: int, more: int, *, is_admin: bool) -> None:
+    """Raise QuotaError if the records of all users leave no room for one of `more` bytes."""
+    most = ADMINS_BYTES if is_admin else USERS_BYTES
+    if total_bytes + more > most:
+        raise QuotaError(
+            f"the records of all jobs of the pool take {total_bytes:,} bytes, with this one more "
+            f"than the {most:,} that submissions may take",
+            hint="let everybody delete old runs (`tinkermq delete`); running ones go on and can be "
+            "stopped",
+        )
+
+
+def check_record(record: JobRecord, num_bytes: int) -> None:
+    """Raise QuotaError for a record that is larger than one may be."""
+    if num_bytes > MAX_RECORD_BYTES:
+        raise QuotaError(
+            f"the record of job {record.name} would have {num_bytes:,} bytes, one may have "
+            f"{MAX_RECORD_BYTES:,}",
+            hint="keep the configuration small: name files instead of data; or submit a new job",
+        )
+
+
+def check_priority(user: str, priority: int, quota: Quota) -> None:
+    """Raise QuotaError if a user may not give jobs this priority."""
+    if priority > quota.max_priority:
+        raise QuotaError(
+            f"priority {priority} is above the highest that user {user!r} may give, "
+            f"{quota.max_priority}",
+            hint="give a lower one, or ask an admin",
+        )

@@ -1,4 +1,4 @@
-"""The scheduler's view of all jobs and quotas, held in memory and kept up to date by the broker."""
+"""All jobs and quotas in memory, kept up to date by the broker."""
 
 import asyncio
 import contextlib
@@ -36,11 +36,9 @@ from ....schemas.wire.subjects import (
     BUCKET_USERS,
     DEFAULT_USER,
 )
-from ..queue import UserShares
-from .actors import slots_of
+from ..placement import UserShares
 from .archive import ArchivedJob, ArchivedJobs
-from .holdings import holdings
-from .states import ACTIVE
+from .states import ACTIVE, holdings, slots_of
 
 PAGE_RECORDS, PAGE_BYTES = 1000, 1 << 20
 """Of one answer, which holds at least one record."""
@@ -188,19 +186,19 @@ class JobsView:
         Raises NotFoundError.
         """
         if self.is_admin(user):
-            found = next((one for one in self._every() if one.job == name), None)
-            found = found or await self.archive.find(user, name, of_all=True)
-            if found is not None:
-                return found
+            result = next((item for item in self._every() if item.job == name), None)
+            result = result or await self.archive.find(user, name, of_all=True)
+            if result is not None:
+                return result
         return await self.get(user, name)
 
     def offers(self) -> list[TrainerOffer]:
         """Return the base models of the services for the Tinker API that have not ended."""
-        found: list[TrainerOffer] = []
+        collected: list[TrainerOffer] = []
         for record in self.live.values():
             if record.kind == "tinker" and record.configured and not is_final(record):
                 config = self.config(record)
-                found.append(
+                collected.append(
                     TrainerOffer(
                         job=record.job,
                         base=config.tinker.base,
@@ -208,7 +206,7 @@ class JobsView:
                         max_rank=config.tinker.max_rank,
                     )
                 )
-        return sorted(found, key=lambda offer: offer.base)
+        return sorted(collected, key=lambda offer: offer.base)
 
     def records(self, user: str | None = None) -> list[JobRecord]:
         """Return the jobs of a user, or of all, newest first."""
@@ -234,17 +232,17 @@ class JobsView:
 
         `after` is what the page before returned, empty at the beginning; so is what ends the list.
         """
-        found: list[JobRecord | ArchivedJob] = []
+        collected: list[JobRecord | ArchivedJob] = []
         num_bytes = num_archived = 0
         first = bisect_left(records, True, key=lambda one: _place(one) < after) if after else 0
         for record in islice(records, first, None):
             num_bytes += self._size(record)
             num_archived += isinstance(record, ArchivedJob)
-            full = len(found) >= PAGE_RECORDS or num_archived > PAGE_ARCHIVED
-            if found and (full or num_bytes > PAGE_BYTES):
-                return found, _place(found[-1])
-            found.append(record)
-        return found, ""
+            full = len(collected) >= PAGE_RECORDS or num_archived > PAGE_ARCHIVED
+            if collected and (full or num_bytes > PAGE_BYTES):
+                return collected, _place(collected[-1])
+            collected.append(record)
+        return collected, ""
 
     def _size(self, job: JobRecord | ArchivedJob) -> int:
         if isinstance(job, ArchivedJob):
@@ -254,7 +252,7 @@ class JobsView:
     def run_folders_of_others(self, user: str) -> list[tuple[str, str]]:
         """Return run folder and owner of each job of somebody else."""
         every = (*self._every(), *self.archive.of(None))
-        return [(one.run_dir, one.user) for one in every if one.user != user]
+        return [(item.run_dir, item.user) for item in every if item.user != user]
 
     def _every(self) -> Iterator[JobRecord]:
         return (entry.value for entry in self._jobs.entries.values())
@@ -296,10 +294,10 @@ class JobsView:
         Raises ConfigError.
         """
         key = key_of(record)
-        kept = self._configs.get(key)
-        if kept is None or kept[0] != record.attempt:
-            kept = self._configs[key] = (record.attempt, parse_config(record.config))
-        return kept[1]
+        cached = self._configs.get(key)
+        if cached is None or cached[0] != record.attempt:
+            cached = self._configs[key] = (record.attempt, parse_config(record.config))
+        return cached[1]
 
     def quota(self, user: str) -> Quota:
         """Return what a user may hold."""
@@ -346,7 +344,7 @@ class JobsView:
         """
         users = [entry.value for entry in self._users.entries.values()]
         unknown = Quota() if self._has_users else NO_BOUNDS
-        quotas = {one.user: one for one in users}
+        quotas = {user.user: user for user in users}
         shares = UserShares(quotas=quotas, unknown=unknown, aging_s=aging_s)
         for record in self.live.values():
             if record.state in ACTIVE:
@@ -379,10 +377,8 @@ def size_of(record: JobRecord) -> int:
     return len(record.to_bytes())
 
 
-# Finds the records of the pool that cannot be read, or that belie their key.
-#
-# Whoever reads one passes it over and logs it; here they are looked for, so that somebody can be
-# told of them by name. Looking reads whole buckets, so what was found is told for a while.
+# Unreadable records, and those under a wrong key. Readers skip and log them; `DamageReport` finds
+# them by name. It reads whole buckets, so its result is reused for a while.
 
 _BUCKETS: tuple[tuple[str, type[Message], str], ...] = (
     (BUCKET_JOBS, JobRecord, ""),
@@ -417,24 +413,24 @@ class DamageReport:
             if time.monotonic() - self._looked >= _TOLD_FOR_S:
                 self._found = await self._look()
                 self._looked = time.monotonic()
-        found = [one for one in self._found if not user or one.key.startswith(f"{user}.")]
-        return DamagedRecords(records=found[:_MAX_TOLD], total=len(found))
+        matches = [item for item in self._found if not user or item.key.startswith(f"{user}.")]
+        return DamagedRecords(records=matches[:_MAX_TOLD], total=len(matches))
 
     async def _look(self) -> list[DamagedRecord]:
-        found: list[DamagedRecord] = []
+        collected: list[DamagedRecord] = []
         for name, model, prefix in _BUCKETS:
             try:
                 _, damaged = await Bucket(self._broker, name, model).read_all(prefix)
             except NotFoundError:  # a pool without users has no bucket of users
                 continue
-            found += [
+            collected += [
                 DamagedRecord(bucket=name, key=error.key, why=error.message[:_MAX_TEXT])
                 for error in damaged
             ]
-        return found
+        return collected
 
 
-# Enters into the records of jobs which policy version they are at.
+# -- policy versions, entered into the records -----------------------------------------------------
 
 _EVERY_S = 2.0
 

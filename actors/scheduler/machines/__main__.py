@@ -37,15 +37,15 @@ async def give_all_back(source: MachineSource, deadline_s: float = DEADLINE_S) -
 
     What never began is told and not waited for: Ray drops it when it would begin.
     """
-    machines = await source.look()
+    machines = await source.list_machines()
     for machine in machines:
-        await source.give_back(machine, drain=True)
+        await source.release_machine(machine, drain=True)
     try:
         async with asyncio.timeout(deadline_s):
             while machines := await _begun(source):  # noqa: ASYNC110  the cluster tells nobody
                 await asyncio.sleep(_POLL_S)
     except TimeoutError as error:
-        left = ", ".join(f"{one.name} ({one.id})" for one in machines)
+        left = ", ".join(f"{item.name} ({item.id})" for item in machines)
         raise DeadlineError(
             f"machines have not gone after {deadline_s:g} s: {left}",
             hint="they drain still; the cluster ends them by their ids",
@@ -53,7 +53,7 @@ async def give_all_back(source: MachineSource, deadline_s: float = DEADLINE_S) -
 
 
 async def _begun(source: MachineSource) -> list[Machine]:
-    return [one for one in await source.look() if one.state != "asked"]
+    return [item for item in await source.list_machines() if item.state != "asked"]
 
 
 if __name__ == "__main__":

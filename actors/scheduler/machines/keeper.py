@@ -1,11 +1,10 @@
-"""Asks for machines and gives them back, as the queue needs them.
+"""Request machines from a cluster and release them, as the queue needs them.
 
-Level-triggered: each look takes what the cluster knows, what nodes are there and what waits,
-decides anew and does it. It remembers only how long nodes were idle and what went wrong, so it may
-be killed at any time: who goes on finds all machines in the cluster, by their names. What was used
-of the day's budget is written down at each look, by machine.
+Level-triggered: each turn reads the cluster, the nodes and the queue, decides anew and acts. Only
+idle times and failures are remembered, so it may be killed at any time: its successor finds all
+machines in the cluster by their names. Use of the day's budget is stored each turn, per machine.
 
-A node is closed to new actors at one look and given back at the next, if nothing came in between.
+A node is closed to new actors in one turn and released in the next, if nothing came in between.
 """
 
 import asyncio
@@ -30,15 +29,12 @@ from ....schemas.wire.errors import TinkermqError
 from ....schemas.wire.message import Empty
 from ....schemas.wire.subjects import BUCKET_MACHINES
 from ..nodes import Nodes
-from ..placement import NodeSlots, place
-from ..queue import PlacementRequest, UserShares
+from ..placement import NodeSlots, PlacementRequest, UserShares, place
 from .source import Machine, MachineNames, MachineSource
 
-# How many machines to ask for, and which to give back. Pure.
-#
-# The queue is placed as it would be if more machines were there: what it then uses of them is
-# what is missing. So quotas, priorities and slots kept for the job that is next count as they do
-# for nodes.
+# How many machines to request and which to release (pure). The queue is placed as if more machines
+# were there; those that it then uses are missing. So quotas, priorities and reserved slots count as
+# they do for nodes.
 
 _NEW = "~new-"
 
@@ -87,7 +83,9 @@ def machines_needed(demand: Demand, slots: int, room: int) -> int:
         return 0
     new = machines_of(slots, room)
     placed = place(demand.queue, [*demand.nodes, *new], demand.shares, demand.now)
-    return len({one.node for one in placed.assignments if one.node.startswith(_NEW)})
+    return len(
+        {assignment.node for assignment in placed.assignments if assignment.node.startswith(_NEW)}
+    )
 
 
 def machines_of(slots: int, count: int) -> list[NodeSlots]:
@@ -123,13 +121,13 @@ def decide(
     return Decision(min(wanted, room), tuple(given), why)
 
 
-# How long to wait before asking again after a refusal, or after a machine that came to nothing.
+# -- delays after a refusal, or after a machine that never became a node ---------------------------
 
 FIRST_PAUSE_S = 10.0
 LAST_PAUSE_S = 600.0
 
 
-class Patience:
+class RequestBackoff:
     """A pause that doubles with every failure, and ends with the first success."""
 
     def __init__(self) -> None:
@@ -155,11 +153,9 @@ class Patience:
         return time.monotonic() >= self._until
 
 
-# What machines have used of a day's budget.
-#
-# Each look writes down, by machine, how long it ran today by the cluster's own clock: counting
-# again changes nothing, and after a scheduler that was away the machines that run are counted as
-# if it had not been. What ended meanwhile counts up to the last look.
+# Use of a day's budget: each turn stores how long each machine ran today by the cluster's clock.
+# Counting again changes nothing, and time without a scheduler is counted for machines that still
+# run; those that ended meanwhile count up to the last turn.
 
 KEY = "spent"
 _DAY_S = 86400.0
@@ -205,7 +201,7 @@ def spent(
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
-class Demanding(Protocol):
+class DemandSource(Protocol):
     """Who knows what waits."""
 
     def demand(self) -> Demand:
@@ -225,7 +221,7 @@ class MachineKeeper:
         self._pool = pool
         self._names = MachineNames(url)
         self._spending = Spending(broker)
-        self._patience = Patience()
+        self._patience = RequestBackoff()
         self._idle_since: dict[str, float] = {}
         self._joined: set[str] = set()
         self._given: set[str] = set()
@@ -243,14 +239,14 @@ class MachineKeeper:
         """Return what became of asking."""
         return self._told
 
-    async def run(self, demanding: Demanding, may_act: Callable[[], bool]) -> None:
+    async def run(self, demanding: DemandSource, may_act: Callable[[], bool]) -> None:
         """Look for ever; acts only while `may_act`, which another scheduler ends."""
         while self._config.most:
             if may_act():
                 await self._try(demanding)
             await asyncio.sleep(self._config.look_s)
 
-    async def _try(self, demanding: Demanding) -> None:
+    async def _try(self, demanding: DemandSource) -> None:
         """Look once; a cluster that does not answer is told, and asked again at the next look."""
         try:
             await self._look(demanding)
@@ -258,12 +254,12 @@ class MachineKeeper:
             self._told = self._told.model_copy(update={"trouble": error.message})
             _log.warning("machines_not_seen", error=error.message, hint=error.hint)
 
-    async def _look(self, demanding: Demanding) -> None:
-        told = await self._source.look()
-        used_s = await self._spending.note(told, time.time())
-        single = await self._without_doubles(told)
+    async def _look(self, demanding: DemandSource) -> None:
+        reply = await self._source.list_machines()
+        used_s = await self._spending.note(reply, time.time())
+        single = await self._without_doubles(reply)
         nodes = {node.node: node for node in self._pool.nodes()}
-        seen = {one.name: SeenMachine(one, _state(one, nodes)) for one in single}
+        seen = {item.name: SeenMachine(item, _state(item, nodes)) for item in single}
         self._note_fates(seen.values())
         demand = demanding.demand()
         self._note_idle(seen, demand.busy)
@@ -285,7 +281,7 @@ class MachineKeeper:
             slots=self._config.slots,
             slot_hours=slot_hours,
             slot_hours_per_day=self._config.slot_hours_per_day,
-            machines=[_shown(one) for one in seen.values()],
+            machines=[_shown(item) for item in seen.values()],
             trouble=self._trouble(decision),
         )
         return decision
@@ -295,18 +291,18 @@ class MachineKeeper:
         matters = decision.ask or not self._patience.is_over()
         return (self._patience.trouble if matters else "") or decision.why
 
-    async def _without_doubles(self, told: Sequence[Machine]) -> list[Machine]:
+    async def _without_doubles(self, machines: Sequence[Machine]) -> list[Machine]:
         """Give back what was asked for twice; the one that is further, or older, stays."""
         first: dict[str, Machine] = {}
-        for machine in sorted(told, key=lambda one: one.state == "asked"):
+        for machine in sorted(machines, key=lambda one: one.state == "asked"):
             if machine.name in first:
-                await self._source.give_back(machine, drain=False)
+                await self._source.release_machine(machine, drain=False)
             first.setdefault(machine.name, machine)
         return sorted(first.values(), key=lambda one: self._names.number(one.name))
 
     def _note_fates(self, seen: Iterable["SeenMachine"]) -> None:
         """Notice machines that joined, and those that ended before they did."""
-        now = {one.machine.id: one for one in seen}
+        now = {item.machine.id: item for item in seen}
         here = {number for number, one in now.items() if one.state == "here"}
         if here - self._joined:
             self._patience.succeeded()
@@ -345,7 +341,7 @@ class MachineKeeper:
         """Ask for machines; what the cluster refuses is told, and waited out."""
         try:
             for name in names:
-                await self._source.ask(name)
+                await self._source.request_machine(name)
                 _log.info("machine_asked", machine=name, on=self._config.on)
         except TinkermqError as error:
             self._patience.failed(error.message)
@@ -355,7 +351,7 @@ class MachineKeeper:
     async def _give_back(self, machine: Machine, *, drain: bool) -> None:
         if machine.id in self._given:
             return  # a second signal would end it at once
-        await self._source.give_back(machine, drain=drain)
+        await self._source.release_machine(machine, drain=drain)
         self._given.add(machine.id)
         _log.info("machine_given_back", machine=machine.name, id=machine.id)
 

@@ -46,20 +46,20 @@ class KubernetesSource:
         self._names = MachineNames(url)
         self._api: CoreV1Api | None = None
 
-    async def look(self) -> list[Machine]:
+    async def list_machines(self) -> list[Machine]:
         """Return the pool's pods that have not ended, by name; raises PlacementError."""
         selector = f"{POOL_LABEL}={pool_label(self._names)}"
         pods = await self._ask(lambda api: _listed(api, self._config.namespace, selector))
-        found = [_machine(one) for one in pods if one.status is None or not _has_ended(one)]
-        own = [one for one in found if self._names.own(one.name)]
+        matches = [_machine(item) for item in pods if item.status is None or not _has_ended(item)]
+        own = [item for item in matches if self._names.own(item.name)]
         return sorted(own, key=lambda one: self._names.number(one.name))
 
-    async def ask(self, name: str) -> None:
+    async def request_machine(self, name: str) -> None:
         """Make the pod of a machine, harmless where it is; raises PlacementError."""
         made = pod(self._config, self._url, name)
         await self._ask(lambda api: _made(api, self._config.namespace, name, made))
 
-    async def give_back(self, machine: Machine, *, drain: bool) -> None:
+    async def release_machine(self, machine: Machine, *, drain: bool) -> None:
         """Delete this very pod: with its own grace, or with little where no node has joined."""
         grace_s = None if drain else _GRACE_S
         await self._ask(
@@ -141,9 +141,9 @@ def _merged(base: Any, over: Any) -> Any:
 def _by_name(value: Any) -> dict[str, Any] | None:
     if not isinstance(value, list):
         return None
-    found = cast("list[Any]", value)
-    named = all(isinstance(one, Mapping) and "name" in one for one in found)
-    return {one["name"]: one for one in found} if named else None
+    result = cast("list[Any]", value)
+    named = all(isinstance(item, Mapping) and "name" in item for item in result)
+    return {item["name"]: item for item in result} if named else None
 
 
 def _connected(context: str) -> "CoreV1Api":
@@ -256,22 +256,22 @@ def _why(one: "V1Pod") -> str:
         if waiting is not None:
             return ": ".join(filter(None, (waiting.reason, waiting.message)))
     unmet = [each for each in one.status.conditions or [] if each.status == "False"]
-    told = [": ".join(filter(None, (each.reason, each.message))) for each in unmet]
-    return next(filter(None, told), "")
+    reasons = [": ".join(filter(None, (each.reason, each.message))) for each in unmet]
+    return next(filter(None, reasons), "")
 
 
 def _refusal(error: Any) -> PlacementError:
     """Return an ApiException in the cluster's words."""
     try:
-        said = json.loads(error.body)["message"]
+        message = json.loads(error.body)["message"]
     except (ValueError, KeyError, TypeError):
-        said = error.reason or "no word"
-    return PlacementError(f"Kubernetes refused (HTTP {error.status}): {said}", hint=_HINT)
+        message = error.reason or "no word"
+    return PlacementError(f"Kubernetes refused (HTTP {error.status}): {message}", hint=_HINT)
 
 
 def _first(error: ValidationError) -> str:
-    told = error.errors()[0]
-    return f"{'.'.join(map(str, told['loc'][1:]))}: {told['msg']} (it is {told['input']!r})"
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'][1:]))}: {first['msg']} (it is {first['input']!r})"
 
 
 def _status(error: Any) -> int:

@@ -77,21 +77,21 @@ class RaySource:
         self._waited: dict[str, float] = {}
         """When a machine was last seen to wait, by what the cluster calls it."""
 
-    async def look(self) -> list[Machine]:
+    async def list_machines(self) -> list[Machine]:
         """Return the pool's jobs that have not ended, by name; raises PlacementError."""
         reply = await self._ask("GET", "/api/jobs/")
-        jobs = [one for one in _jobs(reply) if self._names.own(_name_of(one))]
-        machines = [self._machine(one) for one in jobs if one.get("status") not in _ENDED]
-        known = {one.id for one in machines}
+        jobs = [job for job in _jobs(reply) if self._names.own(_name_of(job))]
+        machines = [self._machine(job) for job in jobs if job.get("status") not in _ENDED]
+        known = {machine.id for machine in machines}
         self._waited = {name: when for name, when in self._waited.items() if name in known}
         return sorted(machines, key=lambda one: self._names.number(one.name))
 
-    async def ask(self, name: str) -> None:
+    async def request_machine(self, name: str) -> None:
         """Submit the job of a machine, harmless where it is; raises PlacementError."""
         before = {
-            _time_of(one): one.get("status")
-            for one in _jobs(await self._ask("GET", "/api/jobs/"))
-            if _name_of(one) == name
+            _time_of(item): item.get("status")
+            for item in _jobs(await self._ask("GET", "/api/jobs/"))
+            if _name_of(item) == name
         }
         if not all(status in _ENDED for status in before.values()):
             return
@@ -103,7 +103,7 @@ class RaySource:
         for time_asked in before:  # what has ended; its name is never taken again
             await self._ask("DELETE", f"/api/jobs/{name}.{time_asked}")
 
-    async def give_back(self, machine: Machine, *, drain: bool) -> None:
+    async def release_machine(self, machine: Machine, *, drain: bool) -> None:
         """Stop the job: its node drains whether asked to or not. What waits stops as it starts."""
         reply = await self._ask("POST", f"/api/jobs/{machine.id}/stop")
         if reply.status >= 300 and reply.status != _NOT_FOUND:
@@ -137,9 +137,9 @@ class RaySource:
 
 def _token() -> str:
     """Return what Ray's own tools would send: from the environment, or a file."""
-    told = os.environ.get(TOKEN_VARIABLE)
-    if told:
-        return told
+    token = os.environ.get(TOKEN_VARIABLE)
+    if token:
+        return token
     file = os.environ.get(f"{TOKEN_VARIABLE}_PATH") or "~/.ray/auth_token"
     try:
         return Path(file).expanduser().read_text().strip()
@@ -160,23 +160,23 @@ def _time_of(job: Mapping[str, Any]) -> int:
 
 def address(config: MachinesConfig) -> str:
     """Return the URL of Ray's dashboard."""
-    told = config.address.rstrip("/") or "127.0.0.1:8265"
-    return told if "://" in told else f"http://{told}"
+    url = config.address.rstrip("/") or "127.0.0.1:8265"
+    return url if "://" in url else f"http://{url}"
 
 
 def submission(config: MachinesConfig, job: str, node: str) -> dict[str, Any]:
     """Return the job of one machine, whose command is `node`; what the owner adds wins."""
     own = config.ray
-    told: Mapping[str, Any] = own.get("runtime_env", {})
+    runtime_env: Mapping[str, Any] = own.get("runtime_env", {})
     beside = shlex.quote(_BESIDE.format(node=node))
     script = _SCRIPT.replace("{beside}", beside)
-    variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(config.drain_s), **told.get("env_vars", {})}
+    variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(config.drain_s), **runtime_env.get("env_vars", {})}
     return {
         "entrypoint": f"exec sh -c {shlex.quote(script)}",
         "submission_id": job,
         "entrypoint_num_gpus" if config.gpus else "entrypoint_num_cpus": config.slots,
         **own,
-        "runtime_env": {**told, "env_vars": variables},
+        "runtime_env": {**runtime_env, "env_vars": variables},
     }
 
 
@@ -189,17 +189,17 @@ def _node(config: MachinesConfig, url: str, name: str) -> str:
 
 
 def _jobs(reply: WebReply) -> list[dict[str, Any]]:
-    told = _parsed(reply)
-    if not isinstance(told, list):
+    value = _parsed(reply)
+    if not isinstance(value, list):
         raise _refusal(reply)
-    return cast("list[dict[str, Any]]", told)
+    return cast("list[dict[str, Any]]", value)
 
 
 def _json(reply: WebReply) -> dict[str, Any]:
-    told = _parsed(reply)
-    if not isinstance(told, dict):
+    value = _parsed(reply)
+    if not isinstance(value, dict):
         raise _refusal(reply)
-    return cast("dict[str, Any]", told)
+    return cast("dict[str, Any]", value)
 
 
 def _parsed(reply: WebReply) -> object:

@@ -38,20 +38,20 @@ class SlurmSource:
         self._url = url
         self._names = MachineNames(url)
 
-    async def look(self) -> list[Machine]:
+    async def list_machines(self) -> list[Machine]:
         """Return the pool's jobs in Slurm's queue, by name; raises PlacementError."""
-        told = await _run(["squeue", "--me", "--noheader", f"--format={_FORMAT}"])
-        lines = [line for line in told.splitlines() if line.count("|") >= 5]
+        reply = await _run(["squeue", "--me", "--noheader", f"--format={_FORMAT}"])
+        lines = [line for line in reply.splitlines() if line.count("|") >= 5]
         machines = [_machine(line, self._config.logs) for line in lines]
-        own = [one for one in machines if self._names.own(one.name)]
+        own = [machine for machine in machines if self._names.own(machine.name)]
         return sorted(own, key=lambda one: (self._names.number(one.name), int(one.id)))
 
-    async def ask(self, name: str) -> None:
+    async def request_machine(self, name: str) -> None:
         """Submit the job of a machine; raises PlacementError with Slurm's reason."""
         arguments = sbatch_arguments(self._config, name)
         await _run(["sbatch", *arguments, f"--wrap={self._script(name)}"])
 
-    async def give_back(self, machine: Machine, *, drain: bool) -> None:
+    async def release_machine(self, machine: Machine, *, drain: bool) -> None:
         """Have the node drain, or cancel the job: SIGTERM, SIGKILL after Slurm's KillWait."""
         how = ["--signal=TERM"] if drain and machine.state == "started" else []
         await _run(["scancel", "--quiet", *how, machine.id])
@@ -97,10 +97,10 @@ def _machine(line: str, logs: str) -> Machine:
     )
 
 
-def _state(told: str) -> Literal["asked", "started", "leaving"]:
-    if told in _ASKED:
+def _state(state: str) -> Literal["asked", "started", "leaving"]:
+    if state in _ASKED:
         return "asked"
-    return "leaving" if told in _LEAVING else "started"
+    return "leaving" if state in _LEAVING else "started"
 
 
 def _time(text: str) -> float | None:
@@ -111,11 +111,11 @@ def _time(text: str) -> float | None:
 def _environment(given: Mapping[str, str]) -> dict[str, str]:
     """Return what jobs inherit: no secrets, and nothing that makes a job a part of another."""
     secret = {*OF_PERSONS, CREDENTIALS_VARIABLE}
-    kept = {name: value for name, value in given.items() if name not in secret}
+    public = {name: value for name, value in given.items() if name not in secret}
     ours = {
-        name for name in kept if name.startswith(("SLURM_", "SBATCH_")) and name != "SLURM_CONF"
+        name for name in public if name.startswith(("SLURM_", "SBATCH_")) and name != "SLURM_CONF"
     }
-    return {name: kept[name] for name in kept if name not in ours} | {"SLURM_TIME_FORMAT": "%s"}
+    return {name: public[name] for name in public if name not in ours} | {"SLURM_TIME_FORMAT": "%s"}
 
 
 async def _run(command: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
-"""The seam to a cluster: say what is there, ask for a machine, give one back.
+"""The interface to a cluster: list machines, request one, release one.
 
-A source keeps nothing. What was asked is found again from the cluster, by names, so whoever asks
-may be killed between any two calls. A machine's name is that of the node that it starts.
+A source stores nothing: requests are found again in the cluster by name, so its caller may be
+killed between any two calls. A machine has the name of the node that it starts.
 """
 
 import asyncio
@@ -44,18 +44,18 @@ class Machine:
 class MachineSource(Protocol):
     """Where machines come from; errors are TinkermqError in the cluster's words."""
 
-    async def look(self) -> list[Machine]:
+    async def list_machines(self) -> list[Machine]:
         """Return all machines of this pool that the cluster knows."""
         ...
 
-    async def ask(self, name: str) -> None:
+    async def request_machine(self, name: str) -> None:
         """Ask for a machine; of two of one name no more than one ever runs.
 
         Raises PlacementError if the cluster refuses it.
         """
         ...
 
-    async def give_back(self, machine: Machine, *, drain: bool) -> None:
+    async def release_machine(self, machine: Machine, *, drain: bool) -> None:
         """Give a machine back; harmless if it has ended.
 
         With `drain` its node has the time that its actors need to write checkpoints.
@@ -81,16 +81,16 @@ class MachineNames:
     def free(self, taken: Iterable[str], count: int) -> list[str]:
         """Return the first names that are not taken: who asks twice asks for the same."""
         known = set(taken)
-        found: list[str] = []
+        collected: list[str] = []
         number = 1
-        while len(found) < count:
+        while len(collected) < count:
             name = f"{self.prefix}{number}"
-            found += [] if name in known else [name]
+            collected += [] if name in known else [name]
             number += 1
-        return found
+        return collected
 
 
-# Commands by which a cluster is asked: their words, or what they refused in their own.
+# -- clusters behind commands ----------------------------------------------------------------------
 
 _TIMEOUT_S = 30.0
 
@@ -136,14 +136,14 @@ async def _finished(process: asyncio.subprocess.Process, name: str, hints: Comma
             f"{name} did not answer within {_TIMEOUT_S:g} s", hint=hints.late
         ) from error
     if process.returncode:
-        said = " ".join(complaint.decode(errors="replace").split()) or "it said nothing"
+        message = " ".join(complaint.decode(errors="replace").split()) or "it said nothing"
         raise PlacementError(
-            f"{name} was refused (code {process.returncode}): {said}", hint=hints.refused
+            f"{name} was refused (code {process.returncode}): {message}", hint=hints.refused
         )
     return written.decode(errors="replace")
 
 
-# Requests to a cluster that is asked over HTTP: its answer, or what kept it from answering.
+# -- clusters behind HTTP --------------------------------------------------------------------------
 
 _SILENCE_S = 20.0
 _DEADLINE_S = 30.0
@@ -172,11 +172,11 @@ async def request(
     a person may do then.
     """
     data = None if body is None else json.dumps(body).encode()
-    asked = urllib.request.Request(  # noqa: S310  the configuration takes http and https alone
+    http_request = urllib.request.Request(  # noqa: S310  the configuration takes http and https alone
         url, data, {"Content-Type": "application/json", **(headers or {})}, method=method
     )
     try:
-        return await asyncio.to_thread(_answer, asked)
+        return await asyncio.to_thread(_answer, http_request)
     except TimeoutError as error:
         raise DeadlineError(f"{url} did not answer in time", hint=hint) from error
     except (OSError, http.client.HTTPException) as error:
@@ -186,10 +186,10 @@ async def request(
         raise PlacementError(f"{url} cannot be asked: {reason}", hint=hint) from error
 
 
-def _answer(asked: urllib.request.Request) -> WebReply:
+def _answer(message: urllib.request.Request) -> WebReply:
     ends = time.monotonic() + _DEADLINE_S
     try:
-        with urllib.request.urlopen(asked, timeout=_SILENCE_S) as answer:  # noqa: S310  see above
+        with urllib.request.urlopen(message, timeout=_SILENCE_S) as answer:  # noqa: S310  see above
             return WebReply(answer.status, _text(answer, ends))
     except urllib.error.HTTPError as error:
         with error:

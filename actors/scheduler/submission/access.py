@@ -1,7 +1,7 @@
-"""What a job of a pool with users may not name: others' files, and code that nobody looked at.
+"""What a job of a pool with users may not name: others' files, and code that was not reviewed.
 
-All actors of a node but the hosts of games, which are enclosed, run as one user of the operating
-system, who can read every run folder.
+All actors of a node except sandboxed environment hosts run as one user of the operating system, who
+can read every run folder.
 """
 
 import os
@@ -190,7 +190,7 @@ def refuse_runs_of_others(
             raise foreign(str(lead))
     several = hard_links(config, more or {})
     if several:
-        outermost = {one for one in theirs if theirs.isdisjoint(one.parents)}
+        outermost = {folder for folder in theirs if theirs.isdisjoint(folder.parents)}
         for inode in (inode for folder in outermost for inode in inodes_below(folder)):
             if inode in several:
                 raise foreign(f"{several[inode].key}={several[inode].value!r}: a file in it")
@@ -204,7 +204,7 @@ def check_game(config: Mapping[str, Any]) -> None:
         check_registered(str(game))
 
 
-# Which jobs may be archived or deleted, and what may be done to those that are.
+# -- archiving and deleting ------------------------------------------------------------------------
 
 _DONE = {"archive": "archived", "unarchive": "brought back", "delete": "deleted"}
 

@@ -1,7 +1,7 @@
-"""What a submission would be told, without making a job: the scheduler and the nodes say it.
+"""Check a submission without making a job: dry runs, and checks of games and models on a node.
 
-What `Submission.submit` raises first is one finding here, and the others are told with it: the
-models, data and game by the nodes that would read them, the slots by the scheduler.
+A finding is what `Submission.submit` would raise first, or what the nodes report of models, data
+and game, or the scheduler of slots.
 """
 
 import asyncio
@@ -20,13 +20,36 @@ from ....schemas.job import (
     SubmissionFindings,
     SubmitRequest,
 )
-from ....schemas.node import LookAnswer, LookQuestion, NodeStatus
-from ....schemas.wire.errors import DataError, GameError, TinkermqError
-from ..jobs.actors import slots_of
+from ....schemas.node import (
+    GameCheckReply,
+    GameCheckRequest,
+    InspectQuestion,
+    LookAnswer,
+    LookQuestion,
+    NodeStatus,
+    PlayAnswer,
+    PlayQuestion,
+)
+from ....schemas.wire.errors import (
+    BusyError,
+    ConfigError,
+    DataError,
+    GameError,
+    ModelError,
+    TinkermqError,
+)
+from ..jobs.states import slots_of, wanted_actor
 from ..reconciler import Reconciler
 from .access import check_game
-from .model_check import ANSWER_S, MOST_ASKED, Reader, ask_for_model, ask_node, models_of
-from .submission import Submission
+from .submission import (
+    ANSWER_S,
+    MOST_ASKED,
+    Reader,
+    Submission,
+    ask_for_model,
+    ask_node,
+    models_of,
+)
 
 _SCHEDULER = "scheduler"
 What = Literal["job", "model", "data", "game", "slots"]
@@ -39,7 +62,7 @@ class _Seen(NamedTuple):
     answer: LookAnswer
 
 
-class TrialSubmission:
+class DryRun:
     """Answers clients that only try a job."""
 
     def __init__(self, broker: Broker, submission: Submission, reconciler: Reconciler) -> None:
@@ -55,12 +78,12 @@ class TrialSubmission:
         except TinkermqError as error:
             return SubmissionFindings(findings=[_failed("job", error)])
         nodes = self._reconciler.nodes()
-        told = await asyncio.gather(
+        reply = await asyncio.gather(
             self._models(nodes, config, record), self._files_and_game(nodes, config)
         )
-        found = [finding for findings in told for finding in findings]
+        matches = [finding for findings in reply for finding in findings]
         slots = self._slots(context.user, record.actors, nodes)
-        return SubmissionFindings(findings=[*found, slots])
+        return SubmissionFindings(findings=[*matches, slots])
 
     async def _models(
         self, nodes: Sequence[NodeStatus], config: JobConfig, record: JobRecord
@@ -68,20 +91,20 @@ class TrialSubmission:
         if record.fork_of:
             text = f"it begins with {record.fork_of}: {record.fork_dir}"
             return [SubmissionFinding(what="model", ok=True, text=text, by=_SCHEDULER)]
-        reader = self.submission.reader(record.user, [Path(one) for one in record.output_roots])
+        reader = self.submission.reader(record.user, [Path(root) for root in record.output_roots])
         return [await self._model(nodes, model, reader) for model in models_of(config)]
 
     async def _model(
         self, nodes: Sequence[NodeStatus], model: str, reader: Reader
     ) -> SubmissionFinding:
-        told = await ask_for_model(self._broker, nodes, model, reader)
-        having = [one.node for one in told if one.answer.known and not one.answer.missing]
-        lacking = [one for one in told if one.answer.missing]
+        reply = await ask_for_model(self._broker, nodes, model, reader)
+        having = [item.node for item in reply if item.answer.known and not item.answer.missing]
+        lacking = [item for item in reply if item.answer.missing]
         if having:
             return _of_nodes("model", having, f"{model} is there")
         if lacking and len(lacking) == len(nodes):
             answer = lacking[0].answer
-            return _of_nodes("model", [one.node for one in lacking], answer.missing, answer.hint)
+            return _of_nodes("model", [item.node for item in lacking], answer.missing, answer.hint)
         return _open("model", f"{model}: {_nobody_knows(nodes)}")
 
     async def _files_and_game(
@@ -103,7 +126,7 @@ class TrialSubmission:
         nodes = self._reconciler.nodes()
         files, game = [*config.env.train_data, *config.env.val_data], str(config.env.game)
         seen = await self._seen(nodes, files, game)
-        having = [one.node for one in seen if one.answer.game and not one.answer.missing]
+        having = [item.node for item in seen if item.answer.game and not item.answer.missing]
         if having:
             return having
         findings = [(DataError, _data(nodes, seen, files))] if files else []
@@ -117,27 +140,27 @@ class TrialSubmission:
 
     async def having_model(self, record: JobRecord, config: JobConfig) -> list[str]:
         """Return the nodes that have the model of a job, all of which its owner may know."""
-        reader = self.submission.reader(record.user, [Path(one) for one in record.output_roots])
+        reader = self.submission.reader(record.user, [Path(root) for root in record.output_roots])
         read = [*model_paths(config).values(), *config.sft.data]
-        if not all([await asyncio.to_thread(reader.may_know, one) for one in read]):
+        if not all([await asyncio.to_thread(reader.may_know, item) for item in read]):
             return []
         nodes = self._reconciler.nodes()
-        told = await ask_for_model(self._broker, nodes, config.model.path, reader)
-        return [one.node for one in told if one.answer.known and not one.answer.missing]
+        reply = await ask_for_model(self._broker, nodes, config.model.path, reader)
+        return [item.node for item in reply if item.answer.known and not item.answer.missing]
 
     async def _seen(
         self, nodes: Sequence[NodeStatus], files: Sequence[str], game: str
     ) -> list[_Seen]:
         """Return what nodes say of files and a game, those that could in time."""
         question = LookQuestion(files=list(files), game=game)
-        names = [one.node for one in nodes[:MOST_ASKED]]
+        names = [node.node for node in nodes[:MOST_ASKED]]
         unknown = LookAnswer(known=False)
         asking = (
             ask_node(self._broker, name, "look", question, unknown, timeout_s=ANSWER_S)
             for name in names
         )
         answers = await asyncio.gather(*asking)
-        return [_Seen(*one) for one in zip(names, answers, strict=True) if one[1].known]
+        return [_Seen(*item) for item in zip(names, answers, strict=True) if item[1].known]
 
     def _slots(
         self, user: str, actors: Sequence[ActorPlacement], nodes: Sequence[NodeStatus]
@@ -146,7 +169,7 @@ class TrialSubmission:
             self.submission.refuse_placing(user, actors)
         except TinkermqError as error:
             return _failed("slots", error)
-        there = sum(one.slots for one in nodes)
+        there = sum(node.slots for node in nodes)
         text = f"{slots_of(actors)} of {there} on {len(nodes)} node(s)"
         return SubmissionFinding(what="slots", ok=True, text=text, by=_SCHEDULER)
 
@@ -154,14 +177,14 @@ class TrialSubmission:
 def _data(
     nodes: Sequence[NodeStatus], seen: Sequence[_Seen], files: Sequence[str]
 ) -> SubmissionFinding:
-    having = [one.node for one in seen if not one.answer.missing]
+    having = [item.node for item in seen if not item.answer.missing]
     if having:
         return _of_nodes("data", having, f"{len(files)} file(s) are there")
     if seen and len(seen) == len(nodes):
         first = seen[0]
         text = f"there is no file {', '.join(first.answer.missing[:3])}"
         hint = "give files that the nodes see, by whole paths, or bring these there"
-        return _of_nodes("data", [one.node for one in seen], text, hint)
+        return _of_nodes("data", [item.node for item in seen], text, hint)
     return _open("data", _nobody_knows(nodes))
 
 
@@ -170,13 +193,13 @@ def _game(nodes: Sequence[NodeStatus], seen: Sequence[_Seen], game: str) -> Subm
         check_game({"env": {"game": game}})
     except TinkermqError as error:
         return _failed("game", error)
-    having = [one for one in seen if one.answer.game]
+    having = [item for item in seen if item.answer.game]
     if having:
         text = f"{having[0].answer.game}: its package is there; `tinkermq env check` plays it"
-        return _of_nodes("game", [one.node for one in having], text)
+        return _of_nodes("game", [item.node for item in having], text)
     if seen and len(seen) == len(nodes):
         answer = seen[0].answer
-        return _of_nodes("game", [one.node for one in seen], answer.lacks_game, answer.hint)
+        return _of_nodes("game", [item.node for item in seen], answer.lacks_game, answer.hint)
     return _open("game", f"{game}: {_nobody_knows(nodes)}")
 
 
@@ -201,3 +224,117 @@ def _of_nodes(
     """Return what nodes say; with a hint it is why they cannot run the job."""
     by = f"node {', '.join(names)}"
     return SubmissionFinding(what=what, ok=hint is None, text=text, hint=hint or "", by=by)
+
+
+# Checks on a node: playing a game (`tinkermq env check --on-node`) or inspecting a model (`tinkermq
+# train --dry-run` from a light client). A node needs longer than a request waits, so the client
+# repeats the request under the same id until the check is done.
+
+GAME_ANSWER_S = 3.0
+"""After which a client is told to ask again."""
+KEPT_S = 60.0
+"""How long an answer waits for a client that is away."""
+_NODE_S = 90.0
+_INSPECT_S = 150.0
+
+
+class _Check(NamedTuple):
+    request_id: str
+    task: asyncio.Task[GameCheckReply]
+
+
+class EnvChecks:
+    """The checks of all users, of each the last one."""
+
+    def __init__(self, broker: Broker, trial: DryRun) -> None:
+        """Check nothing yet; `trial` says what a job would be, and who has its game."""
+        self._broker = broker
+        self._trial = trial
+        self._checks: dict[str, _Check] = {}
+
+    async def answer(self, request: GameCheckRequest, context: RequestContext) -> GameCheckReply:
+        """Say how far a check is, which begins with the first request of its id.
+
+        Raises what `Submission.submit` does for a job that would be refused, GameError where no
+        node has the game, BusyError while a check of this user runs, or the nodes try others.
+        """
+        user = context.user
+        check = self._checks.get(user)
+        if check is None or (check.request_id != request.request_id and check.task.done()):
+            task = asyncio.create_task(self._check(user, request), name=f"game check of {user}")
+            check = self._checks[user] = _Check(request.request_id, task)
+            task.add_done_callback(lambda _: self._forget_later(user, check))
+        elif check.request_id != request.request_id:
+            raise BusyError(f"another check of user {user!r} runs", hint="wait for its end")
+        await asyncio.wait({check.task}, timeout=GAME_ANSWER_S)
+        if not check.task.done():
+            return GameCheckReply(done=False)
+        return check.task.result()
+
+    def _forget_later(self, user: str, check: _Check) -> None:
+        """Keep an answer for a while; a failure is gone at once, so that it can be tried again."""
+
+        def forget() -> None:
+            if self._checks.get(user) is check:
+                del self._checks[user]
+
+        failed = check.task.cancelled() or check.task.exception() is not None
+        asyncio.get_running_loop().call_later(0.0 if failed else KEPT_S, forget)
+
+    async def _check(self, user: str, request: GameCheckRequest) -> GameCheckReply:
+        submitted = SubmitRequest(request_id=request.request_id, config=request.config)
+        record, config = await self._trial.submission.tried(user, submitted)
+        if request.look == "model":
+            return await self._look_into(record, config)
+        host = _host(config, record.actors)
+        for name in await self._trial.having_game(config):
+            answer = await self._play(name, record, host, config)
+            if answer.trouble:
+                raise GameError(f"node {name}: {answer.trouble}", hint=answer.hint)
+            if answer.known:
+                return GameCheckReply(done=True, node=name, checks=answer.checks)
+        raise BusyError(
+            "the nodes that have the game try another one, or are leaving",
+            hint="ask again in a minute",
+        )
+
+    async def _look_into(self, record: JobRecord, config: JobConfig) -> GameCheckReply:
+        """Have a node that has a job's model look into it; nothing is told where none can."""
+        having = await self._trial.having_model(record, config)
+        question = InspectQuestion(config=config.model_dump(mode="json", exclude_unset=True))
+        for name in having:
+            unknown = PlayAnswer(known=False)
+            answer = await ask_node(
+                self._broker, name, "inspect", question, unknown, timeout_s=_INSPECT_S
+            )
+            if answer.trouble:
+                raise ModelError(f"node {name}: {answer.trouble}", hint=answer.hint)
+            if answer.known:
+                return GameCheckReply(done=True, node=name, checks=answer.checks)
+        return GameCheckReply(done=True)
+
+    async def _play(
+        self, name: str, record: JobRecord, host: ActorPlacement, config: JobConfig
+    ) -> PlayAnswer:
+        question = PlayQuestion(
+            wanted=wanted_actor(record, host, config),
+            env=config.env.model_dump(mode="json", exclude_unset=True),
+            seed=config.seed,
+        )
+        unknown = PlayAnswer(known=False)
+        return await ask_node(self._broker, name, "play", question, unknown, timeout_s=_NODE_S)
+
+
+def _host(config: JobConfig, actors: list[ActorPlacement]) -> ActorPlacement:
+    """Return the environment host that a job would have; ConfigError for one without."""
+    if config.agent.runs_programs:
+        raise ConfigError(
+            "an agent job has no game", hint="try its program: `tinkermq agent check FILE`"
+        )
+    host = next((actor for actor in actors if actor.role == "environment"), None)
+    if host is None:
+        raise ConfigError(
+            "no node would play this game: env.hosts=0 leaves it to clients",
+            hint="check it here, without --on-node",
+        )
+    return host

@@ -1,7 +1,8 @@
-"""What a job begins with: a checkpoint of a run, a `tinker://` one, or the versions of a live run.
+"""What a job starts from, its run folder, and what may change when it resumes.
 
-A checkpoint under a `tinker://` path lies in the run folder of the service, which is an admin's;
-whose it is stands in its path. It is copied to the job's own folder before anything reads it.
+A job starts from a checkpoint of a run, a `tinker://` checkpoint, or the versions of a live run. A
+`tinker://` checkpoint lies in the run folder of the service; its path names its owner. It is copied
+to the job's own folder before anything reads it.
 """
 
 import asyncio
@@ -10,9 +11,10 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import quote
 
 from ....broker.client.connection import Broker
-from ....broker.feed import read_scores
+from ....broker.feed import best_of, read_scores
 from ....broker.jobs import is_final
 from ....broker.run_folder import Folder
 from ....schemas.config.algorithm import is_checkpoint, served_job
@@ -23,25 +25,196 @@ from ....schemas.job import BEST_STEP, LAST_STEP, JobRecord, SubmitRequest
 from ....schemas.tinker.names import CheckpointName, is_path, run_in
 from ....schemas.tinker.operation import ModelInfo
 from ....schemas.wire.codec import merged
-from ....schemas.wire.errors import (
-    ConfigError,
-    NotFoundError,
-    QuotaError,
-    StateError,
-    StorageError,
-)
+from ....schemas.wire.errors import ConfigError, NotFoundError, QuotaError, StateError, StorageError
 from ...policy.lora import config_of
 from ...storage.adapters import base_of, is_adapter
+from ...storage.checkpoints import is_put_away, keep_stored, store_of, stored_checkpoints
+from ...storage.run_folders import checkpoint_folders
 from ...storage.stores import Stores
 from ...storage.tinker_checkpoints import (
-    STATES,
+    TINKER_FOLDER,
     CheckpointFolders,
     StoredCheckpoint,
     missing,
 )
 from ..jobs.view import JobsView
 from .access import refuse_removed
-from .run_folder import find_checkpoint
+
+# -- the run folder, made when the run is accepted -------------------------------------------------
+
+_FORK = "fork"
+_ADAPTERS = "adapters"
+_MODELS = "models"
+
+
+def run_dir_of(config: JobConfig, owner: str = "") -> Path:
+    """Return the folder of a run.
+
+    With an `owner` it lies in a folder of theirs: names are unique for each user only.
+    """
+    return Path(config.output_dir).expanduser().resolve() / owner / str(config.name)
+
+
+def make_run_dir(config: JobConfig, owner: str = "") -> Path:
+    """Make the folder of a run; one that holds something is another run's.
+
+    Raises StateError, or StorageError for a folder that cannot be made.
+    """
+    folder = run_dir_of(config, owner)
+    try:
+        with Folder(folder, make=True) as made:
+            inside = {*(entry.name for entry in made.entries()), *made.strange()}
+        occupied = not inside <= {_FORK, _ADAPTERS, _MODELS}
+    except OSError as error:
+        raise StorageError(
+            f"cannot make the run folder {folder}: {error.strerror}",
+            hint="set output_dir to a folder that the pool can write to",
+        ) from error
+    if occupied:
+        raise StateError(
+            f"the run folder {folder} holds another run",
+            hint=f"go on with it (`tinkermq resume {config.name}`), or choose another name",
+        )
+    return folder
+
+
+def find_checkpoint(
+    origin: JobRecord,
+    step: str,
+    stores: Stores,
+    scores: Mapping[int, float] | None = None,
+) -> tuple[int, str]:
+    """Return step and place of a run's checkpoint: of a step, of the `last` or the `best` one.
+
+    `scores` of validated versions say which is the best.
+
+    The place is a URL for a run with a store, else a folder. Raises NotFoundError, StorageError.
+    """
+    if (store := store_of(origin)) is None:
+        there = {step: str(path) for step, path in checkpoint_folders(origin.run_dir).items()}
+    else:
+        there = {number: one.url for number, one in stored_checkpoints(origin, stores).items()}
+    if step == BEST_STEP:
+        number = best_of(scores or {}, there)
+        if number is None:
+            raise NotFoundError(
+                f"no checkpoint that run {origin.name!r} has left was validated",
+                hint=f"{_where_else(origin, there)}; a run with training.keep_best=true and "
+                "training.test_freq keeps the best",
+            )
+        return number, there[number]
+    number = max(there, default=0) if step == LAST_STEP else int(step)
+    if number not in there:
+        which = "yet" if step == LAST_STEP else f"of step {number}"
+        raise NotFoundError(
+            f"run {origin.name!r} has no checkpoint {which} ({store or origin.run_dir})",
+            hint=_where_else(origin, there),
+        )
+    return number, there[number]
+
+
+def _where_else(origin: JobRecord, there: dict[int, str]) -> str:
+    """Say which steps are there, or why none is."""
+    if there:
+        return f"there are those of steps {', '.join(map(str, sorted(there)))}"
+    if is_put_away(origin) and origin.archived is not None:
+        return f"they are in its archive: bring it back (`tinkermq archive {origin.name} --undo`)"
+    return "wait until it has written one (training.save_freq)"
+
+
+def keep_checkpoint(record: JobRecord, run_dir: Path, stores: Stores) -> str:
+    """Keep what a job begins with: in its store, or in the run's folder. Raises as below."""
+    if is_url(record.fork_dir):
+        only = record.weights_only or not record.trains  # who serves needs no optimiser's state
+        return keep_stored(record.fork_dir, record.scope, stores, weights_only=only)
+    fork = Path(record.fork_dir)
+    return str(
+        pin_checkpoint(
+            fork,
+            run_dir,
+            weights_only=record.weights_only,
+            link=not is_path(record.fork_of or "") and not record.has_own_code,
+        )
+    )
+
+
+def pin_checkpoint(
+    checkpoint: Path,
+    run_dir: Path,
+    *,
+    weights_only: bool = False,
+    link: bool = True,
+    place: str = _FORK,
+) -> Path:
+    """Keep a checkpoint in the folder of the run that starts from it, and return its place there.
+
+    With `weights_only` the state of the other run's learner is left out. The other run may remove
+    its own meanwhile. Files get a second name where `link` allows that and they lie on one disk;
+    who may write the one then writes the other. Links in the checkpoint are left out.
+
+    Raises NotFoundError when the checkpoint has gone, StorageError when there is no room.
+    """
+    leave_out = ["learner"] if weights_only else []
+    try:
+        with Folder(run_dir) as run:
+            run.remove(place)  # of a submission that was cut off
+            try:
+                with Folder(checkpoint.parent) as origin:
+                    origin.copy(checkpoint.name, run, place, link=link, leave_out=leave_out)
+            except BaseException:
+                run.remove(place)
+                raise
+    except FileNotFoundError as error:
+        raise NotFoundError(
+            f"the checkpoint {checkpoint} has been removed meanwhile",
+            hint="fork from a newer one, or set training.keep_every in the run that makes them",
+        ) from error
+    except OSError as error:
+        raise StorageError(
+            f"cannot keep {checkpoint} in {run_dir / place}: {error}",
+            hint="see the folder's rights, and df",
+        ) from error
+    return run_dir / place
+
+
+def pin_models(
+    record: JobRecord, folders: Mapping[str, str], run_dir: Path, stores: Stores
+) -> dict[str, str]:
+    """Keep checkpoints that a run reads beside its own, by their names; raises the same."""
+    return {
+        name: keep_stored(each, record.scope, stores, place=f"{_MODELS}/{name}", weights_only=True)
+        if is_url(each)
+        else str(
+            pin_checkpoint(
+                Path(each),
+                run_dir,
+                weights_only=True,
+                link=not record.has_own_code,
+                place=f"{_MODELS}/{quote(name, safe='@')}",
+            )
+        )
+        for name, each in folders.items()
+    }
+
+
+def pin_adapters(record: JobRecord, run_dir: Path, stores: Stores) -> dict[str, str]:
+    """Keep further adapters by their names, `run@step`; raises what `pin_checkpoint` does."""
+    return {
+        name: keep_stored(
+            each, record.scope, stores, place=f"{_ADAPTERS}/{name}", weights_only=True
+        )
+        if is_url(each)
+        else str(
+            pin_checkpoint(
+                Path(each),
+                run_dir,
+                weights_only=True,
+                link=not is_path(name) and not record.has_own_code,
+                place=f"{_ADAPTERS}/{quote(name, safe='@')}",
+            )
+        )
+        for name, each in record.adapters.items()
+    }
 
 
 class Origins:
@@ -69,14 +242,14 @@ class Origins:
             raise ConfigError(
                 "adapters are for inference jobs", hint="begin a training run with fork_of"
             )
-        found = [await self._find(user, source) for source in request.adapters]
-        for name, folder in found:
+        matches = [await self._find(user, source) for source in request.adapters]
+        for name, folder in matches:
             if not is_url(folder) and not is_adapter(folder):
                 raise ConfigError(
                     f"{name} is no LoRA checkpoint: it cannot be served beside another model",
                     hint=f"serve it by itself: `tinkermq serve {name}`",
                 )
-        return dict(found)
+        return dict(matches)
 
     async def followed(self, user: str, request: SubmitRequest) -> JobRecord | None:
         """Return the live run whose versions an inference job serves."""
@@ -184,15 +357,15 @@ class Origins:
 
         It is an own one, or one that its owner has published. Raises NotFoundError.
         """
-        told = missing(name)
+        failure = missing(name)
         for record in list(self._view.live.values()):
             if record.kind == "tinker" and record.run_dir:
                 try:
-                    folders = CheckpointFolders(Path(record.run_dir) / STATES)
+                    folders = CheckpointFolders(Path(record.run_dir) / TINKER_FOLDER)
                     return str(folders.find(user, name).folder)
                 except NotFoundError as error:
-                    told = error
-        raise told
+                    failure = error
+        raise failure
 
 
 def begins_with(record: JobRecord) -> str:
@@ -200,15 +373,14 @@ def begins_with(record: JobRecord) -> str:
     return base_of(record.fork_dir) if is_path(record.fork_of or "") else record.fork_dir
 
 
-def own(record: JobRecord) -> JobRecord:
+def own_settings(record: JobRecord) -> JobRecord:
     """Return a record without the folders that are copied from the service for the Tinker API."""
     fork_dir = "" if is_path(record.fork_of or "") else record.fork_dir
     adapters = {name: path for name, path in record.adapters.items() if not is_path(name)}
     return record.model_copy(update={"fork_dir": fork_dir, "adapters": adapters})
 
 
-# Checkpoints of runs, copied to the services that have their base models, for programs written
-# for Tinker.
+# -- checkpoints of runs, copied to the Tinker service that has their base model -------------------
 
 _ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})
 _MLP = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
@@ -237,7 +409,7 @@ def _copy_checkpoint(
     folder: Path, service: JobRecord, config: JobConfig, user: str, path: str
 ) -> ModelInfo:
     name = CheckpointName.parse(path)
-    folders = CheckpointFolders(Path(service.run_dir) / STATES)
+    folders = CheckpointFolders(Path(service.run_dir) / TINKER_FOLDER)
     known = folders.read(user, name)
     if known is not None and known.is_there(time.time()):
         return known.info
@@ -292,7 +464,7 @@ def _adapts_any(targets: Collection[str], layers: frozenset[str]) -> bool:
     return "all-linear" in targets or not layers.isdisjoint(targets)
 
 
-# What of its configuration a run may change when it goes on from its last checkpoint. Pure.
+# -- changes of the configuration at a resume (pure) -----------------------------------------------
 
 _OPTIMIZER = "learner.optimizer"
 _KEPT = (
@@ -347,7 +519,7 @@ def refuse_changes(record: JobRecord, changes: Mapping[str, Any]) -> None:
         )
 
 
-def told_changes(changes: Mapping[str, Any]) -> str:
+def describe_changes(changes: Mapping[str, Any]) -> str:
     """Say which keys were changed, for the job's events."""
     return f"resumed with {', '.join(_leaves(changes))}" if changes else "resumed"
 

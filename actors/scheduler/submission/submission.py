@@ -1,49 +1,70 @@
-"""How a job comes into being: checked, named, given its streams and its run folder.
+"""Submit a job: check it, name it, create its streams and its run folder.
 
-Submitting is idempotent by the client's request id, and so is each step of it: a submission that
-was cut off half-way goes on where it was when it is sent again.
+Submitting is idempotent by the client's request id, and so is each step of it: an interrupted
+submission continues where it was when it is sent again.
 """
 
 import asyncio
 import contextlib
+import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from ....broker.client.connection import Broker
+from ....broker.client.rpc import call
 from ....broker.jobs import JobStore, is_final
 from ....schemas.config.agent import runs_programs
+from ....schemas.config.algorithm import is_checkpoint
 from ....schemas.config.job import JobConfig
 from ....schemas.config.load_config import check_keys, parse_config
-from ....schemas.config.sections import RewardConfig, check_judge_prompt
+from ....schemas.config.sections import (
+    RewardConfig,
+    check_judge_prompt,
+    is_url,
+    model_paths,
+)
 from ....schemas.job import ActorPlacement, ConfigureRequest, JobRecord, SubmitRequest
+from ....schemas.node import ModelAnswer, ModelQuestion, NodeStatus
 from ....schemas.tinker.names import is_path
 from ....schemas.wire.codec import merged
-from ....schemas.wire.errors import ConfigError, MessageError, StateError, TinkermqError
+from ....schemas.wire.errors import (
+    ConfigError,
+    MessageError,
+    ModelError,
+    StateError,
+    TinkermqError,
+)
 from ....schemas.wire.ids import new_id
-from ....schemas.wire.subjects import DEFAULT_USER, JobScope, token
+from ....schemas.wire.message import Message
+from ....schemas.wire.subjects import DEFAULT_USER, JobScope, node, token
 from ...storage.access import (
     in_default_folder,
     named_by,
     operator_stores,
     output_roots,
     refuse_other_stores,
+    shown_from,
     with_allowed_folders,
+    without_tilde,
 )
 from ...storage.checkpoints import free_copies
 from ...storage.stores import Stores
-from ..jobs.actors import KINDS, actors_for, slots_of, unplaced
-from ..jobs.holdings import (
+from ..jobs.secrets import SecretStore
+from ..jobs.states import (
+    KINDS,
+    actors_for,
     check_bucket,
     check_priority,
     check_record,
     check_room,
     reserved_bytes,
+    slots_of,
     stored_bytes,
+    unplaced,
 )
-from ..jobs.secrets import SecretStore
 from ..jobs.view import JobsView, size_of
 from ..reconciler import Reconciler
 from .access import (
@@ -56,14 +77,111 @@ from .access import (
     refuse_second_service,
     refuse_unshown,
 )
-from .model_check import Reader, refuse_missing_models
-from .origins import Origins, already_configured, begins_with, changed_config, own
-from .run_folder import keep_checkpoint, make_run_dir, pin_adapters, pin_models, run_dir_of
+from .origins import (
+    Origins,
+    already_configured,
+    begins_with,
+    changed_config,
+    keep_checkpoint,
+    make_run_dir,
+    own_settings,
+    pin_adapters,
+    pin_models,
+    run_dir_of,
+)
 
-# Names of jobs, from whatever of the configuration is there.
-#
-# A run is `<env>-<model>-<two words>`; what serves or evaluates says so, and of which run:
-# `serve-<run>-<step>`.
+# -- models: nodes are asked whether they can load them --------------------------------------------
+
+R = TypeVar("R", bound=Message)
+
+ANSWER_S = 12.0
+MOST_ASKED = 8
+"""Nodes that are asked; of a larger pool the others count for ones that can."""
+
+
+class ModelReport(NamedTuple):
+    """What one node says of one model."""
+
+    node: str
+    answer: ModelAnswer
+
+
+class Reader(NamedTuple):
+    """Who may know which files the pool's machines have."""
+
+    user: str
+    roots: Sequence[Path]
+    """Folders below which his jobs may write; none: he may know of all."""
+
+    def may_know(self, model: str) -> bool:
+        """Whether to be told what is at a path."""
+        try:
+            place = Path(os.path.realpath(without_tilde(model)))
+        except ValueError:  # no path: it holds a null byte
+            return True
+        return not self.roots or shown_from(place, self.user, self.roots) is not None
+
+
+async def refuse_missing_models(
+    broker: Broker, nodes: Sequence[NodeStatus], config: JobConfig, reader: Reader
+) -> None:
+    """Raise ModelError for a model that no node can have, in the words of the first one asked.
+
+    Nodes that do not know count for ones that can: the job finds out. So does a pool without nodes,
+    or with more than are asked.
+    """
+    for model in models_of(config):
+        reply = await ask_for_model(broker, nodes, model, reader)
+        if reply and len(reply) == len(nodes) and all(item.answer.missing for item in reply):
+            first = reply[0]
+            raise ModelError(f"node {first.node}: {first.answer.missing}", hint=first.answer.hint)
+
+
+async def ask_for_model(
+    broker: Broker, nodes: Sequence[NodeStatus], model: str, reader: Reader
+) -> list[ModelReport]:
+    """Return what the nodes say of a model, those that were asked.
+
+    Of a path that the reader may not read they say the same whatever is there, unless a model.
+    """
+    names = [item.node for item in nodes[:MOST_ASKED]]
+    alike = not await asyncio.to_thread(reader.may_know, model)
+    question, unknown = ModelQuestion(model=model, alike=alike), ModelAnswer(known=False)
+    asking = (
+        ask_node(broker, name, "model", question, unknown, timeout_s=ANSWER_S) for name in names
+    )
+    answers = await asyncio.gather(*asking)
+    return [ModelReport(name, answer) for name, answer in zip(names, answers, strict=True)]
+
+
+def models_of(config: JobConfig) -> Iterable[str]:
+    """Return the models that a job starts from, but those of a store and of other runs."""
+    named = model_paths(config)
+    named.pop("model.tokenizer", None)  # it needs no weights
+    return dict.fromkeys(
+        item for item in named.values() if not (is_url(item) or is_checkpoint(item))
+    )
+
+
+async def ask_node(
+    broker: Broker, name: str, verb: str, question: Message, unknown: R, *, timeout_s: float
+) -> R:
+    """Return what a node answers, or `unknown` where it is leaving, or older than the question."""
+    try:
+        return await call(
+            broker,
+            node(name, verb),
+            question,
+            type(unknown),
+            timeout_s=timeout_s,
+            waiting_for=f"node {name}",
+            idempotent=True,
+        )
+    except TinkermqError:
+        return unknown
+
+
+# -- names: `<env>-<model>-<two words>` for a run, `serve-<run>-<step>` for a server ---------------
 
 _PART_CHARS = 20
 _SOURCE_CHARS = 36
@@ -316,8 +434,8 @@ class Submission:
         """Return a configuration that names the job's own copies of teachers and reference."""
         if not folders:
             return config
-        kept = await asyncio.to_thread(pin_models, record, folders, run_dir, Stores(self._broker))
-        return config.model_copy(update={"algorithm": config.algorithm.renamed(kept)})
+        pinned = await asyncio.to_thread(pin_models, record, folders, run_dir, Stores(self._broker))
+        return config.model_copy(update={"algorithm": config.algorithm.renamed(pinned)})
 
     async def _planned(self, record: JobRecord) -> _Plan:
         """Return what a job may do, and its actors, as its record says; raises ConfigError."""
@@ -359,8 +477,8 @@ class Submission:
             config, _ = await self._allowed(config, record)
             folders, teachers = await self.origins.teachers(record, config)
             config = await self._with_models(record, config, folders, Path(record.run_dir))
-            asked = actors_for(config, record.kind)
-            actors = actors if asked == actors_for(before, record.kind) else asked
+            wanted = actors_for(config, record.kind)
+            actors = actors if wanted == actors_for(before, record.kind) else wanted
         self.refuse_placing(record.user, actors)
         fields: dict[str, Any] = {
             "attempt": record.attempt + 1,
@@ -402,7 +520,9 @@ class Submission:
             refuse_endpoints(config, record.user)
             refuse_other_stores(config, record.user, operator_stores())
             others = self._view.run_folders_of_others(record.user)
-            await asyncio.to_thread(refuse_runs_of_others, config, others, named_by(own(record)))
+            await asyncio.to_thread(
+                refuse_runs_of_others, config, others, named_by(own_settings(record))
+            )
         return config, roots
 
     def check_growth(self, before: JobRecord | None, after: JobRecord) -> None:
@@ -451,7 +571,7 @@ class Submission:
         name = config.get("name")
         if name is None:
             made = names(dict(config), kind, source)
-            return next(one for one in made if not self._is_taken(user, job, one))
+            return next(item for item in made if not self._is_taken(user, job, item))
         check_name(name)
         if self._is_taken(user, job, name):
             await self._view.refresh()  # the run that had it may have been deleted just now

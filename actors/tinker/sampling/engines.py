@@ -1,12 +1,15 @@
-"""Whatever adapters are sampled from, beside one base model in one engine.
+"""The engine of a sampler: one base model with a bounded number of adapters, shared by users.
 
-A bounded number of them is in the engine at a time. A request for another one takes the place of
-that which was idle for longest; where requests run with all of them it waits. One whose samples
-move on takes newer weights in its place, while they run.
+A request for another adapter replaces the one that was idle for longest, or waits while requests
+run with all of them. An adapter whose samples move on takes newer weights in its place, while they
+run. The engine's slots are given to users by tokens and weights.
 """
 
 import asyncio
 import contextlib
+import os
+import shutil
+import tempfile
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -18,15 +21,181 @@ from typing import Any, cast
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from ....broker.client.connection import Broker
+from ....broker.client.rpc import call
 from ....schemas.config.job import JobConfig
 from ....schemas.config.sections import LoraConfig
+from ....schemas.tinker.names import CheckpointName
+from ....schemas.tinker.sampling import (
+    FetchSnapshot,
+    FindSnapshot,
+    FoundSnapshot,
+    SamplerName,
+    SnapshotPart,
+)
 from ....schemas.wire.array import IntVector
-from ....schemas.wire.errors import TinkermqError
-from ...engine.engine import AdapterEngine, Generation, OnToken, PromptScores, Sampling
+from ....schemas.wire.errors import ModelError, TinkermqError
+from ....schemas.wire.subjects import JobScope
+from ...engine.engine import (
+    AdapterEngine,
+    Generation,
+    OnToken,
+    PromptScores,
+    Sampling,
+)
 from ...policy.model_folder import load_model_config, load_tokenizer
 from ...rollout.players import load_base, start_engine
-from ..fair_share import FairTurns
-from .snapshots import Snapshot
+from ...storage.tinker_checkpoints import CheckpointFolders
+from ..fair_share import FairShare
+from ..user_records import find_snapshot, mark_of
+
+# -- finding and fetching adapters -----------------------------------------------------------------
+
+_TIMEOUT_S = 20.0
+_PREFIX = "tinkermq-lora-"
+_TRAINER = "the trainer of this sampler"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One adapter, as it was saved."""
+
+    name: str
+    """The engine's name of it; those that move on keep theirs."""
+    version: int
+    """The operation that saved it."""
+    user: str
+    """Who samples with it."""
+    source: SamplerName
+    path: str
+    """The checkpoint."""
+    folder: Path | None = None
+    """Where its files lie; None: elsewhere."""
+    files: dict[str, int] = field(default_factory=dict[str, int])
+    """Names and bytes of the files that are elsewhere."""
+
+
+class Snapshots:
+    """Finds adapters for users, and has their files where an engine can read them."""
+
+    def __init__(self, broker: Broker, scope: JobScope, folder: Path) -> None:
+        """`folder` is the trainer's, if this machine has it."""
+        self._broker = broker
+        self._scope = scope
+        self._folder = folder
+        self._folders = CheckpointFolders(folder)
+        self._is_here: bool | None = None
+        self._fetched: Path | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the trainer's disk is known to be this machine's."""
+        return bool(self._is_here)
+
+    async def find(self, user: str, source: SamplerName) -> Snapshot:
+        """Return what a user's samples are drawn with now.
+
+        Raises NotFoundError, also for what belongs to others; NobodyAnswersError while the trainer
+        of the first one is not there.
+        """
+        if self._is_here is None:
+            reply = await self._find(FindSnapshot())
+            self._is_here = bool(reply.mark) and reply.mark == mark_of(self._folder)
+        name = source.checkpoint
+        if self._is_here:
+            return await asyncio.to_thread(self._found, user, source, name)
+        request = FindSnapshot(user=user, path=str(name), moves=source.moves)
+        reply = await self._find(request)
+        engine_name = _engine_name(reply.owner, source, reply.path, reply.seq)
+        return Snapshot(engine_name, reply.seq, user, source, reply.path, None, reply.files)
+
+    async def fetch(self, snapshot: Snapshot) -> Path:
+        """Return the folder with an adapter's files; raises NotFoundError, ModelError."""
+        if snapshot.folder is not None:
+            return snapshot.folder
+        if self._fetched is None:
+            self._fetched = await asyncio.to_thread(_own_folder)
+        folder = self._place(snapshot)
+        await asyncio.to_thread(folder.mkdir, exist_ok=True)
+        for file, size in snapshot.files.items():
+            await self._fetch_file(snapshot, file, size, folder / file)
+        return folder
+
+    def free(self, snapshot: Snapshot) -> None:
+        """Remove what was fetched of an adapter."""
+        if snapshot.folder is None and self._fetched is not None:
+            shutil.rmtree(self._place(snapshot), ignore_errors=True)
+
+    def close(self) -> None:
+        """Remove all that was fetched."""
+        if self._fetched is not None:
+            shutil.rmtree(self._fetched, ignore_errors=True)
+
+    def _found(self, user: str, source: SamplerName, name: CheckpointName) -> Snapshot:
+        stored = find_snapshot(self._folders, user, name, moves=source.moves)
+        engine_name = _engine_name(stored.user, source, str(stored.name), stored.seq)
+        return Snapshot(
+            engine_name, stored.seq, user, source, str(stored.name), folder=stored.folder
+        )
+
+    def _place(self, snapshot: Snapshot) -> Path:
+        assert self._fetched is not None
+        return self._fetched / f"{snapshot.name}@{snapshot.version}".replace("/", "_")
+
+    async def _fetch_file(self, snapshot: Snapshot, file: str, size: int, target: Path) -> None:
+        parts: list[bytes] = []
+        offset = 0
+        while offset < size:
+            request = FetchSnapshot(
+                user=snapshot.user,
+                path=snapshot.path,
+                seq=snapshot.version,
+                file=file,
+                offset=offset,
+            )
+            part = await self._part(request)
+            if not part.data:
+                raise ModelError(f"{file} of {snapshot.path} is cut off", hint="sample again")
+            parts.append(part.data)
+            offset += len(part.data)
+        await asyncio.to_thread(target.write_bytes, b"".join(parts))
+
+    async def _find(self, request: FindSnapshot) -> FoundSnapshot:
+        return await call(
+            self._broker,
+            self._scope.snapshot("find"),
+            request,
+            FoundSnapshot,
+            timeout_s=_TIMEOUT_S,
+            waiting_for=_TRAINER,
+            idempotent=True,
+        )
+
+    async def _part(self, request: FetchSnapshot) -> SnapshotPart:
+        return await call(
+            self._broker,
+            self._scope.snapshot("fetch"),
+            request,
+            SnapshotPart,
+            timeout_s=_TIMEOUT_S,
+            waiting_for=_TRAINER,
+            idempotent=True,
+        )
+
+
+def _own_folder() -> Path:
+    """Return a folder of this process, and remove those of processes that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        if not Path("/proc", pid).is_dir():
+            shutil.rmtree(folder, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+
+
+def _engine_name(owner: str, source: SamplerName, path: str, seq: int) -> str:
+    if source.moves:
+        return f"{owner}/{source.checkpoint.model}/inflight"
+    return f"{owner}/{path.removeprefix('tinker://')}/{seq}"
 
 
 @dataclass
@@ -143,7 +312,7 @@ class SampledAdapters:
             self._changed.notify_all()
 
 
-# Start the engine of a sampler: the base model, with room for adapters beside it.
+# -- starting the engine ---------------------------------------------------------------------------
 
 _NO_CONTEXT = 4096
 
@@ -183,14 +352,14 @@ def _about(config: JobConfig) -> Any:
     return cast(Any, read).get_text_config()
 
 
-# Who samples next: the engine's places are given to users by turns, by tokens and weights.
+# -- slots -----------------------------------------------------------------------------------------
 
 QUANTUM = 2048
 """Tokens of one user's turn."""
 
 
 @dataclass
-class _Asked:
+class _WaitingRequest:
     """Somebody who waits for a place."""
 
     place: "asyncio.Future[None]"
@@ -205,15 +374,15 @@ class Place:
     """What it is charged with: at first all that may be computed, at last what was."""
 
 
-class FairPlaces:
+class FairSlots:
     """Places in an engine: one user's hundreds of requests hold up another's only for one place."""
 
     def __init__(self, most: int, quantum: int = QUANTUM) -> None:
         """Let `most` be inside at a time."""
-        self.turns = FairTurns(quantum)
+        self.turns = FairShare(quantum)
         """The users' turns."""
         self._free = most
-        self._waiting: dict[str, deque[_Asked]] = {}
+        self._waiting: dict[str, deque[_WaitingRequest]] = {}
 
     @asynccontextmanager
     async def place(self, user: str, tokens: int) -> AsyncIterator[Place]:
@@ -227,13 +396,13 @@ class FairPlaces:
             self._leave()
 
     async def _enter(self, user: str, tokens: int) -> None:
-        asked = _Asked(asyncio.get_running_loop().create_future(), tokens)
-        self._waiting.setdefault(user, deque()).append(asked)
+        waiting = _WaitingRequest(asyncio.get_running_loop().create_future(), tokens)
+        self._waiting.setdefault(user, deque()).append(waiting)
         self._let_in()
         try:
-            await asked.place
+            await waiting.place
         except asyncio.CancelledError:
-            if not asked.place.cancelled():  # it was let in at that very moment
+            if not waiting.place.cancelled():  # it was let in at that very moment
                 self.turns.charge(user, -tokens)
                 self._leave()
             raise
@@ -247,10 +416,10 @@ class FairPlaces:
             user = self.turns.choose(self._users_waiting())
             if user is None:
                 return
-            asked = self._waiting[user].popleft()
-            self.turns.charge(user, asked.tokens)
+            waiting = self._waiting[user].popleft()
+            self.turns.charge(user, waiting.tokens)
             self._free -= 1
-            asked.place.set_result(None)
+            waiting.place.set_result(None)
 
     def _users_waiting(self) -> list[str]:
         """Return who waits, once those are gone who no longer do."""
@@ -262,7 +431,7 @@ class FairPlaces:
         return list(self._waiting)
 
 
-# The engine of a sampler as its users share it: places by turns, and each one's tokens counted.
+# -- the engine as users share it: slots, and tokens counted ---------------------------------------
 
 
 class MeteredEngine:
@@ -271,7 +440,7 @@ class MeteredEngine:
     def __init__(self, engine: AdapterEngine, max_requests: int) -> None:
         """Let `max_requests` compute at a time."""
         self._engine = engine
-        self._places = FairPlaces(max_requests)
+        self._places = FairSlots(max_requests)
         self.weights = self._places.turns.weights
         """Of users, in relation to each other."""
         self.tokens: dict[str, int] = {}

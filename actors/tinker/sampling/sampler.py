@@ -1,7 +1,7 @@
 """A sampler: continues prompts with any adapter of the service's users, and scores them.
 
-A request is taken at once and answered when it is asked for; sent again under its number it is the
-same one. What a sampler that dies has not told is sampled again by another: the client asks for it
+A request is accepted at once and its result is polled; a repeated request number is the same
+request. Results lost with a sampler are sampled again by another: the client repeats the request
 under a new number.
 """
 
@@ -11,21 +11,26 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import structlog
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
 
 from ....broker.client.connection import Broker, Msg
 from ....broker.client.parts import PartsService, Tell
 from ....broker.client.rpc import RequestContext
 from ....schemas.config.job import ModelConfig
 from ....schemas.infer import CancelInference, ChatRequest, CompletionRequest, InferPart
+from ....schemas.tinker import wire
 from ....schemas.tinker.operation import OperationResult
 from ....schemas.tinker.sampling import AwaitSample, SampleRequest, SamplerName, SampleTaken
+from ....schemas.tinker.wire import TinkerBody
+from ....schemas.wire.bounds import MAX_TOP_K
 from ....schemas.wire.errors import (
     BusyError,
+    DataError,
     DeadlineError,
     MessageError,
     NotFoundError,
@@ -37,17 +42,127 @@ from ...policy.chat import ChatTokenizer, open_chat
 from ...policy.token_text import TextStream
 from ...rollout.completions import Answers
 from ...runtime import JobContext, settle_memory
-from ...storage.tinker_checkpoints import STATES
+from ...storage.tinker_checkpoints import TINKER_FOLDER
 from ..apply import as_failure
-from ..fair_share import Shares
-from .engines import EngineOfUser, MeteredEngine, SampledAdapters, SampledBase, open_engine
-from .snapshots import Snapshot, Snapshots
-from .wire import SampleBody, Sampled, write_samples
+from ..fair_share import ShareFollower
+from .engines import (
+    EngineOfUser,
+    MeteredEngine,
+    SampledAdapters,
+    SampledBase,
+    Snapshot,
+    Snapshots,
+    open_engine,
+)
 
-# Chats and completions whose model is a path: answered by a sampler, with its adapters.
-#
-# The texts are made and read as by a server of an inference job. Who asks, and so what may be
-# sampled from, is told by the subject.
+# -- `asample`: a JSON request and its protobuf result ---------------------------------------------
+
+MAX_SAMPLES = 1024
+_STOP, _LENGTH = 0, 1
+_NOTHING = -99999.0
+"""Log-prob of a place that holds nothing."""
+
+
+class ChunkBody(BaseModel):
+    """A part of a prompt."""
+
+    type: str = "encoded_text"
+    tokens: list[int] = Field(default_factory=list[int])
+
+
+class PromptBody(BaseModel):
+    """A prompt."""
+
+    chunks: list[ChunkBody]
+
+    def token_ids(self, vocab: int) -> NDArray[np.int32]:
+        """Return its tokens; raises DataError for other parts, and tokens that there are not."""
+        for chunk in self.chunks:
+            if chunk.type != "encoded_text":
+                raise DataError(
+                    f"the prompt holds a chunk of type {chunk.type}", hint="send encoded_text"
+                )
+        tokens = [token for chunk in self.chunks for token in chunk.tokens]
+        if not tokens:
+            raise DataError("the prompt is empty", hint="send at least one token")
+        for token in (min(tokens), max(tokens)):
+            if not 0 <= token < vocab:
+                raise DataError(
+                    f"token {token} of the prompt is outside the vocabulary",
+                    hint=f"the model has {vocab:,} tokens, from 0 on",
+                )
+        return np.array(tokens, np.int32)
+
+
+class SamplingParamsBody(BaseModel):
+    """How to draw."""
+
+    model_config = ConfigDict(extra="forbid")
+    max_tokens: int | None = Field(default=None, ge=1)
+    seed: int | None = None
+    stop: str | list[str] | list[int] | None = None
+    temperature: float = Field(default=1.0, ge=0, le=100)
+    top_k: int = Field(default=-1, ge=-1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+
+
+class SampleBody(TinkerBody):
+    """`asample`."""
+
+    defaults: ClassVar[dict[str, Any]] = {
+        "topk_sample_logprobs": 0,
+        "prompt_alt_tokens_k": 0,
+        "record_stability_info": False,
+    }
+    remedies: ClassVar[dict[str, str]] = {
+        "record_stability_info": "it is for loss_fn stable_reinforce, which is not offered either: "
+        "train with loss_fn=importance_sampling, ppo or cispo"
+    }
+    sampling_session_id: str
+    seq_id: int
+    prompt: PromptBody
+    num_samples: int = Field(default=1, ge=1, le=MAX_SAMPLES)
+    sampling_params: SamplingParamsBody = Field(default_factory=SamplingParamsBody)
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_K)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One continuation."""
+
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    ended: Literal["stop", "length"]
+
+
+def write_samples(
+    sequences: list[Sampled], scores: PromptScores | None = None, *, with_logprobs: bool = False
+) -> bytes:
+    """Return continuations as clients read them, and what is known of the prompt.
+
+    `with_logprobs` tells that its tokens' log-probs are wanted, beside the likeliest.
+    """
+    message = wire.SampleResponse()
+    for sequence in sequences:
+        message.sequences.add(
+            stop_reason=_STOP if sequence.ended == "stop" else _LENGTH,
+            tokens=sequence.tokens.astype("<i4").tobytes(),
+            logprobs=sequence.logprobs.astype("<f4").tobytes(),
+        )
+    if scores is not None and with_logprobs:
+        message.prompt_logprobs = scores.logprobs.astype("<f4").tobytes()
+    if scores is not None and scores.top_ids.shape[1]:
+        top = message.topk_prompt_logprobs
+        top.length, top.k = scores.top_ids.shape
+        top.token_ids = scores.top_ids.astype("<i4").tobytes()
+        logprobs = np.nan_to_num(scores.top_logprobs, nan=_NOTHING, neginf=_NOTHING)
+        top.logprobs = logprobs.astype("<f4").tobytes()
+    return message.SerializeToString()
+
+
+# Chats and completions whose model is a path. Texts are made and read as by the server of an
+# inference job; the subject names the user, and so what may be sampled from.
 
 MAX_ANSWERS = 4096
 """Answers of one user that are generated or wait."""
@@ -87,11 +202,11 @@ class PathAnswers:
 
         def cancel(message: Msg) -> None:
             try:
-                told = CancelInference.from_bytes(message.data)
+                cancel = CancelInference.from_bytes(message.data)
             except MessageError as error:
                 _log.warning("cancel_ignored", error=error.message)
             else:
-                parts.cancel(told.request, user_of_rpc(message.subject))
+                parts.cancel(cancel.request, user_of_rpc(message.subject))
 
         await broker.listen(rpc("*", service, "cancel"), cancel)
 
@@ -183,7 +298,7 @@ async def run_sampler(context: JobContext) -> None:
     await context.serve_control()
     base = await open_engine(context.config)
     settle_memory()
-    snapshots = Snapshots(context.broker, context.scope, context.run_dir / STATES)
+    snapshots = Snapshots(context.broker, context.scope, context.run_dir / TINKER_FOLDER)
     try:
         await Sampler(context, base, snapshots).run()
     finally:
@@ -202,7 +317,7 @@ class Sampler:
         self._adapters = SampledAdapters(base.engine, at_once, snapshots.fetch, snapshots.free)
         self._metered = MeteredEngine(base.engine, context.config.generator.max_requests)
         weights, tokens = self._metered.weights, self._metered.tokens
-        self._shares = Shares(context, weights, lambda: tokens, sampler=context.name)
+        self._shares = ShareFollower(context, weights, lambda: tokens, sampler=context.name)
         self._parts = PartsService(context.broker, context.service)
         self._answers = PathAnswers(
             context.config.model,
@@ -224,8 +339,10 @@ class Sampler:
     async def run(self) -> None:
         """Serve until `stopping` is set."""
         service, name = self._context.service, f"tinker-{self._context.scope.job}"
-        told = rpc("*", name, f"sampled-{self._context.name}")
-        await service.endpoint("sampled", told, AwaitSample, self._result, queue=self._context.name)
+        subject = rpc("*", name, f"sampled-{self._context.name}")
+        await service.endpoint(
+            "sampled", subject, AwaitSample, self._result, queue=self._context.name
+        )
         await service.endpoint("sample", rpc("*", name, "sample"), SampleRequest, self._take)
         await self._answers.open(self._context.broker, self._parts, name)
         self._context.set_state("working")
@@ -263,7 +380,7 @@ class Sampler:
     async def _take(self, request: SampleRequest, context: RequestContext) -> SampleTaken:
         """Take a request; one of its id that is here already is as good."""
         mine = self._open.setdefault(context.user, OrderedDict())
-        if (found := mine.get(request.request)) is None:
+        if (match := mine.get(request.request)) is None:
             if len(mine) >= MAX_OPEN:
                 raise BusyError(
                     f"user {context.user!r} has {MAX_OPEN:,} samples under way",
@@ -271,31 +388,31 @@ class Sampler:
                 )
             body = SampleBody.parse(request.body)
             snapshot = await self._admitted(context.user, request.source)
-            if (found := mine.get(request.request)) is None:  # not sent again meanwhile
+            if (match := mine.get(request.request)) is None:  # not sent again meanwhile
                 work = asyncio.create_task(self._done(context.user, body, snapshot), name="sample")
-                found = mine[request.request] = _Open(work, body.num_samples)
+                match = mine[request.request] = _Open(work, body.num_samples)
                 self._open[context.user] = mine
-        return SampleTaken(actor=self._context.name, num_samples=found.num_samples)
+        return SampleTaken(actor=self._context.name, num_samples=match.num_samples)
 
     async def _result(self, request: AwaitSample, context: RequestContext) -> OperationResult:
         """Return a result as soon as there is one."""
-        found = self._open.get(context.user, {}).get(request.request)
-        if found is None:
+        match = self._open.get(context.user, {}).get(request.request)
+        if match is None:
             raise NotFoundError(
                 f"sampler {self._context.name} has no request {request.request[-40:]}",
                 hint="sample again",
             )
-        found.told = time.monotonic()
+        match.told = time.monotonic()
         if request.cancel:
             del self._open[context.user][request.request]
-            found.work.cancel()
-        await asyncio.wait({found.work}, timeout=request.wait_s)
-        if found.work.cancelled():
+            match.work.cancel()
+        await asyncio.wait({match.work}, timeout=request.wait_s)
+        if match.work.cancelled():
             return OperationResult(state="failed", error="it was cancelled", category="user")
-        if not found.work.done():
+        if not match.work.done():
             return OperationResult(queue_reason="it is being sampled")
-        found.told = time.monotonic()
-        return found.work.result()
+        match.told = time.monotonic()
+        return match.work.result()
 
     def _sweep(self) -> None:
         """Forget results that were told, or that nobody asks for."""
@@ -332,8 +449,8 @@ class Sampler:
             return as_failure(error)
         except Exception as error:  # noqa: BLE001  one request: the others go on
             _log.exception("sample_failed")
-            said = f"the sampler failed: {type(error).__name__}; its log has the details"
-            return OperationResult(state="failed", error=said, category="server")
+            message = f"the sampler failed: {type(error).__name__}; its log has the details"
+            return OperationResult(state="failed", error=message, category="server")
 
     async def _sampled(self, user: str, body: SampleBody, snapshot: Snapshot | None) -> bytes:
         prompt = body.prompt.token_ids(self._vocab)
@@ -351,8 +468,8 @@ class Sampler:
                 for number, one in enumerate(drawn):
                     if not one.done():
                         self._engine.cancel(_name_of(body, number))
-                for one in (scored, *drawn):
-                    one.cancel()
+                for item in (scored, *drawn):
+                    item.cancel()
         return write_samples(made, scores, with_logprobs=bool(body.prompt_logprobs))
 
     async def _scored(
@@ -409,8 +526,8 @@ class Sampler:
             return (() if end is None else (int(end),)), []
         if isinstance(stop, str):
             return (), [stop]
-        ids = tuple(one for one in stop if isinstance(one, int))
-        return ids, [one for one in stop if isinstance(one, str)]
+        ids = tuple(item for item in stop if isinstance(item, int))
+        return ids, [item for item in stop if isinstance(item, str)]
 
 
 def _name_of(body: SampleBody, number: int) -> str:

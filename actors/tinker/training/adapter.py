@@ -1,34 +1,227 @@
-"""One adapter in memory: its tensors, their gradients, and its optimiser.
+"""LoRA adapters: their tensors, gradients and optimiser, and the linear layers that use them.
 
 All tensors of an adapter are views of one row of numbers, and so are their gradients and moments:
 an update of the optimiser is one operation, whatever the number of layers. Each tensor begins at a
 multiple of 64 bytes, which products like; what lies between is 0 and stays so.
+
+The base model is wrapped once. Adapters of different ranks and layers are used with it one after
+the other, or each with some of the rows: in use is a table from a layer's name to two tensors.
 """
 
-# torch leaves some of its methods untyped.
+# torch and transformers leave some of their methods untyped.
 # pyright: reportUnknownMemberType=false
+# torch leaves some of its methods untyped.
 # safetensors leaves the types of its paths open.
 # pyright: reportUnknownVariableType=false
 
+import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ....schemas.tinker.datum import AdamParams, LoraSpec
 from ....schemas.wire.errors import ConfigError, ModelError
 from ...storage.files import storage_error
+from ...training.model import Scorer
 from .inputs import PendingWindow
-from .layers import LayerShape, LowRank
+
+# -- linear layers with an adapter -----------------------------------------------------------------
+
+LayerKind = Literal["attn", "mlp", "unembed"]
+_ATTENTION = ("attn", "attention")
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """What an adapter adds to one layer: x A^T B^T times a scale."""
+
+    a: Tensor
+    """float32[rank, in]."""
+    b: Tensor
+    """float32[out, rank]."""
+    scale: float
+
+
+@dataclass(frozen=True)
+class RowShare:
+    """Some rows of what layers compute, and the adapter that is added to them."""
+
+    num: int
+    """Rows, of all that a layer is given."""
+    by_layer: Mapping[str, LowRank]
+
+
+class AdapterInUse:
+    """Which adapter the layers of one model add, or which to which rows."""
+
+    def __init__(self) -> None:
+        """Begin with none: the layers compute their base."""
+        self._by_layer: Mapping[str, LowRank] = {}
+        self._shares: Sequence[RowShare] = ()
+
+    @contextlib.contextmanager
+    def using(self, by_layer: Mapping[str, LowRank]) -> Iterator[None]:
+        """Use an adapter for a while; the layers that it does not name compute their base."""
+        with self._set(by_layer, ()):
+            yield
+
+    @contextlib.contextmanager
+    def sharing(self, shares: Sequence[RowShare]) -> Iterator[None]:
+        """Use each adapter for its rows, in this order, for a while; they are all rows."""
+        with self._set({}, shares):
+            yield
+
+    @contextlib.contextmanager
+    def _set(self, *new: Any) -> Iterator[None]:
+        before = self._by_layer, self._shares
+        self._by_layer, self._shares = new
+        try:
+            yield
+        finally:
+            self._by_layer, self._shares = before
+
+    def add(self, layer: str, rows: Tensor, whole: Tensor) -> Tensor:
+        """Return a layer's products float[rows, out] with what is in use added to them.
+
+        `whole` is nobody else's and may be written over. Raises RuntimeError where the layer is
+        given other rows than those that are shared out.
+        """
+        if not self._shares:
+            own = self._by_layer.get(layer)
+            return whole if own is None else _added(own, rows, whole)
+        named = [share.by_layer.get(layer) for share in self._shares]
+        if not any(named):
+            return whole
+        sizes = [share.num for share in self._shares]
+        if sum(sizes) != len(rows):
+            raise RuntimeError(f"layer {layer} computes {len(rows)} rows of {sum(sizes)}")
+        parts = cast("tuple[Tensor, ...]", rows.split(sizes))
+        return whole + torch.cat(
+            [_product(own, part, whole) for own, part in zip(named, parts, strict=True)]
+        )
+
+
+def _added(own: LowRank, rows: Tensor, whole: Tensor) -> Tensor:
+    low = functional.linear(rows, own.a) * own.scale
+    if whole.dtype == own.b.dtype:
+        return whole.addmm_(low, own.b.t())
+    # under autocast, which passes over products in place
+    return whole + functional.linear(low, own.b)
+
+
+def _product(own: LowRank | None, rows: Tensor, whole: Tensor) -> Tensor:
+    """Return what an adapter adds to some rows, in the type of all; nothing without one."""
+    if own is None:
+        return whole.new_zeros(len(rows), whole.shape[1])
+    return functional.linear(functional.linear(rows, own.a) * own.scale, own.b)
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """A layer that adapters may have a part in."""
+
+    kind: LayerKind
+    num_in: int
+    num_out: int
+
+
+class AdaptedLinear(nn.Module):
+    """A frozen linear layer, and beside it the adapter in use."""
+
+    def __init__(self, base: nn.Linear, name: str, in_use: AdapterInUse) -> None:
+        super().__init__()
+        self.base = base
+        self._name = name
+        self._in_use = in_use
+
+    @property
+    def weight(self) -> Tensor:
+        """The base's, which some models and the scorer look at."""
+        return self.base.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The base's."""
+        return self.base.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute float[..., out] of float[..., in]."""
+        rows = x.flatten(0, -2)
+        whole = self._in_use.add(self._name, rows, self.base(rows))
+        return cast(Tensor, whole.unflatten(0, x.shape[:-1]))
+
+
+def adapt(model: nn.Module) -> tuple[AdapterInUse, dict[str, LayerShape]]:
+    """Freeze a causal language model and wrap its linear layers.
+
+    Returns what is in use, and the layers by name.
+
+    The layers are those of the decoder, and the output layer. Embeddings that the output layer
+    shares its weights with are not touched: an adapter adds to what that layer computes.
+    """
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    in_use = AdapterInUse()
+    shapes: dict[str, LayerShape] = {}
+    for name, kind in _linear_layers(model):
+        base = cast(nn.Linear, model.get_submodule(name))
+        model.set_submodule(name, AdaptedLinear(base, name, in_use))
+        shapes[name] = LayerShape(kind, base.in_features, base.out_features)
+    return in_use, shapes
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    """Return the names of all linear layers of a model that is not wrapped yet."""
+    return [name for name, module in _modules(model) if isinstance(module, nn.Linear)]
+
+
+def _linear_layers(model: nn.Module) -> list[tuple[str, LayerKind]]:
+    decoder: nn.Module = cast(Any, model).get_decoder()
+    head: nn.Module | None = cast(Any, model).get_output_embeddings()
+    inside = {id(module) for module in decoder.modules()}
+    collected: list[tuple[str, LayerKind]] = []
+    for name, module in _modules(model):
+        if type(module) is not nn.Linear:
+            continue
+        if module is head:
+            collected.append((name, "unembed"))
+        elif id(module) in inside:
+            in_attention = any(word in part for part in name.split(".") for word in _ATTENTION)
+            collected.append((name, "attn" if in_attention else "mlp"))
+    return collected
+
+
+def _modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    return cast(Any, model).named_modules()
+
+
+# -- the shared base model -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SharedBase:
+    """The model that all adapters share, and how it is computed."""
+
+    scorer: Scorer
+    in_use: AdapterInUse
+    microbatch_tokens: int
+    """Columns of one forward and backward pass; a longer datum is one of its own."""
+    logits_columns: int
+    """Columns whose logits are held at once."""
+    share_prompts: bool
+    """Whether what data begin with in common is computed once."""
+
 
 ALPHA = 32
 """What an adapter adds is multiplied by ALPHA / rank, whatever its rank."""
@@ -77,7 +270,9 @@ class Adapter:
         self._places = places
         size = _end(places[-1])
         self._weights = nn.Parameter(torch.zeros(size, device=device), requires_grad=False)
-        self._parameters = {one.name: nn.Parameter(one.of(self._weights.data)) for one in places}
+        self._parameters = {
+            place.name: nn.Parameter(place.of(self._weights.data)) for place in places
+        }
         self._optimizer = torch.optim.AdamW([self._weights], fused=True)
         self._draw(seed)
         self.by_layer = {
@@ -158,8 +353,8 @@ class Adapter:
             return
         row = torch.zeros_like(self._weights.data)
         self._weights.grad = row
-        for one in self._places:
-            self._parameters[one.name].grad = one.of(row)
+        for place in self._places:
+            self._parameters[place.name].grad = place.of(row)
 
     def gradients(self) -> Tensor | None:
         """Return a copy of the gradients, None while there are none."""
@@ -198,20 +393,20 @@ class Adapter:
 
     def _draw(self, seed: int) -> None:
         """Draw the A of each layer as PEFT does, each by a generator of its own; B is 0."""
-        for one in self._places:
-            if one.name != _name(one.layer, "A"):
+        for place in self._places:
+            if place.name != _name(place.layer, "A"):
                 continue
-            generator = torch.Generator().manual_seed(_seed_of(f"{seed}:{one.layer}"))
-            bound = 1 / math.sqrt(one.shape[1])
-            drawn = torch.empty(one.shape).uniform_(-bound, bound, generator=generator)
-            one.of(self._weights.data).copy_(drawn)
+            generator = torch.Generator().manual_seed(_seed_of(f"{seed}:{place.layer}"))
+            bound = 1 / math.sqrt(place.shape[1])
+            drawn = torch.empty(place.shape).uniform_(-bound, bound, generator=generator)
+            place.of(self._weights.data).copy_(drawn)
 
     def _named(self, row: Tensor) -> dict[str, Tensor]:
-        return {one.name: one.of(row.detach()).to("cpu", copy=True) for one in self._places}
+        return {place.name: place.of(row.detach()).to("cpu", copy=True) for place in self._places}
 
     def _fill(self, row: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        for one in self._places:
-            one.of(row).copy_(tensors[one.name])
+        for place in self._places:
+            place.of(row).copy_(tensors[place.name])
 
 
 def check_adam(params: AdamParams) -> None:
@@ -235,7 +430,7 @@ def num_bytes_of(spec: LoraSpec, layers: Mapping[str, LayerShape]) -> int:
 
 def tensor_shapes(rank: int, layers: Mapping[str, LayerShape]) -> dict[str, tuple[int, int]]:
     """Return the shapes of an adapter's tensors by the names that PEFT gives them."""
-    return {one.name: one.shape for one in _places(rank, layers)}
+    return {place.name: place.shape for place in _places(rank, layers)}
 
 
 def _name(layer: str, matrix: str) -> str:
@@ -260,20 +455,18 @@ def _seed_of(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
 
 
-# Models that are out of memory for a while: one file each, with all that they had in memory.
-#
-# It is for the process that wrote it: pending gradients are in it, and it is not brought to the
-# disk. What survives a crash is the state behind the last step, and the operation log.
+# Suspended models: one file each, with pending gradients, for the process that wrote it, and not
+# synced to the disk. What survives a crash is the saved state and the operation log.
 
 _SPEC, _WINDOW = "spec", "window"
 
 
 def write_suspended(file: Path, adapter: Adapter, window: PendingWindow) -> None:
     """Write a model down; raises StorageError."""
-    told = {_SPEC: json.dumps(asdict(adapter.spec)), _WINDOW: json.dumps(window.to_map())}
+    fields = {_SPEC: json.dumps(asdict(adapter.spec)), _WINDOW: json.dumps(window.to_map())}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: row.contiguous() for name, row in adapter.rows().items()}, file, told)
+        save_file({name: row.contiguous() for name, row in adapter.rows().items()}, file, fields)
     except Exception as error:
         failure = storage_error(file, error, SafetensorError)
         file.unlink(missing_ok=True)
@@ -287,10 +480,10 @@ def read_suspended(file: Path) -> tuple[LoraSpec, dict[str, Tensor], PendingWind
     try:
         opened: Any = safe_open
         with opened(file, framework="pt") as handle:
-            told: dict[str, str] = handle.metadata()
+            fields: dict[str, str] = handle.metadata()
             rows = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118  its own
-        spec = TypeAdapter(LoraSpec).validate_json(told[_SPEC])
-        return spec, rows, PendingWindow.from_map(json.loads(told[_WINDOW]))
+        spec = TypeAdapter(LoraSpec).validate_json(fields[_SPEC])
+        return spec, rows, PendingWindow.from_map(json.loads(fields[_WINDOW]))
     except (OSError, SafetensorError, KeyError, ValueError, ValidationError) as error:
         raise ModelError(
             f"{file} cannot be read: {error}", hint="start the trainer again: its log has the rest"

@@ -29,8 +29,7 @@ from ....schemas.wire.errors import ConfigError, ModelError, NotFoundError
 from ...policy.lora import layer_settings, read_lora, uniform
 from ...storage.digests import check_digests, write_digests
 from ...storage.files import flush, flush_entries, storage_error
-from .adapter import ALPHA, Moments, tensor_shapes
-from .layers import LayerKind, LayerShape
+from .adapter import ALPHA, LayerKind, LayerShape, Moments, tensor_shapes
 
 _WEIGHTS = "adapter_model.safetensors"
 _OPTIMIZER = "optimizer.safetensors"
@@ -182,8 +181,8 @@ def _moments(folder: Path, ours: AdapterFile) -> Moments:
         return Moments(0, {}, {})
     named = _load(folder / _OPTIMIZER)
     first, second = (
-        {name.removeprefix(one): value for name, value in named.items() if name.startswith(one)}
-        for one in (_FIRST, _SECOND)
+        {name.removeprefix(item): value for name, value in named.items() if name.startswith(item)}
+        for item in (_FIRST, _SECOND)
     )
     return Moments(ours.optimizer_steps, first, second)
 
@@ -206,7 +205,7 @@ def _write_json(file: Path, value: Any) -> None:
     file.write_text(json.dumps(value, indent=1, sort_keys=True, default=str), encoding="utf-8")
 
 
-# Which adapters a base model offers, and whether a stored one is such.
+# -- which adapters a base model offers ------------------------------------------------------------
 
 MAX_RANK = 128
 
@@ -290,13 +289,13 @@ class AdapterOffer:
         parts = [stored.tensors, *([moments.first, moments.second] if moments.step else [])]
         wanted = tensor_shapes(spec.rank, self.layers_of(spec))
         for part in parts:
-            found = {name: tuple(value.shape) for name, value in part.items()}
-            wrong = [name for name in {*found, *wanted} if found.get(name) != wanted.get(name)]
+            result = {name: tuple(value.shape) for name, value in part.items()}
+            wrong = [name for name in {*result, *wanted} if result.get(name) != wanted.get(name)]
             if wrong:
                 name = min(wrong)
                 raise ModelError(
                     f"the adapter in {stored.folder} has other layers than the model: {name} is "
-                    f"{_shown(found.get(name))} there and {_shown(wanted.get(name))} here; it was "
+                    f"{_shown(result.get(name))} there and {_shown(wanted.get(name))} here; it was "
                     f"made with {layer_settings(stored.folder)}",
                     hint="create the model with the same train_attn, train_mlp and train_unembed; "
                     "adapters of some layers of a kind are not trained here",

@@ -72,14 +72,14 @@ class DataReader:
         read = [
             self._read_one(number, one, name, loss, backward) for number, one in enumerate(data)
         ]
-        inputs = {key: np.concatenate([one[key].ravel() for one in read]) for key in read[0]}
-        shapes = [one[TARGETS].shape for one in read]
+        inputs = {key: np.concatenate([item[key].ravel() for item in read]) for key in read[0]}
+        shapes = [item[TARGETS].shape for item in read]
         sizes = np.array([int(np.prod(shape)) for shape in shapes], dtype=np.int64)
-        tokens = [np.asarray(one.tokens, dtype=np.int64) for one in data]
-        self._check_ids("tokens", np.concatenate(tokens), [one.shape for one in tokens])
+        tokens = [np.asarray(item.tokens, dtype=np.int64) for item in data]
+        self._check_ids("tokens", np.concatenate(tokens), [token.shape for token in tokens])
         self._check_ids(TARGETS, inputs[TARGETS], shapes)
         floats = {key: _floats(key, inputs[key], shapes) for key in inputs if key != TARGETS}
-        lengths = np.array([len(one) for one in tokens])
+        lengths = np.array([len(token) for token in tokens])
         return DatumBatch(
             tokens=tokens,
             shapes=shapes,
@@ -199,13 +199,13 @@ def _place(field: str, at: int, shapes: Sequence[Shape]) -> str:
     for number, shape in enumerate(shapes):
         size = int(np.prod(shape))
         if at < size:
-            index = ", ".join(str(one) for one in np.unravel_index(at, shape))
+            index = ", ".join(str(item) for item in np.unravel_index(at, shape))
             return f"{field}[{index}] of datum {number}"
         at -= size
     raise IndexError(at)
 
 
-# What has been added to a model's gradients since its last optim_step, and what failed of it.
+# -- gradients since the last optim_step, and failures ---------------------------------------------
 
 
 class PendingWindow:
@@ -226,11 +226,11 @@ class PendingWindow:
         return {"num_calls": self.num_calls, "open": self._open, "failed": self._failed}
 
     @classmethod
-    def from_map(cls, told: Mapping[str, Any]) -> "PendingWindow":
+    def from_map(cls, values: Mapping[str, Any]) -> "PendingWindow":
         """Return what `to_map` has written down."""
         window = cls()
-        window.num_calls, window._open = int(told["num_calls"]), list(told["open"])
-        window._failed = tuple(told["failed"]) if told["failed"] else None
+        window.num_calls, window._open = int(values["num_calls"]), list(values["open"])
+        window._failed = tuple(values["failed"]) if values["failed"] else None
         return window
 
     def begin(self, operation: str) -> str:

@@ -236,10 +236,9 @@ _LOSSES = {
 # Shape letters: U columns of a micro-batch, E targets that they predict, C columns whose logits
 # are held at once, e their targets, D hidden size.
 #
-# Most losses need nothing but a target's own log-prob: forward and backward pass are done with
-# some columns before the next ones. Where a loss looks at a whole datum its log-probs are
-# computed first, and once more for the gradients. Columns whose targets add nothing take no
-# backward pass.
+# Most losses need only a target's own log-prob: forward and backward pass are done for some columns
+# before the next ones. For a loss over a whole datum the log-probs are computed first, and once
+# more for the gradients. Columns whose targets add nothing take no backward pass.
 
 
 @dataclass(frozen=True)
@@ -374,13 +373,15 @@ class OutputLayer:
         num_active = int(active_U.sum())
         cuts = _cuts(0, num_active, self._logits_columns)
         cuts += _cuts(num_active, num, self._logits_columns)
-        found: list[_Columns] = []
+        collected: list[_Columns] = []
         for first, last in cuts:
             ends = torch.searchsorted(rank_E, torch.tensor([first, last], device=rank_E.device))
             part = slice(int(ends[0]), int(ends[1]))
             place_e = rank_E[part] - first
-            found.append(_Columns(order_U[first:last], order_E[part], place_e, first < num_active))
-        return found
+            collected.append(
+                _Columns(order_U[first:last], order_E[part], place_e, first < num_active)
+            )
+        return collected
 
 
 def _cuts(first: int, last: int, most: int) -> list[tuple[int, int]]:

@@ -28,16 +28,17 @@ from ...training.model import Scorer, load_model
 from .adapter import (
     Adapter,
     Moments,
+    SharedBase,
+    adapt,
     check_adam,
+    linear_names,
     num_bytes_of,
     read_suspended,
     write_suspended,
 )
-from .batching import compute, those_that_fit
 from .folders import MAX_RANK, AdapterOffer, read_adapter, write_adapter
 from .inputs import DataReader, PendingWindow
-from .layers import SharedBase, adapt, linear_names
-from .loss_pass import LossPass
+from .loss_pass import LossPass, choose_batch_mates, compute
 from .losses import find_loss, read_config
 
 _LOGITS_BYTES = 64 * 2**20
@@ -232,9 +233,9 @@ class AdapterTrainer:
         Where micro-batches are mixed, those of other adapters are computed with it that fit. A pass
         of several that fails changes nothing: then the first is computed alone.
         """
-        chosen = those_that_fit(self._base, losses) if self._mixed else list(losses[:1])
+        chosen = choose_batch_mates(self._base, losses) if self._mixed else list(losses[:1])
         if len(chosen) > 1:
-            gradients = [one.adapter.gradients() for one in chosen]
+            gradients = [item.adapter.gradients() for item in chosen]
             try:
                 compute(self._base, chosen)
                 return chosen
@@ -339,8 +340,8 @@ class AdapterTrainer:
 
     def _two_alone(self) -> list[LossPass]:
         alone = self._two_passes()
-        for one in alone:
-            compute(self._base, [one])
+        for item in alone:
+            compute(self._base, [item])
         return alone
 
     def _two_mixed(self) -> list[LossPass]:
@@ -350,7 +351,7 @@ class AdapterTrainer:
 
     def _two_passes(self) -> list[LossPass]:
         """Return passes of two adapters that each change something, over other tokens."""
-        found: list[LossPass] = []
+        collected: list[LossPass] = []
         for at in range(2):
             adapter = self._fresh(f"mixed-{at}", LoraSpec(rank=4))
             generator = torch.Generator().manual_seed(at)
@@ -365,8 +366,8 @@ class AdapterTrainer:
             datum = Datum(tokens, {"target_tokens": tokens.astype(np.int64)})
             loss = find_loss("cross_entropy")
             batch = self._reader.read([datum], "cross_entropy", loss, backward=False)
-            found.append(LossPass(self._base, adapter, batch, loss, {}, at_end=None))
-        return found
+            collected.append(LossPass(self._base, adapter, batch, loss, {}, at_end=None))
+        return collected
 
     def _of(self, model_id: str) -> Adapter:
         if model_id not in self._adapters:

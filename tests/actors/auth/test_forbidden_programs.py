@@ -4,7 +4,7 @@ Ada and Mallory are those of `conftest`.
 """
 
 import pytest
-from tinkermq.actors.auth.logins import PROGRAM_CONNECTIONS
+from tinkermq.actors.auth.callout import PROGRAM_CONNECTIONS
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.keys import EpisodeIdentity, episode_key, episode_secret
 from tinkermq.broker.jobs import JobStore

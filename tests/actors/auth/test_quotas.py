@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.scheduler.jobs.holdings import ADMINS_BYTES, USERS_BYTES
+from tinkermq.actors.scheduler.jobs.states import ADMINS_BYTES, USERS_BYTES
 from tinkermq.broker.calls import ask_users
 from tinkermq.broker.client.login import AS_VARIABLE
 from tinkermq.broker.client.rpc import call

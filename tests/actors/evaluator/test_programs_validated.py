@@ -1,11 +1,11 @@
 """What an evaluation makes of programs: rows are one episode, failures of theirs are zeros."""
 
 import pytest
-from tinkermq.actors.evaluator.validation_metrics import (
+from tinkermq.actors.evaluator.evaluator import (
+    failed_episode,
     is_infrastructure,
-    validation_numbers,
-    whole_episode,
-    worth_nothing,
+    join_rows,
+    validation_metrics,
 )
 from tinkermq.actors.rollout.agent_loop import EpisodeFailed, blaming
 from tinkermq.envs.agents.episode import NoCalls
@@ -44,13 +44,13 @@ def test_an_episode_of_several_rows_counts_once_with_all_its_rewards() -> None:
         make_trajectory([1, 2], [([3, 4], [])], [1.0], kind="main", info={"outcome": "done"}),
         make_trajectory([1], [([5], [6]), ([7], [])], [0.25, 0.5], kind="edited"),
     ]
-    whole = whole_episode(rows)
+    whole = join_rows(rows)
     assert (whole.reward, whole.num_generated) == (1.75, 4)
     assert whole.token_ids[whole.turn_ends].tolist() == [4, 5, 7]
     assert whole.mask[whole.turn_ends].all()
     failed = EpisodeFailed(NoCalls("none"), "environment", 0)
-    results = [whole, worth_nothing(failed.blame), None]
-    numbers = validation_numbers(results, EvaluationConfig(success_reward=-1.0))
+    results = [whole, failed_episode(failed.blame), None]
+    numbers = validation_metrics(results, EvaluationConfig(success_reward=-1.0))
     assert numbers["val/mean_score"] == 0.875
     assert numbers["val/success_rate"] == 0.5
     assert numbers["val/num_turns"] == 3.0

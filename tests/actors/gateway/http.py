@@ -9,7 +9,7 @@ import uvicorn
 from openai import AsyncOpenAI
 from starlette.applications import Starlette
 from starlette.requests import Request
-from tinkermq.actors.gateway.openai.routes import routes
+from tinkermq.actors.gateway.openai import routes
 from tinkermq.actors.gateway.tinker.trainers import Trainers
 from tinkermq.broker.client.connection import Broker
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tinkermq.actors.gateway.data.checkpoints import check_here, list_checkpoints, pack
+from tinkermq.actors.gateway.data.jobs import check_here, list_checkpoints, pack
 from tinkermq.actors.storage.checkpoints import CheckpointMirror
 from tinkermq.actors.storage.digests import write_digests
 from tinkermq.actors.storage.stores import Stores

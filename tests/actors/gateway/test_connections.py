@@ -24,8 +24,8 @@ from tinkermq.actors.gateway.limits import (
     gateway_connections,
 )
 from tinkermq.actors.gateway.tinker.routes import SAMPLES_AT_ONCE
-from tinkermq.actors.tinker.checkpoints.user_records import KeptByTrainer
 from tinkermq.actors.tinker.models import Models
+from tinkermq.actors.tinker.user_records import UserRecords
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.nats_server import NatsServer
@@ -334,7 +334,7 @@ async def pool_with_sampler(broker: Broker, folder: Path) -> AsyncIterator[Sampl
     async with await Service.start(broker, name="pool", description="Trainer") as service:
         offers = rpc("*", "scheduler", "trainers")
         await service.endpoint("trainers", offers, Empty, samplers.offers)
-        await KeptByTrainer(folder).calls.open(service, "tinker-j1", Models())
+        await UserRecords(folder).calls.open(service, "tinker-j1", Models())
         subject = rpc("*", "tinker-j1", "sample")
         await service.endpoint("sample", subject, SampleRequest, samplers.sample)
         subject = rpc("*", "tinker-j1", "sampled-s1")

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tinkermq.actors.curves import MAX_NAMES, MAX_POINTS, Curves
 from tinkermq.actors.gateway.data.metrics import (
     CHARTS,
+    add_point,
     chart_points,
-    enter,
     finite_values,
     job_curves,
 )
@@ -26,7 +26,7 @@ def metric(step: int, **values: float) -> Metric:
 
 def test_a_short_run_is_shown_step_by_step() -> None:
     curves = job_curves()
-    enter(curves, [metric(1), metric(2), metric(4)])
+    add_point(curves, [metric(1), metric(2), metric(4)])
     points = curves.points()
     assert points["width"] == 1
     assert points["x"] == [1, 2, 4]
@@ -35,14 +35,14 @@ def test_a_short_run_is_shown_step_by_step() -> None:
 
 def test_a_step_that_is_told_again_counts_as_it_was_told_last() -> None:
     curves = job_curves()
-    enter(curves, [metric(3), Metric(step=3, values={REWARD: 7.0}, time=1.0)])
+    add_point(curves, [metric(3), Metric(step=3, values={REWARD: 7.0}, time=1.0)])
     assert curves.points()["series"][REWARD]["y"] == [7.0]
 
 
 def test_values_that_are_no_numbers_are_left_out() -> None:
     curves = job_curves()
     told = Metric(step=1, values={REWARD: math.nan, "actor/entropy": 2.0}, time=0)
-    enter(curves, [told])
+    add_point(curves, [told])
     assert chart_points(curves)["series"] == {"actor/entropy": {"y": [2.0]}}
     assert finite_values(told) == {"actor/entropy": 2.0}
 
@@ -50,7 +50,7 @@ def test_values_that_are_no_numbers_are_left_out() -> None:
 def test_every_metric_is_there_by_its_name_or_a_pattern_and_by_its_steps() -> None:
     curves = job_curves()
     names = {"critic/score/mean": 1.0, "critic/score/max": 2.0, "game/arm": 3.0}
-    enter(curves, [metric(step, **names) for step in range(1, 11)])
+    add_point(curves, [metric(step, **names) for step in range(1, 11)])
     every = chart_points(curves)
     assert every["names"] == sorted([REWARD, *names])
     assert set(every["series"]) == set(every["names"])
@@ -64,7 +64,7 @@ def test_curves_may_be_drawn_over_time_and_tokens() -> None:
     curves = job_curves()
     tokens = "perf/total_num_tokens"
     told = [Metric(step=n, values={REWARD: 1.0, tokens: 10.0 * n}, time=1.7e9 + n) for n in (1, 2)]
-    enter(curves, [Metric(step=0, values={"val/mean_score": 0.0}, time=1.7e9 - 5), *told])
+    add_point(curves, [Metric(step=0, values={"val/mean_score": 0.0}, time=1.7e9 - 5), *told])
     points = chart_points(curves, [REWARD])
     assert points["time"] == [0.0, 6.0, 7.0]
     assert points["tokens"] == [0.0, 10.0, 30.0]
@@ -74,7 +74,7 @@ def test_curves_may_be_drawn_over_time_and_tokens() -> None:
 def test_tokens_of_a_long_run_add_up_over_its_points() -> None:
     curves, steps = job_curves(), 4000
     told = {"perf/total_num_tokens": 8.0}
-    enter(curves, [Metric(step=n, values=told, time=float(n)) for n in range(steps)])
+    add_point(curves, [Metric(step=n, values=told, time=float(n)) for n in range(steps)])
     points = chart_points(curves, ["perf/*"])
     assert points["width"] > 1
     assert points["tokens"][-1] == 8.0 * steps
@@ -91,7 +91,7 @@ def test_a_long_run_has_at_most_a_thousand_points_and_keeps_its_extremes(steps: 
     values[spike] = 99.0
     batch = [Metric(step=step, values={REWARD: values[step]}, time=0.0) for step in range(steps)]
     for start in range(0, steps, 1000):
-        enter(curves, batch[start : start + 1000])
+        add_point(curves, batch[start : start + 1000])
     points = curves.points()
     assert len(points["x"]) <= MAX_POINTS
     assert points["x"][-1] <= steps - 1 < points["x"][-1] + points["width"]

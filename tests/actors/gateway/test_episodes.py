@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.gateway.data.episodes import (
+from tinkermq.actors.gateway.data.rollouts import (
     EXACT,
     group_advantages,
     image_url,

@@ -1,7 +1,7 @@
 """A job's page offers what the job can do."""
 
 import pytest
-from tinkermq.actors.gateway.data.overview import possible
+from tinkermq.actors.gateway.data.overview import allowed_actions
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.clients.conftest import new_record
@@ -22,10 +22,10 @@ def test_a_job_offers_what_its_state_and_kind_allow(
     kind: str, state: str, stop: str, offered: set[str]
 ) -> None:
     changes = {"kind": kind, "state": state, "stop": stop, "configured": True}
-    can = possible(new_record(JobScope("local", "a")).model_copy(update=changes))
+    can = allowed_actions(new_record(JobScope("local", "a")).model_copy(update=changes))
     assert {name for name, may in can.items() if may} - {"scale", "prioritize"} == offered
 
 
 def test_an_archived_job_can_be_brought_back_or_deleted_and_nothing_else() -> None:
     ended = new_record(JobScope("local", "a"), state="COMPLETED", archived=1.0)
-    assert {name for name, may in possible(ended).items() if may} == {"unarchive", "delete"}
+    assert {name for name, may in allowed_actions(ended).items() if may} == {"unarchive", "delete"}

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from tinkermq.actors.gateway.openai.answering import read_query
+from tinkermq.actors.gateway.openai import read_query
 from tinkermq.envs.model_apis.answers import ModelApi
 from tinkermq.envs.model_apis.chat import CHAT, COMPLETIONS
 from tinkermq.envs.model_apis.request import RequestError

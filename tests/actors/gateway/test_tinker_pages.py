@@ -6,7 +6,7 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import expect
 from tinkermq.actors.tinker.models import Models
-from tinkermq.actors.tinker.service import Showing
+from tinkermq.actors.tinker.service import Introspection
 from tinkermq.broker.client.connection import connect
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.nats_server import NatsServer
@@ -65,7 +65,7 @@ async def service(
         run_gateway(nats_server.url, folder) as gateway,
     ):
         await answering.endpoint("trainers", rpc("*", "scheduler", "trainers"), Empty, offers)
-        await Showing(trained(), BASE).open(answering, "tinker-here")
+        await Introspection(trained(), BASE).open(answering, "tinker-here")
         yield gateway
 
 

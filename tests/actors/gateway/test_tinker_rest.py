@@ -11,11 +11,11 @@ from typing import Any
 
 import httpx
 import pytest_asyncio
-from tinkermq.actors.gateway.app import make_app
+from tinkermq.actors.gateway.server import make_app
 from tinkermq.actors.gateway.sessions import Sessions
 from tinkermq.actors.storage.tinker_checkpoints import CheckpointFolders, StoredCheckpoint
-from tinkermq.actors.tinker.checkpoints.user_records import KeptByTrainer
 from tinkermq.actors.tinker.models import Models
+from tinkermq.actors.tinker.user_records import UserRecords
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.nats_server import NatsServer
@@ -78,7 +78,7 @@ class Api:
     """A gateway in the test's process, and what stands behind it."""
 
     client: httpx.AsyncClient
-    kept: KeptByTrainer
+    kept: UserRecords
     folder: Path
 
     async def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
@@ -138,7 +138,7 @@ async def _client(sessions: Sessions) -> AsyncIterator[httpx.AsyncClient]:
 async def api(own_server: NatsServer, own_broker: Broker, tmp_path: Path) -> AsyncIterator[Api]:
     async with await Service.start(own_broker, name="pool", description="Trainer") as service:
         await service.endpoint("trainers", rpc("*", "scheduler", "trainers"), Empty, _offers)
-        kept = KeptByTrainer(tmp_path)
+        kept = UserRecords(tmp_path)
         await kept.calls.open(service, "tinker-j1", Models())
         async with _client(Sessions(own_server.url, with_keys=False)) as client:
             yield Api(client, kept, tmp_path)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tinkermq.actors.gateway.openai.answering import read_query
+from tinkermq.actors.gateway.openai import read_query
 from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.policy.template_facts import read_text
 from tinkermq.envs.agents.replies import parse_reply

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from tinkermq.actors.node.children import Child, ForkServer
-from tinkermq.actors.node.command import actor_environment
+from tinkermq.actors.node.sandbox import actor_environment
 from tinkermq.actors.runtime import EXIT_DRAINED
 from tinkermq.schemas.node import WantedActor
 

@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 from tinkermq.actors.node.children import ActorStarter
-from tinkermq.actors.node.preflight import MAX_CONFIG_BYTES, TriedGames, look, look_now
+from tinkermq.actors.node.preflight import (
+    MAX_CONFIG_BYTES,
+    EnvCheckRunner,
+    check_files,
+    check_files_now,
+)
 from tinkermq.schemas.node import LookAnswer, LookQuestion, PlayQuestion, WantedActor
 
 from tests.support.waiting import until
@@ -16,14 +21,16 @@ async def test_files_that_are_missing_are_named(tmp_path: Path) -> None:
     there, gone = tmp_path / "rows.jsonl", tmp_path / "gone.jsonl"
     there.write_text("{}\n")
     question = LookQuestion(files=[str(there), str(gone), str(tmp_path)])
-    assert await look(question) == LookAnswer(missing=[str(gone), str(tmp_path)])
+    assert await check_files(question) == LookAnswer(missing=[str(gone), str(tmp_path)])
 
 
 def test_a_game_is_found_by_its_name_or_its_package() -> None:
-    assert look_now(LookQuestion(game="bandit")).game == "tinkermq.envs.games.bandit:BanditGame"
-    unknown = look_now(LookQuestion(game="bandti"))
+    assert (
+        check_files_now(LookQuestion(game="bandit")).game == "tinkermq.envs.games.bandit:BanditGame"
+    )
+    unknown = check_files_now(LookQuestion(game="bandti"))
     assert "did you mean bandit?" in unknown.hint
-    missing = look_now(LookQuestion(game="no_such_package.games:Game"))
+    missing = check_files_now(LookQuestion(game="no_such_package.games:Game"))
     assert missing.lacks_game.startswith("there is no module 'no_such_package'")
 
 
@@ -34,7 +41,7 @@ def test_no_code_of_a_game_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     target = "harmful_game.game:Game"
-    assert look_now(LookQuestion(game=target)).game == target
+    assert check_files_now(LookQuestion(game=target)).game == target
 
 
 def question(game: str, folder: Path, **kwargs: object) -> PlayQuestion:
@@ -57,14 +64,14 @@ def told_of(folder: Path) -> list[Path]:
 
 
 @pytest.fixture
-def games() -> TriedGames:
-    return TriedGames(ActorStarter())
+def games() -> EnvCheckRunner:
+    return EnvCheckRunner(ActorStarter())
 
 
 async def test_a_game_that_takes_too_long_is_ended_with_all_that_it_started(
     tmp_path: Path,
 ) -> None:
-    games = TriedGames(ActorStarter(), play_s=3.0)
+    games = EnvCheckRunner(ActorStarter(), play_s=3.0)
     playing = asyncio.create_task(
         games.play(question("SlowBandit", tmp_path, delay_s=60, until=str(tmp_path / "never")))
     )
@@ -74,7 +81,7 @@ async def test_a_game_that_takes_too_long_is_ended_with_all_that_it_started(
     assert not told_of(tmp_path)
 
 
-async def test_a_node_plays_one_game_at_a_time(games: TriedGames, tmp_path: Path) -> None:
+async def test_a_node_plays_one_game_at_a_time(games: EnvCheckRunner, tmp_path: Path) -> None:
     one = question("SlowBandit", tmp_path, delay_s=0.001)
     first, second = await asyncio.gather(games.play(one), games.play(one))
     assert first.checks
@@ -84,13 +91,13 @@ async def test_a_node_plays_one_game_at_a_time(games: TriedGames, tmp_path: Path
 
 
 async def test_a_configuration_that_no_process_can_be_given_is_refused(
-    games: TriedGames, tmp_path: Path
+    games: EnvCheckRunner, tmp_path: Path
 ) -> None:
     answer = await games.play(question("SlowBandit", tmp_path, text="x" * MAX_CONFIG_BYTES))
     assert "nodes try games of 98,304 at most" in answer.trouble
 
 
-async def test_environment_hosts_alone_play(games: TriedGames, tmp_path: Path) -> None:
+async def test_environment_hosts_alone_play(games: EnvCheckRunner, tmp_path: Path) -> None:
     asked = question("SlowBandit", tmp_path)
     as_learner = asked.wanted.model_copy(update={"role": "learner"})
     answer = await games.play(asked.model_copy(update={"wanted": as_learner}))

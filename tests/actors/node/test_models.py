@@ -9,9 +9,9 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-from tinkermq.actors.node.preflight import ModelLookout
+from tinkermq.actors.node.preflight import ModelChecks
 from tinkermq.actors.policy.model_folder import check_model_is_here
-from tinkermq.actors.scheduler.submission.model_check import Reader
+from tinkermq.actors.scheduler.submission.submission import Reader
 from tinkermq.actors.storage.access import MODELS_VARIABLE
 from tinkermq.schemas.node import ModelQuestion
 from tinkermq.schemas.wire.errors import ModelError
@@ -81,7 +81,7 @@ def test_hub_offline_mode_and_folders_are_told_apart(tmp_path: Path) -> None:
 
 
 async def test_a_node_answers_with_what_is_missing_and_what_to_do(tmp_path: Path) -> None:
-    lookout = ModelLookout()
+    lookout = ModelChecks()
     there = await lookout.answer(ModelQuestion(model=hollow_model()))
     assert (there.known, there.missing) == (True, "")
     (tmp_path / "config.json").write_text("{}")
@@ -91,7 +91,7 @@ async def test_a_node_answers_with_what_is_missing_and_what_to_do(tmp_path: Path
 
 
 async def test_more_questions_than_a_node_looks_into_are_left_open(tmp_path: Path) -> None:
-    lookout = ModelLookout()
+    lookout = ModelChecks()
     asked = [ModelQuestion(model=str(tmp_path / str(number))) for number in range(40)]
     answers = await asyncio.gather(*map(lookout.answer, asked))
     assert {one.known for one in answers} == {True, False}
@@ -146,15 +146,15 @@ async def test_whoever_may_not_know_is_told_the_same_of_everything_but_models(
     places: Path, name: str
 ) -> None:
     path = f"{places}/{name}"[:4096]
-    answer = await ModelLookout().answer(ModelQuestion(model=path, alike=True))
+    answer = await ModelChecks().answer(ModelQuestion(model=path, alike=True))
     nowhere = f"{places}/nowhere"
-    other = await ModelLookout().answer(ModelQuestion(model=nowhere, alike=True))
+    other = await ModelChecks().answer(ModelQuestion(model=nowhere, alike=True))
     assert (answer.known, answer.hint) == (other.known, other.hint) == (True, other.hint)
     assert answer.missing.replace(path, "PATH") == other.missing.replace(nowhere, "PATH")
 
 
 async def test_whoever_may_not_know_is_still_told_of_models() -> None:
-    answer = await ModelLookout().answer(ModelQuestion(model=hollow_model(), alike=True))
+    answer = await ModelChecks().answer(ModelQuestion(model=hollow_model(), alike=True))
     assert (answer.known, answer.missing) == (True, "")
 
 

@@ -19,8 +19,8 @@ from tinkermq.actors.node.children import programs
 from tinkermq.actors.node.node import Node
 from tinkermq.actors.runtime import ActorContext
 from tinkermq.actors.scheduler import scheduler
-from tinkermq.actors.scheduler.jobs.archive import Keeping
-from tinkermq.actors.scheduler.timing import Timing
+from tinkermq.actors.scheduler.jobs.archive import RetentionLimits
+from tinkermq.actors.scheduler.lease import Timing
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import Service, call
 from tinkermq.broker.feed import read_events
@@ -47,7 +47,7 @@ from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, eventually, unti
 
 TOY_NODE = Path(__file__).with_name("toy_node.py")
 FAST = Timing(turn_s=0.1, renew_s=0.3, stale_s=2.0)
-KEEPING = Keeping()
+KEEPING = RetentionLimits()
 
 
 R = TypeVar("R", bound=Message)
@@ -104,7 +104,7 @@ class Stack:
         self._processes: list[asyncio.subprocess.Process] = []
         self._services: list[Service] = []
 
-    async def scheduler(self, timing: Timing = FAST, keeping: Keeping = KEEPING) -> Inside:
+    async def scheduler(self, timing: Timing = FAST, keeping: RetentionLimits = KEEPING) -> Inside:
         async def main(context: ActorContext) -> None:
             await scheduler.run(context, timing, keeping)
 

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.scheduler.jobs.archive import Keeping
+from tinkermq.actors.scheduler.jobs.archive import RetentionLimits
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jetstream.streams import stream_info
 from tinkermq.clients.pool import Pool
@@ -18,7 +18,7 @@ from tinkermq.schemas.wire.subjects import BUCKET_ARCHIVE, BUCKET_JOBS
 from tests.actors.scheduler.conftest import Stack
 from tests.support.waiting import eventually
 
-ONE = Keeping(of_user=1, of_all=10)
+ONE = RetentionLimits(of_user=1, of_all=10)
 
 
 async def _cancelled(stack: Stack, name: str) -> JobRecord:
@@ -87,7 +87,7 @@ async def test_an_archived_job_is_deleted_for_good_and_brought_back_for_a_while(
 
 @pytest.mark.long
 async def test_pages_hold_archived_jobs_at_their_places(stack: Stack) -> None:
-    await stack.scheduler(keeping=Keeping(of_user=2, of_all=10))
+    await stack.scheduler(keeping=RetentionLimits(of_user=2, of_all=10))
     jobs = [await _cancelled(stack, name) for name in "abcd"]
     await _until_away(stack, *jobs[:2])
     await Pool(stack.broker).archive_run("a", undo=True)  # the oldest is at hand, a newer one not
@@ -135,7 +135,7 @@ async def test_streams_of_a_run_whose_folder_is_gone_stay_where_they_are(stack: 
     await stack.until_actors()
     shutil.move(lost.run_dir, Path(lost.run_dir).with_name("elsewhere"))
     await first_scheduler.drain()
-    await stack.scheduler(keeping=Keeping(of_user=0, of_all=0))
+    await stack.scheduler(keeping=RetentionLimits(of_user=0, of_all=0))
     other = await _cancelled(stack, "other")
     await _until_away(stack, other)
     record = await stack.get(lost)
@@ -145,7 +145,7 @@ async def test_streams_of_a_run_whose_folder_is_gone_stay_where_they_are(stack: 
 
 @pytest.mark.long
 async def test_many_ask_for_one_archived_job_at_once(stack: Stack) -> None:
-    await stack.scheduler(keeping=Keeping(of_user=0, of_all=0))
+    await stack.scheduler(keeping=RetentionLimits(of_user=0, of_all=0))
     job = await _cancelled(stack, "a")
     await _until_away(stack, job)
     asked = [stack.ask_for("get", JobRequest(job="a"), JobReply) for _ in range(8)]

@@ -5,7 +5,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from tinkermq.actors.scheduler.nodes import RECENT_S, better, reading
+from tinkermq.actors.scheduler.nodes import RECENT_S, better, read_clock
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.clients.cli.doctor import clock_differences
@@ -29,15 +29,15 @@ from tests.support.waiting import eventually
 def test_a_clock_is_off_by_what_the_way_of_the_answer_leaves_no_doubt_of(
     shown: float, took_s: float, ahead_s: float
 ) -> None:
-    assert reading(shown, 1000.0, took_s, 0.0).surely_ahead_s == pytest.approx(ahead_s)
+    assert read_clock(shown, 1000.0, took_s, 0.0).surely_ahead_s == pytest.approx(ahead_s)
 
 
 def test_the_answer_that_came_soonest_counts_while_it_is_recent() -> None:
-    quick, slow = reading(1.0, 0.0, 0.1, at=0.0), reading(1.0, 0.0, 2.0, at=1.0)
+    quick, slow = read_clock(1.0, 0.0, 0.1, at=0.0), read_clock(1.0, 0.0, 2.0, at=1.0)
     assert better(None, slow) == slow
     assert better(quick, slow) == quick
     assert better(slow, quick) == quick
-    late = reading(1.0, 0.0, 2.0, at=RECENT_S + 1)
+    late = read_clock(1.0, 0.0, 2.0, at=RECENT_S + 1)
     assert better(quick, late) == late
 
 

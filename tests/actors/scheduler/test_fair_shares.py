@@ -5,8 +5,13 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-from tinkermq.actors.scheduler.placement import Assignment, NodeSlots, place
-from tinkermq.actors.scheduler.queue import PlacementRequest, UserShares
+from tinkermq.actors.scheduler.placement import (
+    Assignment,
+    NodeSlots,
+    PlacementRequest,
+    UserShares,
+    place,
+)
 from tinkermq.schemas.job import ActorPlacement
 from tinkermq.schemas.user import Quota
 

@@ -2,20 +2,20 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tinkermq.actors.scheduler.jobs.archive import Keeping, beyond
+from tinkermq.actors.scheduler.jobs.archive import RetentionLimits, beyond
 
 ENDED = {"ann": {"a1": 1.0, "a2": 2.0, "a3": 3.0}, "bob": {"b1": 0.5}, "cyd": {}}
 
 
 def test_the_oldest_of_who_has_more_than_a_user_may_have_go_first() -> None:
-    assert list(beyond(ENDED, Keeping(of_user=3, of_all=10))) == []
-    assert list(beyond(ENDED, Keeping(of_user=2, of_all=10))) == ["a1"]
-    assert list(beyond(ENDED, Keeping(of_user=0, of_all=10))) == ["a1", "a2", "b1", "a3"]
+    assert list(beyond(ENDED, RetentionLimits(of_user=3, of_all=10))) == []
+    assert list(beyond(ENDED, RetentionLimits(of_user=2, of_all=10))) == ["a1"]
+    assert list(beyond(ENDED, RetentionLimits(of_user=0, of_all=10))) == ["a1", "a2", "b1", "a3"]
 
 
 def test_of_a_crowded_pool_whoever_has_the_most_gives_up_the_oldest() -> None:
-    assert list(beyond(ENDED, Keeping(of_user=10, of_all=3))) == ["a1"]
-    assert list(beyond(ENDED, Keeping(of_user=10, of_all=2))) == ["a1", "a2"]
+    assert list(beyond(ENDED, RetentionLimits(of_user=10, of_all=3))) == ["a1"]
+    assert list(beyond(ENDED, RetentionLimits(of_user=10, of_all=2))) == ["a1", "a2"]
 
 
 @given(
@@ -31,7 +31,7 @@ def test_what_is_left_is_within_both_bounds_and_newer_than_what_went(
     ended = {
         user: {f"{user}.{key}": at for key, at in jobs.items()} for user, jobs in of_user.items()
     }
-    gone = set(beyond(ended, Keeping(most, most_of_all)))
+    gone = set(beyond(ended, RetentionLimits(most, most_of_all)))
     left = {user: set(jobs) - gone for user, jobs in ended.items()}
     assert all(len(jobs) <= most for jobs in left.values())
     assert sum(map(len, left.values())) <= most_of_all

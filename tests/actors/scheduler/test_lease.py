@@ -5,8 +5,7 @@ import contextlib
 import time
 
 import pytest
-from tinkermq.actors.scheduler.lease import KEY, LeaderLease
-from tinkermq.actors.scheduler.timing import Timing
+from tinkermq.actors.scheduler.lease import KEY, LeaderLease, Timing
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import Service, call
 from tinkermq.broker.jetstream.kv import Bucket

@@ -2,8 +2,8 @@
 
 import time
 
+from tinkermq.actors.scheduler.lease import Timing
 from tinkermq.actors.scheduler.nodes import Nodes
-from tinkermq.actors.scheduler.timing import Timing
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jetstream.streams import create_shared

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from tinkermq.actors.scheduler.placement import (
     Assignment,
     NodeSlots,
+    PlacementRequest,
+    UserShares,
     place,
     refuse_impossible,
 )
-from tinkermq.actors.scheduler.queue import PlacementRequest, UserShares
 from tinkermq.schemas.job import ActorPlacement
 from tinkermq.schemas.user import Quota
 from tinkermq.schemas.wire.errors import PlacementError

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tinkermq.actors.scheduler.jobs.actors import actors_for, scaled, slots_of, unplaced
+from tinkermq.actors.scheduler.jobs.states import actors_for, scaled, slots_of, unplaced
 from tinkermq.schemas.config.load_config import parse_config
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.scheduler.jobs.actors import secrets_of
+from tinkermq.actors.scheduler.jobs.states import secrets_of
 from tinkermq.actors.scheduler.notifier import Plateau
 from tinkermq.broker.client.rpc import call
 from tinkermq.broker.feed import publish_metric

@@ -1,8 +1,7 @@
 """What users hold, as the placing counts it."""
 
 from tinkermq.actors.scheduler.jobs.view import JobsView
-from tinkermq.actors.scheduler.placement import NodeSlots, place
-from tinkermq.actors.scheduler.queue import PlacementRequest
+from tinkermq.actors.scheduler.placement import NodeSlots, PlacementRequest, place
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.kv import Entry
 from tinkermq.schemas.job import ActorPlacement, JobRecord

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from tinkermq.actors.scheduler.jobs.states import Transition, next_state, told_placements
+from tinkermq.actors.scheduler.jobs.states import Transition, next_state, with_statuses
 from tinkermq.schemas.job import FINAL_STATES, MAY_FOLLOW, ActorPlacement, JobRecord
 from tinkermq.schemas.node import ActorStatus
 
@@ -57,7 +57,7 @@ def test_a_learner_is_lost_with_the_node_of_any_of_its_ranks() -> None:
     job = record("RUNNING", actors=actors)
     assert after(job, silent=frozenset({"n2"})) == "LOST"
     assert after(job, silent=frozenset({"n3"})) is None
-    told = told_placements(job, {}, frozenset({"n2", "n3"}))
+    told = with_statuses(job, {}, frozenset({"n2", "n3"}))
     assert [actor.node for actor in told] == ["n1", "n2", None]
 
 
@@ -150,7 +150,7 @@ def test_a_silent_node_of_a_generator_only_takes_the_generator() -> None:
     job = record("RUNNING")
     silent = frozenset({"n2"})
     assert after(job, silent=silent) is None
-    told = {actor.name: actor.node for actor in told_placements(job, {}, silent)}
+    told = {actor.name: actor.node for actor in with_statuses(job, {}, silent)}
     assert told == {"learner": "n1", "generator-0": None}
 
 
@@ -161,9 +161,9 @@ def test_ended_and_queued_jobs_stay_as_they_are(state: str) -> None:
 
 def test_what_nodes_say_is_entered_in_the_record() -> None:
     statuses = {"generator-0": said("generator-0", "restarting", restarts=3)}
-    _, generator = told_placements(record("RUNNING"), statuses, NOBODY)
+    _, generator = with_statuses(record("RUNNING"), statuses, NOBODY)
     assert (generator.state, generator.restarts) == ("running", 3)
     assert generator.trouble == ""
     failing = said("learner", "running", restarts=2, fruitless=2, error="deadline: too late\n  x")
-    learner, _ = told_placements(record("RUNNING"), {"learner": failing}, NOBODY)
+    learner, _ = with_statuses(record("RUNNING"), {"learner": failing}, NOBODY)
     assert learner.trouble == "learner failed 2 times with no work done: deadline: too late"

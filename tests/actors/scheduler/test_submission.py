@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from tinkermq.actors.learner.start import starting_point
-from tinkermq.actors.scheduler.jobs.actors import slots_of
+from tinkermq.actors.scheduler.jobs.states import slots_of
 from tinkermq.actors.storage.cache import fetch_model, with_checkpoints_here
 from tinkermq.actors.storage.checkpoints import CheckpointMirror, free_copies, free_stored
 from tinkermq.actors.storage.digests import write_digests
 from tinkermq.actors.storage.stores import BrokerStore, Stores
 from tinkermq.actors.storage.tinker_checkpoints import (
-    STATES,
+    TINKER_FOLDER,
     CheckpointFolders,
     StoredCheckpoint,
 )
@@ -309,7 +309,7 @@ async def test_a_job_may_begin_with_an_adapter_of_a_program_written_for_tinker(
     await stack.scheduler()
     service = await stack.submit(kind="tinker", env={"game": ""}, tinker={"base": "org/base"})
     name = CheckpointName.parse("tinker://s1:train:0/weights/end")
-    folders = CheckpointFolders(Path(service.run_dir) / STATES)
+    folders = CheckpointFolders(Path(service.run_dir) / TINKER_FOLDER)
     stored = StoredCheckpoint(
         user="ada",
         name=name,

@@ -10,7 +10,7 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tinkermq.actors.engine.engine import Drawn, Generation
-from tinkermq.actors.gateway.openai.answering import ServedAnswer, read_query
+from tinkermq.actors.gateway.openai import ServedAnswer, read_query
 from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.policy.tiny_models import make_tokenizer
 from tinkermq.actors.rollout.completions import Answers

@@ -11,11 +11,11 @@ from nacl.bindings import crypto_aead_chacha20poly1305_ietf_decrypt as unseal
 from nacl.bindings import crypto_scalarmult, crypto_scalarmult_base
 from safetensors.torch import load_file
 from tinkermq.actors.storage.tinker_checkpoints import CheckpointFolders, StoredCheckpoint
-from tinkermq.actors.tinker.checkpoints import exports as external
-from tinkermq.actors.tinker.checkpoints.exports import Exports
-from tinkermq.actors.tinker.checkpoints.user_records import KeptByTrainer
+from tinkermq.actors.tinker import checkpoints as external
+from tinkermq.actors.tinker.checkpoints import Exports
 from tinkermq.actors.tinker.models import TrainedModel
 from tinkermq.actors.tinker.training.trainer import AdapterTrainer
+from tinkermq.actors.tinker.user_records import UserRecords
 from tinkermq.schemas.tinker.checkpoints import (
     ChangeCheckpoint,
     FetchFile,
@@ -54,7 +54,7 @@ class Kept:
 
     def __init__(self, folder: Path, adapters: AdapterTrainer, max_bytes: int = 1 << 30) -> None:
         self.folder, self.adapters = folder, adapters
-        self.kept = KeptByTrainer(folder, max_bytes=max_bytes)
+        self.kept = UserRecords(folder, max_bytes=max_bytes)
         self.kept.load()
         self.folders = CheckpointFolders(folder)
         info = ModelInfo(model=str(MODEL), base=BASE, folder="f", arch="qwen3", rank=2)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.tinker.replaying.__main__ import replay_session
+from tinkermq.actors.tinker.replay import replay_session
 from tinkermq.actors.tinker.training.loss_pass import LossPass
 from tinkermq.actors.tinker.training.trainer import AdapterTrainer
 from tinkermq.broker.client.connection import Broker
@@ -204,7 +204,7 @@ async def test_a_service_that_mixes_and_dies_comes_to_the_bits_that_it_told(
     tinker = {"mixed_micro_batches": True, "adapters_in_memory": 2}
     async with trainer.running(drains=False, **tinker) as service:
         await until(11)
-        resident = [service.worker.residence.is_resident(model) for model in service.models]
+        resident = [service.worker.cache.is_in_memory(model) for model in service.models]
         assert sum(resident) == 2  # company brings nobody else in
         told = [
             await trainer.result(seq, user, model)

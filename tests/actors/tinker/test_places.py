@@ -3,14 +3,14 @@
 import asyncio
 import contextlib
 
-from tinkermq.actors.tinker.sampling.engines import FairPlaces
+from tinkermq.actors.tinker.sampling.engines import FairSlots
 
 
 class Engine:
     """Notes who comes in, and keeps everybody until told."""
 
     def __init__(self, most: int) -> None:
-        self.places = FairPlaces(most, quantum=10)
+        self.places = FairSlots(most, quantum=10)
         self.order: list[str] = []
         self.ends = asyncio.Event()
         self.tasks: list[asyncio.Task[None]] = []

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tinkermq.actors.tinker.replaying.__main__ import IDENTICAL, main, replay_session
-from tinkermq.actors.tinker.replaying.archive import Archive, place_of, read_kept
+from tinkermq.actors.tinker.archive import OperationArchive, place_of, read_archived
+from tinkermq.actors.tinker.replay import IDENTICAL, main, replay_session
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.streams import create_job_streams
 from tinkermq.broker.jobs import JobStore
@@ -80,8 +80,8 @@ async def test_a_session_that_was_killed_and_loaded_is_done_again_to_the_same_bi
 def _change_result(folder: Path, seq: int) -> None:
     """Let what was kept say that an operation had another result."""
     place = place_of(folder, "ada", NAME)
-    kept = [one.operation for one in read_kept(place) if one.operation.seq == seq]
-    Archive(folder, max_bytes=1 << 30).add("ada", kept[0], OperationResult(state="done"))
+    kept = [one.operation for one in read_archived(place) if one.operation.seq == seq]
+    OperationArchive(folder, max_bytes=1 << 30).add("ada", kept[0], OperationResult(state="done"))
 
 
 def operation(session: str, seq: int, size: int = 100) -> ModelOperation:
@@ -91,25 +91,27 @@ def operation(session: str, seq: int, size: int = 100) -> ModelOperation:
 
 def test_a_segment_that_was_cut_off_keeps_what_is_whole(tmp_path: Path) -> None:
     place = place_of(tmp_path, "ada", NAME)
-    first = Archive(tmp_path, max_bytes=1 << 30)
+    first = OperationArchive(tmp_path, max_bytes=1 << 30)
     for seq in range(3):
         first.add("ada", operation("s1", seq), OperationResult(state="done"))
     [segment] = place.iterdir()
     segment.write_bytes(segment.read_bytes()[:-5])
-    assert [one.operation.seq for one in read_kept(place)] == [0, 1]
-    Archive(tmp_path, max_bytes=1 << 30).add("ada", operation("s1", 2), OperationResult())
-    assert [one.operation.seq for one in read_kept(place)] == [0, 1, 2]
+    assert [one.operation.seq for one in read_archived(place)] == [0, 1]
+    OperationArchive(tmp_path, max_bytes=1 << 30).add("ada", operation("s1", 2), OperationResult())
+    assert [one.operation.seq for one in read_archived(place)] == [0, 1, 2]
 
 
 def test_what_rests_longest_makes_room(tmp_path: Path) -> None:
-    archive = Archive(tmp_path, max_bytes=3000)
+    archive = OperationArchive(tmp_path, max_bytes=3000)
     for session in ("s1", "s2", "s3"):
         for seq in range(4):
             archive.add("ada", operation(session, seq, 200), OperationResult())
         for segment in place_of(tmp_path, "ada", ModelName("s1", 0)).glob("*"):
             os.utime(segment, (0, 0))
-    kept = [len(read_kept(place_of(tmp_path, "ada", ModelName(one, 0)))) for one in ("s1", "s3")]
+    kept = [
+        len(read_archived(place_of(tmp_path, "ada", ModelName(one, 0)))) for one in ("s1", "s3")
+    ]
     assert kept == [0, 4]
-    nothing = Archive(tmp_path / "none", max_bytes=0)
+    nothing = OperationArchive(tmp_path / "none", max_bytes=0)
     nothing.add("ada", operation("s1", 0), OperationResult())
     assert not (tmp_path / "none").exists()

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from tinkermq.actors.engine.engine import Drawn, PromptScores, Sampling
 from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
-from tinkermq.actors.tinker.sampling.engines import MeteredEngine, SampledAdapters
-from tinkermq.actors.tinker.sampling.snapshots import Snapshot
-from tinkermq.actors.tinker.sampling.wire import Sampled, write_samples
+from tinkermq.actors.tinker.sampling.engines import MeteredEngine, SampledAdapters, Snapshot
+from tinkermq.actors.tinker.sampling.sampler import Sampled, write_samples
 from tinkermq.actors.tinker.training.trainer import AdapterTrainer
 from tinkermq.schemas.tinker import wire
 from tinkermq.schemas.tinker.datum import LoraSpec

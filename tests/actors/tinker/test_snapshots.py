@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tinkermq.actors.tinker.checkpoints.calls import FILES, SnapshotCalls, mark_of
-from tinkermq.actors.tinker.sampling.snapshots import Snapshots
+from tinkermq.actors.tinker.sampling.engines import Snapshots
+from tinkermq.actors.tinker.user_records import FILES, SnapshotEndpoints, mark_of
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.jetstream.streams import create_job_streams
@@ -52,7 +52,7 @@ async def test_a_sampler_finds_what_is_saved_wherever_the_disk_is(
         await trainer.send("create_model", 0, create())
         fixed = await save(trainer, 1, "snapshot")
         moves = await save(trainer, 2, "inflight")
-        await SnapshotCalls(states, part_bytes=1000).open(service, elsewhere)
+        await SnapshotEndpoints(states, part_bytes=1000).open(service, elsewhere)
         assert (fixed.moves, moves.moves) == (False, True)
         for source, seq in ((fixed, 1), (moves, 2)):
             local, remote = await here.find("ada", source), await away.find("ada", source)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from tinkermq.actors.tinker.sampling.wire import SampleBody
+from tinkermq.actors.tinker.sampling.sampler import SampleBody
 from tinkermq.schemas.tinker import wire
 from tinkermq.schemas.tinker.datum import LossResult
 from tinkermq.schemas.tinker.wire import (

@@ -10,8 +10,7 @@ from tinkermq.actors.scheduler.machines.keeper import (
     decide,
     machines_needed,
 )
-from tinkermq.actors.scheduler.placement import NodeSlots
-from tinkermq.actors.scheduler.queue import PlacementRequest, UserShares
+from tinkermq.actors.scheduler.placement import NodeSlots, PlacementRequest, UserShares
 from tinkermq.schemas.job import ActorPlacement
 from tinkermq.schemas.machines import MachineState
 from tinkermq.schemas.user import Quota

@@ -40,12 +40,12 @@ def source(pod: dict[str, Any], **more: Any) -> KubernetesSource:
 
 async def states(asked: KubernetesSource, *wanted: str) -> list[Machine]:
     async def look() -> list[Machine] | None:
-        found = await asked.look()
+        found = await asked.list_machines()
         return found if [one.state for one in found] == list(wanted) else None
 
     if not wanted:
         await asyncio.sleep(0.3)
-        return await asked.look()
+        return await asked.list_machines()
     found = await eventually(look, f"machines that are {wanted}")
     assert found is not None
     return found
@@ -54,35 +54,35 @@ async def states(asked: KubernetesSource, *wanted: str) -> list[Machine]:
 async def test_a_machine_is_asked_for_once_found_and_given_back(cluster: Kubernetes) -> None:
     asked = source(SLEEPING)
     first, second, third, fourth = MachineNames(URL).free([], 4)
-    await asyncio.gather(*(source(SLEEPING).ask(first) for _ in range(4)))
-    await asked.ask(second)
-    await asked.ask(third)
+    await asyncio.gather(*(source(SLEEPING).request_machine(first) for _ in range(4)))
+    await asked.request_machine(second)
+    await asked.request_machine(third)
     found = await states(asked, "started", "started", "asked")
     assert [one.name for one in found] == [first, second, third]
     assert found[0].started is not None
     assert found[2].why == "Unschedulable: 0/1 nodes are available: 1 Insufficient cpu."
     with pytest.raises(PlacementError, match=r"HTTP 403.*exceeded quota: lab, requested: pods=1"):
-        await asked.ask(fourth)
+        await asked.request_machine(fourth)
     stale = Machine(first, "another-uid", "started")
-    await asked.give_back(stale, drain=True)  # another pod's: harmless
-    await asked.give_back(found[0], drain=True)
+    await asked.release_machine(stale, drain=True)  # another pod's: harmless
+    await asked.release_machine(found[0], drain=True)
     after = await states(asked, "started", "started")
     assert [one.name for one in after] == [second, third]
-    await asked.give_back(found[0], drain=True)  # gone: harmless
+    await asked.release_machine(found[0], drain=True)  # gone: harmless
 
 
 async def test_a_pod_that_has_ended_is_no_machine_and_makes_room_for_its_name(
     cluster: Kubernetes,
 ) -> None:
     (name,) = MachineNames(URL).free([], 1)
-    await source(FAILING).ask(name)
+    await source(FAILING).request_machine(name)
 
     async def failed() -> bool:
         return cluster.pods[name]["status"]["phase"] == "Failed"
 
     await eventually(failed, "its end")
-    assert await source({}).look() == []
-    await source(SLEEPING).ask(name)
+    assert await source({}).list_machines() == []
+    await source(SLEEPING).request_machine(name)
     await states(source({}), "started")
 
 
@@ -90,11 +90,11 @@ async def test_what_the_cluster_refuses_is_told_in_its_words(
     cluster: Kubernetes, tmp_path: Path
 ) -> None:
     with pytest.raises(PlacementError, match=r"makes no pod: spec.priority: .* \(it is 'high'\)"):
-        await source({"spec": {"priority": "high"}}).ask("tmq-1")
+        await source({"spec": {"priority": "high"}}).request_machine("tmq-1")
     with pytest.raises(PlacementError, match=r'HTTP 403.*User "u" cannot list'):
-        await source({}, namespace="theirs").look()
+        await source({}, namespace="theirs").list_machines()
     with pytest.raises(PlacementError, match=r"no Kubernetes is configured.*nowhere"):
-        await source({}, context="nowhere").look()
+        await source({}, context="nowhere").list_machines()
     gone = yaml.safe_load(cluster.kubeconfig.read_text())
     gone["clusters"][0]["cluster"]["server"] = "http://127.0.0.1:1"
     (tmp_path / "gone").write_text(json.dumps(gone))
@@ -102,7 +102,7 @@ async def test_what_the_cluster_refuses_is_told_in_its_words(
         environment({"KUBECONFIG": str(tmp_path / "gone")}),
         pytest.raises(PlacementError, match="Kubernetes cannot be asked"),
     ):
-        await source({}).look()
+        await source({}).list_machines()
 
 
 def test_a_pod_fits_the_schema_and_what_the_owner_says_wins() -> None:

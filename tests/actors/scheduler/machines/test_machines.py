@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.scheduler.machines.keeper import FIRST_PAUSE_S, Patience, spent
+from tinkermq.actors.scheduler.machines.keeper import FIRST_PAUSE_S, RequestBackoff, spent
 from tinkermq.actors.scheduler.machines.slurm import sbatch_arguments
 from tinkermq.actors.scheduler.machines.source import Machine, MachineNames
 from tinkermq.schemas.machines import MachinesConfig, machines_config
@@ -45,7 +45,7 @@ def test_who_asks_twice_asks_for_the_same_names() -> None:
 
 
 def test_refusals_are_waited_out_ever_longer_until_a_machine_comes() -> None:
-    patience = Patience()
+    patience = RequestBackoff()
     assert patience.is_over()
     patience.failed("no such partition")
     assert not patience.is_over()

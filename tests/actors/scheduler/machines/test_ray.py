@@ -57,7 +57,7 @@ async def test_a_cluster_that_is_gone_is_told() -> None:
         port = free.getsockname()[1]
     source = RaySource(machines_config(f"ray:127.0.0.1:{port}"), "nats://127.0.0.1:1")
     with pytest.raises(PlacementError, match=f"{port}/api/jobs/ cannot be asked: ") as told:
-        await source.look()
+        await source.list_machines()
     assert "is the Ray cluster up" in told.value.hint
 
 
@@ -78,7 +78,7 @@ async def test_what_answers_and_is_no_ray_is_told() -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         source = RaySource(machines_config(f"ray:127.0.0.1:{server.server_port}"), "nats://x:1")
         with pytest.raises(PlacementError, match="no dashboard of Ray: '<html>a page"):
-            await source.look()
+            await source.list_machines()
         server.shutdown()
 
 

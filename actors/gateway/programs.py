@@ -1,8 +1,9 @@
-"""The episodes whose programs use this gateway, each with a connection of its own to the broker.
+"""Requests of agent programs: whatever comes with the key of an episode, under any path.
 
-The broker lets a program in by its key and gives it the rights of its one episode; the episode's
-host says that the key is the right one. So a connection is worth nothing else, whoever finds a way
-to use it. Connections are bounded, for each user as well, and close when nobody uses them.
+Each episode has a connection of its own to the broker, which accepts the key once the episode's
+host has confirmed it, and grants the rights of this one episode. Connections are bounded, also per
+user, and close when idle. Requests are answered by the same proxy that programs use next to their
+host; they never reach the rest of the gateway.
 """
 
 import asyncio
@@ -10,13 +11,19 @@ import time
 from collections import Counter, OrderedDict
 from hashlib import blake2b
 
-from ....broker.client.connection import connect
-from ....broker.client.keys import EpisodeIdentity, read_episode_key
-from ....broker.client.login import of_program
-from ....envs.agents.proxy.exchange import BodyRoom, KeyRefused
-from ....envs.agents.remote.remote_episode import RemoteEpisode
-from ....schemas.wire.errors import BusyError, LogInRefusedError
-from ..limits import Share
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ...broker.client.connection import connect
+from ...broker.client.keys import EPISODE_KEY, EpisodeIdentity, read_episode_key
+from ...broker.client.login import of_program
+from ...envs.agents.proxy.exchange import BodyRoom, ClientGone, HttpExchange, KeyRefused
+from ...envs.agents.proxy.model_calls import MAX_BODY_BYTES
+from ...envs.agents.proxy.open_episodes import bare_key
+from ...envs.agents.proxy.routes import api_of, presented_keys, split_path
+from ...envs.agents.remote.remote_episode import RemoteEpisode
+from ...envs.http_server import give_connection_to
+from ...schemas.wire.errors import BusyError, LogInRefusedError, TinkermqError
+from .limits import Share
 
 MAX_EPISODES = 1024
 MAX_OF_USER = 512
@@ -67,9 +74,9 @@ class ProgramEpisodes:
 
         Raises KeyRefused, BusyError where too many are connected, and BrokerError.
         """
-        found = self._episodes.get(key)
-        if found is not None and not found.broker.closed.is_set():
-            return found
+        match = self._episodes.get(key)
+        if match is not None and not match.broker.closed.is_set():
+            return match
         digest = blake2b(key.encode(errors="replace")).digest()
         since, why, hint = self._refused.get(digest, (0.0, "", ""))
         if why and time.monotonic() - since < _REFUSED_S:
@@ -173,3 +180,58 @@ class ProgramEpisodes:
         episode = self._episodes.pop(key, None)
         if episode is not None:
             await episode.close()
+
+
+# -- the middleware --------------------------------------------------------------------------------
+
+
+class ProgramRequests:
+    """ASGI middleware that takes the requests of programs out."""
+
+    def __init__(self, app: ASGIApp, *, episodes: ProgramEpisodes) -> None:
+        """Pass what comes without an episode's key on to `app`."""
+        self._app = app
+        self._episodes = episodes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a program, or let somebody else be answered."""
+        if not is_of_program(scope):
+            await self._app(scope, receive, send)
+            return
+        exchange = HttpExchange(scope, receive, send)
+        exchange.api = api_of(split_path(exchange.path)[1])
+        try:
+            episode = await self._episodes.of_key(_key_of(scope))
+            give_connection_to(f"{episode.user}'s programs", scope)
+            with self._episodes.share(episode.user).taken(_body_bytes(exchange)):
+                await episode(scope, receive, send)
+        except ClientGone:
+            return
+        except TinkermqError as error:
+            await exchange.fail(error)
+
+
+def is_of_program(scope: Scope) -> bool:
+    """Whether a request comes with the key of an episode, or with one in its path."""
+    if scope["type"] != "http":
+        return False
+    return bool(split_path(scope["path"])[0]) or bool(_presented(scope))
+
+
+def _key_of(scope: Scope) -> str:
+    """Return the key of an episode: that in the path, if there is one."""
+    return bare_key(split_path(scope["path"])[0]) or _presented(scope)
+
+
+def _presented(scope: Scope) -> str:
+    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    keys = (bare_key(key) for key in presented_keys(headers) if key)
+    return next((key for key in keys if key.startswith(EPISODE_KEY)), "")
+
+
+def _body_bytes(exchange: HttpExchange) -> int:
+    """Return how large a body is, or may be."""
+    content_length = exchange.headers.get("content-length", "")
+    if content_length.isascii() and content_length.isdecimal() and len(content_length) < 12:
+        return min(int(content_length), MAX_BODY_BYTES)
+    return MAX_BODY_BYTES if "transfer-encoding" in exchange.headers else 0

@@ -104,13 +104,13 @@ async def test_sessions_on_room_for_fewer_adapters_end_as_those_with_room_for_al
     trainer = Trainer(own_server.url, own_broker, base, tmp_path / "states")
     async with trainer.running() as service:
         undisturbed = await run_sessions(trainer)
-        assert service.worker.residence.num_suspended == 0
+        assert service.worker.cache.num_suspended == 0
     trainer.begin_anew()
     for session in SESSIONS:
         await trainer.log.forget("ada", ModelName(session, 0))
     async with trainer.running(adapters_in_memory=2) as service:
         assert await run_sessions(trainer) == undisturbed
-        assert service.worker.residence.num_suspended > 0
+        assert service.worker.cache.num_suspended > 0
     async with trainer.running(adapters_in_memory=1):  # what was not in a state is done again
         for session in SESSIONS:
             name = f"{session}:train:0"

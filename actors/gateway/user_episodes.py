@@ -15,18 +15,18 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from ....broker.client.connection import Broker
-from ....broker.client.rpc import call
-from ....broker.jobs import JobStore
-from ....envs.agents.episode import EpisodeOver, ProgramEpisode
-from ....envs.agents.proxy.exchange import KeyRefused
-from ....envs.agents.proxy.proxy import model_environment
-from ....envs.agents.remote.remote_episode import RemoteEpisode
-from ....envs.model_apis.request import Fields, RequestError
-from ....schemas.agent import GiveReply, GiveRequest
-from ....schemas.job import FINAL_STATES, JobRecord
-from ....schemas.wire.codec import read_json
-from ....schemas.wire.errors import (
+from ...broker.client.connection import Broker
+from ...broker.client.rpc import call
+from ...broker.jobs import JobStore
+from ...envs.agents.episode import EpisodeOver, ProgramEpisode
+from ...envs.agents.proxy.exchange import KeyRefused
+from ...envs.agents.proxy.proxy import model_environment
+from ...envs.agents.remote.remote_episode import RemoteEpisode
+from ...envs.model_apis.request import Fields, RequestError
+from ...schemas.agent import GiveReply, GiveRequest
+from ...schemas.job import FINAL_STATES, JobRecord
+from ...schemas.wire.codec import read_json
+from ...schemas.wire.errors import (
     ConfigError,
     MessageError,
     NobodyAnswersError,
@@ -34,9 +34,8 @@ from ....schemas.wire.errors import (
     StateError,
     TinkermqError,
 )
-from ..openai.answering import read_body, unless_gone
-from ..openai.routes import UserBrokers, guarded
-from .episodes import ProgramEpisodes
+from .openai import UserBrokers, guarded, read_body, unless_gone
+from .programs import ProgramEpisodes
 
 MAX_WAIT_S = 300.0
 _WAIT_S = 60.0
@@ -77,15 +76,15 @@ class UserEpisodes:
     async def open(self, request: Request) -> Response:
         """Take the next episode of a job: its task, and where its program finds the model."""
         broker = await self._users.broker(request)
-        name, wait_s = _asked(await read_body(request))
+        name, wait_s = _read_request(await read_body(request))
         record = await JobStore(broker).get(broker.user, name)
         _check(record)
         idempotency = request.headers.get("idempotency-key", "")[:_NAME_CHARS]
-        given = await unless_gone(request, _take(broker, record, idempotency, wait_s))
+        given = await unless_gone(request, _request_episode(broker, record, idempotency, wait_s))
         self._keys[broker.user, given.episode] = given.key
         while len(self._keys) > _MAX_KNOWN:
             self._keys.popitem(last=False)
-        return JSONResponse(_told(record, given, str(request.base_url).rstrip("/")), 201)
+        return JSONResponse(_episode_fields(record, given, str(request.base_url).rstrip("/")), 201)
 
     async def relay(self, request: Request) -> Response:
         """Let the host of an episode answer, as it answers the episode's program."""
@@ -128,7 +127,9 @@ class _Relayed(Response):
         await self._episode({**scope, "path": self._path, "headers": headers}, receive, send)
 
 
-async def _take(broker: Broker, record: JobRecord, name: str, wait_s: float) -> GiveReply:
+async def _request_episode(
+    broker: Broker, record: JobRecord, name: str, wait_s: float
+) -> GiveReply:
     """Ask the job's host for an episode until there is one.
 
     Raises NoEpisodeYet when none comes in time.
@@ -137,14 +138,14 @@ async def _take(broker: Broker, record: JobRecord, name: str, wait_s: float) -> 
     why = "the next tasks wait for what is trained, or for its generators"
     while True:
         left_s = max(0.0, deadline - time.monotonic())
-        asked = GiveRequest(name=name, wait_s=min(_ASK_S, left_s))
+        request = GiveRequest(name=name, wait_s=min(_ASK_S, left_s))
         try:
             given = await call(
                 broker,
                 record.scope.env_give,
-                asked,
+                request,
                 GiveReply,
-                timeout_s=asked.wait_s + _ANSWER_S,
+                timeout_s=request.wait_s + _ANSWER_S,
                 waiting_for=f"the host of {record.name}",
             )
             if given.episode:
@@ -168,7 +169,7 @@ def _check(record: JobRecord) -> None:
         )
 
 
-def _asked(raw: bytes) -> tuple[str, float]:
+def _read_request(raw: bytes) -> tuple[str, float]:
     """Return the job that is named, and how long its episode is waited for."""
     try:
         fields = Fields(read_json(raw or b"{}"))
@@ -187,7 +188,7 @@ def _asked(raw: bytes) -> tuple[str, float]:
     return job, float(wait_s)
 
 
-def _told(record: JobRecord, given: GiveReply, url: str) -> dict[str, Any]:
+def _episode_fields(record: JobRecord, given: GiveReply, url: str) -> dict[str, Any]:
     episode = ProgramEpisode(
         given.episode, given.task, given.seed, given.split, record.job, key=given.key
     )

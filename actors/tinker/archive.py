@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ....schemas.tinker.names import ModelName
-from ....schemas.tinker.operation import ModelOperation, OperationResult
+from ...schemas.tinker.names import ModelName
+from ...schemas.tinker.operation import ModelOperation, OperationResult
 
 _FOLDER = "operations"
 _SEGMENT_BYTES = 64 << 20
@@ -22,7 +22,7 @@ _LENGTH_BYTES, _DIGEST_BYTES = 4, 16
 
 
 @dataclass(frozen=True)
-class KeptOperation:
+class ArchivedOperation:
     """An operation, and what its result was."""
 
     operation: ModelOperation
@@ -37,14 +37,14 @@ def digest_of(result: OperationResult) -> bytes:
     return hashed.digest()
 
 
-class Archive:
+class OperationArchive:
     """Keeps the operations of all models of a trainer, up to some bytes."""
 
     def __init__(self, folder: Path, *, max_bytes: int) -> None:
         """Keep them below `folder`; beyond `max_bytes` (0: none) those of the oldest models go."""
         self._folder = folder
         self._max_bytes = max_bytes
-        self._bytes = sum(one.stat().st_size for one in folder.glob(f"*/*/{_FOLDER}/*"))
+        self._bytes = sum(item.stat().st_size for item in folder.glob(f"*/*/{_FOLDER}/*"))
         self._segments: dict[str, Path] = {}
 
     def add(self, user: str, operation: ModelOperation, result: OperationResult) -> None:
@@ -61,9 +61,9 @@ class Archive:
             self._make_room(segment.parent)
 
     def _segment(self, user: str, operation: ModelOperation) -> Path:
-        found = self._segments.get(f"{user}/{operation.model}")
-        if found is not None and found.exists() and found.stat().st_size < _SEGMENT_BYTES:
-            return found
+        match = self._segments.get(f"{user}/{operation.model}")
+        if match is not None and match.exists() and match.stat().st_size < _SEGMENT_BYTES:
+            return match
         place = place_of(self._folder, user, operation.name.model)
         place.mkdir(parents=True, exist_ok=True)
         name = f"{time.time_ns():020d}-{os.getpid()}.ops"
@@ -77,12 +77,12 @@ class Archive:
             if self._bytes <= self._max_bytes:
                 return
             if place != current:
-                self._bytes -= sum(one.stat().st_size for one in place.iterdir())
+                self._bytes -= sum(item.stat().st_size for item in place.iterdir())
                 shutil.rmtree(place, ignore_errors=True)
 
 
 def _last_used(place: Path) -> float:
-    return max((one.stat().st_mtime for one in place.iterdir()), default=0.0)
+    return max((item.stat().st_mtime for item in place.iterdir()), default=0.0)
 
 
 def place_of(folder: Path, user: str, model: ModelName) -> Path:
@@ -90,19 +90,19 @@ def place_of(folder: Path, user: str, model: ModelName) -> Path:
     return folder / user / f"{model.session}.train.{model.number}" / _FOLDER
 
 
-def read_kept(place: Path) -> list[KeptOperation]:
+def read_archived(place: Path) -> list[ArchivedOperation]:
     """Return the operations of a model in order, without what is not whole."""
-    found: dict[int, KeptOperation] = {}
+    collected: dict[int, ArchivedOperation] = {}
     for segment in sorted(place.glob("*.ops")):
-        for kept in _read(segment):
-            found[kept.operation.seq] = kept
-    return [found[seq] for seq in sorted(found)]
+        for archived in _read(segment):
+            collected[archived.operation.seq] = archived
+    return [collected[seq] for seq in sorted(collected)]
 
 
-def _read(segment: Path) -> Iterator[KeptOperation]:
+def _read(segment: Path) -> Iterator[ArchivedOperation]:
     with segment.open("rb") as file:
         while len(length := file.read(_LENGTH_BYTES)) == _LENGTH_BYTES:
             digest, body = file.read(_DIGEST_BYTES), file.read(int.from_bytes(length))
             if len(body) < int.from_bytes(length):
                 return  # a trainer was killed while it wrote this
-            yield KeptOperation(ModelOperation.from_bytes(body), digest)
+            yield ArchivedOperation(ModelOperation.from_bytes(body), digest)

@@ -1,34 +1,256 @@
-"""Requests of the model APIs as a served model answers them: from a body to a server's request, and
-from the parts of its answer to the words of the API.
+"""The OpenAI and Anthropic APIs over the served models of a pool.
 
-A parameter that would be without effect is refused by name instead of ignored, unless it is a label
-or its value asks for nothing. Chat Completions keep reasoning in their text, as other servers do,
-unless the answer has a form of which it is no part; Responses and Messages tell it as reasoning.
+`/v1/models` lists the models; `/v1/chat/completions`, `/v1/completions`, `/v1/responses` and
+`/v1/messages` send requests to the server of an inference job, or to a sampler of a Tinker service
+for the path of a checkpoint (`tinker://…`). Errors have the form of each API.
+
+A parameter that would have no effect is refused by name instead of ignored, unless it is a label or
+its value asks for nothing. Chat Completions keep reasoning in their text, as other servers do,
+unless the answer has a form without room for it; Responses and Messages return it as reasoning.
 """
 
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+)
 from contextlib import aclosing
-from dataclasses import replace
-from typing import Any, TypeAlias, TypeVar, cast
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 
-from ....broker.client.connection import Broker
-from ....envs.agents.replies import Piece, ReplyReader, TextPiece, call_name
-from ....envs.model_apis.answers import Answer, AnswerHead, ModelApi, NewTokens, TokenLogprob, Usage
-from ....envs.model_apis.chat import CHAT, COMPLETIONS, ChatCompletionAnswer, CompletionAnswer
-from ....envs.model_apis.request import ModelRequest, RequestError, is_label
-from ....schemas.infer import ChatRequest, CompletionRequest, Decoding, Delta, InferPart
-from ....schemas.wire.codec import read_json
-from ....schemas.wire.errors import MessageError, TinkermqError
-from ..limits import MAX_INFERENCE_BYTES
-from .models import ServedModels
+from ...broker.client.connection import Broker
+from ...broker.client.parts import ask_parts
+from ...broker.jobs import JobStore
+from ...broker.presence import presences
+from ...envs.agents.replies import Piece, ReplyReader, TextPiece, call_name
+from ...envs.model_apis.answers import (
+    Answer,
+    AnswerHead,
+    ModelApi,
+    NewTokens,
+    TokenLogprob,
+    Usage,
+    retry_headers,
+)
+from ...envs.model_apis.chat import (
+    CHAT,
+    COMPLETIONS,
+    ChatCompletionAnswer,
+    CompletionAnswer,
+)
+from ...envs.model_apis.messages import MESSAGES
+from ...envs.model_apis.request import ModelRequest, RequestError, is_label
+from ...envs.model_apis.responses import RESPONSES
+from ...schemas.infer import (
+    CancelInference,
+    ChatRequest,
+    CompletionRequest,
+    Decoding,
+    Delta,
+    InferPart,
+)
+from ...schemas.job import JobRecord
+from ...schemas.tinker.names import is_path
+from ...schemas.wire.codec import read_json
+from ...schemas.wire.errors import ConfigError, MessageError, NotFoundError, TinkermqError
+from .limits import MAX_INFERENCE_BYTES
+from .tinker.trainers import Trainers
+
+# -- finding the model of a request ----------------------------------------------------------------
+
+_FRESH_S = 2.0
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A job whose servers answer."""
+
+    record: JobRecord
+    version: int | None
+    adapter: str = ""
+    """Which of its further adapters, as `run@step`; empty: what it serves first."""
+
+    @property
+    def model(self) -> str:
+        """The name of what is served: `run@step`, or the job's."""
+        record = self.record
+        if self.adapter:
+            return self.adapter
+        if record.follow is not None and self.version is not None:
+            return f"{record.serves}@{self.version}"
+        return record.serves or record.name
+
+    def is_called(self, name: str) -> bool:
+        """Whether a model's name means this job: job, run, or `run@step` of what is served."""
+        record = self.record
+        if self.adapter:
+            return name == self.adapter
+        return name in (record.name, record.job, self.model, record.serves)
+
+    def ask(
+        self, broker: Broker, query: ChatRequest | CompletionRequest
+    ) -> AsyncGenerator[InferPart, None]:
+        """Ask one of the job's servers; closing the generator cancels the work."""
+        scope = self.record.scope
+        verb = "chat" if isinstance(query, ChatRequest) else "complete"
+        return ask_parts(
+            broker,
+            scope.infer(verb),
+            query,
+            InferPart,
+            waiting_for=f"a server of {self.record.name}",
+            cancel=(scope.infer("cancel"), CancelInference(request=query.request)),
+        )
+
+    def shown(self) -> dict[str, Any]:
+        """Return it as the list of models tells of it."""
+        record = self.record
+        return {
+            "id": self.model,
+            "object": "model",
+            "created": int(record.created),
+            "owned_by": record.user,
+            "job": record.job,
+            "name": record.name,
+        }
+
+
+class ServingJobs:
+    """The serving jobs of each user, read anew every few seconds."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[float, list[Serving]]] = {}
+
+    async def list(self, broker: Broker) -> list[Serving]:
+        """Return the jobs of the connection's user that answer now, newest first."""
+        read, serving = self._known.get(broker.user, (0.0, []))
+        if not read or time.monotonic() - read > _FRESH_S:
+            serving = await _read(broker)
+            self._known[broker.user] = (time.monotonic(), serving)
+        return serving
+
+    async def find(self, broker: Broker, name: str) -> Serving:
+        """Return the job that a model's name means.
+
+        Raises NotFoundError that names the models there are.
+        """
+        for fresh in (False, True):
+            if fresh:
+                self._known.pop(broker.user, None)
+            for serving in await self.list(broker):
+                if serving.is_called(name):
+                    return serving
+        there = ", ".join(serving.model for serving in await self.list(broker))
+        raise NotFoundError(
+            f"no model {name!r} is served to user {broker.user!r}",
+            hint=f"there are: {there}" if there else "serve one: `tinkermq serve RUN@STEP`",
+        )
+
+
+async def _read(broker: Broker) -> list[Serving]:
+    records = [
+        record
+        for record in await JobStore(broker).list_jobs(broker.user)
+        if record.kind == "infer" and record.state == "RUNNING"
+    ]
+    results = await asyncio.gather(*(_serving(broker, record) for record in records))
+    return [
+        replace(serving, adapter=adapter)
+        for serving in results
+        if serving is not None
+        for adapter in ("", *serving.record.adapters)
+    ]
+
+
+async def _serving(broker: Broker, record: JobRecord) -> Serving | None:
+    entry = await presences(broker).find(f"{record.scope.key}.server-0")
+    if entry is None or entry.value.state != "working":
+        return None
+    return Serving(record, entry.value.version)
+
+
+class ServedModel(Protocol):
+    """Something that answers."""
+
+    @property
+    def adapter(self) -> str:
+        """What a request names, so that it is answered with that."""
+        ...
+
+    def ask(
+        self, broker: Broker, query: ChatRequest | CompletionRequest
+    ) -> AsyncGenerator[InferPart, None]:
+        """Have a request answered; closing the generator cancels the work."""
+        ...
+
+    def shown(self) -> dict[str, Any]:
+        """Return it as OpenAI tells of a model."""
+        ...
+
+
+@dataclass(frozen=True)
+class SampledPath:
+    """A checkpoint that the samplers of a Tinker service answer with."""
+
+    adapter: str
+    """Its path."""
+    job: str
+    """The service."""
+    trainers: Trainers
+
+    def ask(
+        self, broker: Broker, query: ChatRequest | CompletionRequest
+    ) -> AsyncGenerator[InferPart, None]:
+        """Ask one of the samplers; closing the generator cancels the work."""
+        return self.trainers.answer(broker.user, broker, self.job, query)
+
+    def shown(self) -> dict[str, Any]:
+        """Return it as OpenAI tells of a model."""
+        model = {"id": self.adapter, "object": "model", "created": 0}
+        return {**model, "owned_by": "tinker", "job": self.job}
+
+
+class ServedModels:
+    """The models of each user."""
+
+    def __init__(self, trainers: Trainers) -> None:
+        """Find checkpoints at `trainers`."""
+        self.serving = ServingJobs()
+        """The jobs that serve."""
+        self._trainers = trainers
+
+    async def find(self, broker: Broker, name: str) -> ServedModel:
+        """Return what answers under a name; raises NotFoundError, NobodyAnswersError."""
+        if is_path(name):
+            for serving in await self.serving.list(broker):
+                if serving.is_called(name):
+                    return serving
+            return await self._sampled(broker, name)
+        return await self.serving.find(broker, name)
+
+    async def _sampled(self, broker: Broker, path: str) -> SampledPath:
+        name = await self._trainers.source(broker, path)
+        if name.kind == "external_weights":
+            raise ConfigError(
+                f"{path} was saved to be downloaded, and is not sampled from",
+                hint="save the model with save_weights_for_sampler, and name that path",
+            )
+        job = await self._trainers.job_of_checkpoint(broker.user, broker, name)
+        return SampledPath(str(name), job, self._trainers)
+
 
 T = TypeVar("T")
 Query: TypeAlias = ChatRequest | CompletionRequest
@@ -113,10 +335,10 @@ def read_query(raw: bytes, api: ModelApi) -> tuple[ModelRequest, Query]:
         raise RequestError(f"the body is not valid JSON: {error.message}") from error
     if isinstance(value, dict) and cast("dict[str, Any]", value).get("stateful") is not None:
         _refuse_stateful("the parameter 'stateful'", "stateful")
-    asked = api.read(value)
-    _check(asked)
+    model_request = api.read(value)
+    _check(model_request)
     try:
-        query = _query(asked)
+        query = _query(model_request)
     except ValidationError as error:
         problem = error.errors()[0]
         param = str(problem["loc"][0]) if problem["loc"] else ""
@@ -124,13 +346,13 @@ def read_query(raw: bytes, api: ModelApi) -> tuple[ModelRequest, Query]:
         message = f"the parameter {param!r} cannot be used: {problem['msg']}"
         raise RequestError(message, param=param) from error
     decoding = query.decoding
-    echo = {**asked.echo, "temperature": decoding.temperature, "top_p": decoding.top_p}
-    return replace(asked, echo=echo), query
+    echo = {**model_request.echo, "temperature": decoding.temperature, "top_p": decoding.top_p}
+    return replace(model_request, echo=echo), query
 
 
-def _check(asked: ModelRequest) -> None:
+def _check(model_request: ModelRequest) -> None:
     """Raise RequestError for what a server does not do."""
-    for name in (*asked.without_effect, *(set(asked.sampling) - _SAMPLED)):
+    for name in (*model_request.without_effect, *(set(model_request.sampling) - _SAMPLED)):
         if not is_label(name):
             name = name[:_SHOWN]
             raise RequestError(
@@ -138,15 +360,15 @@ def _check(asked: ModelRequest) -> None:
                 param=name,
                 hint=_HINTS.get(name, "leave it out"),
             )
-    if not asked.model:
+    if not model_request.model:
         raise RequestError("the parameter 'model' is missing", param="model")
-    if asked.previous:
+    if model_request.previous:
         raise RequestError(
             "answers are not kept, so none can be continued by its id",
             param="previous_response_id",
             hint="send the whole conversation as input",
         )
-    if asked.is_prefill:
+    if model_request.is_prefill:
         raise RequestError(
             "the last message is the assistant's, and an answer is not continued here",
             param="messages",
@@ -154,31 +376,33 @@ def _check(asked: ModelRequest) -> None:
         )
 
 
-def _query(asked: ModelRequest) -> Query:
+def _query(model_request: ModelRequest) -> Query:
     """Return what a server is asked; ValidationError for a value that is out of bounds."""
     decoding = Decoding(
-        max_tokens=asked.max_tokens,
-        stop=list(asked.stop),
-        num_choices=asked.num_choices,
-        format=asked.format,
-        top_logprobs=asked.top_logprobs or 0,
-        **_sampling(asked.sampling),
+        max_tokens=model_request.max_tokens,
+        stop=list(model_request.stop),
+        num_choices=model_request.num_choices,
+        format=model_request.format,
+        top_logprobs=model_request.top_logprobs or 0,
+        **_sampling(model_request.sampling),
     )
     common: dict[str, Any] = {
         "request": uuid.uuid4().hex,
         "decoding": decoding,
-        "stream": asked.stream,
-        "logprobs": asked.top_logprobs is not None,
-        "token_ids": asked.return_token_ids,
+        "stream": model_request.stream,
+        "logprobs": model_request.top_logprobs is not None,
+        "token_ids": model_request.return_token_ids,
     }
-    if asked.prompts:
+    if model_request.prompts:
         return CompletionRequest(
-            prompts=list(asked.prompts),
-            prompt_logprobs=asked.prompt_logprobs,
-            add_special_tokens=asked.add_special_tokens,
+            prompts=list(model_request.prompts),
+            prompt_logprobs=model_request.prompt_logprobs,
+            add_special_tokens=model_request.add_special_tokens,
             **common,
         )
-    return ChatRequest(messages=asked.template_messages(), tools=asked.template_tools(), **common)
+    return ChatRequest(
+        messages=model_request.template_messages(), tools=model_request.template_tools(), **common
+    )
 
 
 def _sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,10 +418,10 @@ def _sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
 class ServedAnswer:
     """A server's answer, read part by part and written in the words of an API."""
 
-    def __init__(self, api: ModelApi, asked: ModelRequest, query: Query) -> None:
+    def __init__(self, api: ModelApi, model_request: ModelRequest, query: Query) -> None:
         """Read the answer to `query`."""
         self._api = api
-        self._asked = asked
+        self._asked = model_request
         self._query = query
         self._answer: Answer | None = None
         self._readers: list[ReplyReader | None] = []
@@ -310,9 +534,9 @@ def _logprobs(delta: Delta) -> list[TokenLogprob]:
         rows = [
             tuple(
                 TokenLogprob(text, value, (), encoded)
-                for text, value, encoded in zip(*one, strict=True)
+                for text, value, encoded in zip(*column, strict=True)
             )
-            for one in columns
+            for column in columns
         ]
     tokens = zip(delta.tokens, delta.logprobs, rows, delta.token_bytes, strict=True)
     return [TokenLogprob(*token) for token in tokens]
@@ -392,3 +616,102 @@ async def read_body(request: Request) -> bytes:
         if len(raw) > MAX_INFERENCE_BYTES:
             raise HTTPException(413, f"the body is over {MAX_INFERENCE_BYTES:,} bytes")
     return bytes(raw)
+
+
+# -- endpoints -------------------------------------------------------------------------------------
+
+OF_TINKER = "/tinker/oai/api/v1"
+"""Where programs look for OpenAI's endpoints that know Tinker's address alone."""
+_NO_MODEL = "model_not_found"
+
+
+class UserBrokers(Protocol):
+    """The connections of those who are logged in."""
+
+    async def broker(self, request: Request) -> Broker:
+        """Return the NATS connection of the user that a request comes from."""
+        ...
+
+
+def routes(sessions: UserBrokers, trainers: Trainers) -> list[Route]:
+    """Return the endpoints, for the gateway's application."""
+    endpoints = ModelEndpoints(sessions, ServedModels(trainers))
+    methods = (
+        ("/v1/chat/completions", CHAT),
+        ("/v1/completions", COMPLETIONS),
+        (f"{OF_TINKER}/chat/completions", CHAT),
+        (f"{OF_TINKER}/completions", COMPLETIONS),
+        ("/v1/responses", RESPONSES),
+        ("/v1/messages", MESSAGES),
+    )
+    return [
+        Route("/v1/models", guarded(endpoints.models), methods=["GET"]),
+        Route("/v1/models/{model:path}", guarded(endpoints.model), methods=["GET"]),
+        *(
+            Route(path, guarded(endpoints.answering(api), api), methods=["POST"])
+            for path, api in methods
+        ),
+    ]
+
+
+class ModelEndpoints:
+    """The endpoints."""
+
+    def __init__(self, sessions: UserBrokers, models: ServedModels) -> None:
+        """Answer those whom `sessions` knows from `models`."""
+        self._sessions = sessions
+        self._models = models
+        self._answering = Answering(models)
+
+    async def models(self, request: Request) -> Response:
+        """List what the user's jobs serve."""
+        broker = await self._sessions.broker(request)
+        served = await self._models.serving.list(broker)
+        return JSONResponse({"object": "list", "data": [item.shown() for item in served]})
+
+    async def model(self, request: Request) -> Response:
+        """Tell of one model."""
+        broker = await self._sessions.broker(request)
+        match = await self._models.find(broker, request.path_params["model"])
+        return JSONResponse(match.shown())
+
+    def answering(self, api: ModelApi) -> Callable[[Request], Awaitable[Response]]:
+        """Return the endpoint of an API."""
+
+        async def answer(request: Request) -> Response:
+            broker = await self._sessions.broker(request)  # before the body is read
+            return await self._answering.answer(request, broker, api)
+
+        return answer
+
+
+def guarded(
+    endpoint: Callable[[Request], Awaitable[Response]], api: ModelApi = CHAT
+) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    """Return an endpoint whose errors come in the words of an API."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except TinkermqError as error:
+            headers = retry_headers(error, error.status)
+            return JSONResponse(worded(error, error.status, api), error.status, headers=headers)
+        except HTTPException as error:
+            refused = RequestError(str(error.detail))
+            value = worded(refused, error.status_code, api)
+            return JSONResponse(value, error.status_code, headers=error.headers)
+
+    return answer
+
+
+def api_of(path: str) -> ModelApi:
+    """Return the API in whose words errors come under a path."""
+    return {"/v1/messages": MESSAGES, "/v1/responses": RESPONSES}.get(path, CHAT)
+
+
+def worded(error: TinkermqError, status: int, api: ModelApi) -> dict[str, Any]:
+    """Return an error as the API words it; what is not there is a model that is not served."""
+    value = api.error(error, status)
+    if status == 404 and "code" in value["error"]:
+        value["error"]["code"] = _NO_MODEL
+    return value

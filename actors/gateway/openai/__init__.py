@@ -1,1 +1,0 @@
-"""OpenAI's endpoints for models that are served."""

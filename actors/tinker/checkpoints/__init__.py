@@ -1,1 +1,0 @@
-"""What a trainer keeps of its users: named checkpoints, training runs, sessions."""
