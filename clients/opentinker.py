@@ -14,8 +14,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar, cast
 
-from ..schemas.config.job import JobConfig, LearnerConfig, RolloutConfig
+from ..schemas.config.job import JobConfig
 from ..schemas.config.load_config import all_keys
+from ..schemas.config.sections import LearnerConfig, RolloutConfig
 from ..schemas.wire.errors import ConfigError
 from .validation import did_you_mean
 

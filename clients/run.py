@@ -17,8 +17,8 @@ from ..broker.calls import new_request_id
 from ..broker.feed import read_metrics, read_traces
 from ..broker.jetstream.kv import Bucket
 from ..broker.kept_rollouts import RunRollouts
-from ..broker.observe.profile import Profile, profile_of
 from ..broker.presence import presences
+from ..broker.profile import Profile, profile_of
 from ..envs.evaluation import Comparison, Scored, compare
 from ..schemas.config.load_config import apply_override
 from ..schemas.job import FINAL_STATES, LAST_STEP, JobRecord

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ...schemas.wire.errors import BrokerError, ConflictError
 from ...schemas.wire.trace import TRACEPARENT
-from ..client.availability import Unanswered
+from ..client.availability import UnansweredRequest
 from ..client.connection import Broker
 from ..client.faults import Refused
 from ..client.nats_internals import EXPECTED_SEQ, EXPECTED_STREAM_SEQ, WRITE_ID
@@ -121,7 +121,7 @@ async def append_once(
     if traceparent:
         headers[TRACEPARENT] = traceparent
     deadline = broker.clock() + deadline_s
-    with Unanswered(broker.availability, waiting_for) as unanswered:
+    with UnansweredRequest(broker.availability, waiting_for) as unanswered:
         while True:
             try:
                 await broker.append(

@@ -10,9 +10,9 @@ from typing import Literal, TypeVar
 from ...broker.calls import all_users, ask_users
 from ...broker.client.connection import Broker
 from ...broker.client.login import CREDENTIALS_VARIABLE, INVITATION_VARIABLE, KEY_VARIABLE
+from ...broker.credentials import PoolSecrets
 from ...broker.jobs import JobStore
 from ...broker.snapshots import Saved, restore_all, save_all
-from ...broker.users.credentials import PoolSecrets
 from ...schemas.user import (
     BOUNDS,
     AddUser,

@@ -21,7 +21,7 @@ from ...envs.agents.agent_check import (
 )
 from ...envs.agents.episode import EpisodeOver
 from ...envs.agents.local_run import LocalCall, LocalRun, open_program
-from ...envs.agents.messages import CanonicalMessage
+from ...envs.model_apis.canonical import CanonicalMessage
 from ...schemas.config.job import JobConfig
 from ...schemas.config.load_config import load_config
 from ...schemas.wire.codec import read_json

@@ -19,7 +19,7 @@ from .output import print_note
 from .session import with_pool
 
 if TYPE_CHECKING:
-    from ...envs.serving.host import EnvironmentHost
+    from ...envs.host import EnvironmentHost
 
 
 END_POLL_S = 2.0
@@ -91,7 +91,7 @@ def make_host(
 
     Raises StateError for a run whose episodes cannot be hosted by a command.
     """
-    from ...envs.serving.host import EnvironmentHost
+    from ...envs.host import EnvironmentHost
 
     if job is None and not runs_programs(record.config):
         return _host_of_game(pool, record, name)
@@ -103,10 +103,10 @@ def make_host(
         )
     programs = None
     if job.agent.command:
-        from ...envs.agents.programs.hosted import program_runner
+        from ...envs.agents.leases import make_program_runner
 
         tries = job.rollout.max_tries
-        programs = program_runner(job.agent, pool.broker, record.scope, max_tries=tries)
+        programs = make_program_runner(job.agent, pool.broker, record.scope, max_tries=tries)
     return EnvironmentHost(
         pool.broker, record.scope, job.env, name=name, seed=job.seed, programs=programs
     )
@@ -114,7 +114,7 @@ def make_host(
 
 def _host_of_game(pool: Pool, record: JobRecord, name: str) -> "EnvironmentHost":
     """Return a host of a run's game; its configuration need not be complete yet."""
-    from ...envs.serving.host import EnvironmentHost
+    from ...envs.host import EnvironmentHost
 
     env = EnvConfig.model_validate(record.config.get("env") or {"game": ""})
     if not env.game:

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from ...broker.observe.metering import held_slots, slot_seconds
-from ...broker.observe.recent import recent_values, run_row
+from ...broker.feed import recent_values, run_row
+from ...broker.metering import held_slots, slot_seconds
 from ...broker.presence import list_presences
 from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.metric import Presence

@@ -23,9 +23,9 @@ from types import FrameType
 from typing import cast
 
 from ...broker.client.login import CREDENTIALS_VARIABLE, OF_PERSONS, without_secrets
+from ...broker.credentials import SECRETS_VARIABLE, PoolSecrets
 from ...broker.nats_server import NatsServer
 from ...broker.service_process import die_with, erase_variable
-from ...broker.users.credentials import SECRETS_VARIABLE, PoolSecrets
 from ...schemas.wire.errors import (
     BrokerError,
     DeadlineError,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...broker.observe.recent import recent_values
+from ...broker.feed import recent_values
 from ...schemas.config.job import JobConfig
 from ...schemas.config.load_config import load_config
 from ...schemas.job import FINAL_STATES, JobRecord

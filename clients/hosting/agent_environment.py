@@ -45,8 +45,7 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
 
     from ...broker.client.connection import Broker
-    from ...envs.agents.given_out import GivenEpisode
-    from ...envs.serving.host import EnvironmentHost
+    from ...envs.host import EnvironmentHost
 
 
 class ClientOptions(TypedDict, total=False):
@@ -221,9 +220,9 @@ class _LeasingEnvironment(HostedEnvironment):
 
     async def make_host(self, broker: "Broker", address: JobAddress) -> "EnvironmentHost":
         """Return the host, which calls `start_episode` for each episode."""
-        from ...envs.agents.given_out import GivenOutRunner
+        from ...envs.agents.leases import LeaseRunner
         from ...envs.agents.proxy.proxy import ModelProxy
-        from ...envs.serving.host import EnvironmentHost
+        from ...envs.host import EnvironmentHost
 
         record = await Pool(broker).find(address.scope.job)
         config = _hosted_config(record.config, self.get_config())
@@ -234,7 +233,7 @@ class _LeasingEnvironment(HostedEnvironment):
 
         proxy = ModelProxy(broker, address.scope, gateway=self._gateway)
         tries, job = config.rollout.max_tries, address.scope.job
-        programs = GivenOutRunner(config.agent, proxy, give, max_tries=tries, job=job)
+        programs = LeaseRunner(config.agent, proxy, give, max_tries=tries, job=job)
         return EnvironmentHost(
             broker, address.scope, config.env, seed=config.seed, programs=programs
         )

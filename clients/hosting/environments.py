@@ -22,7 +22,7 @@ from ..opentinker import as_tree, translate
 if TYPE_CHECKING:
     from ...broker.client.connection import Broker
     from ...envs import AbstractGame
-    from ...envs.serving.host import EnvironmentHost
+    from ...envs.host import EnvironmentHost
 
 
 # A game's host inside the client's own process.
@@ -224,7 +224,7 @@ class GameEnvironment(HostedEnvironment):
 
     async def make_host(self, broker: "Broker", address: JobAddress) -> "EnvironmentHost":
         """Return the host of the game."""
-        from ...envs.serving.host import EnvironmentHost
+        from ...envs.host import EnvironmentHost
 
         config = EnvConfig.model_validate({**self.get_config()["env"], "kwargs": self.game_kwargs})
         return EnvironmentHost(

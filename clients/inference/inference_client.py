@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from ...broker.calls import new_request_id
 from ...broker.presence import presences
-from ...schemas.config.job import RolloutConfig
-from ...schemas.config.sections import ADAPTER_CONFIG
+from ...schemas.config.sections import ADAPTER_CONFIG, RolloutConfig
 from ...schemas.job import FINAL_STATES, LAST_STEP, JobRecord
 from ...schemas.tinker.names import is_path
 from ...schemas.wire.codec import merged

@@ -32,7 +32,7 @@ from ..game import (
     check_tools,
     game_failure,
 )
-from ..prompt import address, open_async_game, open_game, settled
+from ..prompt import address, open_async_game, open_game, resolve
 
 if TYPE_CHECKING:
     import asyncio
@@ -196,7 +196,7 @@ class Episodes:
         """Do the same with a game that may wait."""
         game = self.running(episode)
         with blaming_awaited(lambda error: self._step_failure(error, episode)):
-            result = _played(game, await settled(game.step(action)))
+            result = _played(game, await resolve(game.step(action)))
         return self._after(episode, result)
 
     def gold_action(self, episode: str) -> str:

@@ -17,8 +17,8 @@ MODULES = (
     "tinkermq.clients.cli",
     "tinkermq.clients.cli.train",
     "tinkermq.clients.cli.supervisor",
-    "tinkermq.envs.serving.host",
-    "tinkermq.broker.observe.tracking",
+    "tinkermq.envs.host",
+    "tinkermq.broker.tracking",
 )
 
 

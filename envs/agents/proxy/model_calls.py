@@ -13,14 +13,20 @@ from pydantic import ValidationError
 from ....schemas.agent import CallRequest
 from ....schemas.wire.codec import read_json
 from ....schemas.wire.errors import MessageError, NotFoundError
-from ...model_apis.answers import Answer, AnswerHead, FinishReason, ModelApi, NewTokens, Usage
+from ...model_apis.answers import (
+    Answer,
+    AnswerHead,
+    FinishReason,
+    ModelApi,
+    NewTokens,
+    Usage,
+)
+from ...model_apis.canonical import ReplyReader
 from ...model_apis.chat import ChatCompletionAnswer
 from ...model_apis.messages import MESSAGES
-from ...model_apis.request import ModelRequest, RequestError
+from ...model_apis.request import ModelRequest, RequestError, call_request
 from ...model_apis.responses import RESPONSES, input_items
 from ..episode import EpisodeOver
-from ..replies import ReplyReader
-from ..wire import call_request
 from .calls import CallAsker, GatheredAnswer, GatheredChoice, RunningCall
 from .exchange import BodyRoom, ClientGone, HttpExchange, dumped, worded
 from .open_episodes import KeptAnswer, OpenEpisode
@@ -187,7 +193,7 @@ class ModelCalls:
     async def answer(self, exchange: HttpExchange, opened: OpenEpisode, api: ModelApi) -> None:
         """Answer one call."""
         raw = await exchange.body(MAX_BODY_BYTES, self._room)
-        aside = _aside if len(raw) > _LARGE else _here
+        aside = _run_in_thread if len(raw) > _LARGE else _run_inline
         asked, digest = await aside(_read, raw, api)
         if "x-tinkermq-tokens" in exchange.headers:
             asked = replace(asked, return_token_ids=True)
@@ -213,7 +219,7 @@ class ModelCalls:
     async def count(self, exchange: HttpExchange, opened: OpenEpisode) -> None:
         """Answer how many tokens a prompt of Messages has, as it would be continued."""
         raw = await exchange.body(MAX_BODY_BYTES, self._room)
-        aside = _aside if len(raw) > _LARGE else _here
+        aside = _run_in_thread if len(raw) > _LARGE else _run_inline
         asked, _ = await aside(_read, raw, MESSAGES)
         asked = replace(asked, stream=False, return_token_ids=False)
         request = await aside(_request, opened, asked, False)
@@ -272,12 +278,12 @@ class ModelCalls:
         await waiting.exchange.reply_raw(answer, headers=_headers(call))
 
 
-async def _aside(work: Callable[..., T], *given: Any) -> T:
+async def _run_in_thread(work: Callable[..., T], *given: Any) -> T:
     """Do something in a thread: the loop serves others meanwhile."""
     return await asyncio.to_thread(work, *given)
 
 
-async def _here(work: Callable[..., T], *given: Any) -> T:
+async def _run_inline(work: Callable[..., T], *given: Any) -> T:
     return work(*given)
 
 

@@ -15,11 +15,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ...broker.client.connection import Broker, ConnectionLost
-from ...broker.client.rpc import call
-from ...broker.jetstream.direct_get import Together
-from ...schemas.config.job import EnvConfig
-from ...schemas.env import (
+from ..broker.client.connection import Broker
+from ..broker.client.faults import ConnectionLost
+from ..broker.client.rpc import call
+from ..broker.jetstream.direct_get import RequestBatcher
+from ..schemas.config.job import EnvConfig
+from ..schemas.env import (
     CloseRequest,
     DescribeReply,
     DescribeRequest,
@@ -30,12 +31,12 @@ from ...schemas.env import (
     StepReply,
     StepRequest,
 )
-from ...schemas.wire.codec import pack
-from ...schemas.wire.errors import DeadlineError, NotFoundError, TinkermqError
-from ...schemas.wire.subjects import JobScope
-from ..game import StepResult
-from ..running.episodes import TimedOut
+from ..schemas.wire.codec import pack
+from ..schemas.wire.errors import DeadlineError, NotFoundError, TinkermqError
+from ..schemas.wire.subjects import JobScope
+from .game import StepResult
 from .host import HostGone
+from .running.episodes import TimedOut
 
 _ANSWER_S = 4.0
 _HOLD_S = 1.0
@@ -53,7 +54,7 @@ Waiting = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
-class SeatAt:
+class RoleAddress:
     """A seat at the table of a game with roles."""
 
     host: str
@@ -71,7 +72,7 @@ class Start:
     sample: int | None
     seed: int
     kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
-    seat: SeatAt | None = None
+    seat: RoleAddress | None = None
     """In a game with roles: the seat that the episode takes; None for the table itself."""
     traceparent: str = ""
     """W3C trace context of the task."""
@@ -122,8 +123,8 @@ class Environments:
         self._scope = scope
         self._config = config
         self._waiting = waiting
-        self._resets = Together[bytes, tuple[str, Start], Started | str](self._send_resets)
-        self._steps = Together[str, Action, StepResult | None](self._send_steps)
+        self._resets = RequestBatcher[bytes, tuple[str, Start], Started | str](self._send_resets)
+        self._steps = RequestBatcher[str, Action, StepResult | None](self._send_steps)
         self._closing: set[asyncio.Task[None]] = set()
         self._last_host = ""
 
@@ -212,7 +213,7 @@ class Environments:
             answer = await self._ask_after_reset(answer, episode, start, deadline)
         return answer
 
-    async def _sit(self, episode: str, start: Start, seat: SeatAt) -> Started:
+    async def _sit(self, episode: str, start: Start, seat: RoleAddress) -> Started:
         """Take a seat and wait for its first turn; the other roles have leases at the host."""
         while True:
             answer = await self._ask_after_reset(seat.host, episode, start, math.inf)
