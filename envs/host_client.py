@@ -187,13 +187,13 @@ class Environments:
             patience_s += _STEP_PATIENCE * (config.reward.timeout_s + _MARGIN_S)
         return patience_s
 
-    async def _step(self, host: str, asked: Action, patience_s: float) -> StepResult:
+    async def _step(self, host: str, action: Action, patience_s: float) -> StepResult:
         deadline = self._broker.clock() + patience_s
         try:
-            answer = await self._steps.ask(host, asked)
+            answer = await self._steps.ask(host, action)
             while answer is None:
                 self._check(deadline, host, "step")
-                (answer,) = await self._ask_steps(host, [asked], _HOLD_S)
+                (answer,) = await self._ask_steps(host, [action], _HOLD_S)
                 if isinstance(answer, TinkermqError):
                     raise answer
         except _NOBODY as error:

@@ -123,7 +123,7 @@ class UnansweredRequest:
         self._since: float | None = None
         self._next_word = 0.0
 
-    def __enter__(self) -> "Unanswered":
+    def __enter__(self) -> "UnansweredRequest":
         return self
 
     def __exit__(self, *exc_info: object) -> None:

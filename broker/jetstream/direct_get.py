@@ -1,7 +1,7 @@
-"""Reading stored messages by sequence, without a consumer.
+"""Reads stored messages by sequence, without a consumer: one, a batch, or a stream as it grows.
 
-A direct get answers from the stream itself, in batches, and needs no right to create consumers.
-Used for keys, single log entries and the chunks of objects; live tails are in `reader.py`.
+A direct get is answered from the stream itself, in batches, and needs no right to create consumers.
+Used for keys, log entries, the chunks of objects, and by `StreamReader` for live streams.
 """
 
 import asyncio
@@ -80,9 +80,9 @@ async def get_last_behind(
     loop = asyncio.get_running_loop()
     deadline = loop.time() + broker.replication.lag_s
     while True:
-        found = await get_last(broker, stream, subject)
-        if (found is not None and found.seq > seq) or loop.time() >= deadline:
-            return found
+        newest = await get_last(broker, stream, subject)
+        if (newest is not None and newest.seq > seq) or loop.time() >= deadline:
+            return newest
         await asyncio.sleep(_IN_FLIGHT_PAUSE_S)
 
 
@@ -130,13 +130,13 @@ async def get_all(
     A message that is replaced meanwhile (a key that is written again) may come twice.
     Each batch is one attempt; raises what `Broker.request` raises.
     """
-    found: list[StoredMessage] = []
+    stored: list[StoredMessage] = []
     seq = from_seq
     while True:
         messages, more = await get_batch(broker, stream, seq, subject)
-        found += messages
+        stored += messages
         if not more:
-            return found
+            return stored
         seq = messages[-1].seq + 1
 
 
@@ -190,7 +190,7 @@ class BatchInbox:
         await self._inbox.close()
 
 
-# Many questions in one message: what is asked for within one turn of the event loop.
+# Batching: what is asked for within one turn of the event loop travels in one message.
 
 K = TypeVar("K", bound=Hashable)
 Q = TypeVar("Q")
@@ -211,12 +211,12 @@ class RequestBatcher(Generic[K, Q, R]):
     def ask(self, key: K, question: Q) -> "asyncio.Future[R]":
         """Return the future of the answer."""
         loop = asyncio.get_running_loop()
-        asked = self._asked.get(key)
-        if asked is None:
-            asked = self._asked[key] = []
+        waiting = self._asked.get(key)
+        if waiting is None:
+            waiting = self._asked[key] = []
             loop.call_soon(self._go, key)
         future: asyncio.Future[R] = loop.create_future()
-        asked.append((question, future))
+        waiting.append((question, future))
         return future
 
     def _go(self, key: K) -> None:
@@ -243,12 +243,10 @@ class RequestBatcher(Generic[K, Q, R]):
 
 # Reading a stream from any sequence on, live, across restarts of the server.
 #
-# There is no consumer: the position is the reader's own. What is stored is read by direct gets in
-# batches that are bounded in bytes, one ahead; once there is no more, a plain subscription to the
-# stream's subjects (of a stream with large messages, to what the server republishes without them)
-# says when to look again. What is heard there is only a sign: a message counts when it is read
-# from the stream, so a reader yields every stored message once and in order, whatever was lost on
-# the way, and needs no right to create anything.
+# The reader keeps its own position and reads by batched direct gets, one batch ahead. At the end, a
+# plain subscription to the stream's subjects (of a stream with large messages, to what the server
+# republishes without them) says when to read again. So every stored message is yielded once and in
+# order, whatever the subscription lost.
 
 FIRST_PAUSE_S = 0.005
 LAST_PAUSE_S = 1.0

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
 
     from ...broker.client.connection import Broker
+    from ...envs.agents.leases import EpisodeLease
     from ...envs.host import EnvironmentHost
 
 
@@ -115,7 +116,7 @@ Program = Callable[[dict[str, Any], "AgentEpisode"], "Awaitable[Reward] | Reward
 class AgentEpisode(SdkClients):
     """One episode: its task, the URLs of its model, and its reward."""
 
-    def __init__(self, given: "GivenEpisode", loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, given: "EpisodeLease", loop: asyncio.AbstractEventLoop) -> None:
         """Wrap an episode that the host has leased on its event loop."""
         self._given = given
         self._loop = loop
@@ -228,7 +229,7 @@ class _LeasingEnvironment(HostedEnvironment):
         config = _hosted_config(record.config, self.get_config())
         loop = asyncio.get_running_loop()
 
-        def give(given: "GivenEpisode") -> None:
+        def give(given: "EpisodeLease") -> None:
             self.start_episode(AgentEpisode(given, loop), given)
 
         proxy = ModelProxy(broker, address.scope, gateway=self._gateway)
@@ -238,7 +239,7 @@ class _LeasingEnvironment(HostedEnvironment):
             broker, address.scope, config.env, seed=config.seed, programs=programs
         )
 
-    def start_episode(self, episode: AgentEpisode, given: "GivenEpisode") -> None:
+    def start_episode(self, episode: AgentEpisode, given: "EpisodeLease") -> None:
         """Handle a started episode, on the host's event loop."""
         raise NotImplementedError
 
@@ -263,7 +264,7 @@ class AgentEnvironment(_LeasingEnvironment):
         self._program = program
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def start_episode(self, episode: AgentEpisode, given: "GivenEpisode") -> None:
+    def start_episode(self, episode: AgentEpisode, given: "EpisodeLease") -> None:
         """Run the function on an episode."""
         task = asyncio.create_task(self._run(episode), name=f"program {episode.id}")
         self._tasks.add(task)
@@ -363,7 +364,7 @@ class AgentEpisodes(_LeasingEnvironment):
                 async with asyncio.timeout(_LOOK_S):
                     await stopping.wait()
 
-    def start_episode(self, episode: AgentEpisode, given: "GivenEpisode") -> None:
+    def start_episode(self, episode: AgentEpisode, given: "EpisodeLease") -> None:
         """Queue an episode for the iterator."""
         self._given.put(episode)
 

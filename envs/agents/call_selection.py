@@ -1,8 +1,8 @@
-"""Which calls of a program's episode are trained, and which conversation is its main one.
+"""Selects which calls of a program's episode are trained, and finds its main conversation.
 
-Pure. `agent.train` says which: all answers that arrived (the default), those of the main
-conversation, those of conversations whose opening a pattern matches or does not, or (`alive`) those
-that can have had a part in the outcome, as far as that is to be seen from outside.
+Pure. `agent.train` selects: all answers that arrived (the default), those of the main conversation,
+those of conversations whose opening matches a pattern or does not, or (`alive`) those that can have
+contributed to the outcome, as far as requests show it.
 """
 
 import json
@@ -19,12 +19,9 @@ from numpy.typing import NDArray
 from ...schemas.config.agent import train_pattern
 from ..model_apis.canonical import MIN_QUOTE, CanonicalMessage, marks_of
 
-# Which calls of an episode were given which answers to read.
-#
-# An answer was read by a request that holds the id of one of its tool calls, the answer itself,
-# or a part of it that is new: a run of 16 characters (all of an answer that is shorter) that
-# stands in no request made before the answer had come. What the answer took from its own prompt
-# tells nothing, and neither does what its reader had been told before.
+# Who read an answer: a request that holds the id of one of its tool calls, the answer itself, or a
+# new part of it: a run of 16 characters (all of a shorter answer) that is in no request made before
+# the answer came, and neither in its own prompt.
 
 _FACTOR = 0x9E3779B97F4A7C15
 
@@ -132,26 +129,26 @@ class Readers(Generic[OneCall]):
     @cached_property
     def _by_id(self) -> dict[str, int]:
         """The calls that were given a tool call or its result, by its id."""
-        found = defaultdict[str, int](int)
+        counts = defaultdict[str, int](int)
         for call in self._calls:
             for message in call.given:
                 for call_id in (message.call_id, *(one.id for one in message.calls)):
-                    found[call_id] |= 1 << call.number
-        return found
+                    counts[call_id] |= 1 << call.number
+        return counts
 
     @cached_property
     def _with_run(self) -> dict[int, int]:
         """The calls that were given each run of the answers."""
         texts = {text for call in self._calls for text in _texts(call.reply)}
         wanted = np.unique(np.concatenate([*map(_runs, texts), np.empty(0, np.uint64)]))
-        found = defaultdict[int, int](int)
+        counts = defaultdict[int, int](int)
         for message, readers in self._given.values():
             runs = _runs(message.text)
             at = np.searchsorted(wanted, runs)
             inside = at < len(wanted)
             for run in runs[inside][wanted[at[inside]] == runs[inside]].tolist():
-                found[run] |= readers
-        return found
+                counts[run] |= readers
+        return counts
 
 
 def _texts(reply: CanonicalMessage) -> Iterator[str]:
@@ -277,8 +274,8 @@ def _why_not(calls: Sequence[Call], which: str) -> Callable[[Call], WhyNot]:
     pattern, is_trained = train_pattern(which)
 
     def by_opening(call: Call) -> WhyNot:
-        found = pattern.search(opening_of(call.root.given)) is not None
-        return "" if found is is_trained else "pattern"
+        matches = pattern.search(opening_of(call.root.given)) is not None
+        return "" if matches is is_trained else "pattern"
 
     return by_opening
 
@@ -424,8 +421,8 @@ def system_of(messages: Sequence[CanonicalMessage]) -> list[bytes]:
 
 def digest_of(tools: Sequence[Mapping[str, Any]]) -> bytes:
     """Return a call's context, which tells sets of tools apart; other orders are other sets."""
-    told = json.dumps([dict(tool) for tool in tools], sort_keys=True)
-    return blake2b(told.encode(), digest_size=16).digest()
+    text = json.dumps([dict(tool) for tool in tools], sort_keys=True)
+    return blake2b(text.encode(), digest_size=16).digest()
 
 
 NO_TOOLS = digest_of(())

@@ -1,7 +1,9 @@
-r"""Rewards of an answer: rules that give 0 to 1 each, and their weighted sum.
+"""Grades answers to math problems: finds the answer, compares it, weighs the rules.
 
-`{"answer": 1}` is the plain rule; `{"answer": 0.9, "think": 0.1}` is geometry3k's composition of
-accuracy and format. The parts are reported beside the sum, each under its own name.
+The answer is the last `\boxed{…}` outside of reasoning, fenced blocks and tool calls. Comparisons
+that need math-verify run in worker processes with hard limits, since an answer can be expensive to
+compare. `{"answer": 1}` is the plain rule; `{"answer": 0.9, "think": 0.1}` is geometry3k's
+composition of accuracy and format. Each part is reported beside the sum under its own name.
 """
 
 import atexit
@@ -23,10 +25,7 @@ from ...schemas.wire.errors import ConfigError, GameError
 from ..reasoning import behind_reasoning
 from .quantity import clean, is_balanced, read_quantity, same_unit, without_units
 
-# Find the answer in a text of the policy: the last `\boxed{…}` that is meant as one.
-#
-# Reasoning between `<think>` tags, fenced blocks and tool calls are no place for an answer: what
-# stands in a program, or was considered on the way, does not count. Pure.
+# Finding the answer. Pure.
 
 MAX_ANSWER_CHARS = 1000
 """A longer answer is wrong without being read."""
@@ -81,12 +80,12 @@ def final_text(text: str) -> str:
 
 def boxed_answers(text: str) -> list[str]:
     r"""Return the contents of all `\boxed{…}` whose braces close, in their order."""
-    found: list[str] = []
+    answers: list[str] = []
     for match in _BOXED.finditer(text):
         content = _braced(text, match.end())
         if content is not None:
-            found.append(content.strip())
-    return found
+            answers.append(content.strip())
+    return answers
 
 
 def answer_of(text: str) -> str | None:
@@ -121,22 +120,24 @@ def to_compare(gold: str, answer: str) -> tuple[str, str] | bool:
 
 
 def _numbers_to_compare(gold: str, answer: str, texts: tuple[str, str]) -> tuple[str, str] | bool:
-    right, given = read_quantity(gold), read_quantity(answer)
-    if right is None or (right.has_letter and (given is None or not given.unit)):
+    right, answered = read_quantity(gold), read_quantity(answer)
+    if right is None or (right.has_letter and (answered is None or not answered.unit)):
         return _expressions_to_compare(*texts)
-    if given is None:
+    if answered is None:
         if right.is_rational and _leaves_work(texts[1]):
             return False
         return right.latex, texts[1]
-    if given.has_letter and not right.unit:
+    if answered.has_letter and not right.unit:
         return right.latex, texts[1]
-    if not same_unit(right.unit, given.unit) or _other_name(right.label, given.label):
+    if not same_unit(right.unit, answered.unit) or _other_name(right.label, answered.label):
         return False
-    if right.value is not None and given.value is not None:
-        is_far = abs(right.value - given.value) > _FAR * max(abs(right.value), abs(given.value))
-        if is_far and right.is_percent == given.is_percent:
+    if right.value is not None and answered.value is not None:
+        is_far = abs(right.value - answered.value) > _FAR * max(
+            abs(right.value), abs(answered.value)
+        )
+        if is_far and right.is_percent == answered.is_percent:
             return False
-    return right.latex, given.latex
+    return right.latex, answered.latex
 
 
 def _expressions_to_compare(gold: str, answer: str) -> tuple[str, str] | bool:
@@ -204,11 +205,7 @@ def _braced(text: str, start: int) -> str | None:
     return None
 
 
-# Compare answers with math-verify, in worker processes with hard limits.
-#
-# An answer may be made to be expensive: nested powers, a thousand brackets. Whatever takes more
-# computing than the limit, or more memory, ends its process and is wrong; the next one gets a
-# fresh process.
+# Comparing in worker processes: one that exceeds its limits is replaced, and its answer is wrong.
 
 Verdict = Literal["right", "wrong", "late", "failed"]
 LIMIT_S = 5.0
@@ -324,6 +321,8 @@ def shared_grader() -> Grader:
     return grader
 
 
+# Rules and their weighted sum.
+
 _THINK = re.compile(r"\s*<think>(?:(?!</?think>).)+</think>(?:(?!</?think>).)+", re.DOTALL)
 
 
@@ -382,7 +381,7 @@ class MathRewards:
         """Judge a text of the policy."""
         answer = answer_of(text)
         verdict = None if answer is None else self._grader.grade(gold, answer)
-        given = {ANSWER: float(verdict == "right")}
-        given |= {name: FORMATS[name](text) for name in self._weights if name in FORMATS}
-        reward = sum(weight * given[name] for name, weight in self._weights.items())
-        return Judged(reward, given, verdict, answer)
+        scores = {ANSWER: float(verdict == "right")}
+        scores |= {name: FORMATS[name](text) for name in self._weights if name in FORMATS}
+        reward = sum(weight * scores[name] for name, weight in self._weights.items())
+        return Judged(reward, scores, verdict, answer)

@@ -124,9 +124,9 @@ class CanonicalMessage:
 
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates take it."""
-        told: dict[str, Any] = {"role": self.role, "content": self._content()}
+        message: dict[str, Any] = {"role": self.role, "content": self._content()}
         if self.calls:
-            told["tool_calls"] = [
+            message["tool_calls"] = [
                 {
                     "type": "function",
                     "id": call.id,
@@ -135,10 +135,10 @@ class CanonicalMessage:
                 for call in self.calls
             ]
         if self.reasoning:
-            told["reasoning_content"] = self.reasoning
+            message["reasoning_content"] = self.reasoning
         if self.call_id:
-            told["tool_call_id"] = self.call_id
-        return told
+            message["tool_call_id"] = self.call_id
+        return message
 
     def _content(self) -> str | list[dict[str, Any]]:
         if all(isinstance(part, str) for part in self.content):
@@ -224,12 +224,9 @@ def _without(message: CanonicalMessage, volatile: Sequence[Volatile]) -> Canonic
     return message if content == message.content else replace(message, content=content)
 
 
-# A model's answer as a message: what it reasoned, said and called, read as it is generated.
-#
-# What a program is told and what is kept of a call are both made of the pieces that are read
-# here, so that an echo of an answer is recognised. Calls are read as Hermes and Qwen models write
-# them; what is not well formed is text. White space beside reasoning and calls belongs to
-# neither.
+# Replies, read as they are generated, so that an echo of an answer is recognised. Calls are read as
+# Hermes and Qwen models write them; what is not well formed is text. White space beside reasoning
+# and calls belongs to neither.
 
 THINK, THOUGHT = "<think>", "</think>"
 
@@ -361,10 +358,10 @@ class ReplyReader:
         whole = self._space + text
         if self._hides_space:
             whole = whole.lstrip()
-        told = whole.rstrip()
-        self._space = whole[len(told) :]
-        self._hides_space = self._hides_space and not told
-        return told
+        stripped = whole.rstrip()
+        self._space = whole[len(stripped) :]
+        self._hides_space = self._hides_space and not stripped
+        return stripped
 
 
 def call_name(request: str, choice: int = 0) -> str:

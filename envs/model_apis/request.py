@@ -258,10 +258,10 @@ def custom_call(name: str, text: str, call_id: str) -> CanonicalCall:
 
 def read_sampling(fields: Fields, names: Sequence[str]) -> dict[str, Any]:
     """Read how tokens are to be drawn: fields as they are, but for numbers that ask for nothing."""
-    given = {name: fields.any(name) for name in names}
+    values = {name: fields.any(name) for name in names}
     return {
         name: value
-        for name, value in given.items()
+        for name, value in values.items()
         if not (value is None or (isinstance(value, int | float) and asks_nothing(name, value)))
     }
 
@@ -494,7 +494,7 @@ def _is_one_of(value: Any, neutral: Any) -> bool:
     return value in neutral if isinstance(neutral, tuple) else bool(value == neutral)
 
 
-# A model's call as it travels: canonical messages, and the request around them.
+# The request as it travels to a generator.
 
 
 def packed(message: CanonicalMessage) -> CallMessage:

@@ -37,7 +37,7 @@ from .folders import ProgramFolder
 from .launcher import ModelEndpoint, ProgramLauncher, Running
 from .sandbox import PORT, Reach, grader_mounts
 
-# Parses what a program or its reward command writes: a number, or an object with `reward`.
+# Parsing of rewards: a number, or an object with `reward`.
 
 _SHOWN_REWARD_CHARS = 200
 _FORM = 'a number, or {"reward": number, "success": true or false, "info": {…}}'
@@ -377,8 +377,8 @@ def try_number(episode: str) -> int:
 
     A try that was lost with its host is counted, too: the one that counts may come a try sooner.
     """
-    found = re.search(r"-(\d{1,6})\Z", episode)
-    return int(found[1]) if found else 1
+    match = re.search(r"-(\d{1,6})\Z", episode)
+    return int(match[1]) if match else 1
 
 
 def _described(ending: Ending, config: AgentConfig) -> str:

@@ -73,7 +73,7 @@ class ProgramRunner:
     def reset(self, opening: Opening) -> Awaitable[list[ChatMessage]]:
         """Start an episode's program; the messages are those by which its task is known.
 
-        Raises NoPlace when no place is free for `setup_timeout_s`, SandboxError when the program
+        Raises NoFreeSlot when no place is free for `setup_timeout_s`, SandboxError when the program
         cannot be started.
         """
         assert self._launcher is not None
