@@ -1,6 +1,6 @@
 """The environment-host actor: runs a job's game in the pool.
 
-The work is done by `envs/serving/host.py`, which a client runs inside its own process just as well.
+The work is done by `envs/host.py`, which a client runs inside its own process just as well.
 """
 
 import asyncio
@@ -9,10 +9,9 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 
 from ..broker.client.rpc import Service
-from ..envs.agents.asked_for import AskedEpisodes
-from ..envs.agents.programs.hosted import asked_runner, program_runner
-from ..envs.running.runner import PlacedRunner
-from ..envs.serving.host import EnvironmentHost
+from ..envs.agents.leases import AskedEpisodes, asked_runner, program_runner
+from ..envs.host import EnvironmentHost
+from ..envs.running.runners import PlacedRunner
 from ..schemas.agent import GiveRequest
 from .runtime import JobContext, run_job_actor, settle_memory
 

@@ -29,7 +29,7 @@ from ..schemas.wire.subjects import BUCKET_ARCHIVE, BUCKET_JOBS, BUCKET_REQUESTS
 from .client.connection import Broker
 from .feed import publish_event
 from .jetstream.kv import Bucket, Entry
-from .observe.metering import metered
+from .metering import metered
 
 _MAX_REASON_CHARS = 8192
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()

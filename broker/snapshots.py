@@ -18,7 +18,8 @@ from typing import IO, Any, cast
 
 from ..schemas.wire.errors import BrokerError, NotFoundError, StateError, StorageError
 from ..schemas.wire.subjects import BUCKET_ACTORS, BUCKET_LEASES, BUCKET_NODES
-from .client.connection import Broker, ConnectionLost, Msg
+from .client.connection import Broker, Msg
+from .client.faults import ConnectionLost
 from .client.nats_internals import DESCRIPTION, END_OF_BATCH, header, status_of
 from .client.parts import Inbox
 from .jetstream.streams import StreamConfig, delete_stream, num_replicas, stream_info

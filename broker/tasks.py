@@ -17,7 +17,9 @@ from ..schemas.task import Task
 from ..schemas.wire.errors import MessageError
 from ..schemas.wire.subjects import TASK_CONSUMER, JobScope
 from ..schemas.wire.trace import TRACEPARENT
-from .client.connection import RETRY_PAUSE_S, Broker, ConnectionLost, Msg, NoResponders
+from .client.availability import RETRY_PAUSE_S
+from .client.connection import Broker, Msg
+from .client.faults import ConnectionLost, NoResponders
 from .client.nats_internals import header
 from .jetstream.appending import append_once
 from .jetstream.direct_get import get_last

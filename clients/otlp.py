@@ -6,7 +6,7 @@ The packages are those of the extra `otel`; they are imported when somebody asks
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..broker.observe.profile import Span
+from ..broker.profile import Span
 from ..schemas.wire.errors import BrokerError, ConfigError
 
 if TYPE_CHECKING:

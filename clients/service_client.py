@@ -14,7 +14,7 @@ from typing import Any
 
 from ..broker.client.faults import shown_url
 from ..broker.disk import in_thread, with_room
-from ..broker.observe.tracking import ConsoleTracker, TrackedRun, Tracker, make_trackers
+from ..broker.tracking import ConsoleTracker, TrackedRun, Tracker, make_trackers
 from ..schemas.config.load_config import check_keys
 from ..schemas.job import FINAL_STATES, JobRecord
 from ..schemas.metric import Metric

@@ -182,8 +182,10 @@ class _Checker:
             return thread.submit(lambda: asyncio.run(self._rewarded(played))).result()
 
     async def _rewarded(self, played: Sequence[PlayedEpisode]) -> str:
-        from .rewards.function import FunctionSource
-        from .rewards.rewards import Rewards  # needs NumPy, which few checks do
+        from .rewards import (
+            FunctionSource,
+            Rewards,  # needs NumPy, which few checks do
+        )
 
         config = self.game.config.reward
         returns: list[float] = []

@@ -11,7 +11,14 @@ from pydantic import Field, model_validator
 
 from .agent import CallMessage, CallPlaces
 from .task import Blame, Task
-from .wire.array import ExpertArray, FloatMatrix, FloatVector, IntMatrix, IntVector, MaskVector
+from .wire.array import (
+    ExpertArray,
+    FloatMatrix,
+    FloatVector,
+    IntMatrix,
+    IntVector,
+    MaskVector,
+)
 from .wire.codec import pack
 from .wire.errors import DataError, MessageError
 from .wire.fitting import cut_info, packed_bytes

@@ -23,7 +23,16 @@ from docs.generate import message_modules, pages
 from docs.recordings import MAX_FILE_BYTES
 from docs.topics import STORES, TOPICS
 from docs.typed_config import TARGET, typed_config
-from tests.support.pages import PAGES, ROOT, Block, blocks, of_language, prose, save, succeed
+from tests.support.pages import (
+    PAGES,
+    ROOT,
+    Block,
+    blocks,
+    of_language,
+    prose,
+    save,
+    succeed,
+)
 from tests.support.stack import Stack
 
 FIRST_GAME = ROOT / "docs" / "tutorials" / "1-first-game.md"

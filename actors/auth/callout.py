@@ -17,9 +17,9 @@ from ...broker.client.keys import (
     key_hash,
     user_of_key,
 )
+from ...broker.credentials import ACCOUNT
 from ...broker.jobs import JobStore, is_final
-from ...broker.users.credentials import ACCOUNT
-from ...broker.users.permissions import (
+from ...broker.permissions import (
     Permissions,
     admin_permissions,
     episode_permissions,
@@ -27,7 +27,7 @@ from ...broker.users.permissions import (
     job_permissions,
     user_permissions,
 )
-from ...broker.users.records import UserStore
+from ...broker.user_records import UserStore
 from ...schemas.user import Invitation, UserRecord
 from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import AuthError, MessageError, TinkermqError

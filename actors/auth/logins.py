@@ -15,7 +15,7 @@ from nats.aio.msg import Msg
 
 from ...broker.client.keys import check_episode_key, check_job_key, is_same, key_hash
 from ...broker.fair_queue import FairQueue, Rates
-from ...broker.users.audit import Audit
+from ...broker.user_records import Audit
 from ...schemas.user import UserRecord
 from ...schemas.wire.errors import AuthError, MessageError, TinkermqError
 from .callout import Authenticator, ClaimIssuer, LoginRequest, read_request

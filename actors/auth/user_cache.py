@@ -10,7 +10,7 @@ import structlog
 from ...broker.client.connection import Broker
 from ...broker.fair_queue import DEFAULT_BOUND
 from ...broker.jetstream.kv import Mirror
-from ...broker.users.records import USER
+from ...broker.user_records import USER
 from ...schemas.user import UserRecord
 from ...schemas.wire.errors import BrokerError, DeadlineError
 from ...schemas.wire.subjects import BUCKET_USERS

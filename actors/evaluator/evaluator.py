@@ -16,7 +16,7 @@ from ...broker.feed import publish_metric
 from ...broker.jetstream.kv import Bucket, KeyChanges
 from ...broker.weights.payloads import TensorBytes
 from ...envs.evaluation import task_seed
-from ...envs.serving.remote import Environments, Start
+from ...envs.host_client import Environments, Start
 from ...schemas.env import DescribeReply
 from ...schemas.metric import EvalRecord, Metric
 from ...schemas.rollout import Trajectory

@@ -13,11 +13,11 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from ...broker.observe.metering import TimeUse
+from ...broker.metering import TimeUse
 from ...broker.partial_rollouts import Fenced
 from ...broker.rollouts import RolloutLog
 from ...broker.tasks import Lease, TaskQueue
-from ...envs.serving.remote import Environments
+from ...envs.host_client import Environments
 from ...schemas.rollout import Group
 from ...schemas.wire.trace import GENERATOR_KINDS
 from ..engine.engine import Engine, tell_engine

@@ -18,9 +18,15 @@ from typing import Any, Literal, Protocol, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ...envs.agents.messages import CanonicalMessage, quotes
-from ...envs.agents.reading import Readers
-from ...envs.agents.which_calls import NO_TOOLS, WhyNot, main_root, system_of, why_untrained
+from ...envs.agents.call_selection import (
+    NO_TOOLS,
+    Readers,
+    WhyNot,
+    main_root,
+    system_of,
+    why_untrained,
+)
+from ...envs.model_apis.canonical import CanonicalMessage, quotes
 from ...schemas.agent import CallPlaces, RewardedBranch
 from ..engine.engine import FloatVector, Generation, IntVector
 
@@ -295,7 +301,7 @@ def _same(some: Sequence[CanonicalMessage], others: Sequence[CanonicalMessage]) 
 
 # From a tree of calls to what is trained: each token that could matter, exactly once.
 #
-# Which calls are trained, `agent.train` says (`envs/agents/which_calls.py`): by default all whose
+# `agent.train` says which calls are trained (`envs/agents/call_selection.py`): by default all whose
 # answer arrived. They share the episode's reward, and each weighs by its tokens within the
 # episode.
 

@@ -15,7 +15,7 @@ import structlog
 from ...broker.feed import publish_dead
 from ...broker.partial_rollouts import Fenced
 from ...broker.rollouts import RolloutLog
-from ...envs.serving.remote import Environments, SeatAt, Start
+from ...envs.host_client import Environments, SeatAt, Start
 from ...schemas.config.job import JobConfig
 from ...schemas.rollout import Group, Trajectory, with_cut_infos
 from ...schemas.task import Blame, DeadLetter, Task

@@ -8,7 +8,7 @@ from typing import cast
 from ...broker.client.connection import Broker
 from ...broker.client.rpc import Handler, RequestContext, Service
 from ...broker.jobs import JobStore, is_final
-from ...broker.users.audit import Audit
+from ...broker.user_records import Audit
 from ...schemas.job import (
     ConfigureRequest,
     JobList,

@@ -4,8 +4,9 @@ import asyncio
 import time
 from collections import OrderedDict
 
-from ...envs.serving.remote import Environments, Start
-from ...schemas.config.job import JobConfig, RolloutConfig
+from ...envs.host_client import Environments, Start
+from ...schemas.config.job import JobConfig
+from ...schemas.config.sections import RolloutConfig
 from ...schemas.infer import PlayPart, PlayRequest
 from ...schemas.wire.errors import BusyError, ConfigError, DeadlineError
 from ..engine.engine import Engine

@@ -24,8 +24,7 @@ from .faults import TRANSIENT, ConnectionLost, NoResponders, Refused, missing
 from .replies import Callbacks, Replies, checked
 
 if TYPE_CHECKING:
-    from .connection import Broker
-    from .store_subjects import StoreSubjects
+    from .connection import Broker, StoreSubjects
 
 
 TOLD_AFTER_S = 5.0

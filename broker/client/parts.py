@@ -31,7 +31,8 @@ from ...schemas.wire.errors import (
 from ...schemas.wire.foreign import ends_this_task
 from ...schemas.wire.message import ErrorReply, Message, Part
 from . import faults
-from .connection import Broker, ConnectionLost
+from .connection import Broker
+from .faults import ConnectionLost
 from .nats_internals import NO_RESPONDERS, reply_of, status_of
 from .reconnect import flush
 from .replies import Listening

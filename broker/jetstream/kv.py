@@ -23,8 +23,9 @@ from nats.aio.msg import Msg
 
 from ...schemas.wire.errors import ConflictError, MessageError, NotFoundError
 from ...schemas.wire.message import Message
-from ..client.connection import Broker, Listening
+from ..client.connection import Broker
 from ..client.nats_internals import OPERATION, TTL
+from ..client.replies import Listening
 from .appending import Overtaken, append_behind
 from .direct_get import StoredMessage, get_all, get_batch, get_last
 

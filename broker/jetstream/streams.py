@@ -36,8 +36,8 @@ from ...schemas.wire.subjects import (
     JobScope,
     number_of,
 )
-from ..client.connection import Broker, ConnectionLost, NoResponders
-from ..client.faults import Refused
+from ..client.connection import Broker
+from ..client.faults import ConnectionLost, NoResponders, Refused
 from ..client.nats_internals import DESCRIPTION, header, status_of
 from ..client.parts import Inbox
 

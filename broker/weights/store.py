@@ -35,7 +35,8 @@ from ...schemas.weights import (
 )
 from ...schemas.wire.errors import BrokerError, ConfigError, ModelError, NotFoundError
 from ...schemas.wire.subjects import JobScope
-from ..client.connection import Broker, Listening, Msg
+from ..client.connection import Broker, Msg
+from ..client.replies import Listening
 from ..jetstream.kv import Bucket, DamagedEntry
 from ..jetstream.objects import CHUNK_BYTES, DigestMismatch, digest_of
 from .history import Step, WeightHistory, Whole, joined, make

@@ -18,7 +18,7 @@ from .output import note
 from .session import with_pool
 
 if TYPE_CHECKING:
-    from ...envs.serving.host import EnvironmentHost
+    from ...envs.host import EnvironmentHost
 
 END_POLL_S = 2.0
 """How often a host looks whether its run has ended."""
@@ -87,7 +87,7 @@ def make_host(
 
     Raises StateError for a run whose episodes cannot be hosted by a command.
     """
-    from ...envs.serving.host import EnvironmentHost
+    from ...envs.host import EnvironmentHost
 
     if job is None and not runs_programs(record.config):
         return _host_of_game(pool, record, name)
@@ -99,7 +99,7 @@ def make_host(
         )
     programs = None
     if job.agent.command:
-        from ...envs.agents.programs.hosted import program_runner
+        from ...envs.agents.leases import program_runner
 
         tries = job.rollout.max_tries
         programs = program_runner(job.agent, pool.broker, record.scope, max_tries=tries)
@@ -110,7 +110,7 @@ def make_host(
 
 def _host_of_game(pool: Pool, record: JobRecord, name: str) -> "EnvironmentHost":
     """Return a host of a run's game; its configuration need not be complete yet."""
-    from ...envs.serving.host import EnvironmentHost
+    from ...envs.host import EnvironmentHost
 
     env = EnvConfig.model_validate(record.config.get("env") or {"game": ""})
     if not env.game:

@@ -12,8 +12,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
-from ...schemas.config.job import JobConfig, LearnerConfig, RolloutConfig
+from ...schemas.config.job import JobConfig
 from ...schemas.config.load_config import all_keys
+from ...schemas.config.sections import LearnerConfig, RolloutConfig
 from ...schemas.wire.errors import ConfigError
 from ..validation.names import did_you_mean
 

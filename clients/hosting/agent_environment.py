@@ -43,8 +43,8 @@ from .sdk_clients import SdkClients
 
 if TYPE_CHECKING:
     from ...broker.client.connection import Broker
-    from ...envs.agents.given_out import GivenEpisode
-    from ...envs.serving.host import EnvironmentHost
+    from ...envs.agents.leases import GivenEpisode
+    from ...envs.host import EnvironmentHost
 
 _LOOK_S = 2.0
 _TOLD_CHARS = 8000
@@ -162,9 +162,9 @@ class _GivesEpisodes(HostedEnvironment):
 
     async def make_host(self, broker: "Broker", address: JobAddress) -> "EnvironmentHost":
         """Return the host, which gives its episodes to `given`."""
-        from ...envs.agents.given_out import GivenOutRunner
+        from ...envs.agents.leases import GivenOutRunner
         from ...envs.agents.proxy.proxy import ModelProxy
-        from ...envs.serving.host import EnvironmentHost
+        from ...envs.host import EnvironmentHost
 
         record = await Pool(broker).find(address.scope.job)
         config = _hosted_config(record.config, self.get_config())

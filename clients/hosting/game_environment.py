@@ -19,7 +19,7 @@ from .hosted_environment import HostedEnvironment
 if TYPE_CHECKING:
     from ...broker.client.connection import Broker
     from ...envs import AbstractGame
-    from ...envs.serving.host import EnvironmentHost
+    from ...envs.host import EnvironmentHost
 
 
 class GameEnvironment(HostedEnvironment):
@@ -68,7 +68,7 @@ class GameEnvironment(HostedEnvironment):
 
     async def make_host(self, broker: "Broker", address: JobAddress) -> "EnvironmentHost":
         """Return the host of the game."""
-        from ...envs.serving.host import EnvironmentHost
+        from ...envs.host import EnvironmentHost
 
         config = EnvConfig.model_validate({**self.get_config()["env"], "kwargs": self.game_kwargs})
         return EnvironmentHost(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ...schemas.wire.errors import DeadlineError
 
 if TYPE_CHECKING:
-    from ...envs.serving.host import EnvironmentHost
+    from ...envs.host import EnvironmentHost
 
 READY_S = 60.0
 

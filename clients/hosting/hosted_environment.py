@@ -18,7 +18,7 @@ from .host import hosted
 
 if TYPE_CHECKING:
     from ...broker.client.connection import Broker
-    from ...envs.serving.host import EnvironmentHost
+    from ...envs.host import EnvironmentHost
 
 _STOP_DEADLINE_S = 40.0
 

@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...broker.client.connection import ConnectionLost
+from ...broker.client.faults import ConnectionLost
 from ...broker.client.parts import ask_parts, last_part
 from ...envs.evaluation import is_success, kind_of
-from ...envs.serving.remote import Environments
+from ...envs.host_client import Environments
 from ...schemas.config.job import EnvConfig
 from ...schemas.infer import CancelInference, PlayPart, PlayRequest
 from ...schemas.job import FINAL_STATES, JobRecord
@@ -234,7 +234,7 @@ class _Inference:
         if env is None:
             yield _Hosting()
             return
-        from ...envs.serving.host import EnvironmentHost
+        from ...envs.host import EnvironmentHost
 
         session = uuid.uuid4().hex[:12]
         scope = self._scope.of_session(session)

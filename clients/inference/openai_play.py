@@ -17,7 +17,7 @@ from ...envs.data import HostData
 from ...envs.evaluation import is_success, kind_of
 from ...envs.game import AbstractGame, ChatMessage, StepResult
 from ...envs.running.episodes import LOOK_S, Opening
-from ...envs.running.runner import Runner, make_runner
+from ...envs.running.runners import Runner, make_runner
 from ...schemas.config.job import EnvConfig
 from ...schemas.wire.errors import ConfigError, GameError
 from .inference_tasks import Tasks, chosen_tasks, hosted_env

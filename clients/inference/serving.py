@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...schemas.config.job import RolloutConfig
-from ...schemas.config.sections import ADAPTER_CONFIG
+from ...schemas.config.sections import ADAPTER_CONFIG, RolloutConfig
 from ...schemas.job import FINAL_STATES, LAST_STEP
 from ...schemas.tinker.names import is_path
 from ...schemas.wire.codec import merged

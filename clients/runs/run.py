@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ...broker.feed import read_metrics, read_traces
 from ...broker.kept_rollouts import RunRollouts
-from ...broker.observe.profile import Profile, profile_of
+from ...broker.profile import Profile, profile_of
 from ...envs.evaluation import Comparison, compare
 from ...schemas.job import JobRecord
 from ...schemas.metric import Metric, readable

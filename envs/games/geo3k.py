@@ -16,8 +16,7 @@ from typing import Any
 
 from ..datasets import IMAGE_TAG, DataMaker, verl_row
 from ..game import ChatMessage, StepResult
-from ..math.answers import answer_of
-from ..math.rewards import ANSWER
+from ..math.grading import ANSWER, answer_of
 from ..registry import extra
 from .math import MathGame
 

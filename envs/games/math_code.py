@@ -20,9 +20,14 @@ from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import ConfigError
 from ..datasets import DataMaker, answer_text, verl_row
 from ..game import AbstractGame, ChatMessage, StepResult
-from ..math.answers import INSTRUCTION, answer_of, said_in_the_end
-from ..math.grader import shared_grader
-from ..math.rewards import ANSWER, MathRewards
+from ..math.grading import (
+    ANSWER,
+    INSTRUCTION,
+    MathRewards,
+    answer_of,
+    said_in_the_end,
+    shared_grader,
+)
 from ..sandbox.interpreters import CodeSession, Outcome, SandboxSettings
 from ..sandbox.served import shared_sandbox
 from ..tool_calls import OPEN, parse_tool_calls

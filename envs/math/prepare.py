@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from ...schemas.wire.errors import DataError
 from ..datasets import IMAGE_TAG, is_no_answer, write_rows
-from .answers import INSTRUCTION, boxed_answers
+from .grading import INSTRUCTION, boxed_answers
 
 SPLITS = ("train", "validation", "test")
 _GEO3K_INSTRUCTION = (

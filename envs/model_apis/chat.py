@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from ...schemas.infer import PromptScore
-from ..agents.messages import CanonicalCall, CanonicalMessage, Picture, joined
-from ..agents.replies import Piece, ReasoningPiece, TextPiece
 from ..chat_messages import Origin, UnreadableMessageError, read_conversation, read_tools
 from .answers import (
     LEAST_LOGPROB,
@@ -20,6 +18,15 @@ from .answers import (
     Usage,
     event,
     openai_error,
+)
+from .canonical import (
+    CanonicalCall,
+    CanonicalMessage,
+    Picture,
+    Piece,
+    ReasoningPiece,
+    TextPiece,
+    joined,
 )
 from .request import (
     Fields,

@@ -5,9 +5,24 @@ from itertools import count
 from typing import Any
 
 from ...schemas.wire.images import data_url
-from ..agents.messages import CanonicalCall, CanonicalMessage, Picture, joined
-from ..agents.replies import Piece, ReasoningPiece, TextPiece
-from .answers import AnswerHead, FinishReason, ModelApi, NewTokens, Usage, event, openai_error
+from .answers import (
+    AnswerHead,
+    FinishReason,
+    ModelApi,
+    NewTokens,
+    Usage,
+    event,
+    openai_error,
+)
+from .canonical import (
+    CanonicalCall,
+    CanonicalMessage,
+    Picture,
+    Piece,
+    ReasoningPiece,
+    TextPiece,
+    joined,
+)
 from .request import (
     Fields,
     ModelRequest,

@@ -32,13 +32,15 @@ from .bubblewrap import Program, SandboxStartError, bubblewrap_program, start
 from .sandbox import (
     Mount,
     Sandbox,
+    descendants,
+    exceeded,
+    first_child,
     memory_folder,
     readable,
     system_mounts,
     unprivileged_user,
 )
 from .self_test import prove
-from .watch import descendants, exceeded, first_child
 
 MAX_CODE_BYTES = 60_000
 """A longer program is refused: it is no answer of a model."""

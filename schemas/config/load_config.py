@@ -17,8 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from ..wire.errors import ConfigError
-from .job import JobConfig
-from .removed import without_removed
+from .job import JobConfig, without_removed
 
 # Values of YAML, read by the type of their key: in files and in `key=value` alike.
 #

@@ -1,6 +1,8 @@
 """Base of all messages: a pydantic model that travels as a msgpack map with a version."""
 
 import reprlib
+import secrets
+import time
 from typing import Any, ClassVar, Self, cast
 
 from pydantic import (
@@ -12,6 +14,7 @@ from pydantic import (
     ValidationError,
 )
 from pydantic_core import CoreSchema
+from ulid import ULID
 
 from .bounds import bounded
 from .codec import MAX_MESSAGE_BYTES, pack, unpack
@@ -235,3 +238,16 @@ def _clean(told: object) -> str:
     text = told if isinstance(told, str) else str(type(told))
     cut = text if len(text) <= MAX_CHARS else text[:MAX_CHARS] + " …"
     return cut.encode(errors="replace").decode()
+
+
+# Ids that sort by time and cannot be guessed.
+
+
+def new_id() -> str:
+    """Return a ULID in lower case: milliseconds, and 80 random bits.
+
+    The bits are drawn anew for each id. The library counts up within a millisecond, which would
+    make ids predictable.
+    """
+    milliseconds = int(time.time() * 1000).to_bytes(6, "big")
+    return str(ULID.from_bytes(milliseconds + secrets.token_bytes(10))).lower()

@@ -14,9 +14,9 @@ from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.rollout.agent_loop import EpisodePlan, EpisodeSampling
 from tinkermq.actors.rollout.program_loop import ProgramLoop
 from tinkermq.broker.client.connection import Broker
-from tinkermq.envs.agents.programs.hosted import program_runner
-from tinkermq.envs.serving.host import EnvironmentHost
-from tinkermq.envs.serving.remote import Environments, Start
+from tinkermq.envs.agents.leases import program_runner
+from tinkermq.envs.host import EnvironmentHost
+from tinkermq.envs.host_client import Environments, Start
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Trajectory
 from tinkermq.schemas.wire.subjects import JobScope

@@ -9,7 +9,7 @@ import pytest
 from tinkermq.clients.hosting.agent_environment import AgentEnvironment, AgentEpisode
 from tinkermq.clients.sync.loop_thread import LoopThread
 from tinkermq.envs.agents.episode import ProgramEpisode
-from tinkermq.envs.agents.given_out import GivenEpisode
+from tinkermq.envs.agents.leases import GivenEpisode
 
 from tests.support.waiting import PATIENCE_S
 

@@ -17,8 +17,8 @@ MODULES = (
     "tinkermq.clients.cli",
     "tinkermq.clients.cli.runs.train",
     "tinkermq.clients.cli.pool.supervisor",
-    "tinkermq.envs.serving.host",
-    "tinkermq.broker.observe.tracking",
+    "tinkermq.envs.host",
+    "tinkermq.broker.tracking",
 )
 
 

@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from tinkermq.broker.observe.profile import Span, spans_of
+from tinkermq.broker.profile import Span, spans_of
 from tinkermq.clients.otlp import send_spans
 from tinkermq.schemas.wire.errors import BrokerError, ConfigError
 from tinkermq.schemas.wire.trace import GroupTrace, StepTrace, new_trace, span_of, trace_of

@@ -6,7 +6,7 @@ import random
 import pytest
 from hosting import ISOLATIONS
 from test_remote import PATIENCE_S, hosting
-from tinkermq.envs.serving.remote import SeatAt, Start
+from tinkermq.envs.host_client import SeatAt, Start
 from tinkermq.schemas.wire.errors import GameError
 
 START = Start("train", None, 7)

@@ -26,8 +26,8 @@ from tinkermq.clients.inference.play import PlayOptions
 from tinkermq.clients.inference.results import EpisodeResult
 from tinkermq.envs.games.calculator import CalculatorGame, make_data
 from tinkermq.envs.games.guess import GuessGame
-from tinkermq.envs.serving.host import EnvironmentHost
-from tinkermq.envs.serving.remote import Environments, Start
+from tinkermq.envs.host import EnvironmentHost
+from tinkermq.envs.host_client import Environments, Start
 from tinkermq.schemas.config.load_config import parse_config
 from tinkermq.schemas.infer import ChatRequest, Decoding, InferPart
 from tinkermq.schemas.wire.errors import ConfigError

@@ -13,8 +13,7 @@ from typing import Any
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import Request
 
-from ....broker.jetstream.direct_get import StoredMessage
-from ....broker.jetstream.reader import StreamReader
+from ....broker.jetstream.direct_get import StoredMessage, StreamReader
 from ....broker.jetstream.streams import stream_info
 from ....schemas.job import FINAL_STATES, JobRecord
 from ....schemas.metric import Event, LogLines, Metric

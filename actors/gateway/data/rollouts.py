@@ -5,7 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ....broker.client.connection import Broker, NoResponders
+from ....broker.client.connection import Broker
+from ....broker.client.faults import NoResponders
 from ....broker.jetstream.direct_get import get_batch
 from ....broker.jetstream.streams import stream_info
 from ....broker.kept_rollouts import RunRollouts

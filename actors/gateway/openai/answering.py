@@ -20,9 +20,21 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from ....broker.client.connection import Broker
-from ....envs.agents.replies import Piece, ReplyReader, TextPiece, call_name
-from ....envs.model_apis.answers import Answer, AnswerHead, ModelApi, NewTokens, TokenLogprob, Usage
-from ....envs.model_apis.chat import CHAT, COMPLETIONS, ChatCompletionAnswer, CompletionAnswer
+from ....envs.model_apis.answers import (
+    Answer,
+    AnswerHead,
+    ModelApi,
+    NewTokens,
+    TokenLogprob,
+    Usage,
+)
+from ....envs.model_apis.canonical import Piece, ReplyReader, TextPiece, call_name
+from ....envs.model_apis.chat import (
+    CHAT,
+    COMPLETIONS,
+    ChatCompletionAnswer,
+    CompletionAnswer,
+)
 from ....envs.model_apis.request import ModelRequest, RequestError, is_label
 from ....schemas.infer import ChatRequest, CompletionRequest, Decoding, Delta, InferPart
 from ....schemas.wire.codec import read_json

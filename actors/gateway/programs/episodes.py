@@ -14,7 +14,7 @@ from ....broker.client.connection import connect
 from ....broker.client.keys import EpisodeIdentity, read_episode_key
 from ....broker.client.login import of_program
 from ....envs.agents.proxy.exchange import BodyRoom, KeyRefused
-from ....envs.agents.remote.remote_episode import RemoteEpisode
+from ....envs.agents.proxy.remote_episode import RemoteEpisode
 from ....schemas.wire.errors import BusyError, LogInRefusedError
 from ..limits import Share
 

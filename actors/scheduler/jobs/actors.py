@@ -11,7 +11,14 @@ from ....schemas.config.agent import AgentConfig
 from ....schemas.config.job import GeneratorConfig, JobConfig
 from ....schemas.config.sections import LearnerConfig, model_paths
 from ....schemas.control import rank_name
-from ....schemas.job import TEACHER_KEY, WANDB_KEY, ActorPlacement, JobRecord, Role, SecretName
+from ....schemas.job import (
+    TEACHER_KEY,
+    WANDB_KEY,
+    ActorPlacement,
+    JobRecord,
+    Role,
+    SecretName,
+)
 from ....schemas.node import WantedActor
 from ....schemas.wire.errors import ConfigError
 

@@ -22,7 +22,7 @@ from ....schemas.job import ActorPlacement, ConfigureRequest, JobRecord, SubmitR
 from ....schemas.tinker.names import is_path
 from ....schemas.wire.codec import merged
 from ....schemas.wire.errors import ConfigError, MessageError, StateError, TinkermqError
-from ....schemas.wire.ids import new_id
+from ....schemas.wire.message import new_id
 from ....schemas.wire.subjects import DEFAULT_USER, JobScope, token
 from ...storage.access import (
     in_default_folder,

@@ -10,7 +10,7 @@ from ...pool import Pool
 from ..run_host import host_run, make_host
 
 if TYPE_CHECKING:
-    from ....envs.serving.host import EnvironmentHost
+    from ....envs.host import EnvironmentHost
 
 
 def host(

@@ -10,7 +10,7 @@ from ....broker.client.connection import Broker
 from ....envs.agents.agent_check import function_of, tool_name, write_call
 from ....envs.agents.episode import EpisodeOver
 from ....envs.agents.local_run import LocalCall, LocalRun, open_program
-from ....envs.agents.messages import CanonicalMessage
+from ....envs.model_apis.canonical import CanonicalMessage
 from ....schemas.wire.codec import read_json
 from ....schemas.wire.errors import MessageError
 from ..output import note, say_plain

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ....broker.client.login import KEY_VARIABLE
-from ....broker.users.credentials import PoolSecrets
+from ....broker.credentials import PoolSecrets
 from ....schemas.wire.subjects import user_name
 from ...home import Home
 from ..output import print_json, say

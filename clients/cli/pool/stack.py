@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ....broker.client.faults import shown_url
 from ....broker.client.login import KEY_VARIABLE
+from ....broker.credentials import PoolSecrets
 from ....broker.service_process import die_with
-from ....broker.users.credentials import PoolSecrets
 from ....schemas.machines import machines_config
 from ....schemas.wire.errors import ConfigError, DeadlineError, error_from_reply
 from ...home import HOME_VARIABLE, Home, StackState, default_folder

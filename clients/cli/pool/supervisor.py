@@ -22,9 +22,9 @@ from pathlib import Path
 from types import FrameType
 
 from ....broker.client.login import CREDENTIALS_VARIABLE, OF_PERSONS, without_secrets
+from ....broker.credentials import SECRETS_VARIABLE, PoolSecrets
 from ....broker.nats_server import NatsServer
 from ....broker.service_process import erase_variable
-from ....broker.users.credentials import SECRETS_VARIABLE, PoolSecrets
 from ....schemas.wire.errors import BrokerError, DeadlineError, TinkermqError
 from ...home import URL_VARIABLE, Home, StackState
 from .child import StackProcess

@@ -8,7 +8,7 @@ from cyclopts.validators import Number
 
 from ....broker.calls import trace_steps
 from ....broker.feed import read_traces
-from ....broker.observe.profile import (
+from ....broker.profile import (
     Advice,
     Profile,
     TypicalStep,

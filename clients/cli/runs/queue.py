@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from ....broker.observe.metering import held_slots, slot_seconds
+from ....broker.metering import held_slots, slot_seconds
 from ....schemas.job import JobRecord
 from ...pool import Pool
 from ..options import COMMON, Common

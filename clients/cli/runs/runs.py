@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from ....broker.observe.recent import recent_values, run_row
+from ....broker.feed import recent_values, run_row
 from ....broker.presence import list_presences
 from ....schemas.job import FINAL_STATES, JobRecord
 from ....schemas.metric import Presence

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ....broker.observe.recent import recent_values
+from ....broker.feed import recent_values
 from ....schemas.config.job import JobConfig
 from ....schemas.config.load_config import load_config
 from ....schemas.job import FINAL_STATES, JobRecord

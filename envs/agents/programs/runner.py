@@ -8,9 +8,9 @@ from pathlib import Path
 from ....schemas.config.agent import AgentConfig
 from ....schemas.wire.errors import ConfigError, NotFoundError, SandboxError, StateError
 from ...game import ChatMessage, StepResult
+from ...host import HostGone
 from ...running.episodes import GameFacts, Opening
 from ...sandbox.self_test import absent_commands
-from ...serving.host import HostGone
 from .agent_run import AgentRun
 from .environment import filled, plain_variables
 from .launcher import ModelEndpoint, ProgramLauncher

@@ -13,14 +13,20 @@ from pydantic import ValidationError
 from ....schemas.agent import CallRequest
 from ....schemas.wire.codec import read_json
 from ....schemas.wire.errors import MessageError, NotFoundError
-from ...model_apis.answers import Answer, AnswerHead, FinishReason, ModelApi, NewTokens, Usage
+from ...model_apis.answers import (
+    Answer,
+    AnswerHead,
+    FinishReason,
+    ModelApi,
+    NewTokens,
+    Usage,
+)
+from ...model_apis.canonical import ReplyReader
 from ...model_apis.chat import ChatCompletionAnswer
 from ...model_apis.messages import MESSAGES
-from ...model_apis.request import ModelRequest, RequestError
+from ...model_apis.request import ModelRequest, RequestError, call_request
 from ...model_apis.responses import RESPONSES, input_items
 from ..episode import EpisodeOver
-from ..replies import ReplyReader
-from ..wire import call_request
 from .calls import CallAsker, GatheredAnswer, GatheredChoice, RunningCall
 from .exchange import BodyRoom, ClientGone, HttpExchange, dumped, worded
 from .open_episodes import KeptAnswer, OpenEpisode

@@ -3,9 +3,8 @@
 import asyncio
 
 import pytest
-from tinkermq.envs.agents.asked_for import AskedEpisodes
 from tinkermq.envs.agents.episode import ProgramEpisode
-from tinkermq.envs.agents.given_out import GivenEpisode
+from tinkermq.envs.agents.leases import AskedEpisodes, GivenEpisode
 from tinkermq.schemas.agent import GiveReply, GiveRequest
 from tinkermq.schemas.wire.errors import BusyError
 

@@ -19,8 +19,8 @@ from tinkermq.actors.rollout import call_tree, exact_calls
 from tinkermq.actors.rollout import call_tree as rows
 from tinkermq.actors.rollout.call_tree import TreeRows, rows_of, trained_calls
 from tinkermq.actors.rollout.exact_calls import ExactCalls
-from tinkermq.envs.agents import which_calls
-from tinkermq.envs.agents.messages import CanonicalMessage
+from tinkermq.envs.agents import call_selection
+from tinkermq.envs.model_apis.canonical import CanonicalMessage
 
 from tests.actors.generator.agents.programs import (
     TEMPLATES,
@@ -315,7 +315,7 @@ def test_a_broken_seam_or_closing_is_noticed(chat: ChatTokenizer, other: str) ->
 
 
 def test_a_broken_digest_of_the_tools_is_noticed(chat: ChatTokenizer) -> None:
-    digest_of = changed(which_calls, "blake2b(told.encode()", 'blake2b(b""').digest_of
+    digest_of = changed(call_selection, "blake2b(told.encode()", 'blake2b(b""').digest_of
     broken = changed(exact_calls, "from ....envs.agents.which_calls import digest_of\n", "")
     broken.__dict__["digest_of"] = digest_of
     with pytest.raises(AssertionError):

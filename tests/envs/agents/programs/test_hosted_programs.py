@@ -3,8 +3,8 @@
 import asyncio
 
 import pytest
-from tinkermq.envs.agents.programs.hosted import program_runner
-from tinkermq.envs.serving.host import EnvironmentHost
+from tinkermq.envs.agents.leases import program_runner
+from tinkermq.envs.host import EnvironmentHost
 from tinkermq.schemas.config.agent import AgentConfig
 from tinkermq.schemas.config.job import EnvConfig
 

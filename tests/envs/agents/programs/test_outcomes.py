@@ -7,7 +7,7 @@ import pytest
 from tinkermq.envs.agents.episode import NoCalls
 from tinkermq.envs.agents.programs.agent_run import ProgramCrashed, try_number
 from tinkermq.envs.agents.programs.runner import NoPlace
-from tinkermq.envs.serving.host import HostGone
+from tinkermq.envs.host import HostGone
 from tinkermq.schemas.wire.errors import (
     GameError,
     NotFoundError,

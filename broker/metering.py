@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ...schemas.job import HOLDING_STATES, JobRecord
+from ..schemas.job import HOLDING_STATES, JobRecord
 
 
 def metered(before: JobRecord, after: JobRecord, now: float) -> JobRecord:

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...schemas.wire.subjects import (
+from ..schemas.wire.subjects import (
     BUCKET_ACTORS,
     BUCKET_ARCHIVE,
     BUCKET_EVALS,
@@ -37,7 +37,7 @@ from ...schemas.wire.subjects import (
     rpc,
     tinker_inbox,
 )
-from ..client.keys import EpisodeIdentity, JobIdentity
+from .client.keys import EpisodeIdentity, JobIdentity
 
 # What guests may read and store of what is stored: the table of the store proxy.
 

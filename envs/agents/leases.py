@@ -3,20 +3,24 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
+from ...broker.client.connection import Broker
+from ...schemas.agent import GiveReply, GiveRequest
 from ...schemas.config.agent import AgentConfig
-from ...schemas.wire.errors import NotFoundError, RewardError, StateError
+from ...schemas.wire.errors import BusyError, NotFoundError, RewardError, StateError
+from ...schemas.wire.subjects import JobScope
 from ..game import ChatMessage, StepResult
 from ..running.episodes import GameFacts, Opening
 from .episode import ProgramEpisode
-from .programs.agent_run import Ending, How, check_counts, earns_failed_reward
+from .programs.agent_run import Ending, How, check_counts, checked_number, earns_failed_reward
 from .programs.environment import prompt_of, task_input
 from .programs.launcher import ModelEndpoint
-from .programs.reward_parsing import checked_number
-from .programs.runner import NoPlace
+from .programs.runner import NoPlace, ProgramRunner
 
 _NAME = "agent"
 _LONGEST_LOOK_S = 1.0
@@ -215,3 +219,128 @@ def _seen(task: "asyncio.Task[StepResult]") -> None:
     """Look at an error that nobody may ask for any more."""
     if not task.cancelled():
         task.exception()
+
+
+# Episodes that are given out when somebody asks the host for one.
+
+
+class AskedEpisodes:
+    """Who asks for episodes: the places of a host are those that are asked for."""
+
+    def __init__(self, most: int) -> None:
+        """Have at most so many under way."""
+        self._most = most
+        self._unclaimed: deque[GivenEpisode] = deque()
+        self._asked: deque[asyncio.Future[GivenEpisode]] = deque()
+        self._named: dict[str, GivenEpisode] = {}
+        self._num_open = 0
+        self._wanted = 0
+        self._changed = asyncio.Event()
+
+    async def acquire(self) -> None:
+        """Wait until somebody asks."""
+        while not self._wanted:
+            self._changed.clear()
+            await self._changed.wait()
+        self._wanted -= 1
+        self._num_open += 1
+
+    def release(self) -> None:
+        """Take note that an episode has ended."""
+        self._num_open -= 1
+
+    def give(self, given: GivenEpisode) -> None:
+        """Give an episode that has started to who asks; it waits for the next if they are gone."""
+        while self._asked:
+            asked = self._asked.popleft()
+            if not asked.done():
+                asked.set_result(given)
+                return
+        self._unclaimed.append(given)
+
+    async def answer(self, request: GiveRequest) -> GiveReply:
+        """Return the next episode, or none after a while; the same once more for the same name.
+
+        Raises BusyError for one more than there may be.
+        """
+        given = self._named.get(request.name) if request.name else None
+        if given is None or given.episode.over:
+            given = await self._next(request.wait_s)
+        if given is None:
+            return GiveReply()
+        if request.name and request.name not in self._named:
+            self._named[request.name] = given
+            given.on_drop.append(lambda: self._named.pop(request.name, None))
+        episode = given.episode
+        return GiveReply(
+            episode=episode.episode,
+            key=episode.key,
+            task=episode.task_input,
+            prompt=given.prompt,
+            seed=episode.seed,
+            split=episode.split,
+            left_s=max(0.0, episode.deadline - time.monotonic()),
+        )
+
+    async def _next(self, wait_s: float) -> GivenEpisode | None:
+        while self._unclaimed:
+            given = self._unclaimed.popleft()
+            if not given.episode.over:
+                return given
+        if self._num_open + self._wanted >= self._most:
+            raise BusyError(
+                f"{self._num_open + self._wanted} episodes are open or asked for, as many as "
+                f"agent.per_host={self._most} allows",
+                hint="end some, or raise agent.per_host",
+            )
+        asked: asyncio.Future[GivenEpisode] = asyncio.get_running_loop().create_future()
+        self._asked.append(asked)
+        self._wanted += 1
+        self._changed.set()
+        try:
+            await asyncio.wait({asked}, timeout=wait_s)
+            return asked.result() if asked.done() else None
+        finally:
+            if not asked.done():  # an episode that starts all the same waits for the next
+                asked.cancel()
+                self._wanted -= bool(self._wanted)
+                with contextlib.suppress(ValueError):
+                    self._asked.remove(asked)
+
+
+# The programs of an environment host, with the proxy at which they find the model.
+
+_ANYWHERE = "http://gateway"
+"""Programs find the gateway by the address at which their user has asked for them."""
+
+
+def program_runner(
+    config: AgentConfig,
+    broker: Broker,
+    scope: JobScope,
+    *,
+    max_tries: int = 1,
+    private: Sequence[Path] = (),
+) -> ProgramRunner:
+    """Return what runs the programs of a job; see `ProgramRunner`.
+
+    Raises ConfigError where the packages of the proxy are not installed.
+    """
+    from .proxy.proxy import ModelProxy  # hosts of games need no HTTP server
+
+    proxy = ModelProxy(broker, scope)
+    return ProgramRunner(config, proxy, max_tries=max_tries, job=scope.job, private=private)
+
+
+def asked_runner(
+    config: AgentConfig, broker: Broker, scope: JobScope, *, max_tries: int = 1
+) -> tuple[GivenOutRunner, AskedEpisodes]:
+    """Return what gives the episodes of a job to those who ask for them, and who does."""
+    from .proxy.proxy import ModelProxy  # hosts of games need no HTTP server
+
+    asked = AskedEpisodes(config.per_host)
+    proxy = ModelProxy(broker, scope, gateway=_ANYWHERE)
+    runner = GivenOutRunner(
+        config, proxy, asked.give, max_tries=max_tries, job=scope.job, places=asked
+    )
+    return runner, asked

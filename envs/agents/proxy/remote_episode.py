@@ -29,17 +29,11 @@ from ....schemas.wire.errors import (
 )
 from ...http_server import Receive, Scope, Send
 from ..episode import EpisodeOver, ProgramEpisode
-from ..proxy.calls import CallAsker, ProgramCalls, ProxyTimes
-from ..proxy.exchange import (
-    BodyRoom,
-    HttpExchange,
-    KeyRefused,
-    NobodyPlays,
-)
-from ..proxy.model_calls import ModelCalls
-from ..proxy.open_episodes import EpisodeSubjects, OpenEpisode, OpenEpisodes
-from ..proxy.posts import MAX_POST_BYTES
-from ..proxy.routes import ProxyRoutes, path_of
+from .calls import CallAsker, ProgramCalls, ProxyTimes
+from .exchange import BodyRoom, HttpExchange, KeyRefused, NobodyPlays
+from .model_calls import ModelCalls
+from .open_episodes import EpisodeSubjects, OpenEpisode, OpenEpisodes
+from .routes import MAX_POST_BYTES, ProxyRoutes, path_of
 
 KEPT_BYTES = 256 << 10
 """Each episode's room, at one gateway, for answers that can be asked for again."""

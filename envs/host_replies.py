@@ -12,14 +12,14 @@ from typing import Any, Literal, cast
 
 import structlog
 
-from ...schemas.env import FailedStep, Opened, StepReply
-from ...schemas.wire.codec import MAX_MESSAGE_BYTES, pack
-from ...schemas.wire.errors import GameError, InternalError, TinkermqError
-from ...schemas.wire.fitting import cut_info, packed_bytes
-from ...schemas.wire.foreign import words_of
-from ...schemas.wire.message import ErrorReply
-from ..game import ChatMessage, StepResult
-from ..running.episodes import TimedOut
+from ..schemas.env import FailedStep, Opened, StepReply
+from ..schemas.wire.codec import MAX_MESSAGE_BYTES, pack
+from ..schemas.wire.errors import GameError, InternalError, TinkermqError
+from ..schemas.wire.fitting import cut_info, packed_bytes
+from ..schemas.wire.foreign import words_of
+from ..schemas.wire.message import ErrorReply
+from .game import ChatMessage, StepResult
+from .running.episodes import TimedOut
 
 MAX_BYTES = 2**20
 MAX_ITEM_BYTES = MAX_MESSAGE_BYTES // 2

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ...schemas.wire.trace import GroupTrace, StepTrace, span_of, trace_of
+from ..schemas.wire.trace import GroupTrace, StepTrace, span_of, trace_of
 
 Shares = dict[str, float]
 PHASES: tuple[str, ...] = ("queue", "weights", "generate", "environment", "other")

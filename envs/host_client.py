@@ -15,11 +15,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ...broker.client.connection import Broker, ConnectionLost
-from ...broker.client.rpc import call
-from ...broker.jetstream.direct_get import Together
-from ...schemas.config.job import EnvConfig
-from ...schemas.env import (
+from ..broker.client.connection import Broker
+from ..broker.client.faults import ConnectionLost
+from ..broker.client.rpc import call
+from ..broker.jetstream.direct_get import Together
+from ..schemas.config.job import EnvConfig
+from ..schemas.env import (
     CloseRequest,
     DescribeReply,
     DescribeRequest,
@@ -30,12 +31,12 @@ from ...schemas.env import (
     StepReply,
     StepRequest,
 )
-from ...schemas.wire.codec import pack
-from ...schemas.wire.errors import DeadlineError, NotFoundError, TinkermqError
-from ...schemas.wire.subjects import JobScope
-from ..game import StepResult
-from ..running.episodes import TimedOut
+from ..schemas.wire.codec import pack
+from ..schemas.wire.errors import DeadlineError, NotFoundError, TinkermqError
+from ..schemas.wire.subjects import JobScope
+from .game import StepResult
 from .host import HostGone
+from .running.episodes import TimedOut
 
 _ANSWER_S = 4.0
 _HOLD_S = 1.0

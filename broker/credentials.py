@@ -16,11 +16,11 @@ import nkeys
 from nacl.exceptions import CryptoError
 from nacl.public import PrivateKey, PublicKey, SealedBox
 
-from ...schemas.job import JobSecrets
-from ...schemas.user import UserRecord
-from ...schemas.wire.errors import AuthError, MessageError, StateError, StorageError
-from ...schemas.wire.subjects import SERVICES
-from ..client.keys import key_hash, new_api_key
+from ..schemas.job import JobSecrets
+from ..schemas.user import UserRecord
+from ..schemas.wire.errors import AuthError, MessageError, StateError, StorageError
+from ..schemas.wire.subjects import SERVICES
+from .client.keys import key_hash, new_api_key
 from .permissions import service_permissions
 
 ACCOUNT = "TMQ"
