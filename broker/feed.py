@@ -208,7 +208,7 @@ def _parse(stored: StoredMessage, model: type[M]) -> M | None:
         return None
 
 
-# What the evaluations of a run came to, by version.
+# Scores of evaluations, by version.
 
 SCORE = "val/mean_score"
 """What the best version has most of."""
@@ -233,7 +233,7 @@ def best_of(scores: Mapping[int, float], versions: Iterable[int]) -> int | None:
     return max(scored, key=lambda version: (scores[version], -version), default=None)
 
 
-# The newest numbers of a run, without reading its whole history.
+# The newest metrics, without reading the whole history.
 
 RECENT_ENTRIES = 40
 

@@ -14,7 +14,6 @@ from ..schemas.user import AuditRecord, Invitation, UserRecord
 from ..schemas.wire.errors import NotFoundError, TinkermqError
 from ..schemas.wire.message import Message
 from ..schemas.wire.subjects import AUDIT, BUCKET_USERS, REFUSALS, STREAM_AUDIT, STREAM_REFUSALS
-from ..schemas.wire.subjects import AUDIT as AUDIT_SUBJECT
 from .client.connection import Broker
 from .fair_queue import Rates
 from .jetstream.direct_get import get_batch
@@ -27,12 +26,77 @@ from .jetstream.streams import (
     stream_info,
 )
 
-# Writes down what touches security, in streams from which nothing can be deleted.
-#
-# What was done has one stream, what was refused another, so that nobody's refusals push out what
-# was done. Refusals are bounded for each who is refused and for all together; the next one that
-# is written says how many were left out. Every text is cut: a name may be anything that somebody
-# sends.
+M = TypeVar("M", bound=Message)
+
+USER, _INVITATION = "user", "invitation"
+
+
+async def create_user_stores(broker: Broker) -> None:
+    """Make the bucket of users and the audit streams; harmless when they are there."""
+    await ensure_stream(broker, bucket_config(BUCKET_USERS, "Users, by hash of their key"))
+    for config in audit_configs():
+        await ensure_stream(broker, config)
+
+
+class UserStore:
+    """The users of a pool."""
+
+    def __init__(self, broker: Broker) -> None:
+        """Work on the bucket that `create_user_stores` has made."""
+        self._users = Bucket(broker, BUCKET_USERS, UserRecord)
+        self._invitations = Bucket(broker, BUCKET_USERS, Invitation)
+
+    async def get(self, user: str) -> UserRecord | None:
+        """Return a user, or None; None as well at a pool without users."""
+        try:
+            entry = await self._users.find(f"{USER}.{user}")
+        except NotFoundError:
+            return None
+        return None if entry is None else entry.value
+
+    async def list(self) -> list[UserRecord]:
+        """Return all users, by name."""
+        return [entry.value for entry in await self._users.items(USER)]
+
+    async def create(self, record: UserRecord) -> None:
+        """Make a user; raises ConflictError when the name is taken."""
+        await self._users.create(f"{USER}.{record.user}", record)
+
+    async def change(self, user: str, change: Callable[[UserRecord], UserRecord]) -> UserRecord:
+        """Replace a user's record by `change` of it; raises NotFoundError."""
+        return await _change(self._users, f"{USER}.{user}", f"user {user!r}", change)
+
+    async def invite(self, number: str, invitation: Invitation) -> None:
+        """Keep an invitation."""
+        await self._invitations.create(f"{_INVITATION}.{number}", invitation)
+
+    async def invitation(self, number: str) -> Invitation | None:
+        """Return an invitation, or None."""
+        entry = await self._invitations.find(f"{_INVITATION}.{number}")
+        return None if entry is None else entry.value
+
+    async def change_invitation(
+        self, number: str, change: Callable[[Invitation], Invitation]
+    ) -> Invitation:
+        """Replace an invitation by `change` of it; raises NotFoundError."""
+        key = f"{_INVITATION}.{number}"
+        return await _change(self._invitations, key, "this invitation", change)
+
+
+async def _change(bucket: Bucket[M], key: str, what: str, change: Callable[[M], M]) -> M:
+    def changed(current: M | None) -> M:
+        if current is None:
+            raise NotFoundError(
+                f"there is no {what}", hint="see who is there: `tinkermq user list`"
+            )
+        return change(current)
+
+    return (await bucket.change(key, changed)).value
+
+
+# The audit log: accepted actions in one stream, refusals in another, so that refusals never push
+# out actions. Refusals are limited per user and in all; the next one written says how many were
+# left out. Every text is cut.
 
 AUDIT_BYTES, REFUSALS_BYTES = 256 << 20, 64 << 20
 MAX_REFUSALS = 60
@@ -131,73 +195,3 @@ class Audit:
 
 def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}…"
-
-
-M = TypeVar("M", bound=Message)
-
-USER, _INVITATION = "user", "invitation"
-
-__all__ = ["AUDIT_SUBJECT", "STREAM_AUDIT", "USER", "UserStore", "create_user_stores"]
-
-
-async def create_user_stores(broker: Broker) -> None:
-    """Make the bucket of users and the audit streams; harmless when they are there."""
-    await ensure_stream(broker, bucket_config(BUCKET_USERS, "Users, by hash of their key"))
-    for config in audit_configs():
-        await ensure_stream(broker, config)
-
-
-class UserStore:
-    """The users of a pool."""
-
-    def __init__(self, broker: Broker) -> None:
-        """Work on the bucket that `create_user_stores` has made."""
-        self._users = Bucket(broker, BUCKET_USERS, UserRecord)
-        self._invitations = Bucket(broker, BUCKET_USERS, Invitation)
-
-    async def get(self, user: str) -> UserRecord | None:
-        """Return a user, or None; None as well at a pool without users."""
-        try:
-            entry = await self._users.find(f"{USER}.{user}")
-        except NotFoundError:
-            return None
-        return None if entry is None else entry.value
-
-    async def list(self) -> list[UserRecord]:
-        """Return all users, by name."""
-        return [entry.value for entry in await self._users.items(USER)]
-
-    async def create(self, record: UserRecord) -> None:
-        """Make a user; raises ConflictError when the name is taken."""
-        await self._users.create(f"{USER}.{record.user}", record)
-
-    async def change(self, user: str, change: Callable[[UserRecord], UserRecord]) -> UserRecord:
-        """Replace a user's record by `change` of it; raises NotFoundError."""
-        return await _change(self._users, f"{USER}.{user}", f"user {user!r}", change)
-
-    async def invite(self, number: str, invitation: Invitation) -> None:
-        """Keep an invitation."""
-        await self._invitations.create(f"{_INVITATION}.{number}", invitation)
-
-    async def invitation(self, number: str) -> Invitation | None:
-        """Return an invitation, or None."""
-        entry = await self._invitations.find(f"{_INVITATION}.{number}")
-        return None if entry is None else entry.value
-
-    async def change_invitation(
-        self, number: str, change: Callable[[Invitation], Invitation]
-    ) -> Invitation:
-        """Replace an invitation by `change` of it; raises NotFoundError."""
-        key = f"{_INVITATION}.{number}"
-        return await _change(self._invitations, key, "this invitation", change)
-
-
-async def _change(bucket: Bucket[M], key: str, what: str, change: Callable[[M], M]) -> M:
-    def changed(current: M | None) -> M:
-        if current is None:
-            raise NotFoundError(
-                f"there is no {what}", hint="see who is there: `tinkermq user list`"
-            )
-        return change(current)
-
-    return (await bucket.change(key, changed)).value

@@ -45,12 +45,17 @@ from .rewards import make_rewards
 from .running.episodes import LOOK_S, Opening
 from .running.runners import PlacedRunner, Runner, TimedRunner, make_runner
 
-# What an episode of a host is: a game of its own, or a seat at a game with several roles.
+
+class HostGone(GameError):
+    """The host that held the episode no longer answers: the episode starts again elsewhere."""
+
+    code = "host_gone"
+
+
+# Games with roles: each role is an episode of its own to its caller.
 #
-# At a table every role has a seat, and a seat is an episode of its own to its caller: its reset
-# is answered with the role's first prompt when its first turn comes, its step when its next turn
-# comes or the game has ended. So each role is played by an ordinary agent loop that knows nothing
-# of the others.
+# The reset of a role returns its first prompt when its first turn comes; a step returns when its
+# next turn comes or the game has ended. So an ordinary agent loop plays each role.
 
 
 class Player(Protocol):
@@ -247,9 +252,6 @@ def _promise() -> "asyncio.Future[Any]":
 def _seen(future: "asyncio.Future[Any]") -> None:
     if not future.cancelled():
         future.exception()
-
-
-# What a host remembers of one episode: its reply, its turn, and when it was last touched.
 
 
 @dataclass
@@ -657,12 +659,3 @@ class EnvironmentHost:
     async def _close(self, request: CloseRequest) -> Empty:
         self._free(request.episode)
         return Empty()
-
-
-# The error of an episode whose host is not there any more, or has no room for it.
-
-
-class HostGone(GameError):
-    """The host that held the episode no longer answers: the episode starts again elsewhere."""
-
-    code = "host_gone"

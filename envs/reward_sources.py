@@ -1,4 +1,8 @@
-"""Rewards from an HTTP endpoint, tried again while nobody is there or somebody is busy."""
+"""Sources of rewards over HTTP and the broker: an endpoint of the user's, or a model that judges.
+
+A source is given a `Case` and returns a `Score`. Requests are repeated while the endpoint is busy
+or away.
+"""
 
 import base64
 import json
@@ -40,8 +44,6 @@ from .reasoning import behind_reasoning
 if TYPE_CHECKING:
     import httpx
 
-
-# What a source of rewards is: it is shown a case and says a score.
 
 _VALUE_KEYS = ("score", "reward")
 
@@ -276,7 +278,7 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-# Rewards from a model that judges: an inference job, or one behind an OpenAI-compatible API.
+# The judge: an inference job, or a model behind an OpenAI-compatible API.
 
 _JUDGE_PROMPT = """\
 You grade answers.

@@ -4,7 +4,7 @@ nats-py carries the bytes; this module adds what a long-lived actor needs. The f
 bounded and says why it failed. Later losses of the connection heal by themselves within some ten
 milliseconds: requests in flight end at once with `ConnectionLost` instead of at their timeout, so
 that idempotent ones (`retry`) are sent again as soon as the server is back, for however long it is
-away if the connection is patient (`outages/availability.py`). Errors that NATS tells
+away if the connection is patient (`availability.py`). Errors that NATS tells
 only to a callback (denied subjects, slow consumers) become log events, and a request to a denied
 subject raises. Payloads are measured before they are sent, because the server closes the
 connection of who sends too much.
@@ -44,12 +44,12 @@ from .login import Login, find_login, tls_options
 from .nats_internals import CarefulClient, end_connecting, reconnection, server_info
 from .replies import Callbacks, Listening, Replies, checked, listen
 
-# Where a connection asks for what is stored, and how far that may be behind.
-#
-# Services and connections without authentication ask JetStream itself, and processes of a job the
-# auth service's store proxy for the buckets that all jobs share (`StoreSubjects`). Guests ask the
-# proxy for everything (`GuestStoreSubjects`); see `broker/permissions.py` for why. What may
-# be behind differs between one server and a cluster (`Replication`).
+__all__ = ["RETRY_PAUSE_S", "Broker", "ConnectionLost", "Listening", "NoResponders", "connect"]
+
+# Where stored data is read, and how stale a read may be (`Replication`: a server, or a cluster).
+# Services and connections without authentication ask JetStream, processes of a job the auth
+# service's store proxy for the buckets that all jobs share, guests the proxy for everything
+# (`broker/permissions.py` says why).
 
 _SHARED = frozenset(f"KV_{bucket}" for bucket in (BUCKET_JOBS, BUCKET_ACTORS, BUCKET_EVALS))
 _INFO = "STREAM.INFO."
@@ -140,8 +140,6 @@ class GuestStoreSubjects(StoreSubjects):
         del replication
         return 0.0
 
-
-__all__ = ["RETRY_PAUSE_S", "Broker", "ConnectionLost", "Listening", "NoResponders", "connect"]
 
 T = TypeVar("T")
 

@@ -1,7 +1,7 @@
-"""Reading stored messages by sequence, without a consumer.
+"""Reads stored messages by sequence, without a consumer: one, a batch, or a stream as it grows.
 
-A direct get answers from the stream itself, in batches, and needs no right to create consumers.
-Used for keys, single log entries and the chunks of objects; live tails are in `reader.py`.
+A direct get is answered from the stream itself, in batches, and needs no right to create consumers.
+Used for keys, log entries, the chunks of objects, and by `StreamReader` for live streams.
 """
 
 import asyncio
@@ -190,7 +190,7 @@ class BatchInbox:
         await self._inbox.close()
 
 
-# Many questions in one message: what is asked for within one turn of the event loop.
+# Batching: what is asked for within one turn of the event loop travels in one message.
 
 K = TypeVar("K", bound=Hashable)
 Q = TypeVar("Q")
@@ -243,12 +243,10 @@ class Together(Generic[K, Q, R]):
 
 # Reading a stream from any sequence on, live, across restarts of the server.
 #
-# There is no consumer: the position is the reader's own. What is stored is read by direct gets in
-# batches that are bounded in bytes, one ahead; once there is no more, a plain subscription to the
-# stream's subjects (of a stream with large messages, to what the server republishes without them)
-# says when to look again. What is heard there is only a sign: a message counts when it is read
-# from the stream, so a reader yields every stored message once and in order, whatever was lost on
-# the way, and needs no right to create anything.
+# The reader keeps its own position and reads by batched direct gets, one batch ahead. At the end, a
+# plain subscription to the stream's subjects (of a stream with large messages, to what the server
+# republishes without them) says when to read again. So every stored message is yielded once and in
+# order, whatever the subscription lost.
 
 FIRST_PAUSE_S = 0.005
 LAST_PAUSE_S = 1.0

@@ -2,7 +2,7 @@
 
 The stock client waits for each chunk and collects into growing bytes. Here chunks are published in
 a bounded pipeline straight from the caller's buffers, and read by direct batched gets into one
-buffer that the caller made, both in a thread with a connection of its own (`bulk.py`), with the
+buffer that the caller made, both in a thread with a connection of its own (`BulkLink`), with the
 digests in other threads: the BLAKE3 that is checked here, and the SHA-256 by which the stock tools
 check. A put that fails in the middle starts again under new chunks, because the
 order of chunks in the stream is their order in the object; a read goes on where it was.
@@ -34,13 +34,11 @@ from ..client.nats_internals import END_OF_BATCH, NO_RESPONDERS, connect_command
 from ..client.replies import checked
 from .direct_get import get_all, get_last
 
-# A second connection for bulk data, blocking, to be used in a thread.
+# The second connection, blocking, used in a thread for one transfer.
 #
-# On the actor's own connection 500 MB would stand in the way of heartbeats and leases, and every
-# byte would be copied five times on the event loop. Here the kernel copies straight between
-# socket and the caller's memory, while the loop goes on. The connection lives for one transfer
-# and uses the credentials of the broker that it belongs to; `close` from another thread ends a
-# transfer.
+# On the actor's own connection 500 MB would delay heartbeats and leases, and every byte would be
+# copied five times on the event loop. Here the kernel copies between the socket and the caller's
+# memory. `close` from another thread ends a transfer.
 
 _TIMEOUT_S = 10.0
 _BUFFER_BYTES = 1 << 16
@@ -216,10 +214,8 @@ class _AsLost:
             raise ConnectionLost(f"a bulk connection broke: {error}", hint="try again") from error
 
 
-# The digest of what is large: BLAKE3, which costs a fraction of reading it.
-#
-# SHA-256 takes longer than sending wherever the processor has no instructions for it. Both find
-# every damage, and of neither anybody can make other bytes of the same digest.
+# Digests: BLAKE3, since SHA-256 takes longer than sending where the processor has no instructions
+# for it.
 
 
 def new_digest() -> blake3:

@@ -1,8 +1,8 @@
-"""Which calls of a program's episode are trained, and which conversation is its main one.
+"""Selects which calls of a program's episode are trained, and finds its main conversation.
 
-Pure. `agent.train` says which: all answers that arrived (the default), those of the main
-conversation, those of conversations whose opening a pattern matches or does not, or (`alive`) those
-that can have had a part in the outcome, as far as that is to be seen from outside.
+Pure. `agent.train` selects: all answers that arrived (the default), those of the main conversation,
+those of conversations whose opening matches a pattern or does not, or (`alive`) those that can have
+contributed to the outcome, as far as requests show it.
 """
 
 import json
@@ -19,12 +19,9 @@ from numpy.typing import NDArray
 from ...schemas.config.agent import train_pattern
 from ..model_apis.canonical import MIN_QUOTE, CanonicalMessage, marks_of
 
-# Which calls of an episode were given which answers to read.
-#
-# An answer was read by a request that holds the id of one of its tool calls, the answer itself,
-# or a part of it that is new: a run of 16 characters (all of an answer that is shorter) that
-# stands in no request made before the answer had come. What the answer took from its own prompt
-# tells nothing, and neither does what its reader had been told before.
+# Who read an answer: a request that holds the id of one of its tool calls, the answer itself, or a
+# new part of it: a run of 16 characters (all of a shorter answer) that is in no request made before
+# the answer came, and neither in its own prompt.
 
 _FACTOR = 0x9E3779B97F4A7C15
 

@@ -1,4 +1,4 @@
-"""Episodes that somebody else runs: given out with a key, taken back with a reward."""
+"""Episodes that a program elsewhere runs: leased with a key on request, ended with a reward."""
 
 import asyncio
 import contextlib
@@ -221,7 +221,7 @@ def _seen(task: "asyncio.Task[StepResult]") -> None:
         task.exception()
 
 
-# Episodes that are given out when somebody asks the host for one.
+# Requests: an episode starts when one is requested.
 
 
 class AskedEpisodes:
@@ -308,7 +308,7 @@ class AskedEpisodes:
                     self._asked.remove(asked)
 
 
-# The programs of an environment host, with the proxy at which they find the model.
+# The runners of an environment host, with the proxy at which programs find the model.
 
 _ANYWHERE = "http://gateway"
 """Programs find the gateway by the address at which their user has asked for them."""

@@ -30,11 +30,8 @@ from ..reasoning import behind_reasoning
 from ..registry import extra
 from ..running.global_random import GlobalRandom
 
-# Android emulators, as the package android_world drives them, one episode at a time on each.
-#
-# Emulators of a machine are numbered from 0: emulator i has console port `console_port + 2·i` and
-# gRPC port `grpc_port + i`. An episode leases one with a file lock, whichever process it is
-# played in, so that a process that dies gives its emulator back.
+# Emulators: number i of a machine has console port `console_port + 2·i` and gRPC port `grpc_port +
+# i`. An episode leases one with a file lock, which ends with its process.
 
 ANDROID_WORLD = extra("android_world", "android-world")
 _ANSWER_S = 2.0
@@ -166,7 +163,7 @@ def _closed_on_error(file: IO[str]) -> Iterator[IO[str]]:
         raise
 
 
-# What the policy reads of an Android screen, and how its answer becomes an action.
+# The prompt and the action: what the policy reads of a screen, and how its answer is parsed.
 
 ACTIONS = """\
 {"action_type": "click", "index": 3} (also double_tap, long_press)

@@ -1,7 +1,9 @@
-r"""Rewards of an answer: rules that give 0 to 1 each, and their weighted sum.
+"""Grades answers to math problems: finds the answer, compares it, weighs the rules.
 
-`{"answer": 1}` is the plain rule; `{"answer": 0.9, "think": 0.1}` is geometry3k's composition of
-accuracy and format. The parts are reported beside the sum, each under its own name.
+The answer is the last `\boxed{…}` outside of reasoning, fenced blocks and tool calls. Comparisons
+that need math-verify run in worker processes with hard limits, since an answer can be expensive to
+compare. `{"answer": 1}` is the plain rule; `{"answer": 0.9, "think": 0.1}` is geometry3k's
+composition of accuracy and format. Each part is reported beside the sum under its own name.
 """
 
 import atexit
@@ -23,10 +25,7 @@ from ...schemas.wire.errors import ConfigError, GameError
 from ..reasoning import behind_reasoning
 from .quantity import clean, is_balanced, read_quantity, same_unit, without_units
 
-# Find the answer in a text of the policy: the last `\boxed{…}` that is meant as one.
-#
-# Reasoning between `<think>` tags, fenced blocks and tool calls are no place for an answer: what
-# stands in a program, or was considered on the way, does not count. Pure.
+# Finding the answer. Pure.
 
 MAX_ANSWER_CHARS = 1000
 """A longer answer is wrong without being read."""
@@ -204,11 +203,7 @@ def _braced(text: str, start: int) -> str | None:
     return None
 
 
-# Compare answers with math-verify, in worker processes with hard limits.
-#
-# An answer may be made to be expensive: nested powers, a thousand brackets. Whatever takes more
-# computing than the limit, or more memory, ends its process and is wrong; the next one gets a
-# fresh process.
+# Comparing in worker processes: one that exceeds its limits is replaced, and its answer is wrong.
 
 Verdict = Literal["right", "wrong", "late", "failed"]
 LIMIT_S = 5.0
@@ -323,6 +318,8 @@ def shared_grader() -> Grader:
     atexit.register(grader.close)
     return grader
 
+
+# Rules and their weighted sum.
 
 _THINK = re.compile(r"\s*<think>(?:(?!</?think>).)+</think>(?:(?!</?think>).)+", re.DOTALL)
 

@@ -224,12 +224,9 @@ def _without(message: CanonicalMessage, volatile: Sequence[Volatile]) -> Canonic
     return message if content == message.content else replace(message, content=content)
 
 
-# A model's answer as a message: what it reasoned, said and called, read as it is generated.
-#
-# What a program is told and what is kept of a call are both made of the pieces that are read
-# here, so that an echo of an answer is recognised. Calls are read as Hermes and Qwen models write
-# them; what is not well formed is text. White space beside reasoning and calls belongs to
-# neither.
+# Replies, read as they are generated, so that an echo of an answer is recognised. Calls are read as
+# Hermes and Qwen models write them; what is not well formed is text. White space beside reasoning
+# and calls belongs to neither.
 
 THINK, THOUGHT = "<think>", "</think>"
 

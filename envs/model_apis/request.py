@@ -494,7 +494,7 @@ def _is_one_of(value: Any, neutral: Any) -> bool:
     return value in neutral if isinstance(neutral, tuple) else bool(value == neutral)
 
 
-# A model's call as it travels: canonical messages, and the request around them.
+# The request as it travels to a generator.
 
 
 def packed(message: CanonicalMessage) -> CallMessage:

@@ -1,4 +1,8 @@
-"""What the host needs of whatever runs its games: threads, processes, or an event loop."""
+"""Runs a host's games off its event loop: in threads, in processes, or in a loop of their own.
+
+`make_runner` chooses by `env.isolation` and by whether the game is async; `process_runner.py` has
+the processes.
+"""
 
 import asyncio
 import contextlib
@@ -31,12 +35,154 @@ from .episodes import (
 )
 from .process_runner import ProcessRunner
 
-# Run games in threads of the host's own process: the fastest way, for games that behave.
+T = TypeVar("T")
+
+
+class Runner(Protocol):
+    """Plays the games of many episodes off the event loop."""
+
+    async def start(self) -> GameFacts:
+        """Get ready, make one game as a trial, return what it tells of itself."""
+        ...
+
+    def reset(self, opening: Opening) -> Awaitable[list[ChatMessage]]:
+        """Start an episode; GameError when the game fails."""
+        ...
+
+    def step(self, episode: str, action: str) -> Awaitable[StepResult]:
+        """Play one action; GameError when the game fails, which ends the episode."""
+        ...
+
+    def turn(self, episode: str) -> Awaitable[tuple[str, list[ChatMessage]]]:
+        """Say whose turn it is in a game with roles, and what opens that role's conversation."""
+        ...
+
+    def drop(self, episode: str) -> None:
+        """Forget an episode."""
+        ...
+
+    def end_overdue(self) -> None:
+        """Deal with calls that have run past their limit; called every `LOOK_S`."""
+        ...
+
+    async def stop(self) -> None:
+        """End whatever plays games."""
+        ...
+
+
+class PlacedRunner(Runner, Protocol):
+    """A runner that says how many episodes it runs at the same time."""
+
+    @property
+    def places(self) -> int:
+        """Episodes at the same time."""
+        ...
+
+
+class TimedRunner:
+    """A runner that tells for how long games play, and for how long all its workers do.
+
+    A step that takes too long ends its episode here as the configuration says.
+    """
+
+    def __init__(
+        self, runner: Runner, config: EnvConfig, num_workers: int, time_use: TimeUse
+    ) -> None:
+        """`time_use` knows `full` and `play`: a game has been asked and has not answered."""
+        self._runner = runner
+        self._config = config
+        self._time_use = time_use
+        self._room = math.inf if isinstance(runner, AsyncRunner) else num_workers
+        self._num_asked = 0
+        self.start = runner.start
+        self.drop = runner.drop
+        self.end_overdue = runner.end_overdue
+        self.stop = runner.stop
+
+    def reset(self, opening: Opening) -> Awaitable[list[ChatMessage]]:
+        """Start an episode; GameError when the game fails."""
+        return self._timed(self._runner.reset(opening))
+
+    def step(self, episode: str, action: str) -> Awaitable[StepResult]:
+        """Play one action; GameError when the game fails, which ends the episode."""
+        return self._timed(self._step(episode, action))
+
+    async def _step(self, episode: str, action: str) -> StepResult:
+        try:
+            return await self._runner.step(episode, action)
+        except GameHung as error:
+            return end_of_hung(self._config, error)
+
+    def turn(self, episode: str) -> Awaitable[tuple[str, list[ChatMessage]]]:
+        """Say whose turn it is in a game with roles, and what opens that role's conversation."""
+        return self._timed(self._runner.turn(episode))
+
+    def _timed(self, answer: Awaitable[T]) -> "asyncio.Future[T]":
+        self._num_asked += 1
+        self._time_use.begin("play")
+        if self._num_asked == self._room:
+            self._time_use.begin("full")
+        future = asyncio.ensure_future(answer)
+        future.add_done_callback(self._played)
+        return future
+
+    def _played(self, _: "asyncio.Future[T]") -> None:
+        if self._num_asked == self._room:
+            self._time_use.end("full")
+        self._num_asked -= 1
+        self._time_use.end("play")
+
+
+def make_runner(config: EnvConfig, game_class: type[AbstractGame] | None = None) -> Runner:
+    """Return the runner that `config.isolation` asks for, or else the game's class.
+
+    Where steps are expected to hang (`config.on_step_timeout`) that is a process, which can be
+    ended, unless the configuration asks for threads.
+
+    `game_class` stands for `config.game` where a client hosts a class of its own. Raises GameError.
+    """
+    limits = TimeLimits(config.reset_timeout_s, config.step_timeout_s)
+    if config.isolation == "process" and game_class is None:
+        return _process_runner(config, config.game, limits)
+    found = game_class or load_game(config.game)
+    isolation = config.isolation or found.isolation
+    if is_async(found):
+        if isolation == "process":
+            refuse_async(found)
+        return AsyncRunner(found, config.kwargs, limits=limits)
+    if config.on_step_timeout != "retry":
+        isolation = config.isolation or "process"
+    if isolation == "process":
+        target = config.game if game_class is None else _importable(game_class)
+        return _process_runner(config, target, limits)
+    return ThreadRunner(found, config.kwargs, num_workers=config.workers, limits=limits)
+
+
+def _process_runner(config: EnvConfig, target: str, limits: TimeLimits) -> ProcessRunner:
+    return ProcessRunner(
+        target,
+        config.kwargs,
+        num_workers=config.workers,
+        worker_memory_mb=config.worker_memory_mb,
+        limits=limits,
+    )
+
+
+def _importable(game_class: type[AbstractGame]) -> str:
+    target = f"{game_class.__module__}:{game_class.__qualname__}"
+    if game_class.__module__ == "__main__" or "<locals>" in target:
+        raise GameError(
+            f"{game_class.__qualname__} cannot be imported by a worker process",
+            hint="put the class into a module of its own, or set env.isolation=thread",
+        )
+    return target
+
+
+# Threads of the host's own process: the fastest way, for games that behave.
 #
-# Worker threads take work from one queue and put finished work on another. They are woken once
-# for all that was asked within one turn of the event loop, and the loop once for all that
-# finished meanwhile, so that many short steps share the cost of a wake-up. A thread cannot be
-# killed: one that hangs past its limit is given up and replaced, a bounded number of times.
+# Worker threads take work from one queue and put finished work on another. They are woken once for
+# all calls of one turn of the event loop, and the loop once for all that finished meanwhile. A
+# thread cannot be killed: one that hangs past its limit is replaced, a bounded number of times.
 
 MAX_GIVEN_UP = 16
 """Threads hung at the same time that are replaced; past it the host says it cannot go on."""
@@ -219,10 +365,111 @@ class ThreadRunner:
             work.finish()
 
 
-# An event loop, in a thread of its own, for coroutines that users wrote.
+# Async games, all in one event loop.
 #
-# What computes there holds up what else waits there, but never the loop of the host. Whatever a
-# coroutine raises reaches the one who has asked as an error of ours.
+# The loop has its own thread, so that a game that blocks delays the other episodes of its host but
+# never the host. A call past its limit is cancelled. A loop that is blocked for as long as a step
+# may take is replaced with all its episodes, a bounded number of times.
+
+
+class AsyncRunner:
+    """Plays games in one event loop."""
+
+    def __init__(
+        self,
+        game_class: type[AbstractGame],
+        kwargs: dict[str, Any],
+        *,
+        limits: TimeLimits,
+    ) -> None:
+        self._class = game_class
+        self._kwargs = kwargs
+        self._limits = limits
+        self._longest_s = max(limits)
+        self._num_given_up = 0
+        self._loop: ForeignLoop
+        self._episodes: Episodes
+
+    async def start(self) -> GameFacts:
+        """Start the loop and make one game as a trial; return what it tells of itself."""
+        self._begin()
+        probe = self._episodes.probe
+
+        async def made() -> GameFacts:
+            return probe()
+
+        return await self._play("__init__", "", made)
+
+    async def reset(self, opening: Opening) -> list[ChatMessage]:
+        """Start an episode."""
+        episodes = self._episodes
+        return await self._play("reset", opening.episode, lambda: episodes.reset_async(opening))
+
+    async def step(self, episode: str, action: str) -> StepResult:
+        """Play one action."""
+        episodes = self._episodes
+        return await self._play("step", episode, lambda: episodes.step_async(episode, action))
+
+    async def turn(self, episode: str) -> tuple[str, list[ChatMessage]]:
+        """Say whose turn it is, and what opens that role's conversation."""
+        found = self._episodes.turn
+
+        async def asked() -> tuple[str, list[ChatMessage]]:
+            return found(episode)
+
+        return await self._play("turn", episode, asked)
+
+    def drop(self, episode: str) -> None:
+        """Forget an episode."""
+        self._episodes.drop(episode)
+
+    def end_overdue(self) -> None:
+        """Give the loop up if it has not turned for as long as a call may take."""
+        if not self._loop.is_stuck(self._longest_s):
+            return
+        stuck, self._num_given_up = self._loop, self._num_given_up + 1
+        if self._num_given_up <= MAX_GIVEN_UP:
+            self._begin()
+            stuck.give_up(self._blocked("its episodes are lost"))
+        else:
+            stuck.give_up(self._blocked(f"it was given {MAX_GIVEN_UP} new ones before"))
+
+    async def stop(self) -> None:
+        """Cancel what runs and end the loop."""
+        await asyncio.to_thread(self._loop.end)
+
+    def _begin(self) -> None:
+        self._episodes = Episodes(self._class, self._kwargs)
+        self._loop = ForeignLoop("async-games")
+
+    def _blocked(self, outcome: str) -> GameError:
+        return GameError(
+            f"{self._class.__name__} held up its event loop for {self._longest_s:g} s: {outcome}",
+            hint="an async game must await whatever takes long; write one that computes without "
+            "async",
+        )
+
+    async def _play(self, verb: str, episode: str, call: Callable[[], Awaitable[Any]]) -> Any:
+        """Run a call in the games' loop, for as long as it may take."""
+        episodes, limit_s = self._episodes, self._limits.of(verb)
+
+        async def limited() -> Any:
+            task = asyncio.ensure_future(call())
+            await asyncio.wait({task}, timeout=limit_s)
+            if task.done() and not task.cancelled():
+                return task.result()
+            episodes.drop(episode)
+            if task.cancelled():  # nobody did here: the game has cancelled its own task
+                raise game_failure(self._class.__name__, verb, asyncio.CancelledError())
+            task.cancel()
+            raise hung(self._class.__name__, verb, limit_s)
+
+        name = self._class.__name__
+        return await self._loop.submit(limited, lambda error: game_failure(name, verb, error))
+
+
+# The event loop for coroutines of users, in its own thread. What they raise becomes an error of
+# ours.
 
 _END_S = 5.0
 
@@ -335,250 +582,3 @@ def _settle(future: "asyncio.Future[Any]", outcome: Any, error: TinkermqError | 
         future.set_result(outcome)
     else:
         future.set_exception(error)
-
-
-# Run games that wait: those whose `reset` or `step` is a coroutine, all in one event loop.
-#
-# The loop has a thread of its own, so that a game that computes where it should wait holds up the
-# other episodes of its host but never the host. Thousands of episodes may wait at a time. A call
-# past its limit is cancelled. A loop that does not turn for as long as a step may take is given
-# up with all its episodes, and another one takes its place, a bounded number of times.
-
-
-class AsyncRunner:
-    """Plays games in one event loop."""
-
-    def __init__(
-        self,
-        game_class: type[AbstractGame],
-        kwargs: dict[str, Any],
-        *,
-        limits: TimeLimits,
-    ) -> None:
-        self._class = game_class
-        self._kwargs = kwargs
-        self._limits = limits
-        self._longest_s = max(limits)
-        self._num_given_up = 0
-        self._loop: ForeignLoop
-        self._episodes: Episodes
-
-    async def start(self) -> GameFacts:
-        """Start the loop and make one game as a trial; return what it tells of itself."""
-        self._begin()
-        probe = self._episodes.probe
-
-        async def made() -> GameFacts:
-            return probe()
-
-        return await self._play("__init__", "", made)
-
-    async def reset(self, opening: Opening) -> list[ChatMessage]:
-        """Start an episode."""
-        episodes = self._episodes
-        return await self._play("reset", opening.episode, lambda: episodes.reset_async(opening))
-
-    async def step(self, episode: str, action: str) -> StepResult:
-        """Play one action."""
-        episodes = self._episodes
-        return await self._play("step", episode, lambda: episodes.step_async(episode, action))
-
-    async def turn(self, episode: str) -> tuple[str, list[ChatMessage]]:
-        """Say whose turn it is, and what opens that role's conversation."""
-        found = self._episodes.turn
-
-        async def asked() -> tuple[str, list[ChatMessage]]:
-            return found(episode)
-
-        return await self._play("turn", episode, asked)
-
-    def drop(self, episode: str) -> None:
-        """Forget an episode."""
-        self._episodes.drop(episode)
-
-    def end_overdue(self) -> None:
-        """Give the loop up if it has not turned for as long as a call may take."""
-        if not self._loop.is_stuck(self._longest_s):
-            return
-        stuck, self._num_given_up = self._loop, self._num_given_up + 1
-        if self._num_given_up <= MAX_GIVEN_UP:
-            self._begin()
-            stuck.give_up(self._blocked("its episodes are lost"))
-        else:
-            stuck.give_up(self._blocked(f"it was given {MAX_GIVEN_UP} new ones before"))
-
-    async def stop(self) -> None:
-        """Cancel what runs and end the loop."""
-        await asyncio.to_thread(self._loop.end)
-
-    def _begin(self) -> None:
-        self._episodes = Episodes(self._class, self._kwargs)
-        self._loop = ForeignLoop("async-games")
-
-    def _blocked(self, outcome: str) -> GameError:
-        return GameError(
-            f"{self._class.__name__} held up its event loop for {self._longest_s:g} s: {outcome}",
-            hint="an async game must await whatever takes long; write one that computes without "
-            "async",
-        )
-
-    async def _play(self, verb: str, episode: str, call: Callable[[], Awaitable[Any]]) -> Any:
-        """Run a call in the games' loop, for as long as it may take."""
-        episodes, limit_s = self._episodes, self._limits.of(verb)
-
-        async def limited() -> Any:
-            task = asyncio.ensure_future(call())
-            await asyncio.wait({task}, timeout=limit_s)
-            if task.done() and not task.cancelled():
-                return task.result()
-            episodes.drop(episode)
-            if task.cancelled():  # nobody did here: the game has cancelled its own task
-                raise game_failure(self._class.__name__, verb, asyncio.CancelledError())
-            task.cancel()
-            raise hung(self._class.__name__, verb, limit_s)
-
-        name = self._class.__name__
-        return await self._loop.submit(limited, lambda error: game_failure(name, verb, error))
-
-
-T = TypeVar("T")
-
-
-class Runner(Protocol):
-    """Plays the games of many episodes off the event loop."""
-
-    async def start(self) -> GameFacts:
-        """Get ready, make one game as a trial, return what it tells of itself."""
-        ...
-
-    def reset(self, opening: Opening) -> Awaitable[list[ChatMessage]]:
-        """Start an episode; GameError when the game fails."""
-        ...
-
-    def step(self, episode: str, action: str) -> Awaitable[StepResult]:
-        """Play one action; GameError when the game fails, which ends the episode."""
-        ...
-
-    def turn(self, episode: str) -> Awaitable[tuple[str, list[ChatMessage]]]:
-        """Say whose turn it is in a game with roles, and what opens that role's conversation."""
-        ...
-
-    def drop(self, episode: str) -> None:
-        """Forget an episode."""
-        ...
-
-    def end_overdue(self) -> None:
-        """Deal with calls that have run past their limit; called every `LOOK_S`."""
-        ...
-
-    async def stop(self) -> None:
-        """End whatever plays games."""
-        ...
-
-
-class PlacedRunner(Runner, Protocol):
-    """A runner that says how many episodes it runs at the same time."""
-
-    @property
-    def places(self) -> int:
-        """Episodes at the same time."""
-        ...
-
-
-class TimedRunner:
-    """A runner that tells for how long games play, and for how long all its workers do.
-
-    A step that takes too long ends its episode here as the configuration says.
-    """
-
-    def __init__(
-        self, runner: Runner, config: EnvConfig, num_workers: int, time_use: TimeUse
-    ) -> None:
-        """`time_use` knows `full` and `play`: a game has been asked and has not answered."""
-        self._runner = runner
-        self._config = config
-        self._time_use = time_use
-        self._room = math.inf if isinstance(runner, AsyncRunner) else num_workers
-        self._num_asked = 0
-        self.start = runner.start
-        self.drop = runner.drop
-        self.end_overdue = runner.end_overdue
-        self.stop = runner.stop
-
-    def reset(self, opening: Opening) -> Awaitable[list[ChatMessage]]:
-        """Start an episode; GameError when the game fails."""
-        return self._timed(self._runner.reset(opening))
-
-    def step(self, episode: str, action: str) -> Awaitable[StepResult]:
-        """Play one action; GameError when the game fails, which ends the episode."""
-        return self._timed(self._step(episode, action))
-
-    async def _step(self, episode: str, action: str) -> StepResult:
-        try:
-            return await self._runner.step(episode, action)
-        except GameHung as error:
-            return end_of_hung(self._config, error)
-
-    def turn(self, episode: str) -> Awaitable[tuple[str, list[ChatMessage]]]:
-        """Say whose turn it is in a game with roles, and what opens that role's conversation."""
-        return self._timed(self._runner.turn(episode))
-
-    def _timed(self, answer: Awaitable[T]) -> "asyncio.Future[T]":
-        self._num_asked += 1
-        self._time_use.begin("play")
-        if self._num_asked == self._room:
-            self._time_use.begin("full")
-        future = asyncio.ensure_future(answer)
-        future.add_done_callback(self._played)
-        return future
-
-    def _played(self, _: "asyncio.Future[T]") -> None:
-        if self._num_asked == self._room:
-            self._time_use.end("full")
-        self._num_asked -= 1
-        self._time_use.end("play")
-
-
-def make_runner(config: EnvConfig, game_class: type[AbstractGame] | None = None) -> Runner:
-    """Return the runner that `config.isolation` asks for, or else the game's class.
-
-    Where steps are expected to hang (`config.on_step_timeout`) that is a process, which can be
-    ended, unless the configuration asks for threads.
-
-    `game_class` stands for `config.game` where a client hosts a class of its own. Raises GameError.
-    """
-    limits = TimeLimits(config.reset_timeout_s, config.step_timeout_s)
-    if config.isolation == "process" and game_class is None:
-        return _process_runner(config, config.game, limits)
-    found = game_class or load_game(config.game)
-    isolation = config.isolation or found.isolation
-    if is_async(found):
-        if isolation == "process":
-            refuse_async(found)
-        return AsyncRunner(found, config.kwargs, limits=limits)
-    if config.on_step_timeout != "retry":
-        isolation = config.isolation or "process"
-    if isolation == "process":
-        target = config.game if game_class is None else _importable(game_class)
-        return _process_runner(config, target, limits)
-    return ThreadRunner(found, config.kwargs, num_workers=config.workers, limits=limits)
-
-
-def _process_runner(config: EnvConfig, target: str, limits: TimeLimits) -> ProcessRunner:
-    return ProcessRunner(
-        target,
-        config.kwargs,
-        num_workers=config.workers,
-        worker_memory_mb=config.worker_memory_mb,
-        limits=limits,
-    )
-
-
-def _importable(game_class: type[AbstractGame]) -> str:
-    target = f"{game_class.__module__}:{game_class.__qualname__}"
-    if game_class.__module__ == "__main__" or "<locals>" in target:
-        raise GameError(
-            f"{game_class.__qualname__} cannot be imported by a worker process",
-            hint="put the class into a module of its own, or set env.isolation=thread",
-        )
-    return target

@@ -137,10 +137,7 @@ def etc_mounts(names: Iterable[str]) -> Iterator[Mount]:
         yield readable(f"/etc/{name}", is_optional=True)
 
 
-# What a sandbox uses, seen from outside: the memory of all its processes, and its files.
-#
-# The kernel's limits are per process and user; these are over all processes of a sandbox. All is
-# read from /proc, without control groups, as often as those who start a sandbox look.
+# Use of memory and files, read from /proc without control groups.
 
 Limit: TypeAlias = Literal["memory", "disk"]
 """A limit over all processes of a sandbox."""

@@ -240,9 +240,6 @@ def _clean(told: object) -> str:
     return cut.encode(errors="replace").decode()
 
 
-# Ids that sort by time and cannot be guessed.
-
-
 def new_id() -> str:
     """Return a ULID in lower case: milliseconds, and 80 random bits.
 

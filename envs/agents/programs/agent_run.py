@@ -37,7 +37,7 @@ from .folders import ProgramFolder
 from .launcher import ModelEndpoint, ProgramLauncher, Running
 from .sandbox import PORT, Reach, grader_mounts
 
-# Parses what a program or its reward command writes: a number, or an object with `reward`.
+# Parsing of rewards: a number, or an object with `reward`.
 
 _SHOWN_REWARD_CHARS = 200
 _FORM = 'a number, or {"reward": number, "success": true or false, "info": {…}}'

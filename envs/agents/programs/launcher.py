@@ -34,11 +34,8 @@ from ..episode import ProgramEpisode
 from .folders import ProgramFolder, ProgramFolders, check_folder, check_shown
 from .sandbox import ImageRoot, ProgramSandboxes, Reach, refuse_shown
 
-# What programs print: the last of it, read by one thread for all of a host's programs.
-#
-# A program is never held up for long by what it prints and never costs more memory than its
-# rings: a flood is read a little more slowly than it could be, so that it costs a bounded part of
-# a core.
+# Output: the end of it, read by one thread for all programs of a host. A flood is read a little
+# more slowly than it could be, so that it costs a bounded part of a core.
 
 RING_BYTES = 256 << 10
 """What is kept of each stream."""

@@ -40,17 +40,14 @@ from ...sandbox.sandbox import (
 )
 from .folders import ProgramFolder, check_folder, check_shown, is_own_folder, remove_tree
 
-# Images of containers as the roots of programs' sandboxes.
+# Container images as the root of a sandbox.
 #
-# Podman or docker, whichever knows the image, writes its files out, once for all hosts of a user
-# on a machine; nothing of it is run by them. A program then runs in the same sandbox as any
-# other, with the image's files in place of the machine's. They lie in the temporary folder while
-# a host uses them: the last one that ends removes them, and those of hosts that were killed are
-# removed by the next one that starts.
-#
-# What runs first in a sandbox is written in Python, and an image may have none, or another C
-# library. So the interpreter, its standard library and the shared libraries that it loads are
-# shown one by one, and it is started by the dynamic loader that it was built for.
+# Podman or docker writes an image's files out once for all hosts of a user on a machine and runs
+# nothing of it. The files lie in the temporary folder while a host uses them; the last one removes
+# them, and the next one that starts removes those of hosts that were killed. The sandbox starts a
+# Python program first, and an image may have no Python or another C library, so the interpreter,
+# its standard library and its shared libraries are mounted one by one and started by their own
+# loader.
 
 _TOOLS = ("podman", "docker")
 _PREFIX = "tinkermq-image-"

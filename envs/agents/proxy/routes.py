@@ -22,9 +22,8 @@ from .exchange import ClientGone, HttpExchange, NoSuchEndpoint, dumped
 from .model_calls import ModelCalls
 from .open_episodes import OpenEpisode, OpenEpisodes
 
-# What a program says of its own episode: rewards, its end, notes about calls.
-#
-# Other trainers' ways to say it are understood, so that programs written for them need no change.
+# Posts of a program about its own episode: rewards, its end, notes about calls. Other trainers'
+# forms are accepted, so that programs written for them need no change.
 
 Post: TypeAlias = Callable[[OpenEpisode, bytes, str], dict[str, Any]]
 """`post(episode, body, idempotency_key)` takes what was said and returns the reply."""
@@ -234,6 +233,8 @@ def _nothing_else(fields: Fields) -> None:
     for name in fields.unread():
         raise RequestError(f"there is no field {name!r:.60} here", param=name)
 
+
+# The routes.
 
 MAX_REQUESTS = 64
 """Of one episode at the same time."""
