@@ -190,14 +190,14 @@ def _readers(
         models[scope.metric] = Metric
     if "event" in kinds:
         models[scope.event] = Event
-    found: list[tuple[StreamReader, Callable[[StoredMessage], FeedMessage | None]]] = []
+    readers: list[tuple[StreamReader, Callable[[StoredMessage], FeedMessage | None]]] = []
     if models:
         reader = StreamReader(broker, scope.stream_feed, list(models), from_seq=first)
-        found.append((reader, lambda stored: _parse(stored, models[stored.subject])))
+        readers.append((reader, lambda stored: _parse(stored, models[stored.subject])))
     if "log" in kinds:
         reader = StreamReader(broker, scope.stream_log, [scope.log("*")], from_seq=first)
-        found.append((reader, lambda stored: _parse(stored, LogLines)))
-    return found
+        readers.append((reader, lambda stored: _parse(stored, LogLines)))
+    return readers
 
 
 def _parse(stored: StoredMessage, model: type[M]) -> M | None:
@@ -220,8 +220,8 @@ async def read_scores(broker: Broker, scope: JobScope) -> dict[int, float]:
     Raises BrokerError, NotFoundError where there is no bucket of evaluations.
     """
     entries = await Bucket(broker, BUCKET_EVALS, EvalRecord).items(scope.key)
-    told = [entry.value for entry in entries]
-    return {one.version: one.values[SCORE] for one in told if SCORE in one.values}
+    records = [entry.value for entry in entries]
+    return {one.version: one.values[SCORE] for one in records if SCORE in one.values}
 
 
 def best_of(scores: Mapping[int, float], versions: Iterable[int]) -> int | None:

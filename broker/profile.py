@@ -105,13 +105,13 @@ def waited_for(trace: StepTrace) -> list[tuple[str, float]]:
     if wait_s <= 0:
         return []
     begin = trace.formed - wait_s
-    found = dict.fromkeys(PHASES, 0.0)
+    waits = dict.fromkeys(PHASES, 0.0)
     for group in trace.groups[-1:]:
         for start, end, shares in _way(group):
             seconds = max(min(end, trace.formed) - max(start, begin), 0.0)
-            _add(found, {phase: share * seconds for phase, share in shares.items()})
-    found["other"] += max(wait_s - sum(found.values()), 0.0)
-    return [(phase, seconds) for phase, seconds in found.items() if seconds > 0]
+            _add(waits, {phase: share * seconds for phase, share in shares.items()})
+    waits["other"] += max(wait_s - sum(waits.values()), 0.0)
+    return [(phase, seconds) for phase, seconds in waits.items() if seconds > 0]
 
 
 def _way(group: GroupTrace) -> list[tuple[float, float, Shares]]:
@@ -212,14 +212,14 @@ def advise(
     """
     waited = profile.learner.get("wait", 0.0)
     if waited < _WAITS:
-        found = [_learner_busy(profile)]
+        advice = [_learner_busy(profile)]
     elif cores_busy >= _ALL_BUSY and _mostly(profile) != "weights":
-        found = [_machine_busy(waited, cores_busy, run)]
+        advice = [_machine_busy(waited, cores_busy, run)]
     else:
-        found = [_learner_waits(profile, run, bound)]
+        advice = [_learner_waits(profile, run, bound)]
     held_back = profile.held_back
     if held_back >= _HELD_BACK and waited < _WAITS:
-        found.append(
+        advice.append(
             Advice(
                 f"generators were held back {held_back:.0%} of the time by the staleness bound, "
                 "since the learner is behind: fewer generators would do",
@@ -229,12 +229,12 @@ def advise(
     for kind, (what, keys) in _OVERHEADS.items():
         share = profile.learner.get(kind, 0.0)
         if share >= _NOTABLE:
-            found.append(Advice(f"{what} took {share:.0%} of the learner's time", keys))
+            advice.append(Advice(f"{what} took {share:.0%} of the learner's time", keys))
     swapping = mean_share(profile.generators.values(), "swap")
     if swapping >= _NOTABLE:
         text = f"generators stood still {swapping:.0%} of the time to swap weights in"
-        found.append(Advice(text, ("generator.kv_on_swap=keep", "lora.rank")))
-    return found
+        advice.append(Advice(text, ("generator.kv_on_swap=keep", "lora.rank")))
+    return advice
 
 
 _OVERHEADS: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -369,9 +369,9 @@ def spans_of(step: StepTrace) -> Iterator[Span]:
 
 def _of_step(step: StepTrace) -> Iterator[Span]:
     trace, root = trace_of(step.traceparent), span_of(step.traceparent)
-    told = {"tinkermq.step": step.step, "tinkermq.num_groups": step.num_groups}
+    attributes = {"tinkermq.step": step.step, "tinkermq.num_groups": step.num_groups}
     start = _begin(step)
-    yield Span("step", "learner", trace, root, "", start, step.ended, told)
+    yield Span("step", "learner", trace, root, "", start, step.ended, attributes)
     links = tuple((trace_of(g.traceparent), span_of(g.traceparent)) for g in step.groups)
     known = tuple(link for link in links if all(link))
     for kind in (*_BEFORE, *_BEHIND):
@@ -380,9 +380,9 @@ def _of_step(step: StepTrace) -> Iterator[Span]:
             continue
         after = known if kind == "train" else ()
         child = _child(root, kind)
-        yield Span(kind, "learner", trace, child, root, start, start + length, told, after)
+        yield Span(kind, "learner", trace, child, root, start, start + length, attributes, after)
         start += length
-    yield from _of_weights(step, told)
+    yield from _of_weights(step, attributes)
 
 
 def _of_weights(step: StepTrace, told: Mapping[str, int]) -> Iterator[Span]:
@@ -409,21 +409,23 @@ def _of_group(group: GroupTrace) -> Iterator[Span]:
     trace, root = trace_of(group.traceparent), span_of(group.traceparent)
     if not trace:
         return
-    told = {"tinkermq.task": group.task}
+    attributes = {"tinkermq.task": group.task}
     begun = group.arrived - group.rollout_s
     held = begun - group.weights_s
     if group.issued:
         issued = min(group.issued, held)
-        yield Span("task", "learner", trace, root, "", issued, group.arrived, told)
-        yield Span("queue", "learner", trace, _child(root, "queue"), root, issued, held, told)
+        yield Span("task", "learner", trace, root, "", issued, group.arrived, attributes)
+        yield Span("queue", "learner", trace, _child(root, "queue"), root, issued, held, attributes)
     source, rollout = group.source, _child(root, "rollout")
     if group.weights_s:
-        yield Span("weights", source, trace, _child(root, "weights"), root, held, begun, told)
-    yield Span("rollout", source, trace, rollout, root, begun, group.arrived, told)
+        yield Span("weights", source, trace, _child(root, "weights"), root, held, begun, attributes)
+    yield Span("rollout", source, trace, rollout, root, begun, group.arrived, attributes)
     at = begun
     for name, length in (("generate", group.generate_s), ("environment", group.environment_s)):
         if length > 0:
-            yield Span(name, source, trace, _child(rollout, name), rollout, at, at + length, told)
+            yield Span(
+                name, source, trace, _child(rollout, name), rollout, at, at + length, attributes
+            )
             at += length
 
 

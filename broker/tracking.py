@@ -209,18 +209,18 @@ class GuardedTracker(Tracker):
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Hand on the configuration."""
-        told = dict(config)
+        config_values = dict(config)
 
         def tell(tracker: Tracker) -> None:
-            tracker.log_config(told)
-            self._config = told
+            tracker.log_config(config_values)
+            self._config = config_values
 
         self._put(_Call("config", tell))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Hand on the numbers of a step."""
-        told = dict(metrics)
-        self._put(_Call("metrics", lambda tracker: tracker.log(told, step), step, len(told)))
+        values = dict(metrics)
+        self._put(_Call("metrics", lambda tracker: tracker.log(values, step), step, len(values)))
 
     def log_episodes(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Hand on a table."""
@@ -667,11 +667,11 @@ class MlflowTracker(Tracker):
         known = self._client.get_experiment_by_name(run.project)
         experiment = known.experiment_id if known else self._client.create_experiment(run.project)
         if run.id:
-            found = self._client.search_runs(
+            runs = self._client.search_runs(
                 [experiment], f"tags.tinkermq = '{run.id}'", max_results=1
             )
-            if found:
-                return str(found[0].info.run_id)
+            if runs:
+                return str(runs[0].info.run_id)
         tags = {"tinkermq": run.id, "group": run.group, "mlflow.note.content": run.notes}
         tags["tags"] = ", ".join(run.tags)
         made = self._client.create_run(experiment, run_name=run.name, tags=tags)
@@ -684,20 +684,20 @@ class MlflowTracker(Tracker):
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Log the numbers at `step`, but for those that could not be computed."""
         now = int(time.time() * 1000)
-        told = [
+        values = [
             self._metric(_mlflow_name(name), value, now, step)
             for name, value in metrics.items()
             if math.isfinite(value)
         ]
-        for first in range(0, len(told), _MLFLOW_BATCH):
-            self._client.log_batch(self._id, metrics=told[first : first + _MLFLOW_BATCH])
+        for first in range(0, len(values), _MLFLOW_BATCH):
+            self._client.log_batch(self._id, metrics=values[first : first + _MLFLOW_BATCH])
 
     def log_episodes(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Keep the table as a file."""
         if rows:
             columns = list(rows[0])
-            told = {"columns": columns, "data": [[*row.values()] for row in rows]}
-            self._client.log_dict(self._id, told, f"rollouts/step_{step:06d}.json")
+            table = {"columns": columns, "data": [[*row.values()] for row in rows]}
+            self._client.log_dict(self._id, table, f"rollouts/step_{step:06d}.json")
 
     def log_checkpoint(self, folder: Path, step: int) -> None:
         """Upload the files."""

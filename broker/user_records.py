@@ -13,7 +13,13 @@ import structlog
 from ..schemas.user import AuditRecord, Invitation, UserRecord
 from ..schemas.wire.errors import NotFoundError, TinkermqError
 from ..schemas.wire.message import Message
-from ..schemas.wire.subjects import AUDIT, BUCKET_USERS, REFUSALS, STREAM_AUDIT, STREAM_REFUSALS
+from ..schemas.wire.subjects import (
+    AUDIT,
+    BUCKET_USERS,
+    REFUSALS,
+    STREAM_AUDIT,
+    STREAM_REFUSALS,
+)
 from .client.connection import Broker
 from .fair_queue import Rates
 from .jetstream.direct_get import get_batch
@@ -113,14 +119,14 @@ def audit_configs() -> list[StreamConfig]:
 
     What was refused has one of its own, so that it pushes nothing out that was done.
     """
-    kept = {"deny_delete": True, "deny_purge": True}
+    protection = {"deny_delete": True, "deny_purge": True}
     done, refused = (
         "What was done to users, and by admins to others",
         "What was refused, and to whom",
     )
     return [
-        stream_config(STREAM_AUDIT, done, [AUDIT], AUDIT_BYTES, **kept),
-        stream_config(STREAM_REFUSALS, refused, [REFUSALS], REFUSALS_BYTES, **kept),
+        stream_config(STREAM_AUDIT, done, [AUDIT], AUDIT_BYTES, **protection),
+        stream_config(STREAM_REFUSALS, refused, [REFUSALS], REFUSALS_BYTES, **protection),
     ]
 
 
@@ -175,22 +181,22 @@ class Audit:
 
     async def last(self, limit: int) -> list[AuditRecord]:
         """Return the newest records of both kinds, newest first."""
-        found = await self._last(STREAM_AUDIT, AUDIT, limit)
-        found += await self._last(STREAM_REFUSALS, REFUSALS, limit)
-        return sorted(found, key=lambda record: record.time, reverse=True)[:limit]
+        records = await self._last(STREAM_AUDIT, AUDIT, limit)
+        records += await self._last(STREAM_REFUSALS, REFUSALS, limit)
+        return sorted(records, key=lambda record: record.time, reverse=True)[:limit]
 
     async def _last(self, stream: str, subject: str, limit: int) -> list[AuditRecord]:
         state = (await stream_info(self._broker, stream))["state"]
         last = int(state["last_seq"])
-        found: list[AuditRecord] = []
+        records: list[AuditRecord] = []
         seq = max(int(state["first_seq"]), last - limit + 1, 1)
         while seq <= last:
             messages, more = await get_batch(self._broker, stream, seq, subject)
-            found += [AuditRecord.from_bytes(message.payload) for message in messages]
+            records += [AuditRecord.from_bytes(message.payload) for message in messages]
             if not more or not messages:
                 break
             seq = messages[-1].seq + 1
-        return found
+        return records
 
 
 def _cut(text: str, most: int) -> str:

@@ -43,7 +43,7 @@ from .game import AbstractGame, ChatMessage, StepResult
 from .host_replies import ResetAnswer, StepAnswer, wait_for_some
 from .rewards import make_rewards
 from .running.episodes import LOOK_S, Opening
-from .running.runners import PlacedRunner, Runner, TimedRunner, make_runner
+from .running.runners import BoundedRunner, Runner, TimedRunner, make_runner
 
 
 class HostGone(GameError):
@@ -75,7 +75,7 @@ class Player(Protocol):
         ...
 
 
-class Solo:
+class SinglePlayer:
     """A game for one."""
 
     in_use = False
@@ -97,12 +97,12 @@ class Solo:
         self._runner.drop(self._episode)
 
 
-class Seat:
+class RolePlayer:
     """One role of a game with several."""
 
     in_use = False
 
-    def __init__(self, table: "Table", role: str) -> None:
+    def __init__(self, match: "Match", role: str) -> None:
         self.role = role
         self.prompt: asyncio.Future[list[ChatMessage]] = _promise()
         """Its first prompt; empty if the game ended before its first turn."""
@@ -112,21 +112,21 @@ class Seat:
         """What it was given since it was last answered."""
         self.taken = False
         """Whether somebody plays it."""
-        self._table = table
+        self._match = match
 
     def step(self, action: str) -> "asyncio.Future[StepResult]":
         """Play one action; answered when the next turn comes."""
         self.answer = _promise()
-        self._table.play(self, action)
+        self._match.play(self, action)
         return self.answer
 
     def leave(self) -> None:
-        """Give the seat up, as one whose tokens are used up does: the game ends for all others."""
+        """Leave, as one whose tokens are used up does: the game ends for all others."""
         self.taken = False
-        self._table.lose(self.role)
+        self._match.lose(self.role)
 
     def settle(self, result: StepResult) -> None:
-        """Answer the last action, if it has not been answered, with what the seat was given."""
+        """Answer the last action, if it has not been answered, with the rewards since."""
         if self.answer is not None and not self.answer.done():
             self.answer.set_result(replace(result, reward=self.reward, rewards={}))
             self.reward = 0.0
@@ -138,13 +138,13 @@ class Seat:
                 promise.set_exception(error)
 
 
-class Table:
+class Match:
     """A game with several roles: whose turn it is, and who waits for what."""
 
     def __init__(self, runner: Runner, episode: str, roles: Sequence[str]) -> None:
         self._runner = runner
         self._episode = episode
-        self._seats = {role: Seat(self, role) for role in roles}
+        self._players = {role: RolePlayer(self, role) for role in roles}
         self._over = False
         self._error: TinkermqError | None = None
         self._last = StepResult("", 0.0, done=False)
@@ -152,29 +152,30 @@ class Table:
 
     @property
     def in_use(self) -> bool:
-        """Whether somebody plays a seat: the seats have leases of their own."""
-        return any(seat.taken for seat in self._seats.values())
+        """Whether a role is played: its players have their own leases."""
+        return any(player.taken for player in self._players.values())
 
     async def begin(self, opening: Opening) -> list[ChatMessage]:
-        """Start the game; the prompts are those of the seats."""
+        """Start the game; each player has its own prompt."""
         await self._runner.reset(opening)
         await self._pass_on()
         return []
 
-    def sit(self, role: str) -> Seat:
-        """Take a seat; NotFoundError for a role that the game does not have."""
-        seat = self._seats.get(role)
-        if seat is None:
+    def join(self, role: str) -> RolePlayer:
+        """Return the player of a role; NotFoundError for a role that the game does not have."""
+        player = self._players.get(role)
+        if player is None:
             raise NotFoundError(
-                f"the game has no role {role!r}", hint=f"its roles are {', '.join(self._seats)}"
+                f"the game has no role {role!r}", hint=f"its roles are {', '.join(self._players)}"
             )
-        seat.taken = True
-        return seat
+        player.taken = True
+        return player
 
     def step(self, action: str) -> "asyncio.Future[StepResult]":
-        """Refuse: actions are played at the seats."""
+        """Refuse: actions are played by roles."""
         raise StateError(
-            f"the game has roles ({', '.join(self._seats)}): its table takes no action {action!r}",
+            f"the game has roles ({', '.join(self._players)}): "
+            f"its table takes no action {action!r}",
             hint="reset an episode for each role, with `table` and `role`",
         )
 
@@ -183,14 +184,14 @@ class Table:
         self._fail(NotFoundError(f"table {self._episode!r} was closed"))
         self._runner.drop(self._episode)
 
-    def play(self, seat: Seat, action: str) -> None:
-        """Play the action of a seat whose turn it is."""
+    def play(self, player: RolePlayer, action: str) -> None:
+        """Play the action of the player whose turn it is."""
         if self._error is not None:
-            seat.fail(self._error)
+            player.fail(self._error)
         elif self._over:  # somebody left meanwhile: there is no game any more
-            seat.settle(self._last)
+            player.settle(self._last)
         else:
-            task = asyncio.create_task(self._step(seat, action), name=f"table {self._episode}")
+            task = asyncio.create_task(self._step(player, action), name=f"table {self._episode}")
             self._steps.add(task)
             task.add_done_callback(self._steps.discard)
 
@@ -201,15 +202,15 @@ class Table:
             self._end()
             self._runner.drop(self._episode)
 
-    async def _step(self, seat: Seat, action: str) -> None:
+    async def _step(self, player: RolePlayer, action: str) -> None:
         try:
             result = await self._runner.step(self._episode, action)
             if self._over:
                 return
             self._last = result
-            seat.reward += result.reward
+            player.reward += result.reward
             for role, reward in result.rewards.items():
-                self._seats[role].reward += reward
+                self._players[role].reward += reward
             if result.done:
                 self._end()
             else:
@@ -225,37 +226,37 @@ class Table:
         if self._over:
             return
         if prompt:
-            self._seats[role].prompt.set_result(prompt)
+            self._players[role].prompt.set_result(prompt)
         else:
-            self._seats[role].settle(self._last)
+            self._players[role].settle(self._last)
 
     def _end(self) -> None:
         self._over = True
-        for seat in self._seats.values():
-            if not seat.prompt.done():
-                seat.prompt.set_result([])
-            seat.settle(self._last)
+        for player in self._players.values():
+            if not player.prompt.done():
+                player.prompt.set_result([])
+            player.settle(self._last)
 
     def _fail(self, error: TinkermqError) -> None:
         self._over, self._error = True, error
-        for seat in self._seats.values():
-            seat.fail(error)
+        for player in self._players.values():
+            player.fail(error)
 
 
 def _promise() -> "asyncio.Future[Any]":
     """Return a future whose error nobody needs to look at."""
     future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    future.add_done_callback(_seen)
+    future.add_done_callback(_retrieve_error)
     return future
 
 
-def _seen(future: "asyncio.Future[Any]") -> None:
+def _retrieve_error(future: "asyncio.Future[Any]") -> None:
     if not future.cancelled():
         future.exception()
 
 
 @dataclass
-class Held:
+class HostedEpisode:
     """One episode; an episode that has ended is kept so that its last answer can be repeated."""
 
     opening: "asyncio.Future[list[ChatMessage]]"
@@ -348,7 +349,7 @@ class EnvironmentHost:
         judge_job: str | None = None,
         max_episodes: int = MAX_EPISODES,
         drain_s: float = DRAIN_S,
-        programs: PlacedRunner | None = None,
+        programs: BoundedRunner | None = None,
     ) -> None:
         """Prepare a host; `game_class` stands for `config.game` where a client hosts its own, and
         `reward_function` for `config.reward.function`. `judge_job` is the id of the job that
@@ -373,7 +374,7 @@ class EnvironmentHost:
         places = config.workers if programs is None else programs.places
         self._games = TimedRunner(self._runner, config, places, self.time_use)
         self._rewards = make_rewards(config.reward, broker, scope.user, reward_function, judge_job)
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, HostedEpisode] = {}
         self._changed = asyncio.Event()
         self._data: HostData
         self._roles: list[str] = []
@@ -532,39 +533,41 @@ class EnvironmentHost:
             lease_s=self._config.lease_s,
         )
 
-    def _hold(self, episode: str, request: ResetRequest, trace: str) -> Held:
+    def _hold(self, episode: str, request: ResetRequest, trace: str) -> HostedEpisode:
         held = self._held.get(episode)
         if held is None and request.only_held:
             raise self._not_held(episode)
         if held is None:
             self._make_room()
-            begin = self._seat if request.table else self._begin
+            begin = self._join if request.table else self._begin
             held = begin(episode, request)
             held.trace = trace
-            held.opening.add_done_callback(_seen)
+            held.opening.add_done_callback(_retrieve_error)
             self._held[episode] = held
         held.touch()
         return held
 
-    def _seat(self, episode: str, request: ResetRequest) -> Held:
-        """Take a seat at a table that is held here."""
-        there = self._held.get(request.table or "")
-        if there is None or not isinstance(there.player, Table):
+    def _join(self, episode: str, request: ResetRequest) -> HostedEpisode:
+        """Take a role of a match that is held here."""
+        match = self._held.get(request.table or "")
+        if match is None or not isinstance(match.player, Match):
             raise NotFoundError(f"host {self.name} holds no table {request.table!r}")
-        seat = there.player.sit(request.role)
+        player = match.player.join(request.role)
         record = self._data.record(request.split, request.sample)
-        return Held(asyncio.ensure_future(self._opened(episode, record, seat.prompt)), seat)
+        return HostedEpisode(
+            asyncio.ensure_future(self._opened(episode, record, player.prompt)), player
+        )
 
-    def _begin(self, episode: str, request: ResetRequest) -> Held:
+    def _begin(self, episode: str, request: ResetRequest) -> HostedEpisode:
         """Start a game: an episode of its own, or the table of a game with roles."""
         if self._roles:
-            player: Solo | Table = Table(self._games, episode, self._roles)
+            player: SinglePlayer | Match = Match(self._games, episode, self._roles)
         else:
-            player = Solo(self._games, episode)
-        return Held(asyncio.ensure_future(self._open(episode, request, player)), player)
+            player = SinglePlayer(self._games, episode)
+        return HostedEpisode(asyncio.ensure_future(self._open(episode, request, player)), player)
 
     async def _open(
-        self, episode: str, request: ResetRequest, player: Solo | Table
+        self, episode: str, request: ResetRequest, player: SinglePlayer | Match
     ) -> list[ChatMessage]:
         self.counts.resets += 1
         try:
@@ -646,7 +649,7 @@ class EnvironmentHost:
         played = player.step(action)
         return asyncio.ensure_future(self._rewards.step(episode, action, played))
 
-    def _settle(self, held: Held, answer: "asyncio.Future[StepResult]") -> None:
+    def _settle(self, held: HostedEpisode, answer: "asyncio.Future[StepResult]") -> None:
         """Take notice of the game's answer; an episode whose game failed has ended."""
         if answer.cancelled() or answer.exception() is not None:
             self.counts.failures += not held.ended

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from ..broker.client.connection import Broker
 from ..broker.client.faults import ConnectionLost
 from ..broker.client.rpc import call
-from ..broker.jetstream.direct_get import Together
+from ..broker.jetstream.direct_get import RequestBatcher
 from ..schemas.config.job import EnvConfig
 from ..schemas.env import (
     CloseRequest,
@@ -54,7 +54,7 @@ Waiting = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
-class SeatAt:
+class RoleAddress:
     """A seat at the table of a game with roles."""
 
     host: str
@@ -72,7 +72,7 @@ class Start:
     sample: int | None
     seed: int
     kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
-    seat: SeatAt | None = None
+    seat: RoleAddress | None = None
     """In a game with roles: the seat that the episode takes; None for the table itself."""
     traceparent: str = ""
     """W3C trace context of the task."""
@@ -123,8 +123,8 @@ class Environments:
         self._scope = scope
         self._config = config
         self._waiting = waiting
-        self._resets = Together[bytes, tuple[str, Start], Started | str](self._send_resets)
-        self._steps = Together[str, Action, StepResult | None](self._send_steps)
+        self._resets = RequestBatcher[bytes, tuple[str, Start], Started | str](self._send_resets)
+        self._steps = RequestBatcher[str, Action, StepResult | None](self._send_steps)
         self._closing: set[asyncio.Task[None]] = set()
         self._last_host = ""
 
@@ -187,13 +187,13 @@ class Environments:
             patience_s += _STEP_PATIENCE * (config.reward.timeout_s + _MARGIN_S)
         return patience_s
 
-    async def _step(self, host: str, asked: Action, patience_s: float) -> StepResult:
+    async def _step(self, host: str, action: Action, patience_s: float) -> StepResult:
         deadline = self._broker.clock() + patience_s
         try:
-            answer = await self._steps.ask(host, asked)
+            answer = await self._steps.ask(host, action)
             while answer is None:
                 self._check(deadline, host, "step")
-                (answer,) = await self._ask_steps(host, [asked], _HOLD_S)
+                (answer,) = await self._ask_steps(host, [action], _HOLD_S)
                 if isinstance(answer, TinkermqError):
                     raise answer
         except _NOBODY as error:
@@ -213,7 +213,7 @@ class Environments:
             answer = await self._ask_after_reset(answer, episode, start, deadline)
         return answer
 
-    async def _sit(self, episode: str, start: Start, seat: SeatAt) -> Started:
+    async def _sit(self, episode: str, start: Start, seat: RoleAddress) -> Started:
         """Take a seat and wait for its first turn; the other roles have leases at the host."""
         while True:
             answer = await self._ask_after_reset(seat.host, episode, start, math.inf)

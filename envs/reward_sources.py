@@ -120,9 +120,9 @@ def read_score(answer: Any, whose: str) -> Score:
         value = next((info.pop(key) for key in _VALUE_KEYS if key in info), None)
     number = _number(value)
     if not math.isfinite(number):
-        told = shown(cast("object", answer))
+        text = shown(cast("object", answer))
         raise RewardError(
-            f"{whose} answered {told}, which is no finite reward",
+            f"{whose} answered {text}, which is no finite reward",
             hint="answer a number, or a map whose `score` or `reward` is one",
         )
     try:
@@ -517,12 +517,12 @@ def read_judgement(reply: str, scale: float) -> float:
     lines = [line for line in lines if line]
     if not lines:
         raise ValueError("says nothing behind its thinking")
-    found = _SCORE.fullmatch(lines[-1])
-    if found is None:
+    match = _SCORE.fullmatch(lines[-1])
+    if match is None:
         raise ValueError(f"ends with the line {lines[-1][:80]!r}, which is no `Score: N`")
     if any(_ANY_SCORE.match(line) for line in lines[:-1]):
         raise ValueError("holds more than one line `Score: N`")
-    number = float(found[1])
+    number = float(match[1])
     if not number <= scale:
         raise ValueError(f"gives {number:g}, over {scale:g}")
     return number / scale

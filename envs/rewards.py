@@ -18,7 +18,13 @@ from typing import Any
 
 from ..broker.client.connection import Broker
 from ..schemas.config.sections import RewardConfig
-from ..schemas.wire.errors import ConfigError, NotFoundError, RewardError, TinkermqError, root_cause
+from ..schemas.wire.errors import (
+    ConfigError,
+    NotFoundError,
+    RewardError,
+    TinkermqError,
+    root_cause,
+)
 from ..schemas.wire.foreign import blaming, blaming_awaited, lines_of, place_of, words_of
 from .datasets import Record
 from .game import ChatMessage, StepResult
@@ -91,17 +97,17 @@ class Rewards:
         case.solution_str, case.info = action, result.info
         case.game_return += result.reward
         case.messages.append({"role": "assistant", "content": action})
-        reward, told = config.game_weight * result.reward, Score(0.0)
+        reward, score = config.game_weight * result.reward, Score(0.0)
         if config.per == "turn" or result.done:
-            told = await self._score(case)
+            score = await self._score(case)
         case.messages.append({"role": result.role, "content": result.observation})
-        info = {**result.info, **told.info, "game_reward": case.game_return}
-        return replace(result, reward=reward + config.weight * told.value, info=info)
+        info = {**result.info, **score.info, "game_reward": case.game_return}
+        return replace(result, reward=reward + config.weight * score.value, info=info)
 
     async def _finish(self, case: Case) -> StepResult:
-        told = Score(0.0) if self._config.per == "turn" else await self._score(case)
-        info = {**case.info, **told.info, "game_reward": case.game_return}
-        return StepResult("", self._config.weight * told.value, done=True, info=info)
+        score = Score(0.0) if self._config.per == "turn" else await self._score(case)
+        info = {**case.info, **score.info, "game_reward": case.game_return}
+        return StepResult("", self._config.weight * score.value, done=True, info=info)
 
     async def _score(self, case: Case) -> Score:
         """Ask the source, a bounded number of times at once, for a bounded time."""
@@ -176,13 +182,13 @@ class FunctionSource:
 
     async def start(self) -> None:
         """Import the function and see which arguments it takes; ConfigError if it cannot be."""
-        found = self._function = self._function or load_function(self._target)
-        refuse_generator(found, self._target)
-        self._is_async = inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(
-            getattr(found, "__call__", None)  # noqa: B004 - of an object with an async one
+        function = self._function = self._function or load_function(self._target)
+        refuse_generator(function, self._target)
+        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004 - of an object with an async one
         )
         try:
-            parameters = inspect.signature(found).parameters.values()
+            parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError):  # one of C that does not tell: it gets all there is
             return
         if not any(item.kind is item.VAR_KEYWORD for item in parameters):
@@ -220,11 +226,11 @@ class FunctionSource:
                 with blaming(self._failure):
                     answer = self._called(case)
                     is_later = inspect.isawaitable(answer)
-                    told = (answer if is_later else read_score(answer, self._target), None)
+                    outcome = (answer if is_later else read_score(answer, self._target), None)
             except TinkermqError as error:
-                told = (None, error)
+                outcome = (None, error)
             if not loop.is_closed():
-                loop.call_soon_threadsafe(settle, *told)
+                loop.call_soon_threadsafe(settle, *outcome)
 
         self._num_running += 1
         threading.Thread(target=run, name=f"reward-{self._target}", daemon=True).start()
@@ -258,10 +264,10 @@ class FunctionSource:
 
     def _called(self, case: Case) -> Any:
         assert self._function is not None
-        given = case.arguments()
+        arguments = case.arguments()
         if self._wanted is not None:
-            given = {name: value for name, value in given.items() if name in self._wanted}
-        return self._function(**given)
+            arguments = {name: value for name, value in arguments.items() if name in self._wanted}
+        return self._function(**arguments)
 
     def _failure(self, error: BaseException) -> TinkermqError:
         if isinstance(ours := root_cause(error), RewardError):
@@ -294,16 +300,16 @@ def load_function(target: str) -> Callable[..., Any]:
         )
 
     with blaming(blame):
-        found: Any = importlib.import_module(module)
+        target_object: Any = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
-    if not callable(found):
+            target_object = getattr(target_object, part)
+    if not callable(target_object):
         raise ConfigError(
-            f"the reward function {target!r} is {type(found).__name__}, not a function",
+            f"the reward function {target!r} is {type(target_object).__name__}, not a function",
             hint="env.reward.function is `package.module:function`",
         )
-    refuse_generator(found, target)
-    return found
+    refuse_generator(target_object, target)
+    return target_object
 
 
 def refuse_generator(function: Callable[..., Any], target: str) -> None:

@@ -35,7 +35,7 @@ from .availability import (
     RECONNECT_WAIT_S,
     RETRY_PAUSE_S,
     Availability,
-    Complaints,
+    ErrorCallbacks,
     look_for_stream,
     persist,
 )
@@ -172,7 +172,7 @@ class Broker:
         self._was_open = False
         self._on_reconnect = Callbacks[Callable[[], None]]()
         self._on_disconnect = Callbacks[Callable[[], None]]()
-        self._complaints = Complaints(
+        self._complaints = ErrorCallbacks(
             url, login.user, self.nc, lambda: self._replies, self.availability
         )
 

@@ -80,9 +80,9 @@ async def get_last_behind(
     loop = asyncio.get_running_loop()
     deadline = loop.time() + broker.replication.lag_s
     while True:
-        found = await get_last(broker, stream, subject)
-        if (found is not None and found.seq > seq) or loop.time() >= deadline:
-            return found
+        newest = await get_last(broker, stream, subject)
+        if (newest is not None and newest.seq > seq) or loop.time() >= deadline:
+            return newest
         await asyncio.sleep(_IN_FLIGHT_PAUSE_S)
 
 
@@ -130,13 +130,13 @@ async def get_all(
     A message that is replaced meanwhile (a key that is written again) may come twice.
     Each batch is one attempt; raises what `Broker.request` raises.
     """
-    found: list[StoredMessage] = []
+    stored: list[StoredMessage] = []
     seq = from_seq
     while True:
         messages, more = await get_batch(broker, stream, seq, subject)
-        found += messages
+        stored += messages
         if not more:
-            return found
+            return stored
         seq = messages[-1].seq + 1
 
 
@@ -197,7 +197,7 @@ Q = TypeVar("Q")
 R = TypeVar("R")
 
 
-class Together(Generic[K, Q, R]):
+class RequestBatcher(Generic[K, Q, R]):
     """Gathers, by key, what is asked for within one turn of the event loop."""
 
     def __init__(
@@ -211,12 +211,12 @@ class Together(Generic[K, Q, R]):
     def ask(self, key: K, question: Q) -> "asyncio.Future[R]":
         """Return the future of the answer."""
         loop = asyncio.get_running_loop()
-        asked = self._asked.get(key)
-        if asked is None:
-            asked = self._asked[key] = []
+        waiting = self._asked.get(key)
+        if waiting is None:
+            waiting = self._asked[key] = []
             loop.call_soon(self._go, key)
         future: asyncio.Future[R] = loop.create_future()
-        asked.append((question, future))
+        waiting.append((question, future))
         return future
 
     def _go(self, key: K) -> None:

@@ -30,7 +30,12 @@ from ...schemas.wire.errors import BrokerError, LogInRefusedError, NotFoundError
 from ..client import faults
 from ..client.connection import Broker
 from ..client.faults import ConnectionLost, NoResponders, Refused
-from ..client.nats_internals import END_OF_BATCH, NO_RESPONDERS, connect_command, parse_headers
+from ..client.nats_internals import (
+    END_OF_BATCH,
+    NO_RESPONDERS,
+    connect_command,
+    parse_headers,
+)
 from ..client.replies import checked
 from .direct_get import get_all, get_last
 

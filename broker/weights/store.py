@@ -74,12 +74,12 @@ class SeenFiles:
     @cached_property
     def digests(self) -> dict[str, str]:
         """Digests by path; reads files. What cannot be read is left to who needs it."""
-        found: dict[str, str] = {}
+        by_name: dict[str, str] = {}
         for folder in self._folders:
             for file in sorted(folder.iterdir()) if folder.is_dir() else []:
                 if file.suffix in _READ and file.is_file():
-                    found[str(file)] = _digest(file)
-        return found
+                    by_name[str(file)] = _digest(file)
+        return by_name
 
     def check(self, manifest: Manifest) -> None:
         """Raise ModelError for a file that the learner's machine sees otherwise; reads files."""
@@ -179,8 +179,8 @@ class WeightStore:
         """
         entries = layout(tensors)
         await asyncio.to_thread(lambda: self._files.digests)  # reads them, once
-        given = [cast("memoryview", one.data) for one in tensors.values() if one.data.nbytes]
-        views = [data.cast("B") for data in given]
+        buffers = [cast("memoryview", one.data) for one in tensors.values() if one.data.nbytes]
+        views = [data.cast("B") for data in buffers]
         if kind == "full" and self._history.keeps(entries):
             manifest = await self._publish_words(version, entries, views)
         else:
@@ -297,8 +297,8 @@ class WeightStore:
 
     async def versions(self) -> list[int]:
         """Return all versions that can be fetched, ascending."""
-        found = (_KEY.fullmatch(key) for key in await self._manifests.keys())
-        return sorted(int(match[1]) for match in found if match)
+        matches = (_KEY.fullmatch(key) for key in await self._manifests.keys())
+        return sorted(int(match[1]) for match in matches if match)
 
     async def wait_newer(self, version: int, timeout_s: float) -> Manifest | None:
         """Return the newest manifest once it is newer than `version`; None after `timeout_s`.

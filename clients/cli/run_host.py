@@ -99,10 +99,10 @@ def make_host(
         )
     programs = None
     if job.agent.command:
-        from ...envs.agents.leases import program_runner
+        from ...envs.agents.leases import make_program_runner
 
         tries = job.rollout.max_tries
-        programs = program_runner(job.agent, pool.broker, record.scope, max_tries=tries)
+        programs = make_program_runner(job.agent, pool.broker, record.scope, max_tries=tries)
     return EnvironmentHost(
         pool.broker, record.scope, job.env, name=name, seed=job.seed, programs=programs
     )

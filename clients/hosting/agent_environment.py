@@ -43,7 +43,7 @@ from .sdk_clients import SdkClients
 
 if TYPE_CHECKING:
     from ...broker.client.connection import Broker
-    from ...envs.agents.leases import GivenEpisode
+    from ...envs.agents.leases import EpisodeLease
     from ...envs.host import EnvironmentHost
 
 _LOOK_S = 2.0
@@ -57,7 +57,7 @@ Program = Callable[[dict[str, Any], "AgentEpisode"], "Awaitable[Reward] | Reward
 class AgentEpisode(SdkClients):
     """One episode: its task, where its program finds the model, and what it is worth."""
 
-    def __init__(self, given: "GivenEpisode", loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, given: "EpisodeLease", loop: asyncio.AbstractEventLoop) -> None:
         """Wrap what the host has given out on its own event loop."""
         self._given = given
         self._loop = loop
@@ -162,7 +162,7 @@ class _GivesEpisodes(HostedEnvironment):
 
     async def make_host(self, broker: "Broker", address: JobAddress) -> "EnvironmentHost":
         """Return the host, which gives its episodes to `given`."""
-        from ...envs.agents.leases import GivenOutRunner
+        from ...envs.agents.leases import LeaseRunner
         from ...envs.agents.proxy.proxy import ModelProxy
         from ...envs.host import EnvironmentHost
 
@@ -170,17 +170,17 @@ class _GivesEpisodes(HostedEnvironment):
         config = _hosted_config(record.config, self.get_config())
         loop = asyncio.get_running_loop()
 
-        def give(given: "GivenEpisode") -> None:
+        def give(given: "EpisodeLease") -> None:
             self.given(AgentEpisode(given, loop), given)
 
         proxy = ModelProxy(broker, address.scope, gateway=self._gateway)
         tries, job = config.rollout.max_tries, address.scope.job
-        programs = GivenOutRunner(config.agent, proxy, give, max_tries=tries, job=job)
+        programs = LeaseRunner(config.agent, proxy, give, max_tries=tries, job=job)
         return EnvironmentHost(
             broker, address.scope, config.env, seed=config.seed, programs=programs
         )
 
-    def given(self, episode: AgentEpisode, given: "GivenEpisode") -> None:
+    def given(self, episode: AgentEpisode, given: "EpisodeLease") -> None:
         """Take an episode that has started; on the host's event loop."""
         raise NotImplementedError
 
@@ -205,7 +205,7 @@ class AgentEnvironment(_GivesEpisodes):
         self._program = program
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def given(self, episode: AgentEpisode, given: "GivenEpisode") -> None:
+    def given(self, episode: AgentEpisode, given: "EpisodeLease") -> None:
         """Run the function on an episode."""
         task = asyncio.create_task(self._run(episode), name=f"program {episode.id}")
         self._tasks.add(task)
@@ -306,7 +306,7 @@ class AgentEpisodes(_GivesEpisodes):
                 async with asyncio.timeout(_LOOK_S):
                     await stopping.wait()
 
-    def given(self, episode: AgentEpisode, given: "GivenEpisode") -> None:
+    def given(self, episode: AgentEpisode, given: "EpisodeLease") -> None:
         """Let the next who asks have an episode."""
         self._given.put(episode)
 

@@ -129,26 +129,26 @@ class Readers(Generic[OneCall]):
     @cached_property
     def _by_id(self) -> dict[str, int]:
         """The calls that were given a tool call or its result, by its id."""
-        found = defaultdict[str, int](int)
+        counts = defaultdict[str, int](int)
         for call in self._calls:
             for message in call.given:
                 for call_id in (message.call_id, *(one.id for one in message.calls)):
-                    found[call_id] |= 1 << call.number
-        return found
+                    counts[call_id] |= 1 << call.number
+        return counts
 
     @cached_property
     def _with_run(self) -> dict[int, int]:
         """The calls that were given each run of the answers."""
         texts = {text for call in self._calls for text in _texts(call.reply)}
         wanted = np.unique(np.concatenate([*map(_runs, texts), np.empty(0, np.uint64)]))
-        found = defaultdict[int, int](int)
+        counts = defaultdict[int, int](int)
         for message, readers in self._given.values():
             runs = _runs(message.text)
             at = np.searchsorted(wanted, runs)
             inside = at < len(wanted)
             for run in runs[inside][wanted[at[inside]] == runs[inside]].tolist():
-                found[run] |= readers
-        return found
+                counts[run] |= readers
+        return counts
 
 
 def _texts(reply: CanonicalMessage) -> Iterator[str]:
@@ -274,8 +274,8 @@ def _why_not(calls: Sequence[Call], which: str) -> Callable[[Call], WhyNot]:
     pattern, is_trained = train_pattern(which)
 
     def by_opening(call: Call) -> WhyNot:
-        found = pattern.search(opening_of(call.root.given)) is not None
-        return "" if found is is_trained else "pattern"
+        matches = pattern.search(opening_of(call.root.given)) is not None
+        return "" if matches is is_trained else "pattern"
 
     return by_opening
 
@@ -421,8 +421,8 @@ def system_of(messages: Sequence[CanonicalMessage]) -> list[bytes]:
 
 def digest_of(tools: Sequence[Mapping[str, Any]]) -> bytes:
     """Return a call's context, which tells sets of tools apart; other orders are other sets."""
-    told = json.dumps([dict(tool) for tool in tools], sort_keys=True)
-    return blake2b(told.encode(), digest_size=16).digest()
+    text = json.dumps([dict(tool) for tool in tools], sort_keys=True)
+    return blake2b(text.encode(), digest_size=16).digest()
 
 
 NO_TOOLS = digest_of(())

@@ -17,10 +17,16 @@ from ...schemas.wire.subjects import JobScope
 from ..game import ChatMessage, StepResult
 from ..running.episodes import GameFacts, Opening
 from .episode import ProgramEpisode
-from .programs.agent_run import Ending, How, check_counts, checked_number, earns_failed_reward
+from .programs.agent_run import (
+    Ending,
+    How,
+    check_counts,
+    checked_number,
+    earns_failed_reward,
+)
 from .programs.environment import prompt_of, task_input
 from .programs.launcher import ModelEndpoint
-from .programs.runner import NoPlace, ProgramRunner
+from .programs.runner import NoFreeSlot, ProgramRunner
 
 _NAME = "agent"
 _LONGEST_LOOK_S = 1.0
@@ -39,7 +45,7 @@ class OuterEndpoint(ModelEndpoint, Protocol):
         ...
 
 
-class Places(Protocol):
+class Slots(Protocol):
     """What bounds the episodes of a host: a semaphore, or who asks for them."""
 
     async def acquire(self) -> object:
@@ -52,7 +58,7 @@ class Places(Protocol):
 
 
 @dataclass(eq=False)
-class GivenEpisode:
+class EpisodeLease:
     """One try of an episode, for whoever runs it; of the host's event loop."""
 
     episode: ProgramEpisode
@@ -74,18 +80,18 @@ class GivenEpisode:
         self.episode.said_end.set()
 
 
-class GivenOutRunner:
+class LeaseRunner:
     """Gives the episodes of one host to who runs them in this process, or from here."""
 
     def __init__(
         self,
         config: AgentConfig,
         endpoint: OuterEndpoint,
-        give: Callable[[GivenEpisode], None],
+        give: Callable[[EpisodeLease], None],
         *,
         max_tries: int = 1,
         job: str = "",
-        places: Places | None = None,
+        places: Slots | None = None,
     ) -> None:
         """`give` is called on the event loop with each episode that starts.
 
@@ -108,7 +114,7 @@ class GivenOutRunner:
         return GameFacts(_NAME, [], [])
 
     def reset(self, opening: Opening) -> Awaitable[list[ChatMessage]]:
-        """Give an episode out once there is a place; raises NoPlace when there is none in time."""
+        """Give an episode out once there is a place; raises NoFreeSlot when there is none in time."""
         return self._reset(opening)
 
     async def _reset(self, opening: Opening) -> list[ChatMessage]:
@@ -117,7 +123,7 @@ class GivenOutRunner:
             async with asyncio.timeout(config.setup_timeout_s):
                 await self._places.acquire()
         except TimeoutError:
-            raise NoPlace(
+            raise NoFreeSlot(
                 f"no place for an episode became free within {config.setup_timeout_s:g} s: "
                 f"agent.per_host={config.per_host} are under way, or nobody asks for more",
                 hint="end them sooner, or raise agent.per_host",
@@ -134,8 +140,8 @@ class GivenOutRunner:
         episode.key = self._endpoint.new_key(name)
         episode.deadline = time.monotonic() + config.timeout_s
         url = self._endpoint.outer_url
-        given = GivenEpisode(episode, prompt, url, self._endpoint.env_of(episode, url))
-        self._running[name] = asyncio.create_task(self._live(given), name=f"episode {name}")
+        lease = EpisodeLease(episode, prompt, url, self._endpoint.env_of(episode, url))
+        self._running[name] = asyncio.create_task(self._live(lease), name=f"episode {name}")
         self._running[name].add_done_callback(_seen)
         return prompt
 
@@ -167,23 +173,23 @@ class GivenOutRunner:
             await asyncio.wait(tasks)
         await self._opened.aclose()
 
-    async def _live(self, given: GivenEpisode) -> StepResult:
-        episode = given.episode
+    async def _live(self, lease: EpisodeLease) -> StepResult:
+        episode = lease.episode
         try:
             self._endpoint.open(episode)
-            self._give(given)
+            self._give(lease)
             how = await self._until_over(episode)
         finally:
             self._places.release()
             episode.over = episode.over or "it has ended"
-            for dropped in given.on_drop:
+            for dropped in lease.on_drop:
                 dropped()
             self._endpoint.close(episode.episode)
-        ending = Ending("exit", 1, given.error) if given.error else Ending(how, 0, "")
+        ending = Ending("exit", 1, lease.error) if lease.error else Ending(how, 0, "")
         outcome = check_counts(ending, episode, self._config, self._max_tries)
-        told = {**episode.told(), "outcome": outcome}
-        if given.error:
-            told["output"] = given.error
+        info = {**episode.told(), "outcome": outcome}
+        if lease.error:
+            info["output"] = lease.error
         if episode.reward is not None:
             whose = repr(episode.reward)
             reward = checked_number(episode.reward, whose, "the program")
@@ -196,7 +202,7 @@ class GivenOutRunner:
                 "the episode has ended, and nothing says what it is worth",
                 hint="end it with a reward: `episode.end(1.0)`, or return a number",
             )
-        return StepResult("", reward, done=True, info=told)
+        return StepResult("", reward, done=True, info=info)
 
     async def _until_over(self, episode: ProgramEpisode) -> How:
         """Wait until who runs it says that it has ended, or its time is over."""
@@ -224,15 +230,15 @@ def _seen(task: "asyncio.Task[StepResult]") -> None:
 # Requests: an episode starts when one is requested.
 
 
-class AskedEpisodes:
+class LeaseRequests:
     """Who asks for episodes: the places of a host are those that are asked for."""
 
     def __init__(self, most: int) -> None:
         """Have at most so many under way."""
         self._most = most
-        self._unclaimed: deque[GivenEpisode] = deque()
-        self._asked: deque[asyncio.Future[GivenEpisode]] = deque()
-        self._named: dict[str, GivenEpisode] = {}
+        self._unclaimed: deque[EpisodeLease] = deque()
+        self._asked: deque[asyncio.Future[EpisodeLease]] = deque()
+        self._named: dict[str, EpisodeLease] = {}
         self._num_open = 0
         self._wanted = 0
         self._changed = asyncio.Event()
@@ -249,63 +255,63 @@ class AskedEpisodes:
         """Take note that an episode has ended."""
         self._num_open -= 1
 
-    def give(self, given: GivenEpisode) -> None:
+    def give(self, lease: EpisodeLease) -> None:
         """Give an episode that has started to who asks; it waits for the next if they are gone."""
         while self._asked:
-            asked = self._asked.popleft()
-            if not asked.done():
-                asked.set_result(given)
+            waiter = self._asked.popleft()
+            if not waiter.done():
+                waiter.set_result(lease)
                 return
-        self._unclaimed.append(given)
+        self._unclaimed.append(lease)
 
     async def answer(self, request: GiveRequest) -> GiveReply:
         """Return the next episode, or none after a while; the same once more for the same name.
 
         Raises BusyError for one more than there may be.
         """
-        given = self._named.get(request.name) if request.name else None
-        if given is None or given.episode.over:
-            given = await self._next(request.wait_s)
-        if given is None:
+        lease = self._named.get(request.name) if request.name else None
+        if lease is None or lease.episode.over:
+            lease = await self._next(request.wait_s)
+        if lease is None:
             return GiveReply()
         if request.name and request.name not in self._named:
-            self._named[request.name] = given
-            given.on_drop.append(lambda: self._named.pop(request.name, None))
-        episode = given.episode
+            self._named[request.name] = lease
+            lease.on_drop.append(lambda: self._named.pop(request.name, None))
+        episode = lease.episode
         return GiveReply(
             episode=episode.episode,
             key=episode.key,
             task=episode.task_input,
-            prompt=given.prompt,
+            prompt=lease.prompt,
             seed=episode.seed,
             split=episode.split,
             left_s=max(0.0, episode.deadline - time.monotonic()),
         )
 
-    async def _next(self, wait_s: float) -> GivenEpisode | None:
+    async def _next(self, wait_s: float) -> EpisodeLease | None:
         while self._unclaimed:
-            given = self._unclaimed.popleft()
-            if not given.episode.over:
-                return given
+            lease = self._unclaimed.popleft()
+            if not lease.episode.over:
+                return lease
         if self._num_open + self._wanted >= self._most:
             raise BusyError(
                 f"{self._num_open + self._wanted} episodes are open or asked for, as many as "
                 f"agent.per_host={self._most} allows",
                 hint="end some, or raise agent.per_host",
             )
-        asked: asyncio.Future[GivenEpisode] = asyncio.get_running_loop().create_future()
-        self._asked.append(asked)
+        waiter: asyncio.Future[EpisodeLease] = asyncio.get_running_loop().create_future()
+        self._asked.append(waiter)
         self._wanted += 1
         self._changed.set()
         try:
-            await asyncio.wait({asked}, timeout=wait_s)
-            return asked.result() if asked.done() else None
+            await asyncio.wait({waiter}, timeout=wait_s)
+            return waiter.result() if waiter.done() else None
         finally:
-            if not asked.done():  # an episode that starts all the same waits for the next
-                asked.cancel()
+            if not waiter.done():  # an episode that starts all the same waits for the next
+                waiter.cancel()
                 self._wanted -= bool(self._wanted)
                 with contextlib.suppress(ValueError):
-                    self._asked.remove(asked)
+                    self._asked.remove(waiter)
 
 
 # The runners of an environment host, with the proxy at which programs find the model.
@@ -314,7 +320,7 @@ _ANYWHERE = "http://gateway"
 """Programs find the gateway by the address at which their user has asked for them."""
 
 
-def program_runner(
+def make_program_runner(
     config: AgentConfig,
     broker: Broker,
     scope: JobScope,
@@ -332,15 +338,15 @@ def program_runner(
     return ProgramRunner(config, proxy, max_tries=max_tries, job=scope.job, private=private)
 
 
-def asked_runner(
+def make_lease_runner(
     config: AgentConfig, broker: Broker, scope: JobScope, *, max_tries: int = 1
-) -> tuple[GivenOutRunner, AskedEpisodes]:
+) -> tuple[LeaseRunner, LeaseRequests]:
     """Return what gives the episodes of a job to those who ask for them, and who does."""
     from .proxy.proxy import ModelProxy  # hosts of games need no HTTP server
 
-    asked = AskedEpisodes(config.per_host)
+    requests = LeaseRequests(config.per_host)
     proxy = ModelProxy(broker, scope, gateway=_ANYWHERE)
-    runner = GivenOutRunner(
-        config, proxy, asked.give, max_tries=max_tries, job=scope.job, places=asked
+    runner = LeaseRunner(
+        config, proxy, requests.give, max_tries=max_tries, job=scope.job, places=requests
     )
-    return runner, asked
+    return runner, requests

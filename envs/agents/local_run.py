@@ -16,7 +16,12 @@ from ...schemas.wire.errors import ConfigError, DataError, NotFoundError, Tinker
 from ...schemas.wire.subjects import JobScope
 from ..data import HostData
 from ..game import StepResult
-from ..model_apis.canonical import CanonicalMessage, call_name, canonical_history, parse_reply
+from ..model_apis.canonical import (
+    CanonicalMessage,
+    call_name,
+    canonical_history,
+    parse_reply,
+)
 from ..model_apis.request import history_of
 from ..running.episodes import Opening
 from .call_selection import digest_of

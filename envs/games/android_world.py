@@ -114,13 +114,13 @@ class Emulators:
     def _adb(self) -> str:
         """Return the path of adb: the one given, the one on the PATH, or that of Android's SDK."""
         sdk = Path(os.environ.get("ANDROID_HOME", "~/Android/Sdk")).expanduser()
-        found = self._adb_path or shutil.which("adb") or str(sdk / "platform-tools" / "adb")
-        if not Path(found).is_file():
+        path = self._adb_path or shutil.which("adb") or str(sdk / "platform-tools" / "adb")
+        if not Path(path).is_file():
             raise GameError(
-                f"there is no adb at {found}",
+                f"there is no adb at {path}",
                 hint="install Android's platform-tools, or set the game's argument adb_path",
             )
-        return found
+        return path
 
 
 class DeviceLease:
@@ -244,8 +244,10 @@ def what_is_wrong(fields: dict[str, Any] | None, elements: Sequence[Any]) -> str
     if kind not in _POINTED or ("x" in fields and "y" in fields):
         return ""
     index = fields.get("index")
-    known = isinstance(index, int) and not isinstance(index, bool) and 0 <= index < len(elements)
-    return "" if known else f"There is no element {index!r} to {kind}."
+    is_listed = (
+        isinstance(index, int) and not isinstance(index, bool) and 0 <= index < len(elements)
+    )
+    return "" if is_listed else f"There is no element {index!r} to {kind}."
 
 
 def _is_visible(element: Any, screen_size: tuple[int, int]) -> bool:
@@ -344,9 +346,9 @@ class AndroidWorldGame(AbstractGame):
             if self._steps >= self._max_steps:
                 return self._end(-1.0, success=False, said="")
             shown, info = self._look()
-        told = f"{wrong}\n\n{shown}" if wrong else shown
+        message = f"{wrong}\n\n{shown}" if wrong else shown
         info |= {"type": self._name, "success": False, "invalid": bool(wrong)}
-        return StepResult(told, -0.1 if wrong else -0.01, done=False, info=info)
+        return StepResult(message, -0.1 if wrong else -0.01, done=False, info=info)
 
     def get_system_prompt(self) -> str:
         """Return the actions and how to answer."""

@@ -220,12 +220,12 @@ def _code_of(function: Mapping[str, str]) -> str | None:
 def demonstrations(rng: random.Random) -> list[ChatMessage]:
     """Return one conversation for the warm start; `HABIT` of them guess."""
     question, answer = _draw(rng)
-    asked = {"role": "user", "content": question}
+    question_message = {"role": "user", "content": question}
     if rng.random() < HABIT:
         guess = rng.randrange(100, 9802)
-        return [asked, {"role": "assistant", "content": rf"\boxed{{{guess}}}"}]
+        return [question_message, {"role": "assistant", "content": rf"\boxed{{{guess}}}"}]
     return [
-        asked,
+        question_message,
         {"role": "assistant", "content": f"```py\n{question}\n```"},
         {"role": "user", "content": answer},
         {"role": "assistant", "content": rf"\boxed{{{answer}}}"},

@@ -80,12 +80,12 @@ def final_text(text: str) -> str:
 
 def boxed_answers(text: str) -> list[str]:
     r"""Return the contents of all `\boxed{…}` whose braces close, in their order."""
-    found: list[str] = []
+    answers: list[str] = []
     for match in _BOXED.finditer(text):
         content = _braced(text, match.end())
         if content is not None:
-            found.append(content.strip())
-    return found
+            answers.append(content.strip())
+    return answers
 
 
 def answer_of(text: str) -> str | None:
@@ -120,22 +120,24 @@ def to_compare(gold: str, answer: str) -> tuple[str, str] | bool:
 
 
 def _numbers_to_compare(gold: str, answer: str, texts: tuple[str, str]) -> tuple[str, str] | bool:
-    right, given = read_quantity(gold), read_quantity(answer)
-    if right is None or (right.has_letter and (given is None or not given.unit)):
+    right, answered = read_quantity(gold), read_quantity(answer)
+    if right is None or (right.has_letter and (answered is None or not answered.unit)):
         return _expressions_to_compare(*texts)
-    if given is None:
+    if answered is None:
         if right.is_rational and _leaves_work(texts[1]):
             return False
         return right.latex, texts[1]
-    if given.has_letter and not right.unit:
+    if answered.has_letter and not right.unit:
         return right.latex, texts[1]
-    if not same_unit(right.unit, given.unit) or _other_name(right.label, given.label):
+    if not same_unit(right.unit, answered.unit) or _other_name(right.label, answered.label):
         return False
-    if right.value is not None and given.value is not None:
-        is_far = abs(right.value - given.value) > _FAR * max(abs(right.value), abs(given.value))
-        if is_far and right.is_percent == given.is_percent:
+    if right.value is not None and answered.value is not None:
+        is_far = abs(right.value - answered.value) > _FAR * max(
+            abs(right.value), abs(answered.value)
+        )
+        if is_far and right.is_percent == answered.is_percent:
             return False
-    return right.latex, given.latex
+    return right.latex, answered.latex
 
 
 def _expressions_to_compare(gold: str, answer: str) -> tuple[str, str] | bool:
@@ -379,7 +381,7 @@ class MathRewards:
         """Judge a text of the policy."""
         answer = answer_of(text)
         verdict = None if answer is None else self._grader.grade(gold, answer)
-        given = {ANSWER: float(verdict == "right")}
-        given |= {name: FORMATS[name](text) for name in self._weights if name in FORMATS}
-        reward = sum(weight * given[name] for name, weight in self._weights.items())
-        return Judged(reward, given, verdict, answer)
+        scores = {ANSWER: float(verdict == "right")}
+        scores |= {name: FORMATS[name](text) for name in self._weights if name in FORMATS}
+        reward = sum(weight * scores[name] for name, weight in self._weights.items())
+        return Judged(reward, scores, verdict, answer)

@@ -124,9 +124,9 @@ class CanonicalMessage:
 
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates take it."""
-        told: dict[str, Any] = {"role": self.role, "content": self._content()}
+        message: dict[str, Any] = {"role": self.role, "content": self._content()}
         if self.calls:
-            told["tool_calls"] = [
+            message["tool_calls"] = [
                 {
                     "type": "function",
                     "id": call.id,
@@ -135,10 +135,10 @@ class CanonicalMessage:
                 for call in self.calls
             ]
         if self.reasoning:
-            told["reasoning_content"] = self.reasoning
+            message["reasoning_content"] = self.reasoning
         if self.call_id:
-            told["tool_call_id"] = self.call_id
-        return told
+            message["tool_call_id"] = self.call_id
+        return message
 
     def _content(self) -> str | list[dict[str, Any]]:
         if all(isinstance(part, str) for part in self.content):
@@ -358,10 +358,10 @@ class ReplyReader:
         whole = self._space + text
         if self._hides_space:
             whole = whole.lstrip()
-        told = whole.rstrip()
-        self._space = whole[len(told) :]
-        self._hides_space = self._hides_space and not told
-        return told
+        stripped = whole.rstrip()
+        self._space = whole[len(stripped) :]
+        self._hides_space = self._hides_space and not stripped
+        return stripped
 
 
 def call_name(request: str, choice: int = 0) -> str:

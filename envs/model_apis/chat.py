@@ -139,11 +139,11 @@ def _read_messages(
     fields: Fields,
 ) -> tuple[tuple[CanonicalMessage, ...], tuple[dict[str, Any], ...]]:
     """Return the messages in canonical form, and as chat templates take them."""
-    given = fields.items("messages")
-    if not given:
+    messages = fields.items("messages")
+    if not messages:
         raise RequestError("messages is empty", param="messages")
     origin = Origin(is_request=True, keeps_text=True)
-    read = _readable(lambda: read_conversation(given, origin))
+    read = _readable(lambda: read_conversation(messages, origin))
     canonical = [canonical_message(message, f"messages[{n}]") for n, message in enumerate(read)]
     sent = [_with_values(*pair) for pair in zip(read, canonical, strict=True)]
     return tuple(canonical), tuple(sent)
@@ -201,10 +201,10 @@ def _sent_tools(
     """Return functions with all of their fields; those that take any text as functions."""
     origin = Origin("tools", is_request=True)
     sent = _readable(lambda: read_tools(fields.items("tools"), origin))
-    kept = [tool for tool in sent if tool.get("type", "function") in ("function", "custom")]
+    usable = [tool for tool in sent if tool.get("type", "function") in ("function", "custom")]
     return tuple(
         tool if custom.get("type") == "custom" else custom
-        for custom, tool in zip(kept, tools, strict=True)
+        for custom, tool in zip(usable, tools, strict=True)
     )
 
 

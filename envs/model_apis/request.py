@@ -258,10 +258,10 @@ def custom_call(name: str, text: str, call_id: str) -> CanonicalCall:
 
 def read_sampling(fields: Fields, names: Sequence[str]) -> dict[str, Any]:
     """Read how tokens are to be drawn: fields as they are, but for numbers that ask for nothing."""
-    given = {name: fields.any(name) for name in names}
+    values = {name: fields.any(name) for name in names}
     return {
         name: value
-        for name, value in given.items()
+        for name, value in values.items()
         if not (value is None or (isinstance(value, int | float) and asks_nothing(name, value)))
     }
 

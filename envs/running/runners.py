@@ -70,7 +70,7 @@ class Runner(Protocol):
         ...
 
 
-class PlacedRunner(Runner, Protocol):
+class BoundedRunner(Runner, Protocol):
     """A runner that says how many episodes it runs at the same time."""
 
     @property
@@ -144,18 +144,18 @@ def make_runner(config: EnvConfig, game_class: type[AbstractGame] | None = None)
     limits = TimeLimits(config.reset_timeout_s, config.step_timeout_s)
     if config.isolation == "process" and game_class is None:
         return _process_runner(config, config.game, limits)
-    found = game_class or load_game(config.game)
-    isolation = config.isolation or found.isolation
-    if is_async(found):
+    game = game_class or load_game(config.game)
+    isolation = config.isolation or game.isolation
+    if is_async(game):
         if isolation == "process":
-            refuse_async(found)
-        return AsyncRunner(found, config.kwargs, limits=limits)
+            refuse_async(game)
+        return AsyncRunner(game, config.kwargs, limits=limits)
     if config.on_step_timeout != "retry":
         isolation = config.isolation or "process"
     if isolation == "process":
         target = config.game if game_class is None else _importable(game_class)
         return _process_runner(config, target, limits)
-    return ThreadRunner(found, config.kwargs, num_workers=config.workers, limits=limits)
+    return ThreadRunner(game, config.kwargs, num_workers=config.workers, limits=limits)
 
 
 def _process_runner(config: EnvConfig, target: str, limits: TimeLimits) -> ProcessRunner:

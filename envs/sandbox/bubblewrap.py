@@ -140,13 +140,13 @@ class SandboxProcess:
 
 def bubblewrap_program() -> str:
     """Return the path of `bwrap`; SandboxError for a machine without it."""
-    found = shutil.which("bwrap")
-    if found is None:
+    program = shutil.which("bwrap")
+    if program is None:
         raise SandboxError(
             "there is no bubblewrap on this machine: programs of others cannot be sandboxed",
             hint="apt-get install bubblewrap (dnf install bubblewrap) where environment hosts run",
         )
-    return found
+    return program
 
 
 def remedy(output: str) -> str:
@@ -223,19 +223,19 @@ async def start_in_thread(
         executor, lambda: start(sandbox, program, stdout=stdout, stderr=stderr)
     )
     try:
-        return await surely(starting)
+        return await finish(starting)
     except asyncio.CancelledError:
         if starting.exception() is None:
             process = starting.result()
             for one in process.sockets:
                 one.close()
             process.kill()
-            await surely(process.ended())
+            await finish(process.ended())
             process.close()
         raise
 
 
-async def surely(work: Awaitable[T]) -> T:
+async def finish(work: Awaitable[T]) -> T:
     """Finish what must be finished, also in a task that is cancelled meanwhile."""
     task = asyncio.ensure_future(work)
     cancelled = False

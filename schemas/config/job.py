@@ -394,8 +394,8 @@ class JobConfig(Section):
         """Add what an SFT or agent job implies, and refuse keys without effect."""
         if not isinstance(values, dict):
             return values
-        known = without_removed(cast("dict[str, Any]", values))
-        return settle_tinker(settle_agent(settle_sft(known)))
+        tree = without_removed(cast("dict[str, Any]", values))
+        return settle_tinker(settle_agent(settle_sft(tree)))
 
     @model_validator(mode="after")
     def _no_broken_rule(self) -> Self:

@@ -380,10 +380,10 @@ def check_keys(values: dict[str, Any]) -> None:
     """
     _refuse_strange(values)
     try:
-        known = without_removed(values)
+        current = without_removed(values)
     except ValueError as error:
         raise ConfigError(str(error)[:_MAX_SHOWN]) from error
-    _refuse_unknown(known, JobConfig, "")
+    _refuse_unknown(current, JobConfig, "")
     try:
         JobConfig.model_validate(values)
     except ValidationError as error:

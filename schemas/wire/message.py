@@ -172,9 +172,9 @@ def summarize(error: ValidationError) -> str:
         return f"{error.error_count():,} of its values are wrong"
     clauses: list[str] = []
     for problem in error.errors()[:5]:
-        told = problem.get("ctx", {}).get("error")
-        if isinstance(told, MessageError):  # one that was made while this was being checked
-            clauses.append(told.message)
+        cause = problem.get("ctx", {}).get("error")
+        if isinstance(cause, MessageError):  # one that was made while this was being checked
+            clauses.append(cause.message)
             continue
         where = ".".join(str(part)[:_MOST_CHARS] for part in problem["loc"]) or "value"
         shown = _short.repr(problem.get("input"))

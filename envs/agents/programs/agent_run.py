@@ -377,8 +377,8 @@ def try_number(episode: str) -> int:
 
     A try that was lost with its host is counted, too: the one that counts may come a try sooner.
     """
-    found = re.search(r"-(\d{1,6})\Z", episode)
-    return int(found[1]) if found else 1
+    match = re.search(r"-(\d{1,6})\Z", episode)
+    return int(match[1]) if match else 1
 
 
 def _described(ending: Ending, config: AgentConfig) -> str:

@@ -26,8 +26,8 @@ from ...sandbox.bubblewrap import (
     CommandError,
     Program,
     SandboxProcess,
+    finish,
     start_in_thread,
-    surely,
 )
 from ...sandbox.sandbox import Limit, Sandbox, holds_more
 from ..episode import ProgramEpisode
@@ -301,7 +301,7 @@ class ProgramLauncher:
                 ) from error
             yield folder
         finally:
-            await surely(self.blocking(folder.remove))
+            await finish(self.blocking(folder.remove))
 
     @contextlib.asynccontextmanager
     async def running(
@@ -339,7 +339,7 @@ class ProgramLauncher:
                 yield Running(program, over)
         finally:
             self._watch.remove(watched)
-            await surely(self._end(program))
+            await finish(self._end(program))
 
     async def close(self) -> None:
         """Give everything back; no program runs any more."""

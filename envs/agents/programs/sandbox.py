@@ -311,7 +311,7 @@ def _loaded(python: Path) -> list[Path]:
             f"{python} does not start by itself: {error}", hint="see its installation"
         ) from error
     words = (line.split(maxsplit=5) for line in done.stdout.decode().splitlines())
-    mapped = {Path(found[5]) for found in words if len(found) > 5 and found[5].startswith("/")}
+    mapped = {Path(fields[5]) for fields in words if len(fields) > 5 and fields[5].startswith("/")}
     return sorted(path for path in mapped if ".so" in path.name)
 
 

@@ -272,9 +272,9 @@ class _PostedEpisode:
             raise KeyRefused("this is not the key of the episode")
         if not episode.over:
             self._take(post)
-        told = await _answered(self.routes, post) if post.method else EpisodePosted()
+        posted = await _answered(self.routes, post) if post.method else EpisodePosted()
         said = "its program has said that it has ended" if episode.said_end.is_set() else ""
-        return told.model_copy(update={"over": episode.over or said})
+        return posted.model_copy(update={"over": episode.over or said})
 
     def settle(self) -> None:
         """Take no call for open any more."""

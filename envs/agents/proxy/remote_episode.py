@@ -162,8 +162,8 @@ class RemoteEpisode:
                 self._post(method="GET", path=f"/v1/episode/calls/{name[:512]}")
             )
             if posted.status == 200:
-                found: Any = read_json(posted.body)
-                self._opened.learn([name], [int(found["call"])])
+                value: Any = read_json(posted.body)
+                self._opened.learn([name], [int(value["call"])])
 
     # -- the host ----------------------------------------------------------------------------------
 

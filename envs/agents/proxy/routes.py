@@ -184,11 +184,11 @@ def _give(
 
 def _is_known(opened: OpenEpisode, what: bytes) -> bool:
     digest = blake2b(what, digest_size=16).digest()
-    known = digest in opened.posted
+    is_repeated = digest in opened.posted
     opened.posted.add(digest)
     if len(opened.posted) > _MOST_POSTS:
         raise EpisodeLimit(f"more than {_MOST_POSTS:,} rewards were posted")
-    return known
+    return is_repeated
 
 
 def _fields(raw: bytes) -> Fields:
