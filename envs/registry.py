@@ -59,7 +59,7 @@ def import_quietly(name: str) -> ModuleType:
     """Import a module that may draw from the process-wide generators, or seed them."""
     if name in sys.modules:
         return sys.modules[name]
-    from .running.episodes import GlobalRandom  # NumPy, which a list of games does without
+    from .running.global_random import GlobalRandom  # NumPy, which a list of games does without
 
     with GlobalRandom(0).lent():
         return importlib.import_module(name)

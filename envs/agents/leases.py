@@ -114,7 +114,7 @@ class LeaseRunner:
         return GameFacts(_NAME, [], [])
 
     def reset(self, opening: Opening) -> Awaitable[list[ChatMessage]]:
-        """Give an episode out once there is a place; raises NoFreeSlot when there is none in time."""
+        """Start an episode once a slot is free; raises NoFreeSlot when none is in time."""
         return self._reset(opening)
 
     async def _reset(self, opening: Opening) -> list[ChatMessage]:
