@@ -13,7 +13,7 @@ from typing import Any, TypedDict, Unpack
 from tinkermq.actors.learner.data_order import DataOrder
 from tinkermq.actors.policy.tiny_models import make_model, make_tokenizer
 from tinkermq.actors.warm_start import warm_start
-from tinkermq.envs.datasets import verl_row, write_rows
+from tinkermq.envs.write_data import verl_row, write_rows
 from transformers.utils import logging
 
 from benchmarks.stack import REPOSITORY

@@ -15,7 +15,7 @@ from ..schemas.env import Split
 from ..schemas.wire.errors import DataError
 from ..schemas.wire.images import encoded_image, replace_images
 from .chat_messages import Origin, read_conversation, read_tools
-from .datasets import Dataset, Record, any_columns, parse_task, place_images, read_images
+from .dataset import Dataset, Record, any_columns, parse_task, place_images, read_images
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from ..schemas.wire.message import Empty
 from ..schemas.wire.subjects import JobScope
 from ..schemas.wire.trace import trace_of
 from .data import HostData
-from .datasets import Record
+from .dataset import Record
 from .game import AbstractGame, ChatMessage, StepResult
 from .host_replies import ResetAnswer, StepAnswer, wait_for_some
 from .rewards import make_rewards

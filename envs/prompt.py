@@ -10,7 +10,7 @@ import random
 from typing import Any
 
 from ..schemas.wire.errors import DataError
-from .datasets import Record
+from .dataset import Record
 from .game import AbstractGame, ChatMessage, check_map, check_text, join_texts
 
 

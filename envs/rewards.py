@@ -26,7 +26,7 @@ from ..schemas.wire.errors import (
     root_cause,
 )
 from ..schemas.wire.foreign import blaming, blaming_awaited, lines_of, place_of, words_of
-from .datasets import Record
+from .dataset import Record
 from .game import ChatMessage, StepResult
 from .reward_sources import (
     Case,

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tinkermq.envs.datasets import Dataset, write_rows
+from tinkermq.envs.dataset import Dataset
 from tinkermq.envs.prompt import open_game
 from tinkermq.envs.registry import load_game
+from tinkermq.envs.write_data import write_rows
 
 MAX_TURNS = 100
 

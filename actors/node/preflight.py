@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from ...broker.client.login import without_secrets
 from ...broker.service_process import die_with
-from ...envs.datasets import is_dataset_name
+from ...envs.dataset import is_dataset_name
 from ...envs.registry import find_game
 from ...schemas.node import (
     GameCheck,

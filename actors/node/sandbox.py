@@ -36,7 +36,7 @@ import structlog
 from ...broker.client.login import CA_VARIABLE
 from ...broker.run_folder import Folder
 from ...broker.service_process import die_with
-from ...envs.datasets import is_dataset_name
+from ...envs.dataset import is_dataset_name
 from ...envs.sandbox.bubblewrap import Program, SandboxProcess, start_in_thread
 from ...envs.sandbox.sandbox import (
     SYSTEM_ETC,

@@ -21,7 +21,7 @@ from datasets import Dataset
 from tinkermq.actors.learner.data_order import DataOrder
 from tinkermq.actors.policy.model_folder import load_causal_lm, load_tokenizer
 from tinkermq.envs.data import HostData
-from tinkermq.envs.datasets import Record, answer_text
+from tinkermq.envs.dataset import Record, answer_text
 from tinkermq.schemas.config.job import JobConfig
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOTrainer

@@ -8,8 +8,9 @@ reinforcement learning selects the better habit.
 import random
 from typing import Any
 
-from ..datasets import DataMaker, answer_text, verl_row
+from ..dataset import answer_text
 from ..game import AbstractGame, ChatMessage, StepResult
+from ..write_data import DataMaker, verl_row
 
 HABIT = 0.6
 """Share of the demonstrations that give up."""

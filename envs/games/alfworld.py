@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from ...schemas.wire.errors import GameError
-from ..datasets import write_rows
 from ..game import AbstractGame, StepResult
 from ..reasoning import tagged_or_last_line
 from ..registry import extra
+from ..write_data import write_rows
 
 # The list of ALFWorld's games: which there are in a folder, by split and type of task.
 #

@@ -13,8 +13,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from ..datasets import DataMaker, answer_text, verl_row
+from ..dataset import answer_text
 from ..game import AbstractGame, ChatMessage, StepResult
+from ..write_data import DataMaker, verl_row
 
 HABIT = 0.65
 """Share of the demonstrations that guess."""

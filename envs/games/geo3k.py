@@ -14,10 +14,11 @@ from collections.abc import Mapping
 from math import cos, pi, sin
 from typing import Any
 
-from ..datasets import IMAGE_TAG, DataMaker, verl_row
+from ..dataset import IMAGE_TAG
 from ..game import ChatMessage, StepResult
 from ..math.grading import ANSWER, answer_of
 from ..registry import extra
+from ..write_data import DataMaker, verl_row
 from .math import MathGame
 
 WEIGHTS = {ANSWER: 0.9, "think": 0.1}

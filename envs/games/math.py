@@ -10,9 +10,10 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from ..datasets import DataMaker, answer_text, verl_row
+from ..dataset import answer_text
 from ..game import AbstractGame, ChatMessage, StepResult
 from ..math.grading import ANSWER, INSTRUCTION, Judged, MathRewards, shared_grader
+from ..write_data import DataMaker, verl_row
 
 HABIT = 0.6
 """Share of the demonstrations that leave the box out."""

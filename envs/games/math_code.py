@@ -18,7 +18,7 @@ from typing import Any, Literal, cast
 
 from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import ConfigError
-from ..datasets import DataMaker, answer_text, verl_row
+from ..dataset import answer_text
 from ..game import AbstractGame, ChatMessage, StepResult
 from ..math.grading import (
     ANSWER,
@@ -31,6 +31,7 @@ from ..math.grading import (
 from ..sandbox.interpreters import CodeSession, Outcome, SandboxSettings
 from ..sandbox.served import shared_sandbox
 from ..tool_calls import OPEN, parse_tool_calls
+from ..write_data import DataMaker, verl_row
 from .math import told
 
 HABIT = 0.65

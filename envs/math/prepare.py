@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from ...schemas.wire.errors import DataError
-from ..datasets import IMAGE_TAG, is_no_answer, write_rows
+from ..dataset import IMAGE_TAG, is_no_answer
+from ..write_data import write_rows
 from .grading import INSTRUCTION, boxed_answers
 
 SPLITS = ("train", "validation", "test")

@@ -20,7 +20,7 @@ from ...schemas.config.job import EnvConfig
 from ...schemas.env import Split
 from ...schemas.wire.errors import GameError, NotFoundError, TinkermqError
 from ...schemas.wire.foreign import blaming, blaming_awaited, shown
-from ..datasets import Record, RowError
+from ..dataset import Record, RowError
 from ..game import (
     AbstractGame,
     ChatMessage,

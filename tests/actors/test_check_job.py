@@ -15,7 +15,7 @@ from tinkermq.actors.policy.tiny_models import (
     save_tiny_model,
     save_tiny_vision_model,
 )
-from tinkermq.envs.datasets import write_rows
+from tinkermq.envs.write_data import write_rows
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.sections import LoraConfig
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 from household import KINDS, make_household
 from tinkermq.envs.check import check_game
-from tinkermq.envs.datasets import Dataset
+from tinkermq.envs.dataset import Dataset
 from tinkermq.envs.games import alfworld
 from tinkermq.envs.games.alfworld import ALFWorldGame, make_data
 from tinkermq.envs.prompt import open_game

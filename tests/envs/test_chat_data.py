@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from tinkermq.envs.data import ChatData
-from tinkermq.envs.datasets import write_rows
+from tinkermq.envs.write_data import write_rows
 from tinkermq.schemas.wire.errors import DataError
 
 CHAT = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]

@@ -20,10 +20,11 @@ from tinkermq.envs.chat_messages import (
     with_text_arguments,
 )
 from tinkermq.envs.data import ChatData
-from tinkermq.envs.datasets import Dataset, write_rows
+from tinkermq.envs.dataset import Dataset
 from tinkermq.envs.model_apis.chat import CHAT as CHAT_API
 from tinkermq.envs.model_apis.chat import read_chat
 from tinkermq.envs.model_apis.request import RequestError
+from tinkermq.envs.write_data import write_rows
 from tinkermq.schemas.infer import ChatRequest
 from tinkermq.schemas.wire.errors import DataError
 

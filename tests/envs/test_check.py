@@ -2,7 +2,7 @@
 
 import pytest
 from tinkermq.envs.check import check_game
-from tinkermq.envs.datasets import write_rows
+from tinkermq.envs.write_data import write_rows
 from tinkermq.schemas.config.job import EnvConfig
 
 

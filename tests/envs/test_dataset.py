@@ -8,18 +8,11 @@ import sys
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tinkermq.envs.datasets import (
-    BATCH_ROWS,
-    Dataset,
-    Record,
-    parse_record,
-    unpack_parquet,
-    verl_row,
-    write_rows,
-)
+from tinkermq.envs.dataset import BATCH_ROWS, Dataset, Record, parse_record, unpack_parquet
 from tinkermq.envs.games.addition import AdditionGame
 from tinkermq.envs.games.calculator import CalculatorGame
 from tinkermq.envs.games.math import MathGame
+from tinkermq.envs.write_data import verl_row, write_rows
 from tinkermq.schemas.wire.errors import DataError, StorageError
 
 

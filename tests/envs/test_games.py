@@ -4,7 +4,7 @@ import random
 
 import pytest
 from tinkermq.envs.check import check_game
-from tinkermq.envs.datasets import Dataset
+from tinkermq.envs.dataset import Dataset
 from tinkermq.envs.games import addition, bandit, calculator, guess
 from tinkermq.schemas.config.job import EnvConfig
 

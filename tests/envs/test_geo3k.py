@@ -5,7 +5,7 @@ import io
 import pytest
 from PIL import Image
 from tinkermq.envs.check import check_game
-from tinkermq.envs.datasets import Dataset, Record
+from tinkermq.envs.dataset import Dataset, Record
 from tinkermq.envs.games import geo3k
 from tinkermq.envs.games.geo3k import Geo3KGame, Geo3KToolGame
 from tinkermq.envs.prompt import open_game

@@ -6,8 +6,8 @@ import pytest
 from hosting import ISOLATIONS, error_of, hosting
 from structlog.testing import capture_logs
 from tinkermq.broker.client.rpc import call
-from tinkermq.envs.datasets import verl_row, write_rows
 from tinkermq.envs.games import addition
+from tinkermq.envs.write_data import verl_row, write_rows
 from tinkermq.schemas.env import ResetReply, ResetRequest
 from tinkermq.schemas.wire.errors import DataError, MessageError, NotFoundError, StateError
 

@@ -4,8 +4,8 @@ import opentinker_games
 import pytest
 from hosting import ISOLATIONS, hosting
 from tinkermq.envs.check import check_game
-from tinkermq.envs.datasets import verl_row, write_rows
 from tinkermq.envs.prompt import open_game
+from tinkermq.envs.write_data import verl_row, write_rows
 from tinkermq.schemas.config.job import EnvConfig
 
 GENERATED = ("OnlyReset", "ResetAndState", "Board")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from broken_games import CountingGame, ReturnsNoText
 from tinkermq.envs import AbstractGame, StepResult
-from tinkermq.envs.datasets import Record
+from tinkermq.envs.dataset import Record
 from tinkermq.envs.games.guess import GuessGame
 from tinkermq.envs.prompt import open_game
 from tinkermq.schemas.wire.errors import DataError, GameError

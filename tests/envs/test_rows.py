@@ -8,9 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tinkermq.envs.data import ChatData
-from tinkermq.envs.datasets import Dataset, parse_record, parse_task, write_rows
+from tinkermq.envs.dataset import Dataset, parse_record, parse_task
 from tinkermq.envs.games.math import MathGame
 from tinkermq.envs.running.episodes import Episodes, Opening
+from tinkermq.envs.write_data import write_rows
 from tinkermq.schemas.wire.errors import DataError, GameError
 
 PNG = b"\x89PNG\r\n\x1a\n..."

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tinkermq.clients import AsyncInferenceSchedulerClient
-from tinkermq.envs.datasets import write_rows
+from tinkermq.envs.write_data import write_rows
 
 from tests.support.configs import small_job
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical

@@ -21,7 +21,7 @@ from tinkermq.actors.training.checkpoint import CheckpointStore
 from tinkermq.broker.feed import read_metrics
 from tinkermq.broker.weights.store import WeightStore
 from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference_async
-from tinkermq.envs.datasets import write_rows
+from tinkermq.envs.write_data import write_rows
 
 from tests.actors.gateway.http import openai_client
 from tests.support.configs import example

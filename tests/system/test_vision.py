@@ -15,8 +15,8 @@ from tinkermq.broker.feed import read_metrics
 from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference_async
 from tinkermq.clients.inference.openai_play import Endpoint, play_with_endpoint
 from tinkermq.clients.inference.play import PlayOptions
-from tinkermq.envs.datasets import write_rows
 from tinkermq.envs.games.geo3k import Geo3KToolGame, make_data
+from tinkermq.envs.write_data import write_rows
 
 from tests.actors.gateway.http import serving
 from tests.support.configs import example, small_job

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ....schemas.config.agent import AgentConfig
-from ...datasets import TRUTH_COLUMNS, Record
+from ...dataset import TRUTH_COLUMNS, Record
 from ...game import ChatMessage
 from ...running.episodes import Opening
 from ..episode import ProgramEpisode

@@ -12,7 +12,7 @@ from tinkermq.actors.policy.tiny_models import make_tokenizer
 from tinkermq.actors.rollout.demonstrations import demonstrate
 from tinkermq.actors.rollout.groups import GroupFailed
 from tinkermq.envs.data import ChatData
-from tinkermq.envs.datasets import write_rows
+from tinkermq.envs.write_data import write_rows
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group, check_group
 from tinkermq.schemas.task import Blame, Task

@@ -11,9 +11,9 @@ from tinkermq.actors.policy.model_folder import load_tokenizer
 from tinkermq.actors.rollout.agent_loop import AgentLoop, EpisodePlan, EpisodeSampling
 from tinkermq.broker.client.connection import Broker
 from tinkermq.envs import AbstractGame, StepResult
-from tinkermq.envs.datasets import verl_row, write_rows
 from tinkermq.envs.host import EnvironmentHost
 from tinkermq.envs.host_client import Environments, Start
+from tinkermq.envs.write_data import verl_row, write_rows
 from tinkermq.schemas.config.job import EnvConfig
 from tinkermq.schemas.config.sections import RolloutConfig
 from tinkermq.schemas.wire.subjects import JobScope

@@ -18,7 +18,7 @@ from tinkermq.actors.training.batch import assemble
 from tinkermq.actors.training.model import load_model
 from tinkermq.actors.training.step import Trainer
 from tinkermq.envs.data import ChatData
-from tinkermq.envs.datasets import write_rows
+from tinkermq.envs.write_data import write_rows
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group, check_group
 from tinkermq.schemas.task import Task

@@ -6,7 +6,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from tinkermq.clients.cli import main
-from tinkermq.envs.datasets import Dataset
+from tinkermq.envs.dataset import Dataset
 from tinkermq.envs.math.prepare import prepare
 from tinkermq.schemas.wire.errors import DataError
 

@@ -2,7 +2,7 @@
 
 import pytest
 from tinkermq.envs.agents.programs.agent_run import ProgramReward, parse_reward
-from tinkermq.envs.datasets import Record
+from tinkermq.envs.dataset import Record
 from tinkermq.schemas.wire.errors import ConfigError, RewardError
 
 from tests.envs.agents.programs.conftest import hosting
