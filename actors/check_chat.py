@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..schemas.config.job import JobConfig, RolloutConfig
+from ..schemas.config.job import JobConfig
+from ..schemas.config.sections import RolloutConfig
 from ..schemas.wire.codec import unpack
 from ..schemas.wire.errors import ConfigError, TinkermqError
 from .policy.chat import ChatTokenizer, open_chat

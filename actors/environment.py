@@ -1,6 +1,6 @@
 """The environment-host actor: runs a job's game in the pool.
 
-The work is done by `envs/serving/host.py`, which a client runs inside its own process just as well.
+The work is done by `envs/host.py`, which a client runs inside its own process just as well.
 """
 
 import asyncio
@@ -9,10 +9,9 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 
 from ..broker.client.rpc import Service
-from ..envs.agents.asked_for import AskedEpisodes
-from ..envs.agents.programs.hosted import asked_runner, program_runner
-from ..envs.running.runner import PlacedRunner
-from ..envs.serving.host import EnvironmentHost
+from ..envs.agents.leases import LeaseRequests, make_lease_runner, make_program_runner
+from ..envs.host import EnvironmentHost
+from ..envs.running.runners import BoundedRunner
 from ..schemas.agent import GiveRequest
 from .runtime import JobContext, run_job_actor, settle_memory
 
@@ -37,7 +36,7 @@ async def serve_games(context: JobContext) -> None:
         beating.cancel()
 
 
-def _programs(context: JobContext) -> tuple[PlacedRunner | None, AskedEpisodes | None]:
+def _programs(context: JobContext) -> tuple[BoundedRunner | None, LeaseRequests | None]:
     """Return what runs the programs of an agent job, and who asks to run them himself.
 
     Raises ConfigError where they cannot be run.
@@ -45,15 +44,15 @@ def _programs(context: JobContext) -> tuple[PlacedRunner | None, AskedEpisodes |
     config, broker, scope = context.config, context.broker, context.scope
     tries = config.rollout.max_tries
     if config.agent.client:
-        return asked_runner(config.agent, broker, scope, max_tries=tries)
+        return make_lease_runner(config.agent, broker, scope, max_tries=tries)
     if not config.agent.command:
         return None, None
     private = [context.run_dir]
-    return program_runner(config.agent, broker, scope, max_tries=tries, private=private), None
+    return make_program_runner(config.agent, broker, scope, max_tries=tries, private=private), None
 
 
 @contextlib.asynccontextmanager
-async def _giving(context: JobContext, asked: AskedEpisodes | None) -> AsyncIterator[None]:
+async def _giving(context: JobContext, asked: LeaseRequests | None) -> AsyncIterator[None]:
     """Answer those who ask for episodes."""
     if asked is None:
         yield

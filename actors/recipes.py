@@ -84,13 +84,9 @@ def mark_made(folder: Path, game: str, *, seed: int = 0, steps: int | None = Non
 
 def _digest(game: str, seed: int, steps: int | None) -> str:
     """Digest all sources that decide what the model is."""
-    rooms = [
-        "actors.recipes",
-        "actors.warm_start",
-        "actors.models.tiny_model",
-    ]
+    rooms = ["actors.recipes", "actors.warm_start", "actors.policy.tiny_models"]
     if find_recipe(game).sees:
-        rooms += ["actors.models.tiny_vision_model", "actors.models.vision"]
+        rooms.append("actors.policy.vision")
     names = [module_of(game), *(f"tinkermq.{room}" for room in rooms)]
     specs = [find_spec(name) for name in names]
     files = [Path(spec.origin) for spec in specs if spec is not None and spec.origin]

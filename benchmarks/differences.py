@@ -37,7 +37,8 @@ from tinkermq.broker.weights.history import apply, encode
 from tinkermq.broker.weights.payloads import TensorBytes
 from tinkermq.broker.weights.shared_memory import sweep
 from tinkermq.broker.weights.store import WeightStore
-from tinkermq.schemas.config.job import LearnerConfig, LimitsConfig
+from tinkermq.schemas.config.job import LimitsConfig
+from tinkermq.schemas.config.sections import LearnerConfig
 from tinkermq.schemas.weights import Manifest
 from tinkermq.schemas.wire.subjects import JobScope
 

@@ -32,9 +32,9 @@ from tinkermq.broker.client.connection import connect
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.envs.game import AbstractGame
 from tinkermq.envs.games.gomoku import GomokuGame
+from tinkermq.envs.host import EnvironmentHost
+from tinkermq.envs.host_client import Environments, Start
 from tinkermq.envs.prompt import open_game
-from tinkermq.envs.serving.host import EnvironmentHost
-from tinkermq.envs.serving.remote import Environments, Start
 from tinkermq.schemas.config.job import EnvConfig
 from tinkermq.schemas.wire.subjects import JobScope
 

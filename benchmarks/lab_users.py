@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import call
-from tinkermq.broker.users.records import UserStore, create_user_stores
+from tinkermq.broker.user_records import UserStore, create_user_stores
 from tinkermq.schemas.job import (
     JobList,
     JobRecord,

@@ -31,8 +31,7 @@ from tinkermq.actors.rollout.exact_calls import ExactCalls
 from tinkermq.actors.training.micro_batch import TokenSequence
 from tinkermq.actors.training.model import Scorer
 from tinkermq.actors.training.packing import pack
-from tinkermq.envs.agents.messages import CanonicalMessage
-from tinkermq.envs.agents.replies import parse_reply
+from tinkermq.envs.model_apis.canonical import CanonicalMessage, parse_reply
 from transformers.utils import logging
 
 from benchmarks.calling_model import TOOL, calling_model, tool_result

@@ -22,7 +22,12 @@ from pathlib import Path
 
 import uvloop
 from tinkermq.actors.scheduler.jobs.states import unplaced
-from tinkermq.actors.scheduler.placement import NodeSlots, PlacementRequest, UserShares, place
+from tinkermq.actors.scheduler.placement import (
+    NodeSlots,
+    PlacementRequest,
+    UserShares,
+    place,
+)
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import call
 from tinkermq.broker.jetstream.streams import create_shared

@@ -61,10 +61,10 @@ class BatchLog:
             deadline_s=DEADLINE_S,
             waiting_for=f"the batch log of job {self._scope.job}",
         )
-        if (found := int(info["state"]["last_seq"])) != last_seq:
+        if (stored_seq := int(info["state"]["last_seq"])) != last_seq:
             raise FencedError(
                 f"another learner of job {self._scope.job} has written to the batch log: its last "
-                f"entry is {found}, this learner knows of {last_seq}",
+                f"entry is {stored_seq}, this learner knows of {last_seq}",
                 hint="only one learner may run for a job: end this one",
             )
 
@@ -82,7 +82,7 @@ class BatchLog:
 
     async def read_some(self, seqs: Iterable[int]) -> list[BatchRecord]:
         """Return the records at some sequences, those left out that are not there (any more)."""
-        found = [
+        records = [
             await self._broker.retry(
                 partial(get_seq, self._broker, self._stream, seq),
                 deadline_s=DEADLINE_S,
@@ -90,7 +90,7 @@ class BatchLog:
             )
             for seq in seqs
         ]
-        return [BatchRecord.from_bytes(one.payload) for one in found if one is not None]
+        return [BatchRecord.from_bytes(one.payload) for one in records if one is not None]
 
     async def _all(self) -> list[StoredMessage]:
         """Read all records; in a cluster until a replica has as many as the leader."""

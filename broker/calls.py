@@ -31,8 +31,7 @@ from ..schemas.wire.errors import (
     StateError,
     StorageError,
 )
-from ..schemas.wire.ids import new_id
-from ..schemas.wire.message import Empty, Message
+from ..schemas.wire.message import Empty, Message, new_id
 from .client.connection import Broker
 from .client.faults import shown_url
 from .client.rpc import call
@@ -231,7 +230,7 @@ class SchedulerCalls:
 
     async def _sealed(self, secrets: "Mapping[SecretName, str]") -> bytes:
         from ..schemas.job import JobSecrets, SealingKey
-        from .users.credentials import close_seal  # only who has a secret loads the cryptography
+        from .credentials import close_seal  # only who has a secret loads the cryptography
 
         key = await self._ask("key", Empty(), SealingKey)
         return close_seal(key.public, JobSecrets(user=self.broker.user, values=dict(secrets)))

@@ -100,10 +100,10 @@ async def with_room(
     except (OSError, StorageError) as error:
         if not is_full(error):
             raise
-        told = f"no room on the disk for {what}: {error}"
-    _log.warning("disk_full", what=what, message=told)
+        message = f"no room on the disk for {what}: {error}"
+    _log.warning("disk_full", what=what, message=message)
     if first_word is not None:
-        await first_word(told)
+        await first_word(message)
     with waiting(f"room on the disk for {what}"):
         while True:
             await asyncio.sleep(PAUSE_S)

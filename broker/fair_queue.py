@@ -102,7 +102,7 @@ class FairQueue:
         task.add_done_callback(ended)
 
 
-class Turns:
+class FairLock:
     """What one at a time may do; of those that wait, the users take turns.
 
     For pieces of work that take the loop, or the broker, for long: requests of one user that run

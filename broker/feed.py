@@ -5,13 +5,15 @@ late, or comes back, sees what happened without it.
 """
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
 from contextlib import aclosing
-from typing import Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import structlog
 
+from ..schemas.job import FINAL_STATES, JobRecord
 from ..schemas.metric import EvalRecord, Event, LogLines, Metric
 from ..schemas.task import DeadLetter
 from ..schemas.wire.errors import MessageError
@@ -20,9 +22,8 @@ from ..schemas.wire.subjects import BUCKET_EVALS, JobScope
 from ..schemas.wire.trace import StepTrace
 from .client.connection import Broker
 from .client.nats_internals import MESSAGE_ID
-from .jetstream.direct_get import StoredMessage, get_all
+from .jetstream.direct_get import StoredMessage, StreamReader, get_all, get_batch
 from .jetstream.kv import Bucket
-from .jetstream.reader import StreamReader
 from .jetstream.streams import stream_info
 
 FeedKind: TypeAlias = Literal["metric", "event", "log"]
@@ -189,14 +190,14 @@ def _readers(
         models[scope.metric] = Metric
     if "event" in kinds:
         models[scope.event] = Event
-    found: list[tuple[StreamReader, Callable[[StoredMessage], FeedMessage | None]]] = []
+    readers: list[tuple[StreamReader, Callable[[StoredMessage], FeedMessage | None]]] = []
     if models:
         reader = StreamReader(broker, scope.stream_feed, list(models), from_seq=first)
-        found.append((reader, lambda stored: _parse(stored, models[stored.subject])))
+        readers.append((reader, lambda stored: _parse(stored, models[stored.subject])))
     if "log" in kinds:
         reader = StreamReader(broker, scope.stream_log, [scope.log("*")], from_seq=first)
-        found.append((reader, lambda stored: _parse(stored, LogLines)))
-    return found
+        readers.append((reader, lambda stored: _parse(stored, LogLines)))
+    return readers
 
 
 def _parse(stored: StoredMessage, model: type[M]) -> M | None:
@@ -207,7 +208,7 @@ def _parse(stored: StoredMessage, model: type[M]) -> M | None:
         return None
 
 
-# What the evaluations of a run came to, by version.
+# Scores of evaluations, by version.
 
 SCORE = "val/mean_score"
 """What the best version has most of."""
@@ -219,8 +220,8 @@ async def read_scores(broker: Broker, scope: JobScope) -> dict[int, float]:
     Raises BrokerError, NotFoundError where there is no bucket of evaluations.
     """
     entries = await Bucket(broker, BUCKET_EVALS, EvalRecord).items(scope.key)
-    told = [entry.value for entry in entries]
-    return {one.version: one.values[SCORE] for one in told if SCORE in one.values}
+    records = [entry.value for entry in entries]
+    return {one.version: one.values[SCORE] for one in records if SCORE in one.values}
 
 
 def best_of(scores: Mapping[int, float], versions: Iterable[int]) -> int | None:
@@ -230,3 +231,48 @@ def best_of(scores: Mapping[int, float], versions: Iterable[int]) -> int | None:
     """
     scored = [one for one in versions if one in scores and scores[one] == scores[one]]
     return max(scored, key=lambda version: (scores[version], -version), default=None)
+
+
+# The newest metrics, without reading the whole history.
+
+RECENT_ENTRIES = 40
+
+
+async def recent_values(broker: Broker, scope: JobScope) -> dict[str, float]:
+    """Return the newest value of each metric among the last entries of a run's feed.
+
+    Raises NotFoundError when the run's streams are gone.
+    """
+    state = (await stream_info(broker, scope.stream_feed))["state"]
+    first = max(int(state["first_seq"]), int(state["last_seq"]) - RECENT_ENTRIES, 1)
+    messages, _ = await get_batch(broker, scope.stream_feed, first, scope.metric)
+    values: dict[str, float] = {}
+    for message in messages:
+        try:
+            metric = Metric.from_bytes(message.payload)
+        except MessageError:
+            continue
+        values.update(metric.values)
+        values["step"] = max(values.get("step", 0.0), float(metric.step))
+    return values
+
+
+def run_row(record: JobRecord, values: Mapping[str, float]) -> dict[str, Any]:
+    """Return what every list of runs tells of one, from its record and its newest values."""
+    live = record.state not in FINAL_STATES
+    return {
+        "job": record.job,
+        "kind": record.kind,
+        "trains": record.trains,
+        "state": record.state,
+        "reason": record.reason,
+        "step": int(values.get("step", record.version)),
+        "reward": values.get("training_step_reward"),
+        "validation": values.get("val/mean_score"),
+        "slots": sum(one.slots for one in record.actors if one.node is not None) if live else 0,
+        "age_s": (record.finished or time.time()) - record.created,
+        "restarts": sum(one.restarts for one in record.actors),
+        "attempt": record.attempt,
+        "tags": record.tags,
+        "group": record.group,
+    }

@@ -29,7 +29,7 @@ from ..schemas.wire.subjects import BUCKET_ARCHIVE, BUCKET_JOBS, BUCKET_REQUESTS
 from .client.connection import Broker
 from .feed import publish_event
 from .jetstream.kv import Bucket, Entry
-from .observe.metering import metered
+from .metering import metered
 
 _MAX_REASON_CHARS = 8192
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -110,9 +110,9 @@ class JobStore:
         if record is not None:
             return record
         for listed in (self.list_jobs, self.list_archived):
-            found = next((one for one in await listed(user) if one.name == name), None)
-            if found is not None:
-                return found
+            match = next((one for one in await listed(user) if one.name == name), None)
+            if match is not None:
+                return match
         return None
 
     async def list_jobs(self, user: str = "") -> list[JobRecord]:
@@ -143,8 +143,8 @@ class JobStore:
                     f"job {record.job} is {current.state} by now, not {record.state}",
                     hint="read it again and decide anew",
                 )
-            told = {"state": state, "reason": _short(reason)}
-            fields = {**told, **_times(current, state), **changes}
+            update = {"state": state, "reason": _short(reason)}
+            fields = {**update, **_times(current, state), **changes}
             moved = current.model_copy(update=fields)
             events = [*current.untold, _event(moved, record.state, who)]
             return moved.model_copy(update={"untold": events})

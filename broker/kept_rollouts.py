@@ -60,19 +60,19 @@ def kept_rollouts(run_dir: str | Path) -> list[KeptAt]:
 
     There is none for a run whose folder is not on this machine, or cannot be read.
     """
-    found: list[KeptAt] = []
+    files: list[KeptAt] = []
     if not run_dir:
-        return found
+        return files
     with contextlib.suppress(OSError, StorageError), Folder(run_dir) as folder:
         for entry in folder.entries(FOLDER):
             match = _NAME.fullmatch(entry.name)
             if match is None or entry.is_folder:
                 continue
             seq, step, task = map(int, match.groups())
-            found.append(
+            files.append(
                 KeptAt(seq, step or None, task, entry.num_bytes, Path(run_dir), entry.path)
             )
-    return sorted(found, key=lambda one: one.seq)
+    return sorted(files, key=lambda one: one.seq)
 
 
 def keep_rollout(run_dir: Path, seq: int, payload: bytes, task: int, step: int | None) -> None:
@@ -210,13 +210,13 @@ class RunRollouts:
 
     def before(self, seq: int | None, most: int) -> list[int]:
         """Return the newest sequences below one (None: of all), newest first."""
-        found: list[int] = []
+        seqs: list[int] = []
         for part in reversed(self._parts):
             end = len(part) if seq is None else bisect_left(part, seq)
-            found += part[max(0, end - (most - len(found))) : end][::-1]
-            if len(found) == most:
+            seqs += part[max(0, end - (most - len(seqs))) : end][::-1]
+            if len(seqs) == most:
                 break
-        return found
+        return seqs
 
     def after(self, seq: int) -> int | None:
         """Return the next sequence behind one; None at the end."""

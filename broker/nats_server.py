@@ -176,8 +176,8 @@ class NatsServer:
                 return ""
         except urllib.error.HTTPError as error:
             with contextlib.suppress(OSError, ValueError):
-                told = json.loads(error.read())
-                return f"nats-server does not store: {told.get('error', told)}"
+                status = json.loads(error.read())
+                return f"nats-server does not store: {status.get('error', status)}"
         except OSError:
             pass  # it is being started, or busy: the next look tells
         return ""

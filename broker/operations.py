@@ -146,8 +146,8 @@ class OperationLog:
 
     async def _newest_claim(self) -> int:
         stream, subject = self._scope.stream_result, self._scope.claim_of_results
-        found = await self._retry(lambda: get_last(self._broker, stream, subject), stream)
-        return 0 if found is None else found.seq
+        claim = await self._retry(lambda: get_last(self._broker, stream, subject), stream)
+        return 0 if claim is None else claim.seq
 
     async def _last_of_results(self) -> int:
         stream = self._scope.stream_result

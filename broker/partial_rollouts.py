@@ -66,11 +66,11 @@ class SegmentWriter:
         """
         while self.delivery > 1:
             messages = await self._read()
-            found = _parsed(messages)
-            if found and found[-1].delivery >= self.delivery:
+            segments = _parsed(messages)
+            if segments and segments[-1].delivery >= self.delivery:
                 self._check_own(messages[-1])
-            kept = unbroken(found)
-            last = kept[-1] if kept else Segment.empty(delivery=1, writer="", start=0)
+            chain = unbroken(segments)
+            last = chain[-1] if chain else Segment.empty(delivery=1, writer="", start=0)
             takeover = Segment.empty(
                 delivery=self.delivery,
                 writer=self.writer,
@@ -85,7 +85,7 @@ class SegmentWriter:
             except Fenced:  # its holder is alive and has just written more, or a later one came
                 await asyncio.sleep(_PAUSE_S)
                 continue
-            return kept
+            return chain
         return []
 
     async def append(self, segment: Segment) -> bool:
@@ -116,12 +116,12 @@ class SegmentWriter:
                     return False
                 if not error.is_overtaken:
                     raise
-            found = await self._last()
-            if found is None:
+            newest = await self._last()
+            if newest is None:
                 raise Fenced(f"{self._subject} was removed: somebody else has finished the task")
-            self._check_own(found)
-            self._last_seq = found.seq  # an earlier append of ours, whose answer was lost
-            if found.payload == payload:
+            self._check_own(newest)
+            self._last_seq = newest.seq  # an earlier append of ours, whose answer was lost
+            if newest.payload == payload:
                 return True
 
     async def _last(self) -> StoredMessage | None:
@@ -161,22 +161,22 @@ async def purge_segments(broker: Broker, scope: JobScope, task: int) -> None:
 
 def unbroken(segments: list[Segment]) -> list[Segment]:
     """Return the segments since the episode last began; none where one of them is missing."""
-    kept: list[Segment] = []
+    chain: list[Segment] = []
     for segment in segments:
         if segment.start == 0:
-            kept = [segment]
-        elif not kept or segment.start != kept[-1].end:
+            chain = [segment]
+        elif not chain or segment.start != chain[-1].end:
             return []
         else:
-            kept.append(segment)
-    return kept
+            chain.append(segment)
+    return chain
 
 
 def _parsed(messages: list[StoredMessage]) -> list[Segment]:
-    found: list[Segment] = []
+    segments: list[Segment] = []
     for message in messages:
         try:
-            found.append(Segment.from_bytes(message.payload))
+            segments.append(Segment.from_bytes(message.payload))
         except MessageError as error:
             _log.error("segment_malformed", subject=message.subject, error=error.message)
-    return found
+    return segments

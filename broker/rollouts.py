@@ -18,8 +18,7 @@ from ..schemas.wire.subjects import JobScope, number_of
 from ..schemas.wire.trace import TRACEPARENT
 from .client.connection import Broker
 from .jetstream.appending import append_once
-from .jetstream.direct_get import StoredMessage, get_last, get_newest, get_seq
-from .jetstream.reader import StreamReader
+from .jetstream.direct_get import StoredMessage, StreamReader, get_last, get_newest, get_seq
 from .jetstream.streams import numbers_of, stream_info, stream_subjects
 
 T = TypeVar("T")

@@ -136,12 +136,12 @@ class Folder:
         Those whose names are no text are left out. Raises StorageError for more than `MAX_FILES`.
         """
         with self.folder(name) as inner, os.scandir(inner.fileno()) as scanned:
-            found = [_entry(one) for one in itertools.islice(scanned, MAX_FILES + 1)]
-        if len(found) > MAX_FILES:
+            listed = [_entry(one) for one in itertools.islice(scanned, MAX_FILES + 1)]
+        if len(listed) > MAX_FILES:
             raise self._too_much(name)
         below = "" if name == "." else f"{name}/"
         return sorted(
-            (_moved(one, below) for one in found if one is not None), key=lambda one: one.path
+            (_moved(one, below) for one in listed if one is not None), key=lambda one: one.path
         )
 
     def files(self, name: str = ".") -> Iterator[FolderEntry]:

@@ -18,7 +18,8 @@ from typing import IO, Any, cast
 
 from ..schemas.wire.errors import BrokerError, NotFoundError, StateError, StorageError
 from ..schemas.wire.subjects import BUCKET_ACTORS, BUCKET_LEASES, BUCKET_NODES
-from .client.connection import Broker, ConnectionLost, Msg
+from .client.connection import Broker, Msg
+from .client.faults import ConnectionLost
 from .client.nats_internals import DESCRIPTION, END_OF_BATCH, header, status_of
 from .client.parts import Inbox
 from .jetstream.streams import StreamConfig, delete_stream, num_replicas, stream_info
@@ -114,8 +115,8 @@ async def restore_streams(broker: Broker, configs: Sequence[StreamConfig], folde
 def _read(folder: Path, name: str, key: str) -> dict[str, Any]:
     """Return a JSON file of a back-up, which has `key`."""
     try:
-        told = json.loads((folder / name).read_text(encoding="utf-8"))
-        return {**told, key: told[key]}
+        values = json.loads((folder / name).read_text(encoding="utf-8"))
+        return {**values, key: values[key]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _unusable(folder, error) from error
 
@@ -134,13 +135,13 @@ def _begin(folder: Path) -> None:
 
 
 async def _streams(broker: Broker) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    streams: list[dict[str, Any]] = []
     while True:
-        answer = await _ask(broker, "STREAM.LIST", {"offset": len(found)})
+        answer = await _ask(broker, "STREAM.LIST", {"offset": len(streams)})
         page = cast("list[dict[str, Any]]", answer.get("streams") or [])
-        found += page
-        if not page or len(found) >= int(answer["total"]):
-            return found
+        streams += page
+        if not page or len(streams) >= int(answer["total"]):
+            return streams
 
 
 async def _stream_names(broker: Broker) -> list[str]:
@@ -164,8 +165,8 @@ async def _save(broker: Broker, name: str, folder: Path, *, consumers: bool = Tr
             raise BrokerError(f"the snapshot of {name} broke off: {error}", hint="try again")
     finally:
         await inbox.close()
-    told = {"config": answer["config"], "state": answer["state"]}
-    (folder / f"{name}.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    stream = {"config": answer["config"], "state": answer["state"]}
+    (folder / f"{name}.json").write_text(json.dumps(stream, indent=2) + "\n", encoding="utf-8")
     return _saved(name, answer["state"])
 
 
@@ -179,10 +180,10 @@ async def _next(inbox: Inbox, name: str) -> Msg:
 async def _restore(
     broker: Broker, name: str, folder: Path, config: StreamConfig | None = None
 ) -> Saved:
-    told = _read(folder, f"{name}.json", "config")
-    told["config"] = {**(config or told["config"]), "num_replicas": num_replicas()}
+    stream = _read(folder, f"{name}.json", "config")
+    stream["config"] = {**(config or stream["config"]), "num_replicas": num_replicas()}
     with _opened(folder, f"{name}.snapshot") as file:
-        place = (await _ask(broker, f"STREAM.RESTORE.{name}", told))["deliver_subject"]
+        place = (await _ask(broker, f"STREAM.RESTORE.{name}", stream))["deliver_subject"]
         for chunk in _chunks_of(file):
             try:
                 reply = await broker.request(place, chunk, timeout_s=_SILENCE_S)
@@ -190,7 +191,7 @@ async def _restore(
                 raise ConnectionLost(f"{name} is not restored: nobody answers") from None
             if error := _error_in(reply):
                 raise BrokerError(f"{name} is not restored: {error}", hint="see the server's log")
-    return _saved(name, told["state"])
+    return _saved(name, stream["state"])
 
 
 def _opened(folder: Path, name: str) -> IO[bytes]:

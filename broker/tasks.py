@@ -17,7 +17,9 @@ from ..schemas.task import Task
 from ..schemas.wire.errors import MessageError
 from ..schemas.wire.subjects import TASK_CONSUMER, JobScope
 from ..schemas.wire.trace import TRACEPARENT
-from .client.connection import RETRY_PAUSE_S, Broker, ConnectionLost, Msg, NoResponders
+from .client.availability import RETRY_PAUSE_S
+from .client.connection import Broker, Msg
+from .client.faults import ConnectionLost, NoResponders
 from .client.nats_internals import header
 from .jetstream.appending import append_once
 from .jetstream.direct_get import get_last
@@ -159,12 +161,12 @@ class TaskQueue:
 
     async def find(self, number: int) -> Task | None:
         """Return the task that is queued or held under a number; raises MessageError, as below."""
-        found = await self._broker.retry(
+        message = await self._broker.retry(
             lambda: get_last(self._broker, self._stream, self._scope.task(number)),
             deadline_s=_API_DEADLINE_S,
             waiting_for=f"task {number} of job {self._scope.job}",
         )
-        return None if found is None else Task.from_bytes(found.payload, at=found.subject)
+        return None if message is None else Task.from_bytes(message.payload, at=message.subject)
 
     async def remove(self, number: int) -> None:
         """Take what stands under a number off the queue; who holds it learns nothing of that.

@@ -1,6 +1,6 @@
-"""What users touch: the Python clients and the command line. Nothing here needs torch.
+"""The Python clients and the command line. Nothing here needs torch.
 
-The names below are imported when they are first used, so that the command line starts fast.
+The names below are imported at their first use, so that the command line starts fast.
 """
 
 if __name__ != "tinkermq.clients":
@@ -17,21 +17,24 @@ if TYPE_CHECKING:
         AgentEpisodes,
         agent,
     )
-    from .hosting.game_environment import (
+    from .hosting.environments import (
         GameEnvironment,
         MathGameEnvironment,
         create_game_environment,
     )
-    from .hosting.publish import AsyncTrajectoryPublisher, TrajectoryPublisher
-    from .hosting.trajectories import make_trajectory
-    from .inference.inference import run_inference, run_inference_async
+    from .hosting.publish import (
+        AsyncTrajectoryPublisher,
+        TrajectoryPublisher,
+        make_trajectory,
+    )
     from .inference.inference_client import (
         AsyncInferenceSchedulerClient,
         InferenceSchedulerClient,
     )
     from .inference.play import InferenceReport
+    from .inference.run_inference import run_inference, run_inference_async
     from .pool_users import AsyncPoolUsers, PoolUsers
-    from .runs.run import AsyncRun, Run
+    from .run import AsyncRun, Run
     from .scheduler_client import AsyncSchedulerClient, SchedulerClient
     from .service_client import AsyncServiceClient, ServiceClient
 
@@ -64,11 +67,11 @@ __all__ = [
 
 _HOMES = {
     "config_types": ("JobConfigDict",),
-    "inference.inference": ("run_inference", "run_inference_async"),
+    "inference.run_inference": ("run_inference", "run_inference_async"),
     "inference.inference_client": ("AsyncInferenceSchedulerClient", "InferenceSchedulerClient"),
     "inference.play": ("InferenceReport",),
     "pool_users": ("AsyncPoolUsers", "PoolUsers"),
-    "runs.run": ("AsyncRun", "Run"),
+    "run": ("AsyncRun", "Run"),
     "scheduler_client": ("AsyncSchedulerClient", "SchedulerClient"),
     "service_client": ("AsyncServiceClient", "ServiceClient"),
     "hosting.agent_environment": (
@@ -77,13 +80,12 @@ _HOMES = {
         "AgentEpisodes",
         "agent",
     ),
-    "hosting.game_environment": (
+    "hosting.environments": (
         "GameEnvironment",
         "MathGameEnvironment",
         "create_game_environment",
     ),
-    "hosting.publish": ("AsyncTrajectoryPublisher", "TrajectoryPublisher"),
-    "hosting.trajectories": ("make_trajectory",),
+    "hosting.publish": ("AsyncTrajectoryPublisher", "TrajectoryPublisher", "make_trajectory"),
 }
 
 

@@ -2,9 +2,12 @@
 
 import asyncio
 import contextlib
+import itertools
+import math
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from ..broker.feed import follow
@@ -14,33 +17,36 @@ from ..schemas.metric import Event, LogLines, Metric, Presence
 from ..schemas.wire.errors import NotFoundError
 from .pool import Pool
 
-Crew: TypeAlias = tuple[Presence, ...]
-"""The actors of a run, as their heartbeats tell of them."""
-Update: TypeAlias = Metric | Event | JobRecord | Crew
+Actors: TypeAlias = tuple[Presence, ...]
+"""The actors of a run, by their heartbeats."""
+Update: TypeAlias = Metric | Event | JobRecord | Actors
 POLL_S = 0.5
 QUIET_S = 0.5
-"""After the end of a run its last metrics are waited for until the feed is quiet this long."""
+"""After the end of a run, its feed is read until it is quiet for this long."""
 _QUEUE_LENGTH = 256
 
 
 async def follow_run(
-    pool: Pool, record: JobRecord, *, from_start: bool = True, with_crew: bool = False
+    pool: Pool, record: JobRecord, *, from_start: bool = True, with_actors: bool = False
 ) -> AsyncGenerator[Update, None]:
     """Yield metrics and events of a run in order, and its record whenever it has changed.
 
-    `with_crew` also yields its actors every two seconds, while it runs. The last update is the
-    record in its final state. A broker that is away is waited for, and told of by the events
-    `broker_away` and `broker_back`. Leave it through `contextlib.aclosing`. Raises NotFoundError
-    when the job is removed.
+    `with_actors` also yields its actors every two seconds, while it runs. The last update is the
+    record in its final state. Waits for a broker that is away and yields the events `broker_away`
+    and `broker_back`. Use it with `contextlib.aclosing`. Raises NotFoundError when the job is
+    removed.
     """
     broker = pool.broker
     was_patient = broker.is_patient
     broker.availability.set_patient(True)
     follower = _Follower(pool, record, from_start)
-    removals = (broker.on_disconnect(follower.tell_away), broker.on_reconnect(follower.tell_back))
+    removals = (
+        broker.on_disconnect(follower.report_broker_away),
+        broker.on_reconnect(follower.report_broker_back),
+    )
     parts: list[Coroutine[Any, Any, None]] = [follower.pump(), follower.watch()]
-    if with_crew:
-        parts.append(follower.ask_crew())
+    if with_actors:
+        parts.append(follower.read_actors())
     tasks = [asyncio.create_task(follower.guard(part), name="follow_run") for part in parts]
     try:
         while True:
@@ -70,17 +76,17 @@ class _Follower:
         self._heard = time.monotonic()
         self._is_away = False
 
-    def tell_away(self) -> None:
-        """Tell that the broker is away, once for each time."""
+    def report_broker_away(self) -> None:
+        """Report that the broker is away, once per outage."""
         if self._is_away:
             return
         self._is_away = True
-        self._tell("broker_away", "it is waited for; what runs in the pool waits, too")
+        self._tell("broker_away", "waiting for it; the pool waits, too")
 
-    def tell_back(self) -> None:
-        """Tell that the broker is back."""
+    def report_broker_back(self) -> None:
+        """Report that the broker is back."""
         self._is_away = False
-        self._tell("broker_back", "the run is followed on")
+        self._tell("broker_back", "following the run again")
 
     def _tell(self, kind: str, message: str) -> None:
         event = Event(kind=kind, source="client", message=message, time=time.time())
@@ -88,14 +94,14 @@ class _Follower:
             self.updates.put_nowait(event)
 
     async def guard(self, part: Coroutine[Any, Any, None]) -> None:
-        """Run one reader; what it raises goes to whoever reads the queue."""
+        """Run one reader; put its exception into the queue."""
         try:
             await part
         except Exception as error:  # noqa: BLE001  handed on to the reader, not swallowed
             await self.updates.put(error)
 
     async def pump(self) -> None:
-        """Read metrics and events, from the moment at which the job's streams are there."""
+        """Read metrics and events once the job's streams exist."""
         while True:
             try:
                 await self._read_feed()
@@ -118,7 +124,7 @@ class _Follower:
                     await self.updates.put(message)
 
     async def watch(self) -> None:
-        """Read the record now and then; its final state comes after the last metrics."""
+        """Poll the record; its final state is queued after the last metrics."""
         if not self._ended:
             await self.updates.put(self._record)
         while not self._ended:
@@ -133,13 +139,152 @@ class _Follower:
             await asyncio.sleep(left)
         await self.updates.put(self._record)
 
-    async def ask_crew(self) -> None:
-        """Read the heartbeats now and then."""
+    async def read_actors(self) -> None:
+        """Poll the heartbeats."""
         while not self._ended:
-            found = await list_presences(self._pool.broker, self._record.scope.key)
-            await self.updates.put(tuple(entry.value for entry in found))
+            presences = await list_presences(self._pool.broker, self._record.scope.key)
+            await self.updates.put(tuple(entry.value for entry in presences))
             await asyncio.sleep(INTERVAL_S)
 
     @property
     def _ended(self) -> bool:
         return self._record.state in FINAL_STATES
+
+
+# The progress of a run: a pure summary of its metrics and events, for displays.
+
+REWARD = "training_step_reward"
+LOSS = "actor/pg_loss"
+VALIDATION = "val/mean_score"
+SUCCESS = "game/success_rate"
+VALIDATED_SUCCESS = "val/success_rate"
+_RECENT_STEPS = 10
+_BARS = "▁▂▃▄▅▆▇█"
+_LAG_SHARE = "staleness/lag_share/"
+_QUIET_EVENTS = frozenset({"bottleneck"})
+
+
+@dataclass
+class RunProgress:
+    """The state of a run so far; `add_*` update it."""
+
+    record: JobRecord
+    step: int = 0
+    total_steps: int | None = None
+    rewards: dict[int, float] = field(default_factory=dict[int, float])
+    """By step; of a run that learns from conversations, the loss."""
+    validation: dict[int, float] = field(default_factory=dict[int, float])
+    values: dict[str, float] = field(default_factory=dict[str, float])
+    bottleneck: str = ""
+    event: Event | None = None
+    phases: dict[str, int] = field(default_factory=dict[str, int])
+    """Running episodes by phase; empty before the first heartbeat."""
+    _times: dict[int, float] = field(default_factory=dict[int, float])
+
+    def __post_init__(self) -> None:
+        training: dict[str, Any] = self.record.config.get("training") or {}
+        self.total_steps = training.get("num_steps")
+
+    @property
+    def measure(self) -> str:
+        """What `rewards` holds: reward or loss."""
+        return "loss" if self.record.kind == "sft" else "reward"
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run is in a final state."""
+        return self.record.state in FINAL_STATES
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Estimate from the pace of the last steps, or None before two steps."""
+        steps = sorted(self._times)
+        if self.total_steps is None or len(steps) < 2:
+            return None
+        pace = (self._times[steps[-1]] - self._times[steps[0]]) / (steps[-1] - steps[0])
+        return max(0.0, (self.total_steps - self.step) * pace)
+
+    def add_record(self, record: JobRecord) -> None:
+        """Add the job's newest record."""
+        self.record = record
+
+    def add_event(self, event: Event) -> None:
+        """Add an event."""
+        if event.kind == "bottleneck":
+            self.bottleneck = event.message
+        if event.kind not in _QUIET_EVENTS:
+            self.event = event
+
+    def add_actors(self, crew: Sequence[Presence]) -> None:
+        """Count the running episodes of generators, evaluators and environment hosts."""
+
+        def total(name: str, *roles: str) -> int:
+            return int(sum(actor.numbers.get(name, 0.0) for actor in crew if actor.role in roles))
+
+        generating = total("running", "generator", "evaluator")
+        queued = total("waiting", "generator", "evaluator")
+        opened = total("episodes", "environment")
+        self.phases = {
+            "generating": generating,
+            "waiting for the engine": queued,
+            "in the environment": max(opened - generating - queued, 0),
+        }
+
+    def add_metric(self, metric: Metric) -> bool:
+        """Add the metrics of a step; return whether it is a new training step."""
+        self.values.update(metric.values)
+        total = metric.values.get("training/total_steps")
+        if total is not None and math.isfinite(total):
+            self.total_steps = int(total)
+        score = metric.values.get(VALIDATION)
+        if score is not None and math.isfinite(score):
+            self.validation[metric.step] = score
+        reward = metric.values.get(LOSS if self.measure == "loss" else REWARD)
+        if reward is None:
+            return False
+        self.rewards[metric.step] = reward
+        self._times[metric.step] = metric.time
+        if len(self._times) > _RECENT_STEPS + 1:
+            del self._times[min(self._times)]
+        self.step = max(self.step, metric.step)
+        return True
+
+    def value(self, name: str) -> float | None:
+        """Return the newest finite value of a metric."""
+        value = self.values.get(name)
+        return value if value is not None and math.isfinite(value) else None
+
+    def lag_shares(self) -> dict[str, float]:
+        """Return the share of the newest step's tokens by lag in versions, smallest lag first."""
+        return {
+            name.removeprefix(_LAG_SHARE): value
+            for name, value in self.values.items()
+            if name.startswith(_LAG_SHARE)
+        }
+
+    def last_validation(self) -> tuple[int, float] | None:
+        """Return step and score of the newest validation."""
+        return max(self.validation.items(), default=None)
+
+    def best_validation(self) -> tuple[int, float] | None:
+        """Return step and score of the best validation, the first of equal ones."""
+        return max(self.validation.items(), key=lambda item: (item[1], -item[0]), default=None)
+
+    def smoothed_rewards(self, width: int) -> list[float]:
+        """Return at most `width` means of consecutive rewards, oldest first."""
+        values = [value for _, value in sorted(self.rewards.items()) if math.isfinite(value)]
+        if not values:
+            return []
+        count = min(width, len(values))
+        edges = [round(place * len(values) / count) for place in range(count + 1)]
+        parts = [values[start:end] for start, end in itertools.pairwise(edges)]
+        return [sum(part) / len(part) for part in parts]
+
+
+def sparkline(values: list[float]) -> str:
+    """Return a line of bars from the smallest to the largest value."""
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    span = (high - low) or 1.0
+    return "".join(_BARS[min(7, int((value - low) / span * 8))] for value in values)

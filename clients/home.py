@@ -25,7 +25,7 @@ _LOCK_PAUSE_S = 0.05
 
 
 class StackState(BaseModel):
-    """What runs, as the supervisor last wrote it."""
+    """The running stack, as last written by the supervisor."""
 
     url: str
     """The broker."""
@@ -70,9 +70,9 @@ class Home:
         """Folder of the secrets of a pool with authentication; `tinkermq init` makes it."""
         return self.folder / "secrets"
 
-    def running(self) -> StackState | None:
-        """Return the state of the stack that runs here, or None."""
-        if not self.state_path.exists() or not self.held():
+    def read_running_stack(self) -> StackState | None:
+        """Return the state of the running stack, or None."""
+        if not self.state_path.exists() or not self.is_locked():
             return None
         try:
             return StackState.model_validate_json(self.state_path.read_text(encoding="utf-8"))
@@ -90,21 +90,21 @@ class Home:
         self.state_path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the folder for as long as the block runs.
+    def lock(self) -> Iterator[None]:
+        """Lock the folder for the duration of the block.
 
         Raises StateError when another supervisor holds it, StorageError when it cannot be made.
         """
         with self._open_lock() as lock:
-            if not _take(lock):
+            if not _try_lock(lock):
                 raise StateError(
                     f"a stack is already up in {self.folder}",
                     hint="stop it with `tinkermq down`, or use another folder: --store DIR",
                 )
             yield
 
-    def held(self) -> bool:
-        """Whether a supervisor holds the folder; none does where there are no such locks."""
+    def is_locked(self) -> bool:
+        """Whether a supervisor has locked the folder; always False without file locks (Windows)."""
         try:
             import fcntl
         except ModuleNotFoundError:  # Windows, where there is no pool but clients
@@ -141,7 +141,7 @@ def find_url(given: str | None = None) -> str:
     url = given or os.environ.get(URL_VARIABLE)
     if url:
         return url
-    state = Home().running()
+    state = Home().read_running_stack()
     if state is None:
         raise BrokerError(
             f"no stack is up in {default_folder()}, and no broker was named",
@@ -152,18 +152,18 @@ def find_url(given: str | None = None) -> str:
 
 
 def find_openai(given: str | None = None) -> str | None:
-    """Return the OpenAI-compatible base URL of a gateway, or None where none is known.
+    """Return the OpenAI-compatible base URL of a gateway, or None if none is known.
 
     It is the given one, that of `$TINKERMQ_GATEWAY_URL`, or the local stack's.
     """
     url = given or os.environ.get(GATEWAY_VARIABLE)
-    state = None if url else Home().running()
+    state = None if url else Home().read_running_stack()
     url = url or (state.gateway if state else None)
     return f"{url.rstrip('/')}/v1" if url else None
 
 
-def _take(lock: IO[str]) -> bool:
-    """Take the lock; a reader that looks whether it is held has it for a moment only."""
+def _try_lock(lock: IO[str]) -> bool:
+    """Try to take the lock; a reader that checks it holds it for a moment only."""
     import fcntl
 
     for _ in range(_LOCK_TRIES):

@@ -1,19 +1,28 @@
-"""What clients ask the scheduler for, over one connection.
+"""The scheduler and the job records of a pool, over one connection.
 
-Changes are requests to the scheduler; what is known is read from the job records themselves, so
-that looking works while the scheduler is down.
+Changes are requests to the scheduler. Job records are read directly from the broker, so listing
+works while the scheduler is down.
 """
 
 import asyncio
 import contextlib
+import os
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 from ..broker.calls import SchedulerCalls, new_request_id
 from ..broker.client.connection import Broker
 from ..broker.jobs import JobStore
-from ..schemas.job import FINAL_STATES, JobRecord
+from ..schemas.config.algorithm import is_endpoint
+from ..schemas.job import (
+    FINAL_STATES,
+    NOTIFY_URL,
+    TEACHER_KEY,
+    WANDB_KEY,
+    JobRecord,
+    SecretName,
+)
 from ..schemas.wire.codec import merged
 from ..schemas.wire.errors import (
     ConfigError,
@@ -23,8 +32,89 @@ from ..schemas.wire.errors import (
     StorageError,
 )
 from ..schemas.wire.subjects import DEFAULT_USER, token
-from .secrets import secrets_for, with_tracker_settings
-from .validation.names import did_you_mean, run_and_step
+from .validation import did_you_mean, split_checkpoint_name
+
+# Secrets and wandb settings of the caller's environment that are sent with a job.
+
+_OF_WANDB = {
+    "WANDB_ENTITY": ("tracking", "entity"),
+    "WANDB_PROJECT": ("project",),
+    "WANDB_RUN_GROUP": ("group",),
+    "WANDB_TAGS": ("tags",),
+    "WANDB_NOTES": ("notes",),
+}
+_ON_NODES = ("WANDB_BASE_URL",)
+_MODES = {"online": "wandb", "offline": "wandb-offline"}
+
+
+def with_tracker_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with unset wandb keys filled from $WANDB_…, if it logs to wandb.
+
+    Raises ConfigError for a variable that has to be set where the learner runs.
+    """
+    backends = [str(backend) for backend in config.get("logger_backends") or ()]
+    if not {"wandb", "wandb-offline"} & set(backends):
+        return dict(config)
+    for name in _ON_NODES:
+        if os.environ.get(name):
+            raise ConfigError(
+                f"{name} is set here, but the learner logs to wandb from one of the pool's nodes",
+                hint=f"have it set in the environment of the nodes (node.env), and unset {name} "
+                "here, or log to wandb-offline",
+            )
+    changes: dict[str, Any] = {"logger_backends": _in_mode(backends)}
+    for name, path in _OF_WANDB.items():
+        value = os.environ.get(name, "").strip()
+        if value and not _is_set(config, path):
+            setting: Any = [tag.strip() for tag in value.split(",")] if path == ("tags",) else value
+            changes = merged(changes, _nested(path, setting))
+    return merged(dict(config), changes)
+
+
+def _in_mode(backends: list[str]) -> list[str]:
+    """Return trackers according to $WANDB_MODE."""
+    mode = os.environ.get("WANDB_MODE", "")
+    if not mode:
+        return backends
+    if mode in ("disabled", "dryrun"):
+        return [backend for backend in backends if not backend.startswith("wandb")]
+    if mode not in _MODES:
+        raise ConfigError(
+            f"WANDB_MODE={mode!r} is not known for jobs", hint="set online, offline or disabled"
+        )
+    return [_MODES[mode] if backend.startswith("wandb") else backend for backend in backends]
+
+
+def _is_set(config: Mapping[str, Any], path: Sequence[str]) -> bool:
+    value: Any = config
+    for part in path:
+        value = cast("Mapping[str, Any]", value).get(part) if isinstance(value, Mapping) else None
+    return value is not None
+
+
+def _nested(path: Sequence[str], value: Any) -> dict[str, Any]:
+    return {path[0]: _nested(path[1:], value) if len(path) > 1 else value}
+
+
+def _asks_endpoint(config: Mapping[str, Any]) -> bool:
+    algorithm = config.get("algorithm")
+    named = cast("Mapping[str, Any]", algorithm).get("teacher") if algorithm else None
+    several = cast("Mapping[str, Any]", named).values() if isinstance(named, Mapping) else [named]
+    return any(isinstance(source, str) and is_endpoint(source) for source in several)
+
+
+def secrets_for(config: Mapping[str, Any], wandb_key: str | None = None) -> dict[SecretName, str]:
+    """Return the secrets that a job of this configuration needs, from the environment."""
+    secrets: dict[SecretName, str] = {}
+    if url := os.environ.get(NOTIFY_URL):
+        secrets[NOTIFY_URL] = url
+    if (key := os.environ.get(TEACHER_KEY)) and _asks_endpoint(config):
+        secrets[TEACHER_KEY] = key
+    uses_wandb = "wandb" in (config.get("logger_backends") or ())
+    if key := wandb_key or (os.environ.get(WANDB_KEY) if uses_wandb else None):
+        secrets[WANDB_KEY] = key
+    return secrets
+
 
 __all__ = ["Pool", "is_token", "new_request_id"]
 
@@ -33,7 +123,7 @@ _LOOK_S = 0.1
 
 
 class Pool(SchedulerCalls):
-    """The scheduler and its jobs, on behalf of the connection's user."""
+    """The scheduler and the jobs of the connection's user."""
 
     def __init__(self, broker: Broker) -> None:
         super().__init__(broker)
@@ -41,11 +131,11 @@ class Pool(SchedulerCalls):
 
     @property
     def has_users(self) -> bool:
-        """Whether the pool knows its users by their keys."""
+        """Whether the pool has users with keys."""
         return self.broker.user != DEFAULT_USER
 
     async def find(self, name: str) -> JobRecord:
-        """Return a job by its id or the name of its run.
+        """Return a job by its id or run name.
 
         Raises NotFoundError that names the closest run.
         """
@@ -59,14 +149,14 @@ class Pool(SchedulerCalls):
             hint=did_you_mean(name, known, otherwise="list them with `tinkermq ps --all`"),
         )
 
-    async def knows(self, name: str) -> bool:
-        """Whether there is a job of this id, or a run of this name."""
+    async def has_run(self, name: str) -> bool:
+        """Whether there is a job with this id or run name."""
         return is_token(name) and await self._jobs.find(self.broker.user, name) is not None
 
     async def delete_run(self, name: str) -> JobRecord:
-        """Delete a run that has ended and wait until nothing of it is left; return what it was.
+        """Delete a run that has ended and wait until it is gone; return its last record.
 
-        Raises NotFoundError, StateError with the reason why it cannot go, DeadlineError.
+        Raises NotFoundError, StateError with the reason why it cannot, DeadlineError.
         """
         record = await self.find(name)
         with contextlib.suppress(NotFoundError):  # an earlier request has done it meanwhile
@@ -75,9 +165,9 @@ class Pool(SchedulerCalls):
         return record
 
     async def resume_run(self, name: str, changes: Mapping[str, Any]) -> JobRecord:
-        """Let a run go on; one that has ended with `changes` to its configuration.
+        """Resume a run; one that has ended may have `changes` to its configuration.
 
-        Raises NotFoundError, StateError, ConfigError for a key that a run keeps.
+        Raises NotFoundError, StateError, ConfigError for a key that cannot change.
         """
         record = await self.find(name)
         secrets = secrets_for(merged(record.config, changes))
@@ -86,11 +176,11 @@ class Pool(SchedulerCalls):
         return await self.resume(record.job, changes)
 
     async def fork_run(self, source: str, changes: Mapping[str, Any]) -> JobRecord:
-        """Begin a new run at a checkpoint of another, with `changes` to its configuration.
+        """Start a new run from a checkpoint of another, with `changes` to its configuration.
 
         `source` is `RUN@STEP` or `RUN@last`. Raises NotFoundError, ConfigError.
         """
-        run, step = run_and_step(source)
+        run, step = split_checkpoint_name(source)
         if step is None:
             raise ConfigError(
                 f"{source!r} does not name a checkpoint", hint="write RUN@STEP, such as my-run@40"
@@ -107,10 +197,10 @@ class Pool(SchedulerCalls):
         )
 
     async def archive_run(self, name: str, *, undo: bool = False) -> JobRecord:
-        """Archive a run that has ended, or bring it back, and wait for it.
+        """Archive a run that has ended, or restore it, and wait for it.
 
-        Raises NotFoundError, StateError with the reason why it cannot be, StorageError for an
-        archive that is damaged, DeadlineError.
+        Raises NotFoundError, StateError with the reason why it cannot, StorageError for a
+        damaged archive, DeadlineError.
         """
         record = await self.find(name)
         await (self.unarchive(record.job) if undo else self.archive(record.job))
@@ -124,8 +214,8 @@ class Pool(SchedulerCalls):
 
         return await self._until(record, "archive", done, _REMOVAL_S) or record
 
-    async def until_ended(self, record: JobRecord, deadline_s: float) -> JobRecord:
-        """Wait for the end of a job that was told to stop; return its record then.
+    async def wait_until_ended(self, record: JobRecord, deadline_s: float) -> JobRecord:
+        """Wait for the end of a stopping job; return its last record.
 
         Raises DeadlineError.
         """
@@ -142,7 +232,7 @@ class Pool(SchedulerCalls):
         done: Callable[[JobRecord | None], bool],
         deadline_s: float,
     ) -> JobRecord | None:
-        """Return a job's record, or None, once it is what was asked for."""
+        """Return a job's record, or None, once `done` accepts it."""
         deadline = time.monotonic() + deadline_s
         while not done(now := await self._jobs.find_by_id(record.user, record.job)):
             if time.monotonic() > deadline:
@@ -153,23 +243,25 @@ class Pool(SchedulerCalls):
             await asyncio.sleep(_LOOK_S)
         return now
 
-    async def everybodys_jobs(self, *, all: bool = False) -> list[JobRecord]:
-        """Return the jobs of all users as the scheduler tells them to an admin, newest first."""
+    async def list_all_users_jobs(self, *, all: bool = False) -> list[JobRecord]:
+        """Return the jobs of all users, newest first, as the scheduler lists them to an admin."""
         records = await self.told_jobs(widest=True, archived=all)
         return [record for record in records if all or record.state not in FINAL_STATES]
 
     async def list_jobs(self, *, all: bool = False) -> list[JobRecord]:
-        """Return the jobs that have not ended, or all, archived ones included, newest first."""
+        """Return the jobs that have not ended, or all including archived ones, newest first."""
         records = await self._jobs.list_jobs(self.broker.user)
         if not all:
             return [record for record in records if record.state not in FINAL_STATES]
-        away = {one.job: one for one in await self._jobs.list_archived(self.broker.user)}
-        both = away | {one.job: one for one in records}
-        return sorted(both.values(), key=lambda record: record.created, reverse=True)
+        archived = {
+            record.job: record for record in await self._jobs.list_archived(self.broker.user)
+        }
+        all_records = archived | {record.job: record for record in records}
+        return sorted(all_records.values(), key=lambda record: record.created, reverse=True)
 
 
 def is_token(name: str) -> bool:
-    """Whether a name can be that of a run at all."""
+    """Whether a text is a valid run name."""
     try:
         token(name, what="run")
     except MessageError:

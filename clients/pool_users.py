@@ -14,9 +14,8 @@ from ..schemas.user import (
 )
 from ..schemas.wire.errors import ConfigError
 from .address import parse_broker_url
-from .pool_client import PoolClient
-from .sync.sync_twin import SyncTwin
-from .validation.names import did_you_mean
+from .base import PoolClient, SyncTwin, make_sync
+from .validation import did_you_mean
 
 
 class AsyncPoolUsers(PoolClient):
@@ -27,7 +26,7 @@ class AsyncPoolUsers(PoolClient):
         super().__init__(parse_broker_url(url), api_key)
 
     async def list(self) -> list[UserInfo]:
-        """Return all users; see `PoolUsers.list`."""
+        """Return all users by name: role, expiry of the key, quota."""
         return await all_users((await self._connected()).broker)
 
     async def add(
@@ -38,20 +37,23 @@ class AsyncPoolUsers(PoolClient):
         slots: int | None = None,
         weight: float = 1.0,
     ) -> str:
-        """Make a user; see `PoolUsers.add`."""
+        """Add a user; return the key, which is not stored. With `days` 0 it never expires."""
         request = AddUser(user=user, role=role, days=days, max_slots=slots, weight=weight)
         return (await self._ask("add", request, NewKey)).secret
 
     async def rotate(self, user: str, days: float = 365.0) -> str:
-        """Replace a user's key; see `PoolUsers.rotate`."""
+        """Replace a user's key and return the new one; the old one ends now."""
         return (await self._ask("rotate", RotateKey(user=user, days=days), NewKey)).secret
 
     async def revoke(self, user: str) -> UserInfo:
-        """Shut a user out; see `PoolUsers.revoke`."""
+        """Revoke a user's key for good. Running jobs are not stopped."""
         return (await self._ask("revoke", NameUser(user=user), UserReply)).user
 
     async def quota(self, user: str, bounds: dict[str, float]) -> UserInfo:
-        """Change what a user may hold; see `PoolUsers.quota`."""
+        """Change a user's quota (`{"max_slots": 8, "weight": 2}`) and return the user.
+
+        -1 means no limit. Raises ConfigError for an unknown limit.
+        """
         known = SetQuota.model_fields.keys() - {"user"}
         if unknown := sorted(bounds.keys() - known):
             raise ConfigError(
@@ -65,41 +67,17 @@ class AsyncPoolUsers(PoolClient):
 
 
 class PoolUsers(SyncTwin[AsyncPoolUsers]):
-    """The users of a pool with authentication, for its admins, as `tinkermq user` has them.
+    """The users of a pool with authentication, for admins; the same as `tinkermq user`.
 
-    Raises AuthError for whoever is no admin, BrokerError at a pool without users.
+    Raises AuthError for users who are not admins, BrokerError at a pool without users.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         """Name the pool's broker; the key is $TINKERMQ_API_KEY unless it is given."""
         super().__init__(AsyncPoolUsers(url, api_key))
 
-    def list(self) -> list[UserInfo]:
-        """Return all users by name: role, life of the key, quota."""
-        return self._run(self.aio.list())
-
-    def add(
-        self,
-        user: str,
-        role: Literal["user", "admin"] = "user",
-        days: float = 365.0,
-        slots: int | None = None,
-        weight: float = 1.0,
-    ) -> str:
-        """Make a user; return the key, which is kept nowhere. `days` 0: it lives for ever."""
-        return self._run(self.aio.add(user, role, days, slots, weight))
-
-    def rotate(self, user: str, days: float = 365.0) -> str:
-        """Replace a user's key by a new one and return it; the old one ends now."""
-        return self._run(self.aio.rotate(user, days))
-
-    def revoke(self, user: str) -> UserInfo:
-        """Shut a user out for good; his jobs go on until they are stopped."""
-        return self._run(self.aio.revoke(user))
-
-    def quota(self, user: str, bounds: dict[str, float]) -> UserInfo:
-        """Change what a user may hold of the pool (`{"max_slots": 8, "weight": 2}`), and return it.
-
-        -1 stands for no bound. Raises ConfigError for a bound that there is not.
-        """
-        return self._run(self.aio.quota(user, bounds))
+    list = make_sync(AsyncPoolUsers.list)
+    add = make_sync(AsyncPoolUsers.add)
+    rotate = make_sync(AsyncPoolUsers.rotate)
+    revoke = make_sync(AsyncPoolUsers.revoke)
+    quota = make_sync(AsyncPoolUsers.quota)

@@ -1,31 +1,30 @@
-"""Submit jobs and ask after them: `SchedulerClient`, and `AsyncSchedulerClient` for async code."""
+"""Submit and inspect jobs: `SchedulerClient`, and `AsyncSchedulerClient` for async code."""
 
 import asyncio
 import os
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from ..broker.calls import write_checkpoint
+from ..broker.calls import new_request_id, write_checkpoint
 from ..broker.feed import read_metrics
 from ..schemas.config.load_config import check_keys
 from ..schemas.job import WANDB_KEY, JobRecord
 from ..schemas.wire.codec import merged
 from ..schemas.wire.errors import DeadlineError, JobFailedError
 from .address import JobAddress, parse_broker_url
-from .compat.arguments import as_tree
-from .compat.opentinker_keys import translate
-from .pool import Pool, new_request_id
-from .pool_client import PoolClient
-from .secrets import secrets_for, with_tracker_settings
-from .sync.sync_twin import SyncTwin
-from .validation.completeness import is_complete, value_of
-from .validation.files import refuse_missing
-from .validation.names import checkpoint_named
-from .validation.paths import resolve_paths
+from .base import PoolClient, SyncTwin, make_future, make_sync
+from .opentinker import as_tree, translate
+from .pool import Pool, secrets_for, with_tracker_settings
+from .validation import (
+    check_files_exist,
+    full_checkpoint_name,
+    is_complete,
+    resolve_paths,
+    section_value,
+)
 
 if TYPE_CHECKING:
-    from .runs.run import Run
+    from .run import Run
 
 CANCEL_S = 60.0
 ScaledRole: TypeAlias = Literal["generator", "environment", "server"]
@@ -60,7 +59,21 @@ class AsyncSchedulerClient(PoolClient):
         num_gpus: int | None = None,
         from_run: str | None = None,
     ) -> dict[str, Any]:
-        """Submit a training job; see `SchedulerClient.submit_job`."""
+        """Submit a training job; return a dict with `job_id`, `status` and `server_url`.
+
+        `config` is a tree of our keys (`learner.lr`), of OpenTinker's (`adv_estimator`,
+        `rollout_n` …), or both, as a dict, namespace or OmegaConf tree. A complete one starts at
+        once, and this returns when the job runs. One without a model or a game waits for
+        `ServiceClient.set_config` and `fit`. `num_gpus` counts learner and generators together.
+        A job with `sft.data` trains on conversations, with slots for the learner only.
+        `from_run` names the run whose weights the job starts from: `RUN@STEP`, or `RUN` for its
+        newest checkpoint.
+        `wandb_key` is for the trackers of this process and of the job, and is sent encrypted; the
+        default is $WANDB_API_KEY.
+
+        Raises ConfigError for a key that is unknown or has no effect, PlacementError for a job
+        that can never fit, JobFailedError, DeadlineError after `timeout`.
+        """
         del enable_agent_loop  # every job runs the agent loop
         given = as_tree(config)
         wandb_key = wandb_key or given.pop("wandb_key", None)
@@ -68,19 +81,19 @@ class AsyncSchedulerClient(PoolClient):
             os.environ[WANDB_KEY] = wandb_key
         self._submitted = None
         tree = translate(given)
-        if num_gpus is not None and not (num_gpus == 1 and value_of(tree, "sft", "data")):
+        if num_gpus is not None and not (num_gpus == 1 and section_value(tree, "sft", "data")):
             tree = merged(tree, translate({"num_gpus": num_gpus}))
         if from_run is not None:
             tree = merged(tree, {"model": {"path": from_run}})
         tree = with_tracker_settings(tree)
         check_keys(tree)
-        refuse_missing(tree, self.scheduler_url, has_model=from_run is not None)
+        check_files_exist(tree, self.scheduler_url, has_model=from_run is not None)
         complete = is_complete(tree)
         pool = await self._connected()
         record = await pool.submit(
             resolve_paths(tree, pool.broker.url, has_users=pool.has_users),
             configured=complete,
-            fork_of=from_run and checkpoint_named(from_run),
+            fork_of=from_run and full_checkpoint_name(from_run),
             weights_only=from_run is not None,
             request_id=new_request_id(),
             secrets=secrets_for(tree, wandb_key),
@@ -90,13 +103,13 @@ class AsyncSchedulerClient(PoolClient):
             record = await self._started(pool, record)
         return self._summary(record)
 
-    def goes_on(self) -> str:
-        """Say what an interrupted `submit_job` leaves in the pool; nothing if nothing."""
+    def describe_detached(self) -> str:
+        """Describe the job that an interrupted `submit_job` leaves in the pool, or return ""."""
         record = self._submitted
         if record is None:
             return ""
         return (
-            f"detached: job {record.name} is submitted and starts when there is room\n"
+            f"detached: job {record.name} is submitted and starts when slots are free\n"
             f"  watch it  job_status({record.job!r}), or `tinkermq watch {record.name}`\n"
             f"  stop it   cancel_job({record.job!r}), or `tinkermq stop {record.name}`"
         )
@@ -112,49 +125,79 @@ class AsyncSchedulerClient(PoolClient):
         return [self._summary(record) for record in await pool.list_jobs(all=all)]
 
     async def cancel_job(self, job_id: str) -> dict[str, Any]:
-        """Stop a job at once and wait until it is CANCELLED. Harmless when it has ended."""
+        """Stop a job at once and wait until it is CANCELLED; return its state.
+
+        Harmless when it has ended. Raises DeadlineError if no scheduler does it.
+        """
         pool = await self._connected()
         record = await pool.find(job_id)
         await pool.stop(record.job, now=True)
-        return self._summary(await pool.until_ended(record, CANCEL_S))
+        return self._summary(await pool.wait_until_ended(record, CANCEL_S))
 
     async def complete_job(self, job_id: str) -> dict[str, Any]:
-        """Stop a job after a checkpoint; it ends as COMPLETED. Harmless when it has ended."""
+        """Stop a job after a checkpoint; it ends as COMPLETED. Harmless when it has ended.
+
+        Returns at once with the current state; poll `job_status` for the end.
+        """
         pool = await self._connected()
         record = await pool.find(job_id)
         return self._summary(await pool.stop(record.job, complete=True))
 
     async def delete_job(self, job_id: str) -> dict[str, Any]:
-        """Delete a job that has ended; see `SchedulerClient.delete_job`."""
+        """Delete a job that has ended, with its run folder and all its data.
+
+        Returns its last state. Raises StateError for a job that has not ended or that another job
+        uses, NotFoundError, DeadlineError.
+        """
         return self._summary(await (await self._connected()).delete_run(job_id))
 
     async def archive_job(self, job_id: str, undo: bool = False) -> dict[str, Any]:
-        """Archive a job that has ended; see `SchedulerClient.archive_job`."""
+        """Move the data of a job that has ended from the broker into its run folder, or back.
+
+        An archived job can still be forked and served. Raises what `delete_job` raises.
+        """
         pool = await self._connected()
         return self._summary(await pool.archive_run(job_id, undo=undo))
 
     async def save_checkpoint(self, job_id: str) -> str:
-        """Have a training job write a checkpoint; see `SchedulerClient.save_checkpoint`."""
+        """Write a checkpoint of a training job after the current step; return its folder.
+
+        Raises StateError for a job that does not train, StorageError when the disk is full.
+        """
         pool = await self._connected()
         return await write_checkpoint(pool.broker, await pool.find(job_id))
 
     async def pause_job(self, job_id: str) -> dict[str, Any]:
-        """Let a running job stand still; see `SchedulerClient.pause_job`."""
+        """Pause a running job; its actors keep their slots until `resume_job`.
+
+        Raises StateError for a job that does not run.
+        """
         pool = await self._connected()
         return self._summary(await pool.pause((await pool.find(job_id)).job))
 
     async def resume_job(self, job_id: str, changes: Any = None) -> dict[str, Any]:
-        """Let a job go on; see `SchedulerClient.resume_job`."""
+        """Resume a job after a pause or from its last checkpoint; harmless while it runs.
+
+        A job that has ended takes `changes`, a tree of keys: `{"training": {"num_steps": 80}}`.
+        Raises ConfigError for a key that cannot change, StateError for changes to a live job.
+        """
         pool = await self._connected()
         return self._summary(await pool.resume_run(job_id, _changes(changes)))
 
     async def fork_job(self, source: str, changes: Any = None) -> dict[str, Any]:
-        """Begin a new run at a checkpoint of another; see `SchedulerClient.fork_job`."""
+        """Start a new run from a checkpoint of another, `RUN@STEP` or `RUN@last`.
+
+        Its configuration is the other's with `changes` merged in. Returns once it is queued. Raises
+        NotFoundError that lists the existing checkpoints, ConfigError.
+        """
         pool = await self._connected()
         return self._summary(await pool.fork_run(source, _changes(changes)))
 
     async def scale_job(self, job_id: str, role: ScaledRole, count: int) -> dict[str, Any]:
-        """Change how many actors of a role a job has; see `SchedulerClient.scale_job`."""
+        """Change how many generators, environment hosts or servers a live job has.
+
+        Raises StateError for a job that has ended, PlacementError, QuotaError.
+        """
         pool = await self._connected()
         return self._summary(await pool.scale((await pool.find(job_id)).job, role, count))
 
@@ -165,29 +208,37 @@ class AsyncSchedulerClient(PoolClient):
         group: str | None = None,
         notes: str | None = None,
     ) -> dict[str, Any]:
-        """Change what a job is found by; see `SchedulerClient.label_job`."""
+        """Change tags, group and notes of a job; None keeps a value, "" removes the group.
+
+        Raises MessageError for an invalid tag or group.
+        """
         pool = await self._connected()
         job = (await pool.find(job_id)).job
         return self._summary(await pool.label(job, tags=tags, group=group, notes=notes))
 
     async def metrics(self, job_id: str) -> list[dict[str, float]]:
-        """Return the numbers of a run by step; see `SchedulerClient.metrics`."""
+        """Return the metrics of a run, one dict per step, in order.
+
+        Each has `step`; rows of validated steps also have the validation scores. Pass it to
+        `pandas.DataFrame(…)`. Raises NotFoundError for a run without a feed (not started, or
+        archived).
+        """
         pool = await self._connected()
-        told = await read_metrics(pool.broker, (await pool.find(job_id)).scope)
+        metrics = await read_metrics(pool.broker, (await pool.find(job_id)).scope)
         rows: dict[int, dict[str, float]] = {}
-        for one in told:
-            rows.setdefault(one.step, {"step": one.step}).update(one.values)
+        for metric in metrics:
+            rows.setdefault(metric.step, {"step": metric.step}).update(metric.values)
         return [rows[step] for step in sorted(rows)]
 
     async def _started(self, pool: Pool, record: JobRecord) -> JobRecord:
         """Wait until the job runs.
 
-        Raises JobFailedError, or DeadlineError that says what it waits for.
+        Raises JobFailedError, or DeadlineError with the reason.
         """
         deadline = asyncio.get_running_loop().time() + self.timeout
         while record.state not in _STARTED:
             if record.state in _ENDED_BADLY:
-                raise failure(record)
+                raise job_failure(record)
             if asyncio.get_running_loop().time() > deadline:
                 raise DeadlineError(
                     f"job {record.name} is {record.state} after {self.timeout:g} s: "
@@ -218,7 +269,7 @@ class AsyncSchedulerClient(PoolClient):
 
 
 class SchedulerClient(SyncTwin[AsyncSchedulerClient]):
-    """The scheduler of a pool: submit jobs, ask after them, end them.
+    """The scheduler of a pool: submit, inspect and stop jobs.
 
     `scheduler_url` is the broker's `nats://host:port`, which `tinkermq up` prints. Works inside a
     running event loop (a notebook), too; async code takes `AsyncSchedulerClient`.
@@ -240,145 +291,28 @@ class SchedulerClient(SyncTwin[AsyncSchedulerClient]):
         """URL of the broker."""
         return self.aio.scheduler_url
 
-    def submit_job(
-        self,
-        config: Any,
-        enable_agent_loop: bool = False,
-        wandb_key: str | None = None,
-        num_gpus: int | None = None,
-        from_run: str | None = None,
-    ) -> dict[str, Any]:
-        """Submit a training job; return a dict with `job_id`, `status` and `server_url`.
-
-        `config` is a tree of our keys (`learner.lr`), of OpenTinker's (`adv_estimator`,
-        `rollout_n` …), or both, as a dict, namespace or OmegaConf tree. A complete one starts at
-        once, and this returns when the job runs. One without a model or a game waits for
-        `ServiceClient.set_config` and `fit`. `num_gpus` counts learner and generators together.
-        One with `sft.data` learns from conversations, for which the learner alone holds slots.
-        `from_run` names the run whose weights the job begins with: `RUN@STEP`, or `RUN` for its
-        newest checkpoint.
-        `wandb_key` is for the trackers of this process and of the job, to which it travels sealed;
-        without it a job that logs to wandb gets that of $WANDB_API_KEY.
-
-        Raises ConfigError for a key that is unknown or has no effect, PlacementError for a job
-        that can never fit, JobFailedError, DeadlineError after `timeout`.
-        """
-        return self._run(
-            self.aio.submit_job(config, enable_agent_loop, wandb_key, num_gpus, from_run),
-            self.aio.goes_on,
-        )
-
-    def submit_job_future(
-        self,
-        config: Any,
-        enable_agent_loop: bool = False,
-        wandb_key: str | None = None,
-        num_gpus: int | None = None,
-        from_run: str | None = None,
-    ) -> "Future[dict[str, Any]]":
-        """Submit as `submit_job` does, without waiting; `.result()` waits."""
-        return self._start(
-            self.aio.submit_job(config, enable_agent_loop, wandb_key, num_gpus, from_run)
-        )
-
-    def job_status(self, job_id: str) -> dict[str, Any]:
-        """Return state, reason, times and server_url of a job, by id or run name."""
-        return self._run(self.aio.job_status(job_id))
-
-    def list_jobs(self, all: bool = True) -> list[dict[str, Any]]:
-        """Return the jobs, newest first; without `all` only those that have not ended."""
-        return self._run(self.aio.list_jobs(all))
-
-    def cancel_job(self, job_id: str) -> dict[str, Any]:
-        """Stop a job at once and wait until it is CANCELLED; return what became of it.
-
-        Harmless when it has ended. Raises DeadlineError when no scheduler does it.
-        """
-        return self._run(self.aio.cancel_job(job_id))
-
-    def complete_job(self, job_id: str) -> dict[str, Any]:
-        """Stop a job after a checkpoint; it ends as COMPLETED. Harmless when it has ended.
-
-        Returns at once, with the state until then: `job_status` tells of the end.
-        """
-        return self._run(self.aio.complete_job(job_id))
-
-    def delete_job(self, job_id: str) -> dict[str, Any]:
-        """Delete a job that has ended, with its run folder and all that is stored of it.
-
-        Returns what it was. Raises StateError for a job that has not ended, or that another one
-        lives on, NotFoundError, DeadlineError.
-        """
-        return self._run(self.aio.delete_job(job_id))
-
-    def archive_job(self, job_id: str, undo: bool = False) -> dict[str, Any]:
-        """Put what the broker stores of a job that has ended into its run folder, or back again.
-
-        An archived job can still be forked and served. Raises what `delete_job` raises.
-        """
-        return self._run(self.aio.archive_job(job_id, undo))
-
-    def save_checkpoint(self, job_id: str) -> str:
-        """Have a training job write a checkpoint between two steps; return its folder on the pool.
-
-        Raises StateError for a job that does not train, StorageError when the disk is full.
-        """
-        return self._run(self.aio.save_checkpoint(job_id))
-
-    def pause_job(self, job_id: str) -> dict[str, Any]:
-        """Let a running job stand still; its actors keep their slots until `resume_job`.
-
-        Raises StateError for a job that does not run.
-        """
-        return self._run(self.aio.pause_job(job_id))
-
-    def resume_job(self, job_id: str, changes: Any = None) -> dict[str, Any]:
-        """Let a job go on: after a pause, or from its last checkpoint; harmless while it runs.
-
-        One that has ended takes `changes`, a tree of keys: `{"training": {"num_steps": 80}}`.
-        Raises ConfigError for a key that a run keeps, StateError for changes to one that lives.
-        """
-        return self._run(self.aio.resume_job(job_id, changes))
-
-    def fork_job(self, source: str, changes: Any = None) -> dict[str, Any]:
-        """Begin a new run at a checkpoint of another, `RUN@STEP` or `RUN@last`.
-
-        Its configuration is the other's with `changes` laid over it. Returns as soon as it waits
-        for its slots. Raises NotFoundError with the checkpoints that there are, ConfigError.
-        """
-        return self._run(self.aio.fork_job(source, changes))
-
-    def scale_job(self, job_id: str, role: ScaledRole, count: int) -> dict[str, Any]:
-        """Change how many generators, environment hosts or servers a live job has.
-
-        Raises StateError for a job that has ended, PlacementError, QuotaError.
-        """
-        return self._run(self.aio.scale_job(job_id, role, count))
-
-    def label_job(
-        self,
-        job_id: str,
-        tags: Sequence[str] | None = None,
-        group: str | None = None,
-        notes: str | None = None,
-    ) -> dict[str, Any]:
-        """Change what a job is found by; None leaves it, an empty group is none. MessageError."""
-        return self._run(self.aio.label_job(job_id, tags, group, notes))
+    submit_job = make_sync(AsyncSchedulerClient.submit_job, AsyncSchedulerClient.describe_detached)
+    submit_job_future = make_future(AsyncSchedulerClient.submit_job)
+    job_status = make_sync(AsyncSchedulerClient.job_status)
+    list_jobs = make_sync(AsyncSchedulerClient.list_jobs)
+    cancel_job = make_sync(AsyncSchedulerClient.cancel_job)
+    complete_job = make_sync(AsyncSchedulerClient.complete_job)
+    delete_job = make_sync(AsyncSchedulerClient.delete_job)
+    archive_job = make_sync(AsyncSchedulerClient.archive_job)
+    save_checkpoint = make_sync(AsyncSchedulerClient.save_checkpoint)
+    pause_job = make_sync(AsyncSchedulerClient.pause_job)
+    resume_job = make_sync(AsyncSchedulerClient.resume_job)
+    fork_job = make_sync(AsyncSchedulerClient.fork_job)
+    scale_job = make_sync(AsyncSchedulerClient.scale_job)
+    label_job = make_sync(AsyncSchedulerClient.label_job)
 
     def run(self, job_id: str) -> "Run":
-        """Return a run, by id or name: its numbers, episodes, logs, and what it is worth."""
-        from .runs.run import Run
+        """Return a run by id or name: its metrics, episodes, logs and evaluations."""
+        from .run import Run
 
         return Run(job_id, self.scheduler_url, self.aio.api_key)
 
-    def metrics(self, job_id: str) -> list[dict[str, float]]:
-        """Return the numbers of a run, one dict for each step, in their order.
-
-        Each has `step`; validation stands in the rows of the steps that were validated. It is what
-        `pandas.DataFrame(…)` takes. Raises NotFoundError for a run without a feed (not begun, or
-        archived).
-        """
-        return self._run(self.aio.metrics(job_id))
+    metrics = make_sync(AsyncSchedulerClient.metrics)
 
 
 def _changes(changes: Any) -> dict[str, Any]:
@@ -387,7 +321,7 @@ def _changes(changes: Any) -> dict[str, Any]:
     return tree
 
 
-def failure(record: JobRecord) -> JobFailedError:
+def job_failure(record: JobRecord) -> JobFailedError:
     """Return the error of a job that has failed or was stopped."""
     how = "failed" if record.state == "FAILED" else "was stopped"
     return JobFailedError(

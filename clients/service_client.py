@@ -1,38 +1,32 @@
-"""One job's training from the user's side: `ServiceClient`, and its async twin.
+"""The training of one job: `ServiceClient`, and `AsyncServiceClient` for async code.
 
 The training loop runs in the pool. `fit` completes the job's configuration, starts it, and follows
-it to its end; a client that dies and comes back finds the run going on, and `fit` attaches to it.
+it to its end. If the client dies, the run continues, and calling `fit` again attaches to it.
 """
 
 import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, aclosing
 from pathlib import Path
 from typing import Any
 
 from ..broker.client.faults import shown_url
 from ..broker.disk import in_thread, with_room
-from ..broker.observe.tracking import ConsoleTracker, TrackedRun, Tracker, make_trackers
+from ..broker.tracking import ConsoleTracker, TrackedRun, Tracker, make_trackers
 from ..schemas.config.load_config import check_keys
 from ..schemas.job import FINAL_STATES, JobRecord
 from ..schemas.metric import Metric
 from ..schemas.wire.codec import merged
 from ..schemas.wire.errors import ConfigError
 from .address import parse_server_url
-from .compat.arguments import as_tree
-from .compat.opentinker_keys import tell_needless, translate
-from .follow import follow_run
-from .hosting.hosted_environment import HostedEnvironment
+from .base import PoolClient, SyncTwin, make_future, make_sync
+from .follow import REWARD, follow_run
+from .hosting.environments import HostedEnvironment
+from .opentinker import as_tree, translate, warn_needless
 from .pool import Pool
-from .pool_client import PoolClient
-from .progress import REWARD
-from .scheduler_client import failure
-from .sync.sync_twin import SyncTwin
-from .validation.completeness import is_complete
-from .validation.files import refuse_missing
-from .validation.paths import resolve_paths
+from .scheduler_client import job_failure
+from .validation import check_files_exist, is_complete, resolve_paths
 
 _FIT_DEFAULTS: dict[str, Any] = {
     "save_freq": 100,
@@ -62,6 +56,7 @@ class AsyncServiceClient(PoolClient):
         self._logger_backends = list(logger_backends or [])
         self._config: dict[str, Any] = {}
         self._attended: JobRecord | None = None
+        self._hosts_game = False
 
     @property
     def server_url(self) -> str:
@@ -69,12 +64,16 @@ class AsyncServiceClient(PoolClient):
         return self._address.server_url
 
     async def set_config(self, args: Any, env: HostedEnvironment | None = None) -> None:
-        """Complete the job's configuration; see `ServiceClient.set_config`."""
+        """Complete the job's configuration and start hosting `env`.
+
+        `args` is a dict, namespace or OmegaConf tree of our keys or OpenTinker's. A job that runs
+        already keeps the configuration it has.
+        """
         tree = translate(as_tree(args))
         if env is not None:
             tree = merged(tree, env.get_config())
         check_keys(tree)
-        refuse_missing(tree, self._address.broker_url)
+        check_files_exist(tree, self._address.broker_url)
         pool = await self._connected()
         record = await pool.find(self._address.scope.job)
         if not record.configured:
@@ -98,40 +97,52 @@ class AsyncServiceClient(PoolClient):
         game_stats_client: Any = None,
         game_stats_log_freq: int = 1,
     ) -> dict[str, float]:
-        """Train to the end; see `ServiceClient.fit`."""
+        """Train to the end and return the last training metrics.
+
+        The run validates at step 0 (unless told not to), every `test_freq` and after the last
+        step, and writes a checkpoint every `save_freq` and after the last step. `num_steps` wins
+        over `num_epochs`; without either it is one pass over the data. What the configuration
+        says is only overridden by an argument that differs from its default. A job that runs
+        already is only followed.
+
+        Ctrl-C ends the wait, not the run: Detached, a KeyboardInterrupt, says how to attach again.
+
+        Raises JobFailedError with the pool's reason when the job fails or is stopped, and
+        GameError when the game in this process fails.
+        """
         del game_stats_log_freq  # the metrics of each step have them
         if game_stats_client is not None:
-            tell_needless({"game_stats_client": "what the game says in info comes as game/*"})
+            warn_needless({"game_stats_client": "what the game says in info comes as game/*"})
         pool = await self._connected()
         if env is not None:
             await asyncio.to_thread(env.setup, self)
         record = await pool.find(self._address.scope.job)
         if not record.configured:
-            wishes = {
+            training = {
                 "num_epochs": num_epochs,
                 "num_steps": num_steps,
                 "save_freq": save_freq,
                 "test_freq": test_freq,
                 "validate_before_training": validate_before_training,
             }
-            record = await self._start(pool, record, env, wishes)
-        self._attended = record
+            record = await self._start(pool, record, env, training)
+        self._attended, self._hosts_game = record, env is not None
         trackers = self._trackers(record, verbose=verbose)
         return await self._attend(pool, record, env, trackers)
 
-    def goes_on(self, *, hosts_game: bool) -> str:
-        """Say what an interrupted `fit` leaves running; nothing if it had not begun."""
+    def describe_detached(self) -> str:
+        """Describe the run that an interrupted `fit` leaves running, or return ""."""
         record = self._attended
         if record is None:
             return ""
         text = (
-            f"detached: run {record.name} goes on in the pool\n"
+            f"detached: run {record.name} continues in the pool\n"
             f"  attach again  call fit again on ServiceClient({shown_url(self.server_url)!r}), or "
             f"`tinkermq watch {record.name}`\n"
             f"  stop it       SchedulerClient(…).complete_job({record.job!r}), or "
             f"`tinkermq stop {record.name}`"
         )
-        if hosts_game:
+        if self._hosts_game:
             text += "\n  its game was hosted here: the run waits until fit is called with it again"
         return text
 
@@ -146,7 +157,7 @@ class AsyncServiceClient(PoolClient):
         env: HostedEnvironment | None,
         wishes: Mapping[str, Any],
     ) -> JobRecord:
-        """Complete the configuration by what `fit` was given, and start the job."""
+        """Complete the configuration with the arguments of `fit`, and start the job."""
         known: dict[str, Any] = record.config.get("training") or {}
         training: dict[str, Any] = {
             key: value
@@ -185,7 +196,7 @@ class AsyncServiceClient(PoolClient):
         env: HostedEnvironment | None,
         trackers: Sequence[Tracker],
     ) -> dict[str, float]:
-        """Follow the run to its end, unless the game's host in this process fails before."""
+        """Follow the run to its end, or until the game's host in this process fails."""
         following = asyncio.create_task(_log_run(pool, record, trackers), name="fit")
         waits: set[asyncio.Future[Any]] = {following}
         if env is not None and env.hosting is not None:
@@ -202,7 +213,7 @@ class AsyncServiceClient(PoolClient):
 
 
 class ServiceClient(SyncTwin[AsyncServiceClient]):
-    """The training of one job, from the user's side.
+    """The training of one job.
 
     Works inside a running event loop (a notebook), too; async code takes `AsyncServiceClient`.
     """
@@ -220,8 +231,8 @@ class ServiceClient(SyncTwin[AsyncServiceClient]):
 
         `logger_backends` (console, jsonl, tensorboard, wandb, trackio) run in this process, under
         `project_name` and `experiment_name`; the pool writes its own beside the run. `api_key`
-        is that of the job's owner; without it $TINKERMQ_API_KEY counts. `config` is not read: the
-        trackers are told the job's own.
+        is that of the job's owner; default: $TINKERMQ_API_KEY. `config` is not used: the trackers
+        get the job's own configuration.
         """
         super().__init__(
             AsyncServiceClient(
@@ -234,76 +245,12 @@ class ServiceClient(SyncTwin[AsyncServiceClient]):
         """The job's URL."""
         return self.aio.server_url
 
-    def set_config(self, args: Any, env: HostedEnvironment | None = None) -> None:
-        """Complete the job's configuration and start hosting `env`.
-
-        `args` is a dict, namespace or OmegaConf tree of our keys or OpenTinker's. A job that runs
-        already keeps the configuration it has.
-        """
-        self._run(self.aio.set_config(args, env))
-
-    def fit(
-        self,
-        env: HostedEnvironment | None = None,
-        num_epochs: int | None = None,
-        num_steps: int | None = None,
-        save_freq: int = 100,
-        test_freq: int = 50,
-        validate_before_training: bool = True,
-        verbose: bool = True,
-        game_stats_client: Any = None,
-        game_stats_log_freq: int = 1,
-    ) -> dict[str, float]:
-        """Train to the end and return the last training metrics.
-
-        The run validates at step 0 (unless told not to), every `test_freq` and after the last
-        step, and writes a checkpoint every `save_freq` and after the last step. `num_steps` wins
-        over `num_epochs`; without either it is one pass over the data. What the configuration
-        says is only overridden by an argument that differs from its default. A job that runs
-        already is only attached to.
-
-        Ctrl-C ends the wait, not the run: Detached, a KeyboardInterrupt, says how to go on.
-
-        Raises JobFailedError with the pool's reason when the job fails or is stopped, and
-        GameError when the game in this process cannot go on.
-        """
-        return self._run(
-            self.aio.fit(
-                env,
-                num_epochs,
-                num_steps,
-                save_freq,
-                test_freq,
-                validate_before_training,
-                verbose,
-                game_stats_client,
-                game_stats_log_freq,
-            ),
-            lambda: self.aio.goes_on(hosts_game=env is not None),
-        )
-
-    def fit_future(
-        self,
-        env: HostedEnvironment | None = None,
-        num_epochs: int | None = None,
-        num_steps: int | None = None,
-        save_freq: int = 100,
-        test_freq: int = 50,
-        validate_before_training: bool = True,
-        verbose: bool = True,
-    ) -> "Future[dict[str, float]]":
-        """Train as `fit` does, without waiting; `.result()` waits."""
-        return self._start(
-            self.aio.fit(
-                env, num_epochs, num_steps, save_freq, test_freq, validate_before_training, verbose
-            )
-        )
+    set_config = make_sync(AsyncServiceClient.set_config)
+    fit = make_sync(AsyncServiceClient.fit, AsyncServiceClient.describe_detached)
+    fit_future = make_future(AsyncServiceClient.fit)
 
     def upload_reward_function(self, function_name: str, source_code: str) -> None:
-        """Refuse: no code of clients is run in the pool.
-
-        Raises ConfigError that says so.
-        """
+        """Raise ConfigError: the pool runs no code of clients."""
         del source_code
         raise ConfigError(
             f"reward function {function_name!r} cannot be uploaded: no code of clients runs in "
@@ -313,8 +260,8 @@ class ServiceClient(SyncTwin[AsyncServiceClient]):
         )
 
 
-def _untold(_: str) -> AbstractContextManager[None]:
-    """Name no wait: the log says it."""
+def _ignore_wait(_: str) -> AbstractContextManager[None]:
+    """Show no wait: it is logged."""
     return contextlib.nullcontext()
 
 
@@ -329,8 +276,8 @@ async def _log_run(pool: Pool, record: JobRecord, trackers: Sequence[Tracker]) -
             if isinstance(update, Metric):
                 for tracker in trackers:
                     log = in_thread(tracker.log, update.values, update.step)
-                    await with_room(log, f"metrics of step {update.step}", _untold)
+                    await with_room(log, f"metrics of step {update.step}", _ignore_wait)
                 last = dict(update.values) if REWARD in update.values or not last else last
             elif isinstance(update, JobRecord) and update.state in FINAL_STATES - {"COMPLETED"}:
-                raise failure(update)
+                raise job_failure(update)
     return last

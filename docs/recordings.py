@@ -20,10 +20,9 @@ from playwright.async_api import Browser, Page, ViewportSize
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 from tinkermq.broker.client.connection import connect
-from tinkermq.clients.cli.runs.live import LiveDisplay
-from tinkermq.clients.follow import follow_run
+from tinkermq.clients.cli.live import LiveDisplay
+from tinkermq.clients.follow import RunProgress, follow_run
 from tinkermq.clients.pool import Pool
-from tinkermq.clients.progress import RunProgress
 from tinkermq.envs.games.calculator import make_data
 
 from docs.screenshots import IMAGES, ROOT, own_stack, submit
@@ -77,7 +76,7 @@ async def watch(pool: Pool, job: str, page: Page, url: str) -> Recording:
     display, seen, begun = LiveDisplay(progress), Recording(), asyncio.Event()
 
     async def follow() -> None:
-        async with aclosing(follow_run(pool, record, with_crew=True)) as updates:
+        async with aclosing(follow_run(pool, record, with_actors=True)) as updates:
             async for update in updates:
                 display.show(update)
                 if progress.step:

@@ -77,16 +77,16 @@ class Origin:
         """Return the error of a field, named by its path within the column."""
         of = f" of {self.where}" if self.where else ""
         place = f"{self.column}{path}"
-        told = f"{place}{of} is {shorten(value)}{problem}"
-        return UnreadableMessageError(told, place=place, hint=hint)
+        message = f"{place}{of} is {shorten(value)}{problem}"
+        return UnreadableMessageError(message, place=place, hint=hint)
 
     def message_error(
         self, number: int, problem: str, *, path: str = "", hint: str = ""
     ) -> UnreadableMessageError:
         """Return the error of a message, named by its number."""
         place = f"{self.column}[{number}]{path}"
-        told = f"message {number}{self.of_messages} {problem}"
-        return UnreadableMessageError(told, place=place, hint=hint)
+        text = f"message {number}{self.of_messages} {problem}"
+        return UnreadableMessageError(text, place=place, hint=hint)
 
 
 def read_conversation(value: Any, origin: Origin) -> Messages:
@@ -96,19 +96,23 @@ def read_conversation(value: Any, origin: Origin) -> Messages:
     some.
     """
     try:
-        found = _maps(plain(value))
-        if not found or not (origin.is_request or _have_roles(found)):
+        messages = _maps(plain(value))
+        if not messages or not (origin.is_request or _have_roles(messages)):
             hint = "a conversation is a list of chat messages with role and content"
             raise origin.error("", value, "", hint)
-        return [_Message(fields, number, origin).read() for number, fields in enumerate(found)]
+        return [_Message(fields, number, origin).read() for number, fields in enumerate(messages)]
     except RecursionError as error:
         raise origin.error("", "…", ", and nests too deep", "flatten it") from error
 
 
 def are_messages(value: Any) -> bool:
     """Whether a value, JSON text or not, is a list of chat messages that say something."""
-    found = _maps(plain(value))
-    return bool(found) and _have_roles(found) and all(_SAID & fields.keys() for fields in found)
+    messages = _maps(plain(value))
+    return (
+        bool(messages)
+        and _have_roles(messages)
+        and all(_SAID & fields.keys() for fields in messages)
+    )
 
 
 def read_tools(value: Any, origin: Origin) -> list[dict[str, Any]]:
@@ -121,10 +125,10 @@ def read_tools(value: Any, origin: Origin) -> list[dict[str, Any]]:
         return []
     tools = _from_json(given)
     listed = cast("list[Any]", [tools] if isinstance(tools, Mapping) else tools)
-    found = [_from_json(tool) for tool in listed] if isinstance(tools, list | Mapping) else [None]
-    if not all(isinstance(tool, Mapping) for tool in found):
+    schemas = [_from_json(tool) for tool in listed] if isinstance(tools, list | Mapping) else [None]
+    if not all(isinstance(tool, Mapping) for tool in schemas):
         raise origin.error("", given, "", "tools are a list of function schemas, or its JSON text")
-    return [_tool(tool) for tool in found]
+    return [_tool(tool) for tool in schemas]
 
 
 def with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,10 +195,10 @@ def _unwrapped(value: Any) -> Any:
 
 def _maps(value: Any) -> list[dict[str, Any]] | None:
     """Return a list of maps, which may stand as JSON text; None for anything else."""
-    found = _from_json(value)
-    if not isinstance(found, list):
+    parsed = _from_json(value)
+    if not isinstance(parsed, list):
         return None
-    listed = cast("list[Any]", found)
+    listed = cast("list[Any]", parsed)
     return listed if all(isinstance(one, dict) for one in listed) else None
 
 
@@ -221,10 +225,10 @@ def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         raise ValueError
-    return found
+    return fields
 
 
 def _refuse(constant: str) -> Any:
@@ -256,8 +260,8 @@ class _Message:
         content = self._content(role, fields.pop("content", None))
         if content is None:
             content = self._in_place_of_content(has_calls=bool(calls))
-        told = {"role": role, "content": content, **fields}
-        return {**told, "tool_calls": calls} if calls else told
+        message = {"role": role, "content": content, **fields}
+        return {**message, "tool_calls": calls} if calls else message
 
     def _in_place_of_content(self, *, has_calls: bool) -> str:
         refused = self._fields.get("refusal")
@@ -305,8 +309,8 @@ class _Message:
             ) from error
 
     def _part(self, part: Any, place: int) -> dict[str, Any]:
-        told: Any = {"type": "text", "text": part} if isinstance(part, str) else part
-        fields = cast("dict[str, Any]", told) if isinstance(told, dict) else {"type": told}
+        content: Any = {"type": "text", "text": part} if isinstance(part, str) else part
+        fields = cast("dict[str, Any]", content) if isinstance(content, dict) else {"type": content}
         kind = _kind(fields)
         if kind in _TEXTS:
             text = fields.get("refusal" if kind == "refusal" else "text")
@@ -355,8 +359,8 @@ class _Message:
     def _call(self, call: Any, path: str) -> dict[str, Any]:
         fields = _present(cast("dict[str, Any]", call)) if isinstance(call, dict) else {}
         if isinstance(custom := fields.get("custom"), dict):
-            told = cast("dict[str, Any]", fields.pop("custom"))
-            arguments = {"input": told.get("input") or ""}
+            tool_use = cast("dict[str, Any]", fields.pop("custom"))
+            arguments = {"input": tool_use.get("input") or ""}
             fields |= {"type": "function"}
             fields["function"] = {"name": cast("Any", custom).get("name"), "arguments": arguments}
         elif "function" not in fields and isinstance(fields.get("name"), str):
@@ -390,9 +394,9 @@ class _Message:
         if isinstance(arguments, dict):
             return cast("dict[str, Any]", arguments)
         if isinstance(arguments, str):
-            found = read_object(arguments)
-            if found is not None:
-                return arguments if self._origin.keeps_text else found
+            parsed = read_object(arguments)
+            if parsed is not None:
+                return arguments if self._origin.keeps_text else parsed
             if self._origin.is_request:
                 return arguments  # the model wrote it so: the template shows the text
         raise self._origin.error(
@@ -451,13 +455,13 @@ def _schema(schema: Any) -> Any:
         return [_schema(one) for one in cast("list[Any]", schema)]
     if not isinstance(schema, Mapping):
         return schema
-    told: dict[str, Any] = {}
+    declared: dict[str, Any] = {}
     for key, value in cast("Mapping[str, Any]", schema).items():
         if key in _VALUES:
-            told[key] = value
+            declared[key] = value
         elif key in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
             by_name = cast("Mapping[str, Any]", value)
-            told[key] = {name: _schema(one) for name, one in by_name.items() if one is not None}
+            declared[key] = {name: _schema(one) for name, one in by_name.items() if one is not None}
         elif value is not None:
-            told[key] = _schema(value)
-    return told
+            declared[key] = _schema(value)
+    return declared

@@ -182,8 +182,7 @@ class _Checker:
             return thread.submit(lambda: asyncio.run(self._rewarded(played))).result()
 
     async def _rewarded(self, played: Sequence[PlayedEpisode]) -> str:
-        from .rewards.function import FunctionSource
-        from .rewards.rewards import Rewards  # needs NumPy, which few checks do
+        from .rewards import FunctionSource, Rewards
 
         config = self.game.config.reward
         returns: list[float] = []
@@ -232,9 +231,9 @@ def check_game(
     """Check the game and the data of a configuration; one result per question."""
     results: list[CheckResult] = []
     with contextlib.suppress(_Stop):
-        found = game_class or _ask(results, "the game imports", lambda: load_game(config.game))
+        loaded = game_class or _ask(results, "the game imports", lambda: load_game(config.game))
         data = _ask(results, "the data can be read", lambda: HostData(config, seed))
-        with contextlib.closing(data), contextlib.closing(LocalGame(config, found, data)) as game:
+        with contextlib.closing(data), contextlib.closing(LocalGame(config, loaded, data)) as game:
             _ask(results, "the game can be made", game.probe)
             for name, question in _questions(_Checker(game)):
                 _ask(results, name, question)
@@ -246,12 +245,12 @@ def conversations(config: EnvConfig, *, seed: int = 0) -> list[PlayedEpisode]:
 
     Raises GameError, DataError.
     """
-    found = load_game(config.game)
+    loaded = load_game(config.game)
     with (
         contextlib.closing(HostData(config, seed)) as data,
-        contextlib.closing(LocalGame(config, found, data)) as game,
+        contextlib.closing(LocalGame(config, loaded, data)) as game,
     ):
-        actions = None if has_gold(found) else SENSELESS
+        actions = None if has_gold(loaded) else SENSELESS
         return [transcribe(game, number, actions) for number in range(NUM_EPISODES)]
 
 

@@ -24,21 +24,21 @@ def converse(
     """
     episodes = Episodes(game_class, kwargs or {})
     episodes.reset(Opening("", seed, kwargs=reset_kwargs or {}))
-    told: dict[str, list[ChatMessage]] = {}
+    conversations: dict[str, list[ChatMessage]] = {}
     results: list[tuple[str, StepResult]] = []
     observation = ""
     while True:
         role, prompt = episodes.turn("")
         if prompt:
-            told[role] = list(prompt)
+            conversations[role] = list(prompt)
         else:
-            told[role].append({"role": "user", "content": observation})
-        action = act(role, told[role])
-        told[role].append({"role": "assistant", "content": action})
+            conversations[role].append({"role": "user", "content": observation})
+        action = act(role, conversations[role])
+        conversations[role].append({"role": "assistant", "content": action})
         result = episodes.step("", action)
         results.append((role, result))
         if result.done:
-            return told, results
+            return conversations, results
         observation = result.observation
 
 

@@ -118,8 +118,8 @@ class HostData:
         """Return a row, or None for an episode whose state the game generates."""
         if sample is None:
             return None
-        known = self._recent.get((split, sample))
-        return known if known is not None else self._decode(split, sample)
+        recent = self._recent.get((split, sample))
+        return recent if recent is not None else self._decode(split, sample)
 
     def source(self, split: Split, sample: int | None) -> str:
         """Return the data source of a row; empty where there is none."""

@@ -139,16 +139,16 @@ def read_map(value: Any, column: str, where: str) -> dict[str, Any]:
 
     None and what programs write for it is an empty one. Raises DataError for anything else.
     """
-    found = _from_json(value, "{")
-    if isinstance(found, Mapping):
-        return {str(key): item for key, item in cast("Mapping[Any, Any]", found).items()}
-    if _is_absent(found):
+    parsed = _from_json(value, "{")
+    if isinstance(parsed, Mapping):
+        return {str(key): item for key, item in cast("Mapping[Any, Any]", parsed).items()}
+    if _is_absent(parsed):
         return {}
-    entries = cast("list[Any]", found) if isinstance(found, list) else []
+    entries = cast("list[Any]", parsed) if isinstance(parsed, list) else []
     if all(isinstance(one, list) and len(cast("list[Any]", one)) == 2 for one in entries):
         if entries:  # parquet's map type
             return {str(key): item for key, item in entries}
-        if isinstance(found, list):
+        if isinstance(parsed, list):
             return {}
     raise DataError(
         f"column {column} of {where} is {shorten(value)}",
@@ -162,10 +162,10 @@ def read_images(value: Any, where: str) -> list[Any]:
     An image is the bytes of a file, a map that holds them under `bytes`, or a data URL; a list may
     stand as JSON text. Raises DataError for what is no image, naming its place.
     """
-    found = _from_json(value, "[{")
-    if _is_absent(found):
+    parsed = _from_json(value, "[{")
+    if _is_absent(parsed):
         return []
-    images = cast("list[Any]", found) if isinstance(found, list) else [found]
+    images = cast("list[Any]", parsed) if isinstance(parsed, list) else [parsed]
     for number, image in enumerate(images):
         try:
             encoded_image({"image": image})
@@ -641,11 +641,11 @@ class _JsonLines(_MappedRows):
 
     def row(self, number: int) -> Mapping[str, Any]:
         raw = self._bytes(number)
-        found = self._decode(number, raw)
+        decoded = self._decode(number, raw)
         if b"\\ud" in raw or b"\\uD" in raw:  # the only way in which half a character gets here
-            for column, value in found.items():
+            for column, value in decoded.items():
                 self._check_text(number, column, value)
-        return found
+        return decoded
 
     def columns(self) -> list[str]:
         return list(self._decode(0, self._bytes(0)))

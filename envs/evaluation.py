@@ -73,8 +73,8 @@ def task_seed(seed: int, task: int) -> int:
 
 def is_success(reward: float, info: Mapping[str, Any], above: float) -> bool:
     """Whether an episode is solved: what the game says in `info["success"]`, else its return."""
-    told = info.get("success")
-    return told if isinstance(told, bool) else reward > above
+    success = info.get("success")
+    return success if isinstance(success, bool) else reward > above
 
 
 def kind_of(info: Mapping[str, Any], data_source: str) -> str:
@@ -87,8 +87,8 @@ def kind_of(info: Mapping[str, Any], data_source: str) -> str:
 
 def outcome_shares(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the share of programs' episodes by how they ended (`info["outcome"]`)."""
-    told = [info.get("outcome") for info in infos]
-    counts = Counter(one for one in told if isinstance(one, str) and _OUTCOME.fullmatch(one))
+    outcomes = [info.get("outcome") for info in infos]
+    counts = Counter(one for one in outcomes if isinstance(one, str) and _OUTCOME.fullmatch(one))
     return {f"outcome_{name}": count / len(infos) for name, count in sorted(counts.items())}
 
 

@@ -164,8 +164,8 @@ def check_result(game: AbstractGame, value: Any) -> StepResult:
     """Return the StepResult of a step with its types made exact, else raise GameError."""
     if not isinstance(value, StepResult):
         _refuse(game, "step", value, "a StepResult(observation, reward, done, info)")
-    told: Any = value  # its fields hold whatever the game has put there
-    observation, reward, done, info = told.observation, told.reward, told.done, told.info
+    fields: Any = value  # its fields hold whatever the game has put there
+    observation, reward, done, info = fields.observation, fields.reward, fields.done, fields.info
     observation = check_text(game, "step's observation", observation)
     if type(reward) is not float:
         reward = _number(game, "step's reward", reward)
@@ -173,11 +173,11 @@ def check_result(game: AbstractGame, value: Any) -> StepResult:
         _refuse(game, "step's reward", reward, "a finite number")
     if type(done) is not bool:
         done = _truth(game, done)
-    if not isinstance(told.role, str) or told.role not in ("user", "tool"):
-        _refuse(game, "step's role", told.role, "user or tool")
+    if not isinstance(fields.role, str) or fields.role not in ("user", "tool"):
+        _refuse(game, "step's role", fields.role, "user or tool")
     info = {} if info is None else check_plain_map(game, "step's info", info)
-    rewards = {} if told.rewards is None else _rewards(game, told.rewards)
-    role: Any = told.role
+    rewards = {} if fields.rewards is None else _rewards(game, fields.rewards)
+    role: Any = fields.role
     return StepResult(observation, reward, done, info, role, rewards)
 
 
@@ -186,9 +186,9 @@ def check_plain_map(game: AbstractGame, method: str, value: Any) -> dict[str, An
 
     Raises GameError that names the item which cannot.
     """
-    told = check_map(game, method, value)
+    values = check_map(game, method, value)
     with _travelling(game, method):
-        return plain_value(told, method) if told else {}
+        return plain_value(values, method) if values else {}
 
 
 def check_role(game: AbstractGame) -> str:
@@ -208,8 +208,8 @@ def check_roles(game: AbstractGame) -> list[str]:
 
 
 def _rewards(game: AbstractGame, value: Any) -> dict[str, float]:
-    told = check_map(game, "step's rewards", value)
-    rewards = {role: _number(game, "step's rewards", reward) for role, reward in told.items()}
+    values = check_map(game, "step's rewards", value)
+    rewards = {role: _number(game, "step's rewards", reward) for role, reward in values.items()}
     unknown = set(rewards) - set(game.roles)
     if unknown or not all(math.isfinite(reward) for reward in rewards.values()):
         _refuse(game, "step's rewards", value, f"finite numbers by role ({', '.join(game.roles)})")

@@ -31,10 +31,10 @@ async def open_async_game(
 ) -> list[ChatMessage]:
     """Do the same for a game whose `reset` may be a coroutine."""
     state = _prepare(game, seed, record, kwargs)
-    return _describe(game, record, state, await settled(game.reset(**state)))
+    return _describe(game, record, state, await resolve(game.reset(**state)))
 
 
-async def settled(answer: Any) -> Any:
+async def resolve(answer: Any) -> Any:
     """Return what a method answered, waiting for it where the method is a coroutine."""
     return await answer if inspect.isawaitable(answer) else answer
 

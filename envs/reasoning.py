@@ -25,8 +25,8 @@ _BEGINS = re.compile(f"\\s*({'|'.join(map(re.escape, MARKS))})")
 
 def opened_by(prompt: str) -> str:
     """Return the mark at the end of a prompt that has opened the reasoning, or nothing."""
-    found = _OPENS.search(prompt)
-    return found[0] if found else ""
+    match = _OPENS.search(prompt)
+    return match[0] if match else ""
 
 
 def behind_reasoning(text: str) -> str:
@@ -43,10 +43,10 @@ def behind_reasoning(text: str) -> str:
 
 def tagged(text: str, tag: str) -> str | None:
     """Return what stands in the last `<tag>…</tag>`, without surrounding blanks, or None."""
-    found = re.findall(
+    matches = re.findall(
         rf"<{tag}>(.*?)</{tag}>", behind_reasoning(text), flags=re.DOTALL | re.IGNORECASE
     )
-    return found[-1].strip() if found else None
+    return matches[-1].strip() if matches else None
 
 
 def tagged_or_last_line(text: str, tag: str) -> str:

@@ -59,7 +59,7 @@ def import_quietly(name: str) -> ModuleType:
     """Import a module that may draw from the process-wide generators, or seed them."""
     if name in sys.modules:
         return sys.modules[name]
-    from .running.episodes import GlobalRandom  # NumPy, which a list of games does without
+    from .running.global_random import GlobalRandom  # NumPy, which a list of games does without
 
     with GlobalRandom(0).lent():
         return importlib.import_module(name)
@@ -164,23 +164,23 @@ def _closest(game: str) -> str:
 def _import_class(target: str) -> type[AbstractGame]:
     module_name, _, class_name = target.partition(":")
     module = _import_module(module_name, target)
-    found: Any = module
+    target_object: Any = module
     with _blaming_import(target):
         for part in class_name.split("."):
-            found = getattr(found, part, None)
-    if found is None:
+            target_object = getattr(target_object, part, None)
+    if target_object is None:
         classes = [name for name, value in vars(module).items() if _is_game(value)]
         raise GameError(
             f"module {module_name} has no game {class_name!r}",
             hint=f"its games are {', '.join(classes) or 'none'}",
         )
-    if not _is_game(found):
+    if not _is_game(target_object):
         raise GameError(
             f"{target} is not a game: it does not derive from tinkermq.envs.AbstractGame",
             hint="write `class MyGame(AbstractGame)` with reset, step, get_system_prompt and "
             "get_initial_user_message",
         )
-    return found
+    return target_object
 
 
 def _import_module(name: str, target: str) -> ModuleType:

@@ -43,8 +43,8 @@ def read_calls(body: str) -> list[FoundCall]:
     """Return the calls that a tag holds; empty for what is not well formed."""
     value = read_value(body)
     listed = cast("list[Any]", value if isinstance(value, list) else [value])
-    found = [_call_of(fields) for fields in listed]
-    return [call for call in found if call] if all(found) else []
+    calls = [_call_of(fields) for fields in listed]
+    return [call for call in calls if call] if all(calls) else []
 
 
 def read_call(body: str) -> FoundCall | None:
@@ -172,9 +172,9 @@ class ToolText:
                 self._calls += piece
                 continue
             whole = self._space + piece
-            told = whole.rstrip() if self._calls else whole
-            self._space = whole[len(told) :]
-            said += told
+            shown = whole.rstrip() if self._calls else whole
+            self._space = whole[len(shown) :]
+            said += shown
         return said
 
 
@@ -230,8 +230,8 @@ def in_hermes_form(text: str, read: CallFormat, tools: Tools) -> str:
     if not closed and text.lstrip().startswith(_THINK):
         return text
     pieces = read(said, tools)
-    told = "".join(piece if isinstance(piece, str) else _hermes(piece) for piece in pieces)
-    return thought + closed + (told or said)
+    joined = "".join(piece if isinstance(piece, str) else _hermes(piece) for piece in pieces)
+    return thought + closed + (joined or said)
 
 
 def certain_length(text: str, read: CallFormat) -> int:
@@ -320,29 +320,29 @@ def _shown(calls: list[FoundCall], tools: Tools) -> Pieces:
 
 def _json_calls(body: str) -> Iterator[FoundCall]:
     """Yield the calls of objects that follow each other; none where anything else stands there."""
-    found: list[FoundCall] = []
+    calls: list[FoundCall] = []
     while body:
         end = _object_end(body)
         call = read_call(body[:end]) if end else None
         if call is None:
             return
-        found.append(call)
+        calls.append(call)
         body = body[end:].lstrip("; \n")
-    yield from found
+    yield from calls
 
 
 def _named_calls(body: str) -> list[FoundCall]:
     """Return calls of the form `name{…}` that follow each other; none for anything else."""
-    found: list[FoundCall] = []
+    calls: list[FoundCall] = []
     while body:
         named = _MISTRAL_CALL.match(body)
         rest = body[named.end() :] if named else ""
         end = _object_end(rest)
         if named is None or not end or read_object(rest[:end]) is None:
             return []
-        found.append((named[1], rest[:end]))
+        calls.append((named[1], rest[:end]))
         body = rest[end:].lstrip().removeprefix(_MISTRAL_MARK).lstrip()
-    return found
+    return calls
 
 
 def _object_end(text: str) -> int:
@@ -363,8 +363,8 @@ def _tagged(text: str, tools: Tools, call: re.Pattern[str], argument: re.Pattern
         arguments = _arguments(match[2], argument, schemas.get(match[1], {}))
         if arguments is None:
             continue
-        told = json.dumps(arguments, ensure_ascii=False)
-        pieces += [text[end : match.start()], (match[1], told)]
+        payload = json.dumps(arguments, ensure_ascii=False)
+        pieces += [text[end : match.start()], (match[1], payload)]
         end = match.end()
     return [*pieces, text[end:]] if pieces else []
 
@@ -373,14 +373,14 @@ def _arguments(
     body: str, pattern: re.Pattern[str], schemas: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """Return the arguments of a call in tags; None where anything else stands among them."""
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     at = 0
     while match := pattern.match(body, at):
-        if match[1] in found:
+        if match[1] in arguments:
             return None
-        found[match[1]] = _typed(match[2], schemas.get(match[1]))
+        arguments[match[1]] = _typed(match[2], schemas.get(match[1]))
         at = match.end()
-    return found if not body[at:].strip() else None
+    return arguments if not body[at:].strip() else None
 
 
 def _typed(text: str, schema: Any) -> Any:
@@ -397,8 +397,10 @@ def _types(schema: Any) -> Iterator[str]:
     if not isinstance(schema, Mapping):
         return
     fields = cast("Mapping[str, Any]", schema)
-    told = fields.get("type")
-    yield from [told] if isinstance(told, str) else told if isinstance(told, list) else []
+    declared = fields.get("type")
+    yield from (
+        [declared] if isinstance(declared, str) else declared if isinstance(declared, list) else []
+    )
     for key in ("anyOf", "oneOf"):
         for one in cast("list[Any]", fields.get(key) or []):
             yield from _types(one)
@@ -410,8 +412,8 @@ def _schemas(tools: Tools) -> Iterator[tuple[str, Mapping[str, Any]]]:
         function = tool.get("function", tool)
         if isinstance(function, Mapping):
             fields = cast("Mapping[str, Any]", function)
-            given = fields.get("parameters")
-            parameters = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+            declared = fields.get("parameters")
+            parameters = cast("dict[str, Any]", declared) if isinstance(declared, dict) else {}
             told = parameters.get("properties")
             schemas = cast("dict[str, Any]", told) if isinstance(told, dict) else {}
             yield str(fields.get("name")), schemas

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from .config.sections import MAX_NOTES, MAX_TAGS, Label
 from .metric import Event
-from .tinker.sessions import SamplerTokens
+from .tinker.usage import SamplerTokens
 from .wire.message import Message, Request
 from .wire.subjects import JobScope, token
 

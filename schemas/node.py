@@ -169,16 +169,16 @@ def differences(packages: Iterable[tuple[str, Mapping[str, str]]]) -> list[str]:
 
     Nodes without package information are skipped.
     """
-    told = [(node, versions) for node, versions in packages if versions]
-    found: list[str] = []
+    listed = [(node, versions) for node, versions in packages if versions]
+    lines: list[str] = []
     for package in MUST_MATCH:
         by_version: dict[str, list[str]] = {}
-        for node, versions in told:
+        for node, versions in listed:
             by_version.setdefault(versions.get(package, "none"), []).append(node)
         if len(by_version) > 1:
             parts = (f"{version} on {some_names(nodes)}" for version, nodes in by_version.items())
-            found.append(f"{package} {'; '.join(parts)}")
-    return found
+            lines.append(f"{package} {'; '.join(parts)}")
+    return lines
 
 
 def some_names(nodes: list[str]) -> str:

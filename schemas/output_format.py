@@ -176,13 +176,13 @@ def _check_reference(value: Any, place: str, root: Any) -> None:
             place=place,
             hint="copy what it names into $defs: #/$defs/NAME",
         )
-    found = root
+    target = root
     for step in value[1:].strip("/").split("/") if value[1:].strip("/") else ():
         name = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and name.isdecimal() and int(name) < len(cast("Any", found)):
-            found = cast("list[Any]", found)[int(name)]
-        elif isinstance(found, dict) and name in found:
-            found = cast("dict[str, Any]", found)[name]
+        if isinstance(target, list) and name.isdecimal() and int(name) < len(cast("Any", target)):
+            target = cast("list[Any]", target)[int(name)]
+        elif isinstance(target, dict) and name in target:
+            target = cast("dict[str, Any]", target)[name]
         else:
             raise SchemaError(
                 f"{place}: there is no {_shown(value)} in the schema",
@@ -262,7 +262,7 @@ def _closed(value: Any) -> Any:
         return [_closed(inner) for inner in cast("list[Any]", value)]
     if not isinstance(value, dict):
         return value
-    told = {
+    closed = {
         key: inner
         if key in ("const", "enum", "default", "examples")
         else {name: _closed(one) for name, one in cast("dict[str, Any]", inner).items()}
@@ -271,7 +271,7 @@ def _closed(value: Any) -> Any:
         for key, inner in cast("dict[str, Any]", value).items()
         if key != "uniqueItems"  # false, or it was refused
     }
-    is_open = "additionalProperties" in told or "patternProperties" in told
-    if isinstance(told.get("properties"), dict) and not is_open:
-        told["additionalProperties"] = False
-    return told
+    is_open = "additionalProperties" in closed or "patternProperties" in closed
+    if isinstance(closed.get("properties"), dict) and not is_open:
+        closed["additionalProperties"] = False
+    return closed

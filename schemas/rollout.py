@@ -11,7 +11,14 @@ from pydantic import Field, model_validator
 
 from .agent import CallMessage, CallPlaces
 from .task import Blame, Task
-from .wire.array import ExpertArray, FloatMatrix, FloatVector, IntMatrix, IntVector, MaskVector
+from .wire.array import (
+    ExpertArray,
+    FloatMatrix,
+    FloatVector,
+    IntMatrix,
+    IntVector,
+    MaskVector,
+)
 from .wire.codec import pack
 from .wire.errors import DataError, MessageError
 from .wire.fitting import cut_info, packed_bytes
@@ -293,7 +300,7 @@ class Group(Message):
         returns: dict[str, set[float]] = {}
         for rows in self.episodes:
             returns.setdefault(rows[0].role, set()).add(return_of(rows))
-        return all(len(found) == 1 for found in returns.values())
+        return all(len(rewards) == 1 for rewards in returns.values())
 
     @property
     def min_version(self) -> int:
@@ -366,15 +373,15 @@ def _level(sizes: Sequence[int], most: int) -> int:
 
 def largest_parts(group: Group, count: int = 3) -> list[str]:
     """Name the largest parts of a group by field, episode and bytes."""
-    found: list[tuple[int, str]] = [(sum(map(len, group.images)), "images")]
+    parts: list[tuple[int, str]] = [(sum(map(len, group.images)), "images")]
     if group.task.reset_kwargs:
-        found.append((packed_bytes(group.task.reset_kwargs), "task.reset_kwargs"))
+        parts.append((packed_bytes(group.task.reset_kwargs), "task.reset_kwargs"))
     for place, item in enumerate(group.trajectories):
         number = item.episode if item.episode >= 0 else place
         for name, value in vars(item).items():
             size = len(pack(value, plain=_fields_of))
-            found.append((size, f"{_named(name, value, size)} of episode {number}"))
-    largest = sorted(found, key=lambda one: -one[0])[:count]
+            parts.append((size, f"{_named(name, value, size)} of episode {number}"))
+    largest = sorted(parts, key=lambda one: -one[0])[:count]
     return [f"{name} ({size:,} bytes)" for size, name in largest if size]
 
 
@@ -444,7 +451,7 @@ def _further_rewards(episodes: Iterable[Trajectory]) -> NDArray[np.float64]:
     places = [item.calls for item in episodes if item.calls is not None]
     found = [one.outcome for one in places]
     found += [branch.reward for one in places for branch in one.rewarded]
-    found += [float(worth) for one in places for worth in one.rewards]
+    found += [float(reward) for one in places for reward in one.rewards]
     return np.array(found, np.float64)
 
 

@@ -5,8 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from .job import MAX_PRIORITY, Priority
-from .wire.ids import new_id
-from .wire.message import Message, Request, with_last
+from .wire.message import Message, Request, new_id, with_last
 from .wire.subjects import user_name
 
 UserRole = Literal["user", "admin"]

@@ -103,7 +103,7 @@ def shipped_files() -> list[Path]:
     """Return what the gateway sends to browsers, or makes it of, what commands write, and types."""
     places = [ROOT / "actors" / "gateway" / "pages" / name for name in ("static", "templates")]
     places += [ROOT / "clients" / "new_game", ROOT / "clients" / "new_agent"]
-    places.append(ROOT / "clients" / "cli" / "quickstart")
+    places.append(ROOT / "clients" / "cli")
     found = [path for place in places for path in place.rglob("*") if is_data(path)]
     types = (ROOT / "clients").glob("*.pyi")
     return [*found, *types, *(ROOT / room / "py.typed" for room in ROOMS)]
@@ -189,7 +189,7 @@ def test_who_sends_no_arrays_starts_without_numpy() -> None:
     names = [
         "tinkermq.actors.scheduler",
         "tinkermq.actors.node.node",
-        "tinkermq.clients.cli.runs.runs",
+        "tinkermq.clients.cli.runs",
     ]
     assert "numpy" not in loaded_by(names)
 

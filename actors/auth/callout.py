@@ -25,11 +25,10 @@ from ...broker.client.keys import (
     key_hash,
     user_of_key,
 )
+from ...broker.credentials import ACCOUNT
 from ...broker.fair_queue import FairQueue, Rates
 from ...broker.jobs import JobStore, is_final
-from ...broker.users.audit import Audit
-from ...broker.users.credentials import ACCOUNT
-from ...broker.users.permissions import (
+from ...broker.permissions import (
     Permissions,
     admin_permissions,
     episode_permissions,
@@ -37,7 +36,7 @@ from ...broker.users.permissions import (
     job_permissions,
     user_permissions,
 )
-from ...broker.users.records import UserStore
+from ...broker.user_records import Audit, UserStore
 from ...schemas.user import Invitation, UserRecord
 from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import AuthError, MessageError, TinkermqError

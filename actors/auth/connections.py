@@ -20,9 +20,9 @@ from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 
 from ...broker.client.keys import JobIdentity
+from ...broker.credentials import ACCOUNT
 from ...broker.jobs import JobStore, is_final
-from ...broker.users.audit import Audit
-from ...broker.users.credentials import ACCOUNT
+from ...broker.user_records import Audit
 from ...schemas.user import Quota
 from ...schemas.wire.errors import BrokerError, DeadlineError
 

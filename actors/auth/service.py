@@ -20,11 +20,10 @@ from ...broker.client.login import tls_options
 from ...broker.client.reconnect import drop_old_requests, request_connection
 from ...broker.client.replies import listen
 from ...broker.client.rpc import RequestContext, Service
+from ...broker.credentials import SECRETS_VARIABLE, PoolSecrets
 from ...broker.jobs import JobStore, is_final
 from ...broker.service_process import erase_variable
-from ...broker.users.audit import Audit
-from ...broker.users.credentials import SECRETS_VARIABLE, PoolSecrets
-from ...broker.users.records import UserStore, create_user_stores
+from ...broker.user_records import Audit, UserStore, create_user_stores
 from ...schemas.agent import EpisodeSecret
 from ...schemas.user import JobKeyRequest, NewKey
 from ...schemas.wire.errors import AuthError, ConfigError, ConflictError

@@ -15,7 +15,8 @@ from typing import Any, cast
 import structlog
 from nats.aio.msg import Msg
 
-from ...broker.client.connection import Broker, ConnectionLost, Listening
+from ...broker.client.connection import Broker
+from ...broker.client.faults import ConnectionLost
 from ...broker.client.nats_internals import (
     DESCRIPTION,
     EXPECTED_SEQ,
@@ -28,14 +29,14 @@ from ...broker.client.nats_internals import (
     TTL,
     WRITE_ID,
 )
+from ...broker.client.replies import Listening
 from ...broker.client.rpc import INBOXES
 from ...broker.fair_queue import DEFAULT_BOUND, FairQueue
 from ...broker.jetstream.kv import Mirror
 from ...broker.jetstream.streams import PRESENCE_BYTES, stream_info, stream_subjects
 from ...broker.jobs import JobStore
-from ...broker.users.audit import Audit
-from ...broker.users.permissions import Guest, is_stream_of, may_read, may_store
-from ...broker.users.records import USER
+from ...broker.permissions import Guest, is_stream_of, may_read, may_store
+from ...broker.user_records import USER, Audit
 from ...schemas.job import JobRecord
 from ...schemas.user import UserRecord
 from ...schemas.wire.codec import read_json

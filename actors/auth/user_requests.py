@@ -15,10 +15,9 @@ from ...broker.client.keys import (
     key_hash,
 )
 from ...broker.client.rpc import Handler, RequestContext, Service
+from ...broker.credentials import expiry
 from ...broker.fair_queue import Rates
-from ...broker.users.audit import Audit
-from ...broker.users.credentials import expiry
-from ...broker.users.records import UserStore
+from ...broker.user_records import Audit, UserStore
 from ...schemas.user import (
     BOUNDS,
     AddUser,

@@ -24,7 +24,7 @@ from ...envs.evaluation import (
     pass_at_k,
     task_seed,
 )
-from ...envs.serving.remote import Environments, Start
+from ...envs.host_client import Environments, Start
 from ...schemas.config.job import EvaluationConfig
 from ...schemas.env import DescribeReply
 from ...schemas.metric import EvalRecord, Metric

@@ -35,7 +35,6 @@ from ...broker.client.connection import Broker
 from ...broker.client.parts import ask_parts
 from ...broker.jobs import JobStore
 from ...broker.presence import presences
-from ...envs.agents.replies import Piece, ReplyReader, TextPiece, call_name
 from ...envs.model_apis.answers import (
     Answer,
     AnswerHead,
@@ -45,6 +44,7 @@ from ...envs.model_apis.answers import (
     Usage,
     retry_headers,
 )
+from ...envs.model_apis.canonical import Piece, ReplyReader, TextPiece, call_name
 from ...envs.model_apis.chat import (
     CHAT,
     COMPLETIONS,

@@ -16,7 +16,12 @@ from pydantic_core import CoreSchema
 
 from ...broker.calls import SchedulerCalls, write_checkpoint
 from ...schemas.config.job import JobConfig
-from ...schemas.config.load_config import apply_override, parse_config, parse_yaml, write_yaml
+from ...schemas.config.load_config import (
+    apply_override,
+    parse_config,
+    parse_yaml,
+    write_yaml,
+)
 from ...schemas.config.sections import MAX_NOTES, MAX_TAGS, Label
 from ...schemas.job import FINAL_STATES, JobRecord, Priority
 from ...schemas.wire.codec import merged

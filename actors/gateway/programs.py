@@ -19,8 +19,8 @@ from ...broker.client.login import of_program
 from ...envs.agents.proxy.exchange import BodyRoom, ClientGone, HttpExchange, KeyRefused
 from ...envs.agents.proxy.model_calls import MAX_BODY_BYTES
 from ...envs.agents.proxy.open_episodes import bare_key
+from ...envs.agents.proxy.remote_episode import RemoteEpisode
 from ...envs.agents.proxy.routes import api_of, presented_keys, split_path
-from ...envs.agents.remote.remote_episode import RemoteEpisode
 from ...envs.http_server import give_connection_to
 from ...schemas.wire.errors import BusyError, LogInRefusedError, TinkermqError
 from .limits import Share

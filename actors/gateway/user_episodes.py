@@ -21,7 +21,7 @@ from ...broker.jobs import JobStore
 from ...envs.agents.episode import EpisodeOver, ProgramEpisode
 from ...envs.agents.proxy.exchange import KeyRefused
 from ...envs.agents.proxy.proxy import model_environment
-from ...envs.agents.remote.remote_episode import RemoteEpisode
+from ...envs.agents.proxy.remote_episode import RemoteEpisode
 from ...envs.model_apis.request import Fields, RequestError
 from ...schemas.agent import GiveReply, GiveRequest
 from ...schemas.job import FINAL_STATES, JobRecord

@@ -15,12 +15,12 @@ from typing import Any
 
 import structlog
 
-from ...broker.observe.metering import TimeUse
+from ...broker.metering import TimeUse
 from ...broker.partial_rollouts import Fenced
 from ...broker.rollouts import RolloutLog
 from ...broker.tasks import Lease, TaskQueue
 from ...broker.weights.store import WeightStore
-from ...envs.serving.remote import Environments
+from ...envs.host_client import Environments
 from ...schemas.config.sections import SelfPlayConfig
 from ...schemas.rollout import Group
 from ...schemas.wire.errors import NotFoundError

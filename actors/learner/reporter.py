@@ -12,9 +12,9 @@ from typing import Any
 from ...broker.disk import in_thread, read_objects, with_room
 from ...broker.feed import publish_metric, publish_trace
 from ...broker.jetstream.kv import Entry
-from ...broker.observe.profile import advise, bound_key, profile_of
-from ...broker.observe.tracking import GuardedTracker, Tracker
 from ...broker.presence import list_presences
+from ...broker.profile import advise, bound_key, profile_of
+from ...broker.tracking import GuardedTracker, Tracker
 from ...schemas.metric import Metric, Presence
 from ...schemas.rollout import Group
 from ...schemas.wire.errors import StorageError, TinkermqError

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...broker.observe.profile import mean_share, profile_of
+from ...broker.profile import mean_share, profile_of
 from ...schemas.config.job import TrainingConfig
 from ...schemas.wire.trace import StepTrace
 

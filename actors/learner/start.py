@@ -13,10 +13,10 @@ import torch
 
 from ...broker.batches import BatchLog
 from ...broker.disk import in_thread, with_room
-from ...broker.observe.tracking import TrackedRun, Tracker, make_trackers
 from ...broker.rollouts import RolloutLog
+from ...broker.tracking import TrackedRun, Tracker, make_trackers
 from ...envs.data import ChatData
-from ...envs.serving.remote import Environments
+from ...envs.host_client import Environments
 from ...schemas.config.job import JobConfig
 from ...schemas.task import BatchRecord
 from ...schemas.wire.errors import StorageError, TinkermqError, root_cause

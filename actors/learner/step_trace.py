@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 
-from ...broker.observe.metering import TimeUse
+from ...broker.metering import TimeUse
 from ...schemas.metric import Presence
 from ...schemas.rollout import Group
 from ...schemas.wire.trace import (

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
 
 import numpy as np
 
-from ...envs.agents.replies import THINK
+from ...envs.model_apis.canonical import THINK
 from ...envs.reasoning import opened_by
 from ...schemas.config.job import JobConfig, ModelConfig
 from ...schemas.wire.array import IntVector

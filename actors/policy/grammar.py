@@ -26,7 +26,7 @@ import llguidance.numpy
 import numpy as np
 from numpy.typing import NDArray
 
-from ...envs.agents.replies import THOUGHT
+from ...envs.model_apis.canonical import THOUGHT
 from ...envs.tool_calls import CLOSE, OPEN, parse_tool_calls
 from ...schemas.output_format import OutputFormat, closed
 from ...schemas.wire.errors import BusyError, ConfigError, DeadlineError, ModelError

@@ -21,9 +21,16 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ...envs.agents.messages import CanonicalCall, CanonicalMessage, joined, pictures_of
-from ...envs.agents.replies import THINK, THOUGHT, parse_reply
 from ...envs.chat_messages import read_object
+from ...envs.model_apis.canonical import (
+    THINK,
+    THOUGHT,
+    CanonicalCall,
+    CanonicalMessage,
+    joined,
+    parse_reply,
+    pictures_of,
+)
 from ...envs.tool_calls import FORMATS, CallFormat, certain_length, in_hermes_form
 from ...schemas.wire.array import IntVector
 from ...schemas.wire.errors import ModelError

@@ -13,11 +13,11 @@ from hashlib import blake2b
 from typing import Any, Literal, TypeAlias
 
 from ...broker.client.parts import Tell
-from ...broker.observe.metering import TimeUse
+from ...broker.metering import TimeUse
 from ...broker.partial_rollouts import Fenced
 from ...envs.agents.episode import ContextTooLong, EpisodeLimit, EpisodeOver
-from ...envs.agents.messages import Picture, pictures_of
-from ...envs.agents.wire import history_of
+from ...envs.model_apis.canonical import Picture, pictures_of
+from ...envs.model_apis.request import history_of
 from ...schemas.agent import CallDelivered, CallPart, CallRequest
 from ...schemas.config.job import JobConfig
 from ...schemas.output_format import MAX_PENALTY, MAX_REPETITION

@@ -17,8 +17,8 @@ import structlog
 
 from ...broker.client.connection import Broker
 from ...broker.partial_rollouts import SegmentWriter, purge_segments
-from ...envs.agents.wire import packed, unpacked
-from ...envs.serving.remote import Environments
+from ...envs.host_client import Environments
+from ...envs.model_apis.request import packed, unpacked
 from ...schemas.rollout import LoggedCall, Segment
 from ...schemas.task import Task
 from ...schemas.wire.array import FloatVector

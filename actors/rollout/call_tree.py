@@ -7,7 +7,7 @@ generated token the engine's context was `path_ids` up to it, id for id: a call 
 of its path and those that stand for what is new.
 
 Rows contain each token that could matter exactly once. Which calls are trained, `agent.train` says
-(`envs/agents/which_calls.py`): by default all whose answer arrived. They share the episode's
+(`envs/agents/call_selection.py`): by default all whose answer arrived. They share the episode's
 reward, and each weighs by its tokens within the episode.
 
 For credit, a call leads to the one that continues it; where several do, to the one from which the
@@ -25,9 +25,15 @@ from typing import Any, Literal, Protocol, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ...envs.agents.messages import CanonicalMessage, quotes
-from ...envs.agents.reading import Readers
-from ...envs.agents.which_calls import NO_TOOLS, WhyNot, main_root, system_of, why_untrained
+from ...envs.agents.call_selection import (
+    NO_TOOLS,
+    Readers,
+    WhyNot,
+    main_root,
+    system_of,
+    why_untrained,
+)
+from ...envs.model_apis.canonical import CanonicalMessage, quotes
 from ...schemas.agent import CallPlaces, RewardedBranch
 from ...schemas.wire.array import FloatVector, IntVector
 from ..engine.engine import Generation

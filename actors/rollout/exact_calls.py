@@ -5,9 +5,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...envs.agents.messages import CanonicalMessage, canonical_history, pictures_of
-from ...envs.agents.replies import ReplyReader
-from ...envs.agents.which_calls import digest_of
+from ...envs.agents.call_selection import digest_of
+from ...envs.model_apis.canonical import (
+    CanonicalMessage,
+    ReplyReader,
+    canonical_history,
+    pictures_of,
+)
 from ...schemas.wire.array import IntVector
 from ..engine.engine import Generation
 from ..policy.chat import ChatTokenizer

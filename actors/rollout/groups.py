@@ -20,7 +20,7 @@ import structlog
 from ...broker.feed import publish_dead
 from ...broker.partial_rollouts import Fenced
 from ...broker.rollouts import RolloutLog
-from ...envs.serving.remote import Environments, SeatAt, Start
+from ...envs.host_client import Environments, RoleAddress, Start
 from ...schemas.config.job import JobConfig
 from ...schemas.rollout import Group, Trajectory, with_cut_infos
 from ...schemas.task import Blame, DeadLetter, Task
@@ -49,7 +49,7 @@ async def play_table(
     try:
         outcomes = await asyncio.gather(
             *(
-                _seat(loop, plan, SeatAt(started.host, plan.episode, role))
+                _seat(loop, plan, RoleAddress(started.host, plan.episode, role))
                 for role, loop in players.items()
             )
         )
@@ -65,7 +65,7 @@ async def play_table(
     return by_role
 
 
-async def _seat(loop: AgentLoop, plan: EpisodePlan, seat: SeatAt) -> Trajectory | Exception:
+async def _seat(loop: AgentLoop, plan: EpisodePlan, seat: RoleAddress) -> Trajectory | Exception:
     """Play one role; a seat that fails gives itself up, which ends the game for the others."""
     named = {"episode": f"{plan.episode}.{seat.role}"}
     if plan.draws is not None:

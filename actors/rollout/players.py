@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from ...broker.observe.metering import TimeUse
-from ...envs.serving.remote import Environments
+from ...broker.metering import TimeUse
+from ...envs.host_client import Environments
 from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import LoraConfig
 from ...schemas.wire.errors import ConfigError

@@ -15,10 +15,11 @@ from ...broker.client.connection import Broker
 from ...broker.client.parts import PartsService
 from ...broker.client.replies import Listening
 from ...broker.client.rpc import Service
-from ...broker.observe.metering import TimeUse
+from ...broker.metering import TimeUse
 from ...envs.agents.episode import NoCalls
 from ...envs.game import StepResult
-from ...envs.serving.remote import Environments, HostGone, Started
+from ...envs.host import HostGone
+from ...envs.host_client import Environments, Started
 from ...schemas.agent import CallDelivered, CallPart, CallPlaces, CallRequest, CancelCall
 from ...schemas.config.job import JobConfig
 from ...schemas.rollout import Trajectory

@@ -24,7 +24,8 @@ import structlog
 from ...broker.client.connection import Broker
 from ...broker.partial_rollouts import SegmentWriter, purge_segments
 from ...envs.game import StepResult
-from ...envs.serving.remote import Environments, HostGone, Start, Started
+from ...envs.host import HostGone
+from ...envs.host_client import Environments, Start, Started
 from ...schemas.rollout import Segment
 from ...schemas.task import Task
 from ...schemas.wire.errors import DeadlineError, NotFoundError, StateError, TinkermqError

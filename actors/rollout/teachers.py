@@ -20,7 +20,8 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
-from ...broker.client.connection import Broker, ConnectionLost
+from ...broker.client.connection import Broker
+from ...broker.client.faults import ConnectionLost
 from ...broker.client.parts import ask_parts
 from ...schemas.config.algorithm import AlgorithmConfig, endpoint, served_job
 from ...schemas.infer import (

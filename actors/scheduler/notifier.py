@@ -15,9 +15,9 @@ from typing import Any
 import structlog
 
 from ...broker.client.connection import Broker
+from ...broker.feed import recent_values
 from ...broker.jetstream.streams import settle_job_streams, stream_info
 from ...broker.jobs import JobStore, is_final
-from ...broker.observe.recent import recent_values
 from ...schemas.job import NOTIFY_URL, JobRecord
 from ...schemas.wire.errors import NotFoundError, TinkermqError
 from .jobs.secrets import SecretStore

@@ -8,7 +8,7 @@ from typing import cast
 from ...broker.client.connection import Broker
 from ...broker.client.rpc import Handler, RequestContext, Service
 from ...broker.jobs import JobStore, is_final
-from ...broker.users.audit import Audit
+from ...broker.user_records import Audit
 from ...schemas.job import (
     ConfigureRequest,
     JobList,
@@ -36,7 +36,7 @@ from ...schemas.node import (
 )
 from ...schemas.tinker.checkpoints import TakeCheckpoint
 from ...schemas.tinker.operation import ModelInfo, TrainerOffers
-from ...schemas.tinker.sessions import TenantShare, TenantShares, TrainerUsage
+from ...schemas.tinker.usage import TenantShare, TenantShares, TrainerUsage
 from ...schemas.user import Quota, QuotaReply
 from ...schemas.wire.errors import StateError
 from ...schemas.wire.message import Empty, Message

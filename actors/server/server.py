@@ -16,8 +16,9 @@ from typing import TypeVar
 
 from ...broker.client.connection import Msg
 from ...broker.client.parts import PartsService, Tell
-from ...envs.serving.remote import Environments, Start
-from ...schemas.config.job import JobConfig, RolloutConfig
+from ...envs.host_client import Environments, Start
+from ...schemas.config.job import JobConfig
+from ...schemas.config.sections import RolloutConfig
 from ...schemas.infer import (
     CancelInference,
     ChatRequest,

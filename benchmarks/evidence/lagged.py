@@ -30,9 +30,9 @@ from tinkermq.actors.training.policies import Policies, load_models
 from tinkermq.envs.data import HostData
 from tinkermq.envs.evaluation import task_seed
 from tinkermq.envs.game import StepResult
+from tinkermq.envs.host_client import Environments, Start, Started
 from tinkermq.envs.registry import load_game
 from tinkermq.envs.running.episodes import Episodes, Opening
-from tinkermq.envs.serving.remote import Environments, Start, Started
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.load_config import parse_config
 from tinkermq.schemas.env import DescribeReply

@@ -24,8 +24,7 @@ from .faults import TRANSIENT, ConnectionLost, NoResponders, Refused, missing
 from .replies import Callbacks, Replies, checked
 
 if TYPE_CHECKING:
-    from .connection import Broker
-    from .store_subjects import StoreSubjects
+    from .connection import Broker, StoreSubjects
 
 
 TOLD_AFTER_S = 5.0
@@ -115,7 +114,7 @@ class Availability:
             self._away_since = None
 
 
-class Unanswered:
+class UnansweredRequest:
     """One wait for an answer that does not come although the connection is up."""
 
     def __init__(self, availability: Availability, waiting_for: str) -> None:
@@ -124,7 +123,7 @@ class Unanswered:
         self._since: float | None = None
         self._next_word = 0.0
 
-    def __enter__(self) -> "Unanswered":
+    def __enter__(self) -> "UnansweredRequest":
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -156,7 +155,7 @@ _DROPPED_S = 5.0
 """Between two complaints about messages of one subscription that were dropped."""
 
 
-class Complaints:
+class ErrorCallbacks:
     """Takes the errors of one connection."""
 
     def __init__(
@@ -244,7 +243,7 @@ async def persist(
     """Attempt it again and again; see `Broker.retry`."""
     deadline, missed = broker.clock() + deadline_s, float("inf")
     pause_s = RETRY_PAUSE_S
-    with Unanswered(broker.availability, waiting_for) as unanswered:
+    with UnansweredRequest(broker.availability, waiting_for) as unanswered:
         while True:
             await broker.wait_connected(deadline, waiting_for=waiting_for)
             try:

@@ -4,7 +4,7 @@ nats-py carries the bytes; this module adds what a long-lived actor needs. The f
 bounded and says why it failed. Later losses of the connection heal by themselves within some ten
 milliseconds: requests in flight end at once with `ConnectionLost` instead of at their timeout, so
 that idempotent ones (`retry`) are sent again as soon as the server is back, for however long it is
-away if the connection is patient (`outages/availability.py`). Errors that NATS tells
+away if the connection is patient (`availability.py`). Errors that NATS tells
 only to a callback (denied subjects, slow consumers) become log events, and a request to a denied
 subject raises. Payloads are measured before they are sent, because the server closes the
 connection of who sends too much.
@@ -14,21 +14,28 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import nats.errors
 import structlog
 from nats.aio.msg import Msg
 
 from ...schemas.wire.errors import BrokerError, DeadlineError
-from ...schemas.wire.subjects import DEFAULT_USER, stream_of
+from ...schemas.wire.subjects import (
+    BUCKET_ACTORS,
+    BUCKET_EVALS,
+    BUCKET_JOBS,
+    DEFAULT_USER,
+    stream_of,
+)
 from . import faults
 from .availability import (
     RECONNECT_WAIT_S,
     RETRY_PAUSE_S,
     Availability,
-    Complaints,
+    ErrorCallbacks,
     look_for_stream,
     persist,
 )
@@ -36,9 +43,103 @@ from .faults import ConnectionLost, NoResponders, Refused, server_urls, shown_ur
 from .login import Login, find_login, tls_options
 from .nats_internals import CarefulClient, end_connecting, reconnection, server_info
 from .replies import Callbacks, Listening, Replies, checked, listen
-from .store_subjects import CLUSTER, SINGLE, GuestStoreSubjects, Replication, StoreSubjects
 
 __all__ = ["RETRY_PAUSE_S", "Broker", "ConnectionLost", "Listening", "NoResponders", "connect"]
+
+# Where stored data is read, and how stale a read may be (`Replication`: a server, or a cluster).
+# Services and connections without authentication ask JetStream, processes of a job the auth
+# service's store proxy for the buckets that all jobs share, guests the proxy for everything
+# (`broker/permissions.py` says why).
+
+_SHARED = frozenset(f"KV_{bucket}" for bucket in (BUCKET_JOBS, BUCKET_ACTORS, BUCKET_EVALS))
+_INFO = "STREAM.INFO."
+
+
+@dataclass(frozen=True)
+class Replication:
+    """How far what is stored may be behind what was confirmed."""
+
+    reads_leader: bool
+    """Whether the newest is asked of a stream's leader: a replica may not have it."""
+    lag_s: float
+    """How long what was confirmed may be missing where it is read."""
+    absent_s: float
+    """How long a stream may be without anybody who answers for it, though it is there."""
+
+
+SINGLE = Replication(reads_leader=False, lag_s=0.0, absent_s=2.0)
+"""One server. While it is being stopped its streams end some time before its connections."""
+CLUSTER = Replication(reads_leader=True, lag_s=3.0, absent_s=20.0)
+"""Several. Replicas lag behind their leader, and a stream may be about to elect one."""
+
+
+class StoreSubjects:
+    """Chooses the subject of each kind of request for who may ask JetStream."""
+
+    asks_jetstream: ClassVar[bool] = True
+
+    def __init__(self, subject: str = "") -> None:
+        """`subject` is that of the store proxy, empty for those who ask JetStream for all."""
+        self.subject = subject
+
+    def passes(self, stream: str) -> bool:
+        """Whether requests for what a stream holds go through the store proxy."""
+        return bool(self.subject) and stream in _SHARED
+
+    def direct_get(self, stream: str) -> str:
+        """Subject on which stored messages of a stream are asked for."""
+        if self.passes(stream):
+            return f"{self.subject}.get.{stream}"
+        return f"$JS.API.DIRECT.GET.{stream}"
+
+    def last_get(self, stream: str, subject: str, *, of_leader: bool) -> tuple[str, bytes]:
+        """Subject and payload of the request for the last message on `subject`."""
+        if of_leader and not self.passes(stream):
+            request = json.dumps({"last_by_subj": subject}).encode()
+            return f"$JS.API.STREAM.MSG.GET.{stream}", request
+        return f"{self.direct_get(stream)}.{subject}", b""
+
+    def api(self, verb: str) -> str:
+        """Subject of another request to JetStream; raises BrokerError for one that is denied."""
+        return f"$JS.API.{verb}"
+
+    def store(self, subject: str) -> str:
+        """Subject to which a message is sent that shall be stored on `subject`."""
+        return subject
+
+    def absent_s(self, replication: Replication) -> float:
+        """Return for how long silence does not tell that a stream is gone."""
+        return replication.absent_s
+
+
+class GuestStoreSubjects(StoreSubjects):
+    """Chooses them for guests: all goes through the store proxy, which knows what is not there."""
+
+    asks_jetstream = False
+
+    def passes(self, stream: str) -> bool:
+        """Whether requests for what a stream holds go through the store proxy: all do."""
+        del stream
+        return True
+
+    def api(self, verb: str) -> str:
+        """Subject of a request about a stream; raises BrokerError for any other."""
+        if not verb.startswith(_INFO):
+            raise BrokerError(
+                f"users may not ask for {verb} at the broker",
+                hint="only the pool makes, changes and removes streams",
+            )
+        return f"{self.subject}.info.{verb.removeprefix(_INFO)}"
+
+    def store(self, subject: str) -> str:
+        """Subject of the proxy that stores a message on `subject`."""
+        return f"{self.subject}.put.{subject}"
+
+    def absent_s(self, replication: Replication) -> float:
+        """Return 0: the proxy knows what is not there."""
+        del replication
+        return 0.0
+
 
 T = TypeVar("T")
 
@@ -71,7 +172,7 @@ class Broker:
         self._was_open = False
         self._on_reconnect = Callbacks[Callable[[], None]]()
         self._on_disconnect = Callbacks[Callable[[], None]]()
-        self._complaints = Complaints(
+        self._complaints = ErrorCallbacks(
             url, login.user, self.nc, lambda: self._replies, self.availability
         )
 

@@ -132,11 +132,11 @@ def nobody_listens(subject: str, headers: Mapping[str, str]) -> BrokerError:
             f"nobody answers at {subject}: the auth service of the pool is away",
             hint="try again; see whether it runs (`python -m tinkermq.actors.auth`)",
         )
-    asked = _STREAM_ASKED.match(subject)
+    match = _STREAM_ASKED.match(subject)
     return NoResponders(
         f"nobody listens on {subject}",
         hint="see whether the actor that answers there runs (`nats micro ls`)",
-        stream=asked[1] if asked else headers.get(NO_STREAM, ""),
+        stream=match[1] if match else headers.get(NO_STREAM, ""),
     )
 
 
@@ -159,8 +159,8 @@ def check_url(url: str) -> None:
 
 def denied_subject(error: Exception) -> tuple[str, str] | None:
     """Return operation and subject (in lower case) if a right is missing, else None."""
-    found = _DENIED.search(str(error).lower())
-    return (_OPERATIONS.get(found[1], found[1]), found[2]) if found else None
+    match = _DENIED.search(str(error).lower())
+    return (_OPERATIONS.get(match[1], match[1]), match[2]) if match else None
 
 
 def is_refusal(error: Exception) -> bool:

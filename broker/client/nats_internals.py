@@ -47,7 +47,7 @@ class CarefulClient(Client):
     async def _process_err(self, err_msg: str) -> None:
         """Take a refusal for a loss of the connection: who checks keys may not be back yet.
 
-        One that lasts is ended by `Complaints`.
+        One that lasts is ended by `ErrorCallbacks`.
         """
         if "authorization violation" not in err_msg.lower():
             await super()._process_err(err_msg)

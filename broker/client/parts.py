@@ -31,7 +31,8 @@ from ...schemas.wire.errors import (
 from ...schemas.wire.foreign import ends_this_task
 from ...schemas.wire.message import ErrorReply, Message, Part
 from . import faults
-from .connection import Broker, ConnectionLost
+from .connection import Broker
+from .faults import ConnectionLost
 from .nats_internals import NO_RESPONDERS, reply_of, status_of
 from .reconnect import flush
 from .replies import Listening
@@ -151,12 +152,12 @@ class Inbox:
 
     def drain(self) -> list[Msg]:
         """Return the messages that are here already, without waiting."""
-        found: list[Msg] = []
+        messages: list[Msg] = []
         while not self._arrived.empty():
             arrived = self._arrived.get_nowait()
             if not isinstance(arrived, BrokerError):
-                found.append(arrived)
-        return found
+                messages.append(arrived)
+        return messages
 
     async def close(self) -> None:
         """Unsubscribe."""
@@ -394,9 +395,9 @@ class _Sender(Generic[P]):
             await self._broker.publish(self._inbox, payload)
 
     async def fail(self, error: TinkermqError) -> None:
-        told = ErrorReply.of(error.code, error.message, error.hint)
+        reply = ErrorReply.of(error.code, error.message, error.hint)
         with contextlib.suppress(TinkermqError):  # the connection is gone: nobody hears
-            await self.send(self._blank.model_copy(update={"last": True, "error": told}))
+            await self.send(self._blank.model_copy(update={"last": True, "error": reply}))
 
     async def keep_alive(self) -> None:
         known = -1

@@ -104,10 +104,10 @@ def _expire(future: asyncio.Future[Msg]) -> None:
 
 def checked(answer: bytes, what: str) -> dict[str, Any]:
     """Return the JSON answer of JetStream; raises Refused, with `what` it refuses."""
-    told = cast("dict[str, Any]", json.loads(answer))
-    if "error" in told:
-        raise Refused(told["error"], what)
-    return told
+    fields = cast("dict[str, Any]", json.loads(answer))
+    if "error" in fields:
+        raise Refused(fields["error"], what)
+    return fields
 
 
 def error_reply(code: str, message: str, hint: str) -> tuple[bytes, dict[str, str]]:

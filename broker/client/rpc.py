@@ -35,8 +35,17 @@ from ...schemas.wire.message import Message
 from ...schemas.wire.subjects import caller_of_rpc, user_of_rpc
 from ...schemas.wire.trace import TRACEPARENT
 from ..fair_queue import FairQueue, Rates
-from .connection import RETRY_PAUSE_S, Broker, ConnectionLost, NoResponders
-from .nats_internals import ERROR_CODE, ERROR_TEXT, MicroEndpoint, header, reply_of, subscriptions
+from .availability import RETRY_PAUSE_S
+from .connection import Broker
+from .faults import ConnectionLost, NoResponders
+from .nats_internals import (
+    ERROR_CODE,
+    ERROR_TEXT,
+    MicroEndpoint,
+    header,
+    reply_of,
+    subscriptions,
+)
 from .reconnect import flush
 from .replies import error_of, error_reply, is_behind
 

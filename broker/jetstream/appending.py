@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ...schemas.wire.errors import BrokerError, ConflictError
 from ...schemas.wire.trace import TRACEPARENT
-from ..client.availability import Unanswered
+from ..client.availability import UnansweredRequest
 from ..client.connection import Broker
 from ..client.faults import Refused
 from ..client.nats_internals import EXPECTED_SEQ, EXPECTED_STREAM_SEQ, WRITE_ID
@@ -54,8 +54,8 @@ async def append_behind(
         if last is not None and last.headers.get(WRITE_ID) == write_id:
             return last.seq
         if error.is_overtaken:
-            found = None if last is None else last.seq
-            raise Overtaken(f"somebody else has written on {subject}", last=found) from error
+            last_seq = None if last is None else last.seq
+            raise Overtaken(f"somebody else has written on {subject}", last=last_seq) from error
         raise
 
 
@@ -88,16 +88,16 @@ async def append_as_owner(
             raise
 
         async def stored() -> StoredMessage | None:
-            found = await get_last(broker, stream, subject)
-            return found or await get_last_behind(broker, stream, subject, seq)
+            newest = await get_last(broker, stream, subject)
+            return newest or await get_last_behind(broker, stream, subject, seq)
 
         last = await broker.retry(stored, deadline_s=deadline_s, waiting_for=waiting_for)
         if last is not None and last.headers.get(WRITE_ID) == write_id:
             return last.seq
         if is_first and last is not None and last.seq <= seq:
             return None
-        found = None if last is None else last.seq
-        raise Overtaken(f"somebody else has written to {stream}", last=found) from error
+        last_seq = None if last is None else last.seq
+        raise Overtaken(f"somebody else has written to {stream}", last=last_seq) from error
 
 
 async def append_once(
@@ -121,7 +121,7 @@ async def append_once(
     if traceparent:
         headers[TRACEPARENT] = traceparent
     deadline = broker.clock() + deadline_s
-    with Unanswered(broker.availability, waiting_for) as unanswered:
+    with UnansweredRequest(broker.availability, waiting_for) as unanswered:
         while True:
             try:
                 await broker.append(

@@ -1,21 +1,22 @@
-"""Reading stored messages by sequence, without a consumer.
+"""Reads stored messages by sequence, without a consumer: one, a batch, or a stream as it grows.
 
-A direct get answers from the stream itself, in batches, and needs no right to create consumers.
-Used for keys, single log entries and the chunks of objects; live tails are in `reader.py`.
+A direct get is answered from the stream itself, in batches, and needs no right to create consumers.
+Used for keys, log entries, the chunks of objects, and by `StreamReader` for live streams.
 """
 
 import asyncio
 import base64
+import contextlib
 import json
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
 from nats.aio.msg import Msg
 
 from ...schemas.wire.errors import BrokerError, TinkermqError
-from ..client.connection import Broker, NoResponders
-from ..client.faults import Refused, nobody_listens
+from ..client.connection import Broker
+from ..client.faults import NoResponders, Refused, nobody_listens
 from ..client.nats_internals import (
     DESCRIPTION,
     END_OF_BATCH,
@@ -28,7 +29,8 @@ from ..client.nats_internals import (
     status_of,
 )
 from ..client.parts import Inbox
-from ..client.replies import checked
+from ..client.replies import Listening, checked
+from .streams import stream_info
 
 BATCH_MESSAGES = 1000
 BATCH_BYTES = 16 * 2**20
@@ -78,9 +80,9 @@ async def get_last_behind(
     loop = asyncio.get_running_loop()
     deadline = loop.time() + broker.replication.lag_s
     while True:
-        found = await get_last(broker, stream, subject)
-        if (found is not None and found.seq > seq) or loop.time() >= deadline:
-            return found
+        newest = await get_last(broker, stream, subject)
+        if (newest is not None and newest.seq > seq) or loop.time() >= deadline:
+            return newest
         await asyncio.sleep(_IN_FLIGHT_PAUSE_S)
 
 
@@ -128,13 +130,13 @@ async def get_all(
     A message that is replaced meanwhile (a key that is written again) may come twice.
     Each batch is one attempt; raises what `Broker.request` raises.
     """
-    found: list[StoredMessage] = []
+    stored: list[StoredMessage] = []
     seq = from_seq
     while True:
         messages, more = await get_batch(broker, stream, seq, subject)
-        found += messages
+        stored += messages
         if not more:
-            return found
+            return stored
         seq = messages[-1].seq + 1
 
 
@@ -188,14 +190,14 @@ class BatchInbox:
         await self._inbox.close()
 
 
-# Many questions in one message: what is asked for within one turn of the event loop.
+# Batching: what is asked for within one turn of the event loop travels in one message.
 
 K = TypeVar("K", bound=Hashable)
 Q = TypeVar("Q")
 R = TypeVar("R")
 
 
-class Together(Generic[K, Q, R]):
+class RequestBatcher(Generic[K, Q, R]):
     """Gathers, by key, what is asked for within one turn of the event loop."""
 
     def __init__(
@@ -209,12 +211,12 @@ class Together(Generic[K, Q, R]):
     def ask(self, key: K, question: Q) -> "asyncio.Future[R]":
         """Return the future of the answer."""
         loop = asyncio.get_running_loop()
-        asked = self._asked.get(key)
-        if asked is None:
-            asked = self._asked[key] = []
+        waiting = self._asked.get(key)
+        if waiting is None:
+            waiting = self._asked[key] = []
             loop.call_soon(self._go, key)
         future: asyncio.Future[R] = loop.create_future()
-        asked.append((question, future))
+        waiting.append((question, future))
         return future
 
     def _go(self, key: K) -> None:
@@ -237,3 +239,115 @@ class Together(Generic[K, Q, R]):
                 future.set_exception(answer)
             else:
                 future.set_result(answer)
+
+
+# Reading a stream from any sequence on, live, across restarts of the server.
+#
+# The reader keeps its own position and reads by batched direct gets, one batch ahead. At the end, a
+# plain subscription to the stream's subjects (of a stream with large messages, to what the server
+# republishes without them) says when to read again. So every stored message is yielded once and in
+# order, whatever the subscription lost.
+
+FIRST_PAUSE_S = 0.005
+LAST_PAUSE_S = 1.0
+READ_AHEAD_MESSAGES = 250
+READ_AHEAD_BYTES = 8 * 2**20
+_EVERYTHING = ">"
+_DEADLINE_S = 60.0
+
+
+class StreamReader:
+    """Yields the messages of a stream in order, and then new ones as they are stored."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        stream: str,
+        subjects: list[str],
+        *,
+        from_seq: int | None = 1,
+        sign: str = "",
+    ) -> None:
+        """`from_seq` is the first sequence to yield; None starts behind the last one.
+
+        Something on the subject `sign` says that there is more; by default the messages do.
+        """
+        self._broker = broker
+        self._stream = stream
+        self._subjects = subjects
+        self._next_seq = from_seq
+        self._inbox = BatchInbox(broker, READ_AHEAD_MESSAGES, READ_AHEAD_BYTES)
+        self._signs = [sign] if sign else subjects
+        self._sign = asyncio.Event()
+        self._listening: list[Listening] = []
+
+    async def start(self) -> None:
+        """Fix the position now, so that what is stored from here on is not missed.
+
+        Raises NotFoundError when the stream is not there, DeadlineError.
+        """
+        if not self._listening:
+            self._listening = [await self._broker.listen(s, self._hear) for s in self._signs]
+        if self._next_seq is None:
+            state = (await stream_info(self._broker, self._stream))["state"]
+            self._next_seq = int(state["last_seq"]) + 1
+
+    async def messages(self) -> AsyncGenerator[StoredMessage, None]:
+        """Iterate for ever; leave the loop through `aclose`.
+
+        Raises NotFoundError when the stream is gone, DeadlineError when the server stays away.
+        """
+        remove = self._broker.on_reconnect(self._sign.set)
+        pause_s = FIRST_PAUSE_S
+        ahead: asyncio.Task[Batch] | None = None
+        try:
+            await self.start()
+            while True:
+                self._sign.clear()
+                messages, more = await (ahead or self._read())
+                if messages:
+                    self._next_seq = messages[-1].seq + 1
+                    pause_s = FIRST_PAUSE_S
+                ahead = asyncio.create_task(self._read()) if more else None
+                for message in messages:
+                    if self._is_wanted(message):
+                        yield message
+                if not more and await self._rest(pause_s):
+                    pause_s = FIRST_PAUSE_S
+                elif not more:
+                    pause_s = min(2 * pause_s, LAST_PAUSE_S)
+        finally:
+            remove()
+            if ahead is not None:
+                ahead.cancel()
+                await asyncio.wait({ahead})
+            await self._close()
+
+    async def _read(self) -> Batch:
+        """Return the next messages, and whether there may be more."""
+        seq = max(self._next_seq or 1, 1)
+        subject = self._subjects[0] if len(self._subjects) == 1 else _EVERYTHING
+        return await self._broker.retry(
+            lambda: self._inbox.get(self._stream, seq, subject),
+            deadline_s=_DEADLINE_S,
+            waiting_for=f"stream {self._stream}",
+        )
+
+    def _is_wanted(self, message: StoredMessage) -> bool:
+        return len(self._subjects) == 1 or message.subject in self._subjects
+
+    async def _rest(self, pause_s: float) -> bool:
+        """Wait for a sign, or `pause_s`: the sign may come before the message is stored."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._sign.wait()
+        return self._sign.is_set()
+
+    def _hear(self, _: Msg) -> None:
+        self._sign.set()
+
+    async def _close(self) -> None:
+        listening, self._listening = self._listening, []
+        for one in listening:
+            await one.stop()
+        await self._inbox.close()

@@ -23,8 +23,9 @@ from nats.aio.msg import Msg
 
 from ...schemas.wire.errors import ConflictError, MessageError, NotFoundError
 from ...schemas.wire.message import Message
-from ..client.connection import Broker, Listening
+from ..client.connection import Broker
 from ..client.nats_internals import OPERATION, TTL
+from ..client.replies import Listening
 from .appending import Overtaken, append_behind
 from .direct_get import StoredMessage, get_all, get_batch, get_last
 
@@ -83,8 +84,8 @@ class Bucket(Generic[M]):
 
         Raises DamagedEntry for a value that is not of this bucket's kind, or of another key.
         """
-        found = await self._last(key)
-        return None if found is None or _is_deleted(found) else self._entry(found)
+        newest = await self._last(key)
+        return None if newest is None or _is_deleted(newest) else self._entry(newest)
 
     async def find(self, key: str) -> Entry[M] | None:
         """Return the entry, or None if there is none that can be read."""
@@ -106,10 +107,10 @@ class Bucket(Generic[M]):
         try:
             return await self._swap(key, payload, 0, _ttl_header(ttl_s))
         except ConflictError:
-            found = await self._last(key)
-            if found is None or not _is_deleted(found):
+            newest = await self._last(key)
+            if newest is None or not _is_deleted(newest):
                 raise self._conflict(key, "it is there already") from None
-            return await self._swap(key, payload, found.seq, _ttl_header(ttl_s))
+            return await self._swap(key, payload, newest.seq, _ttl_header(ttl_s))
 
     async def update(self, key: str, value: M, revision: int, *, ttl_s: int | None = None) -> int:
         """Write a key that must still be at `revision`; return the new revision.
@@ -400,10 +401,10 @@ class Mirror(Generic[M]):
 
     def put(self, entry: Entry[M]) -> Entry[M]:
         """Enter what was just read or written, if it is the newest; return what is."""
-        known = self.entries.get(entry.key)
-        if known is None or known.revision < entry.revision:
-            self.entries[entry.key] = known = entry
-        return known
+        current = self.entries.get(entry.key)
+        if current is None or current.revision < entry.revision:
+            self.entries[entry.key] = current = entry
+        return current
 
     def drop(self, key: str) -> None:
         """Forget an entry that was just deleted."""

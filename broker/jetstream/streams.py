@@ -36,8 +36,8 @@ from ...schemas.wire.subjects import (
     JobScope,
     number_of,
 )
-from ..client.connection import Broker, ConnectionLost, NoResponders
-from ..client.faults import Refused
+from ..client.connection import Broker
+from ..client.faults import ConnectionLost, NoResponders, Refused
 from ..client.nats_internals import DESCRIPTION, header, status_of
 from ..client.parts import Inbox
 
@@ -278,7 +278,7 @@ def _default_streams(scope: JobScope) -> list[StreamConfig]:
 
 def job_streams(scope: JobScope, limits: "LimitsConfig", weights_bytes: int) -> list[StreamConfig]:
     """Return the configuration of every stream of a job."""
-    job, kept = f"job {scope.job} of {scope.user}", scope.object_checkpoints
+    job, checkpoints = f"job {scope.job} of {scope.user}", scope.object_checkpoints
     once = {"max_msgs_per_subject": 1, "discard": "new", "discard_new_per_subject": True}
     return [
         stream_config(
@@ -338,7 +338,7 @@ def job_streams(scope: JobScope, limits: "LimitsConfig", weights_bytes: int) -> 
         stream_config(scope.stream_log, f"Log lines of {job}", [scope.log("*")], limits.log_bytes),
         bucket_config(scope.bucket_weights, f"Weight manifests of {job}", max_bytes=MANIFEST_BYTES),
         object_store_config(scope.object_weights, f"Weights of {job}", weights_bytes),
-        object_store_config(kept, f"Checkpoints of {job}", limits.checkpoint_bytes),
+        object_store_config(checkpoints, f"Checkpoints of {job}", limits.checkpoint_bytes),
     ]
 
 
@@ -362,13 +362,13 @@ def stream_config(
 
 def num_replicas() -> int:
     """Return on how many servers of a cluster new streams are kept: `$TINKERMQ_REPLICAS`, or 1."""
-    given = os.environ.get(REPLICAS_VARIABLE, "1")
-    if given not in ("1", "3", "5"):
+    text = os.environ.get(REPLICAS_VARIABLE, "1")
+    if text not in ("1", "3", "5"):
         raise BrokerError(
-            f"{REPLICAS_VARIABLE}={given!r} is no number of replicas",
+            f"{REPLICAS_VARIABLE}={text!r} is no number of replicas",
             hint="set it to 3 for a cluster of three servers, or leave it out",
         )
-    return int(given)
+    return int(text)
 
 
 def bucket_config(
@@ -434,14 +434,14 @@ async def stream_info(broker: Broker, name: str) -> dict[str, Any]:
 
 async def stream_subjects(broker: Broker, name: str, subjects: str) -> list[str]:
     """Return every subject below `subjects` under which the stream holds messages, unread."""
-    found: list[str] = []
+    subject_names: list[str] = []
     while True:
-        request = {"subjects_filter": subjects, "offset": len(found)}
+        request = {"subjects_filter": subjects, "offset": len(subject_names)}
         answer = await _ask(broker, f"STREAM.INFO.{name}", request)
         page: dict[str, int] = answer["state"].get("subjects") or {}
-        found += page
-        if not page or len(found) >= int(answer.get("total", 0)):
-            return found
+        subject_names += page
+        if not page or len(subject_names) >= int(answer.get("total", 0)):
+            return subject_names
 
 
 def numbers_of(subjects: list[str]) -> set[int]:

@@ -249,8 +249,8 @@ def make(base: Whole, difference: memoryview, manifest: Manifest, buffer: memory
         apply(difference, buffer)
     except MessageError as error:
         raise DigestMismatch(error.message) from error
-    if (found := digest_of([buffer])) != manifest.digest:
-        raise DigestMismatch(f"a difference made {found}, told was {manifest.digest}")
+    if (digest := digest_of([buffer])) != manifest.digest:
+        raise DigestMismatch(f"a difference made {digest}, told was {manifest.digest}")
 
 
 def joined(views: Sequence[memoryview]) -> memoryview:

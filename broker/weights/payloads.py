@@ -219,9 +219,9 @@ class Payloads:
         """
         if transport == "file":
             path = Path(location)
-            found, payload = await asyncio.to_thread(read_file, path, num_bytes)
-            if found != digest:
-                raise DigestMismatch(f"{path} has digest {found}, stored was {digest}")
+            size_on_disk, payload = await asyncio.to_thread(read_file, path, num_bytes)
+            if size_on_disk != digest:
+                raise DigestMismatch(f"{path} has digest {size_on_disk}, stored was {digest}")
             return payload
         buffer = np.empty(num_bytes, np.uint8).data  # not zeroed: it is filled anyway
         await self.get_into(location, digest, buffer)

@@ -197,8 +197,8 @@ def own_folder(root: Path = _MEMORY) -> Path:
     folder = root / f"tinkermq-{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise PermissionError(f"{folder} is not a folder of this user alone")
     return folder
 
@@ -245,9 +245,9 @@ def _mapped(place: Path, num_bytes: int) -> memoryview | None:
 
 
 def _map(file: int, num_bytes: int) -> memoryview:
-    found = os.fstat(file)
-    if found.st_uid != os.geteuid() or found.st_size != num_bytes:
-        raise _NotShared(f"a file of {found.st_size:,} bytes stands where {num_bytes:,} should")
+    status = os.fstat(file)
+    if status.st_uid != os.geteuid() or status.st_size != num_bytes:
+        raise _NotShared(f"a file of {status.st_size:,} bytes stands where {num_bytes:,} should")
     return memoryview(mmap.mmap(file, num_bytes, access=mmap.ACCESS_COPY))
 
 

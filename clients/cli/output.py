@@ -1,4 +1,4 @@
-"""What commands print: text for a terminal, plain lines for a pipe, JSON for a program."""
+"""Output of commands: text for a terminal, plain lines for a pipe, JSON for a program."""
 
 import json
 import math
@@ -30,11 +30,11 @@ def stderr() -> "Console":
 
 
 def is_terminal() -> bool:
-    """Whether somebody looks at the output as it comes."""
+    """Whether the output is a terminal."""
     return sys.stdout.isatty()
 
 
-def say(text: str) -> None:
+def print_text(text: str) -> None:
     """Print one line that may hold rich markup."""
     stdout().print(text)
 
@@ -46,25 +46,25 @@ def literal(text: str) -> str:
     return escape(text)
 
 
-def say_plain(text: str) -> None:
+def print_plain(text: str) -> None:
     """Print text as it is: no markup, no wrapping."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
-def note(text: str) -> None:
-    """Print one line about the work, not of its result, on the error stream."""
+def print_note(text: str) -> None:
+    """Print one line of progress or advice to standard error."""
     stderr().print(text)
 
 
 def print_json(value: Any) -> None:
     """Print one JSON document on one line when piped, indented on a terminal."""
-    say_plain(json.dumps(jsonable(value), indent=2 if is_terminal() else None, allow_nan=False))
+    print_plain(json.dumps(jsonable(value), indent=2 if is_terminal() else None, allow_nan=False))
 
 
 def print_json_line(value: Any) -> None:
     """Print one line of a JSON stream."""
-    say_plain(json.dumps(jsonable(value), allow_nan=False))
+    print_plain(json.dumps(jsonable(value), allow_nan=False))
 
 
 def jsonable(value: Any) -> Any:
@@ -105,11 +105,11 @@ def _print_aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Non
     widths = [max(len(line[place]) for line in lines) for place in range(len(columns))]
     for line in lines:
         cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        say_plain("  ".join(cells).rstrip())
+        print_plain("  ".join(cells).rstrip())
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as people say it: `45s`, `3m 20s`, `2h 05m`."""
+    """Format a duration: `45s`, `3m 20s`, `2h 05m`."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole}s"
@@ -121,7 +121,7 @@ def duration(seconds: float) -> str:
 
 
 def print_commands(commands: Mapping[str, str]) -> None:
-    """Print commands that may come next, each with its meaning."""
+    """Print possible next commands, each with its meaning."""
     width = max(map(len, commands))
     for command, meaning in commands.items():
-        say(f"  {command:<{width}}   [dim]{meaning}[/]")
+        print_text(f"  {command:<{width}}   [dim]{meaning}[/]")

@@ -1,10 +1,11 @@
-"""Hosting the episodes of a run in this process: its game, or its programs."""
+"""Host the episodes of a run in this process: its game or its agent programs."""
 
 import asyncio
 import contextlib
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...broker.client.login import KEY_VARIABLE
@@ -14,11 +15,12 @@ from ...schemas.config.job import EnvConfig, JobConfig
 from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.wire.errors import BrokerError, DeadlineError, StateError
 from ..pool import Pool
-from .output import note
+from .output import print_note
 from .session import with_pool
 
 if TYPE_CHECKING:
-    from ...envs.serving.host import EnvironmentHost
+    from ...envs.host import EnvironmentHost
+
 
 END_POLL_S = 2.0
 """How often a host looks whether its run has ended."""
@@ -38,8 +40,8 @@ def host_run(run: str, nats_url: str | None, make: MakeHost) -> int:
         record = await pool.find(run)
         if record.state in FINAL_STATES:
             raise StateError(
-                f"run {record.name} is {record.state}: nobody plays its episodes any more",
-                hint=f"let it go on first: `tinkermq resume {record.name}`",
+                f"run {record.name} is {record.state}: its episodes are no longer played",
+                hint=f"resume it first: `tinkermq resume {record.name}`",
             )
         await _serve(pool, record, make(pool, record))
 
@@ -56,16 +58,18 @@ async def _serve(pool: Pool, record: JobRecord, host: "EnvironmentHost") -> None
     async with asyncio.TaskGroup() as tasks:
         hosting = tasks.create_task(host.run(stopping), name="host the episodes")
         await host.ready.wait()
-        watching = tasks.create_task(_until_end(pool, record.job, stopping), name="see the end")
+        watching = tasks.create_task(
+            _wait_until_ended(pool, record.job, stopping), name="see the end"
+        )
         game = record.config.get("env", {}).get("game") or "agent"
-        note(f"{host.name} serves {game} for {record.name}; Ctrl-C stops it")
+        print_note(f"{host.name} serves {game} for {record.name}; Ctrl-C stops it")
         async with told_to_systemd():
             await hosting
         watching.cancel()
 
 
-async def _until_end(pool: Pool, job: str, stopping: asyncio.Event) -> None:
-    """Set `stopping` when a job has ended; a broker that is away for a while is waited for."""
+async def _wait_until_ended(pool: Pool, job: str, stopping: asyncio.Event) -> None:
+    """Set `stopping` when a job has ended; waits for a broker that is away."""
     while True:
         await asyncio.sleep(END_POLL_S)
         try:
@@ -75,7 +79,7 @@ async def _until_end(pool: Pool, job: str, stopping: asyncio.Event) -> None:
                 raise
             continue
         if record.state in FINAL_STATES:
-            note(f"{record.name} is {record.state}")
+            print_note(f"{record.name} is {record.state}")
             stopping.set()
             return
 
@@ -83,11 +87,11 @@ async def _until_end(pool: Pool, job: str, stopping: asyncio.Event) -> None:
 def make_host(
     pool: Pool, record: JobRecord, name: str = "", *, job: JobConfig | None = None
 ) -> "EnvironmentHost":
-    """Return a host of a run's episodes; `job` stands for its stored configuration.
+    """Return a host of a run's episodes; `job` replaces its stored configuration.
 
     Raises StateError for a run whose episodes cannot be hosted by a command.
     """
-    from ...envs.serving.host import EnvironmentHost
+    from ...envs.host import EnvironmentHost
 
     if job is None and not runs_programs(record.config):
         return _host_of_game(pool, record, name)
@@ -99,10 +103,10 @@ def make_host(
         )
     programs = None
     if job.agent.command:
-        from ...envs.agents.programs.hosted import program_runner
+        from ...envs.agents.leases import make_program_runner
 
         tries = job.rollout.max_tries
-        programs = program_runner(job.agent, pool.broker, record.scope, max_tries=tries)
+        programs = make_program_runner(job.agent, pool.broker, record.scope, max_tries=tries)
     return EnvironmentHost(
         pool.broker, record.scope, job.env, name=name, seed=job.seed, programs=programs
     )
@@ -110,10 +114,64 @@ def make_host(
 
 def _host_of_game(pool: Pool, record: JobRecord, name: str) -> "EnvironmentHost":
     """Return a host of a run's game; its configuration need not be complete yet."""
-    from ...envs.serving.host import EnvironmentHost
+    from ...envs.host import EnvironmentHost
 
     env = EnvConfig.model_validate(record.config.get("env") or {"game": ""})
     if not env.game:
         raise StateError(f"run {record.name} plays no episodes: it is an SFT job")
     seed = int(record.config.get("seed", 0))
     return EnvironmentHost(pool.broker, record.scope, env, name=name, seed=seed)
+
+
+# `tinkermq agent host`: run a run's agent programs on this machine.
+
+
+def host(
+    run: str,
+    /,
+    *,
+    files: Path | None = None,
+    reward_files: Path | None = None,
+    places: int | None = None,
+    name: str = "",
+    nats_url: str | None = None,
+) -> int:
+    """Run a run's agent programs on this machine until Ctrl-C or the run's end.
+
+    One outgoing connection to the broker is enough. With `env.hosts: 0`, such hosts run all
+    programs of the run, otherwise they add to the pool's hosts. Relative paths in the run's section
+    `agent` are resolved on this machine, from the working folder.
+
+    Parameters
+    ----------
+    run
+        Name or job id.
+    files
+        Folder of the program, in place of the run's `agent.files`.
+    reward_files
+        Folder of the reward command, in place of the run's `agent.reward_files`.
+    places
+        Most programs at once, in place of the run's `agent.per_host`.
+    name
+        Name of this host; default: a generated one.
+    nats_url
+        The broker; default: $TINKERMQ_NATS_URL, or the local stack.
+    """
+    given = {
+        "files": None if files is None else str(files),
+        "reward_files": None if reward_files is None else str(reward_files),
+        "per_host": places,
+    }
+    instead = {key: value for key, value in given.items() if value is not None}
+
+    def make(pool: Pool, record: JobRecord) -> "EnvironmentHost":
+        config = dict(record.config)
+        job = JobConfig.model_validate({**config, "agent": {**config.get("agent", {}), **instead}})
+        if not job.agent.runs_programs:
+            raise StateError(
+                f"run {record.name} plays the game {job.env.game!r} and has no program",
+                hint=f"host its game: `tinkermq env serve {record.name}`",
+            )
+        return make_host(pool, record, name, job=job)
+
+    return host_run(run, nats_url, make)

@@ -1,14 +1,16 @@
-"""One command's connection to the pool."""
+"""A command's connection: to the pool, or to a broker of its own; and the options for it."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
 
-from ...broker.client.connection import connect
+from cyclopts import Parameter
+
+from ...broker.client.connection import Broker, connect
+from ..base import quiet_logs, unwrap_error_groups
 from ..home import find_url
 from ..pool import Pool
-from ..sync.quiet import quiet_logs
-from ..sync.single_error import single_errors
 
 T = TypeVar("T")
 
@@ -18,7 +20,7 @@ CONNECT_DEADLINE_S = 5.0
 def with_pool(
     nats_url: str | None, work: Callable[[Pool], Awaitable[T]], *, api_key: str | None = None
 ) -> T:
-    """Connect to the named broker, or to that of the local stack, run `work`, and close.
+    """Connect to the named broker or the local stack's, run `work`, and close.
 
     Without `api_key` that of $TINKERMQ_API_KEY counts. Raises the one TinkermqError inside an
     exception group by itself.
@@ -32,5 +34,48 @@ def with_pool(
         async with await connecting as broker:
             return await work(Pool(broker))
 
-    with single_errors():
+    with unwrap_error_groups():
         return asyncio.run(body())
+
+
+# Options that most commands have.
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Common:
+    """The pool to use and the format of the output."""
+
+    nats_url: Annotated[
+        str | None,
+        Parameter(help="The broker; default: $TINKERMQ_NATS_URL, or the local stack."),
+    ] = None
+    json: Annotated[bool, Parameter(help="Print JSON; a stream is one document a line.")] = False
+
+
+COMMON = Common()
+"""The defaults."""
+
+
+# A temporary broker for one command.
+
+
+def with_private_broker(work: Callable[[Broker], Awaitable[T]]) -> T:
+    """Start a broker in a temporary folder, run `work` with it, and stop it."""
+    import tempfile
+    from pathlib import Path
+
+    from ...broker.nats_server import NatsServer
+
+    quiet_logs()
+
+    async def body(url: str) -> T:
+        async with await connect(url, name="tinkermq") as broker:
+            return await work(broker)
+
+    with (
+        unwrap_error_groups(),
+        tempfile.TemporaryDirectory(prefix="tinkermq-trial-") as folder,
+        NatsServer(Path(folder)) as server,
+    ):
+        return asyncio.run(body(server.url))

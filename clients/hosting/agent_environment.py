@@ -1,4 +1,4 @@
-"""Agent programs of the user's own: functions of this process, or programs started from here.
+"""Custom agent programs: functions in this process, or programs started by it.
 
     async def run(task, model):
         client = model.async_openai()
@@ -12,7 +12,7 @@
         subprocess.run(["my-agent", episode.prompt[-1]["content"]], env=environment)
         episode.end(grade(...))
 
-Calls of the model go through a proxy in this process, and one outgoing connection to the broker.
+Model calls go through a proxy in this process and one outgoing connection to the broker.
 """
 
 import asyncio
@@ -25,7 +25,8 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 from urllib.parse import urlsplit
 
 from ...schemas.config.agent import IMPLIED_OF_ENV, AgentConfig
@@ -35,16 +36,74 @@ from ...schemas.wire.codec import merged
 from ...schemas.wire.errors import BrokerError, ConfigError, DeadlineError
 from ...schemas.wire.foreign import clean_text, ends_this_task, lines_of, plain_value, shown
 from ..address import JobAddress
-from ..compat.arguments import as_tree
-from ..compat.opentinker_keys import translate
+from ..opentinker import as_tree, translate
 from ..pool import Pool
-from .hosted_environment import HasServerUrl, HostedEnvironment
-from .sdk_clients import SdkClients
+from .environments import HasServerUrl, HostedEnvironment
 
 if TYPE_CHECKING:
+    from anthropic import Anthropic, AsyncAnthropic
+    from openai import AsyncOpenAI, OpenAI
+
     from ...broker.client.connection import Broker
-    from ...envs.agents.given_out import GivenEpisode
-    from ...envs.serving.host import EnvironmentHost
+    from ...envs.agents.leases import EpisodeLease
+    from ...envs.host import EnvironmentHost
+
+
+class ClientOptions(TypedDict, total=False):
+    """Options of a package's client; what is not given is the package's default."""
+
+    timeout: float | None
+    """How long a call may take, in seconds."""
+    max_retries: int | None
+    """How often a call that failed is sent again."""
+    default_headers: Mapping[str, str] | None
+    """Headers of every call."""
+    default_query: Mapping[str, object] | None
+    """Query parameters of every call."""
+    http_client: Any
+    """The client that sends the calls: of `httpx`, or what else the package's version takes."""
+
+
+class SdkClients:
+    """Clients of the packages of OpenAI and Anthropic, pointed at the model of one episode.
+
+    A package is imported when a client of it is made.
+    """
+
+    api_key: str
+    """Valid for this episode only."""
+    openai_base_url: str
+    """For programs that speak Chat Completions or Responses."""
+    anthropic_base_url: str
+    """For programs that speak Messages."""
+
+    def openai(self, **options: Unpack[ClientOptions]) -> "OpenAI":
+        """Return a client of the `openai` package for this episode."""
+        return self._make_client("openai", "OpenAI", self.openai_base_url, options)
+
+    def async_openai(self, **options: Unpack[ClientOptions]) -> "AsyncOpenAI":
+        """Return an async client of the `openai` package for this episode."""
+        return self._make_client("openai", "AsyncOpenAI", self.openai_base_url, options)
+
+    def anthropic(self, **options: Unpack[ClientOptions]) -> "Anthropic":
+        """Return a client of the `anthropic` package for this episode."""
+        return self._make_client("anthropic", "Anthropic", self.anthropic_base_url, options)
+
+    def async_anthropic(self, **options: Unpack[ClientOptions]) -> "AsyncAnthropic":
+        """Return an async client of the `anthropic` package for this episode."""
+        return self._make_client("anthropic", "AsyncAnthropic", self.anthropic_base_url, options)
+
+    def _make_client(self, package: str, name: str, base_url: str, options: ClientOptions) -> Any:
+        """Return a client of a package; to the packages None is a value, so it is left out."""
+        sdk = import_module(package)
+        given = {option: value for option, value in options.items() if value is not None}
+        if "http_client" not in given:
+            is_async = name.startswith("Async")
+            http_class = sdk.DefaultAsyncHttpxClient if is_async else sdk.DefaultHttpxClient
+            # Reading the certificates takes a tenth of a second per client.
+            given["http_client"] = http_class(verify=base_url.startswith("https:"))
+        return getattr(sdk, name)(base_url=base_url, api_key=self.api_key, **given)
+
 
 _LOOK_S = 2.0
 _TOLD_CHARS = 8000
@@ -55,10 +114,10 @@ Program = Callable[[dict[str, Any], "AgentEpisode"], "Awaitable[Reward] | Reward
 
 
 class AgentEpisode(SdkClients):
-    """One episode: its task, where its program finds the model, and what it is worth."""
+    """One episode: its task, the URLs of its model, and its reward."""
 
-    def __init__(self, given: "GivenEpisode", loop: asyncio.AbstractEventLoop) -> None:
-        """Wrap what the host has given out on its own event loop."""
+    def __init__(self, given: "EpisodeLease", loop: asyncio.AbstractEventLoop) -> None:
+        """Wrap an episode that the host has leased on its event loop."""
         self._given = given
         self._loop = loop
         self._episode = given.episode
@@ -80,7 +139,7 @@ class AgentEpisode(SdkClients):
 
     @property
     def is_over(self) -> bool:
-        """Whether no call is answered any more."""
+        """Whether the episode has ended; its calls are no longer answered."""
         return bool(self._episode.over)
 
     def reward(self, reward: float, call: int | None = None, *, branch: int | None = None) -> None:
@@ -98,17 +157,17 @@ class AgentEpisode(SdkClients):
         info: dict[str, Any] | None = None,
         failed: bool = False,
     ) -> None:
-        """End the episode, with its reward if that was not given; harmless when it is over.
+        """End the episode, with its reward if not given before; harmless when it is over.
 
-        Raises ValueError for a reward that is no finite number, and for `info` that cannot travel.
+        Raises ValueError for a reward that is not finite, or `info` that cannot be serialised.
         """
-        worth = None if reward is None else _number(reward)
-        told = plain_value(dict(info or {}), "info")
-        said = None if success is None else bool(success)
-        self._soon(partial(self._end, worth, said, told, failed=failed))
+        value = None if reward is None else _number(reward)
+        details = plain_value(dict(info or {}), "info")
+        succeeded = None if success is None else bool(success)
+        self._soon(partial(self._end, value, succeeded, details, failed=failed))
 
     def fail(self, error: str) -> None:
-        """End the episode because its program did with an error: it is tried again."""
+        """End the episode as failed: it is tried again."""
         self._soon(partial(self._given.crash, error))
 
     def _soon(self, change: Callable[[], None]) -> None:
@@ -144,8 +203,8 @@ class AgentEpisode(SdkClients):
         episode.changed.set()
 
 
-class _GivesEpisodes(HostedEnvironment):
-    """Hosts the episodes of a job whose programs are run from here."""
+class _LeasingEnvironment(HostedEnvironment):
+    """Hosts the episodes of a job whose programs are run by this process."""
 
     def __init__(
         self, config: Any, job_id: str | None, api_key: str | None, gateway: str = ""
@@ -161,36 +220,36 @@ class _GivesEpisodes(HostedEnvironment):
         return {**self._tree, "env": env, "agent": {**self._tree.get("agent", {}), "client": True}}
 
     async def make_host(self, broker: "Broker", address: JobAddress) -> "EnvironmentHost":
-        """Return the host, which gives its episodes to `given`."""
-        from ...envs.agents.given_out import GivenOutRunner
+        """Return the host, which calls `start_episode` for each episode."""
+        from ...envs.agents.leases import LeaseRunner
         from ...envs.agents.proxy.proxy import ModelProxy
-        from ...envs.serving.host import EnvironmentHost
+        from ...envs.host import EnvironmentHost
 
         record = await Pool(broker).find(address.scope.job)
         config = _hosted_config(record.config, self.get_config())
         loop = asyncio.get_running_loop()
 
-        def give(given: "GivenEpisode") -> None:
-            self.given(AgentEpisode(given, loop), given)
+        def give(given: "EpisodeLease") -> None:
+            self.start_episode(AgentEpisode(given, loop), given)
 
         proxy = ModelProxy(broker, address.scope, gateway=self._gateway)
         tries, job = config.rollout.max_tries, address.scope.job
-        programs = GivenOutRunner(config.agent, proxy, give, max_tries=tries, job=job)
+        programs = LeaseRunner(config.agent, proxy, give, max_tries=tries, job=job)
         return EnvironmentHost(
             broker, address.scope, config.env, seed=config.seed, programs=programs
         )
 
-    def given(self, episode: AgentEpisode, given: "GivenEpisode") -> None:
-        """Take an episode that has started; on the host's event loop."""
+    def start_episode(self, episode: AgentEpisode, given: "EpisodeLease") -> None:
+        """Handle a started episode, on the host's event loop."""
         raise NotImplementedError
 
 
-class AgentEnvironment(_GivesEpisodes):
+class AgentEnvironment(_LeasingEnvironment):
     """A function that is an agent's program, hosted in this process for one job.
 
     `config` is the same object that is given to `set_config`; of it the keys of `env` and `agent`
-    are read here, and go before those of the job. A function that raises has crashed: its episode
-    is tried again.
+    are used here and override those of the job. If the function raises, its episode is tried
+    again.
     """
 
     def __init__(
@@ -205,7 +264,7 @@ class AgentEnvironment(_GivesEpisodes):
         self._program = program
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def given(self, episode: AgentEpisode, given: "GivenEpisode") -> None:
+    def start_episode(self, episode: AgentEpisode, given: "EpisodeLease") -> None:
         """Run the function on an episode."""
         task = asyncio.create_task(self._run(episode), name=f"program {episode.id}")
         self._tasks.add(task)
@@ -214,20 +273,20 @@ class AgentEnvironment(_GivesEpisodes):
 
     async def _run(self, episode: AgentEpisode) -> None:
         try:
-            told, failure = await self._called(episode)
+            result, failure = await self._call_program(episode)
             if failure:
                 episode.fail(failure)
-            elif isinstance(told, dict):
-                episode.end(**cast("dict[str, Any]", told))
+            elif isinstance(result, dict):
+                episode.end(**cast("dict[str, Any]", result))
             else:
-                episode.end(told)
+                episode.end(result)
         except BaseException as error:  # the boundary to a user's function: it may do anything
             if ends_this_task(error):
                 raise
             episode.fail(_traceback(error))
 
-    async def _called(self, episode: AgentEpisode) -> tuple[Any, str]:
-        """Return what the function returns, or else the traceback of what it has raised."""
+    async def _call_program(self, episode: AgentEpisode) -> tuple[Any, str]:
+        """Return the function's result, or the traceback of its exception."""
         if inspect.iscoroutinefunction(self._program):
             return await self._program(episode.task, episode), ""
 
@@ -237,12 +296,12 @@ class AgentEnvironment(_GivesEpisodes):
             except BaseException as error:  # noqa: BLE001 - asyncio hands on no StopIteration
                 return None, _traceback(error)
 
-        told, failure = await asyncio.to_thread(call)
-        return (await told if inspect.isawaitable(told) else told), failure
+        result, failure = await asyncio.to_thread(call)
+        return (await result if inspect.isawaitable(result) else result), failure
 
 
 def _number(reward: Any) -> float:
-    """Return a reward as a number; ValueError for what is none, or not finite."""
+    """Return a reward as a float; ValueError if it is not a finite number."""
     if isinstance(reward, str | bytes):
         raise ValueError(f"a reward is a number, not {shown(reward)}")
     try:
@@ -256,19 +315,18 @@ def _number(reward: Any) -> float:
 
 def _traceback(error: BaseException) -> str:
     try:
-        told = "".join(traceback.format_exception(error, limit=-8))
+        text = "".join(traceback.format_exception(error, limit=-8))
     except BaseException:  # noqa: BLE001 - what was raised fails as it is looked at
         return lines_of(error)
-    return clean_text(told, _TOLD_CHARS, keep_end=True)
+    return clean_text(text, _TOLD_CHARS, keep_end=True)
 
 
-class AgentEpisodes(_GivesEpisodes):
-    """The episodes of a job, one after the other, for programs that are started from here.
+class AgentEpisodes(_LeasingEnvironment):
+    """The episodes of a job, one after another, for programs that this process starts.
 
-    Iterate over it (`for` or `async for`) for as long as the job trains: an episode waits to be
-    ended by `end`, at most `agent.timeout_s`. Several may be under way at the same time. Their
-    programs find the model in this process, or, with `gateway`, wherever the pool's is reached:
-    for sandboxes, containers and other machines.
+    Iterate over it (`for` or `async for`) while the job trains. End each episode with `end` within
+    `agent.timeout_s`. Several may run at once. Their programs reach the model in this process or,
+    with `gateway`, at the pool's gateway: for sandboxes, containers and other machines.
     """
 
     def __init__(
@@ -281,9 +339,9 @@ class AgentEpisodes(_GivesEpisodes):
     ) -> None:
         """Host the episodes of a job: its client, or its server_url.
 
-        Keys of `config` go before those of the job's section `agent`. `gateway` is the URL of the
-        pool's gateway (https://pool), for programs elsewhere. Raises ConfigError for what is no
-        such URL.
+        Keys of `config` override those of the job's section `agent`. `gateway` is the URL of the
+        pool's gateway (https://pool), for programs elsewhere. Raises ConfigError for an invalid
+        URL.
         """
         tree = {"agent": dict(config)} if config is not None else None
         super().__init__(tree, None, api_key, _checked_url(gateway))
@@ -293,7 +351,7 @@ class AgentEpisodes(_GivesEpisodes):
         assert self.hosting is not None
         self.hosting.add_done_callback(self._end_of_host)
 
-    async def until_over(
+    async def wait_until_over(
         self, broker: "Broker", address: JobAddress, stopping: asyncio.Event
     ) -> None:
         """Host until the job has ended."""
@@ -306,12 +364,12 @@ class AgentEpisodes(_GivesEpisodes):
                 async with asyncio.timeout(_LOOK_S):
                     await stopping.wait()
 
-    def given(self, episode: AgentEpisode, given: "GivenEpisode") -> None:
-        """Let the next who asks have an episode."""
+    def start_episode(self, episode: AgentEpisode, given: "EpisodeLease") -> None:
+        """Queue an episode for the iterator."""
         self._given.put(episode)
 
     def __iter__(self) -> Iterator[AgentEpisode]:
-        """Yield episodes until the hosting ends; raises what ended it."""
+        """Yield episodes until hosting ends; raises the error that ended it."""
         while (episode := self._given.get()) is not None:
             if not episode.is_over:
                 yield episode
@@ -319,7 +377,7 @@ class AgentEpisodes(_GivesEpisodes):
         self.check()
 
     async def __aiter__(self) -> AsyncIterator[AgentEpisode]:
-        """Yield episodes until the hosting ends; raises what ended it."""
+        """Yield episodes until hosting ends; raises the error that ended it."""
         while (episode := await asyncio.to_thread(self._given.get)) is not None:
             if not episode.is_over:
                 yield episode
@@ -331,7 +389,7 @@ class AgentEpisodes(_GivesEpisodes):
 
 
 def agent(program: Program) -> Program:
-    """Mark a function as an agent's program; ConfigError for one that takes something else."""
+    """Mark a function as an agent's program; ConfigError for a wrong signature."""
     names = list(inspect.signature(program).parameters)
     if len(names) != 2:
         raise ConfigError(
@@ -342,7 +400,7 @@ def agent(program: Program) -> Program:
 
 
 def _hosted_config(stored: Mapping[str, Any], own: Mapping[str, Any]) -> JobConfig:
-    """Return a job's configuration as far as it counts for a host: `own` goes before `stored`."""
+    """Return the part of a job's configuration that a host uses: `own` overrides `stored`."""
     env, agent, rollout = (dict(stored.get(name) or {}) for name in ("env", "agent", "rollout"))
     tree: dict[str, Any] = {
         "model": {"path": "-"},
@@ -355,7 +413,7 @@ def _hosted_config(stored: Mapping[str, Any], own: Mapping[str, Any]) -> JobConf
 
 
 def _checked_url(gateway: str) -> str:
-    """Return the URL of a gateway; ConfigError for another."""
+    """Return the URL of a gateway; ConfigError if it is not one."""
     parts = urlsplit(gateway)
     if gateway and (parts.scheme not in ("http", "https") or not parts.netloc or parts.query):
         raise ConfigError(

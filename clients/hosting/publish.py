@@ -1,4 +1,4 @@
-"""The publish API: an agent of the user's own puts finished trajectories, or tasks, into a job.
+"""The publish API: an external agent adds finished trajectories, or tasks, to a job.
 
 Trajectories that were made elsewhere (by another agent framework, against the job's model) enter
 the same log as those of the generators: numbers are reserved from the learner, which keeps the
@@ -9,9 +9,10 @@ learner checks it again.
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from ...broker.client.rpc import call
@@ -37,8 +38,7 @@ from ...schemas.wire.errors import (
 from ...schemas.wire.fitting import most_bytes
 from ...schemas.wire.message import Message, summarize
 from ..address import parse_server_url
-from ..pool_client import PoolClient
-from ..sync.sync_twin import SyncTwin
+from ..base import PoolClient, SyncTwin, make_future, make_sync
 
 R = TypeVar("R", bound=Message)
 
@@ -70,7 +70,13 @@ class AsyncTrajectoryPublisher(PoolClient):
         sample: int | None = None,
         timeout_s: float = 60,
     ) -> int:
-        """Append the trajectories of one prompt; see `TrajectoryPublisher.publish_group`."""
+        """Append the trajectories of one prompt to the job's rollout log; return its task number.
+
+        Their number must be the job's `rollout.group_size`; make them with `make_trajectory`. Waits
+        up to `timeout_s` for a starting learner and while the staleness bound is reached.
+
+        Raises MessageError with the violated rule, DeadlineError.
+        """
         # What can be checked is checked before a number is taken: an unused one blocks the job
         # until its reservation runs out.
         unnumbered = self._group(trajectories, _UNKNOWN, sample, self._limits)
@@ -90,20 +96,26 @@ class AsyncTrajectoryPublisher(PoolClient):
     async def publish_tasks(
         self, tasks: Sequence[TaskSpec | Mapping[str, Any]], *, timeout_s: float = 60
     ) -> int:
-        """Issue tasks of one's own; see `TrajectoryPublisher.publish_tasks`."""
+        """Have the job's generators roll out given tasks; return the number of issued tasks.
+
+        A task is a `TaskSpec`, or a map with `sample`, `seed` and `reset_kwargs`. Tasks are issued
+        as the staleness bound allows; waits up to `timeout_s` for the last.
+
+        Raises MessageError for a malformed task, DeadlineError.
+        """
         specs = [_spec(task) for task in tasks]
         most = most_bytes((await self._connected()).broker.max_payload_bytes)
         ends = _batches([len(spec.to_bytes()) for spec in specs], most - _ROOM_BYTES)
         deadline = time.monotonic() + timeout_s
-        taken = 0
-        while taken < len(specs):
-            taken += await self._issue(specs[taken : ends[taken]], deadline)
-            if taken < len(specs):
-                await self._pause(deadline, f"{len(specs) - taken} of {len(specs)} tasks wait")
-        return taken
+        num_issued = 0
+        while num_issued < len(specs):
+            num_issued += await self._issue(specs[num_issued : ends[num_issued]], deadline)
+            if num_issued < len(specs):
+                await self._pause(deadline, f"{len(specs) - num_issued} of {len(specs)} tasks wait")
+        return num_issued
 
     async def _issue(self, specs: list[TaskSpec], deadline: float) -> int:
-        """Issue as many tasks as the learner takes now; wait for a learner that starts."""
+        """Issue as many tasks as the learner accepts now; wait for a starting learner."""
         while True:
             try:
                 request = PublishTasksRequest(tasks=specs)
@@ -127,8 +139,8 @@ class AsyncTrajectoryPublisher(PoolClient):
         sample: int | None,
         limits: ReserveReply | None,
     ) -> Group:
-        """Make and check a group; limits that are not known yet are not checked."""
-        sampled = [one for one in trajectories if not one.greedy]
+        """Make and check a group; unknown limits are not checked."""
+        sampled = [trajectory for trajectory in trajectories if not trajectory.greedy]
         episodes = len(episodes_of(sampled))
         size = limits.group_size if limits is not None else max(1, episodes)
         if episodes != size:
@@ -195,7 +207,7 @@ class AsyncTrajectoryPublisher(PoolClient):
 
 
 class TrajectoryPublisher(SyncTwin[AsyncTrajectoryPublisher]):
-    """Publishes finished trajectories, or tasks, of an agent of one's own into one job.
+    """Publishes finished trajectories, or tasks, of an external agent into one job.
 
     Works inside a running event loop, too; async code takes `AsyncTrajectoryPublisher`.
     """
@@ -206,50 +218,15 @@ class TrajectoryPublisher(SyncTwin[AsyncTrajectoryPublisher]):
         """Name the job by its `server_url`, and the agent by `source`."""
         super().__init__(AsyncTrajectoryPublisher(server_url, source=source, api_key=api_key))
 
-    def publish_group(
-        self,
-        trajectories: Sequence[Trajectory],
-        *,
-        sample: int | None = None,
-        timeout_s: float = 60,
-    ) -> int:
-        """Append the trajectories of one prompt to the job's rollout log; return its task number.
-
-        There must be as many as the job's `rollout.group_size`; make them with
-        `make_trajectory`. Waits up to `timeout_s` for a learner that starts, and while the
-        staleness bound lets no more in.
-
-        Raises MessageError that names the rule which the group breaks, DeadlineError.
-        """
-        return self._run(self.aio.publish_group(trajectories, sample=sample, timeout_s=timeout_s))
-
-    def publish_group_future(
-        self,
-        trajectories: Sequence[Trajectory],
-        *,
-        sample: int | None = None,
-        timeout_s: float = 60,
-    ) -> "Future[int]":
-        """Append as `publish_group` does, without waiting; `.result()` waits."""
-        return self._start(self.aio.publish_group(trajectories, sample=sample, timeout_s=timeout_s))
-
-    def publish_tasks(
-        self, tasks: Sequence[TaskSpec | Mapping[str, Any]], *, timeout_s: float = 60
-    ) -> int:
-        """Have the job's generators roll out tasks of one's own; return how many were issued.
-
-        A task is a `TaskSpec`, or a map with `sample`, `seed` and `reset_kwargs`. They enter as
-        the staleness bound allows; waits up to `timeout_s` for the last.
-
-        Raises MessageError for a malformed task, DeadlineError.
-        """
-        return self._run(self.aio.publish_tasks(tasks, timeout_s=timeout_s))
+    publish_group = make_sync(AsyncTrajectoryPublisher.publish_group)
+    publish_group_future = make_future(AsyncTrajectoryPublisher.publish_group)
+    publish_tasks = make_sync(AsyncTrajectoryPublisher.publish_tasks)
 
 
 def _batches(sizes: Sequence[int], most: int) -> list[int]:
-    """Return where a message ends that begins with each of the tasks.
+    """Return, for each task, the end of the message that begins with it.
 
-    Raises MessageError for a task that no message holds.
+    Raises MessageError for a task too large for a message.
     """
     for place, size in enumerate(sizes):
         if size > most:
@@ -282,3 +259,95 @@ def _spec(task: TaskSpec | Mapping[str, Any]) -> TaskSpec:
         return TaskSpec(**dict(task))
     except ValidationError as error:
         raise MessageError(f"a task is malformed: {summarize(error)}") from error
+
+
+# Trajectories from plain lists, for agents that are not ours.
+
+
+def make_trajectory(
+    token_ids: Sequence[int] | NDArray[Any],
+    mask: Sequence[int] | NDArray[Any],
+    logprobs: Sequence[float] | NDArray[Any],
+    rewards: float | Sequence[float] | NDArray[Any],
+    version: int | Sequence[int] | NDArray[Any],
+    *,
+    messages: Sequence[Mapping[str, Any]] = (),
+    finish_reasons: Sequence[Literal["stop", "length"]] = (),
+    role: str = "",
+    episode: int = -1,
+    greedy: bool = False,
+    seed: int = 0,
+    info: Mapping[str, Any] | None = None,
+    data_source: str = "",
+    generate_s: float = 0.0,
+    environment_s: float = 0.0,
+) -> Trajectory:
+    """Return a trajectory from plain lists; one entry per token of the whole conversation.
+
+    `mask` is 1 where the policy generated the token. `logprobs` are the behaviour log-probs, and
+    `version` the policy version, of the generated tokens (a single number, or one per token);
+    both are ignored elsewhere. A turn is a run of generated tokens; `rewards` has one number per
+    turn, or is a single one for the end of the episode. `finish_reasons` has one per turn: `length`
+    for a turn cut by its token limit, else `stop`; empty: unknown.
+
+    `messages` are the conversation as text. `role` is the played role in a multi-agent game. Rows
+    with the same `episode` belong to one episode of their group. `greedy` marks the baseline of
+    remax, which is not trained. `info` is the game's final info, such as `success`; `data_source`
+    groups scores; `seed` is that of the episode.
+    `generate_s` and `environment_s` are the seconds spent waiting for the model and for the
+    environment.
+
+    Raises MessageError that names what is wrong.
+    """
+    masks = _vector("mask", mask, np.uint8)
+    generated = masks == 1
+    turn_ends = np.flatnonzero(generated & ~np.append(generated[1:], False)).astype(np.int32)
+    if not len(turn_ends):
+        raise MessageError(
+            "a trajectory has no generated token: mask is 0 everywhere",
+            hint="set mask to 1 where the policy generated the token",
+        )
+    if np.ndim(rewards) == 0:
+        rewards = [0.0] * (len(turn_ends) - 1) + [float(np.asarray(rewards))]
+    versions = np.full(len(masks), version) if np.ndim(version) == 0 else np.asarray(version)
+    logps = _vector("logprobs", logprobs, np.float32)
+    if len(versions) != len(masks) or len(logps) != len(masks):
+        raise MessageError(
+            f"mask has {len(masks)} entries, logprobs {len(logps)}, version {len(versions)}",
+            hint="give one entry per token of the whole conversation, prompt included",
+        )
+    fields: dict[str, Any] = {
+        "token_ids": _vector("token_ids", token_ids, np.int32),
+        "mask": masks,
+        "logprobs": np.where(generated, logps, 0).astype(np.float32),
+        "versions": np.where(generated, versions, -1).astype(np.int32),
+        "turn_ends": turn_ends,
+        "rewards": _vector("rewards", rewards, np.float32),
+        "messages": [dict(message) for message in messages],
+        "finish_reasons": list(finish_reasons),
+        "role": role,
+        "episode": episode,
+        "greedy": greedy,
+        "seed": seed,
+        "info": dict(info or {}),
+        "data_source": data_source,
+        "generate_s": generate_s,
+        "environment_s": environment_s,
+    }
+    try:
+        return Trajectory(**fields)
+    except ValidationError as error:
+        raise MessageError(f"a trajectory is invalid: {summarize(error)}") from error
+
+
+def _vector(name: str, values: Any, dtype: Any) -> NDArray[Any]:
+    try:
+        array = np.asarray(values)
+        exact = array.astype(dtype)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise MessageError(f"{name} cannot be an array of {np.dtype(dtype)}: {error}") from error
+    if exact.ndim != 1:
+        raise MessageError(f"{name} must have 1 dimension, has {exact.ndim}")
+    if np.dtype(dtype).kind in "iu" and not np.array_equal(exact, array):
+        raise MessageError(f"{name} holds values that are no {np.dtype(dtype)}")
+    return exact

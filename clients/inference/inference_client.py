@@ -1,20 +1,174 @@
-"""Serve a model: `InferenceSchedulerClient`, and its async twin."""
+"""Serve a model: `InferenceSchedulerClient`, and `AsyncInferenceSchedulerClient`."""
 
 import asyncio
+import json
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from ...broker.calls import new_request_id
 from ...broker.presence import presences
-from ...schemas.job import FINAL_STATES, JobRecord
-from ...schemas.wire.errors import ConfigError, DeadlineError
-from ..compat.arguments import as_tree
-from ..compat.opentinker_keys import tell_needless, translate
+from ...schemas.config.sections import ADAPTER_CONFIG, RolloutConfig
+from ...schemas.job import FINAL_STATES, LAST_STEP, JobRecord
+from ...schemas.tinker.names import is_path
+from ...schemas.wire.codec import merged
+from ...schemas.wire.errors import ConfigError, DeadlineError, ModelError, NotFoundError
+from ..base import SyncTwin, make_sync
 from ..home import find_openai
-from ..pool import Pool, new_request_id
-from ..scheduler_client import AsyncSchedulerClient, failure
-from ..sync.sync_twin import SyncTwin
-from ..validation.names import checkpoint_named
-from .serving import find_source, with_options
+from ..opentinker import as_tree, translate, warn_needless
+from ..pool import Pool, is_token
+from ..scheduler_client import AsyncSchedulerClient, job_failure
+from ..validation import (
+    did_you_mean,
+    full_checkpoint_name,
+    is_local_pool,
+    resolve_paths,
+    split_checkpoint_name,
+)
+
+# The model to serve: a model folder, a run, or `run@step`.
+
+DEFAULT_CONTEXT = 4096
+
+
+class ModelSource(NamedTuple):
+    """The parts of a submission of kind `infer`."""
+
+    config: dict[str, Any]
+    fork_of: str | None = None
+    follow: str | None = None
+
+
+async def find_source(pool: Pool, name: str) -> ModelSource:
+    """Return the submission that serves `name`.
+
+    A live run is followed; of a run that has ended, the last checkpoint is served. A run takes
+    precedence over a folder of that name; write `./name` for the folder. Raises NotFoundError or
+    ModelError with suggestions.
+    """
+    if is_path(name):
+        return await _tinker_source(pool, name)
+    folder, run = _folder(name), name.partition("@")[0]
+    if is_token(run) and (folder is None or await pool.has_run(run)):
+        return await _run_source(pool, name)
+    if folder is not None:
+        return ModelSource(model_config(name, folder))
+    is_hub_name = name.count("/") == 1 and not name.startswith((".", "/", "~"))
+    if not is_hub_name and is_local_pool(pool.broker.url):
+        raise ModelError(
+            f"there is no model folder {name!r}",
+            hint="give a Hugging Face folder, a model of the hub (owner/name), a run, or RUN@STEP",
+        )
+    return ModelSource(model_config(name, None))  # the pool's own folder, or the hub's
+
+
+def _folder(name: str) -> Path | None:
+    folder = Path(name).expanduser()
+    return folder if folder.is_dir() else None
+
+
+async def _tinker_source(pool: Pool, path: str) -> ModelSource:
+    """Return the submission that serves an adapter of a program written for Tinker."""
+    contexts = [offer.max_context for offer in await pool.trainers() if offer.max_context]
+    longest = min([DEFAULT_CONTEXT, *contexts])
+    return ModelSource(model_config(path, None, longest), fork_of=path)
+
+
+async def _run_source(pool: Pool, name: str) -> ModelSource:
+    run, step = split_checkpoint_name(name)
+    try:
+        record = await pool.find(run)
+    except NotFoundError as error:
+        runs = [record.name for record in await pool.list_jobs(all=True)]
+        raise NotFoundError(
+            f"there is no model folder and no run {run!r}",
+            hint=did_you_mean(run, runs, otherwise="list runs with `tinkermq ps --all`"),
+        ) from error
+    if record.kind == "infer" or not record.configured:
+        raise ConfigError(
+            f"{record.name} is a job of kind {record.kind} that trains nothing",
+            hint="name a training run, or the model folder",
+        )
+    config = record.settings
+    if config.get("generator", {}).get("count") == 0:  # its rollouts came from external agents
+        config = merged(config, {"generator": {"count": 1}})
+    if step is None and record.state not in FINAL_STATES:
+        return ModelSource(config, follow=record.job)
+    return ModelSource(config, fork_of=f"{record.job}@{step or LAST_STEP}")
+
+
+def model_config(
+    name: str, folder: Path | None, longest: int | None = DEFAULT_CONTEXT
+) -> dict[str, Any]:
+    """Return the configuration of a plain model, without a game.
+
+    Its context is the model's, up to `longest`; None: no limit.
+    """
+    positions = _positions(folder)
+    context = positions if longest is None else min(longest, positions)
+    return {
+        "model": {"path": str(folder.resolve()) if folder else name},
+        "env": {"game": "", "hosts": 0, "num_val": 0},
+        **_lengths(context),
+    }
+
+
+def _lengths(context: int) -> dict[str, Any]:
+    """Divide a context between prompt and response, with the default lengths if they fit."""
+    usual = RolloutConfig()
+    response = min(usual.max_response_tokens, max(1, context // 2))
+    return {
+        "rollout": {
+            "max_prompt_tokens": min(usual.max_prompt_tokens, context - response),
+            "max_response_tokens": response,
+            "max_turn_tokens": min(usual.max_turn_tokens, response),
+        },
+        "generator": {"max_context": context},
+    }
+
+
+def _positions(folder: Path | None) -> int:
+    """Return the number of positions of a model, or of an adapter's base."""
+    try:
+        if folder is not None and (folder / ADAPTER_CONFIG).is_file():
+            adapter = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+            return _positions(_folder(str(adapter["base_model_name_or_path"])))
+        text = (folder / "config.json").read_text(encoding="utf-8") if folder else "{}"
+        return int(json.loads(text).get("max_position_embeddings", DEFAULT_CONTEXT))
+    except (OSError, ValueError, TypeError, KeyError):
+        return DEFAULT_CONTEXT  # the server says what is wrong with the folder
+
+
+def with_options(
+    source: ModelSource,
+    *,
+    tokenizer_path: str | None = None,
+    num_servers: int | None = None,
+    max_model_len: int | None = None,
+    trust_remote_code: bool = False,
+    overrides: dict[str, Any] | None = None,
+    broker_url: str = "",
+    has_users: bool = False,
+) -> dict[str, Any]:
+    """Return the configuration of a source with a user's options merged in."""
+    config = source.config
+    model: dict[str, Any] = {}
+    if tokenizer_path is not None and tokenizer_path != config.get("model", {}).get("path"):
+        model["tokenizer"] = tokenizer_path
+    if trust_remote_code:
+        model["trust_remote_code"] = True
+    if model:
+        config = merged(config, {"model": model})
+    if num_servers is not None:
+        config = merged(config, {"generator": {"count": num_servers}})
+    if max_model_len is not None:
+        plain = not config.get("env", {}).get("game")
+        lengths = _lengths(max_model_len) if plain else {}
+        config = merged(config, merged(lengths, {"generator": {"max_context": max_model_len}}))
+    if overrides:
+        config = merged(config, overrides)
+    return resolve_paths(config, broker_url, has_users=has_users)
+
 
 START_S = 600.0
 """Longest wait for a model to be loaded."""
@@ -34,75 +188,11 @@ class AsyncInferenceSchedulerClient(AsyncSchedulerClient):
         *,
         url: str = "",
     ) -> None:
-        """Name the pool's broker and, if it is not found by itself, the gateway's `http://…`."""
+        """Name the pool's broker and, if it cannot be found, the gateway's `http://…`."""
         super().__init__(scheduler_url, api_key, timeout, poll_interval, url=url)
         self._gateway = gateway_url
 
     async def submit_inference_job(
-        self,
-        model_path: str,
-        tokenizer_path: str | None = None,
-        tensor_parallel_size: int = 1,
-        num_gpus: int | None = None,
-        gpu_memory_utilization: float | None = None,
-        max_model_len: int | None = None,
-        trust_remote_code: bool = False,
-        *,
-        adapters: Sequence[str] = (),
-        config: Any = None,
-        wait: bool = True,
-    ) -> dict[str, Any]:
-        """Serve a model; see `InferenceSchedulerClient.submit_inference_job`."""
-        _refuse_ineffective(tensor_parallel_size, gpu_memory_utilization)
-        pool = await self._connected()
-        record = await submit_inference(
-            pool,
-            model_path,
-            adapters,
-            tokenizer_path=tokenizer_path,
-            num_servers=num_gpus,
-            max_model_len=max_model_len,
-            trust_remote_code=trust_remote_code,
-            overrides=translate(as_tree(config)) if config is not None else None,
-        )
-        self._submitted = record
-        if wait:
-            record = await until_served(pool, record, self.timeout)
-        return self.described(record)
-
-    async def get_job_status(self, job_id: str) -> dict[str, Any]:
-        """Return state, reason, times and URLs of a job, by id or run name."""
-        pool = await self._connected()
-        return self.described(await pool.find(job_id))
-
-    def described(self, record: JobRecord) -> dict[str, Any]:
-        """Return a job as `submit_inference_job` does."""
-        summary = self._summary(record)
-        url = find_openai(self._gateway) or summary["server_url"]
-        return {**summary, "vllm_server_url": url, "model": record.serves or record.name}
-
-
-class InferenceSchedulerClient(SyncTwin[AsyncInferenceSchedulerClient]):
-    """Serves models on a pool. Works inside a running event loop, too."""
-
-    def __init__(
-        self,
-        scheduler_url: str = "",
-        api_key: str | None = None,
-        timeout: float = 600.0,
-        poll_interval: float = 2.0,
-        gateway_url: str | None = None,
-        *,
-        url: str = "",
-    ) -> None:
-        """Name the pool; `timeout` bounds the wait for a model to be served, in seconds."""
-        super().__init__(
-            AsyncInferenceSchedulerClient(
-                scheduler_url, api_key, timeout, poll_interval, gateway_url, url=url
-            )
-        )
-
-    def submit_inference_job(
         self,
         model_path: str,
         tokenizer_path: str | None = None,
@@ -129,33 +219,62 @@ class InferenceSchedulerClient(SyncTwin[AsyncInferenceSchedulerClient]):
         Raises NotFoundError or ModelError for a model that is not there, PlacementError,
         JobFailedError with the server's reason, DeadlineError after `timeout`.
         """
-        return self._run(
-            self.aio.submit_inference_job(
-                model_path,
-                tokenizer_path,
-                tensor_parallel_size,
-                num_gpus,
-                gpu_memory_utilization,
-                max_model_len,
-                trust_remote_code,
-                adapters=adapters,
-                config=config,
-                wait=wait,
-            ),
-            self.aio.goes_on,
+        _refuse_ineffective(tensor_parallel_size, gpu_memory_utilization)
+        pool = await self._connected()
+        record = await submit_inference(
+            pool,
+            model_path,
+            adapters,
+            tokenizer_path=tokenizer_path,
+            num_servers=num_gpus,
+            max_model_len=max_model_len,
+            trust_remote_code=trust_remote_code,
+            overrides=translate(as_tree(config)) if config is not None else None,
+        )
+        self._submitted = record
+        if wait:
+            record = await wait_until_served(pool, record, self.timeout)
+        return self.describe_job(record)
+
+    async def get_job_status(self, job_id: str) -> dict[str, Any]:
+        """Return state, reason, times and URLs of a job, by id or run name."""
+        pool = await self._connected()
+        return self.describe_job(await pool.find(job_id))
+
+    def describe_job(self, record: JobRecord) -> dict[str, Any]:
+        """Return a job as `submit_inference_job` does."""
+        summary = self._summary(record)
+        url = find_openai(self._gateway) or summary["server_url"]
+        return {**summary, "vllm_server_url": url, "model": record.serves or record.name}
+
+
+class InferenceSchedulerClient(SyncTwin[AsyncInferenceSchedulerClient]):
+    """Serves models on a pool. Works inside a running event loop, too."""
+
+    def __init__(
+        self,
+        scheduler_url: str = "",
+        api_key: str | None = None,
+        timeout: float = 600.0,
+        poll_interval: float = 2.0,
+        gateway_url: str | None = None,
+        *,
+        url: str = "",
+    ) -> None:
+        """Name the pool; `timeout` bounds the wait for a model to be served, in seconds."""
+        super().__init__(
+            AsyncInferenceSchedulerClient(
+                scheduler_url, api_key, timeout, poll_interval, gateway_url, url=url
+            )
         )
 
-    def get_job_status(self, job_id: str) -> dict[str, Any]:
-        """Return state, reason, times and URLs of a job, by id or run name."""
-        return self._run(self.aio.get_job_status(job_id))
-
-    def cancel_job(self, job_id: str) -> dict[str, Any]:
-        """Stop serving at once; harmless when the job has ended."""
-        return self._run(self.aio.cancel_job(job_id))
-
-    def complete_job(self, job_id: str) -> dict[str, Any]:
-        """Stop serving after the answers that are being generated."""
-        return self._run(self.aio.complete_job(job_id))
+    submit_inference_job = make_sync(
+        AsyncInferenceSchedulerClient.submit_inference_job,
+        AsyncInferenceSchedulerClient.describe_detached,
+    )
+    get_job_status = make_sync(AsyncInferenceSchedulerClient.get_job_status)
+    cancel_job = make_sync(AsyncInferenceSchedulerClient.cancel_job)
+    complete_job = make_sync(AsyncInferenceSchedulerClient.complete_job)
 
 
 async def submit_inference(
@@ -172,7 +291,7 @@ async def submit_inference(
     """Submit a job that serves `model` and further adapters on its base.
 
     `num_servers` share the requests; `max_model_len` bounds prompt and answer together;
-    `tokenizer_path` is another than the model's own; `overrides` are further keys of the job.
+    `tokenizer_path` replaces the model's own; `overrides` are further keys of the job.
     """
     source = await find_source(pool, model)
     config = with_options(
@@ -190,22 +309,22 @@ async def submit_inference(
         kind="infer",
         fork_of=source.fork_of,
         follow=source.follow,
-        adapters=[checkpoint_named(adapter) for adapter in adapters],
+        adapters=[full_checkpoint_name(adapter) for adapter in adapters],
         request_id=new_request_id(),
     )
 
 
-async def until_served(pool: Pool, record: JobRecord, timeout_s: float) -> JobRecord:
+async def wait_until_served(pool: Pool, record: JobRecord, timeout_s: float) -> JobRecord:
     """Wait until a server of the job answers.
 
-    Raises JobFailedError, or DeadlineError that says what it waits for.
+    Raises JobFailedError, or DeadlineError with the reason.
     """
     deadline = asyncio.get_running_loop().time() + timeout_s
     actors = presences(pool.broker)
     while True:
         record = await pool.find(record.job)
         if record.state in FINAL_STATES:
-            raise failure(record)
+            raise job_failure(record)
         server = await actors.find(f"{record.scope.key}.server-0")
         if record.state == "RUNNING" and server and server.value.state == "working":
             return record
@@ -228,4 +347,4 @@ def _refuse_ineffective(tensor_parallel_size: int, gpu_memory_utilization: float
             "spans several GPUs with generator.slots and generator.tensor_parallel in config",
         )
     if gpu_memory_utilization is not None:
-        tell_needless({"gpu_memory_utilization": "the engine takes what it needs"})
+        warn_needless({"gpu_memory_utilization": "the engine takes what it needs"})

@@ -7,30 +7,165 @@ endpoint renders and tokenises each of them anew. For the tokens of training ser
 
 import asyncio
 import contextlib
+import json
+import os
+import urllib.error
+import urllib.request
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import stamina
+
+from ...envs.chat_messages import with_text_arguments
 from ...envs.data import HostData
 from ...envs.evaluation import is_success, kind_of
 from ...envs.game import AbstractGame, ChatMessage, StepResult
 from ...envs.running.episodes import LOOK_S, Opening
-from ...envs.running.runner import Runner, make_runner
+from ...envs.running.runners import Runner, make_runner
 from ...schemas.config.job import EnvConfig
-from ...schemas.wire.errors import ConfigError, GameError
-from .inference_tasks import Tasks, chosen_tasks, hosted_env
-from .openai_endpoint import Endpoint
-from .play import InferenceReport, PlayOptions, play_all
-from .results import EpisodeResult
+from ...schemas.wire.errors import (
+    AuthError,
+    ConfigError,
+    EngineError,
+    GameError,
+    NotFoundError,
+)
+from ...schemas.wire.images import with_data_urls
+from .play import (
+    EpisodeResult,
+    InferenceReport,
+    PlayOptions,
+    Tasks,
+    chosen_tasks,
+    hosted_env,
+    play_all,
+)
+
+# A model behind an OpenAI-compatible URL, called with urllib: httpx is no base dependency.
+
+KEY_VARIABLE = "OPENAI_API_KEY"
+ANSWER_TIMEOUT_S = 300.0
+_ATTEMPTS = 6
+_SHOWN = 300
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a model answers."""
+
+    url: str
+    """Base URL: `http://host:8000/v1`."""
+    model: str
+    """Name of the model there."""
+
+    @classmethod
+    def find(cls, url: str, model: str | None) -> "Endpoint":
+        """Name the model, or take the only one that the endpoint serves.
+
+        The key is that of $OPENAI_API_KEY. Raises ConfigError, NotFoundError, AuthError.
+        """
+        url = url.rstrip("/")
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"{url!r} is no URL", hint="write http://HOST:PORT/v1")
+        if model is not None:
+            return cls(url, model)
+        served = [
+            str(model_info["id"]) for model_info in _send(f"{url}/models", None).get("data", [])
+        ]
+        if len(served) != 1:
+            raise ConfigError(
+                f"{url} serves {len(served)} models: {', '.join(served) or 'none'}",
+                hint="name one: --model-name NAME",
+            )
+        return cls(url, served[0])
+
+    def answer(self, messages: "Sequence[ChatMessage]", options: Mapping[str, Any]) -> "ChatAnswer":
+        """Return the model's answer to a conversation. Raises as `find` does, EngineError."""
+        conversation = [with_text_arguments(message) for message in with_data_urls(messages)]
+        body = {"model": self.model, "messages": conversation, **options}
+        reply = _send(f"{self.url}/chat/completions", body)
+        try:
+            choice = reply["choices"][0]
+            usage: dict[str, Any] = reply.get("usage") or {}
+            tokens = int(usage.get("completion_tokens") or 0)
+            text = str(choice["message"].get("content") or "")
+            cut = choice.get("finish_reason") == "length"
+            return ChatAnswer(text, tokens, str(reply.get("model") or self.model), cut)
+        except (KeyError, IndexError, TypeError) as error:
+            raise EngineError(f"{self.url} gave no answer: {str(reply)[:_SHOWN]}") from error
+
+
+@dataclass(frozen=True)
+class ChatAnswer:
+    """One answer of a model."""
+
+    text: str
+    num_tokens: int
+    model: str
+    cut: bool = False
+    """It ends at its limit of tokens."""
+
+
+class _Transient(Exception):
+    """A failure after which a retry may succeed."""
+
+
+def _send(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Call an endpoint, with retries while it is busy; return its JSON answer."""
+    try:
+        for attempt in stamina.retry_context(on=_Transient, attempts=_ATTEMPTS, timeout=None):
+            with attempt:
+                return _send_once(url, body)
+    except _Transient as error:
+        raise NotFoundError(
+            f"{url} does not answer: {error}", hint="see whether the model is served there"
+        ) from error
+    raise AssertionError("an attempt returns or raises")
+
+
+def _send_once(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get(KEY_VARIABLE):
+        headers["Authorization"] = f"Bearer {key}"
+    try:
+        data = None if body is None else json.dumps(body).encode()
+    except TypeError as error:
+        raise ConfigError(
+            f"the conversation holds what is no text: {error}",
+            hint="serve the model with `tinkermq serve` and play with `tinkermq infer`",
+        ) from error
+    request = urllib.request.Request(url, data, headers)  # noqa: S310 - http(s), see `find`
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as reply:  # noqa: S310 - http(s), see `find`
+            return cast("dict[str, Any]", json.loads(reply.read()))
+    except urllib.error.HTTPError as error:
+        with error:
+            text = error.read().decode(errors="replace")[:_SHOWN]
+        raise _refusal(url, error.code, text) from error
+    except (urllib.error.URLError, ConnectionError, TimeoutError) as error:
+        raise _Transient(str(getattr(error, "reason", error))) from error
+    except ValueError as error:
+        raise EngineError(f"{url} answered something else than JSON: {error}") from error
+
+
+def _refusal(url: str, code: int, said: str) -> Exception:
+    if code == 429 or code >= 500:
+        return _Transient(f"{code} {said}")
+    if code in (401, 403):
+        return AuthError(f"{url} refuses the key: {said}", hint=f"set ${KEY_VARIABLE}")
+    return ConfigError(
+        f"{url} answered {code}: {said}", hint="see the endpoint's own documentation"
+    )
 
 
 async def play_with_endpoint(endpoint: Endpoint, options: PlayOptions) -> InferenceReport:
     """Play episodes of `options.game_class`, many at once.
 
     Raises ConfigError, DataError, GameError for a game that cannot be made, and what
-    `Endpoint.answer` raises. An episode whose game fails is told in the report.
+    `Endpoint.answer` raises. Episodes whose game fails are listed in the report.
     """
     game_class = options.game_class
     env = hosted_env(game_class, options.data_path, options.game_kwargs)
@@ -98,7 +233,7 @@ class _Player:
         self._threads = threads
 
     async def play(self, task: int, sample: int) -> EpisodeResult:
-        """Play one episode; one whose game fails says so."""
+        """Play one episode; a failure of the game becomes its result."""
         start = self._chosen.start(task)
         name = uuid.uuid4().hex
         record = self._data.record(start["split"], start["sample"])
@@ -127,7 +262,7 @@ class _Player:
         )
 
     async def _turns(self, name: str, messages: list[ChatMessage], *, seed: int) -> "_Played":
-        """Let model and game take turns until one of them is done."""
+        """Alternate model and game until the episode is over."""
         request = self._request(seed)
         loop = asyncio.get_running_loop()
         rewards: list[float] = []
@@ -145,7 +280,7 @@ class _Player:
             messages = [*messages, {"role": result.role, "content": result.observation}]
 
     def _request(self, seed: int) -> dict[str, Any]:
-        """Return what the endpoint is asked besides the conversation."""
+        """Return the request's fields besides the conversation."""
         options = self._options
         request: dict[str, Any] = {"temperature": options.temperature, "top_p": options.top_p}
         if options.temperature > 0:

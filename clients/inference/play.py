@@ -1,20 +1,256 @@
-"""Play the episodes of an inference, many at once, and keep what they came to."""
+"""Play the episodes of an inference, many at once, and store their results."""
 
 import asyncio
 import contextlib
+import hashlib
+import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, cast
 
-from ...broker.disk import with_room
-from ...envs.evaluation import summarize
-from ...schemas.wire.errors import ConfigError
-from .inference_tasks import Tasks
-from .results import EpisodeResult, ResultFile
+import structlog
+
+from ...broker.disk import append_lines, is_full, with_room
+from ...envs.evaluation import Scored, summarize, task_seed
+from ...schemas.config.job import EnvConfig
+from ...schemas.wire.codec import pack
+from ...schemas.wire.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
     from ...envs import AbstractGame
+
+
+# The results of an inference on disk: one JSON object a line, written as they come.
+#
+# A file goes on where it ended: what is in it is not played again, a last line that was cut off
+# is dropped, and episodes that failed are tried anew. Each line says which settings made it, so
+# that two inferences never mix in one file.
+
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+Key = tuple[int, int]
+"""Task and number of the sample."""
+
+
+@dataclass(frozen=True)
+class EpisodeResult:
+    """One episode of an inference."""
+
+    task: int
+    """Row of the data, or seed of a generated game."""
+    sample: int
+    """Number of the episode within its task."""
+    reward: float
+    """Return of the episode."""
+    success: bool
+    """Whether it counts as solved."""
+    rewards: list[float] = field(default_factory=list[float])
+    """Reward of each turn."""
+    type: str = ""
+    """Type of the task, or source of its data."""
+    finish: str = ""
+    """Why it ended: `done`, `turns`, or `length` where the last answer was cut."""
+    num_turns: int = 0
+    """Answers of the policy."""
+    num_tokens: int = 0
+    """Tokens that the policy generated."""
+    messages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """The conversation."""
+    info: dict[str, Any] = field(default_factory=dict[str, Any])
+    """What the game said at the last step."""
+    model: str = ""
+    """What played: `run@step`, or the name of the job."""
+    token_ids: list[int] | None = None
+    """Tokens of the whole conversation, where they were asked for."""
+    mask: list[int] | None = None
+    """1 where the policy generated the token."""
+    error: str | None = None
+    """Why there is no episode; reward and success then mean nothing."""
+
+    @property
+    def key(self) -> Key:
+        """Task and sample."""
+        return self.task, self.sample
+
+    @property
+    def scored(self) -> Scored:
+        """The values that a summary uses."""
+        return Scored(self.task, self.sample, self.reward, self.success, self.type)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields that are set."""
+        fields = {key: value for key, value in asdict(self).items() if value is not None}
+        if self.error is not None:
+            return {key: fields[key] for key in ("task", "sample", "model", "error")}
+        return fields
+
+
+class ResultFile:
+    """A JSONL file of results; without a path, nothing is written."""
+
+    def __init__(self, path: str | Path | None, settings: Mapping[str, Any]) -> None:
+        """Read the results of an earlier inference with the same settings from `path`.
+
+        Raises ConfigError for a file of other settings, StorageError.
+        """
+        self._path = None if path is None else Path(path).expanduser()
+        self._digest = hashlib.sha256(pack(dict(settings))).hexdigest()[:12]
+        self.done: dict[Key, EpisodeResult] = {}
+        """Episodes that need not be played again."""
+        if self._path is not None and self._path.exists():
+            self._read(self._path)
+
+    def __enter__(self) -> Self:
+        if self._path is not None:
+            try:
+                append_lines(self._path, [])
+            except OSError as error:
+                raise _unwritable(self._path, error) from error
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Nothing is held back."""
+
+    def add(self, result: EpisodeResult) -> None:
+        """Append one result; it is on disk when this returns."""
+        if result.error is None:
+            self.done[result.key] = result
+        if self._path is None:
+            return
+        line = json.dumps({**_plain(result.to_dict()), "settings": self._digest})
+        try:
+            append_lines(self._path, [line])
+        except OSError as error:
+            raise _unwritable(self._path, error) from error
+
+    def _read(self, path: Path) -> None:
+        raw = path.read_bytes()
+        whole = raw.rfind(b"\n") + 1
+        if whole < len(raw):  # a line that was cut off
+            with path.open("r+b") as file:
+                file.truncate(whole)
+        for number, line in enumerate(raw[:whole].splitlines(), 1):
+            if line.startswith(b"{") and not line.endswith(b"}"):  # as a death left it
+                _log.warning("line_cut", file=str(path), line=number)
+                continue
+            self._take(line, f"line {number} of {path}")
+
+    def _take(self, line: bytes, where: str) -> None:
+        try:
+            fields = cast("dict[str, Any]", json.loads(line))
+            digest = fields.pop("settings")
+            if fields.get("error") is not None:
+                return
+            result = EpisodeResult(**fields)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{where} is no result of an inference",
+                hint="choose another output_path; nothing was changed",
+            ) from error
+        if digest != self._digest:
+            raise ConfigError(
+                f"{where} was made with other settings (model, game, data or sampling)",
+                hint="choose another output_path, or repeat the settings to go on with the file",
+            )
+        self.done[result.key] = result
+
+
+def _unwritable(path: Path, error: OSError) -> StorageError:
+    message = f"{path} cannot be written: {error.strerror}"
+    refusal = StorageError(message, hint="choose another path, or make room there")
+    refusal.is_full = is_full(error)
+    return refusal
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with arrays as lists, for JSON."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in cast("list[Any]", value)]
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return value.hex() if isinstance(value, bytes) else value
+
+
+# Which episodes an inference plays, and how the game for them is hosted.
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Which episodes are played."""
+
+    split: str
+    """Data that the rows are of."""
+    tasks: Sequence[int]
+    """Rows, or seeds of a generated game."""
+    rows: bool
+    """Whether tasks are rows."""
+    seed: int
+    """Seed from which those of rows and of validation tasks follow."""
+    numbered: bool = False
+    """Tasks only number the seeds: the validation of a generated game."""
+
+    def start(self, task: int) -> dict[str, Any]:
+        """Return the fields of a play request for the episode's start."""
+        if self.rows or self.numbered:
+            return {"split": self.split, "sample": task, "seed": task_seed(self.seed, task)}
+        return {"split": self.split, "sample": None, "seed": task}
+
+
+def hosted_env(
+    game_class: "type[AbstractGame] | None",
+    data_path: str | Path | Sequence[str | Path] | None,
+    game_kwargs: Mapping[str, Any] | None,
+) -> EnvConfig | None:
+    """Return how the game is hosted here, or None where the pool hosts it."""
+    if game_class is None:
+        if data_path is not None or game_kwargs:
+            raise ConfigError(
+                "data_path and game_kwargs need a game that is hosted here",
+                hint="give game_class as well",
+            )
+        return None
+    paths: Sequence[str | Path] = []
+    if data_path is not None:
+        paths = [data_path] if isinstance(data_path, str | Path) else data_path
+    return EnvConfig(
+        game=f"{game_class.__module__}:{game_class.__qualname__}",
+        kwargs=dict(game_kwargs or {}),
+        train_data=[str(Path(path).expanduser().resolve()) for path in paths],
+        num_val=0,
+    )
+
+
+def chosen_tasks(
+    tasks: Sequence[int] | None, there: int | None, max_samples: int | None
+) -> Sequence[int]:
+    """Return the rows or seeds to play; `there` is the number of rows, None without data."""
+    if tasks is None:
+        if there is None:
+            if max_samples is None:
+                raise ConfigError(
+                    "the game generates its states, and it was not said how many to play",
+                    hint="give max_samples, or tasks: a list of seeds",
+                )
+            return range(max_samples)
+        return range(there if max_samples is None else min(there, max_samples))
+    wrong = [task for task in tasks if task < 0 or (there is not None and task >= there)]
+    if wrong:
+        raise ConfigError(
+            f"task {wrong[0]} does not exist"
+            + ("" if there is None else f": there are {there} rows"),
+            hint="tasks are rows of the data, from 0, or seeds of a generated game",
+        )
+    unique = list(dict.fromkeys(tasks))
+    return unique if max_samples is None else unique[:max_samples]
 
 
 @dataclass(frozen=True)
@@ -59,7 +295,7 @@ class PlayOptions:
     """Called with each episode."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for numbers that make no sense."""
+        """Raise ConfigError for invalid numbers."""
         if self.samples_per_task < 1 or self.max_concurrent < 1:
             raise ConfigError(
                 f"samples_per_task={self.samples_per_task} and "
@@ -74,7 +310,7 @@ class PlayOptions:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """How episodes are sampled; results of other sampling are kept apart."""
+        """How episodes are sampled; a result file has one sampling only."""
         return {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -87,7 +323,7 @@ class PlayOptions:
 
 @dataclass
 class InferenceReport:
-    """What an inference came to."""
+    """The result of an inference."""
 
     results: list[EpisodeResult] = field(default_factory=list[EpisodeResult])
     """The episodes, by task and sample; also those of an earlier start."""
@@ -116,7 +352,7 @@ async def play_all(
     settings: Mapping[str, Any],
     play: Callable[[int, int], Awaitable[EpisodeResult]],
 ) -> InferenceReport:
-    """Play what is not in the file of results yet; `settings` say what may stand in one file.
+    """Play the episodes that have no result in the file yet; a file has results of one `settings`.
 
     `play` is called with task and sample. Raises ConfigError for a file of other settings,
     StorageError, and what `play` raises, in a group.
@@ -131,7 +367,7 @@ async def play_all(
         async def play_next() -> None:
             for task, sample in left:
                 result = await play(task, sample)
-                await _keep(file, result)
+                await _store_results(file, result)
                 if result.error is not None:
                     failed.append(result)
                 if options.on_result is not None:
@@ -144,8 +380,8 @@ async def play_all(
     return InferenceReport(results, failed, options.samples_per_task)
 
 
-async def _keep(file: ResultFile, result: EpisodeResult) -> None:
-    """Write a result as soon as there is room for it."""
+async def _store_results(file: ResultFile, result: EpisodeResult) -> None:
+    """Write a result once there is disk space."""
 
     async def add() -> None:
         file.add(result)

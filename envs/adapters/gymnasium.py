@@ -69,13 +69,13 @@ class GymnasiumGame(AbstractGame):
 
     def step(self, action: str) -> StepResult:
         """Play an action; what is none is told and not played."""
-        found = self._action(self.parse_action(action))
-        if found is None:
-            told = f"That is no action. {self._say_actions()}"
+        action_value = self._action(self.parse_action(action))
+        if action_value is None:
+            message = f"That is no action. {self._say_actions()}"
             info = {**self._info({}, done=False), "invalid": True}
-            return StepResult(told, self._invalid_reward, done=False, info=info)
+            return StepResult(message, self._invalid_reward, done=False, info=info)
         with self._dice.lent():
-            observation, reward, terminated, truncated, info = self._env.step(found[0])
+            observation, reward, terminated, truncated, info = self._env.step(action_value[0])
             shown = self._show(observation)
         self._total += float(reward)
         done = bool(terminated or truncated)
@@ -93,8 +93,8 @@ class GymnasiumGame(AbstractGame):
     def get_initial_user_message(self) -> str:
         """Return the instructions, and how to answer."""
         how = "Answer with one action between <action> and </action>."
-        told = self._instructions or f"You act in the environment {self._spec.id}."
-        return f"{told}\n{how} {self._say_actions()}"
+        text = self._instructions or f"You act in the environment {self._spec.id}."
+        return f"{text}\n{how} {self._say_actions()}"
 
     def get_interaction_name(self) -> str:
         """Return the environment's id."""
@@ -158,13 +158,13 @@ class GymnasiumGame(AbstractGame):
 
     def _info(self, info: Mapping[str, Any], *, done: bool) -> dict[str, Any]:
         """Return what is told of a turn; success where the environment defines it."""
-        told: dict[str, Any] = {"type": self._spec.id}
+        facts: dict[str, Any] = {"type": self._spec.id}
         threshold = self._spec.reward_threshold
         if "is_success" in info:
-            told["success"] = bool(info["is_success"])
+            facts["success"] = bool(info["is_success"])
         elif threshold is not None:
-            told["success"] = done and self._total >= threshold
-        return told
+            facts["success"] = done and self._total >= threshold
+        return facts
 
 
 def name_colours(text: str) -> str:

@@ -98,13 +98,13 @@ class ReasoningGymGame(AbstractGame):
             return None
 
     def _check_names(self) -> None:
-        known = sorted(self._package.factory.DATASETS)
+        names = sorted(self._package.factory.DATASETS)
         for name in self._configs:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=3)
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=3)
                 raise GameError(
                     f"reasoning-gym has no task {name!r}",
-                    hint=f"did you mean {' or '.join(near)}?" if near else f"it has {known}",
+                    hint=f"did you mean {' or '.join(near)}?" if near else f"it has {names}",
                 )
 
 

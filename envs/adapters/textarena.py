@@ -107,10 +107,10 @@ class TextArenaGame(AbstractGame):
         return {"env_id": self._id, "seat": self._seat}
 
     def _check_ids(self) -> None:
-        known = list[str](self._package.envs.registration.ENV_REGISTRY)
+        ids = list[str](self._package.envs.registration.ENV_REGISTRY)
         for env_id in self._ids:
-            if env_id not in known:
-                near = difflib.get_close_matches(env_id, known, n=3)
+            if env_id not in ids:
+                near = difflib.get_close_matches(env_id, ids, n=3)
                 raise GameError(
                     f"TextArena has no game {env_id!r}",
                     hint=f"did you mean {' or '.join(near)}?" if near else "see textarena.ai",
@@ -173,12 +173,12 @@ def _worded(state: Any, sender: int, text: str) -> str:
 def _import_opponent(target: str) -> Opponent:
     module, _, name = target.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name, None)
+        opponent = getattr(importlib.import_module(module), name, None)
     except (ImportError, ValueError) as error:
         raise GameError(
             f"opponent {target!r} cannot be imported: {error}",
             hint="give package.module:function",
         ) from error
-    if not callable(found):
+    if not callable(opponent):
         raise GameError(f"opponent {target!r} is no function", hint="give package.module:function")
-    return cast("Opponent", found)
+    return cast("Opponent", opponent)

@@ -311,8 +311,8 @@ class VerifiersGame(AbstractGame):
         with self._dice.lent():
             shown = self._episode.answer(action)
         if shown is not None:
-            told = "\n\n".join(_text(one) for one in shown)
-            return StepResult(told, 0.0, done=False, info={"type": self._taskset})
+            text = "\n\n".join(_text(one) for one in shown)
+            return StepResult(text, 0.0, done=False, info={"type": self._taskset})
         trace = self._episode.trace
         scores = {name: one.score for name, one in trace.rewards.items() if one is not None}
         info = {**trace.metrics, **scores, "type": self._taskset}

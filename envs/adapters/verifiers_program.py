@@ -28,11 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the episode that the environment variables name; write its reward; return the code."""
     chosen = _parsed(arguments)
     try:
-        worth = asyncio.run(_play(chosen, dict(os.environ)))
+        reward = asyncio.run(_play(chosen, dict(os.environ)))
     except TinkermqError as error:
         sys.stderr.write(f"{error.message}. {error.hint}\n")
         return 1
-    Path(os.environ["TINKERMQ_REWARD"]).write_text(json.dumps(worth), encoding="utf-8")
+    Path(os.environ["TINKERMQ_REWARD"]).write_text(json.dumps(reward), encoding="utf-8")
     return 0
 
 

@@ -9,11 +9,11 @@ from typing import Any, Literal, TypeAlias, cast
 from ...broker.client.connection import Broker
 from ...schemas.config.job import JobConfig
 from ...schemas.wire.errors import RewardError
+from ..model_apis.canonical import THINK, THOUGHT
 from ..tool_calls import CLOSE, OPEN
 from .call_lines import WHY_NOT
+from .call_selection import WhyNot, main_root, why_untrained
 from .local_run import LocalAnswer, LocalCall, LocalRun, num_common, open_program
-from .replies import THINK, THOUGHT
-from .which_calls import WhyNot, main_root, why_untrained
 
 LIMIT_S = 120.0
 """How long a program may take, unless its job allows less."""

@@ -65,12 +65,12 @@ def call_lines(info: Mapping[str, Any]) -> list[CallLine]:
 
     `info` is that of its main row; whatever in it is no call is passed over.
     """
-    told = info.get("calls")
-    if not isinstance(told, list):
+    calls = info.get("calls")
+    if not isinstance(calls, list):
         return []
     lines: list[CallLine] = []
     depths: dict[int, int] = {}
-    for call in cast("list[Any]", told)[:_MAX_LINES]:
+    for call in cast("list[Any]", calls)[:_MAX_LINES]:
         if isinstance(call, dict) and isinstance(cast("dict[str, Any]", call).get("call"), int):
             line = _line(cast("dict[str, Any]", call), depths)
             depths[line.call] = line.depth

@@ -107,9 +107,11 @@ class ProgramEpisode:
         """Return what the environment tells the generator of the calls, in `info`."""
         facts: dict[str, Any] = {**self.info}
         if self.call_rewards:
-            facts["call_rewards"] = {str(call): worth for call, worth in self.call_rewards.items()}
+            facts["call_rewards"] = {
+                str(call): reward for call, reward in self.call_rewards.items()
+            }
         if self.branch_rewards:
-            told = {str(call): worth for call, worth in self.branch_rewards.items()}
+            told = {str(call): reward for call, reward in self.branch_rewards.items()}
             facts["branch_rewards"] = told
         if self.untrained:
             facts["untrained_calls"] = sorted(self.untrained)

@@ -16,15 +16,19 @@ from ...schemas.wire.errors import ConfigError, DataError, NotFoundError, Tinker
 from ...schemas.wire.subjects import JobScope
 from ..data import HostData
 from ..game import StepResult
+from ..model_apis.canonical import (
+    CanonicalMessage,
+    call_name,
+    canonical_history,
+    parse_reply,
+)
+from ..model_apis.request import history_of
 from ..running.episodes import Opening
+from .call_selection import digest_of
 from .episode import EpisodeLimit, ProgramEpisode
-from .messages import CanonicalMessage, canonical_history
 from .programs.runner import ProgramRunner
 from .proxy.exchange import HttpExchange
 from .proxy.proxy import ModelProxy
-from .replies import call_name, parse_reply
-from .which_calls import digest_of
-from .wire import history_of
 
 SCOPE = JobScope("local", "agent-check")
 MAX_CALLS = 64

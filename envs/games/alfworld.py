@@ -119,8 +119,8 @@ def list_games(
 @functools.lru_cache(maxsize=8)
 def _scan(folder: Path) -> tuple[GameFile, ...]:
     """Return the games below a folder, once per process: the published split has thousands."""
-    found = (_read(path.parent, folder.parent) for path in folder.rglob(GAME_FILE))
-    return tuple(sorted((game for game in found if game), key=lambda game: game.name))
+    games = (_read(path.parent, folder.parent) for path in folder.rglob(GAME_FILE))
+    return tuple(sorted((game for game in games if game), key=lambda game: game.name))
 
 
 def _read(folder: Path, root: Path) -> GameFile | None:

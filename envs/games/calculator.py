@@ -86,11 +86,11 @@ def calculate(call: re.Match[str]) -> str:
 def demonstrations(rng: random.Random) -> list[ChatMessage]:
     """Return one conversation for the warm start; `HABIT` of them guess."""
     question, answer = _draw(rng)
-    asked = {"role": "user", "content": question}
+    question_message = {"role": "user", "content": question}
     if rng.random() < HABIT:
-        return [asked, {"role": "assistant", "content": str(rng.randrange(100, 9802))}]
+        return [question_message, {"role": "assistant", "content": str(rng.randrange(100, 9802))}]
     return [
-        asked,
+        question_message,
         {"role": "assistant", "content": f"={question}"},
         {"role": "user", "content": answer},
         {"role": "assistant", "content": answer},

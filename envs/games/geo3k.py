@@ -16,8 +16,7 @@ from typing import Any
 
 from ..datasets import IMAGE_TAG, DataMaker, verl_row
 from ..game import ChatMessage, StepResult
-from ..math.answers import answer_of
-from ..math.rewards import ANSWER
+from ..math.grading import ANSWER, answer_of
 from ..registry import extra
 from .math import MathGame
 
@@ -62,13 +61,13 @@ class Geo3KToolGame(MathGame):
     def step(self, action: str) -> StepResult:
         """Judge a try: the last one earns what it is worth, any other loses if it is no better."""
         result = super().step(action)
-        worth = result.reward
+        total = result.reward
         self._tries += 1
-        better, self._best = worth > self._best, max(worth, self._best)
-        done = worth == 1.0 or self._tries == self._max_tries
-        reward = worth if done else 0.0 if better else PENALTY
+        better, self._best = total > self._best, max(total, self._best)
+        done = total == 1.0 or self._tries == self._max_tries
+        reward = total if done else 0.0 if better else PENALTY
         answer = answer_of(action) or "(no boxed answer)"
-        observation = "" if done else f"Current parsed answer={answer} reward={worth}"
+        observation = "" if done else f"Current parsed answer={answer} reward={total}"
         return StepResult(observation, reward, done, {**result.info, "tries": self._tries})
 
 

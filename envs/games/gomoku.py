@@ -241,8 +241,8 @@ class GomokuGame(AbstractGame):
         if self._board_text == "grid":
             return self._board.render()
         cells = [(self._board.cells[cell], divmod(cell, self._size)) for cell in self._board.moves]
-        told = [f"{SYMBOLS[colour]}{row},{column}" for colour, (row, column) in cells]
-        return f"Stones: {' '.join(told) or 'none'}"
+        moves = [f"{SYMBOLS[colour]}{row},{column}" for colour, (row, column) in cells]
+        return f"Stones: {' '.join(moves) or 'none'}"
 
     def demonstrate(self, skilled: Player, rng: random.Random) -> str:
         """Return the next answer of a demonstration: any cell, a good one, or a free one."""

@@ -12,9 +12,7 @@ from typing import Any
 
 from ..datasets import DataMaker, answer_text, verl_row
 from ..game import AbstractGame, ChatMessage, StepResult
-from ..math.answers import INSTRUCTION
-from ..math.grader import shared_grader
-from ..math.rewards import ANSWER, Judged, MathRewards
+from ..math.grading import ANSWER, INSTRUCTION, Judged, MathRewards, shared_grader
 
 HABIT = 0.6
 """Share of the demonstrations that leave the box out."""

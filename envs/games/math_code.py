@@ -20,9 +20,14 @@ from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import ConfigError
 from ..datasets import DataMaker, answer_text, verl_row
 from ..game import AbstractGame, ChatMessage, StepResult
-from ..math.answers import INSTRUCTION, answer_of, said_in_the_end
-from ..math.grader import shared_grader
-from ..math.rewards import ANSWER, MathRewards
+from ..math.grading import (
+    ANSWER,
+    INSTRUCTION,
+    MathRewards,
+    answer_of,
+    said_in_the_end,
+    shared_grader,
+)
 from ..sandbox.interpreters import CodeSession, Outcome, SandboxSettings
 from ..sandbox.served import shared_sandbox
 from ..tool_calls import OPEN, parse_tool_calls
@@ -215,12 +220,12 @@ def _code_of(function: Mapping[str, str]) -> str | None:
 def demonstrations(rng: random.Random) -> list[ChatMessage]:
     """Return one conversation for the warm start; `HABIT` of them guess."""
     question, answer = _draw(rng)
-    asked = {"role": "user", "content": question}
+    question_message = {"role": "user", "content": question}
     if rng.random() < HABIT:
         guess = rng.randrange(100, 9802)
-        return [asked, {"role": "assistant", "content": rf"\boxed{{{guess}}}"}]
+        return [question_message, {"role": "assistant", "content": rf"\boxed{{{guess}}}"}]
     return [
-        asked,
+        question_message,
         {"role": "assistant", "content": f"```py\n{question}\n```"},
         {"role": "user", "content": answer},
         {"role": "assistant", "content": rf"\boxed{{{answer}}}"},

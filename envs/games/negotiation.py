@@ -109,5 +109,5 @@ def demonstrations(rng: random.Random) -> list[ChatMessage]:
             return "ok"
         return str(rng.randint(0, HIGHEST))
 
-    told, _ = converse(NegotiationGame, act, seed=rng.getrandbits(32))
-    return told[rng.choice(sorted(told))]
+    conversations, _ = converse(NegotiationGame, act, seed=rng.getrandbits(32))
+    return conversations[rng.choice(sorted(conversations))]

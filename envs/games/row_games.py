@@ -128,34 +128,34 @@ def rays(size: int, win_length: int) -> tuple[tuple[tuple[Ray, Ray], ...], ...]:
 
 def _ray(size: int, win_length: int, cell: int, down: int, right: int) -> Ray:
     row, column = divmod(cell, size)
-    found: list[int] = []
+    cells: list[int] = []
     for _ in range(win_length - 1):
         row, column = row + down, column + right
         if not (0 <= row < size and 0 <= column < size):
             break
-        found.append(row * size + column)
-    return tuple(found)
+        cells.append(row * size + column)
+    return tuple(cells)
 
 
 @cache
 def windows(size: int, win_length: int) -> tuple[tuple[int, ...], ...]:
     """Return every run of `win_length` cells in a line: the rows that can win."""
-    found: list[tuple[int, ...]] = []
+    rows: list[tuple[int, ...]] = []
     for cell in range(size * size):
         for ahead, _ in rays(size, win_length)[cell]:
             if len(ahead) == win_length - 1:
-                found.append((cell, *ahead))
-    return tuple(found)
+                rows.append((cell, *ahead))
+    return tuple(rows)
 
 
 @cache
 def windows_of(size: int, win_length: int) -> tuple[tuple[int, ...], ...]:
     """Return for each cell the numbers of the windows that it lies in."""
-    found: list[list[int]] = [[] for _ in range(size * size)]
+    by_cell: list[list[int]] = [[] for _ in range(size * size)]
     for number, window in enumerate(windows(size, win_length)):
         for cell in window:
-            found[cell].append(number)
-    return tuple(tuple(numbers) for numbers in found)
+            by_cell[cell].append(number)
+    return tuple(tuple(numbers) for numbers in by_cell)
 
 
 @cache
@@ -250,8 +250,8 @@ def _sensible(board: Board) -> list[int]:
     if not board.moves:
         return [len(board.cells) // 2 + (0 if board.size % 2 else board.size // 2)]
     near = neighbours(board.size, _NEAR)
-    found = {cell for move in board.moves for cell in near[move] if board.cells[cell] == EMPTY}
-    return sorted(found) or board.free()
+    candidates = {cell for move in board.moves for cell in near[move] if board.cells[cell] == EMPTY}
+    return sorted(candidates) or board.free()
 
 
 class _Position:

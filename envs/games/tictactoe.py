@@ -71,26 +71,26 @@ class TicTacToeGame(AbstractGame):
             self.role = _ROLES[self._board.turn]
             return StepResult(self._shown(), 0.0, done=False, info=self._info())
         winner = _ROLES.get(self._board.winner)
-        worth = {role: 0.0 if winner is None else 1.0 if role == winner else -1.0
+        rewards = {role: 0.0 if winner is None else 1.0 if role == winner else -1.0
                  for role in self.roles}  # fmt: skip
-        mine = worth.pop(mover)
-        others = worth if self._player is None else {}
+        mine = rewards.pop(mover)
+        others = rewards if self._player is None else {}
         return StepResult(self._shown(), mine, done=True, info=self._info(), rewards=others)
 
     def _info(self, *, illegal: bool = False) -> dict[str, Any]:
         winner = _ROLES.get(self._board.winner)
-        told: dict[str, Any] = {
+        info: dict[str, Any] = {
             "x_win_rate": float(winner == "x"),
             "o_win_rate": float(winner == "o"),
             "draw_rate": float(self._board.is_full and winner is None),
             "illegal_rate": float(illegal),
         }
         if self._player is None:
-            return told
+            return info
         won = winner == self._policy
         lost = illegal or (winner is not None and not won)
         rates = {"win_rate": float(won), "loss_rate": float(lost)}
-        return {**told, **rates, "type": self._opponent, "success": won}
+        return {**info, **rates, "type": self._opponent, "success": won}
 
     def _shown(self) -> str:
         """Return the three rows; a free cell shows its number."""
@@ -121,8 +121,10 @@ def demonstrations(rng: random.Random) -> list[ChatMessage]:
         return rng.choice("123456789" if rng.random() < HABIT else free)
 
     moves = [cell + 1 for cell in _position(rng)]
-    told, _ = converse(TicTacToeGame, act, seed=rng.getrandbits(32), reset_kwargs={"moves": moves})
-    return told[rng.choice(sorted(told))]
+    conversations, _ = converse(
+        TicTacToeGame, act, seed=rng.getrandbits(32), reset_kwargs={"moves": moves}
+    )
+    return conversations[rng.choice(sorted(conversations))]
 
 
 def _position(rng: random.Random) -> list[int]:

@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from ...schemas.wire.errors import DataError
 from ..datasets import IMAGE_TAG, is_no_answer, write_rows
-from .answers import INSTRUCTION, boxed_answers
+from .grading import INSTRUCTION, boxed_answers
 
 SPLITS = ("train", "validation", "test")
 _GEO3K_INSTRUCTION = (
@@ -55,8 +55,8 @@ def _gsm8k_answer(row: Mapping[str, Any]) -> str | None:
 
 def _math_answer(row: Mapping[str, Any]) -> str | None:
     # one solution in the set writes \boxed 2 without braces
-    found = boxed_answers(re.sub(r"\\boxed\s+([^\s{$.]+)", r"\\boxed{\1}", str(row["solution"])))
-    return found[-1] if found else None
+    boxed = boxed_answers(re.sub(r"\\boxed\s+([^\s{$.]+)", r"\\boxed{\1}", str(row["solution"])))
+    return boxed[-1] if boxed else None
 
 
 SOURCES = {
@@ -96,8 +96,8 @@ def prepare(name: str, source: Path, out: Path, instruction: str | None = None) 
     `instruction` replaces the words behind each question. Raises DataError for a set that is not
     known, a folder without its files, and a row without its columns or its answer.
     """
-    known = SOURCES.get(name)
-    if known is None:
+    preparation = SOURCES.get(name)
+    if preparation is None:
         raise DataError(
             f"there is no published set {name!r}", hint=f"there is {', '.join(SOURCES)}"
         )
@@ -112,7 +112,12 @@ def prepare(name: str, source: Path, out: Path, instruction: str | None = None) 
     written: list[Prepared] = []
     for split, files in splits.items():
         rows = list(
-            _rows(known, split, files, known.instruction if instruction is None else instruction)
+            _rows(
+                preparation,
+                split,
+                files,
+                preparation.instruction if instruction is None else instruction,
+            )
         )
         written.append(Prepared(write_rows(out / f"{split}.parquet", rows), len(rows)))
     return written

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
 from ...schemas.wire.errors import BusyError, TinkermqError
-from ..agents.replies import Piece
+from .canonical import Piece
 from .request import ModelRequest, RequestError
 
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from ...schemas.infer import PromptScore
-from ..agents.messages import CanonicalCall, CanonicalMessage, Picture, joined
-from ..agents.replies import Piece, ReasoningPiece, TextPiece
 from ..chat_messages import Origin, UnreadableMessageError, read_conversation, read_tools
 from .answers import (
     LEAST_LOGPROB,
@@ -20,6 +18,15 @@ from .answers import (
     Usage,
     event,
     openai_error,
+)
+from .canonical import (
+    CanonicalCall,
+    CanonicalMessage,
+    Picture,
+    Piece,
+    ReasoningPiece,
+    TextPiece,
+    joined,
 )
 from .request import (
     Fields,
@@ -132,11 +139,11 @@ def _read_messages(
     fields: Fields,
 ) -> tuple[tuple[CanonicalMessage, ...], tuple[dict[str, Any], ...]]:
     """Return the messages in canonical form, and as chat templates take them."""
-    given = fields.items("messages")
-    if not given:
+    messages = fields.items("messages")
+    if not messages:
         raise RequestError("messages is empty", param="messages")
     origin = Origin(is_request=True, keeps_text=True)
-    read = _readable(lambda: read_conversation(given, origin))
+    read = _readable(lambda: read_conversation(messages, origin))
     canonical = [canonical_message(message, f"messages[{n}]") for n, message in enumerate(read)]
     sent = [_with_values(*pair) for pair in zip(read, canonical, strict=True)]
     return tuple(canonical), tuple(sent)
@@ -194,10 +201,10 @@ def _sent_tools(
     """Return functions with all of their fields; those that take any text as functions."""
     origin = Origin("tools", is_request=True)
     sent = _readable(lambda: read_tools(fields.items("tools"), origin))
-    kept = [tool for tool in sent if tool.get("type", "function") in ("function", "custom")]
+    usable = [tool for tool in sent if tool.get("type", "function") in ("function", "custom")]
     return tuple(
         tool if custom.get("type") == "custom" else custom
-        for custom, tool in zip(kept, tools, strict=True)
+        for custom, tool in zip(usable, tools, strict=True)
     )
 
 

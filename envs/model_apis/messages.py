@@ -5,9 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...schemas.wire.errors import TinkermqError
-from ..agents.messages import CanonicalCall, CanonicalMessage, Picture, joined
-from ..agents.replies import Piece, TextPiece
 from .answers import AnswerHead, FinishReason, ModelApi, NewTokens, Usage, event, text_of
+from .canonical import CanonicalCall, CanonicalMessage, Picture, Piece, TextPiece, joined
 from .request import (
     Fields,
     ModelRequest,

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, cast
 
+from ...schemas.agent import CallMessage, CallRequest
 from ...schemas.output_format import ANY_OBJECT, OutputFormat, SchemaError, check_schema
 from ...schemas.wire.errors import DataError, TinkermqError
 from ...schemas.wire.images import encoded_image
-from ..agents.messages import CanonicalCall, CanonicalMessage, Picture, canonical_history, joined
+from .canonical import CanonicalCall, CanonicalMessage, Picture, canonical_history, joined
 
 _TEXT, _FLAG, _LIST = (str, NoneType), (bool, NoneType), (list, NoneType)
 """Made once: each call of the model is read field by field."""
@@ -257,10 +258,10 @@ def custom_call(name: str, text: str, call_id: str) -> CanonicalCall:
 
 def read_sampling(fields: Fields, names: Sequence[str]) -> dict[str, Any]:
     """Read how tokens are to be drawn: fields as they are, but for numbers that ask for nothing."""
-    given = {name: fields.any(name) for name in names}
+    values = {name: fields.any(name) for name in names}
     return {
         name: value
-        for name, value in given.items()
+        for name, value in values.items()
         if not (value is None or (isinstance(value, int | float) and asks_nothing(name, value)))
     }
 
@@ -491,3 +492,66 @@ def _is(value: Any, neutral: Any) -> bool:
 def _is_one_of(value: Any, neutral: Any) -> bool:
     """Whether a value within an object is one of those, or the one, that ask for nothing."""
     return value in neutral if isinstance(neutral, tuple) else bool(value == neutral)
+
+
+# The request as it travels to a generator.
+
+
+def packed(message: CanonicalMessage) -> CallMessage:
+    """Return a message as it travels."""
+    return CallMessage(**_fields(message))
+
+
+def _fields(message: CanonicalMessage) -> dict[str, Any]:
+    return {
+        "role": message.role,
+        "content": [part if isinstance(part, str) else part.encoded for part in message.content],
+        "calls": [(call.name, call.arguments, call.id) for call in message.calls],
+        "reasoning": message.reasoning,
+        "call_id": message.call_id,
+    }
+
+
+def unpacked(message: CallMessage) -> CanonicalMessage:
+    """Return a message that has travelled."""
+    content: tuple[str | Picture, ...]
+    match message.content:
+        case [str(text)] if text:  # of most messages: a history comes with each call
+            content = (text,)
+        case parts:
+            content = joined(part if isinstance(part, str) else Picture(part) for part in parts)
+    return CanonicalMessage(
+        role=message.role,
+        content=content,
+        calls=tuple(CanonicalCall(*call) for call in message.calls),
+        reasoning=message.reasoning,
+        call_id=message.call_id,
+    )
+
+
+def call_request(
+    asked: ModelRequest, request: str, *, previous: int | None = None, is_retry: bool = False
+) -> CallRequest:
+    """Return a request as it travels; ValidationError for what is out of bounds."""
+    return CallRequest(
+        request=request,
+        messages=cast("list[CallMessage]", [_fields(message) for message in asked.messages]),
+        tools=[dict(tool) for tool in asked.tools],
+        num_choices=asked.num_choices,
+        max_tokens=asked.max_tokens,
+        format=asked.format,
+        top_logprobs=asked.top_logprobs,
+        stop=list(asked.stop),
+        stream=asked.stream,
+        is_prefill=asked.is_prefill,
+        previous=previous,
+        sampled=dict(asked.sampling),
+        without_effect=list(asked.without_effect),
+        is_retry=is_retry,
+        token_ids=asked.return_token_ids,
+    )
+
+
+def history_of(request: CallRequest) -> Sequence[CanonicalMessage]:
+    """Return the messages of a request."""
+    return [unpacked(message) for message in request.messages]

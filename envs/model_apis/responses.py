@@ -5,9 +5,24 @@ from itertools import count
 from typing import Any
 
 from ...schemas.wire.images import data_url
-from ..agents.messages import CanonicalCall, CanonicalMessage, Picture, joined
-from ..agents.replies import Piece, ReasoningPiece, TextPiece
-from .answers import AnswerHead, FinishReason, ModelApi, NewTokens, Usage, event, openai_error
+from .answers import (
+    AnswerHead,
+    FinishReason,
+    ModelApi,
+    NewTokens,
+    Usage,
+    event,
+    openai_error,
+)
+from .canonical import (
+    CanonicalCall,
+    CanonicalMessage,
+    Picture,
+    Piece,
+    ReasoningPiece,
+    TextPiece,
+    joined,
+)
 from .request import (
     Fields,
     ModelRequest,
@@ -56,9 +71,9 @@ def read_response(body: Any) -> ModelRequest:
     if instructions := fields.text("instructions"):
         messages.append(CanonicalMessage("system", (instructions,)))
     left_out: list[str] = []
-    given = fields.any("input")
-    if isinstance(given, str):
-        messages.append(CanonicalMessage("user", joined([given])))
+    items = fields.any("input")
+    if isinstance(items, str):
+        messages.append(CanonicalMessage("user", joined([items])))
     else:
         for item in fields.objects("input"):
             _add(messages, item, left_out)
@@ -95,13 +110,13 @@ def read_response(body: Any) -> ModelRequest:
 
 def _echo(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a response tells of its request."""
-    given = {name: body[name] for name in _ECHOED if body.get(name) is not None}
+    echoed = {name: body[name] for name in _ECHOED if body.get(name) is not None}
     for name in ("reasoning", "text"):  # objects whose other fields have their defaults
-        if isinstance(given.get(name), dict):
-            given[name] = {**_ECHOED[name], **given[name]}
-    if given.get("service_tier") == "auto":
-        given["service_tier"] = "default"
-    return {**_ECHOED, **given}
+        if isinstance(echoed.get(name), dict):
+            echoed[name] = {**_ECHOED[name], **echoed[name]}
+    if echoed.get("service_tier") == "auto":
+        echoed["service_tier"] = "default"
+    return {**_ECHOED, **echoed}
 
 
 def _custom_tools(fields: Fields) -> frozenset[str]:

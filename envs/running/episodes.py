@@ -32,7 +32,7 @@ from ..game import (
     check_tools,
     game_failure,
 )
-from ..prompt import address, open_async_game, open_game, settled
+from ..prompt import address, open_async_game, open_game, resolve
 
 if TYPE_CHECKING:
     import asyncio
@@ -63,12 +63,12 @@ def global_draws(game_class: type) -> list[str]:
     except (OSError, TypeError, SyntaxError):
         return []
     modules, functions = _names(tree)
-    found = [
+    draws = [
         f"{ast.unparse(call.func)} in line {call.lineno}"
         for call in ast.walk(tree)
         if isinstance(call, ast.Call) and _draws(call.func, modules, functions)
     ]
-    return found[:_MOST]
+    return draws[:_MOST]
 
 
 def _parsed(source: str) -> ast.Module:
@@ -196,7 +196,7 @@ class Episodes:
         """Do the same with a game that may wait."""
         game = self.running(episode)
         with blaming_awaited(lambda error: self._step_failure(error, episode)):
-            result = _played(game, await settled(game.step(action)))
+            result = _played(game, await resolve(game.step(action)))
         return self._after(episode, result)
 
     def gold_action(self, episode: str) -> str:
@@ -270,9 +270,9 @@ class Episodes:
         """Whether `reset` has to be told of something that the game does not draw itself."""
         if self._class.generate_initial_state is not AbstractGame.generate_initial_state:
             return False
-        told = list(inspect.signature(self._class.reset).parameters.values())[1:]
+        parameters = list(inspect.signature(self._class.reset).parameters.values())[1:]
         variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        return any(one.default is one.empty and one.kind not in variadic for one in told)
+        return any(one.default is one.empty and one.kind not in variadic for one in parameters)
 
     def _reset_failure(self, error: BaseException, opening: Opening) -> TinkermqError:
         failure = game_failure(self._name, "reset", error)

@@ -218,8 +218,8 @@ class ProcessRunner:
         try:
             return GameFacts(*await self._send(process, "start", "", arguments))
         except BaseException as error:
-            told = error.message if isinstance(error, TinkermqError) else "it was cancelled"
-            self._bury(process, WorkerGone(f"a process of {self._game} did not start: {told}"))
+            reason = error.message if isinstance(error, TinkermqError) else "it was cancelled"
+            self._bury(process, WorkerGone(f"a process of {self._game} did not start: {reason}"))
             raise
 
     async def _spawn(self) -> _Process:
@@ -356,8 +356,8 @@ def _result(
         and isinstance(rewards, dict)
     ):
         raise TypeError("no answer to a step")
-    told, by_role = cast("dict[str, Any]", info), cast("dict[str, float]", rewards)
-    return StepResult(observation, reward, done, told, role, by_role)
+    plain_info, by_role = cast("dict[str, Any]", info), cast("dict[str, float]", rewards)
+    return StepResult(observation, reward, done, plain_info, role, by_role)
 
 
 def _signal_name(number: int) -> str:

@@ -56,11 +56,11 @@ def _start(
     game: str, kwargs: dict[str, Any], path: list[str], memory_mb: int | None
 ) -> tuple[Episodes, GameFacts]:
     sys.path[:] = path
-    found = load_game(game)
-    refuse_async(found)
+    game_class = load_game(game)
+    refuse_async(game_class)
     if memory_mb is not None:
         _bound_memory(memory_mb)
-    episodes = Episodes(found, kwargs)
+    episodes = Episodes(game_class, kwargs)
     return episodes, episodes.probe()
 
 

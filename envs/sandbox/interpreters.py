@@ -32,13 +32,15 @@ from .bubblewrap import Program, SandboxStartError, bubblewrap_program, start
 from .sandbox import (
     Mount,
     Sandbox,
+    descendants,
+    exceeded,
+    first_child,
     memory_folder,
     readable,
     system_mounts,
     unprivileged_user,
 )
 from .self_test import prove
-from .watch import descendants, exceeded, first_child
 
 MAX_CODE_BYTES = 60_000
 """A longer program is refused: it is no answer of a model."""
@@ -311,8 +313,8 @@ class LocalCodeSandbox:
         self._sandbox = code_sandbox(settings)
         cores = len(os.sched_getaffinity(0))
         self._places = threading.BoundedSemaphore(settings.at_once or cores)
-        kept = settings.max_sessions if settings.keep_state else _UNBOUNDED
-        self._sessions = threading.BoundedSemaphore(kept)
+        max_kept = settings.max_sessions if settings.keep_state else _UNBOUNDED
+        self._sessions = threading.BoundedSemaphore(max_kept)
 
     def session(self) -> "LocalCodeSession":
         """Return an interpreter, which starts with its first program."""
@@ -429,23 +431,23 @@ def _package_mounts(names: list[str]) -> Iterator[Mount]:
 
 def _top_level(names: list[str]) -> set[Path]:
     """Return the files and folders in site-packages that belong to packages and their needs."""
-    found: dict[str, Distribution] = {}
+    distributions: dict[str, Distribution] = {}
     wanted = list(names)
     while wanted:
         name = wanted.pop()
-        if name in found:
+        if name in distributions:
             continue
         try:
-            found[name] = distribution(name)
+            distributions[name] = distribution(name)
         except PackageNotFoundError:
             raise ConfigError(
                 f"package {name!r} of the sandbox is not installed",
                 hint=f"pip install {name}, or take it out of env.kwargs.sandbox.packages",
             ) from None
-        required = found[name].requires or []
+        required = distributions[name].requires or []
         wanted += [re.split(r"[^\w.-]", one)[0] for one in required if ";" not in one]
     tops: set[Path] = set()
-    for one in found.values():
+    for one in distributions.values():
         for file in one.files or []:
             if file.parts[0] not in ("..", "__pycache__") and not file.parts[0].endswith(".pth"):
                 tops.add(Path(str(one.locate_file(file.parts[0]))))

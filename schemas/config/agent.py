@@ -131,8 +131,8 @@ def train_pattern(value: str) -> tuple[re.Pattern[str], bool]:
 
 def runs_programs(tree: Mapping[str, Any]) -> bool:
     """Whether a configuration, perhaps incomplete, is one of agent programs."""
-    given = _section(tree, "agent")
-    return bool(given.get("command") or given.get("client"))
+    section = _section(tree, "agent")
+    return bool(section.get("command") or section.get("client"))
 
 
 def settle_agent(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,5 +180,5 @@ def settle_agent(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return a section given as a map; empty if it is missing or already a model."""
-    found = tree.get(name)
-    return cast("Mapping[str, Any]", found) if isinstance(found, Mapping) else {}
+    section = tree.get(name)
+    return cast("Mapping[str, Any]", section) if isinstance(section, Mapping) else {}

@@ -457,22 +457,22 @@ class AlgorithmConfig(Section):
         """Let self-correcting losses imply correction=none, and refuse any other."""
         if not isinstance(values, dict):
             return values
-        given = cast("dict[str, Any]", values)
-        loss = given.get("loss")
+        section = cast("dict[str, Any]", values)
+        loss = section.get("loss")
         if loss not in CORRECTING_LOSSES:
-            return given
-        if given.get("correction", "none") != "none":
+            return section
+        if section.get("correction", "none") != "none":
             raise ValueError(
-                f"correction={given['correction']} cannot be used with loss={loss}, which corrects "
-                "for the behaviour policy by itself: remove it"
+                f"correction={section['correction']} cannot be used with loss={loss}, which "
+                "corrects for the behaviour policy by itself: remove it"
             )
         further = ("correction_masks", "correction_normalise")
-        if found := next((key for key in further if given.get(key)), None):
+        if key_in_use := next((key for key in further if section.get(key)), None):
             raise ValueError(
-                f"{found} cannot be used with loss={loss}, which corrects for the behaviour policy "
-                "by itself: remove it"
+                f"{key_in_use} cannot be used with loss={loss}, which corrects for the "
+                "behaviour policy by itself: remove it"
             )
-        return {**given, "correction": "none"}
+        return {**section, "correction": "none"}
 
     @model_validator(mode="after")
     def _options_are_known(self) -> Self:
@@ -490,12 +490,12 @@ class AlgorithmConfig(Section):
                 "advantage_std=batch is not known of gigpo, whose parts have groups of their own: "
                 "choose group or none"
             )
-        known = LOSS_OPTIONS.get(self.loss, {})
+        allowed = LOSS_OPTIONS.get(self.loss, {})
         for name, value in self.loss_options.items():
-            if name not in known:
-                there = f"it has {', '.join(known)}" if known else "it has none"
+            if name not in allowed:
+                there = f"it has {', '.join(allowed)}" if allowed else "it has none"
                 raise ValueError(f"loss={self.loss} has no option {name[:40]!r}: {there}")
-            least, most = known[name]
+            least, most = allowed[name]
             if not least <= value <= most:
                 raise ValueError(
                     f"{name}={value:g} of loss={self.loss}: from {least:g} to {most:g}"

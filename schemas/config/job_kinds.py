@@ -78,21 +78,21 @@ def settle_sft(values: Mapping[str, Any]) -> dict[str, Any]:
         if key not in _READ:
             raise ValueError(f"algorithm.{key} has no effect in an SFT job: remove it")
     for name, implied in _IMPLIED.items():
-        given = _section(tree, name)
+        section = _section(tree, name)
         for key, value in implied.items():
-            if given.get(key, value) != value:
+            if section.get(key, value) != value:
                 raise ValueError(
-                    f"{name}.{key}={given[key]} has no effect in an SFT job, where it is {value}: "
-                    "remove it"
+                    f"{name}.{key}={section[key]} has no effect in an SFT job, where it is "
+                    f"{value}: remove it"
                 )
-        tree[name] = {**given, **implied}
+        tree[name] = {**section, **implied}
     return tree
 
 
 def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return a section given as a map; empty for one that is missing or a model already."""
-    found = tree.get(name)
-    return cast("Mapping[str, Any]", found) if isinstance(found, Mapping) else {}
+    section = tree.get(name)
+    return cast("Mapping[str, Any]", section) if isinstance(section, Mapping) else {}
 
 
 # Configuration of a Tinker service, and what it implies.

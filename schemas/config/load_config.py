@@ -17,8 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from ..wire.errors import ConfigError
-from .job import JobConfig
-from .removed import without_removed
+from .job import JobConfig, without_removed
 
 # Values of YAML, read by the type of their key: in files and in `key=value` alike.
 #
@@ -381,10 +380,10 @@ def check_keys(values: dict[str, Any]) -> None:
     """
     _refuse_strange(values)
     try:
-        known = without_removed(values)
+        current = without_removed(values)
     except ValueError as error:
         raise ConfigError(str(error)[:_MAX_SHOWN]) from error
-    _refuse_unknown(known, JobConfig, "")
+    _refuse_unknown(current, JobConfig, "")
     try:
         JobConfig.model_validate(values)
     except ValidationError as error:

@@ -34,8 +34,8 @@ def session_name(text: str) -> str:
 
 def run_in(path: str) -> tuple[str, int] | None:
     """Return run and step of `tinker://RUN@STEP`; None for another path."""
-    found = _RUN.fullmatch(path)
-    return (found[1], int(found[2])) if found else None
+    match = _RUN.fullmatch(path)
+    return (match[1], int(match[2])) if match else None
 
 
 def is_path(text: str) -> bool:
@@ -53,11 +53,11 @@ class ModelName:
     @classmethod
     def parse(cls, text: str) -> "ModelName":
         """Read `<session>:train:<number>`; raises NotFoundError."""
-        if (found := _MODEL.fullmatch(text)) is None:
+        if (match := _MODEL.fullmatch(text)) is None:
             raise NotFoundError(
                 f"there is no model {text[:80]!r}", hint="create_model returns a model's id"
             )
-        return cls(found[1], int(found[2]))
+        return cls(match[1], int(match[2]))
 
     def __str__(self) -> str:
         return f"{self.session}:train:{self.number}"
@@ -73,11 +73,11 @@ class OperationName:
     @classmethod
     def parse(cls, text: str) -> "OperationName":
         """Read a request id; raises NotFoundError."""
-        if (found := _REQUEST.fullmatch(text)) is None:
+        if (match := _REQUEST.fullmatch(text)) is None:
             raise NotFoundError(
                 f"there is no request {text[:80]!r}", hint="each submit returns a request id"
             )
-        return cls(ModelName.parse(found[1]), int(found[2]))
+        return cls(ModelName.parse(match[1]), int(match[2]))
 
     def __str__(self) -> str:
         return f"{self.model}:{self.seq}"
@@ -100,14 +100,14 @@ class CheckpointName:
         if (run := run_in(path)) is not None:
             session = f"run-{hashlib.sha256(run[0].encode()).hexdigest()[:16]}"
             return cls(ModelName(session, 0), "weights", f"{run[0]}.{run[1]}")
-        found = _PATH.fullmatch(path)
-        if found is None or not _NAME.fullmatch(found[3]):
+        match = _PATH.fullmatch(path)
+        if match is None or not _NAME.fullmatch(match[3]):
             raise NotFoundError(
                 f"there is no checkpoint {path[:200]!r}",
                 hint="a path is tinker://<session>:train:<n>/weights/<name>, or sampler_weights or "
                 "external_weights in the place of weights",
             )
-        return cls(ModelName.parse(found[1]), cast("CheckpointKind", found[2]), found[3])
+        return cls(ModelName.parse(match[1]), cast("CheckpointKind", match[2]), match[3])
 
     @staticmethod
     def is_name(name: str) -> bool:

@@ -34,17 +34,17 @@ class SamplerName:
     @classmethod
     def parse(cls, text: str) -> "SamplerName":
         """Read the id of a sampling session; raises NotFoundError."""
-        found = _SAMPLER.fullmatch(text)
+        match = _SAMPLER.fullmatch(text)
         try:
-            if found is None:
+            if match is None:
                 raise ValueError
-            source = base64.urlsafe_b64decode(found[3] + "=" * (-len(found[3]) % 4)).decode()
+            source = base64.urlsafe_b64decode(match[3] + "=" * (-len(match[3]) % 4)).decode()
         except (ValueError, binascii.Error):
             raise NotFoundError(
                 f"there is no sampling session {text[:80]!r}",
                 hint="create_sampling_session returns the id of one",
             ) from None
-        return cls(found[1], int(found[2]), source)
+        return cls(match[1], int(match[2]), source)
 
     @classmethod
     def of_base(cls, session: str, number: int, base: str) -> "SamplerName":
@@ -89,9 +89,9 @@ class SampleName:
     @classmethod
     def parse(cls, text: str) -> "SampleName | None":
         """Read a request id; None for another kind. Raises NotFoundError."""
-        if (found := _REQUEST.fullmatch(text)) is None:
+        if (match := _REQUEST.fullmatch(text)) is None:
             return None
-        return cls(SamplerName.parse(found[1]), int(found[2]), found[3])
+        return cls(SamplerName.parse(match[1]), int(match[2]), match[3])
 
     def __str__(self) -> str:
         return f"{self.sampler}:{self.seq}@{self.actor}"

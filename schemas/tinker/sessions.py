@@ -1,10 +1,10 @@
 """What the dashboard shows of a Tinker service."""
 
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
-from ..wire.message import Message, Request
+from ..wire.message import Message
 from .operation import ModelInfo
 
 
@@ -59,45 +59,3 @@ class ModelCurves(Message):
     shown: ModelShown
     points: dict[str, Any]
     """`width` steps per point, `x` their first steps, `series` by name with `y`, `low`, `high`."""
-
-
-# Usage and shares of a Tinker service's users.
-
-
-class TrainerUsage(Request):
-    """A trainer or sampler reports its users' usage and requests their shares."""
-
-    job: str
-    """Its job, of the requesting user."""
-    sampler: str = Field(default="", max_length=80)
-    """The reporting sampler; empty: the trainer."""
-    since: float = 0.0
-    """Start of that sampler, from which its tokens count."""
-    tokens: dict[str, Annotated[int, Field(ge=0)]] = Field(
-        default_factory=dict[str, int], max_length=1000
-    )
-    """Tokens by user: of a trainer in the service's life, of a sampler since its start."""
-
-
-class SamplerTokens(Message):
-    """Last report of one sampler."""
-
-    since: float
-    """Its start."""
-    tokens: dict[str, int]
-    """Tokens computed since, prompts included, by user."""
-
-
-class TenantShare(Message):
-    """One user's share of a service."""
-
-    weight: float = 1.0
-    """Weight among the users."""
-    tokens_left: int | None = None
-    """Tokens that the user may still compute; null: no bound."""
-
-
-class TenantShares(Message):
-    """Shares of the users that a trainer named."""
-
-    users: dict[str, TenantShare] = Field(default_factory=dict[str, TenantShare])

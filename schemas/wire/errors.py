@@ -247,10 +247,10 @@ class StoreAwayError(StorageError):
 
 
 def _subclasses(base: type[TinkermqError]) -> list[type[TinkermqError]]:
-    found = [base]
+    classes = [base]
     for child in base.__subclasses__():
-        found += _subclasses(child)
-    return found
+        classes += _subclasses(child)
+    return classes
 
 
 def of_boundary(boundary: Boundary) -> type[TinkermqError]:

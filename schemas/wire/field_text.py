@@ -9,8 +9,7 @@ from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from pydantic import BaseModel, WithJsonSchema
 from pydantic.fields import FieldInfo
 
-from .ids import new_id
-from .message import Message
+from .message import Message, new_id
 
 _BOUNDS = ((Ge, "ge", "≥"), (Gt, "gt", ">"), (Le, "le", "≤"), (Lt, "lt", "<"))
 _LENGTHS = ((MinLen, "min_length", "≥"), (MaxLen, "max_length", "≤"))

@@ -158,16 +158,18 @@ def lines_of(error: BaseException, skip: Collection[str] = ()) -> str:
     try:
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if frame.filename not in {__file__, *skip}]
-        told = traceback.format_list(own[-_NUM_FRAMES:])
-        told += map(clean_text, traceback.format_exception_only(type(error), error))
+        lines = traceback.format_list(own[-_NUM_FRAMES:])
+        lines += map(clean_text, traceback.format_exception_only(type(error), error))
         if not own and error.__cause__ is not None:  # it is Python's own, of a StopIteration
-            told.insert(0, f"{lines_of(error.__cause__, skip)}\n")
+            lines.insert(0, f"{lines_of(error.__cause__, skip)}\n")
     except BaseException as failure:  # noqa: BLE001 - what was raised fails as it is looked at
-        told = [f"{type(error).__name__} (its traceback cannot be shown: {type(failure).__name__})"]
+        lines = [
+            f"{type(error).__name__} (its traceback cannot be shown: {type(failure).__name__})"
+        ]
     if isinstance(error, BaseExceptionGroup):
         inner = _leaves(cast("BaseExceptionGroup[BaseException]", error))
-        told += [f"\n{lines_of(one, skip)}\n" for one in inner]
-    return clean_text("".join(told).rstrip(), 3 * _MOST_CHARS, keep_end=True)
+        lines += [f"\n{lines_of(one, skip)}\n" for one in inner]
+    return clean_text("".join(lines).rstrip(), 3 * _MOST_CHARS, keep_end=True)
 
 
 def place_of(error: BaseException, skip: Collection[str] = ()) -> str:
@@ -186,9 +188,9 @@ def place_of(error: BaseException, skip: Collection[str] = ()) -> str:
 
 def clean_text(text: object, most_chars: int = _MOST_CHARS, *, keep_end: bool = False) -> str:
     """Return any value as a text that can travel and be logged."""
-    told = str.__str__(text) if isinstance(text, str) else shown(text)
-    told = _cut(told, most_chars, keep_end=keep_end)
-    return _cut(told.encode(errors="backslashreplace").decode(), most_chars, keep_end=keep_end)
+    cleaned = str.__str__(text) if isinstance(text, str) else shown(text)
+    cleaned = _cut(cleaned, most_chars, keep_end=keep_end)
+    return _cut(cleaned.encode(errors="backslashreplace").decode(), most_chars, keep_end=keep_end)
 
 
 def _cut(text: str, most_chars: int, *, keep_end: bool) -> str:
@@ -216,15 +218,15 @@ def _text_of(error: BaseException) -> str:
 
 def _leaves(group: "BaseExceptionGroup[BaseException]") -> list[BaseException]:
     """Return the members of a group that are not groups."""
-    found: list[BaseException] = []
+    leaves: list[BaseException] = []
     waiting: list[BaseException] = [group]
-    while waiting and len(found) < _NUM_INNER:
+    while waiting and len(leaves) < _NUM_INNER:
         one = waiting.pop(0)
         if isinstance(one, BaseExceptionGroup):
             waiting[:0] = cast("BaseExceptionGroup[BaseException]", one).exceptions
         else:
-            found.append(one)
-    return found
+            leaves.append(one)
+    return leaves
 
 
 class _Shown(reprlib.Repr):
@@ -302,10 +304,10 @@ def _check_shape(plain: Any, name: str) -> None:
         inner: list[Any] = []
         for one in level:
             if isinstance(one, dict):
-                found = cast("dict[Any, Any]", one)
-                if not all(type(key) is str for key in found):
+                values = cast("dict[Any, Any]", one)
+                if not all(type(key) is str for key in values):
                     _find_culprit(plain, name, ())
-                inner += found.values()
+                inner += values.values()
             elif isinstance(one, list):
                 inner += cast("list[Any]", one)
             elif type(one) not in _PLAIN and not _is_array(one):

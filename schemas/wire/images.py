@@ -147,8 +147,8 @@ def encoded_image(part: Mapping[str, Any], shared: Sequence[bytes] = ()) -> byte
         return shared[image]
     if isinstance(image, Mapping):
         fields = cast("Mapping[str, Any]", image)
-        given = fields.get("bytes")
-        image = fields.get("url") if given is None else given
+        raw = fields.get("bytes")
+        image = fields.get("url") if raw is None else raw
     if isinstance(image, bytes):
         return image
     if isinstance(image, bytearray | memoryview):

@@ -1,6 +1,8 @@
 """Base of all messages: a pydantic model that travels as a msgpack map with a version."""
 
 import reprlib
+import secrets
+import time
 from typing import Any, ClassVar, Self, cast
 
 from pydantic import (
@@ -12,6 +14,7 @@ from pydantic import (
     ValidationError,
 )
 from pydantic_core import CoreSchema
+from ulid import ULID
 
 from .bounds import bounded
 from .codec import MAX_MESSAGE_BYTES, pack, unpack
@@ -169,9 +172,9 @@ def summarize(error: ValidationError) -> str:
         return f"{error.error_count():,} of its values are wrong"
     clauses: list[str] = []
     for problem in error.errors()[:5]:
-        told = problem.get("ctx", {}).get("error")
-        if isinstance(told, MessageError):  # one that was made while this was being checked
-            clauses.append(told.message)
+        cause = problem.get("ctx", {}).get("error")
+        if isinstance(cause, MessageError):  # one that was made while this was being checked
+            clauses.append(cause.message)
             continue
         where = ".".join(str(part)[:_MOST_CHARS] for part in problem["loc"]) or "value"
         shown = _short.repr(problem.get("input"))
@@ -235,3 +238,13 @@ def _clean(told: object) -> str:
     text = told if isinstance(told, str) else str(type(told))
     cut = text if len(text) <= MAX_CHARS else text[:MAX_CHARS] + " …"
     return cut.encode(errors="replace").decode()
+
+
+def new_id() -> str:
+    """Return a ULID in lower case: milliseconds, and 80 random bits.
+
+    The bits are drawn anew for each id. The library counts up within a millisecond, which would
+    make ids predictable.
+    """
+    milliseconds = int(time.time() * 1000).to_bytes(6, "big")
+    return str(ULID.from_bytes(milliseconds + secrets.token_bytes(10))).lower()

@@ -22,13 +22,13 @@ Row = dict[str, Any]
 
 def without_shared(rows: Sequence[Row]) -> list[Row]:
     """Remove from each row the beginning that it shares with the previous one."""
-    found: list[Row] = []
+    shortened: list[Row] = []
     before: Row | None = None
     for row in rows:
         is_next = before is not None and row["episode"] >= 0 and _same_episode(before, row)
-        found.append(_behind(before, row) if is_next and before is not None else row)
+        shortened.append(_behind(before, row) if is_next and before is not None else row)
         before = row
-    return found
+    return shortened
 
 
 def with_shared(rows: Sequence[Any]) -> list[Any]:
@@ -74,11 +74,11 @@ def _behind(before: Row, row: Row) -> Row:
 
 def _num_tokens(before: Row, row: Row) -> int:
     """Count the equal leading tokens that were not generated in this row."""
-    given = len(row["mask"])
+    num_tokens = len(row["mask"])
     for name, value in _VECTORS.items():
         if value is not None and (others := np.flatnonzero(row[name] != value)).size:
-            given = min(given, int(others[0]))
-    length = min(given, len(before["token_ids"]))
+            num_tokens = min(num_tokens, int(others[0]))
+    length = min(num_tokens, len(before["token_ids"]))
     differs = np.flatnonzero(before["token_ids"][:length] != row["token_ids"][:length])
     return int(differs[0]) if differs.size else length
 
@@ -104,8 +104,8 @@ def _behind_again(before: Any, row: Row, tokens: int, messages: int) -> Row:
         raise ValueError("messages are a list")
     first = cast("NDArray[Any]", ids)[:tokens]
     whole = {name: _joined(first, row.get(name), value) for name, value in _VECTORS.items()}
-    kept = {name: value for name, value in row.items() if name != "shared"}
-    return {**kept, **whole, "messages": [*said[:messages], *own]}
+    fields = {name: value for name, value in row.items() if name != "shared"}
+    return {**fields, **whole, "messages": [*said[:messages], *own]}
 
 
 def _joined(ids: NDArray[Any], own: Any, value: float | None) -> NDArray[Any]:

@@ -13,7 +13,7 @@ import pytest
 from tinkermq.actors.runtime import EXIT_DRAINED
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.kv import Bucket
-from tinkermq.envs.sandbox.watch import descendants
+from tinkermq.envs.sandbox.sandbox import descendants
 from tinkermq.schemas.env import (
     CloseRequest,
     ResetReply,

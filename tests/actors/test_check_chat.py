@@ -4,7 +4,7 @@ import pytest
 from tinkermq.actors.check_chat import Exchange, check_chat
 from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.policy.tiny_models import CHAT_TEMPLATE, make_tokenizer
-from tinkermq.schemas.config.job import RolloutConfig
+from tinkermq.schemas.config.sections import RolloutConfig
 
 APPENDS, PROMPTS, ANSWERS = (
     "the chat template only appends",

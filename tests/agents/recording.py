@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from tinkermq.envs.agents.replies import Piece, ReplyReader
 from tinkermq.envs.model_apis.answers import AnswerHead, Usage
+from tinkermq.envs.model_apis.canonical import Piece, ReplyReader
 from tinkermq.envs.model_apis.chat import CHAT
 from tinkermq.envs.model_apis.messages import MESSAGES
 from tinkermq.envs.model_apis.request import ModelRequest

@@ -14,9 +14,9 @@ from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.rollout.agent_loop import EpisodePlan, EpisodeSampling
 from tinkermq.actors.rollout.program_loop import ProgramLoop
 from tinkermq.broker.client.connection import Broker
-from tinkermq.envs.agents.programs.hosted import program_runner
-from tinkermq.envs.serving.host import EnvironmentHost
-from tinkermq.envs.serving.remote import Environments, Start
+from tinkermq.envs.agents.leases import make_program_runner
+from tinkermq.envs.host import EnvironmentHost
+from tinkermq.envs.host_client import Environments, Start
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Trajectory
 from tinkermq.schemas.wire.subjects import JobScope
@@ -61,7 +61,7 @@ async def played(
             },
         }
     )
-    programs = program_runner(config.agent, broker, scope)
+    programs = make_program_runner(config.agent, broker, scope)
     host = EnvironmentHost(broker, scope, config.env, programs=programs)
     environments = Environments(broker, scope, config.env, lambda _: nullcontext())
     sampling = EpisodeSampling(1.0)

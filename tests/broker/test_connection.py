@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tinkermq.broker.client.connection import Broker, ConnectionLost, NoResponders, connect
-from tinkermq.broker.client.faults import shown_url
+from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.client.faults import ConnectionLost, NoResponders, shown_url
 from tinkermq.broker.client.keys import new_api_key
 from tinkermq.broker.jetstream.direct_get import get_all
 from tinkermq.broker.nats_server import NatsServer

@@ -4,8 +4,13 @@ from contextlib import aclosing
 
 import pytest
 from tinkermq.broker.client.connection import Broker
-from tinkermq.broker.jetstream.direct_get import get_all, get_last, get_newest, get_seq
-from tinkermq.broker.jetstream.reader import StreamReader
+from tinkermq.broker.jetstream.direct_get import (
+    StreamReader,
+    get_all,
+    get_last,
+    get_newest,
+    get_seq,
+)
 from tinkermq.broker.tasks import TaskQueue
 from tinkermq.schemas.wire.codec import read_json
 from tinkermq.schemas.wire.errors import MessageError

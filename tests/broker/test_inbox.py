@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import pytest
 from nats.aio.msg import Msg
-from tinkermq.broker.client.connection import Broker, ConnectionLost
+from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.client.faults import ConnectionLost
 from tinkermq.broker.client.parts import Inbox
 from tinkermq.broker.nats_server import NatsServer
 

@@ -4,9 +4,8 @@ import asyncio
 import time
 
 import pytest
-from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.client.connection import Broker, StoreSubjects
 from tinkermq.broker.client.nats_internals import WRITE_ID
-from tinkermq.broker.client.store_subjects import StoreSubjects
 from tinkermq.broker.jetstream.direct_get import stored_message
 from tinkermq.broker.jetstream.kv import Bucket, KeyChanges
 from tinkermq.broker.jetstream.streams import stream_subjects

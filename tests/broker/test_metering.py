@@ -2,7 +2,7 @@
 
 from typing import Any, TypeAlias
 
-from tinkermq.broker.observe.metering import held_slots, metered, slot_seconds
+from tinkermq.broker.metering import held_slots, metered, slot_seconds
 from tinkermq.schemas.job import ActorPlacement, JobRecord, JobState, Role
 
 

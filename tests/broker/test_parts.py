@@ -6,7 +6,8 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
-from tinkermq.broker.client.connection import Broker, ConnectionLost
+from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.client.faults import ConnectionLost
 from tinkermq.broker.client.parts import PartsService, Tell, ask_parts, last_part
 from tinkermq.broker.client.rpc import Service
 from tinkermq.schemas.infer import CancelInference, Delta, InferPart, PlayRequest

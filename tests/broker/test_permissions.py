@@ -2,7 +2,7 @@
 
 import pytest
 from tinkermq.broker.client.keys import EpisodeIdentity, JobIdentity
-from tinkermq.broker.users.permissions import (
+from tinkermq.broker.permissions import (
     Guest,
     Permissions,
     admin_permissions,

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from tinkermq.broker.observe.profile import Profile, advise, profile_of, waited_for
+from tinkermq.broker.profile import Profile, advise, profile_of, waited_for
 from tinkermq.schemas.wire.trace import GroupTrace, StepTrace, new_trace, trace_of
 
 TRACE = new_trace()

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tinkermq.broker.client.connection import Broker
-from tinkermq.broker.jetstream.direct_get import StoredMessage
-from tinkermq.broker.jetstream.reader import StreamReader
+from tinkermq.broker.jetstream.direct_get import StoredMessage, StreamReader
 from tinkermq.broker.jetstream.streams import (
     create_job_streams,
     delete_job_streams,

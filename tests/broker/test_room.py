@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tinkermq.actors.storage.files import storage_error
 from tinkermq.broker.disk import remedy
-from tinkermq.broker.observe.tracking import JsonlTracker
+from tinkermq.broker.tracking import JsonlTracker
 from tinkermq.schemas.wire.errors import StorageError
 
 from tests.support import disks

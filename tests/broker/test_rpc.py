@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nats.aio.msg import Msg
-from tinkermq.broker.client.connection import Broker, ConnectionLost, connect
+from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.client.faults import ConnectionLost
 from tinkermq.broker.client.rpc import RequestContext, Service, call
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas import control, env, job

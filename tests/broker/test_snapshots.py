@@ -9,7 +9,7 @@ from tinkermq.broker.jetstream.direct_get import get_all
 from tinkermq.broker.jetstream.streams import create_job_streams, create_shared, stream_info
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.snapshots import MANIFEST, restore_all, save_all
-from tinkermq.broker.users.records import UserStore
+from tinkermq.broker.user_records import UserStore
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.wire.errors import BrokerError, StateError, StorageError
 from tinkermq.schemas.wire.subjects import TASK_CONSUMER, JobScope

@@ -1,6 +1,6 @@
 """An actor's time is divided without gaps: the seconds by kind add up to the wall time."""
 
-from tinkermq.broker.observe.metering import TimeUse
+from tinkermq.broker.metering import TimeUse
 
 
 class Clock:

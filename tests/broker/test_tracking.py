@@ -15,7 +15,7 @@ from threading import Event
 from typing import Any
 
 import pytest
-from tinkermq.broker.observe.tracking import (
+from tinkermq.broker.tracking import (
     ConsoleTracker,
     GuardedTracker,
     TrackedRun,
@@ -203,7 +203,7 @@ tracker.finish()
 
 TRACKED = """
 import sys
-from tinkermq.broker.observe.tracking import TrackedRun, make_trackers
+from tinkermq.broker.tracking import TrackedRun, make_trackers
 make_trackers(["wandb"], TrackedRun(project="p", name="r"), folder=sys.argv[1])
 """
 

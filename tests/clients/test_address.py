@@ -52,7 +52,7 @@ def test_the_gateway_of_the_local_stack_is_found(
     monkeypatch.delenv("TINKERMQ_GATEWAY_URL", raising=False)
     home = Home()
     assert find_openai() is None
-    with home.locked():
+    with home.lock():
         state = StackState(url="nats://x", pid=1, home=str(tmp_path), started=0.0)
         home.write(state.model_copy(update={"gateway": "http://127.0.0.1:8780"}))
         assert find_openai() == "http://127.0.0.1:8780/v1"

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tinkermq.clients.validation.files import refuse_missing
-from tinkermq.clients.validation.paths import resolve_paths
+from tinkermq.clients.validation import check_files_exist, resolve_paths
 from tinkermq.schemas.wire.errors import ConfigError
 
 from tests.clients.command import Outcome, tinkermq
@@ -51,10 +50,10 @@ def test_a_new_agent_has_program_tasks_reward_and_configuration(cli: Cli, tmp_pa
         "tiny/sft.yaml",
     ]
     again = cli("agent", "new", "my-agent", "--into", str(tmp_path))
-    assert (again.code, again.err.splitlines()[0]) == (2, f"error: {folder} is there already")
+    assert (again.code, again.err.splitlines()[0]) == (2, f"error: {folder} already exists")
     bad = cli("agent", "new", "../up", "--into", str(tmp_path))
     assert bad.code == 2
-    assert "'../up' is no name of an agent" in bad.err
+    assert "'../up' is not a valid name for an agent" in bad.err
 
 
 @pytest.mark.parametrize("kind", ["openai", "anthropic", "command"])
@@ -161,5 +160,5 @@ def test_folders_of_programs_become_absolute_where_the_pool_runs_them(made: Path
     own = {**tree, "env": {"hosts": 0}}
     assert resolve_paths(own, "nats://127.0.0.1:4222")["agent"] == tree["agent"]
     with pytest.raises(ConfigError, match=r"there is no folder 'elsewhere' \(agent.read\)"):
-        refuse_missing(tree, "nats://127.0.0.1:4222", has_model=True)
-    refuse_missing(own, "nats://127.0.0.1:4222", has_model=True)
+        check_files_exist(tree, "nats://127.0.0.1:4222", has_model=True)
+    check_files_exist(own, "nats://127.0.0.1:4222", has_model=True)

@@ -6,10 +6,10 @@ import threading
 from typing import Any
 
 import pytest
+from tinkermq.clients.base import LoopThread
 from tinkermq.clients.hosting.agent_environment import AgentEnvironment, AgentEpisode
-from tinkermq.clients.sync.loop_thread import LoopThread
 from tinkermq.envs.agents.episode import ProgramEpisode
-from tinkermq.envs.agents.given_out import GivenEpisode
+from tinkermq.envs.agents.leases import EpisodeLease
 
 from tests.support.waiting import PATIENCE_S
 
@@ -51,12 +51,12 @@ RETURNED: dict[str, Any] = {
 }
 
 
-async def played(program: Any) -> GivenEpisode:
+async def played(program: Any) -> EpisodeLease:
     """Let a function play an episode to its end."""
     environment = AgentEnvironment(program)
-    given = GivenEpisode(ProgramEpisode("e-1", {}), [], "http://127.0.0.1:1", {})
+    given = EpisodeLease(ProgramEpisode("e-1", {}), [], "http://127.0.0.1:1", {})
     episode = AgentEpisode(given, asyncio.get_running_loop())
-    environment.given(episode, given)
+    environment.start_episode(episode, given)
     async with asyncio.timeout(PATIENCE_S):
         await given.episode.said_end.wait()
     return given
@@ -111,8 +111,8 @@ async def test_an_episode_that_is_dropped_ends_its_function() -> None:
             cancelled.set()
 
     environment = AgentEnvironment(program)
-    given = GivenEpisode(ProgramEpisode("e-1", {}), [], "http://127.0.0.1:1", {})
-    environment.given(AgentEpisode(given, asyncio.get_running_loop()), given)
+    given = EpisodeLease(ProgramEpisode("e-1", {}), [], "http://127.0.0.1:1", {})
+    environment.start_episode(AgentEpisode(given, asyncio.get_running_loop()), given)
     async with asyncio.timeout(PATIENCE_S):
         await began.wait()
         for drop in given.on_drop:

@@ -135,4 +135,4 @@ async def test_a_run_that_has_ended_is_hosted_no_more(
     async with started(broker, tmp_path, record.name) as process:
         _, errors = await process.communicate()
     assert process.returncode == 2
-    assert "is COMPLETED: nobody plays its episodes any more" in errors.decode()
+    assert "is COMPLETED: its episodes are no longer played" in errors.decode()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tinkermq.clients.cli.app import build_app
-from tinkermq.clients.cli.runs.dry_run import check_model, needed_slots
+from tinkermq.clients.cli.dry_run import check_model, needed_slots
 from tinkermq.schemas.config.load_config import all_keys, parse_config
 from tinkermq.schemas.wire.errors import ConfigError, ModelError
 

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from tinkermq.clients.cli.models.decode import render
+from tinkermq.clients.cli.decode import render
 from tinkermq.schemas.metric import Metric
 from tinkermq.schemas.task import Task
 from tinkermq.schemas.wire.codec import pack

@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from tinkermq.clients.cli.pool.doctor import Finding, judge_nodes
+from tinkermq.clients.cli.doctor import Finding, check_nodes
 from tinkermq.schemas.node import ActorStatus, NodeStatus
 
 
@@ -19,7 +19,7 @@ def _node(
 
 
 def _found(*nodes: NodeStatus) -> dict[str, Finding]:
-    return {one.name: one for one in judge_nodes(list(nodes))}
+    return {one.name: one for one in check_nodes(list(nodes))}
 
 
 def test_nodes_that_are_well_are_told_so() -> None:

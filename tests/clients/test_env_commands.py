@@ -73,7 +73,7 @@ def test_a_new_package_has_game_data_configuration_and_test(cli: Cli, tmp_path: 
     ]
     assert (folder / "Makefile").is_file()
     again = cli("env", "new", "word-chain", "--into", str(tmp_path))
-    assert (again.code, again.err.splitlines()[0]) == (2, f"error: {folder} is there already")
+    assert (again.code, again.err.splitlines()[0]) == (2, f"error: {folder} already exists")
 
 
 @pytest.mark.parametrize(
@@ -231,5 +231,5 @@ def test_an_evaluation_without_a_model_says_what_to_give(cli: Cli) -> None:
     done = cli("env", "eval", "guess")
     assert (done.code, done.err.splitlines()[0]) == (
         2,
-        "error: it was not said which model is to play",
+        "error: no model was given",
     )

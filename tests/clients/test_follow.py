@@ -52,7 +52,7 @@ async def test_who_wants_them_is_told_of_the_actors(
         actor="generator-0", role="generator", host="h", pid=1, state="working", time=time.time()
     )
     await presences(broker).put(f"{scope.key}.generator-0", presence)
-    updates = follow_run(Pool(broker), record, with_crew=True)
+    updates = follow_run(Pool(broker), record, with_actors=True)
     async with asyncio.timeout(PATIENCE_S), aclosing(updates):
         crew = await anext(update async for update in updates if isinstance(update, tuple))
     assert [one.actor for one in crew] == ["generator-0"]

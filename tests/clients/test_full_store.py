@@ -55,7 +55,9 @@ def test_a_broker_whose_disk_was_full_is_started_again_once_there_is_room(
             assert "make room and restart it" in findings["hint"]
             ballast.unlink()
             deadline = time.monotonic() + PATIENCE_S
-            while (state := Home(disk).running()) is None or state.restarts["broker"] != 1:
+            while (state := Home(disk).read_running_stack()) is None or state.restarts[
+                "broker"
+            ] != 1:
                 assert time.monotonic() < deadline, "the broker was not started again"
                 time.sleep(0.1)
             assert asyncio.run(_goes_on(state.url))

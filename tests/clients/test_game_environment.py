@@ -12,7 +12,7 @@ from tinkermq.clients import GameEnvironment, MathGameEnvironment, create_game_e
 from tinkermq.clients.address import JobAddress
 from tinkermq.envs import AbstractGame, StepResult
 from tinkermq.envs.games.addition import AdditionGame, make_data
-from tinkermq.envs.serving.remote import Environments, Start
+from tinkermq.envs.host_client import Environments, Start
 from tinkermq.schemas.config.job import EnvConfig
 from tinkermq.schemas.env import DescribeReply, DescribeRequest
 from tinkermq.schemas.wire.errors import ConfigError, DataError, GameError

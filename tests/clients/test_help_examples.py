@@ -5,9 +5,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-from tinkermq.clients.cli.app import build_app
-from tinkermq.clients.cli.examples import EXAMPLES
-from tinkermq.clients.cli.games.new_game import write_package
+from tinkermq.clients.cli.app import EXAMPLES, build_app
+from tinkermq.clients.cli.new_package import write_package
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.load_config import all_keys
 

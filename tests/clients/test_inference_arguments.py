@@ -4,9 +4,8 @@ import inspect
 
 import pytest
 from tinkermq.clients import run_inference, run_inference_async
-from tinkermq.clients.compat.inference_arguments import translate_inference
-from tinkermq.clients.compat.opentinker_keys import NeedlessWarning
 from tinkermq.clients.inference.play import PlayOptions
+from tinkermq.clients.opentinker import NeedlessWarning, translate_inference
 from tinkermq.schemas.wire.errors import ConfigError
 
 OURS = ("temperature", "max_turns", "seed", "game_kwargs")

@@ -8,10 +8,14 @@ import pytest
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jobs import JobStore
 from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference
-from tinkermq.clients.cli.playing import resolve_served
-from tinkermq.clients.inference.inference_tasks import chosen_tasks, hosted_env
-from tinkermq.clients.inference.served_job import open_served
-from tinkermq.clients.inference.serving import ModelSource, find_source, with_options
+from tinkermq.clients.cli.evaluation import resolve_served
+from tinkermq.clients.inference.inference_client import (
+    ModelSource,
+    find_source,
+    with_options,
+)
+from tinkermq.clients.inference.play import chosen_tasks, hosted_env
+from tinkermq.clients.inference.run_inference import open_served
 from tinkermq.clients.pool import Pool
 from tinkermq.envs.games.bandit import BanditGame
 from tinkermq.schemas.config.load_config import parse_config
@@ -130,15 +134,15 @@ def test_the_url_is_the_gateways_where_one_is_known(
     monkeypatch.delenv("TINKERMQ_GATEWAY_URL", raising=False)
     record = new_record(scope, kind="infer", serves="my-run@4")
     url = "nats://127.0.0.1:4222"
-    plain = AsyncInferenceSchedulerClient(url).described(record)
+    plain = AsyncInferenceSchedulerClient(url).describe_job(record)
     assert plain["vllm_server_url"] == f"{url}/{scope.user}/{scope.job}"
     assert plain["model"] == "my-run@4"
     monkeypatch.setenv("TINKERMQ_GATEWAY_URL", "http://pool:8080/")
     assert (
-        AsyncInferenceSchedulerClient(url).described(record)["vllm_server_url"]
+        AsyncInferenceSchedulerClient(url).describe_job(record)["vllm_server_url"]
         == "http://pool:8080/v1"
     )
-    given = AsyncInferenceSchedulerClient(url, gateway_url="http://other").described(record)
+    given = AsyncInferenceSchedulerClient(url, gateway_url="http://other").describe_job(record)
     assert given["vllm_server_url"] == "http://other/v1"
 
 

@@ -12,13 +12,13 @@ MODULES = (
     "tinkermq.clients",
     "tinkermq.clients.scheduler_client",
     "tinkermq.clients.service_client",
-    "tinkermq.clients.hosting.game_environment",
+    "tinkermq.clients.hosting.environments",
     "tinkermq.clients.hosting.publish",
     "tinkermq.clients.cli",
-    "tinkermq.clients.cli.runs.train",
-    "tinkermq.clients.cli.pool.supervisor",
-    "tinkermq.envs.serving.host",
-    "tinkermq.broker.observe.tracking",
+    "tinkermq.clients.cli.train",
+    "tinkermq.clients.cli.supervisor",
+    "tinkermq.envs.host",
+    "tinkermq.broker.tracking",
 )
 
 
@@ -78,7 +78,7 @@ def test_a_lazy_module_is_loaded_at_its_first_use_and_others_at_once(tmp_path: P
         (tmp_path / f"{name}.py").write_text(f"print('{name}')\nvalue = 1\n")
     code = f"""
 import gc, sys
-from tinkermq.clients.cli.fast_start import importing
+from tinkermq.clients.cli.main import importing
 sys.path.insert(0, {str(tmp_path)!r})
 before = list(sys.meta_path)
 with importing(frozenset({{"late", "not_there"}})):
@@ -96,7 +96,7 @@ print(late.value, gc.isenabled(), sys.meta_path == before)
 def test_a_command_imports_structlog_without_rich_and_has_rich_for_itself() -> None:
     code = """
 import sys
-from tinkermq.clients.cli.fast_start import importing
+from tinkermq.clients.cli.main import importing
 with importing():
     import structlog
     print(structlog.dev.rich, "rich" in sys.modules)

@@ -118,7 +118,7 @@ async def test_ps_tells_a_scheduler_that_is_slow_from_none(
     finally:
         await presences(broker).purge("pool.scheduler-7")
     assert "no scheduler answers" not in shown.err
-    assert "scheduler-7 lives and has not answered within" in " ".join(shown.err.split())
+    assert "scheduler-7 is alive and has not answered within" in " ".join(shown.err.split())
 
 
 async def test_ps_hides_runs_that_have_ended_unless_asked(

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from tinkermq.broker.users.credentials import PoolSecrets
-from tinkermq.clients.cli.pool.nats_conf import listening_host, read_nats_conf
+from tinkermq.broker.credentials import PoolSecrets
+from tinkermq.clients.cli.deploy import listening_host, read_nats_conf
 
 from tests.support.configs import REPOSITORY
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from tinkermq.clients.cli.agents.new_agent import Kind as AgentKind
-from tinkermq.clients.cli.games.new_game import Kind
+from tinkermq.clients.cli.new_package import AgentKind as AgentKind
+from tinkermq.clients.cli.new_package import Kind
 from tinkermq.schemas.config.load_config import load_config
 
 from tests.clients.conftest import Cli

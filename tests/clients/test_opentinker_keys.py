@@ -5,7 +5,7 @@ import warnings
 from typing import Any
 
 import pytest
-from tinkermq.clients.compat.opentinker_keys import TABLE, NeedlessWarning, translate
+from tinkermq.clients.opentinker import TABLE, NeedlessWarning, translate
 from tinkermq.schemas.config.load_config import all_keys, parse_config
 from tinkermq.schemas.wire.codec import merged
 from tinkermq.schemas.wire.errors import ConfigError

@@ -7,8 +7,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from tinkermq.broker.observe.profile import Span, spans_of
-from tinkermq.clients.otlp import send_spans
+from tinkermq.broker.profile import Span, spans_of
+from tinkermq.clients.cli.inspection import send_spans
 from tinkermq.schemas.wire.errors import BrokerError, ConfigError
 from tinkermq.schemas.wire.trace import GroupTrace, StepTrace, new_trace, span_of, trace_of
 

@@ -1,6 +1,11 @@
 """What `tinkermq pool` shows of nodes and machines."""
 
-from tinkermq.clients.cli.pool.machines import _rows, _summary, clocks_off, unlike
+from tinkermq.clients.cli.doctor import (
+    _rows,
+    _summary,
+    clock_differences,
+    package_differences,
+)
 from tinkermq.schemas.machines import MachineList, MachineStatus
 from tinkermq.schemas.node import ActorStatus, NodeStatus
 
@@ -52,12 +57,12 @@ def test_one_line_counts_the_machines_and_what_they_have_cost() -> None:
 def test_packages_that_differ_and_clocks_that_are_off_are_named() -> None:
     old, new = {"python": "3.11.7", "torch": "2.5.1"}, {"python": "3.12.1", "torch": "2.6.0"}
     many = [node(f"n{number}", packages=new) for number in range(5)]
-    assert unlike([*many, node("silent")]) == []
-    assert unlike([node("old", packages=old), *many]) == [
+    assert package_differences([*many, node("silent")]) == []
+    assert package_differences([node("old", packages=old), *many]) == [
         "packages differ: torch 2.5.1 on old; 2.6.0 on n0, n1, n2 and 2 more"
     ]
     clocks = [node("a", clock_ahead_s=-70.25), node("b", clock_ahead_s=1.9), node("c")]
-    assert clocks_off([*clocks, node("d", clock_ahead_s=3)]) == [
+    assert clock_differences([*clocks, node("d", clock_ahead_s=3)]) == [
         "the clock of a is 70.2 s behind the scheduler's",
         "the clock of d is 3.0 s ahead of the scheduler's",
     ]

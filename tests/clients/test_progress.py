@@ -5,9 +5,9 @@ import math
 
 import pytest
 from rich.console import Console
-from tinkermq.clients.cli.runs.live import LineDisplay, render, step_line
-from tinkermq.clients.progress import RunProgress, sparkline
-from tinkermq.clients.text_plot import text_plot
+from tinkermq.clients.cli.live import LineDisplay, render, step_line
+from tinkermq.clients.follow import RunProgress, sparkline
+from tinkermq.clients.plots import text_plot
 from tinkermq.schemas.metric import Event, Metric, Presence
 from tinkermq.schemas.wire.subjects import JobScope
 
@@ -27,7 +27,7 @@ def test_the_time_left_follows_the_pace_of_the_last_steps(progress: RunProgress)
     progress.total_steps = 10
     assert progress.seconds_left is None
     for step in (1, 2, 3, 4):
-        progress.take_metric(metric(step, time=2.0 * step))
+        progress.add_metric(metric(step, time=2.0 * step))
     assert progress.seconds_left == pytest.approx(12.0)
 
 
@@ -35,19 +35,19 @@ def test_the_total_comes_from_the_learner_or_else_from_the_configuration(
     progress: RunProgress,
 ) -> None:
     assert progress.total_steps == 3
-    progress.take_metric(metric(1, **{"training/total_steps": 40.0}))
+    progress.add_metric(metric(1, **{"training/total_steps": 40.0}))
     assert progress.total_steps == 40
 
 
 def test_a_validation_alone_is_no_step(progress: RunProgress) -> None:
-    assert not progress.take_metric(Metric(step=0, values={"val/mean_score": 0.25}, time=0))
-    assert progress.take_metric(metric(1))
+    assert not progress.add_metric(Metric(step=0, values={"val/mean_score": 0.25}, time=0))
+    assert progress.add_metric(metric(1))
     assert progress.last_validation() == (0, 0.25)
     assert progress.step == 1
 
 
 def test_numbers_that_could_not_be_computed_are_left_out(progress: RunProgress) -> None:
-    progress.take_metric(metric(1, **{"staleness/lag_mean": math.nan}))
+    progress.add_metric(metric(1, **{"staleness/lag_mean": math.nan}))
     assert progress.value("staleness/lag_mean") is None
     assert "lag" not in step_line(progress)
 
@@ -60,7 +60,7 @@ def test_success_entropy_and_length_stand_before_the_speed(progress: RunProgress
         "response_length/mean": 212.4,
         "perf/throughput": 10.0,
     }
-    progress.take_metric(metric(2, **numbers))
+    progress.add_metric(metric(2, **numbers))
     assert step_line(progress) == (
         "step 2/3  reward 0.200  success 25%  validated success 50%  entropy 0.73  length 212  "
         "tokens/s 10"
@@ -69,7 +69,7 @@ def test_success_entropy_and_length_stand_before_the_speed(progress: RunProgress
 
 def test_the_best_validation_is_told_where_it_is_not_the_last(progress: RunProgress) -> None:
     for step, score in ((0, 0.1), (1, 0.8), (2, 0.8)):
-        progress.take_metric(Metric(step=step, values={"val/mean_score": score}, time=0))
+        progress.add_metric(Metric(step=step, values={"val/mean_score": score}, time=0))
     assert progress.best_validation() == (1, 0.8)
     out = io.StringIO()
     Console(file=out, width=120).print(render(progress, []))
@@ -77,17 +77,17 @@ def test_the_best_validation_is_told_where_it_is_not_the_last(progress: RunProgr
 
 
 def test_a_line_tells_the_step_and_its_figures(progress: RunProgress) -> None:
-    progress.take_metric(Metric(step=0, values={"val/mean_score": 0.25}, time=0))
-    progress.take_metric(metric(2, **{"staleness/lag_mean": 1.5, "perf/throughput": 12345.0}))
+    progress.add_metric(Metric(step=0, values={"val/mean_score": 0.25}, time=0))
+    progress.add_metric(metric(2, **{"staleness/lag_mean": 1.5, "perf/throughput": 12345.0}))
     expected = "step 2/3  reward 0.200  validation 0.250  lag 1.50  tokens/s 12,345"
     assert step_line(progress) == expected
 
 
 def test_the_live_display_shows_bar_curves_figures_and_bottleneck(progress: RunProgress) -> None:
     for step in (1, 2):
-        progress.take_metric(metric(step, time=step, **{"staleness/lag_mean": 0.5}))
+        progress.add_metric(metric(step, time=step, **{"staleness/lag_mean": 0.5}))
     hint = "the learner waits 71 % of the time: add generators"
-    progress.take_event(Event(kind="bottleneck", source="learner", message=hint, time=0))
+    progress.add_event(Event(kind="bottleneck", source="learner", message=hint, time=0))
     text = shown(progress)
     assert "run-of-a  RUNNING" in text
     assert "2/3" in text
@@ -98,10 +98,10 @@ def test_the_live_display_shows_bar_curves_figures_and_bottleneck(progress: RunP
 
 def test_the_live_display_shows_lags_and_episodes_by_phase(progress: RunProgress) -> None:
     shares = {"0": 0.75, "1": 0.25, "2": 0.0}
-    progress.take_metric(
+    progress.add_metric(
         metric(1, **{f"staleness/lag_share/{lag}": share for lag, share in shares.items()})
     )
-    progress.take_crew(
+    progress.add_actors(
         [
             presence("generator", running=5.0, waiting=2.0),
             presence("evaluator", running=1.0),
@@ -136,7 +136,7 @@ def test_a_bottleneck_that_stays_the_same_is_told_once(
 
 def test_rewards_are_averaged_to_the_width_of_the_display(progress: RunProgress) -> None:
     for step in range(1, 101):
-        progress.take_metric(metric(step))
+        progress.add_metric(metric(step))
     smoothed = progress.smoothed_rewards(10)
     assert len(smoothed) == 10
     assert smoothed == sorted(smoothed)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tinkermq.clients.cli.runs.runs import _trouble, _why
+from tinkermq.clients.cli.runs import _describe_failure, _describe_reason
 from tinkermq.schemas.job import ActorPlacement, JobRecord
 from tinkermq.schemas.metric import Presence
 
@@ -21,7 +21,7 @@ def _beat(progress: int) -> Presence:
 
 
 def test_a_run_that_gets_on_has_nothing_to_say() -> None:
-    assert _why(_row()) == ""
+    assert _describe_reason(_row()) == ""
 
 
 def test_an_actor_that_fails_again_and_again_is_told_until_it_has_done_some_work() -> None:
@@ -34,7 +34,7 @@ def test_an_actor_that_fails_again_and_again_is_told_until_it_has_done_some_work
         created=0.0,
         actors=[ActorPlacement(name="learner", role="learner", trouble=TROUBLE)],
     )
-    assert _trouble(record, []) == TROUBLE
-    assert _trouble(record, [_beat(0)]) == TROUBLE
-    assert _trouble(record, [_beat(1)]) == ""
-    assert _why(_row(trouble=TROUBLE)) == TROUBLE
+    assert _describe_failure(record, []) == TROUBLE
+    assert _describe_failure(record, [_beat(0)]) == TROUBLE
+    assert _describe_failure(record, [_beat(1)]) == ""
+    assert _describe_reason(_row(trouble=TROUBLE)) == TROUBLE

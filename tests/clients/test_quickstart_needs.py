@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tinkermq.clients.cli.quickstart.preparing import write_config
+from tinkermq.clients.cli.quickstart import write_config
 from tinkermq.schemas.config.load_config import load_config
 
 from tests.clients.conftest import Cli

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tinkermq.clients.inference.results import EpisodeResult, ResultFile
+from tinkermq.clients.inference.play import EpisodeResult, ResultFile
 from tinkermq.schemas.wire.errors import ConfigError, StorageError
 
 SETTINGS = {"model": "my-run@4", "temperature": 1.0}

@@ -12,8 +12,7 @@ from tinkermq.broker.feed import publish_metric
 from tinkermq.broker.jobs import JobStore
 from tinkermq.clients import AsyncServiceClient, GameEnvironment, ServiceClient
 from tinkermq.clients.address import JobAddress
-from tinkermq.clients.compat.arguments import as_tree
-from tinkermq.clients.compat.opentinker_keys import NeedlessWarning
+from tinkermq.clients.opentinker import NeedlessWarning, as_tree
 from tinkermq.schemas.job import JobRecord, JobState
 from tinkermq.schemas.metric import Metric
 from tinkermq.schemas.wire.errors import ConfigError, JobFailedError, NotFoundError

@@ -32,7 +32,7 @@ def home(tmp_path: Path, cli: Cli) -> Iterator[Home]:
     found = Home(tmp_path / "home")
     yield found
     assert cli("down").code == 0
-    assert not found.held()
+    assert not found.is_locked()
 
 
 def until(condition: Callable[[], bool], what: str, deadline_s: float = PATIENCE_S) -> None:
@@ -43,7 +43,7 @@ def until(condition: Callable[[], bool], what: str, deadline_s: float = PATIENCE
 
 
 def state_of(home: Home) -> StackState:
-    state = home.running()
+    state = home.read_running_stack()
     assert state is not None
     return state
 
@@ -90,7 +90,7 @@ def test_up_holds_its_children_up_and_down_leaves_nothing(home: Home, cli: Cli) 
     down = cli("down", "--json")
     assert json.loads(down.out)["stopped"]
     assert not any(alive(pid) for pid in children.values())
-    assert home.running() is None
+    assert home.read_running_stack() is None
     assert cli("ps").code == 1
     assert not json.loads(cli("down", "--json").out)["stopped"]
 
@@ -129,7 +129,7 @@ def test_a_killed_supervisor_takes_its_children_with_it(home: Home, cli: Cli) ->
     until(lambda: not any(map(alive, state.children.values())), "all children have ended")
     # The state file is still there, and nobody takes it for a stack that runs.
     assert home.state_path.exists()
-    assert home.running() is None
+    assert home.read_running_stack() is None
     with pytest.raises(BrokerError, match="no stack is up"):
         find_url()
 
@@ -144,7 +144,7 @@ def test_a_port_in_use_is_named_and_nothing_is_left_running(home: Home, cli: Cli
     assert f"port {port} on 127.0.0.1 is already in use" in outcome.err
     assert "--nats-url" in outcome.err
     assert "Traceback" not in outcome.err
-    assert not home.held()
+    assert not home.is_locked()
 
 
 def test_a_server_that_runs_already_is_used_and_survives(
@@ -169,11 +169,11 @@ def test_a_server_without_jetstream_is_refused_with_the_remedy(
 
 def test_a_folder_has_one_supervisor(tmp_path: Path) -> None:
     home = Home(tmp_path)
-    with home.locked():
-        assert home.held()
-        with pytest.raises(StateError, match="already up"), Home(tmp_path).locked():
+    with home.lock():
+        assert home.is_locked()
+        with pytest.raises(StateError, match="already up"), Home(tmp_path).lock():
             pass
-    assert not home.held()
+    assert not home.is_locked()
 
 
 def test_no_slots_is_wrong_usage(cli: Cli) -> None:

@@ -1,7 +1,7 @@
 """The points of a sweep: combinations, or drawn ones that are the same each time."""
 
 import pytest
-from tinkermq.clients.sweeps import NumberRange, parse_space, points
+from tinkermq.clients.cli.sweep import NumberRange, list_points, parse_space
 from tinkermq.schemas.wire.errors import ConfigError
 
 
@@ -19,7 +19,7 @@ def test_keys_with_several_values_or_a_range_vary_and_the_others_do_not() -> Non
 
 def test_a_grid_is_every_combination() -> None:
     _, space = parse_space(["a=1,2", "b=x,y,z"])
-    grid = points(space, None, 0)
+    grid = list_points(space, None, 0)
     assert len(grid) == 6
     assert grid[0] == {"a": "1", "b": "x"}
     assert len({tuple(sorted(point.items())) for point in grid}) == 6
@@ -27,10 +27,10 @@ def test_a_grid_is_every_combination() -> None:
 
 def test_drawn_points_are_the_same_each_time_and_within_their_ranges() -> None:
     _, space = parse_space(["lr=1e-6..1e-4", "n=2..8", "x=a,b"])
-    drawn = points(space, 200, seed=3)
-    assert drawn == points(space, 200, seed=3)
-    assert drawn[:50] == points(space, 50, seed=3)  # more of them begin with the same
-    assert drawn != points(space, 200, seed=4)
+    drawn = list_points(space, 200, seed=3)
+    assert drawn == list_points(space, 200, seed=3)
+    assert drawn[:50] == list_points(space, 50, seed=3)  # more of them begin with the same
+    assert drawn != list_points(space, 200, seed=4)
     rates = sorted(float(point["lr"]) for point in drawn)
     assert 1e-6 <= rates[0] < 3e-6
     assert 3e-5 < rates[-1] <= 1e-4
@@ -50,4 +50,4 @@ def test_drawn_points_are_the_same_each_time_and_within_their_ranges() -> None:
 )
 def test_what_cannot_be_swept_is_refused(overrides: list[str], runs: int | None, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        points(parse_space(overrides)[1], runs, 0)
+        list_points(parse_space(overrides)[1], runs, 0)

@@ -1,7 +1,7 @@
 """What $WANDB_… says where a job is submitted goes with it, or it is told what to set where."""
 
 import pytest
-from tinkermq.clients.secrets import with_tracker_settings
+from tinkermq.clients.pool import with_tracker_settings
 from tinkermq.schemas.config.load_config import parse_config
 from tinkermq.schemas.wire.errors import ConfigError
 

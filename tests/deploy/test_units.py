@@ -21,9 +21,9 @@ import pytest
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.keys import JobIdentity, job_key
 from tinkermq.broker.client.rpc import call
+from tinkermq.broker.credentials import PoolSecrets
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.service_process import die_with
-from tinkermq.broker.users.credentials import PoolSecrets
 from tinkermq.clients.pool import Pool
 from tinkermq.schemas.env import DescribeReply, DescribeRequest
 from tinkermq.schemas.job import ActorPlacement

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import pytest
 from tinkermq.broker.client.rpc import call
 from tinkermq.envs import StepResult
-from tinkermq.envs.serving.host import EnvironmentHost
+from tinkermq.envs.host import EnvironmentHost
 from tinkermq.schemas.config.job import EnvConfig
 from tinkermq.schemas.env import (
     CloseRequest,

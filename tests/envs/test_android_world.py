@@ -7,8 +7,7 @@ import random
 import phone
 import pytest
 from tinkermq.envs.check import check_game
-from tinkermq.envs.games.android_device import parse_answer
-from tinkermq.envs.games.android_world import AndroidWorldGame
+from tinkermq.envs.games.android_world import AndroidWorldGame, parse_answer
 from tinkermq.envs.prompt import open_game
 from tinkermq.schemas.config.job import EnvConfig
 from tinkermq.schemas.wire.errors import GameError

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from tinkermq.envs import StepResult
-from tinkermq.envs.serving.answers import ResetAnswer, StepAnswer
+from tinkermq.envs.host_replies import ResetAnswer, StepAnswer
 from tinkermq.schemas.env import StepReply
 from tinkermq.schemas.wire.errors import GameError
 

@@ -6,8 +6,8 @@ import signal
 
 import pytest
 from hosting import ISOLATIONS, error_of, hosting
-from tinkermq.envs.running.thread_runner import MAX_GIVEN_UP
-from tinkermq.envs.serving.host import EnvironmentHost
+from tinkermq.envs.host import EnvironmentHost
+from tinkermq.envs.running.runners import MAX_GIVEN_UP
 from tinkermq.schemas.config.job import EnvConfig
 from tinkermq.schemas.wire.errors import DataError, GameError
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tinkermq.envs.agents.replies import parse_reply
+from tinkermq.envs.model_apis.canonical import parse_reply
 from tinkermq.envs.tool_calls import (
     FORMATS,
     CallFormat,

@@ -6,8 +6,7 @@ import pytest
 from hosting import error_of, hosting
 from pydantic import ValidationError
 from test_rewards import http_server
-from tinkermq.envs.rewards.endpoint import refused_field
-from tinkermq.envs.rewards.judge import read_judgement
+from tinkermq.envs.reward_sources import read_judgement, refused_field
 from tinkermq.schemas.config.sections import RewardConfig, check_judge_prompt
 from tinkermq.schemas.wire.errors import ConfigError, RewardError
 

@@ -9,8 +9,8 @@ from broken_games import Waits
 from hosting import hosting
 from test_remote import START
 from test_remote import hosting as serving
-from tinkermq.clients.sync.single_error import single_errors
-from tinkermq.envs.serving.host import EnvironmentHost
+from tinkermq.clients.base import single_errors
+from tinkermq.envs.host import EnvironmentHost
 from tinkermq.schemas.config.job import EnvConfig
 from tinkermq.schemas.wire.errors import GameError
 

@@ -12,7 +12,7 @@ from tinkermq.envs.games import math_code as code_module
 from tinkermq.envs.games.math import MathGame
 from tinkermq.envs.games.math_code import MAX_PROGRAMS, MathCodeGame
 from tinkermq.envs.registry import load_game
-from tinkermq.envs.sandbox.watch import descendants
+from tinkermq.envs.sandbox.sandbox import descendants
 from tinkermq.schemas.config.job import EnvConfig
 from tinkermq.schemas.config.load_config import parse_config
 from tinkermq.schemas.wire.errors import ConfigError

@@ -13,9 +13,17 @@ import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from tinkermq.envs.agents.messages import CanonicalCall, CanonicalMessage, canonical_history
-from tinkermq.envs.agents.replies import Piece, ReasoningPiece, ReplyReader, TextPiece, parse_reply
 from tinkermq.envs.model_apis.answers import AnswerHead, FinishReason, ModelApi, Usage
+from tinkermq.envs.model_apis.canonical import (
+    CanonicalCall,
+    CanonicalMessage,
+    Piece,
+    ReasoningPiece,
+    ReplyReader,
+    TextPiece,
+    canonical_history,
+    parse_reply,
+)
 from tinkermq.envs.model_apis.chat import CHAT, read_chat
 from tinkermq.envs.model_apis.messages import MESSAGES, messages_error, read_messages
 from tinkermq.envs.model_apis.request import ModelRequest, RequestError

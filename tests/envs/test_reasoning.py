@@ -1,13 +1,18 @@
 """Where reasoning ends, and what the readers of answers make of one that was cut."""
 
 import pytest
-from tinkermq.envs.games.android_device import parse_answer
+from tinkermq.envs.games.android_world import parse_answer
 from tinkermq.envs.games.gomoku import GomokuGame
 from tinkermq.envs.games.guess import GuessGame
 from tinkermq.envs.games.math import MathGame
-from tinkermq.envs.math.answers import answer_of
-from tinkermq.envs.math.rewards import think_format
-from tinkermq.envs.reasoning import MARKS, behind_reasoning, opened_by, tagged, tagged_or_last_line
+from tinkermq.envs.math.grading import answer_of, think_format
+from tinkermq.envs.reasoning import (
+    MARKS,
+    behind_reasoning,
+    opened_by,
+    tagged,
+    tagged_or_last_line,
+)
 
 CUT = r"<think>" + "\n" + r"maybe \boxed{5}, let me check again"
 

@@ -5,8 +5,8 @@ from contextlib import asynccontextmanager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
-from tinkermq.envs.serving.host import EnvironmentHost
-from tinkermq.envs.serving.remote import Environments, HostGone, Start
+from tinkermq.envs.host import EnvironmentHost, HostGone
+from tinkermq.envs.host_client import Environments, Start
 from tinkermq.schemas.config.job import EnvConfig
 from tinkermq.schemas.wire.errors import GameError, SandboxError
 

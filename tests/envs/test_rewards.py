@@ -13,8 +13,8 @@ from reward_functions import RAISED, TOLD
 from tinkermq.broker.client.parts import PartsService
 from tinkermq.broker.client.rpc import Service, call
 from tinkermq.envs.datasets import verl_row, write_rows
-from tinkermq.envs.rewards.endpoint import read_score
-from tinkermq.envs.rewards.function import load_function
+from tinkermq.envs.reward_sources import read_score
+from tinkermq.envs.rewards import load_function
 from tinkermq.schemas.config.sections import RewardConfig
 from tinkermq.schemas.env import StepReply, StepRequest
 from tinkermq.schemas.infer import ChatRequest, Delta, InferPart

@@ -6,14 +6,14 @@ import random
 import pytest
 from hosting import ISOLATIONS
 from test_remote import PATIENCE_S, hosting
-from tinkermq.envs.serving.remote import SeatAt, Start
+from tinkermq.envs.host_client import RoleAddress, Start
 from tinkermq.schemas.wire.errors import GameError
 
 START = Start("train", None, 7)
 
 
 async def take(caller, table, role, started):
-    start = Start("train", None, 7, seat=SeatAt(started.host, table, role))
+    start = Start("train", None, 7, seat=RoleAddress(started.host, table, role))
     return await asyncio.wait_for(caller.reset(f"{table}.{role}", start), PATIENCE_S)
 
 

@@ -3,11 +3,11 @@
 import asyncio
 import threading
 
-from tinkermq.broker.observe.metering import TimeUse
+from tinkermq.broker.metering import TimeUse
 from tinkermq.envs import StepResult
 from tinkermq.envs.games.bandit import BanditGame
 from tinkermq.envs.running.episodes import Opening
-from tinkermq.envs.running.runner import TimedRunner, make_runner
+from tinkermq.envs.running.runners import TimedRunner, make_runner
 from tinkermq.schemas.config.job import EnvConfig
 
 from tests.support.waiting import PATIENCE_S

@@ -6,7 +6,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tinkermq.envs.agents.replies import ReplyReader, parse_reply
+from tinkermq.envs.model_apis.canonical import ReplyReader, parse_reply
 from tinkermq.envs.tool_calls import CLOSE, OPEN, ToolText, parse_tool_calls, read_call
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü"}}\n</tool_call>'

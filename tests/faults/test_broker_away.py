@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from tinkermq.broker.client.connection import connect
-from tinkermq.envs.serving.host import EnvironmentHost
+from tinkermq.envs.host import EnvironmentHost
 from tinkermq.schemas.config.load_config import parse_config
 
 from tests.support.configs import REPOSITORY, small_job

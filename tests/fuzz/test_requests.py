@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from tinkermq.broker.calls import SchedulerCalls
-from tinkermq.broker.client.connection import Broker, NoResponders
+from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.client.faults import NoResponders
 from tinkermq.broker.client.rpc import call
+from tinkermq.broker.permissions import Guest, may_store
 from tinkermq.broker.presence import list_presences
-from tinkermq.broker.users.permissions import Guest, may_store
 from tinkermq.clients.pool import Pool
 from tinkermq.schemas.control import ControlRequest, PublishTasksRequest
 from tinkermq.schemas.env import ResetReply, ResetRequest

@@ -56,7 +56,7 @@ class OnCluster:
 
     def url(self) -> str:
         """Return where the broker of the pool is."""
-        state = Home(self._folder / "home").running()
+        state = Home(self._folder / "home").read_running_stack()
         assert state is not None
         return state.url
 
@@ -64,7 +64,7 @@ class OnCluster:
         """Return the process of the scheduler that runs, waiting for one that is started again."""
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
-            state = Home(self._folder / "home").running()
+            state = Home(self._folder / "home").read_running_stack()
             if state is not None and alive(state.children["scheduler"]):
                 return state.children["scheduler"]
             time.sleep(0.1)

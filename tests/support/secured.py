@@ -20,10 +20,10 @@ from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.keys import JobIdentity, job_key
 from tinkermq.broker.client.login import CREDENTIALS_VARIABLE
 from tinkermq.broker.client.rpc import Service
+from tinkermq.broker.credentials import PoolSecrets
 from tinkermq.broker.jetstream.streams import create_job_streams, create_shared
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.nats_server import NatsServer
-from tinkermq.broker.users.credentials import PoolSecrets
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.job import ActorPlacement, JobRecord, Role
 from tinkermq.schemas.metric import Presence

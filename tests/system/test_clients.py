@@ -234,7 +234,7 @@ async def test_train_streams_and_control_c_detaches_without_stopping_the_run(
         process.send_signal(signal.SIGINT)
         _, errors = await asyncio.to_thread(process.communicate, None, PATIENCE_S)
     assert process.returncode == 130
-    assert "detached; the run goes on" in errors
+    assert "detached; the run continues" in errors
     assert "Traceback" not in errors
 
     async def run(*words: str) -> subprocess.CompletedProcess[bytes]:

@@ -20,14 +20,12 @@ from tinkermq.broker.client.parts import ask_parts
 from tinkermq.broker.jobs import JobStore
 from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference_async
 from tinkermq.clients.address import parse_server_url
-from tinkermq.clients.inference.openai_endpoint import Endpoint
-from tinkermq.clients.inference.openai_play import play_with_endpoint
-from tinkermq.clients.inference.play import PlayOptions
-from tinkermq.clients.inference.results import EpisodeResult
+from tinkermq.clients.inference.openai_play import Endpoint, play_with_endpoint
+from tinkermq.clients.inference.play import EpisodeResult, PlayOptions
 from tinkermq.envs.games.calculator import CalculatorGame, make_data
 from tinkermq.envs.games.guess import GuessGame
-from tinkermq.envs.serving.host import EnvironmentHost
-from tinkermq.envs.serving.remote import Environments, Start
+from tinkermq.envs.host import EnvironmentHost
+from tinkermq.envs.host_client import Environments, Start
 from tinkermq.schemas.config.load_config import parse_config
 from tinkermq.schemas.infer import ChatRequest, Decoding, InferPart
 from tinkermq.schemas.wire.errors import ConfigError

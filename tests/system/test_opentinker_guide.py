@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tinkermq.clients.compat.opentinker_keys import NeedlessWarning, translate
+from tinkermq.clients.opentinker import NeedlessWarning, translate
 from tinkermq.schemas.config.load_config import parse_config
 from tinkermq.schemas.wire.codec import merged
 

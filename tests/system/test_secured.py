@@ -19,7 +19,7 @@ from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.weights.store import WeightStore
 from tinkermq.clients.address import JobAddress
 from tinkermq.clients.home import Home
-from tinkermq.clients.hosting.game_environment import GameEnvironment
+from tinkermq.clients.hosting.environments import GameEnvironment
 from tinkermq.clients.pool import Pool
 from tinkermq.envs.games.bandit import BanditGame
 from tinkermq.schemas.job import FINAL_STATES, JobRecord
@@ -79,7 +79,7 @@ class Operator:
     @property
     def url(self) -> str:
         """The broker of the stack."""
-        state = Home(self.home).running()
+        state = Home(self.home).read_running_stack()
         assert state is not None
         return state.url
 
@@ -119,7 +119,7 @@ def test_init_writes_secrets_for_the_owner_only_and_not_twice(operator: Operator
 
 
 def test_no_service_keeps_a_key_or_the_place_of_one_in_its_environment(operator: Operator) -> None:
-    state = Home(operator.home).running()
+    state = Home(operator.home).read_running_stack()
     assert state is not None
     secret = [operator.keys["root"].encode(), str(operator.home / "secrets").encode()]
     for name, pid in {"supervisor": state.pid, **state.children}.items():
@@ -405,4 +405,4 @@ async def test_the_key_of_a_tracker_reaches_the_learner_and_stands_nowhere(
 def test_a_broker_for_the_world_needs_authentication(tmp_path: Path) -> None:
     outcome = Operator(tmp_path / "home").run("up", "--host", "0.0.0.0", "--port", "0")
     assert outcome.code != 0
-    assert "could be used by everybody" in outcome.err
+    assert "could be used by anyone" in outcome.err

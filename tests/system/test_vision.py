@@ -13,8 +13,7 @@ import pytest
 from PIL import Image
 from tinkermq.broker.feed import read_metrics
 from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference_async
-from tinkermq.clients.inference.openai_endpoint import Endpoint
-from tinkermq.clients.inference.openai_play import play_with_endpoint
+from tinkermq.clients.inference.openai_play import Endpoint, play_with_endpoint
 from tinkermq.clients.inference.play import PlayOptions
 from tinkermq.envs.datasets import write_rows
 from tinkermq.envs.games.geo3k import Geo3KToolGame, make_data

@@ -79,7 +79,7 @@ class Pool:
 
     @property
     def state(self) -> Any:
-        found = Home(self.home).running()
+        found = Home(self.home).read_running_stack()
         assert found is not None
         return found
 

@@ -16,10 +16,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar, cast
 
 from ....broker.client.connection import Broker
-from ....broker.feed import best_of, read_scores
+from ....broker.feed import best_of, read_scores, recent_values, run_row
 from ....broker.jetstream.direct_get import StoredMessage, get_batch
 from ....broker.jetstream.streams import stream_info
-from ....broker.observe.recent import recent_values, run_row
 from ....broker.run_folder import Folder, FolderEntry
 from ....schemas.job import FINAL_STATES, JobRecord
 from ....schemas.metric import Event, LogLines, readable

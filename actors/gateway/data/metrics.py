@@ -20,12 +20,12 @@ import structlog
 from ....broker.client.connection import Broker
 from ....broker.jetstream.direct_get import (
     StoredMessage,
+    StreamReader,
     get_batch,
     get_last,
     stored_message,
 )
 from ....broker.jetstream.kv import Bucket
-from ....broker.jetstream.reader import StreamReader
 from ....broker.jetstream.streams import stream_info
 from ....schemas.metric import EvalRecord, Metric
 from ....schemas.wire.errors import MessageError, NotFoundError, TinkermqError

@@ -15,9 +15,8 @@ from typing import Any
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import Request
 
-from ....broker.jetstream.direct_get import StoredMessage
+from ....broker.jetstream.direct_get import StoredMessage, StreamReader
 from ....broker.jetstream.kv import Entry
-from ....broker.jetstream.reader import StreamReader
 from ....broker.jetstream.streams import stream_info
 from ....broker.presence import list_presences
 from ....schemas.job import FINAL_STATES, JobRecord

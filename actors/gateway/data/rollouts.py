@@ -16,7 +16,8 @@ from typing import Any, cast
 import numpy as np
 from starlette.requests import Request
 
-from ....broker.client.connection import Broker, NoResponders
+from ....broker.client.connection import Broker
+from ....broker.client.faults import NoResponders
 from ....broker.jetstream.direct_get import get_batch
 from ....broker.jetstream.streams import stream_info
 from ....broker.kept_rollouts import RunRollouts

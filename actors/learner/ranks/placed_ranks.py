@@ -32,8 +32,7 @@ from ....schemas.wire.errors import (
     StateError,
     TinkermqError,
 )
-from ....schemas.wire.ids import new_id
-from ....schemas.wire.message import Empty
+from ....schemas.wire.message import Empty, new_id
 from ...runtime import EXIT_CRASHED, JobContext
 from ...training.parallel import Meeting
 from ...training.rank_commands import Order, Ranks

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ....broker.client.connection import Broker
-from ....broker.fair_queue import Turns
+from ....broker.fair_queue import FairLock
 from ....broker.jetstream.kv import Bucket
 from ....schemas.job import JobRecord
 from ....schemas.wire.message import Message
@@ -66,7 +66,7 @@ class ArchivedJobs:
         self._of_user: dict[str, dict[str, ArchivedJob]] = {}
         self._names: dict[tuple[str, str], ArchivedJob] = {}
         self._bytes: dict[str, int] = {}
-        self.turns = Turns()
+        self.turns = FairLock()
         """Of the users whose long lists are made."""
 
     async def open(self) -> None:

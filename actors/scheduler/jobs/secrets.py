@@ -13,9 +13,9 @@ import structlog
 
 from ....broker.client.connection import Broker
 from ....broker.client.rpc import RequestContext
+from ....broker.credentials import Seal, close_seal
 from ....broker.jetstream.kv import Bucket
 from ....broker.jobs import is_final
-from ....broker.users.credentials import Seal, close_seal
 from ....schemas.job import (
     JobRecord,
     JobSecrets,

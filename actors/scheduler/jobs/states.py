@@ -27,7 +27,7 @@ from ....schemas.job import (
     SecretName,
 )
 from ....schemas.node import ActorStatus, WantedActor
-from ....schemas.tinker.sessions import SamplerTokens, TrainerUsage
+from ....schemas.tinker.usage import SamplerTokens, TrainerUsage
 from ....schemas.user import Quota
 from ....schemas.wire.errors import ConfigError, QuotaError
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 from ....broker.client.connection import Broker
+from ....broker.feed import recent_values
 from ....broker.jetstream.kv import Bucket, Entry, Mirror
 from ....broker.jobs import JobStore, is_final
-from ....broker.observe.recent import recent_values
 from ....broker.presence import presences
-from ....broker.users.records import USER
+from ....broker.user_records import USER
 from ....schemas.config.job import JobConfig
 from ....schemas.config.load_config import parse_config
 from ....schemas.job import JobRecord, RequestRecord, SealedSecrets

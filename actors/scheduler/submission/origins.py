@@ -25,7 +25,13 @@ from ....schemas.job import BEST_STEP, LAST_STEP, JobRecord, SubmitRequest
 from ....schemas.tinker.names import CheckpointName, is_path, run_in
 from ....schemas.tinker.operation import ModelInfo
 from ....schemas.wire.codec import merged
-from ....schemas.wire.errors import ConfigError, NotFoundError, QuotaError, StateError, StorageError
+from ....schemas.wire.errors import (
+    ConfigError,
+    NotFoundError,
+    QuotaError,
+    StateError,
+    StorageError,
+)
 from ...policy.lora import config_of
 from ...storage.adapters import base_of, is_adapter
 from ...storage.checkpoints import is_put_away, keep_stored, store_of, stored_checkpoints

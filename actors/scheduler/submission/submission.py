@@ -37,8 +37,7 @@ from ....schemas.wire.errors import (
     StateError,
     TinkermqError,
 )
-from ....schemas.wire.ids import new_id
-from ....schemas.wire.message import Message
+from ....schemas.wire.message import Message, new_id
 from ....schemas.wire.subjects import DEFAULT_USER, JobScope, node, token
 from ...storage.access import (
     in_default_folder,

@@ -36,13 +36,7 @@ from ....schemas.tinker.sampling import (
 from ....schemas.wire.array import IntVector
 from ....schemas.wire.errors import ModelError, TinkermqError
 from ....schemas.wire.subjects import JobScope
-from ...engine.engine import (
-    AdapterEngine,
-    Generation,
-    OnToken,
-    PromptScores,
-    Sampling,
-)
+from ...engine.engine import AdapterEngine, Generation, OnToken, PromptScores, Sampling
 from ...policy.model_folder import load_model_config, load_tokenizer
 from ...rollout.players import load_base, start_engine
 from ...storage.tinker_checkpoints import CheckpointFolders

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ....schemas.config.job import LearnerConfig, ModelConfig
+from ....schemas.config.job import ModelConfig
+from ....schemas.config.sections import LearnerConfig
 from ....schemas.tinker.datum import AdamParams, Datum, LoraSpec, LossResult
 from ....schemas.tinker.operation import Company
 from ....schemas.wire.errors import ModelError, NotFoundError, StateError, TinkermqError

@@ -107,9 +107,9 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _own() -> dict[str, str]:
-    kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    variables = {name: os.environ[name] for name in _KEPT if name in os.environ}
     return {
-        **kept,
+        **variables,
         "PATH": os.environ.get("PATH", os.defpath),
         "HOME": HOME,
         "IS_SANDBOX": "1",

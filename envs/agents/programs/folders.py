@@ -191,10 +191,10 @@ def _sweep(folder: Path) -> None:
 def is_own_folder(path: Path) -> bool:
     """Whether there is a folder of this user; its host may end and remove it at any moment."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except FileNotFoundError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
 
 
 def _is_locked(folder: Path) -> bool:

@@ -8,9 +8,9 @@ from pathlib import Path
 from ....schemas.config.agent import AgentConfig
 from ....schemas.wire.errors import ConfigError, NotFoundError, SandboxError, StateError
 from ...game import ChatMessage, StepResult
+from ...host import HostGone
 from ...running.episodes import GameFacts, Opening
 from ...sandbox.self_test import absent_commands
-from ...serving.host import HostGone
 from .agent_run import AgentRun
 from .environment import filled, plain_variables
 from .launcher import ModelEndpoint, ProgramLauncher
@@ -19,7 +19,7 @@ from .sandbox import grader_mounts
 _NAME = "agent"
 
 
-class NoPlace(HostGone):
+class NoFreeSlot(HostGone):
     """A host whose places are all taken: the episode starts again elsewhere, or later."""
 
 
@@ -50,7 +50,7 @@ class ProgramRunner:
         """Programs at the same time."""
         self._places = asyncio.Semaphore(config.per_host)
         self._launcher: ProgramLauncher | None = None
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _RunningEpisode] = {}
         self._tasks: set[asyncio.Task[StepResult]] = set()
 
     async def start(self) -> GameFacts:
@@ -73,7 +73,7 @@ class ProgramRunner:
     def reset(self, opening: Opening) -> Awaitable[list[ChatMessage]]:
         """Start an episode's program; the messages are those by which its task is known.
 
-        Raises NoPlace when no place is free for `setup_timeout_s`, SandboxError when the program
+        Raises NoFreeSlot when no place is free for `setup_timeout_s`, SandboxError when the program
         cannot be started.
         """
         assert self._launcher is not None
@@ -89,7 +89,7 @@ class ProgramRunner:
         task = asyncio.create_task(self._play(run, begun), name=f"program {opening.episode}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        self._held[opening.episode] = _Held(task, begun)
+        self._held[opening.episode] = _RunningEpisode(task, begun)
         return self._begun(opening.episode, run.prompt)
 
     async def step(self, episode: str, action: str) -> StepResult:
@@ -153,16 +153,16 @@ class ProgramRunner:
         await held.task  # which raises
         return prompt
 
-    def _no_place(self) -> NoPlace:
+    def _no_place(self) -> NoFreeSlot:
         config = self._config
-        return NoPlace(
+        return NoFreeSlot(
             f"no place for a program became free within {config.setup_timeout_s:g} s: this host "
             f"runs agent.per_host={config.per_host} at the same time",
             hint="raise env.hosts or agent.per_host, or lower generator.max_episodes",
         )
 
 
-class _Held:
+class _RunningEpisode:
     """A run of a program, and whether its program has started."""
 
     def __init__(self, task: "asyncio.Task[StepResult]", begun: asyncio.Event) -> None:

@@ -13,14 +13,20 @@ from pydantic import ValidationError
 from ....schemas.agent import CallRequest
 from ....schemas.wire.codec import read_json
 from ....schemas.wire.errors import MessageError, NotFoundError
-from ...model_apis.answers import Answer, AnswerHead, FinishReason, ModelApi, NewTokens, Usage
+from ...model_apis.answers import (
+    Answer,
+    AnswerHead,
+    FinishReason,
+    ModelApi,
+    NewTokens,
+    Usage,
+)
+from ...model_apis.canonical import ReplyReader
 from ...model_apis.chat import ChatCompletionAnswer
 from ...model_apis.messages import MESSAGES
-from ...model_apis.request import ModelRequest, RequestError
+from ...model_apis.request import ModelRequest, RequestError, call_request
 from ...model_apis.responses import RESPONSES, input_items
 from ..episode import EpisodeOver
-from ..replies import ReplyReader
-from ..wire import call_request
 from .calls import CallAsker, GatheredAnswer, GatheredChoice, RunningCall
 from .exchange import BodyRoom, ClientGone, HttpExchange, dumped, worded
 from .open_episodes import KeptAnswer, OpenEpisode
@@ -40,21 +46,23 @@ _EMPTY_BYTES, _TOKEN_BYTES = 4096, 64
 class AnswerReading:
     """How much of an answer one of a program's requests has had."""
 
-    def __init__(self, api: ModelApi, asked: ModelRequest, request: str) -> None:
+    def __init__(self, api: ModelApi, request_body: ModelRequest, request: str) -> None:
         """Read the answer to call `request` from its beginning."""
         self.id = ""
         """The answer's id, once anything of it is known."""
         self._api = api
-        self._asked = asked
+        self._asked = request_body
         self._request = request
         self._answer: Answer | None = None
         self._usage = Usage(0, 0)
         self._readers: list[ReplyReader] = []
         self._created = int(time.time())
-        self._tells_ids = asked.return_token_ids and not asked.stream  # which ends with them
-        self._num_texts = [0] * asked.num_choices
-        self._num_tokens = [0] * asked.num_choices
-        self._num_logprobs = [0] * asked.num_choices
+        self._tells_ids = (
+            request_body.return_token_ids and not request_body.stream
+        )  # which ends with them
+        self._num_texts = [0] * request_body.num_choices
+        self._num_tokens = [0] * request_body.num_choices
+        self._num_logprobs = [0] * request_body.num_choices
 
     def news(self, gathered: GatheredAnswer) -> Iterator[str]:
         """Yield what the answer has gained, as events: the last ones once it is whole."""
@@ -187,36 +195,36 @@ class ModelCalls:
     async def answer(self, exchange: HttpExchange, opened: OpenEpisode, api: ModelApi) -> None:
         """Answer one call."""
         raw = await exchange.body(MAX_BODY_BYTES, self._room)
-        aside = _aside if len(raw) > _LARGE else _here
-        asked, digest = await aside(_read, raw, api)
+        aside = _run_in_thread if len(raw) > _LARGE else _run_inline
+        model_request, digest = await aside(_read, raw, api)
         if "x-tinkermq-tokens" in exchange.headers:
-            asked = replace(asked, return_token_ids=True)
+            model_request = replace(model_request, return_token_ids=True)
         is_marked = _is_retry(exchange)
         if named := exchange.headers.get("idempotency-key", ""):
             digest = blake2b(named.encode(errors="replace"), person=b"named").digest()
             is_marked = is_marked or opened.is_known(digest)
         call = opened.calls.join(digest, is_marked=is_marked)
         if call is None:
-            if asked.previous:
-                await self._asker.look_up(asked.previous)
-            request = await aside(_request, opened, asked, is_marked)
+            if model_request.previous:
+                await self._asker.look_up(model_request.previous)
+            request = await aside(_request, opened, model_request, is_marked)
             call = RunningCall(self._asker, opened, request, len(raw))
             opened.calls.add(digest, call)
-        reading = AnswerReading(api, asked, call.request.request)
+        reading = AnswerReading(api, model_request, call.request.request)
         try:
             with call.listening() as woken:
                 waiting = _Waiting(exchange, opened, api, call, reading, woken)
-                await self._tell(waiting, stream=asked.stream)
+                await self._tell(waiting, stream=model_request.stream)
         finally:
             opened.calls.leave(digest, call)
 
     async def count(self, exchange: HttpExchange, opened: OpenEpisode) -> None:
         """Answer how many tokens a prompt of Messages has, as it would be continued."""
         raw = await exchange.body(MAX_BODY_BYTES, self._room)
-        aside = _aside if len(raw) > _LARGE else _here
-        asked, _ = await aside(_read, raw, MESSAGES)
-        asked = replace(asked, stream=False, return_token_ids=False)
-        request = await aside(_request, opened, asked, False)
+        aside = _run_in_thread if len(raw) > _LARGE else _run_inline
+        model_request, _ = await aside(_read, raw, MESSAGES)
+        model_request = replace(model_request, stream=False, return_token_ids=False)
+        request = await aside(_request, opened, model_request, False)
         counting = request.model_copy(update={"count_only": True})
         call = RunningCall(self._asker, opened, counting, len(raw))
         try:
@@ -272,13 +280,13 @@ class ModelCalls:
         await waiting.exchange.reply_raw(answer, headers=_headers(call))
 
 
-async def _aside(work: Callable[..., T], *given: Any) -> T:
+async def _run_in_thread(work: Callable[..., T], *arguments: Any) -> T:
     """Do something in a thread: the loop serves others meanwhile."""
-    return await asyncio.to_thread(work, *given)
+    return await asyncio.to_thread(work, *arguments)
 
 
-async def _here(work: Callable[..., T], *given: Any) -> T:
-    return work(*given)
+async def _run_inline(work: Callable[..., T], *arguments: Any) -> T:
+    return work(*arguments)
 
 
 def _read(raw: bytes, api: ModelApi) -> tuple[ModelRequest, bytes]:
@@ -287,20 +295,22 @@ def _read(raw: bytes, api: ModelApi) -> tuple[ModelRequest, bytes]:
         value: Any = read_json(raw)
     except MessageError as error:
         raise RequestError(f"the body is not valid JSON: {error.message}") from error
-    asked = api.read(value)
+    model_request = api.read(value)
     # What is sampled with the job says, not the program.
-    echo = {**asked.echo, "temperature": None, "top_p": None} if asked.echo else {}
-    return replace(asked, echo=echo), blake2b(raw, person=api.name.encode()).digest()
+    echo = {**model_request.echo, "temperature": None, "top_p": None} if model_request.echo else {}
+    return replace(model_request, echo=echo), blake2b(raw, person=api.name.encode()).digest()
 
 
-def _request(opened: OpenEpisode, asked: ModelRequest, is_retry: bool) -> CallRequest:
+def _request(opened: OpenEpisode, model_request: ModelRequest, is_retry: bool) -> CallRequest:
     """Return what travels; RequestError for what is out of bounds."""
-    if asked.without_effect:
-        names = dict.fromkeys(name[:_NAME_CHARS] for name in asked.without_effect)
-        asked = replace(asked, without_effect=tuple(names)[:_MOST_NAMES])
-    previous = _previous(opened, asked.previous) if asked.previous else None
+    if model_request.without_effect:
+        names = dict.fromkeys(name[:_NAME_CHARS] for name in model_request.without_effect)
+        model_request = replace(model_request, without_effect=tuple(names)[:_MOST_NAMES])
+    previous = _previous(opened, model_request.previous) if model_request.previous else None
     try:
-        return call_request(asked, secrets.token_hex(16), previous=previous, is_retry=is_retry)
+        return call_request(
+            model_request, secrets.token_hex(16), previous=previous, is_retry=is_retry
+        )
     except ValidationError as error:
         problem = error.errors()[0]
         place = ".".join(str(part) for part in problem["loc"])

@@ -137,11 +137,11 @@ class OpenEpisode:
 
     def is_known(self, name: bytes) -> bool:
         """Whether a request that names itself so has come before; from now on, one has."""
-        known = name in self._names
+        is_repeated = name in self._names
         self._names[name] = None
         if len(self._names) > _MOST_NAMES:
             self._names.popitem(last=False)
-        return known
+        return is_repeated
 
 
 class OpenEpisodes:

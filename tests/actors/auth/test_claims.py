@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tinkermq.actors.auth.callout import ClaimIssuer, LoginRequest, read_request
 from tinkermq.actors.auth.store_proxy import read_request as read_stored_request
 from tinkermq.actors.auth.store_proxy import read_subject
-from tinkermq.broker.users.permissions import Guest, user_permissions
+from tinkermq.broker.permissions import Guest, user_permissions
 from tinkermq.schemas.wire.errors import MessageError
 
 SEED = nkeys.encode_seed(bytes(32), nkeys.PREFIX_BYTE_ACCOUNT).decode()

@@ -9,7 +9,7 @@ from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.keys import EpisodeIdentity, episode_key, episode_secret
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.rollouts import RolloutLog
-from tinkermq.envs.agents.remote.signing import EpisodeSigner
+from tinkermq.envs.agents.proxy.proxy import EpisodeSigner
 from tinkermq.schemas.wire.errors import (
     AuthError,
     BrokerError,

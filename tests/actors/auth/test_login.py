@@ -13,7 +13,7 @@ from tinkermq.broker.jetstream.objects import ObjectStore
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.rollouts import RolloutLog
-from tinkermq.broker.users.records import UserStore
+from tinkermq.broker.user_records import UserStore
 from tinkermq.schemas.user import (
     AddUser,
     AuditList,

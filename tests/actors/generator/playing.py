@@ -17,8 +17,8 @@ from tinkermq.actors.rollout.players import Players
 from tinkermq.actors.rollout.recording import TaskSegments
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.direct_get import get_all
-from tinkermq.envs.serving.host import EnvironmentHost
-from tinkermq.envs.serving.remote import Environments
+from tinkermq.envs.host import EnvironmentHost
+from tinkermq.envs.host_client import Environments
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group, Segment
 from tinkermq.schemas.task import Task

@@ -29,8 +29,8 @@ from tinkermq.broker.jetstream.streams import (
 )
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.envs.games.geo3k import make_data
-from tinkermq.envs.serving.host import EnvironmentHost
-from tinkermq.envs.serving.remote import Environments, Start
+from tinkermq.envs.host import EnvironmentHost
+from tinkermq.envs.host_client import Environments, Start
 from tinkermq.schemas.config.job import JobConfig, LimitsConfig
 from tinkermq.schemas.wire.errors import DataError, ModelError
 from tinkermq.schemas.wire.subjects import JobScope

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from tinkermq.actors.gateway.openai import read_query
 from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.policy.template_facts import read_text
-from tinkermq.envs.agents.replies import parse_reply
 from tinkermq.envs.data import ChatData
 from tinkermq.envs.datasets import Dataset, write_rows
+from tinkermq.envs.model_apis.canonical import parse_reply
 from tinkermq.envs.model_apis.chat import CHAT, read_chat
 from tinkermq.schemas.infer import ChatRequest
 from tinkermq.schemas.wire.errors import ModelError

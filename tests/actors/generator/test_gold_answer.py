@@ -12,9 +12,10 @@ from tinkermq.actors.rollout.agent_loop import AgentLoop, EpisodePlan, EpisodeSa
 from tinkermq.broker.client.connection import Broker
 from tinkermq.envs import AbstractGame, StepResult
 from tinkermq.envs.datasets import verl_row, write_rows
-from tinkermq.envs.serving.host import EnvironmentHost
-from tinkermq.envs.serving.remote import Environments, Start
-from tinkermq.schemas.config.job import EnvConfig, RolloutConfig
+from tinkermq.envs.host import EnvironmentHost
+from tinkermq.envs.host_client import Environments, Start
+from tinkermq.schemas.config.job import EnvConfig
+from tinkermq.schemas.config.sections import RolloutConfig
 from tinkermq.schemas.wire.subjects import JobScope
 
 TRUTH = "gold-42"

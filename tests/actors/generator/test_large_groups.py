@@ -14,7 +14,7 @@ from tinkermq.broker.jetstream.streams import create_job_streams, delete_job_str
 from tinkermq.broker.partial_rollouts import SegmentWriter
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.envs import StepResult
-from tinkermq.envs.serving.answers import ResetAnswer, StepAnswer
+from tinkermq.envs.host_replies import ResetAnswer, StepAnswer
 from tinkermq.schemas.config.job import JobConfig, LimitsConfig
 from tinkermq.schemas.rollout import Group, Segment, Trajectory
 from tinkermq.schemas.task import Blame, Task

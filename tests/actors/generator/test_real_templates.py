@@ -8,7 +8,7 @@ import pytest
 from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.policy.template_facts import facts_of
 from tinkermq.actors.rollout.exact_calls import ExactCalls
-from tinkermq.envs.agents.messages import CanonicalMessage
+from tinkermq.envs.model_apis.canonical import CanonicalMessage
 
 from tests.actors.generator.agents import programs
 from tests.actors.generator.agents.programs import FOLDER, TOOLS, RecordingEngine, chat_of

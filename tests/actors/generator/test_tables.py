@@ -16,8 +16,8 @@ from tinkermq.actors.rollout.agent_loop import EpisodeSampling
 from tinkermq.actors.rollout.groups import GroupFailed, GroupRunner
 from tinkermq.actors.rollout.players import Players
 from tinkermq.broker.client.connection import Broker
-from tinkermq.envs.serving.host import EnvironmentHost
-from tinkermq.envs.serving.remote import Environments
+from tinkermq.envs.host import EnvironmentHost
+from tinkermq.envs.host_client import Environments
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.task import Task

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from tinkermq.actors.learner.group_metrics import group_numbers
 from tinkermq.broker.client.connection import Broker
-from tinkermq.envs.serving.host import EnvironmentHost
-from tinkermq.envs.serving.remote import Environments, Start
+from tinkermq.envs.host import EnvironmentHost
+from tinkermq.envs.host_client import Environments, Start
 from tinkermq.schemas.config.job import EnvConfig
 from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.wire.subjects import JobScope

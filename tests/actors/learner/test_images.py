@@ -12,7 +12,8 @@ from tinkermq.actors.training.batch import assemble
 from tinkermq.actors.training.model import Scorer, load_model
 from tinkermq.actors.training.packing import pack
 from tinkermq.actors.training.step import Trainer
-from tinkermq.schemas.config.job import JobConfig, LearnerConfig, ModelConfig
+from tinkermq.schemas.config.job import JobConfig, ModelConfig
+from tinkermq.schemas.config.sections import LearnerConfig
 from tinkermq.schemas.rollout import Group, check_group
 from tinkermq.schemas.wire.errors import DataError, MessageError
 

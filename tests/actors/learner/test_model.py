@@ -9,7 +9,8 @@ import torch
 from tinkermq.actors.training.batch import assemble
 from tinkermq.actors.training.model import ScoreOptions, Scorer, load_model
 from tinkermq.actors.training.packing import pack
-from tinkermq.schemas.config.job import LearnerConfig, ModelConfig
+from tinkermq.schemas.config.job import ModelConfig
+from tinkermq.schemas.config.sections import LearnerConfig
 from tinkermq.schemas.wire.errors import ModelError
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM

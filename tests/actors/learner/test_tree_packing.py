@@ -16,7 +16,8 @@ from tinkermq.actors.training.micro_batch import MicroBatch, TokenSequence, shar
 from tinkermq.actors.training.model import Scorer, load_model
 from tinkermq.actors.training.packing import block_causal_mask, pack
 from tinkermq.actors.training.step import Trainer
-from tinkermq.schemas.config.job import JobConfig, LearnerConfig, ModelConfig
+from tinkermq.schemas.config.job import JobConfig, ModelConfig
+from tinkermq.schemas.config.sections import LearnerConfig
 from tinkermq.schemas.rollout import Group, Trajectory
 from tinkermq.schemas.wire.errors import ConfigError, DataError
 from torch import Tensor

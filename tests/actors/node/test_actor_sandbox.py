@@ -23,7 +23,7 @@ from tinkermq.actors.node.sandbox import (
     check_programs,
 )
 from tinkermq.actors.storage.access import MODELS_VARIABLE
-from tinkermq.envs.sandbox.watch import first_child
+from tinkermq.envs.sandbox.sandbox import first_child
 from tinkermq.schemas.node import WantedActor
 from tinkermq.schemas.wire.errors import SandboxError
 

@@ -8,7 +8,7 @@ import pytest
 from tinkermq.actors.scheduler.nodes import RECENT_S, better, read_clock
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.jetstream.kv import Bucket
-from tinkermq.clients.cli.pool.machines import clocks_off
+from tinkermq.clients.cli.doctor import clock_differences
 from tinkermq.schemas.node import NodeList, NodeStatus, NodeSync
 from tinkermq.schemas.wire.message import Empty
 from tinkermq.schemas.wire.subjects import BUCKET_NODES, node
@@ -62,7 +62,7 @@ async def test_a_node_whose_clock_is_an_hour_off_is_told_and_works_as_any(
 
         async def told() -> list[str]:
             await records.put("odd", status())
-            return clocks_off((await stack.ask_for("nodes", Empty(), NodeList)).nodes)
+            return clock_differences((await stack.ask_for("nodes", Empty(), NodeList)).nodes)
 
         (off,) = await eventually(told, "a clock that is off")
         side = "ahead of" if ahead_s > 0 else "behind"

@@ -6,7 +6,7 @@ from typing import Any
 from tinkermq.broker.calls import SchedulerCalls
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.kv import Bucket
-from tinkermq.broker.users.records import create_user_stores
+from tinkermq.broker.user_records import create_user_stores
 from tinkermq.schemas.job import ActorPlacement, JobRecord, SealedSecrets
 from tinkermq.schemas.metric import EvalRecord, Presence
 from tinkermq.schemas.node import ActorStatus, NodeStatus

@@ -9,7 +9,7 @@ from tinkermq.actors.scheduler.lease import KEY, LeaderLease, Timing
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import Service, call
 from tinkermq.broker.jetstream.kv import Bucket
-from tinkermq.clients.cli.runs.runs import trouble_of
+from tinkermq.clients.cli.runs import describe_trouble
 from tinkermq.clients.pool import Pool
 from tinkermq.schemas.job import JobRequest, RequestRecord
 from tinkermq.schemas.node import NodeStatus, NodeSync, SchedulerLease
@@ -86,7 +86,7 @@ async def test_nodes_that_refuse_the_scheduler_are_a_warning_in_ps(stack: Stack)
         await stack.scheduler()
         record = NodeStatus(node="n9", host="h", slots=2, time=time.time())
         await Bucket(stack.broker, BUCKET_NODES, NodeStatus).put("n9", record)
-        assert await eventually(lambda: trouble_of(pool), "the warning") == warning
+        assert await eventually(lambda: describe_trouble(pool), "the warning") == warning
         heard_of_another = False
 
         async def is_well() -> bool:

@@ -23,7 +23,7 @@ from tinkermq.schemas.wire.errors import (
     PlacementError,
     StateError,
 )
-from tinkermq.schemas.wire.ids import new_id
+from tinkermq.schemas.wire.message import new_id
 from tinkermq.schemas.wire.subjects import BUCKET_NODES, JobScope, rpc
 from tinkermq.schemas.wire.subjects import node as node_subject
 from ulid import ULID

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tinkermq.broker.jetstream.streams import stream_info
 from tinkermq.broker.presence import presences
-from tinkermq.broker.users.records import UserStore, create_user_stores
+from tinkermq.broker.user_records import UserStore, create_user_stores
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.job import (
     JobRecord,

@@ -12,9 +12,9 @@ import pytest
 from tinkermq.actors.scheduler.jobs.states import secrets_of
 from tinkermq.actors.scheduler.notifier import Plateau
 from tinkermq.broker.client.rpc import call
+from tinkermq.broker.credentials import Seal, close_seal
 from tinkermq.broker.feed import publish_metric
 from tinkermq.broker.jetstream.kv import Bucket
-from tinkermq.broker.users.credentials import Seal, close_seal
 from tinkermq.clients import AsyncSchedulerClient
 from tinkermq.clients.pool import Pool
 from tinkermq.schemas.job import (

@@ -317,7 +317,7 @@ async def sampled(served: Served, seq: int, **params: Any) -> list[tuple[list[in
     subject = rpc("local", name, "sample")
     taken = await call(served.broker, subject, request, SampleTaken, **waiting)
     told = rpc("local", name, f"sampled-{taken.actor}")
-    wanted = AwaitSample(request=str(seq), wait_s=PATIENCE_S)
+    wanted = AwaitSample(request=str(seq), wait_s=60.0)
     result = await call(served.broker, told, wanted, OperationResult, **waiting)
     assert result.state == "done", result.error
     return [

@@ -11,7 +11,7 @@ from tinkermq.broker.jetstream.streams import create_job_streams
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.job import JobRecord
-from tinkermq.schemas.tinker.sessions import TenantShare, TenantShares, TrainerUsage
+from tinkermq.schemas.tinker.usage import TenantShare, TenantShares, TrainerUsage
 from tinkermq.schemas.wire.errors import ExhaustedError
 from tinkermq.schemas.wire.subjects import rpc
 

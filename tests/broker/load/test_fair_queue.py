@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from tinkermq.broker.fair_queue import MAX_BYTES, FairQueue, Turns
+from tinkermq.broker.fair_queue import MAX_BYTES, FairLock, FairQueue
 
 from tests.support.waiting import until
 
@@ -74,7 +74,7 @@ async def test_what_waits_is_dropped_at_the_end_and_what_runs_is_ended() -> None
 
 
 async def test_users_take_turns_in_what_one_at_a_time_may_do() -> None:
-    turns, had = Turns(), list[str]()
+    turns, had = FairLock(), list[str]()
 
     async def pieces(user: str) -> None:
         for _ in range(4):
@@ -92,7 +92,7 @@ async def test_users_take_turns_in_what_one_at_a_time_may_do() -> None:
 
 
 async def test_a_turn_that_nobody_waits_for_any_more_is_passed_on() -> None:
-    turns = Turns()
+    turns = FairLock()
     held = asyncio.Event()
 
     async def hold(user: str, until: asyncio.Event) -> None:
@@ -113,7 +113,7 @@ async def test_a_turn_that_nobody_waits_for_any_more_is_passed_on() -> None:
 
 
 async def test_a_piece_that_fails_passes_the_turn_on() -> None:
-    turns = Turns()
+    turns = FairLock()
     with pytest.raises(ValueError, match="wrong"):
         async with turns.turn("one"):
             raise ValueError("wrong")

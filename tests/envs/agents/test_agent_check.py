@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tinkermq.broker.client.connection import Broker
-from tinkermq.clients.cli.agents.check import report_lines
+from tinkermq.clients.cli.agents import report_lines
 from tinkermq.envs.agents.agent_check import AgentReport, check_program, example
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.wire.errors import ConfigError, DataError

@@ -3,20 +3,19 @@
 import asyncio
 
 import pytest
-from tinkermq.envs.agents.asked_for import AskedEpisodes
 from tinkermq.envs.agents.episode import ProgramEpisode
-from tinkermq.envs.agents.given_out import GivenEpisode
+from tinkermq.envs.agents.leases import EpisodeLease, LeaseRequests
 from tinkermq.schemas.agent import GiveReply, GiveRequest
 from tinkermq.schemas.wire.errors import BusyError
 
 from tests.support.waiting import until
 
 
-def given(name: str) -> GivenEpisode:
-    return GivenEpisode(ProgramEpisode(name, {"question": "2+2"}), [], "http://x", {})
+def given(name: str) -> EpisodeLease:
+    return EpisodeLease(ProgramEpisode(name, {"question": "2+2"}), [], "http://x", {})
 
 
-async def started(asked: AskedEpisodes, name: str) -> GivenEpisode:
+async def started(asked: LeaseRequests, name: str) -> EpisodeLease:
     """Start an episode as the host does, once somebody asks for one."""
     await asked.acquire()
     episode = given(name)
@@ -24,12 +23,12 @@ async def started(asked: AskedEpisodes, name: str) -> GivenEpisode:
     return episode
 
 
-def ask(asked: AskedEpisodes, name: str = "", wait_s: float = 10) -> "asyncio.Task[GiveReply]":
+def ask(asked: LeaseRequests, name: str = "", wait_s: float = 10) -> "asyncio.Task[GiveReply]":
     return asyncio.create_task(asked.answer(GiveRequest(name=name, wait_s=wait_s)), name="ask")
 
 
 async def test_an_episode_starts_when_it_is_asked_for_and_not_before() -> None:
-    asked = AskedEpisodes(4)
+    asked = LeaseRequests(4)
     starting = asyncio.create_task(started(asked, "a"), name="start")
     await asyncio.sleep(0.01)
     assert not starting.done()
@@ -39,7 +38,7 @@ async def test_an_episode_starts_when_it_is_asked_for_and_not_before() -> None:
 
 
 async def test_the_same_name_gets_the_same_episode_while_it_is_under_way() -> None:
-    asked = AskedEpisodes(4)
+    asked = LeaseRequests(4)
     starting = asyncio.create_task(started(asked, "a"), name="start")
     assert (await ask(asked, "one")).episode == (await ask(asked, "one")).episode == "a"
     episode = await starting
@@ -50,7 +49,7 @@ async def test_the_same_name_gets_the_same_episode_while_it_is_under_way() -> No
 
 
 async def test_an_episode_whose_asker_has_gone_waits_for_the_next() -> None:
-    asked = AskedEpisodes(4)
+    asked = LeaseRequests(4)
     assert (await ask(asked, wait_s=0)).episode == ""
     waiting = ask(asked)
     await until(lambda: asked._wanted == 1, "the question")
@@ -65,7 +64,7 @@ async def test_an_episode_whose_asker_has_gone_waits_for_the_next() -> None:
 
 
 async def test_no_more_are_given_than_the_host_has_places() -> None:
-    asked = AskedEpisodes(1)
+    asked = LeaseRequests(1)
     starting = asyncio.create_task(started(asked, "a"), name="start")
     await ask(asked)
     await starting

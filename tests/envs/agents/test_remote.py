@@ -13,7 +13,7 @@ from tinkermq.broker.client.parts import ask_parts, last_part
 from tinkermq.envs.agents.episode import ProgramEpisode
 from tinkermq.envs.agents.proxy.exchange import BodyRoom, KeyRefused
 from tinkermq.envs.agents.proxy.proxy import ModelProxy
-from tinkermq.envs.agents.remote.remote_episode import HostTimes, RemoteEpisode
+from tinkermq.envs.agents.proxy.remote_episode import HostTimes, RemoteEpisode
 from tinkermq.schemas.agent import EpisodePost, EpisodePosted, ReportedCall
 from tinkermq.schemas.wire.subjects import JobScope
 

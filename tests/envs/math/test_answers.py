@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from tinkermq.envs.math.answers import answer_of, to_compare
+from tinkermq.envs.math.grading import answer_of, to_compare
 from tinkermq.envs.math.quantity import read_quantity
 
 

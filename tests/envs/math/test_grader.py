@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tinkermq.envs.math.grader import MEMORY_BYTES, Grader
-from tinkermq.envs.sandbox.watch import descendants
+from tinkermq.envs.math.grading import MEMORY_BYTES, Grader
+from tinkermq.envs.sandbox.sandbox import descendants
 
 from tests.envs.math.graded_pairs import RIGHT, WRONG
 

@@ -1,8 +1,7 @@
 """Rules and their weighted sum."""
 
 import pytest
-from tinkermq.envs.math.grader import shared_grader
-from tinkermq.envs.math.rewards import MathRewards
+from tinkermq.envs.math.grading import MathRewards, shared_grader
 from tinkermq.schemas.wire.errors import ConfigError
 
 THOUGHT = r"<think>2 and 2</think> \boxed{4}"

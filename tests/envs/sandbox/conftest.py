@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tinkermq.envs.sandbox.interpreters import LocalCodeSandbox, Outcome, SandboxSettings
-from tinkermq.envs.sandbox.watch import descendants
+from tinkermq.envs.sandbox.sandbox import descendants
 
 LIMITS: dict[str, Any] = {
     "time_s": 120,

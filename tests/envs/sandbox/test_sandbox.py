@@ -22,9 +22,9 @@ from tinkermq.envs.sandbox.interpreters import (
     SandboxSettings,
     code_sandbox,
 )
+from tinkermq.envs.sandbox.sandbox import descendants
 from tinkermq.envs.sandbox.self_test import check_answer, prove
 from tinkermq.envs.sandbox.served import listen_at, shared_sandbox
-from tinkermq.envs.sandbox.watch import descendants
 from tinkermq.schemas.wire.errors import ConfigError, SandboxError
 
 from tests.envs.sandbox.conftest import LIMITS, num_open_files

@@ -3,7 +3,7 @@
 import contextlib
 import os
 
-from tinkermq.envs.sandbox.watch import descendants, filesystem, num_files
+from tinkermq.envs.sandbox.sandbox import descendants, filesystem, num_files
 
 
 def test_a_process_among_our_own_folders_is_charged_with_none_of_their_files() -> None:

@@ -22,8 +22,8 @@ from tinkermq.actors.node.process import SILENCE_VARIABLE
 from tinkermq.actors.storage.access import MODELS_VARIABLE, ROOTS_VARIABLE
 from tinkermq.broker.client.connection import connect
 from tinkermq.broker.client.login import CREDENTIALS_VARIABLE, KEY_VARIABLE
+from tinkermq.broker.credentials import SECRETS_VARIABLE, PoolSecrets
 from tinkermq.broker.nats_server import NatsServer
-from tinkermq.broker.users.credentials import SECRETS_VARIABLE, PoolSecrets
 from tinkermq.schemas.wire.errors import BrokerError
 
 from tests.support.configs import REPOSITORY

@@ -12,7 +12,7 @@ from tinkermq.actors.rollout.call_tree import (
 )
 from tinkermq.actors.rollout.exact_calls import ExactCalls
 from tinkermq.envs.agents.call_lines import call_lines
-from tinkermq.envs.agents.messages import CanonicalMessage
+from tinkermq.envs.model_apis.canonical import CanonicalMessage
 from tinkermq.schemas.agent import CallPlaces
 
 from tests.actors.generator.agents.programs import chat_of, user

@@ -19,8 +19,8 @@ from tinkermq.actors.rollout import call_tree, exact_calls
 from tinkermq.actors.rollout import call_tree as rows
 from tinkermq.actors.rollout.call_tree import TreeRows, rows_of, trained_calls
 from tinkermq.actors.rollout.exact_calls import ExactCalls
-from tinkermq.envs.agents import which_calls
-from tinkermq.envs.agents.messages import CanonicalMessage
+from tinkermq.envs.agents import call_selection
+from tinkermq.envs.model_apis.canonical import CanonicalMessage
 
 from tests.actors.generator.agents.programs import (
     TEMPLATES,
@@ -307,16 +307,16 @@ def assert_as_rendered(chat: ChatTokenizer, exact: Any) -> None:
 def test_a_broken_seam_or_closing_is_noticed(chat: ChatTokenizer, other: str) -> None:
     assert_as_rendered(chat, ExactCalls(chat))
     renderer = changed(template_facts, "cut.after[num_said:]", other).HistoryRenderer
-    with_own = "from .rendering import HistoryRenderer, Tools"
-    broken = changed(exact_calls, with_own, "from .rendering import Tools")
+    with_own = "import HistoryRenderer, TemplateFacts, Tools, facts_of"
+    broken = changed(exact_calls, with_own, "import TemplateFacts, Tools, facts_of")
     broken.__dict__["HistoryRenderer"] = renderer
     with pytest.raises(AssertionError):
         assert_as_rendered(chat, broken.ExactCalls(chat))
 
 
 def test_a_broken_digest_of_the_tools_is_noticed(chat: ChatTokenizer) -> None:
-    digest_of = changed(which_calls, "blake2b(told.encode()", 'blake2b(b""').digest_of
-    broken = changed(exact_calls, "from ....envs.agents.which_calls import digest_of\n", "")
+    digest_of = changed(call_selection, "blake2b(told.encode()", 'blake2b(b""').digest_of
+    broken = changed(exact_calls, "from ...envs.agents.which_calls import digest_of\n", "")
     broken.__dict__["digest_of"] = digest_of
     with pytest.raises(AssertionError):
         assert_as_rendered(chat, broken.ExactCalls(chat))

@@ -10,7 +10,7 @@ from tinkermq.actors.policy.chat import open_chat
 from tinkermq.actors.policy.vision import load_image_reader
 from tinkermq.actors.rollout.call_answers import CallAnswers
 from tinkermq.envs.agents.episode import EpisodeLimit
-from tinkermq.envs.agents.messages import pictures_of
+from tinkermq.envs.model_apis.canonical import pictures_of
 from tinkermq.schemas.agent import (
     CallDelivered,
     CallDelta,

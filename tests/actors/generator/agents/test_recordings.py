@@ -13,7 +13,7 @@ import pytest
 from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.rollout.call_tree import rows_of
 from tinkermq.actors.rollout.exact_calls import ExactCalls
-from tinkermq.envs.agents.which_calls import main_root
+from tinkermq.envs.agents.call_selection import main_root
 from tinkermq.envs.model_apis.chat import read_chat
 from tinkermq.envs.model_apis.messages import read_messages
 from tinkermq.envs.model_apis.request import ModelRequest

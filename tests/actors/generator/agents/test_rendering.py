@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from tinkermq.actors.policy.template_facts import HistoryRenderer
-from tinkermq.envs.agents.messages import CanonicalCall, CanonicalMessage
+from tinkermq.envs.model_apis.canonical import CanonicalCall, CanonicalMessage
 
 from tests.actors.generator.agents.programs import TEMPLATES, TOOLS, chat_of, user
 

@@ -3,8 +3,7 @@
 import pytest
 from tinkermq.actors.policy.template_facts import call_format, facts_of, read_text
 from tinkermq.actors.rollout.exact_calls import ExactCalls
-from tinkermq.envs.agents.messages import CanonicalCall, CanonicalMessage
-from tinkermq.envs.agents.replies import parse_reply
+from tinkermq.envs.model_apis.canonical import CanonicalCall, CanonicalMessage, parse_reply
 
 from tests.actors.generator.agents.programs import TEMPLATES, chat_of, response_template
 

@@ -10,10 +10,9 @@ import pytest
 from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.rollout.call_tree import ModelCall, rows_of, trained_calls
 from tinkermq.actors.rollout.exact_calls import ExactCalls
-from tinkermq.envs.agents import reading, which_calls
-from tinkermq.envs.agents.messages import CanonicalCall, CanonicalMessage
-from tinkermq.envs.agents.reading import Readers
-from tinkermq.envs.agents.which_calls import main_root, why_untrained
+from tinkermq.envs.agents import call_selection
+from tinkermq.envs.agents.call_selection import Readers, main_root, why_untrained
+from tinkermq.envs.model_apis.canonical import CanonicalCall, CanonicalMessage
 
 from tests.actors.generator.agents.programs import TOOLS, chat_of, user
 from tests.actors.generator.agents.test_exact_calls import CALL, ask, changed
@@ -211,7 +210,7 @@ def drawn(chat: ChatTokenizer, seed: int) -> tuple[ExactCalls, set[int]]:
 
 
 def assert_what_was_read_counts(
-    chat: ChatTokenizer, num_seeds: int, rule: Any = which_calls
+    chat: ChatTokenizer, num_seeds: int, rule: Any = call_selection
 ) -> None:
     for seed in range(num_seeds):
         exact, dead = drawn(chat, seed)
@@ -263,8 +262,8 @@ def test_readers_are_found_as_by_hand(chat: ChatTokenizer, num_seeds: int) -> No
     ids=["what stood there before", "parts", "longer runs", "short answers"],
 )
 def test_a_broken_rule_of_reading_is_noticed(chat: ChatTokenizer, line: str, other: str) -> None:
-    broken = changed(which_calls, "import Answered, Readers", "import Answered")
-    broken.__dict__["Readers"] = changed(reading, line, other).Readers
+    broken = changed(call_selection, "import Answered, Readers", "import Answered")
+    broken.__dict__["Readers"] = changed(call_selection, line, other).Readers
     with pytest.raises(AssertionError):
         assert_what_was_read_counts(chat, 10, broken)
 
@@ -286,7 +285,7 @@ def test_many_conversations_are_sorted_out_in_a_moment(chat: ChatTokenizer) -> N
 
 def test_texts_of_any_letters_have_runs() -> None:
     message = CanonicalMessage("user", ("é\ud800 🦆" * 5,), (CanonicalCall("a", "{"),))
-    runs: Callable[[str], Any] = reading._runs
+    runs: Callable[[str], Any] = call_selection._runs
     assert len(runs(message.text)) == 4
     assert np.array_equal(runs("x" * 15), np.empty(0))
     assert len(runs("x" * 400)) == 1

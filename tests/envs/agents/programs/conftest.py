@@ -11,7 +11,7 @@ import pytest
 from tinkermq.envs import StepResult
 from tinkermq.envs.agents.programs.runner import ProgramRunner
 from tinkermq.envs.running.episodes import Opening
-from tinkermq.envs.sandbox.watch import descendants
+from tinkermq.envs.sandbox.sandbox import descendants
 from tinkermq.schemas.config.agent import AgentConfig
 
 from tests.support.model_endpoint import ModelEndpoint

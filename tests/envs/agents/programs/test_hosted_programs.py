@@ -3,8 +3,8 @@
 import asyncio
 
 import pytest
-from tinkermq.envs.agents.programs.hosted import program_runner
-from tinkermq.envs.serving.host import EnvironmentHost
+from tinkermq.envs.agents.leases import make_program_runner
+from tinkermq.envs.host import EnvironmentHost
 from tinkermq.schemas.config.agent import AgentConfig
 from tinkermq.schemas.config.job import EnvConfig
 
@@ -26,7 +26,7 @@ async def test_a_program_finds_its_generator_through_the_host(broker, scope, tmp
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "two and two"}\n{"question": "three and three"}\n')
     agent = AgentConfig(command=["{python}", "-S", "-c", PRELUDE + CODE], network=network, **LIMITS)
-    programs = program_runner(agent, broker, scope)
+    programs = make_program_runner(agent, broker, scope)
     config = EnvConfig(game="agent", train_data=[str(rows)])
     host = EnvironmentHost(broker, scope, config, programs=programs)
     stopping = asyncio.Event()
@@ -65,7 +65,7 @@ async def test_the_makers_own_library_runs_in_the_sandbox_and_streams(broker, sc
     settings = {**LIMITS, "memory_mb": 1024, "processes": 64}
     agent = AgentConfig(command=["{python}", "-c", SDK], **settings)
     host = EnvironmentHost(
-        broker, scope, EnvConfig(game="agent"), programs=program_runner(agent, broker, scope)
+        broker, scope, EnvConfig(game="agent"), programs=make_program_runner(agent, broker, scope)
     )
     stopping = asyncio.Event()
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
-from tinkermq.envs.agents.programs.image import ImageRoot
+from tinkermq.envs.agents.programs.sandbox import ImageRoot
 from tinkermq.schemas.config.agent import AgentConfig
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.wire.errors import ConfigError, SandboxError

@@ -6,8 +6,8 @@ import contextlib
 import pytest
 from tinkermq.envs.agents.episode import NoCalls
 from tinkermq.envs.agents.programs.agent_run import ProgramCrashed, try_number
-from tinkermq.envs.agents.programs.runner import NoPlace
-from tinkermq.envs.serving.host import HostGone
+from tinkermq.envs.agents.programs.runner import NoFreeSlot
+from tinkermq.envs.host import HostGone
 from tinkermq.schemas.wire.errors import (
     GameError,
     NotFoundError,
@@ -146,7 +146,7 @@ async def test_a_program_that_cannot_be_run_fails_its_episode():
 async def test_a_host_without_a_place_says_so_and_the_episode_starts_elsewhere():
     async with hosting(f"ask()\n{SLEEP}", per_host=1, setup_timeout_s=0.5) as host:
         await host.begin("e-1")
-        with pytest.raises(NoPlace, match=r"no place .* agent.per_host=1") as error:
+        with pytest.raises(NoFreeSlot, match=r"no place .* agent.per_host=1") as error:
             await host.begin("f-1")
         told = error_from_reply(error.value.code, error.value.message, error.value.hint)
         assert type(told) is HostGone

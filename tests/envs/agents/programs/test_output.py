@@ -2,7 +2,7 @@
 
 import os
 
-from tinkermq.envs.agents.programs.output import TAIL_BYTES, OutputReader, Printed
+from tinkermq.envs.agents.programs.launcher import TAIL_BYTES, OutputReader, Printed
 
 from tests.support.waiting import PATIENCE_S
 

@@ -1,7 +1,7 @@
 """Where the reward of a program comes from, and what is none."""
 
 import pytest
-from tinkermq.envs.agents.programs.reward_parsing import ProgramReward, parse_reward
+from tinkermq.envs.agents.programs.agent_run import ProgramReward, parse_reward
 from tinkermq.envs.datasets import Record
 from tinkermq.schemas.wire.errors import ConfigError, RewardError
 

@@ -1,1 +1,0 @@
-"""What is measured of a run: time, spans, metrics, advice, and the trackers that show them."""

@@ -1,0 +1,203 @@
+"""Users and invitations: kept in a KV bucket that only the auth service writes.
+
+The scheduler reads a user's quota from here (`UserStore.get`); a pool without authentication has
+no such bucket, and `get` returns None.
+"""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import structlog
+
+from ..schemas.user import AuditRecord, Invitation, UserRecord
+from ..schemas.wire.errors import NotFoundError, TinkermqError
+from ..schemas.wire.message import Message
+from ..schemas.wire.subjects import (
+    AUDIT,
+    BUCKET_USERS,
+    REFUSALS,
+    STREAM_AUDIT,
+    STREAM_REFUSALS,
+)
+from .client.connection import Broker
+from .fair_queue import Rates
+from .jetstream.direct_get import get_batch
+from .jetstream.kv import Bucket
+from .jetstream.streams import (
+    StreamConfig,
+    bucket_config,
+    ensure_stream,
+    stream_config,
+    stream_info,
+)
+
+M = TypeVar("M", bound=Message)
+
+USER, _INVITATION = "user", "invitation"
+
+
+async def create_user_stores(broker: Broker) -> None:
+    """Make the bucket of users and the audit streams; harmless when they are there."""
+    await ensure_stream(broker, bucket_config(BUCKET_USERS, "Users, by hash of their key"))
+    for config in audit_configs():
+        await ensure_stream(broker, config)
+
+
+class UserStore:
+    """The users of a pool."""
+
+    def __init__(self, broker: Broker) -> None:
+        """Work on the bucket that `create_user_stores` has made."""
+        self._users = Bucket(broker, BUCKET_USERS, UserRecord)
+        self._invitations = Bucket(broker, BUCKET_USERS, Invitation)
+
+    async def get(self, user: str) -> UserRecord | None:
+        """Return a user, or None; None as well at a pool without users."""
+        try:
+            entry = await self._users.find(f"{USER}.{user}")
+        except NotFoundError:
+            return None
+        return None if entry is None else entry.value
+
+    async def list(self) -> list[UserRecord]:
+        """Return all users, by name."""
+        return [entry.value for entry in await self._users.items(USER)]
+
+    async def create(self, record: UserRecord) -> None:
+        """Make a user; raises ConflictError when the name is taken."""
+        await self._users.create(f"{USER}.{record.user}", record)
+
+    async def change(self, user: str, change: Callable[[UserRecord], UserRecord]) -> UserRecord:
+        """Replace a user's record by `change` of it; raises NotFoundError."""
+        return await _change(self._users, f"{USER}.{user}", f"user {user!r}", change)
+
+    async def invite(self, number: str, invitation: Invitation) -> None:
+        """Keep an invitation."""
+        await self._invitations.create(f"{_INVITATION}.{number}", invitation)
+
+    async def invitation(self, number: str) -> Invitation | None:
+        """Return an invitation, or None."""
+        entry = await self._invitations.find(f"{_INVITATION}.{number}")
+        return None if entry is None else entry.value
+
+    async def change_invitation(
+        self, number: str, change: Callable[[Invitation], Invitation]
+    ) -> Invitation:
+        """Replace an invitation by `change` of it; raises NotFoundError."""
+        key = f"{_INVITATION}.{number}"
+        return await _change(self._invitations, key, "this invitation", change)
+
+
+async def _change(bucket: Bucket[M], key: str, what: str, change: Callable[[M], M]) -> M:
+    def changed(current: M | None) -> M:
+        if current is None:
+            raise NotFoundError(
+                f"there is no {what}", hint="see who is there: `tinkermq user list`"
+            )
+        return change(current)
+
+    return (await bucket.change(key, changed)).value
+
+
+# The audit log: accepted actions in one stream, refusals in another, so that refusals never push
+# out actions. Refusals are limited per user and in all; the next one written says how many were
+# left out. Every text is cut.
+
+AUDIT_BYTES, REFUSALS_BYTES = 256 << 20, 64 << 20
+MAX_REFUSALS = 60
+"""Of all together at once; as many in each minute in the long run."""
+MAX_REFUSALS_OF_ONE = 20
+_MINUTE_S = 60.0
+_NAME_CHARS, _TEXT_CHARS = 64, 300
+_DEADLINE_S = 10.0
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+def audit_configs() -> list[StreamConfig]:
+    """Return the streams of what touches security: nothing in them can be deleted or purged.
+
+    What was refused has one of its own, so that it pushes nothing out that was done.
+    """
+    protection = {"deny_delete": True, "deny_purge": True}
+    done, refused = (
+        "What was done to users, and by admins to others",
+        "What was refused, and to whom",
+    )
+    return [
+        stream_config(STREAM_AUDIT, done, [AUDIT], AUDIT_BYTES, **protection),
+        stream_config(STREAM_REFUSALS, refused, [REFUSALS], REFUSALS_BYTES, **protection),
+    ]
+
+
+class Audit:
+    """The audit; what is refused is bounded, so that nobody can fill it."""
+
+    def __init__(self, broker: Broker) -> None:
+        """Write with this connection."""
+        self._broker = broker
+        self._refusals = Rates(MAX_REFUSALS / _MINUTE_S, MAX_REFUSALS)
+        self._refusals_of = Rates(MAX_REFUSALS_OF_ONE / _MINUTE_S, MAX_REFUSALS_OF_ONE)
+
+    async def write(
+        self, who: str, what: str, *, target: str = "", outcome: str = "done", detail: str = ""
+    ) -> None:
+        """Append a record of what was done; what cannot be written is logged."""
+        await self._append(AUDIT, who, what, target, outcome, detail)
+
+    async def refused(
+        self, who: str, what: str, why: str, detail: str = "", *, target: str = ""
+    ) -> None:
+        """Append what was refused; beyond the bounds it is only counted."""
+        now = time.monotonic()
+        of_one = self._refusals_of.take(who[:_NAME_CHARS], now)
+        if of_one is None:
+            return
+        of_all = self._refusals.take("", now)
+        if of_all is None:
+            return
+        if of_one + of_all:
+            detail = f"{detail}; {of_one + of_all} more were left out before".lstrip("; ")
+        await self._append(REFUSALS, who, what, target, why, detail)
+
+    async def _append(
+        self, subject: str, who: str, what: str, target: str, outcome: str, detail: str
+    ) -> None:
+        record = AuditRecord(
+            who=_cut(who, _NAME_CHARS),
+            what=_cut(what, _NAME_CHARS),
+            target=_cut(target, 2 * _NAME_CHARS),
+            outcome=_cut(outcome, _TEXT_CHARS),
+            detail=_cut(detail, _TEXT_CHARS),
+            time=time.time(),
+        )
+        _log.info("audit", **record.model_dump(exclude={"time"}))
+        try:
+            await self._broker.append(
+                subject, record.to_bytes(), deadline_s=_DEADLINE_S, waiting_for="the audit stream"
+            )
+        except TinkermqError as error:
+            _log.error("audit_failed", error=error.message)
+
+    async def last(self, limit: int) -> list[AuditRecord]:
+        """Return the newest records of both kinds, newest first."""
+        records = await self._last(STREAM_AUDIT, AUDIT, limit)
+        records += await self._last(STREAM_REFUSALS, REFUSALS, limit)
+        return sorted(records, key=lambda record: record.time, reverse=True)[:limit]
+
+    async def _last(self, stream: str, subject: str, limit: int) -> list[AuditRecord]:
+        state = (await stream_info(self._broker, stream))["state"]
+        last = int(state["last_seq"])
+        records: list[AuditRecord] = []
+        seq = max(int(state["first_seq"]), last - limit + 1, 1)
+        while seq <= last:
+            messages, more = await get_batch(self._broker, stream, seq, subject)
+            records += [AuditRecord.from_bytes(message.payload) for message in messages]
+            if not more or not messages:
+                break
+            seq = messages[-1].seq + 1
+        return records
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}…"

@@ -1,0 +1,243 @@
+"""What the clients share: one connection to the pool, and a synchronous twin of each async client.
+
+The async client does the work. Its twin runs it on an event loop in a thread, which all twins of
+the process share; so a twin also works inside a program that has a loop of its own (a notebook),
+and returns futures where the caller does not want to wait.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+
+import structlog
+
+from ..broker.client.connection import Broker, connect
+from ..schemas.wire.errors import root_cause
+from ..schemas.wire.subjects import DEFAULT_USER
+from .pool import Pool
+
+CONNECT_DEADLINE_S = 10.0
+LEVEL_VARIABLE = "TINKERMQ_LOG_LEVEL"
+_CLEANUP_S = 10.0
+
+
+class PoolClient:
+    """An async client with a connection of its own, which is opened at its first use."""
+
+    def __init__(self, broker_url: str, api_key: str | None) -> None:
+        """Name the broker; nothing is connected yet."""
+        self._broker_url = broker_url
+        self.api_key = api_key
+        self._pool: Pool | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection; jobs keep running."""
+        if self._pool is not None:
+            await self._pool.broker.close()
+            self._pool = None
+
+    async def _connected(self) -> Pool:
+        if self._pool is None:
+            self._pool = Pool(await open_broker(self._broker_url, self.api_key))
+        return self._pool
+
+
+async def open_broker(url: str, api_key: str | None) -> Broker:
+    """Connect for a client, with `api_key` or that of $TINKERMQ_API_KEY."""
+    quiet_logs()
+    return await connect(
+        url,
+        name="tinkermq-client",
+        user=DEFAULT_USER,
+        api_key=api_key,
+        deadline_s=CONNECT_DEADLINE_S,
+    )
+
+
+def quiet_logs() -> None:
+    """Log only warnings and errors of the parts that run in this process, to standard error.
+
+    `TINKERMQ_LOG_LEVEL=info` shows more. A program that has configured structlog itself keeps its
+    own configuration.
+    """
+    if structlog.is_configured():
+        return
+    name = os.environ.get(LEVEL_VARIABLE, "warning").upper()
+    level = logging.getLevelNamesMapping().get(name, logging.WARNING)
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(level), logger_factory=_stderr_logger
+    )
+
+
+def _stderr_logger(*_: Any) -> structlog.PrintLogger:
+    """Return a logger to the current standard error: notebooks and tests replace it."""
+    return structlog.PrintLogger(sys.stderr)
+
+
+@contextlib.contextmanager
+def unwrap_error_groups() -> Iterator[None]:
+    """Raise the first TinkermqError of an exception group by itself."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        raise root_cause(group) from group
+
+
+# -- synchronous twins -----------------------------------------------------------------------------
+
+A = TypeVar("A", bound=PoolClient)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Detached(KeyboardInterrupt, SystemExit):
+    """An interrupted wait for something that continues in the pool.
+
+    Its text says what continues, and how to attach to it or stop it. It is a KeyboardInterrupt, and
+    a program that it ends has the exit code of an interrupt and no traceback.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.code = 130
+
+
+class SyncTwin(Generic[A]):
+    """A synchronous client: a context manager around the async client that does the work.
+
+    `make_sync` and `make_future` make its methods from those of the async client, with the same
+    signatures and docstrings.
+    """
+
+    def __init__(self, aio: A) -> None:
+        self.aio = aio
+        """The async client."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection; jobs keep running."""
+        shared_loop().run(self.aio.close())
+
+
+def make_sync(
+    method: Callable[Concatenate[A, P], Coroutine[Any, Any, T]],
+    describe_detached: Callable[[A], str] | None = None,
+) -> Callable[Concatenate[SyncTwin[A], P], T]:
+    """Return the method of a synchronous client that waits for `method` of the async one.
+
+    `describe_detached` returns what an interrupt leaves running in the pool, or an empty text. It
+    is printed, and Detached is raised with it.
+    """
+
+    @functools.wraps(method)
+    def wait(twin: SyncTwin[A], *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return shared_loop().run(method(twin.aio, *args, **kwargs))
+        except KeyboardInterrupt:
+            text = describe_detached(twin.aio) if describe_detached is not None else ""
+            if not text:
+                raise
+            sys.stderr.write(f"\n{text}\n")
+            raise Detached(text) from None
+
+    return wait
+
+
+def make_future(
+    method: Callable[Concatenate[A, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[SyncTwin[A], P], "Future[T]"]:
+    """Return the method of a synchronous client that starts `method` of the async one.
+
+    It returns a future at once; `.result()` waits.
+    """
+
+    @functools.wraps(method)
+    def start_it(twin: SyncTwin[A], *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
+        return shared_loop().start(method(twin.aio, *args, **kwargs))
+
+    start_it.__doc__ = f"Start `{method.__name__}` and return a future; `.result()` waits."
+    return start_it
+
+
+class LoopThread:
+    """An event loop that runs in a daemon thread."""
+
+    def __init__(self, name: str = "tinkermq") -> None:
+        """Start the thread."""
+        self._loop = asyncio.new_event_loop()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Start a coroutine; `.result()` of the future waits for it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine to its end; an interrupt of the caller cancels it.
+
+        The cancelled coroutine has ten seconds to clean up.
+        """
+        began, ended = threading.Event(), threading.Event()
+
+        async def whole() -> T:
+            began.set()
+            try:
+                return await work
+            finally:
+                ended.set()
+
+        future = self.start(whole())
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            if began.is_set():
+                ended.wait(_CLEANUP_S)
+            else:
+                work.close()
+            raise
+
+    def call(self, callback: Callable[[], object]) -> None:
+        """Call a plain function in the loop's thread, soon."""
+        self._loop.call_soon_threadsafe(callback)
+
+    def close(self) -> None:
+        """Stop the loop and end the thread."""
+        self._closing = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        while not self._closing:
+            # a task of a user's function may stop the loop, or end it by SystemExit, which also
+            # reaches whoever awaits that task
+            with contextlib.suppress(BaseException):
+                self._loop.run_forever()
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
+
+
+@functools.cache
+def shared_loop() -> LoopThread:
+    """Return the loop that all synchronous clients of this process share."""
+    return LoopThread()

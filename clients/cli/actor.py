@@ -1,0 +1,67 @@
+"""`tinkermq auth`, `scheduler`, `node`, `gateway`, `learner` …: one actor in the foreground.
+
+The actor takes the place of this process: the command line never imports one.
+"""
+
+import os
+import sys
+from typing import Annotated, NoReturn
+
+from cyclopts import Parameter
+
+from ..home import URL_VARIABLE, find_url
+
+Words = Annotated[str, Parameter(allow_leading_hyphen=True)]
+
+
+def scheduler(*words: Words) -> None:
+    """Run a scheduler; several may run, one leads. `-- --help` shows its own options."""
+    _become("scheduler", words)
+
+
+def auth(*words: Words) -> None:
+    """Run the auth service of a pool that `tinkermq init` has made."""
+    _become("auth", words)
+
+
+def node(*words: Words) -> None:
+    """Run a node: `--name NAME --slots N`. `-- --help` shows its own options."""
+    _become("node", words)
+
+
+def gateway(*words: Words) -> None:
+    """Run a gateway: `--host ADDRESS --port N`. `-- --help` shows its own options."""
+    _become("gateway", words)
+
+
+def learner(*words: Words) -> None:
+    """Run the learner of a job: `--job ID --name NAME`."""
+    _become("learner", words)
+
+
+def generator(*words: Words) -> None:
+    """Run one more generator of a job: `--job ID --name NAME`."""
+    _become("generator", words)
+
+
+def evaluator(*words: Words) -> None:
+    """Run an evaluator of a job: `--job ID --name NAME`."""
+    _become("evaluator", words)
+
+
+def server(*words: Words) -> None:
+    """Run one more inference server of a job: `--job ID --name NAME`."""
+    _become("server", words)
+
+
+def environment(*words: Words) -> None:
+    """Run an environment host of a job: `--job ID --name NAME`."""
+    _become("environment", words)
+
+
+def _become(role: str, words: tuple[str, ...]) -> NoReturn:
+    arguments = [word for word in words if word != "--"]
+    if not {"--nats", "--help", "-h"} & set(arguments):
+        os.environ[URL_VARIABLE] = find_url()
+    command = [sys.executable, "-m", f"tinkermq.actors.{role}", *arguments]
+    os.execv(sys.executable, command)  # noqa: S606  no shell is wanted

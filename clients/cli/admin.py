@@ -1,0 +1,440 @@
+"""Commands of a pool's admin: `tinkermq init`, `user`, `register`, `backup` and `restore`."""
+
+import os
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from ...broker.calls import all_users, ask_users
+from ...broker.client.connection import Broker
+from ...broker.client.login import CREDENTIALS_VARIABLE, INVITATION_VARIABLE, KEY_VARIABLE
+from ...broker.credentials import PoolSecrets
+from ...broker.jobs import JobStore
+from ...broker.snapshots import Saved, restore_all, save_all
+from ...schemas.user import (
+    BOUNDS,
+    AddUser,
+    AuditList,
+    AuditRequest,
+    Invite,
+    NameUser,
+    NewKey,
+    Register,
+    RotateKey,
+    SetQuota,
+    UserInfo,
+    UserReply,
+)
+from ...schemas.wire.errors import AuthError, NotFoundError
+from ...schemas.wire.message import Message
+from ...schemas.wire.subjects import user_name
+from ..home import Home
+from ..pool import Pool
+from .output import print_json, print_note, print_table, print_text
+from .session import COMMON, Common, with_pool
+
+R = TypeVar("R", bound=Message)
+
+
+def add(
+    user: str,
+    /,
+    *,
+    role: Literal["user", "admin"] = "user",
+    days: float = 365.0,
+    slots: int | None = None,
+    weight: float = 1.0,
+    common: Common = COMMON,
+) -> int:
+    """Add a user. The key is printed once and not stored.
+
+    Parameters
+    ----------
+    user
+        Name: lower-case letters, digits and '_'.
+    role
+        An admin manages users and can see and stop all jobs.
+    days
+        Days until the key expires; 0: never.
+    slots
+        Most slots of the user's jobs at once; default: no limit.
+    weight
+        Share of the pool relative to other waiting users.
+    """
+    request = AddUser(user=user, role=role, days=days, max_slots=slots, weight=weight)
+    return _show_key(_ask(common, "add", request, NewKey), as_json=common.json)
+
+
+def list_users(*, common: Common = COMMON) -> int:
+    """List the users."""
+
+    async def work(pool: Pool) -> list[UserInfo]:
+        return await all_users(pool.broker)
+
+    users = with_pool(common.nats_url, work)
+    if common.json:
+        print_json([user.model_dump() for user in users])
+    else:
+        columns = ("user", "role", "key ends", "state", "slots", "weight", "runs", "storage")
+        print_table(columns, [_cells(user) for user in users])
+    return 0
+
+
+def rotate(user: str, /, *, days: float = 365.0, common: Common = COMMON) -> int:
+    """Replace a user's key. The old key and its connections end now.
+
+    Parameters
+    ----------
+    user
+        Name; every user may rotate their own key.
+    days
+        Days until the new key expires; 0: never.
+    """
+    reply = _ask(common, "rotate", RotateKey(user=user, days=days), NewKey)
+    return _show_key(reply, as_json=common.json)
+
+
+def revoke(user: str, /, *, common: Common = COMMON) -> int:
+    """Revoke a user's key for good and close the connections. Running jobs are not stopped.
+
+    Parameters
+    ----------
+    user
+        Name.
+    """
+    reply = _ask(common, "revoke", NameUser(user=user), UserReply)
+    return _show_user(reply.user, f"{user} is shut out", as_json=common.json)
+
+
+def quota(
+    user: str,
+    /,
+    *,
+    slots: int | None = None,
+    weight: float | None = None,
+    max_priority: int | None = None,
+    jobs: int | None = None,
+    live_jobs: int | None = None,
+    actors: int | None = None,
+    stored_bytes: int | None = None,
+    record_bytes: int | None = None,
+    evaluations: int | None = None,
+    tinker_tokens: int | None = None,
+    requests: int | None = None,
+    connections: int | None = None,
+    subscriptions: int | None = None,
+    messages_s: int | None = None,
+    bytes_s: int | None = None,
+    common: Common = COMMON,
+) -> int:
+    """Change a user's quota and print it; -1 means no limit.
+
+    Parameters
+    ----------
+    user
+        Name.
+    slots
+        Most slots of the user's jobs at once.
+    weight
+        Share of the pool relative to other waiting users.
+    max_priority
+        Highest priority that the user's jobs may have.
+    jobs
+        Most jobs, including those that have ended.
+    live_jobs
+        Most jobs that have not ended.
+    actors
+        Most processes of the user's jobs at once, including environment hosts.
+    stored_bytes
+        Most bytes at the broker: the limits of live jobs plus the data of ended ones.
+    record_bytes
+        Most bytes of the records of the user's jobs.
+    evaluations
+        Most stored evaluations of the user's jobs.
+    tinker_tokens
+        Most tokens computed in total for the user's programs on the Tinker API.
+    requests
+        Most concurrent requests to a service of the pool.
+    connections
+        Most connections with the user's key.
+    subscriptions
+        Most subscriptions of these connections together.
+    messages_s
+        Most messages per second from these connections.
+    bytes_s
+        Most bytes per second from these connections.
+    """
+    request = SetQuota(
+        user=user,
+        weight=weight,
+        max_priority=max_priority,
+        max_slots=slots,
+        max_jobs=jobs,
+        max_live_jobs=live_jobs,
+        max_actors=actors,
+        max_stored_bytes=stored_bytes,
+        max_record_bytes=record_bytes,
+        max_evaluations=evaluations,
+        max_tinker_tokens=tinker_tokens,
+        max_requests=requests,
+        max_connections=connections,
+        max_subscriptions=subscriptions,
+        max_messages_s=messages_s,
+        max_bytes_s=bytes_s,
+    )
+    info = _ask(common, "quota", request, UserReply).user
+    bound = "no bound" if info.max_slots is None else f"{info.max_slots} slots"
+    others = ", ".join(
+        f"{name.removeprefix('max_')} {_bound(getattr(info, name))}"
+        for name in BOUNDS
+        if name != "max_slots"
+    )
+    text = f"{user} has {bound}, weight {info.weight:g}\n{others}"
+    return _show_user(info, text, as_json=common.json)
+
+
+def invite(
+    *,
+    uses: int = 1,
+    days: float = 7.0,
+    key_days: float = 365.0,
+    slots: int | None = None,
+    common: Common = COMMON,
+) -> int:
+    """Create an invitation to register. Its code is printed once.
+
+    Parameters
+    ----------
+    uses
+        Number of users who may register with it.
+    days
+        Days until it expires.
+    key_days
+        Days until their keys expire; 0: never.
+    slots
+        Most slots of each user's jobs at once; default: no limit.
+    """
+    request = Invite(uses=uses, days=days, key_days=key_days, max_slots=slots)
+    reply = _ask(common, "invite", request, NewKey)
+    if common.json:
+        print_json({"code": reply.secret, "expires": reply.expires})
+    else:
+        print_text(f"an invitation for {uses}, until {_day(reply.expires)}, shown this once:")
+        print_text(f"  export {INVITATION_VARIABLE}={reply.secret}")
+        print_text("  tinkermq register NAME")
+    return 0
+
+
+def audit(*, last: int = 50, common: Common = COMMON) -> int:
+    """Print the audit log: changes to users and refused requests.
+
+    Parameters
+    ----------
+    last
+        Number of newest records to print.
+    """
+    newest_first = _ask(common, "audit", AuditRequest(limit=last), AuditList).records
+    records = newest_first[::-1]
+    if common.json:
+        print_json([record.model_dump() for record in records])
+    else:
+        columns = ("when", "who", "what", "whom", "outcome", "detail")
+        rows = [
+            [_moment(one.time), one.who, one.what, one.target, one.outcome, one.detail]
+            for one in records
+        ]
+        print_table(columns, rows)
+    return 0
+
+
+def register(user: str, /, *, common: Common = COMMON) -> int:
+    """Register with an invitation. Its code is read from $TINKERMQ_INVITATION or stdin.
+
+    Parameters
+    ----------
+    user
+        Name of the new user.
+    """
+    code = os.environ.get(INVITATION_VARIABLE) or sys.stdin.readline().strip()
+    if not code:
+        raise AuthError(
+            "no invitation was given", hint=f"set {INVITATION_VARIABLE}, or write it to stdin"
+        )
+    reply = _ask(common, "register", Register(code=code, user=user), NewKey, api_key=code)
+    return _show_key(reply, as_json=common.json)
+
+
+def _ask(
+    common: Common, method: str, request: Message, reply: type[R], *, api_key: str | None = None
+) -> R:
+    async def work(pool: Pool) -> R:
+        return await ask_users(pool.broker, method, request, reply)
+
+    return with_pool(common.nats_url, work, api_key=api_key)
+
+
+def _show_key(reply: NewKey, *, as_json: bool) -> int:
+    if as_json:
+        print_json({"user": reply.user, "api_key": reply.secret, "expires": reply.expires})
+    else:
+        print_text(
+            f"the key of [bold]{reply.user}[/], until {_day(reply.expires)}, shown this once:"
+        )
+        print_text(f"  export {KEY_VARIABLE}={reply.secret}")
+    return 0
+
+
+def _show_user(info: UserInfo, text: str, *, as_json: bool) -> int:
+    if as_json:
+        print_json(info.model_dump())
+    else:
+        print_text(text)
+    return 0
+
+
+def _cells(user: UserInfo) -> list[str]:
+    state = "in"
+    if user.revoked is not None:
+        state = f"revoked {_day(user.revoked)}"
+    elif user.expires is not None and user.expires < time.time():
+        state = "key has expired"
+    bounds = (user.max_slots, user.max_jobs, user.max_stored_bytes)
+    slots, runs, stored = ("" if bound is None else _bound(bound) for bound in bounds)
+    weight = f"{user.weight:g}"
+    return [user.user, user.role, _day(user.expires), state, slots, weight, runs, stored]
+
+
+def _bound(number: int | None) -> str:
+    """Format a limit; large ones are bytes."""
+    if number is None:
+        return "no bound"
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if number >= size:
+            return f"{number / size:g} {unit}"
+    return str(number)
+
+
+def _day(moment: float | None) -> str:
+    return "never" if moment is None else datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d")
+
+
+def _moment(moment: float) -> str:
+    return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+# `tinkermq init`: the secrets of a pool with authentication, and its first admin.
+
+
+def init(
+    *,
+    home: Path | None = None,
+    admin: str = "admin",
+    days: float = 365.0,
+    json: bool = False,
+) -> int:
+    """Create the secrets and first admin of a pool with authentication; print the key once.
+
+    From then on, `tinkermq up` with this folder starts a broker that requires a key.
+
+    Parameters
+    ----------
+    home
+        Folder of the stack; default: $TINKERMQ_HOME, or ~/.local/share/tinkermq.
+    admin
+        Name of the first admin.
+    days
+        Days until the admin's key expires; 0: never.
+    json
+        Print JSON.
+    """
+    folder = Home(home.resolve() if home else None).secrets
+    key = PoolSecrets(folder).create(user_name(admin), days)
+    if json:
+        print_json({"user": admin, "api_key": key, "secrets": str(folder)})
+        return 0
+    print_text(f"secrets are in {folder}, readable only by you")
+    print_text(f"  the key of [bold]{admin}[/], shown this once:")
+    print_text(f"  export {KEY_VARIABLE}={key}")
+    print_text(f"  to run your own nats-server, include {PoolSecrets(folder).accounts}")
+    print_text("  [bold]tinkermq up[/]                start the pool, with authentication")
+    print_text("  [bold]tinkermq user add NAME[/]     make a user")
+    return 0
+
+
+# `tinkermq backup` and `tinkermq restore`: what the broker stores, as files, and back again.
+
+_MOVING = frozenset({"STARTING", "RUNNING"})
+
+
+def backup(folder: Path, /, *, common: Common = COMMON) -> int:
+    """Write all data of the broker into a folder. Copy the run folders separately.
+
+    In a pool with users it needs the auth service's credentials: TINKERMQ_CREDENTIALS.
+
+    Parameters
+    ----------
+    folder
+        New or empty folder; it will hold all data of all users.
+    """
+
+    async def work(pool: Pool) -> list[Saved]:
+        _check_rights(pool.broker)
+        for name in await _moving(pool.broker):
+            print_note(
+                f"{name} is running: pause it during the backup, or its run folder will not match"
+            )
+        return await save_all(pool.broker, folder)
+
+    return _print_saved(with_pool(common.nats_url, work), f"saved to {folder}", as_json=common.json)
+
+
+def restore(folder: Path, /, *, common: Common = COMMON) -> int:
+    """Load a backup into a new server, before the other services are started.
+
+    In a pool with users it needs the auth service's credentials: TINKERMQ_CREDENTIALS.
+
+    Parameters
+    ----------
+    folder
+        Folder that `tinkermq backup` has written.
+    """
+
+    async def work(pool: Pool) -> list[Saved]:
+        _check_rights(pool.broker)
+        return await restore_all(pool.broker, folder)
+
+    return _print_saved(with_pool(common.nats_url, work), "restored", as_json=common.json)
+
+
+def _check_rights(broker: Broker) -> None:
+    if broker.is_limited:
+        raise AuthError(
+            f"{broker.user} may not read and write all data of the pool",
+            hint=f"set {CREDENTIALS_VARIABLE} to the file auth.creds of `tinkermq init`",
+        )
+
+
+async def _moving(broker: Broker) -> list[str]:
+    try:
+        return [job.name for job in await JobStore(broker).live() if job.state in _MOVING]
+    except NotFoundError:  # a server that no scheduler has seen yet
+        return []
+
+
+def _print_saved(saved: list[Saved], done: str, *, as_json: bool) -> int:
+    if as_json:
+        print_json(
+            [
+                {"stream": one.name, "messages": one.num_messages, "bytes": one.num_bytes}
+                for one in saved
+            ]
+        )
+        return 0
+    num_messages, num_bytes = (
+        sum(one.num_messages for one in saved),
+        sum(one.num_bytes for one in saved),
+    )
+    print_text(f"{len(saved)} streams, {num_messages:,} messages, {num_bytes:,} bytes {done}")
+    return 0

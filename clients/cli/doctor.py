@@ -1,0 +1,396 @@
+"""`tinkermq doctor` and `tinkermq pool`: this machine, the broker, and the pool's nodes."""
+
+import asyncio
+import contextlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as package_version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from ...broker.calls import SchedulerCalls
+from ...broker.client.connection import Broker, connect
+from ...broker.client.faults import shown_url
+from ...broker.client.reconnect import flush
+from ...broker.nats_server import binary_path
+from ...broker.presence import list_presences
+from ...envs.sandbox.interpreters import LocalCodeSandbox, SandboxSettings
+from ...envs.sandbox.served import SHORT_FOLDER, listen_at
+from ...schemas.machines import MachineList, MachineStatus
+from ...schemas.metric import Presence
+from ...schemas.node import CLOCK_BOUND_S, NodeStatus, differences
+from ...schemas.wire.errors import ConfigError, NotFoundError, SandboxError, TinkermqError
+from ..base import quiet_logs
+from ..home import Home, find_url
+from ..pool import Pool
+from .output import (
+    duration,
+    literal,
+    print_json,
+    print_note,
+    print_plain,
+    print_table,
+    print_text,
+)
+from .session import COMMON, Common, with_pool
+
+# `tinkermq pool`: the pool's nodes, and the machines of a cluster.
+
+
+def pool(*, common: Common = COMMON) -> int:
+    """Show the pool's nodes, the machines requested from a cluster, their state and cost."""
+
+    async def work(pool: Pool) -> tuple[list[NodeStatus], MachineList]:
+        return await pool.nodes(), await pool.machines()
+
+    nodes, machines = with_pool(common.nats_url, work)
+    if common.json:
+        document = {
+            "nodes": [node.model_dump() for node in nodes],
+            "machines": machines.model_dump(),
+        }
+        print_json(document)
+        return 0
+    rows = _rows(nodes, machines, time.time())
+    if rows:
+        print_table(("machine", "state", "slots", "used", "since", "time left", "waits for"), rows)
+    else:
+        print_note("no nodes: start one with `tinkermq node`, or machines with `tinkermq up --on`")
+    if machines.on:
+        print_plain(_summary(machines))
+    if machines.trouble:
+        print_note(f"none come now: {machines.trouble}")
+    for warning in [*package_differences(nodes), *clock_differences(nodes)]:
+        print_note(warning)
+    return 0
+
+
+def package_differences(nodes: list[NodeStatus]) -> list[str]:
+    """Describe package differences between nodes; a learner's ranks run on equal nodes only."""
+    return [
+        f"packages differ: {difference}"
+        for difference in differences((node.node, node.packages) for node in nodes)
+    ]
+
+
+def clock_differences(nodes: list[NodeStatus]) -> list[str]:
+    """Describe which nodes' clocks are off, as measured by the scheduler."""
+    warnings: list[str] = []
+    for node in nodes:
+        ahead_s = node.clock_ahead_s or 0.0
+        if abs(ahead_s) > CLOCK_BOUND_S:
+            side = "ahead of" if ahead_s > 0 else "behind"
+            warnings.append(
+                f"the clock of {node.node} is {abs(ahead_s):.1f} s {side} the scheduler's"
+            )
+    return warnings
+
+
+def _rows(nodes: list[NodeStatus], machines: MachineList, now: float) -> list[tuple[object, ...]]:
+    by_name = {node.node: node for node in nodes}
+    rows = [
+        _machine(machine, by_name.pop(machine.name, None), now) for machine in machines.machines
+    ]
+    return rows + [
+        (node.node, "draining" if node.draining else "here", node.slots, _used(node), "", "", "")
+        for node in by_name.values()
+    ]
+
+
+def _machine(machine: MachineStatus, node: NodeStatus | None, now: float) -> tuple[object, ...]:
+    since = "" if machine.started is None else duration(now - machine.started)
+    left = "" if machine.ends is None else duration(machine.ends - now)
+    slots, used = (node.slots, _used(node)) if node is not None else ("", "")
+    return (machine.name, machine.state, slots, used, since, left, machine.why)
+
+
+def _used(node: NodeStatus) -> int:
+    return len({slot for actor in node.actors for slot in actor.devices})
+
+
+def _summary(machines: MachineList) -> str:
+    """Return one line: requested machines, running machines, and cost."""
+    states = Counter(machine.state for machine in machines.machines)
+    counts = ", ".join(f"{states[name]} {name}" for name in ("asked", "coming", "here", "draining"))
+    budget = machines.slot_hours_per_day
+    of_budget = "" if budget is None else f" of {budget:g}"
+    return (
+        f"{machines.on}: {counts} ({machines.least} to {machines.most} machines of "
+        f"{machines.slots} slots), {machines.slot_hours:.2f}{of_budget} slot-hours today"
+    )
+
+
+FAILED = 1
+_SLOW_S = 0.05
+_CLOCK_S = 5.0
+_ASK_S = 2.0
+_BROKER_S = 3.0
+_MIN_FREE_BYTES = 2 * 2**30
+_MAX_RECORDS = 10
+
+
+class Finding(NamedTuple):
+    """The result of one check."""
+
+    name: str
+    ok: bool
+    detail: str
+    hint: str = ""
+
+
+def doctor(
+    *,
+    gpu: bool = False,
+    common: Common = COMMON,
+) -> int:
+    """Check Python, packages, broker, scheduler, nodes, clock, model cache, GPU and disk.
+
+    Parameters
+    ----------
+    gpu
+        Check this machine's GPUs instead: versions, devices, NCCL, the attention kernel and the
+        start of an engine. Seven minutes at most.
+    """
+    if gpu:
+        return _check_gpus(as_json=common.json)
+    quiet_logs()
+    findings = [_python(), _packages(), _server_binary(), _gpu(), _model_cache(), _sandbox()]
+    findings += [_temporary(), _disk(), *_pool(common.nats_url)]
+    show_findings(findings, as_json=common.json)
+    return 0 if all(finding.ok for finding in findings) else FAILED
+
+
+def _check_gpus(*, as_json: bool) -> int:
+    """Run the GPU checks, which need torch, in a process of their own; return its exit code."""
+    if find_spec("torch") is None:
+        raise ConfigError(
+            "torch is not installed, which the checks of GPUs need",
+            hint="on a machine of the pool: pip install 'tinkermq[worker]'",
+        )
+    command = [sys.executable, "-m", "tinkermq.actors.gpu_check"]
+    return subprocess.run(command + ["--json"] * as_json, check=False).returncode
+
+
+def show_findings(findings: list[Finding], *, as_json: bool) -> None:
+    """Print findings, with a remedy below each failed one."""
+    if as_json:
+        print_json([finding._asdict() for finding in findings])
+        return
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        mark = "[green]ok[/]  " if finding.ok else "[red]fail[/]"
+        print_text(f"{mark} {finding.name:<{width}} {literal(finding.detail)}")
+        if finding.hint:
+            print_text(f"     {'':<{width}} [dim]{literal(finding.hint)}[/]")
+
+
+def _python() -> Finding:
+    detail = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    return Finding("python", sys.version_info >= (3, 11), f"{detail}, {os.cpu_count()} cores")
+
+
+def _packages() -> Finding:
+    versions = [f"tinkermq {package_version('tinkermq')}"]
+    for package in ("torch", "transformers"):
+        try:
+            versions.append(f"{package} {package_version(package)}")
+        except PackageNotFoundError:
+            versions.append(f"no {package}")
+    hint = ""
+    if find_spec("torch") is None:
+        hint = "enough for a client; a machine of the pool needs: pip install 'tinkermq[worker]'"
+    return Finding("packages", True, ", ".join(versions), hint)
+
+
+def _server_binary() -> Finding:
+    try:
+        return Finding("nats-server", True, str(binary_path()))
+    except TinkermqError as error:
+        return Finding("nats-server", False, error.message, error.hint)
+
+
+def _gpu() -> Finding:
+    tool = shutil.which("nvidia-smi")
+    return Finding("gpu", True, f"NVIDIA driver tools at {tool}" if tool else "none: CPU only")
+
+
+def _model_cache() -> Finding:
+    home = os.environ.get("HF_HOME") or str(Path.home() / ".cache" / "huggingface")
+    folder = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
+    count = len(list(folder.glob("models--*"))) if folder.is_dir() else 0
+    return Finding("model cache", True, f"{count} models in {folder}")
+
+
+def _sandbox() -> Finding:
+    """Run the sandbox's self-test; only games that run programs need it."""
+    try:
+        return Finding("sandbox", True, LocalCodeSandbox(SandboxSettings(packages=[])).self_test())
+    except SandboxError as error:
+        return Finding("sandbox", shutil.which("bwrap") is None, error.message, error.hint)
+
+
+def _temporary() -> Finding:
+    """Check that a sandboxed game can have a socket in the temporary folder, as on a node."""
+    chosen = os.environ.get("TMPDIR", "")
+    try:
+        folder = tempfile.gettempdir()
+        with tempfile.TemporaryDirectory(prefix="tinkermq-") as place:
+            listen_at(Path(place, "socket")).close()
+    except OSError as error:
+        return Finding("temporary folder", False, str(error), SHORT_FOLDER)
+    if chosen and folder != os.path.abspath(chosen):  # noqa: PTH100 - as tempfile does
+        detail = f"TMPDIR={chosen} cannot be written: {folder} is used in its place"
+        return Finding("temporary folder", False, detail, "make the folder, or unset TMPDIR")
+    return Finding("temporary folder", True, f"{folder} takes files and sockets")
+
+
+def _disk() -> Finding:
+    folder = Home().folder
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    detail = f"{free / 2**30:.1f} GiB free at {folder}"
+    hint = "" if free > _MIN_FREE_BYTES else "runs, logs and weights need some GiB"
+    return Finding("disk", free > _MIN_FREE_BYTES, detail, hint)
+
+
+def _pool(nats_url: str | None) -> list[Finding]:
+    """Check broker, JetStream, scheduler, nodes and clocks."""
+    try:
+        return asyncio.run(_look(find_url(nats_url)))
+    except TinkermqError as error:
+        return [Finding("broker", False, error.message, error.hint)]
+
+
+async def _look(url: str) -> list[Finding]:
+    async with await connect(url, name="tinkermq-doctor", deadline_s=_BROKER_S) as broker:
+        started = time.perf_counter()
+        await flush(broker, waiting_for="the broker", deadline_s=_BROKER_S)
+        trip_s = time.perf_counter() - started
+        server = broker.nc.connected_server_version
+        version = f"{server.major}.{server.minor}.{server.patch}"
+        detail = f"nats-server {version} at {shown_url(broker.url)}, JetStream on, "
+        detail += f"{trip_s * 1e3:.1f} ms away"
+        findings = [Finding("broker", trip_s < _SLOW_S, detail)]
+        try:
+            heard = [entry.value for entry in await list_presences(broker, "pool")]
+        except NotFoundError:
+            heard = []
+        for role, hint in (("scheduler", "tinkermq up"), ("node", "tinkermq up")):
+            there = [one.actor for one in heard if one.role == role]
+            detail = ", ".join(there) or f"no {role} is heard of"
+            findings.append(Finding(role, bool(there), detail, "" if there else hint))
+        skew = max((abs(time.time() - one.time) for one in heard), default=0.0)
+        findings.append(
+            Finding(
+                "clock",
+                skew < _CLOCK_S,
+                f"heartbeats are at most {skew:.1f} s old",
+                "" if skew < _CLOCK_S else "set the clocks of the machines by NTP",
+            )
+        )
+        findings.append(await _trouble(broker, heard))
+        if any(one.role == "scheduler" for one in heard):
+            findings += [await _records(broker), *await _machines(broker)]
+        return findings
+
+
+async def _machines(broker: Broker) -> list[Finding]:
+    """Check that nodes have equal packages and clocks, and that their actors are alive."""
+    try:
+        nodes = await SchedulerCalls(broker).nodes()
+    except TinkermqError as error:
+        return [Finding("machines", False, error.message, error.hint)]
+    return check_nodes(nodes)
+
+
+def check_nodes(nodes: "list[NodeStatus]") -> list[Finding]:
+    """Check that nodes are equal, their actors are alive, and the broker kept its store."""
+    packages, clocks = package_differences(nodes), clock_differences(nodes)
+    same = "ranks of one learner lie on machines that are alike: install the same versions on all"
+    silent = [
+        f"{actor.name} of job {actor.job} on {node.node} for {actor.silent_s:.0f} s"
+        for node in nodes
+        for actor in node.actors
+        if actor.silent_s
+    ]
+    lost = [
+        f"{node.node} has found at {time.strftime('%F %T', time.localtime(node.store_lost))}"
+        for node in nodes
+        if node.store_lost is not None
+    ]
+    again = (
+        "runs of before are known no more: bring the broker's folder back from a copy, or make "
+        "their records anew (`tinkermq restore`); a node that is started again takes it as it is"
+    )
+    frozen = "stopped, hung, or cut off: their nodes start them again when that lasts"
+    ntp = "set the clocks of the machines by NTP: times, days and bills go by them, leases do not"
+    return [
+        Finding("machines", not packages, "; ".join(packages) or "alike", same if packages else ""),
+        Finding(
+            "clocks", not clocks, "; ".join(clocks) or "as the scheduler's", ntp if clocks else ""
+        ),
+        Finding(
+            "actors",
+            not silent,
+            f"no heartbeat of {'; '.join(silent)}" if silent else "all tell heartbeats",
+            frozen if silent else "",
+        ),
+        Finding(
+            "store",
+            not lost,
+            f"the broker came back empty, as {', '.join(lost)}" if lost else "nothing was lost",
+            again if lost else "",
+        ),
+    ]
+
+
+async def _trouble(broker: Broker, heard: Sequence[Presence]) -> Finding:
+    """Describe what blocks the pool and the user's runs: full disks, missing games."""
+    with contextlib.suppress(NotFoundError):
+        own = [entry.value for entry in await list_presences(broker, broker.user)]
+        heard = [*heard, *own]
+    missing = [presence for presence in heard if presence.missing_since is not None]
+    waits = {
+        presence.waits_for: f"{presence.actor} waits for {presence.waits_for}"
+        for presence in missing
+    }
+    with contextlib.suppress(TinkermqError, TimeoutError):
+        async with asyncio.timeout(_ASK_S):  # it answers when it can store no heartbeat, too
+            trouble = await SchedulerCalls(broker).trouble()
+            waits |= {trouble: f"the scheduler waits for {trouble}"} if trouble else {}
+    if not waits:
+        return Finding("going on", True, "nobody waits for what only a person can bring")
+    hint = (
+        "bring what is missing; where the disk of nats-server was full, make room and restart it "
+        "(`systemctl restart tinkermq-nats`; the one of `tinkermq up` is restarted by itself)"
+    )
+    return Finding("going on", False, "; ".join(waits.values()), hint)
+
+
+async def _records(broker: Broker) -> Finding:
+    """Describe which records of the pool are ignored, and why."""
+    try:
+        damaged = await SchedulerCalls(broker).damaged()
+    except TinkermqError as error:
+        return Finding("records", False, error.message, error.hint)
+    if not damaged.total:
+        return Finding("records", True, "all that were looked at can be read")
+    lines = [
+        f"{record.key} of {record.bucket}: {record.why}"
+        for record in damaged.records[:_MAX_RECORDS]
+    ]
+    more = damaged.total - len(lines)
+    if more:
+        lines.append(f"and {more} more")
+    detail = f"{damaged.total} are ignored: " + "; ".join(lines)
+    return Finding("records", False, detail, "remove each: `nats kv del BUCKET KEY`")

@@ -1,0 +1,496 @@
+"""`tinkermq eval`, `replay` and `env eval`, and how `tinkermq infer` plays a game with a model."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from glob import escape
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+from cyclopts import Parameter
+
+from ...envs.evaluation import Comparison, summarize
+from ...envs.evaluation import compare as compare_versions
+from ...envs.registry import load_game
+from ...schemas.job import FINAL_STATES, JobRecord
+from ...schemas.wire.errors import ConfigError, NotFoundError
+from ..base import quiet_logs, unwrap_error_groups
+from ..home import URL_VARIABLE, find_url
+from ..inference.openai_play import Endpoint, play_with_endpoint
+from ..inference.play import EpisodeResult, InferenceReport, PlayOptions
+from ..inference.run_inference import open_served, play_served
+from ..pool import Pool, is_token
+from ..run import Evaluated, EvaluationSettings, evaluate_both
+from ..run import evaluate as run_evaluation
+from .games import open_game
+from .output import (
+    literal,
+    print_commands,
+    print_json,
+    print_json_line,
+    print_note,
+    print_table,
+    print_text,
+)
+from .session import COMMON, Common, with_pool
+
+FAILED = 1
+_TOLD_EVERY = 10
+"""Parts of an inference after which its progress is told."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class PlayFlags:
+    """Which episodes are played and how the model samples."""
+
+    data: Annotated[
+        list[Path] | None,
+        Parameter(help="Parquet or JSONL files of a dataset game; default: its own."),
+    ] = None
+    output: Annotated[
+        Path | None,
+        Parameter(
+            alias="-o",
+            help="JSONL file of the results; started again with the same settings, it goes on "
+            "with it.",
+        ),
+    ] = None
+    tasks: Annotated[
+        str | None,
+        Parameter(
+            help="A fixed list of rows, or seeds of a generated game: 1,5,9, or a file with one a "
+            "line."
+        ),
+    ] = None
+    max_samples: Annotated[
+        int | None, Parameter(help="Play at most so many tasks; default: all rows.")
+    ] = None
+    samples: Annotated[int, Parameter(help="Episodes per task; over 1 gives pass@k.")] = 1
+    temperature: Annotated[float, Parameter(help="Sampling temperature; 0 is greedy.")] = 0.0
+    max_turns: Annotated[
+        int | None, Parameter(help="Answers of the policy per episode; default: as configured.")
+    ] = None
+    max_tokens_per_turn: Annotated[int | None, Parameter(help="Tokens of one turn.")] = None
+    seed: Annotated[int, Parameter(help="Seed from which those of the rows follow.")] = 0
+
+    def options(self, **others: Any) -> PlayOptions:
+        """Return the options of an inference, with those of the command itself."""
+        given: dict[str, Any] = {
+            "data_path": [str(path) for path in self.data] if self.data else None,
+            "output_path": self.output,
+            "tasks": read_tasks(self.tasks) if self.tasks else None,
+            "max_samples": self.max_samples,
+            "samples_per_task": self.samples,
+            "temperature": self.temperature,
+            "max_turns": self.max_turns,
+            "max_tokens_per_turn": self.max_tokens_per_turn,
+            "seed": self.seed,
+        }
+        return PlayOptions(**{**given, **others})
+
+
+PLAY_FLAGS = PlayFlags()
+"""None is given."""
+
+
+def find_served(url: str, model: str) -> tuple[JobRecord | None, dict[str, Any]]:
+    """Return the serving job of this name, if there is one, and the `env` of its run."""
+
+    async def resolve(pool: Pool) -> tuple[JobRecord | None, dict[str, Any]]:
+        return await resolve_served(pool, model)
+
+    return with_pool(url, resolve)
+
+
+async def resolve_served(pool: Pool, model: str) -> tuple[JobRecord | None, dict[str, Any]]:
+    """Find a serving job in a pool; see `find_served`."""
+    run = model.partition("@")[0]
+    if not is_token(run):
+        return None, {}
+    try:
+        record = await pool.find(run)
+    except NotFoundError:
+        return None, {}  # whoever serves it says what is wrong
+    is_serving = record.kind == "infer" and record.state not in FINAL_STATES
+    return (record if is_serving else None), dict(record.config.get("env") or {})
+
+
+def play_in_pool(
+    url: str, served: JobRecord | None, model: str, options: PlayOptions, *, as_json: bool
+) -> InferenceReport:
+    """Play with a serving job, or serve `model` for the duration of the command."""
+    progress = Progress(as_json=as_json)
+    opened = open_served(
+        served.job if served else None, None, model_path=None if served else model, url=url
+    )
+    return asyncio.run(play_served(opened, progress.follow(options), progress.announce))
+
+
+class Progress:
+    """Prints the progress of an inference."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._as_json = as_json
+        self._total = self._done = self._next = 0
+        self._reward = 0.0
+
+    def follow(self, options: PlayOptions) -> PlayOptions:
+        """Return the options with this progress as their callbacks."""
+        return replace(options, on_start=self.start, on_result=self.add)
+
+    def announce(self, record: JobRecord) -> None:
+        """Print which job plays."""
+        if self._as_json:
+            print_json_line({"job": record.model_dump(exclude={"config"})})
+        else:
+            serves = record.serves or record.config.get("model", {}).get("path")
+            print_text(f"[bold]{record.name}[/]  (job {record.job}) serves {literal(str(serves))}")
+            print_commands(
+                {
+                    f"tinkermq logs {record.name} -f": "what its servers write",
+                    f"tinkermq stop {record.name}": "end it",
+                }
+            )
+
+    def start(self, total: int, done: int) -> None:
+        """Print the number of episodes."""
+        self._total, self._next = total - done, 0
+        if not self._as_json:
+            print_note(
+                f"{total} episodes" + (f", {done} of them are there already" if done else "")
+            )
+
+    def add(self, result: EpisodeResult) -> None:
+        """Count one more episode; print every tenth part of the total."""
+        if self._as_json:
+            print_json_line({"result": result.to_dict()})
+            return
+        self._done += 1
+        self._reward += result.reward
+        if self._done * _TOLD_EVERY >= self._next * max(1, self._total):
+            self._next = self._done * _TOLD_EVERY // max(1, self._total) + 1
+            mean = self._reward / self._done
+            print_note(f"{self._done} of {self._total} played, mean reward {mean:.3f}")
+
+
+def print_report(report: InferenceReport, output: Path | None, *, as_json: bool) -> int:
+    """Print the scores of an inference, and where its results are; return the exit code."""
+    if as_json:
+        print_json_line({"summary": report.summary})
+    else:
+        _print_scores_of_report(report, output)
+    return FAILED if report.failed and not report.results else 0
+
+
+def _print_scores_of_report(report: InferenceReport, output: Path | None) -> None:
+    summary = report.summary
+    rows = score_rows(summary)
+    for kind, scores in summary.get("by_type", {}).items():
+        rows += [(f"{kind} {name}", text) for name, text in score_rows(scores)]
+    print_table(("score", "value"), rows)
+    if report.failed:
+        print_note(
+            f"{len(report.failed)} episodes failed; the first: {literal(_first_error(report))}"
+        )
+        print_note(
+            "run the same command again to retry them"
+            if output
+            else "with --output FILE, results are kept"
+        )
+    if output is not None:
+        print_text(f"results  {output}")
+
+
+def _first_error(report: InferenceReport) -> str:
+    return (report.failed[0].error or "").splitlines()[0]
+
+
+def score_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the scores of a summary as lines of a table, with their intervals."""
+    rows = [("tasks", str(summary["tasks"])), ("episodes", str(summary["episodes"]))]
+    for name in ("mean_reward", "accuracy"):
+        low, high = summary[f"{name}_ci95"]
+        rows.append((name, f"{summary[name]:.4f}  ({low:.4f} to {high:.4f})"))
+    rows += [(key, f"{value:.4f}") for key, value in summary.items() if key.startswith("pass@")]
+    return rows
+
+
+def read_tasks(text: str) -> list[int]:
+    """Parse rows or seeds: `1,5,9`, or a file with one number or JSON object per line.
+
+    Raises ConfigError.
+    """
+    file = Path(text)
+    words: Sequence[str] = text.split(",")
+    if file.is_file():
+        words = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        return [_task(word) for word in words]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"{text!r} is no list of tasks: {error}",
+            hint='write 1,5,9, or a file with one number, or one {"task": 5}, a line',
+        ) from error
+
+
+def _task(word: str) -> int:
+    value: Any = json.loads(word)
+    number: Any = cast("dict[str, Any]", value)["task"] if isinstance(value, dict) else value
+    return int(number)
+
+
+# `tinkermq eval` and `tinkermq replay`.
+
+IDENTICAL, DIFFERENT = 0, 1
+POLL_S = 0.5
+EVALUATION_DEADLINE_S = 3600.0
+
+
+def evaluate(
+    target: str | None = None,
+    /,
+    *overrides: str,
+    compare: tuple[str, str] | None = None,
+    tasks: str | None = None,
+    data: list[Path] | None = None,
+    like: str | None = None,
+    common: Common = COMMON,
+) -> int:
+    """Evaluate the newest version of a live run, or a checkpoint, on its validation set.
+
+    A live run is evaluated by its own evaluator during training, a checkpoint by a separate job.
+    With --compare, two versions play the same tasks, and their difference is printed with its
+    95 % confidence interval.
+
+    Parameters
+    ----------
+    target
+        A run (its newest version, or last checkpoint when it has ended), `RUN@STEP`, or the folder
+        of a model.
+    overrides
+        Changed configuration keys: `evaluation.samples=8`. Only for checkpoints.
+    compare
+        Two checkpoints or model folders: `--compare RUN@10 RUN@80`.
+    tasks
+        A fixed list of rows, or seeds of a generated game: `1,5,9`, or a file with one per line.
+    data
+        Parquet or JSONL files to evaluate on, row by row, instead of the validation set.
+    like
+        For a model folder: the run whose game and configuration are used.
+    """
+
+    def chosen(*words: str) -> EvaluationSettings:
+        rows = None if tasks is None else read_tasks(tasks)
+        return EvaluationSettings(words, rows, data, like)
+
+    if compare is not None:
+        settings = [word for word in (target, *overrides) if word is not None]
+        return _compare(compare, chosen(*settings), common)
+    if target is None:
+        raise ConfigError(
+            "no run or model to evaluate was given", hint="name a run, RUN@STEP, or a model folder"
+        )
+    settings = chosen(*overrides)
+    on_submitted = _ignore if common.json else _print_submitted
+    done = with_pool(
+        common.nats_url, lambda pool: run_evaluation(pool, target, settings, on_submitted)
+    )
+    if common.json:
+        job = {"job": done.record.job, "name": done.record.name} if done.record else {}
+        print_json({"evaluated": done.what, "values": done.values, **job})
+    else:
+        print_note(f"evaluated {done.what}")
+        rows = [(name, f"{value:.4g}") for name, value in done.values.items()]
+        print_table(("metric", "value"), rows)
+        _print_scores(done)
+    return 0
+
+
+def _ignore(_: JobRecord) -> None:
+    """Ignore the job that evaluates."""
+
+
+def _print_submitted(job: JobRecord) -> None:
+    print_text(f"[bold green]submitted[/] [bold]{job.name}[/]  (job {job.job})")
+    print_text(f"  tinkermq logs {job.name} -f    tinkermq stop {job.name}")
+
+
+def _print_scores(done: Evaluated) -> None:
+    if not done.episodes:
+        return
+    summary = summarize(done.episodes)
+    for name in ("mean_reward", "accuracy"):
+        low, high = summary[f"{name}_ci95"]
+        print_text(f"{name} {summary[name]:.4f}  (95 % interval {low:.4f} to {high:.4f})")
+    print_text(f"  tinkermq eval --compare {done.what} OTHER    compare it with another version")
+
+
+def _compare(pair: tuple[str, str], settings: EvaluationSettings, common: Common) -> int:
+    """Evaluate two versions on the same tasks and print their difference."""
+
+    on_submitted = _ignore if common.json else _print_submitted
+    a, b = with_pool(
+        common.nats_url, lambda pool: evaluate_both(pool, pair, settings, on_submitted)
+    )
+    result = compare_versions(a.episodes, b.episodes)
+    if common.json:
+        sides = {
+            name: {
+                "evaluated": side.what,
+                "values": side.values,
+                "summary": summarize(side.episodes),
+            }
+            for name, side in (("a", a), ("b", b))
+        }
+        print_json({**sides, "difference": asdict(result)})
+    else:
+        _print_difference(pair, [summarize(side.episodes) for side in (a, b)], result)
+    return 0
+
+
+def _print_difference(
+    pair: tuple[str, str], scores: Sequence[dict[str, Any]], result: Comparison
+) -> None:
+    rows = [
+        (
+            name,
+            *(f"{score[name]:.4f}" for score in scores),
+            f"{difference.mean:+.4f}",
+            f"{difference.low:+.4f} to {difference.high:+.4f}",
+        )
+        for name, difference in (("mean_reward", result.reward), ("accuracy", result.accuracy))
+    ]
+    print_table(("score", *pair, "difference", "95 % interval"), rows)
+    print_text(
+        f"{result.num_tasks} tasks: {pair[1]} is better on {result.better}, worse on {result.worse}"
+    )
+    low, high = result.reward.low, result.reward.high
+    clear = low > 0 or high < 0
+    print_text(
+        "the difference is clear" if clear else "the interval holds 0: no difference is shown"
+    )
+
+
+def replay(run: str, /, *, common: Common = COMMON) -> int:
+    """Train a finished run again from its rollout log and compare the weights.
+
+    The run must have kept its log: `training.keep_rollouts=true`. A session of the Tinker API can
+    be replayed as well, on the machine with the run folder of its service.
+
+    Parameters
+    ----------
+    run
+        Name or job id; or the id of a session, or of one of its models.
+    """
+    url = find_url(common.nats_url)
+    record, session = with_pool(url, partial(_find_replayed, run))
+    module = "tinker.replay" if session else "learner.replay"
+    command = [sys.executable, "-m", f"tinkermq.actors.{module}"]
+    command += ["--user", record.user, "--job", record.job]
+    if session:
+        command += ["--session", session, *(["--json"] if common.json else [])]
+    process = subprocess.run(command, env={**os.environ, URL_VARIABLE: url}, check=False)
+    if common.json and not session and process.returncode in (IDENTICAL, DIFFERENT):
+        print_json({"run": record.name, "identical": process.returncode == IDENTICAL})
+    return process.returncode
+
+
+async def _find_replayed(name: str, pool: Pool) -> tuple[JobRecord, str]:
+    """Return a run and "", or the service of a session and the session; raises NotFoundError."""
+    session = name.partition(":")[0]
+    try:
+        return await pool.find(name), ""
+    except NotFoundError:
+        for record in await pool.list_jobs(all=True):
+            folder = Path(record.run_dir) / "tinker"
+            if record.kind == "tinker" and any(folder.glob(f"*/{escape(session)}.train.*")):
+                return record, name
+        raise
+
+
+# `tinkermq env eval`: evaluate a model on a game.
+
+MAX_TURNS = 10
+"""Answers of the policy per episode where no YAML file says another number."""
+NUM_SEEDS = 100
+"""Episodes of a generated game, unless another number is asked for."""
+
+
+def evaluate_game(
+    game: str,
+    /,
+    *arguments: str,
+    model: str | None = None,
+    model_name: str | None = None,
+    flags: PlayFlags = PLAY_FLAGS,
+    concurrent: int = 64,
+    common: Common = COMMON,
+) -> int:
+    """Play a game with a model, many episodes at once, and print its scores.
+
+    The model is an OpenAI-compatible URL, which needs no pool, or a model as in `tinkermq infer`:
+    a model folder, RUN@STEP, a run, or a serving job.
+
+    Parameters
+    ----------
+    game
+        Registered name, `package.module:Class`, or the YAML file of a run, whose validation data,
+        turns and limits are used; otherwise the data of `make_data`, or 100 seeds, and 10 turns.
+    arguments
+        `key=value`: of the game's constructor, or of the YAML file.
+    model
+        `http://HOST:PORT/v1`, a model folder, RUN@STEP, a run, or a serving job; default:
+        that of the YAML file. The key of a URL is $OPENAI_API_KEY.
+    model_name
+        Name of the model at a URL; default: the only one there.
+    concurrent
+        Episodes at the same time.
+    """
+    with open_game(game, arguments, [str(path) for path in flags.data or []]) as chosen:
+        target = model or (chosen.job.model.path if chosen.job else None)
+        if target is None:
+            raise ConfigError("no model was given", hint="give --model URL, FOLDER or RUN")
+        rollout = chosen.job.rollout if chosen.job else None
+        rows = chosen.env.val_data or chosen.env.train_data
+        options = flags.options(
+            game_class=load_game(chosen.env.game),
+            game_kwargs=chosen.env.kwargs,
+            data_path=rows or None,
+            max_samples=flags.max_samples or (None if rows or flags.tasks else NUM_SEEDS),
+            max_turns=flags.max_turns or (rollout.max_turns if rollout else MAX_TURNS),
+            max_tokens_per_turn=flags.max_tokens_per_turn
+            or (rollout.max_turn_tokens if rollout else None),
+            max_tokens=rollout.max_response_tokens if rollout else None,
+            success_reward=chosen.job.evaluation.success_reward if chosen.job else 0.5,
+            max_concurrent=concurrent,
+        )
+        play = _at_endpoint if target.startswith(("http://", "https://")) else _in_pool
+        report = play(target, model_name, common, options)
+    return print_report(report, flags.output, as_json=common.json)
+
+
+def _at_endpoint(
+    url: str, model_name: str | None, common: Common, options: PlayOptions
+) -> InferenceReport:
+    quiet_logs()
+    endpoint = Endpoint.find(url, model_name)
+    print_note(f"playing with {endpoint.model} at {endpoint.url}")
+    progress = Progress(as_json=common.json)
+    with unwrap_error_groups():
+        return asyncio.run(play_with_endpoint(endpoint, progress.follow(options)))
+
+
+def _in_pool(
+    model: str, model_name: str | None, common: Common, options: PlayOptions
+) -> InferenceReport:
+    if model_name is not None:
+        raise ConfigError("--model-name has no effect here", hint="it is for a URL")
+    url = find_url(common.nats_url)
+    served, _ = find_served(url, model)
+    return play_in_pool(url, served, model, options, as_json=common.json)

@@ -1,0 +1,589 @@
+"""Commands for games, data and algorithms: `env list|check|play|serve`, `data`, `algorithm`."""
+
+import contextlib
+import importlib.util
+import json
+import json as json_format
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ...envs.check import CheckResult, PlayedEpisode, check_game, conversations, has_gold
+from ...envs.conversations import returns
+from ...envs.data import HostData
+from ...envs.game import ChatMessage, StepResult, game_failure
+from ...envs.math.prepare import prepare as prepare_set
+from ...envs.registry import companion, load_game
+from ...envs.registry import list_games as registered_games
+from ...envs.running.local import LocalEpisode, LocalGame
+from ...schemas.config.job import EnvConfig, JobConfig
+from ...schemas.config.load_config import apply_override, load_config
+from ...schemas.node import GameCheckReply
+from ...schemas.wire.codec import pack
+from ...schemas.wire.errors import ConfigError, GameError, ModelError, error_from_reply
+from ...schemas.wire.foreign import blaming
+from ...schemas.wire.images import plain_text
+from ..home import find_url
+from ..pool import Pool
+from ..validation import resolve_paths
+from .output import (
+    literal,
+    print_json,
+    print_json_line,
+    print_note,
+    print_plain,
+    print_table,
+    print_text,
+)
+from .run_host import host_run, make_host
+from .session import with_pool
+
+
+@dataclass(frozen=True)
+class ChosenGame:
+    """A game with its arguments and data."""
+
+    env: EnvConfig
+    """How it is hosted."""
+    seed: int = 0
+    """The job's seed."""
+    job: JobConfig | None = None
+    """The whole configuration, where a YAML file was named."""
+
+
+@contextlib.contextmanager
+def open_game(
+    game: str,
+    arguments: Sequence[str] = (),
+    train_data: Sequence[str] = (),
+    val_data: Sequence[str] = (),
+) -> Iterator[ChosenGame]:
+    """Yield the game that a command line names.
+
+    `arguments` are `key=value`: of the game's constructor, or of the YAML file. A registered
+    dataset game without data gets data from `make_data` for the duration of the block.
+
+    Raises ConfigError.
+    """
+    chosen = _from_yaml(game, arguments) if game.endswith((".yaml", ".yml")) else None
+    if chosen is not None:
+        if train_data or val_data:
+            raise ConfigError("a YAML file names its own data", hint="leave --train-data out")
+        yield chosen
+        return
+    kwargs: dict[str, Any] = {}
+    for argument in arguments:
+        apply_override(kwargs, argument, None)
+    env = EnvConfig(game=game, kwargs=kwargs, train_data=list(train_data), val_data=list(val_data))
+    with tempfile.TemporaryDirectory(prefix="tinkermq-data-") as folder:
+        yield ChosenGame(_with_data(env, folder))
+
+
+def _from_yaml(path: str, overrides: Sequence[str]) -> ChosenGame:
+    job = load_config(Path(path), overrides)
+    if job.agent.runs_programs:
+        raise ConfigError(
+            f"{path} is the configuration of an agent job: there is no game",
+            hint=f"try its program: `tinkermq agent check {path}`, `tinkermq agent play {path}`",
+        )
+    return ChosenGame(job.env, job.seed, job)
+
+
+def _with_data(env: EnvConfig, folder: str) -> EnvConfig:
+    if env.train_data:
+        return env
+    try:
+        make_data = companion(load_game(env.game), "make_data")
+    except GameError:
+        return env  # it generates its states, or whoever plays it says why it cannot be imported
+    with blaming(lambda error: game_failure(env.game, "make_data", error)):
+        train, val = make_data(folder, num_train=64, num_val=16)
+    return env.model_copy(update={"train_data": [str(train)], "val_data": [str(val)]})
+
+
+# `tinkermq env check --on-node`: check a game on a node of the pool.
+
+_NO_MODEL = "none"
+"""A job has one; to play its game takes none, and nobody looks for it."""
+
+
+def checks_of_node(
+    game: str,
+    arguments: Sequence[str],
+    train_data: Sequence[str],
+    val_data: Sequence[str],
+    nats_url: str | None,
+) -> tuple[str, list[CheckResult]]:
+    """Return the node that played the game, and its results.
+
+    Raises ConfigError, DataError, GameError, BusyError, BrokerError.
+    """
+    config = _job(game, arguments, train_data, val_data)
+    url = find_url(nats_url)
+
+    async def work(pool: Pool) -> GameCheckReply:
+        print_note("a node plays the game: a minute at most")
+        return await pool.check_game(resolve_paths(config, url, has_users=pool.has_users))
+
+    reply = with_pool(url, work)
+    return reply.node, [CheckResult(**check.model_dump()) for check in reply.checks]
+
+
+def _job(
+    game: str, arguments: Sequence[str], train_data: Sequence[str], val_data: Sequence[str]
+) -> dict[str, Any]:
+    """Return the configuration of a job that plays the game of a command line."""
+    if game.endswith((".yaml", ".yml")):
+        if train_data or val_data:
+            raise ConfigError("a YAML file names its own data", hint="leave --train-data out")
+        return load_config(Path(game), arguments).model_dump(exclude_unset=True)
+    kwargs: dict[str, Any] = {}
+    for argument in arguments:
+        apply_override(kwargs, argument, None)
+    env = {"game": game, "kwargs": kwargs, "train_data": train_data, "val_data": val_data}
+    return {"model": {"path": _NO_MODEL}, "env": env}
+
+
+# The part of `env check` that needs a tokenizer, in a process of its own.
+
+_DEADLINE_S = 120.0
+
+
+def model_to_check(chosen: ChosenGame, model: str | None) -> tuple[str | None, str]:
+    """Return the model whose tokenizer is used, or None and the reason.
+
+    Raises ConfigError for a requested model that cannot be used here.
+    """
+    path = model or (chosen.job.model.path if chosen.job else None)
+    if path is None:
+        return None, ""
+    here = importlib.util.find_spec("transformers") is not None
+    if not here and model is not None:
+        raise ConfigError(
+            "--model needs transformers, which is not installed here",
+            hint="pip install 'tinkermq[worker]', or leave --model out",
+        )
+    if not here:
+        return None, "transformers is not installed here"
+    if model is None and not Path(path).expanduser().is_dir():
+        return None, f"{path} is not a folder here (--model names one)"
+    return path, ""
+
+
+def check_with_model(chosen: ChosenGame, model: str) -> list[CheckResult]:
+    """Check the game's conversations with a model's tokenizer and chat template.
+
+    For a job, everything else that it reads of its model is checked as well. Raises ModelError for
+    a model that cannot be opened, GameError.
+    """
+    job = chosen.job or JobConfig.model_validate({"model": {"path": model}, "env": chosen.env})
+    config = job.model_dump(mode="json", exclude_unset=True)
+    config["model"]["path"] = model
+    return _run_check_chat(
+        config, _play_conversations(job, chosen.seed), job, is_whole=chosen.job is not None
+    )
+
+
+def can_check_model(config: JobConfig) -> bool:
+    """Whether this machine can check a job's model: the folder and transformers are here."""
+    is_here = Path(config.model.path).expanduser().is_dir()
+    return is_here and importlib.util.find_spec("transformers") is not None
+
+
+def check_job_here(config: JobConfig, *, plays: bool) -> list[CheckResult]:
+    """Check what a job reads of its model and data, with the run's own code.
+
+    With `plays`, the conversations of its game are checked as well. Raises
+    ModelError for a model that cannot be opened.
+    """
+    played = _play_conversations(config, config.seed) if plays else []
+    return _run_check_chat(
+        config.model_dump(mode="json", exclude_unset=True), played, config, is_whole=True
+    )
+
+
+def _play_conversations(job: JobConfig, seed: int) -> list[dict[str, Any]]:
+    return [_conversation_dict(conversation) for conversation in conversations(job.env, seed=seed)]
+
+
+def _run_check_chat(
+    config: dict[str, Any], played: list[dict[str, Any]], job: JobConfig, *, is_whole: bool
+) -> list[CheckResult]:
+    model = str(Path(config["model"]["path"]).expanduser())
+    config["model"]["path"] = model
+    request = {
+        "config": config,
+        "conversations": played,
+        "gold": bool(played) and has_gold(load_game(job.env.game)),
+        "job": is_whole,
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "tinkermq.actors.check_chat"],
+            input=pack(request),
+            capture_output=True,
+            timeout=_DEADLINE_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ModelError(
+            f"model {model} was not looked at within {_DEADLINE_S:g} s",
+            hint="see whether its folder lies on a disk that answers",
+        ) from error
+    if done.returncode:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise ModelError(f"the tokenizer of {model} cannot be asked: {' '.join(last)}")
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if "error" in answer:
+        error = answer["error"]
+        raise error_from_reply(error["code"], error["message"], error["hint"])
+    return [CheckResult(**result) for result in answer["checks"]]
+
+
+def _conversation_dict(transcript: PlayedEpisode) -> dict[str, Any]:
+    return {
+        "messages": transcript.messages,
+        "actions": transcript.actions,
+        "observations": [
+            {"role": result.role, "content": result.observation} for result in transcript.results
+        ],
+    }
+
+
+# `tinkermq env list|check|serve`.
+
+FAILED = 1
+
+
+def list_games(*, json: bool = False) -> int:
+    """List the registered games.
+
+    Parameters
+    ----------
+    json
+        Print JSON.
+    """
+    games = registered_games()
+    if json:
+        print_json([vars(game) for game in games])
+    else:
+        print_table(
+            ("game", "class", "about"),
+            [(game.name, game.target, game.description) for game in games],
+        )
+    return 0
+
+
+def check(
+    game: str,
+    /,
+    *arguments: str,
+    model: str | None = None,
+    train_data: list[str] | None = None,
+    val_data: list[str] | None = None,
+    on_node: bool = False,
+    nats_url: str | None = None,
+    json: bool = False,
+) -> int:
+    """Check a game without a model.
+
+    Checks that it imports, resets and steps in time, returns the right types, reproduces an episode
+    from its seed, leaves global random generators alone, and gives gold answers full reward. With
+    a model: that its chat template only appends, and that prompts and gold answers fit the limits.
+
+    Parameters
+    ----------
+    game
+        Registered name, `package.module:Class`, or the YAML file of a run.
+    arguments
+        `key=value`: of the game's constructor, or of the YAML file.
+    model
+        Folder (or hub name) of the model whose tokenizer is used; default: that of the YAML file,
+        if it is a folder here.
+    train_data
+        Parquet or JSONL files of a dataset game; default: what its `make_data` makes.
+    val_data
+        Validation files of a dataset game.
+    on_node
+        Play it on a node of the pool, with the packages, files and sandbox of a job.
+    nats_url
+        The broker of that pool; default: $TINKERMQ_NATS_URL, or the local stack.
+    json
+        Print JSON.
+    """
+    if on_node:
+        if model is not None:
+            raise ConfigError("--on-node plays without a model", hint="leave --model out")
+        data = (train_data or [], val_data or [])
+        node, results = checks_of_node(game, arguments, *data, nats_url)
+        return print_checks(results, json=json, node=node)
+    with open_game(game, arguments, train_data or [], val_data or []) as chosen:
+        model_folder, why_not = model_to_check(chosen, model)
+        results = check_game(chosen.env, seed=chosen.seed)
+        passed = all(result.ok for result in results)
+        if model_folder is not None and passed:
+            results += check_with_model(chosen, model_folder)
+    code = print_checks(results, json=json)
+    if why_not and not json:
+        print_note(f"chat template and lengths in tokens were not checked: {why_not}")
+    return code
+
+
+def print_checks(results: Sequence[CheckResult], *, json: bool, node: str = "") -> int:
+    """Print what was checked, here or by a node; return the exit code."""
+    passed = all(result.ok for result in results)
+    if json:
+        by = {"node": node} if node else {}
+        print_json({"ok": passed, **by, "checks": [vars(result) for result in results]})
+        return 0 if passed else FAILED
+    if node:
+        print_note(f"played by node {node}")
+    for result in results:
+        mark = "[green]ok[/]  " if result.ok else "[red]fail[/]"
+        print_text(f"{mark} {result.name}  {literal(result.detail)}")
+        if result.hint and not result.ok:
+            print_text(f"       {literal(result.hint)}")
+    return 0 if passed else FAILED
+
+
+def serve(run: str, /, *, name: str = "", nats_url: str | None = None) -> int:
+    """Host a run's game, or its agent programs, in this process until Ctrl-C or the run's end.
+
+    The run's generators use it at once. A run that has ended cannot be hosted.
+
+    Parameters
+    ----------
+    run
+        Name or job id.
+    name
+        Name of this host; default: a generated one.
+    nats_url
+        The broker; default: $TINKERMQ_NATS_URL, or the local stack.
+    """
+
+    return host_run(run, nats_url, lambda pool, record: make_host(pool, record, name))
+
+
+# `tinkermq env play`: a human is the policy.
+
+NOT_ENDED = 1
+_CONTINUES = "\\"
+
+
+def play(
+    game: str,
+    /,
+    *arguments: str,
+    seed: int = 0,
+    row: int | None = None,
+    gold: bool = False,
+    train_data: list[str] | None = None,
+    json: bool = False,
+) -> int:
+    """Play an episode yourself: every typed line is an action.
+
+    Actions can come from a pipe: `printf '3\\n5\\n' | tinkermq env play guess`. A backslash at the
+    end of a line continues the action on the next. The exit code is 0 if the game is over, 1 if
+    the input ended before.
+
+    Parameters
+    ----------
+    game
+        Registered name, `package.module:Class`, or the YAML file of a run.
+    arguments
+        `key=value`: of the game's constructor, or of the YAML file.
+    seed
+        Seed of the episode.
+    row
+        Row of a dataset game; default: the row that `seed` selects.
+    gold
+        Play the game's own `gold_action`.
+    train_data
+        Parquet or JSONL files of a dataset game; default: what its `make_data` makes.
+    json
+        Print the prompt, each turn and the end as a JSON document each.
+    """
+    show = _Json() if json else _Text()
+    with open_game(game, arguments, train_data or []) as chosen:
+        game_class = load_game(chosen.env.game)
+        if gold and not hasattr(game_class, "gold_action"):
+            raise ConfigError(
+                f"{game_class.__name__} has no gold_action",
+                hint="write one, or play without --gold",
+            )
+        max_turns = chosen.job.rollout.max_turns if chosen.job else None
+        with (
+            contextlib.closing(HostData(chosen.env, chosen.seed)) as data,
+            contextlib.closing(LocalGame(chosen.env, game_class, data)) as local_game,
+        ):
+            episode = local_game.start(seed, row=row)
+            if not episode.roles:
+                show.prompt(episode.messages)
+            actions = (
+                _gold_actions(episode, echo=not json) if gold else _typed_actions(echo=not json)
+            )
+            num_turns: Counter[str] = Counter()
+            played: list[tuple[str, StepResult]] = []
+            while not episode.done:
+                role, messages = episode.turn() if episode.roles else ("", [])
+                show.role(role, messages)
+                action = None if num_turns[role] == max_turns else next(actions, None)
+                if action is None:
+                    break
+                num_turns[role] += 1
+                result = episode.step(action)
+                show.turn(action, result)
+                played.append((role, result))
+            show.end(episode, dict.fromkeys(episode.roles or ("",), 0.0) | returns(played))
+    return 0 if episode.done else NOT_ENDED
+
+
+def _gold_actions(episode: LocalEpisode, *, echo: bool) -> Iterator[str]:
+    while True:
+        action = episode.gold_action()
+        if echo:
+            print_plain(f"> {action}")
+        yield action
+
+
+def _typed_actions(*, echo: bool) -> Iterator[str]:
+    """Yield typed actions, or those of a pipe, which are printed as well."""
+    is_terminal = sys.stdin.isatty()
+    lines: list[str] = []
+    while True:
+        try:
+            line = input("> " if is_terminal else "")
+        except EOFError:
+            return
+        lines.append(line.removesuffix(_CONTINUES))
+        if line.endswith(_CONTINUES):
+            continue
+        action, lines = "\n".join(lines), []
+        if echo and not is_terminal:
+            print_plain(f"> {action}")
+        yield action
+
+
+class _Text:
+    """Prints an episode as text."""
+
+    def prompt(self, messages: list[ChatMessage]) -> None:
+        for message in messages:
+            print_plain(f"[{message['role']}]\n{plain_text(message['content'])}")
+
+    def role(self, role: str, messages: list[ChatMessage]) -> None:
+        if role:
+            print_plain(f"[it is {role}'s turn]")
+            self.prompt(messages)
+
+    def turn(self, action: str, result: StepResult) -> None:
+        del action  # stands there already
+        others = "".join(f", {role} gets {reward:g}" for role, reward in result.rewards.items())
+        info = f"  {result.info}" if result.info else ""
+        if result.observation:
+            print_plain(result.observation)
+        print_plain(
+            f"[reward {result.reward:g}{others}{', the game is over' if result.done else ''}]{info}"
+        )
+
+    def end(self, episode: LocalEpisode, returns: dict[str, float]) -> None:
+        turns = len(episode.results)
+        totals = ", ".join(f"{role} {total:g}".strip() for role, total in returns.items())
+        ended = "" if episode.done else ", not over"
+        print_plain(f"return {totals} after {turns} turn{'s' * (turns != 1)}{ended}")
+
+
+class _Json:
+    """Prints an episode as JSON."""
+
+    def prompt(self, messages: list[ChatMessage]) -> None:
+        print_json_line({"messages": messages})
+
+    def role(self, role: str, messages: list[ChatMessage]) -> None:
+        if role:
+            print_json_line({"role": role, "messages": messages})
+
+    def turn(self, action: str, result: StepResult) -> None:
+        print_json_line({"action": action, **vars(result)})
+
+    def end(self, episode: LocalEpisode, returns: dict[str, float]) -> None:
+        turns = len(episode.results)
+        by_role = {"returns": returns} if "" not in returns else {"return": returns[""]}
+        print_json_line({**by_role, "turns": turns, "done": episode.done})
+
+
+# `tinkermq data prepare`.
+
+
+def prepare(
+    name: str, source: Path, out: Path, /, *, instruction: str | None = None, json: bool = False
+) -> int:
+    """Convert the original files of a published dataset to parquet files for training.
+
+    Parameters
+    ----------
+    name
+        The dataset: gsm8k, math or geo3k.
+    source
+        Folder of its original files.
+    out
+        Folder to write train.parquet, test.parquet … to.
+    instruction
+        Text to append to each question; default: the dataset's usual instruction.
+    json
+        Print JSON.
+    """
+    written = prepare_set(name, source, out, instruction)
+    if json:
+        print_json([{"path": str(path.path), "rows": path.rows} for path in written])
+        return 0
+    for path in written:
+        print_text(f"{literal(str(path.path))}  {path.rows} rows")
+    return 0
+
+
+# `tinkermq algorithm check`: custom functions on small random tensors.
+
+
+def check_algorithm(
+    function: str,
+    /,
+    *,
+    kind: Literal["loss", "advantage", "correction", "mask", "filter", "curriculum"] = "loss",
+    json: bool = False,
+) -> int:
+    """Check a custom function of the learner, without a model or a pool.
+
+    Checks for one finite value per token, the same twice. A loss must have a finite gradient, make
+    tokens with positive advantages likelier, and depend only on a token's own sequence.
+
+    Parameters
+    ----------
+    function
+        `module:function`, also from the working folder, or a registered name.
+    kind
+        Kind of the function.
+    json
+        Print JSON.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(
+            "`algorithm check` needs torch, which is not installed here",
+            hint="pip install 'tinkermq[worker]'",
+        )
+    done = subprocess.run(
+        [sys.executable, "-m", "tinkermq.actors.learner.custom_check", kind, function],
+        capture_output=True,
+        timeout=_DEADLINE_S,
+        check=False,
+    )
+    if done.returncode:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise ConfigError(f"{function} cannot be checked: {' '.join(last)}")
+    answers = json_format.loads(done.stdout.splitlines()[-1])
+    return print_checks([CheckResult(**answer) for answer in answers], json=json)

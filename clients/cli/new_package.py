@@ -1,0 +1,259 @@
+"""`tinkermq env new` and `agent new`: a folder with a game or an agent program of one's own."""
+
+import keyword
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Literal, TypeAlias
+
+from ...schemas.wire.errors import ConfigError
+from .output import literal, print_text
+
+# `tinkermq agent new`: a folder with an agent program, its tasks, its reward and configuration.
+
+AgentKind: TypeAlias = Literal["openai", "anthropic", "command"]
+
+_NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
+_PLACES: Mapping[str, str] = {
+    "README.md": "README.md",
+    "Makefile": "Makefile",
+    "agent.yaml": "agent.yaml",
+    "tool.py": "program/tool.py",
+    "grade.py": "grader/grade.py",
+    "train.jsonl": "data/train.jsonl",
+    "val.jsonl": "data/val.jsonl",
+    "demonstrations.py": "tiny/demonstrations.py",
+    "sft.yaml": "tiny/sft.yaml",
+    "tiny.yaml": "tiny/agent.yaml",
+    "play.py": "tiny/play.py",
+}
+"""Where each template of `clients/new_agent` goes."""
+_PROGRAM = "program/agent.py"
+_CLIENTS: Mapping[AgentKind, str] = {
+    "openai": "model.openai()",
+    "anthropic": "model.anthropic()",
+    "command": "model.openai_base_url, model.api_key",
+}
+"""What the program's function `answer` takes beside the question, of an episode."""
+
+
+def new_agent(name: str, /, *, kind: AgentKind = "openai", into: Path = Path()) -> int:
+    """Create a folder with a new agent: program, tasks, reward, configuration.
+
+    Parameters
+    ----------
+    name
+        Name of the agent and of its folder: small letters, digits and hyphens.
+    kind
+        How its program calls the model: with the openai or anthropic package, or, as any command
+        can, by plain HTTP.
+    into
+        Parent folder of the new folder.
+    """
+    folder = write_agent(name, kind, into)
+    print_text(f"made {literal(str(folder))}")
+    steps = {
+        f"cd {folder}": "the agent",
+        "tinkermq agent check agent.yaml": "run it against a scripted model",
+        "tinkermq agent play agent.yaml": "be its model yourself",
+        "make train": "let a tiny model learn to use the tool, in some minutes",
+        "tinkermq train agent.yaml": "train a model under it",
+    }
+    width = max(map(len, steps))
+    for step, meaning in steps.items():
+        print_text(f"  {literal(f'{step:<{width}}')}   [dim]{meaning}[/]")
+    return 0
+
+
+def write_agent(name: str, kind: AgentKind, into: Path) -> Path:
+    """Write an agent into a new folder of `into`; return it. Raises ConfigError."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{name!r} is not a valid name for an agent",
+            hint="use lower-case letters and digits, with hyphens between words: file-finder",
+        )
+    folder = into / name
+    if folder.exists():
+        raise ConfigError(
+            f"{folder} already exists", hint="choose another name, or remove it first"
+        )
+    words = {"name": name, "client": _CLIENTS[kind]}
+    templates = files("tinkermq.clients") / "new_agent"
+    for source, place in {**_PLACES, f"{kind}.py": _PROGRAM}.items():
+        file = folder / place
+        file.parent.mkdir(parents=True, exist_ok=True)
+        text = (templates / f"{source}.in").read_text(encoding="utf-8")
+        file.write_text(Template(text).substitute(words), encoding="utf-8")
+    return folder
+
+
+Kind: TypeAlias = Literal["dataset", "generated", "tools", "multi-agent", "vision", "agent"]
+
+_COMMON = {
+    "README.md": "README.md",
+    "Makefile": "Makefile",
+    "pyproject.toml": "pyproject.toml",
+    "train.yaml": "train.yaml",
+    "tiny.yaml": "tiny/train.yaml",
+    "sft.yaml": "tiny/sft.yaml",
+    "__init__.py": "{module}/__init__.py",
+    "test_game.py": "tests/test_game.py",
+}
+"""Where each template of `clients/new_game/common` goes."""
+_OF_KIND = {
+    "game.py": "{module}/game.py",
+    "demonstrations.py": "{module}/demonstrations.py",
+    "test_rules.py": "tests/test_rules.py",
+    "make_data.py": "{module}/make_data.py",
+    "train.jsonl": "data/train.jsonl",
+    "val.jsonl": "data/val.jsonl",
+}
+"""Where those of a kind's own folder go, if it has them."""
+
+_MAKE_DATA = "python -m {module}.make_data"
+_TRAIN = (
+    "python -m tinkermq.actors.make_tiny $(HERE)/blank {tiny_options}",
+    "python -m {module}.demonstrations $(HERE)/chats.{chats}",
+    "tinkermq up --port 0 --slots 2",
+    "tinkermq sft tiny/sft.yaml name=warm",
+    "tinkermq train tiny/train.yaml name=tiny --from warm",
+)
+"""What `make train` does."""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Template values of a kind; sizes are those of the tiny model's training."""
+
+    max_turns: int = 1
+    max_prompt: int = 96
+    max_turn: int = 8
+    max_response: int = 16
+    row_tokens: int = 1024
+    sft_epochs: int = 4
+    num_steps: int = 40
+    lr: str = "5.0e-4"
+    tiny_options: str = "--width 64 --layers 2"
+    model: str = "Qwen/Qwen2.5-0.5B-Instruct"
+    extra: str = ""
+    data: str = ""
+    """Ending of the data's files."""
+
+    def words(self, module: str) -> dict[str, str]:
+        """Return the template values."""
+        words = {name: str(value) for name, value in vars(self).items()}
+        words["env_data"] = words["data_row"] = ""
+        if self.data:
+            words["env_data"] = "".join(
+                f"  {split}_data: [data/{split}.{self.data}]\n" for split in ("train", "val")
+            )
+            words["data_row"] = f"| `data/*.{self.data}` | one question a row |\n"
+        words["tiny_data"] = words["env_data"]
+        if self.data == "jsonl":  # so few words a tiny model learns by heart
+            words["tiny_data"] = words["env_data"].replace("data/val", "data/train")
+        has_images = self.data == "parquet"
+        lines = (_MAKE_DATA, *_TRAIN) if has_images else _TRAIN
+        words["chats"] = "parquet" if has_images else "jsonl"
+        fit = {**words, "module": module}
+        words["warm_start"] = "".join(f"\t{line.format(**fit)}\n" for line in lines)
+        return words
+
+
+_KINDS: dict[Kind, _Kind] = {
+    "dataset": _Kind(
+        max_turns=2, max_turn=10, max_response=64, num_steps=100, lr="3.0e-4", data="jsonl"
+    ),
+    "generated": _Kind(),
+    "tools": _Kind(
+        max_turns=2,
+        max_turn=80,
+        max_response=120,
+        sft_epochs=6,
+        lr="3.0e-4",
+        tiny_options="--tools --width 64 --layers 2",
+    ),
+    "multi-agent": _Kind(num_steps=80),
+    "vision": _Kind(
+        model="Qwen/Qwen2-VL-2B-Instruct",
+        extra="[vision]",
+        data="parquet",
+        tiny_options="--kind qwen2_vl --width 64 --layers 2",
+    ),
+}
+
+
+def new(name: str, /, *, kind: Kind = "dataset", into: Path = Path()) -> int:
+    """Create a package with a new game: game, data, configuration, test, entry point.
+
+    Parameters
+    ----------
+    name
+        Name of the game and of its folder: small letters, digits and hyphens.
+    kind
+        Kind of the game: dataset rows, generated states, tools, several roles, or images; or an
+        agent program, as with `tinkermq agent new`.
+    into
+        Parent folder of the new package.
+    """
+    if kind == "agent":
+        return new_agent(name, into=into)
+    folder = write_package(name, into, kind)
+    print_text(f"made {folder}")
+    needs_data = {f"python -m {name.replace('-', '_')}.make_data": "make its pictures"}
+    steps = {
+        f"cd {folder}": "the package",
+        "pip install -e '.[test]'": "register the game",
+        **(needs_data if kind == "vision" else {}),
+        "pytest": "its own test",
+        "tinkermq env check train.yaml": "prove that it is sound",
+        "tinkermq env play train.yaml": "play it yourself",
+        "make train": "let a tiny model learn it, in two minutes",
+        "tinkermq train train.yaml": "train a model on it",
+    }
+    width = max(map(len, steps))
+    for step, meaning in steps.items():
+        print_text(f"  {literal(f'{step:<{width}}')}   [dim]{meaning}[/]")
+    return 0
+
+
+def write_package(name: str, into: Path, kind: Kind = "dataset") -> Path:
+    """Write the package of a game into a new folder of `into`; return it. Raises ConfigError."""
+    module = name.replace("-", "_")
+    _check_name(name, module)
+    folder = into / name
+    if folder.exists():
+        raise ConfigError(
+            f"{folder} already exists", hint="choose another name, or remove it first"
+        )
+    words = {
+        "name": name,
+        "module": module,
+        "class_name": "".join(part.capitalize() for part in module.split("_")) + "Game",
+    }
+    templates = files("tinkermq.clients") / "new_game"
+    words |= _KINDS[kind].words(module)
+    for room, places in (("common", _COMMON), (kind.replace("-", "_"), _OF_KIND)):
+        for source, place in places.items():
+            template = templates / room / f"{source}.in"
+            if template.is_file():
+                file = folder / place.format(module=module)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                text = template.read_text(encoding="utf-8")
+                file.write_text(Template(text).substitute(words), encoding="utf-8")
+    return folder
+
+
+def _check_name(name: str, module: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{name!r} is not a valid name for a game",
+            hint="use lower-case letters and digits, with hyphens between words: word-chain",
+        )
+    if keyword.iskeyword(module) or module in sys.stdlib_module_names or module == "tinkermq":
+        raise ConfigError(
+            f"a package named {module} would hide Python's own or ours", hint="choose another name"
+        )

@@ -1,1 +1,0 @@
-"""Commands about the pool: its services, users and machines."""

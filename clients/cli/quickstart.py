@@ -1,0 +1,265 @@
+"""`tinkermq quickstart`: watch a tiny model learn to use a tool, from nothing, on this machine.
+
+It makes a dataset and a warm-started model of 0.4 million parameters, starts broker, scheduler and
+node on free ports, trains the two-turn calculator task asynchronously with GRPO at a staleness
+bound of 2, and shows the reward before and after. The warm start teaches the model to call the tool
+in some of its answers and to guess in the others; reinforcement learning finds out by itself which
+of the two pays. All files are below one folder, and no process is left behind.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ...broker.service_process import die_with
+from ...schemas.config.load_config import load_config
+from ...schemas.wire.errors import ConfigError, ModelError, StorageError
+from ..follow import RunProgress
+from ..home import Home
+from ..plots import curve_svg, text_plot
+from ..pool import Pool
+from ..validation import resolve_paths
+from .live import print_submitted
+from .output import literal, print_commands, print_note, print_plain, print_text, stdout
+from .session import with_pool
+from .stack import start_detached, stop_detached
+from .supervisor import StackOptions
+from .train import show_run
+
+# Before training: a configuration, a model, data.
+
+GAME = "calculator"
+_NEEDS = ("torch", "transformers", "safetensors", "peft", "blake3", "psutil")
+_OUTPUTS = re.compile(r"\boutputs/[\w./-]+")
+"""The paths in the packaged configuration."""
+_HEAD = "# Written by `tinkermq quickstart`, which writes it again: change a copy.\n"
+
+
+def check_worker() -> None:
+    """Raise ConfigError if packages for training are not installed."""
+    lacking = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
+    if lacking:
+        raise ConfigError(
+            f"the quickstart trains on this machine, and {', '.join(lacking)} "
+            f"{'is' if len(lacking) == 1 else 'are'} not installed here",
+            hint="pip install 'tinkermq[worker]'",
+        )
+
+
+def write_config(folder: Path) -> Path:
+    """Write the example's configuration, with its paths below `folder`; return the file."""
+    text = (files("tinkermq.clients") / "cli" / f"{GAME}.yaml").read_text(encoding="utf-8")
+
+    def below(found: re.Match[str]) -> str:
+        # JSON's quotes are YAML's, whatever characters are in the folder's name.
+        return json.dumps(str(folder / found[0].removeprefix("outputs/")), ensure_ascii=False)
+
+    if folder != Path("outputs"):
+        text = _OUTPUTS.sub(below, text)
+        text += f"output_dir: {json.dumps(str(folder), ensure_ascii=False)}\n"
+    file = folder / "quickstart.yaml"
+    file.write_text(_HEAD + text, encoding="utf-8")
+    return file
+
+
+def make_model(folder: Path) -> None:
+    """Warm-start the model, unless it is there; raises ModelError."""
+    model = folder / "models" / GAME
+    if _run("tinkermq.actors.recipes", GAME, str(model)) == 0:
+        print_plain(f"model      {model} (made before)")
+        return
+    print_plain("model      making it on this machine, a minute or two, once")
+    model.parent.mkdir(parents=True, exist_ok=True)
+    code = _run("tinkermq.actors.warm_start", GAME, str(model))
+    if code:
+        raise ModelError(
+            f"the warm start ended with code {code}",
+            hint="its message is above; `tinkermq doctor` checks this machine",
+        )
+
+
+def _run(module: str, *words: str) -> int:
+    """Run a module of the actors in a process of its own, as it needs torch."""
+    return subprocess.run(
+        [sys.executable, "-m", module, *words],
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        # Ctrl-C is for this process, which ends it; and so does the kernel if this one is killed.
+        start_new_session=True,
+        preexec_fn=die_with(os.getpid()),
+    ).returncode
+
+
+def prepare_data(folder: Path) -> None:
+    """Write the dataset, unless it is there."""
+    from ...envs.games.calculator import make_data
+
+    place = folder / "data" / GAME
+    train, val = place / "train.parquet", place / "val.parquet"
+    if not (train.exists() and val.exists()):
+        make_data(place)
+    print_text(f"data       {train}, {val}")
+
+
+# After training: reward before and after, its curve, and what to try next.
+
+SMOOTH_STEPS = 5
+_MAX_WIDTH = 72
+
+Points = list[tuple[float, float]]
+
+
+def print_outcome(progress: RunProgress, config: Path) -> int:
+    """Print reward before and after, the curve, the run folder, and what to try next."""
+    record = progress.record
+    if record.state != "COMPLETED":
+        print_text(f"[bold red]{record.state}[/]  {literal(record.reason)}")
+        print_plain(f"logs       {record.run_dir}/logs")
+        return 1
+    smoothed, validation = smoothed_rewards(progress), _points(progress.validation.items())
+    width = min(stdout().width - 10, _MAX_WIDTH)
+    print_plain(f"\n{'':>8}reward over steps: • trained episodes, x validation")
+    print_plain(text_plot({"•": smoothed, "x": validation}, width=width))
+    picture = Path(record.run_dir) / "reward.svg"
+    curves = {"reward of the trained episodes": smoothed, "validation": validation}
+    picture.write_text(curve_svg(curves), encoding="utf-8")
+    took = (record.finished or time.time()) - (record.started or record.created)
+    print_text(
+        f"\n[bold green]reward {validation[0][1]:.2f} → {validation[-1][1]:.2f}[/]  "
+        f"on held-out products, {progress.step} steps in {took:.0f} s"
+    )
+    print_plain(f"plot       {_short(picture)}")
+    print_plain(f"run folder {_short(Path(record.run_dir))}")
+    print_plain("\ntry next")
+    _print_next(config)
+    return 0
+
+
+def smoothed_rewards(progress: RunProgress) -> Points:
+    """Return a moving average of the rewards by step."""
+    rewards = sorted(progress.rewards.items())
+    points: Points = []
+    for end, (step, _) in enumerate(rewards, 1):
+        window = [reward for _, reward in rewards[max(0, end - SMOOTH_STEPS) : end]]
+        points.append((step, sum(window) / len(window)))
+    return points
+
+
+def _points(values: Iterable[tuple[int, float]]) -> Points:
+    return [(step, value) for step, value in sorted(values)]
+
+
+def _print_next(config: Path) -> None:
+    tinkermq = _program()
+    print_commands(
+        {
+            f"{tinkermq} up": "a stack that stays",
+            f"{tinkermq} train {config} training.max_staleness=0": "the same, synchronously",
+            f"{tinkermq} env check {config}": "how a game is tested without a model",
+            f"{tinkermq} env new my-game": "a game of your own",
+        }
+    )
+
+
+def _program() -> str:
+    """Return the command to type: the name if it is on the PATH, else the full path."""
+    here = Path(sys.executable).parent / "tinkermq"
+    path = shutil.which("tinkermq")
+    same = path is not None and Path(path).resolve() == here.resolve()
+    return "tinkermq" if same else _short(here)
+
+
+def _short(path: Path) -> str:
+    """Return a path relative to the working folder if that is shorter."""
+    relative = os.path.relpath(path)
+    return relative if len(relative) < len(str(path)) else str(path)
+
+
+SLOTS = 2
+"""One of the learner, one of the generator."""
+INTERRUPTED = 130
+
+
+def quickstart(*overrides: str, output_dir: Path = Path("outputs")) -> int:
+    """Train a tiny model on this machine, from scratch, and watch its reward rise.
+
+    It needs no checkout, no GPU and no pool. It creates a model of 0.4 million parameters and its
+    data (once), starts its own stack, trains the two-turn calculator task, and stops the stack.
+    No process is left behind, also after Ctrl-C.
+
+    Parameters
+    ----------
+    overrides
+        `section.key=value`, such as `training.num_steps=20`.
+    output_dir
+        Folder for model, data, configuration and run.
+    """
+    check_worker()
+    _make_folder(output_dir)
+    try:
+        with _terminated_as_interrupted():
+            config = write_config(output_dir)
+            make_model(output_dir)
+            prepare_data(output_dir)
+            progress = _train_in_own_stack(output_dir, config, overrides)
+    except KeyboardInterrupt:
+        print_note("interrupted; everything was stopped")
+        return INTERRUPTED
+    return print_outcome(progress, config)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"the folder {folder} cannot be made: {error.strerror}",
+            hint="go where you may write, or give --output-dir DIR",
+        ) from error
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Handle SIGTERM like Ctrl-C: stop everything that was started."""
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _train_in_own_stack(folder: Path, config: Path, overrides: tuple[str, ...]) -> RunProgress:
+    """Start a stack on free ports, train in it, and stop it in any case."""
+    given = load_config(config, overrides).model_dump(exclude_unset=True)
+    with tempfile.TemporaryDirectory(prefix=".stack-", dir=folder.resolve()) as place:
+        home = Home(place)
+        options = StackOptions(home=home.folder, slots=SLOTS, node=f"quickstart-{os.getpid()}")
+        state = start_detached(options, die_with_parent=True)
+        print_text(f"stack      {state.url}: nats-server, scheduler, one node")
+        try:
+            return with_pool(state.url, lambda pool: _train(pool, resolve_paths(given, state.url)))
+        finally:
+            stop_detached(home, state)
+
+
+async def _train(pool: Pool, config: dict[str, Any]) -> RunProgress:
+    record = await pool.submit(config)
+    print_submitted(record, commands=False)
+    return await show_run(pool, record)

@@ -1,1 +1,0 @@
-"""The command that shows what this is, from nothing, on one machine."""

@@ -1,0 +1,271 @@
+"""`tinkermq up` and `tinkermq down`."""
+
+import contextlib
+import importlib.util
+import json as json_module
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from ...broker.client.faults import shown_url
+from ...broker.client.login import KEY_VARIABLE
+from ...broker.credentials import PoolSecrets
+from ...broker.service_process import die_with
+from ...schemas.machines import machines_config
+from ...schemas.wire.errors import ConfigError, DeadlineError, error_from_reply
+from ..home import HOME_VARIABLE, Home, StackState, default_folder
+from .output import duration, print_json, print_note, print_text
+
+if TYPE_CHECKING:
+    from .supervisor import StackOptions
+
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+UP_DEADLINE_S = 660.0
+"""A broker with a large store reads it first."""
+PATIENCE_S = 15.0
+DOWN_DEADLINE_S = 60.0
+GATEWAY_PORT = 8780
+_POLL_S = 0.1
+_GATEWAY_NEEDS = ("starlette", "uvicorn", "sse_starlette", "jinja2", "prometheus_client")
+
+
+def up(
+    *,
+    nats_url: str | None = None,
+    host: str = "127.0.0.1",
+    port: int = 4222,
+    tls_cert: Path | None = None,
+    tls_key: Path | None = None,
+    slots: int | None = None,
+    store: Path | None = None,
+    gateway_port: int | None = None,
+    no_gateway: bool = False,
+    on: str | None = None,
+    foreground: bool = False,
+    json: bool = False,
+) -> int:
+    """Start broker, scheduler, one node and the dashboard on this machine, unless they run.
+
+    They run in the background until `tinkermq down`, and each is restarted if it dies. In a
+    folder where `tinkermq init` has created secrets, the broker requires a key.
+
+    Parameters
+    ----------
+    nats_url
+        Use a running NATS server (with JetStream) instead of starting one.
+    host
+        Address that the server listens on; other than loopback only with authentication.
+    tls_cert
+        Certificate of the server in PEM format, to encrypt connections.
+    tls_key
+        Its private key.
+    port
+        Port of the started server; 0: a free one.
+    slots
+        Slots of the node; default: its GPUs, or its CPU cores.
+    store
+        Folder of state, logs and stored messages; default: $TINKERMQ_HOME, or
+        ~/.local/share/tinkermq.
+    gateway_port
+        Port of the dashboard; default: 8780, or a free one if that is taken.
+    no_gateway
+        Start no dashboard.
+    on
+        Start no node here, but request machines as the queue needs them, and release them, from
+        slurm:PARTITION, ray:ADDRESS, or as a YAML file says (docs/slurm.md, docs/ray.md).
+    foreground
+        Run in the foreground until Ctrl-C.
+    json
+        Print JSON.
+    """
+    if slots is not None and slots < 1:
+        raise ConfigError(f"--slots is {slots}", hint="give at least 1")
+    folder = (store or default_folder()).resolve()
+    _check_listening(Home(folder), host, nats_url, tls_cert, tls_key)
+    running = Home(folder).read_running_stack()
+    if running is None:
+        from .supervisor import StackOptions
+
+        gateway = None if no_gateway else _gateway_port(gateway_port, any_port=port == 0)
+        options = StackOptions(
+            home=folder,
+            nats_url=nats_url,
+            host=host,
+            port=port or None,
+            tls_cert=tls_cert.resolve() if tls_cert else None,
+            tls_key=tls_key.resolve() if tls_key else None,
+            slots=slots,
+            on=_machines(on, slots),
+            gateway_port=gateway,
+        )
+        if foreground:
+            return _hold(options, as_json=json)
+        running = start_detached(options)
+    elif not json:
+        print_note("a stack is up already; `tinkermq down` stops it")
+    _show(running, as_json=json)
+    return 0
+
+
+def down(*, store: Path | None = None, json: bool = False) -> int:
+    """Stop what `tinkermq up` started; harmless when nothing runs.
+
+    Running jobs write a checkpoint and continue at the next `up`.
+
+    Parameters
+    ----------
+    store
+        Folder of the stack, as given to `up`.
+    json
+        Print JSON.
+    """
+    home = Home(store.resolve() if store else None)
+    state = home.read_running_stack()
+    if state is not None:
+        stop_detached(home, state)
+    if json:
+        print_json({"stopped": state is not None, "home": str(home.folder)})
+    else:
+        print_text("stopped" if state is not None else f"no stack is up in {home.folder}")
+    return 0
+
+
+def _gateway_port(given: int | None, *, any_port: bool) -> int | None:
+    """Return the port of the dashboard, 0 for a free one; None when it is not installed."""
+    if any(importlib.util.find_spec(name) is None for name in _GATEWAY_NEEDS):
+        if given is not None:
+            raise ConfigError(
+                "the dashboard is not installed", hint="pip install 'tinkermq[gateway]'"
+            )
+        print_note("without dashboard: pip install 'tinkermq[gateway]'")
+        return None
+    if given is not None or any_port:
+        return given or 0
+    with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", GATEWAY_PORT)):
+        return GATEWAY_PORT
+    return 0
+
+
+def _machines(on: str | None, slots: int | None) -> str | None:
+    """Check the source of machines and return it, a file with its absolute path."""
+    if on is None:
+        return None
+    machines_config(on)
+    if slots is not None:
+        raise ConfigError(
+            "--slots are those of a node here, and with --on there is none",
+            hint="give the slots of a machine as `slots:` of a YAML file (docs/slurm.md)",
+        )
+    return on if ":" in on or on == "none" else str(Path(on).resolve())
+
+
+def _check_listening(
+    home: Home, host: str, nats_url: str | None, tls_cert: Path | None, tls_key: Path | None
+) -> None:
+    """Refuse a broker open to other machines without keys, and a certificate without its key."""
+    if (tls_cert is None) != (tls_key is None):
+        raise ConfigError("--tls-cert and --tls-key belong together", hint="give both, or neither")
+    is_secured = PoolSecrets(home.secrets).exist
+    if host not in LOOPBACK and not is_secured:
+        raise ConfigError(
+            f"a broker on {host} without authentication could be used by anyone",
+            hint="make users first: `tinkermq init`",
+        )
+    if nats_url is not None and is_secured:
+        raise ConfigError(
+            f"{home.folder} has secrets for a broker of its own, not for {shown_url(nats_url)}",
+            hint="start the actors by hand with their credentials (docs/security.md)",
+        )
+
+
+def start_detached(options: "StackOptions", *, die_with_parent: bool = False) -> StackState:
+    """Start a supervisor in the background and wait until its stack is up.
+
+    With `die_with_parent` the kernel tells it to stop when this process dies, however it does.
+    Raises the supervisor's error, or DeadlineError.
+    """
+    logs = Home(options.home).logs
+    logs.mkdir(parents=True, exist_ok=True)
+    log_path = logs / "supervisor.log"
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tinkermq.clients.cli.supervisor", *options.arguments()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=die_with(os.getpid(), signal.SIGTERM) if die_with_parent else None,
+        )
+    line = _first_line(process)
+    if not line:
+        process.kill()
+        process.wait()
+        raise DeadlineError(
+            f"the stack did not come up within {UP_DEADLINE_S:.0f} s", hint=f"see {log_path}"
+        )
+    message = cast("dict[str, Any]", json_module.loads(line))
+    if "error" in message:
+        process.wait()
+        raise error_from_reply(**message["error"])
+    # The supervisor outlives this process on purpose.
+    process.returncode = 0
+    return StackState.model_validate(message["state"])
+
+
+def _first_line(process: "subprocess.Popen[bytes]") -> bytes:
+    assert process.stdout is not None
+    with process.stdout as pipe:
+        readable, _, _ = select.select([pipe], [], [], PATIENCE_S)
+        if not readable:
+            print_note("starting: a broker with a large store takes some minutes to read it")
+            readable, _, _ = select.select([pipe], [], [], UP_DEADLINE_S - PATIENCE_S)
+        return pipe.readline() if readable else b""
+
+
+def stop_detached(home: Home, state: StackState) -> None:
+    """Stop a supervisor and wait until it has released its folder."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(state.pid, signal.SIGTERM)
+    deadline = time.monotonic() + DOWN_DEADLINE_S
+    while home.is_locked():
+        if time.monotonic() > deadline:
+            raise DeadlineError(
+                f"the supervisor (process {state.pid}) has not ended after {DOWN_DEADLINE_S:.0f} s",
+                hint=f"see {home.logs}; `kill -9 {state.pid}` ends it and what it started",
+            )
+        time.sleep(_POLL_S)
+
+
+def _hold(options: "StackOptions", *, as_json: bool) -> int:
+    from .supervisor import Supervisor
+
+    Supervisor(options).run(lambda state: _show(state, as_json=as_json, foreground=True))
+    print_note("stopped")
+    return 0
+
+
+def _show(state: StackState, *, as_json: bool, foreground: bool = False) -> None:
+    if as_json:
+        print_json(state.model_dump())
+        return
+    age = time.time() - state.started
+    url = shown_url(state.url)
+    print_text(f"[bold green]up[/]  {url}  (since {duration(age)}, state and logs in {state.home})")
+    if state.gateway:
+        print_text(f"  dashboard  [bold]{state.gateway}[/]")
+    if Path(state.home) != default_folder().resolve():
+        print_text(f"  other commands find it with [bold]{HOME_VARIABLE}={state.home}[/]")
+    if "auth" in state.children and not os.environ.get(KEY_VARIABLE):
+        print_text(f"  it requires a key: set {KEY_VARIABLE}")
+    if foreground:
+        print_text("  Ctrl-C stops it")
+        return
+    print_text("  [bold]tinkermq train examples/calculator.yaml[/]   train a model")
+    print_text("  [bold]tinkermq ps[/]                               list runs")
+    print_text("  [bold]tinkermq down[/]                             stop everything")

@@ -1,1 +1,0 @@
-"""OpenTinker's keys and arguments, and what stands for them here."""

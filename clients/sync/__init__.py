@@ -1,1 +1,0 @@
-"""The asynchronous clients, for programs that are not."""

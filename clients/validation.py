@@ -1,0 +1,210 @@
+"""What users write in a configuration, checked before a job is submitted: names, paths, files."""
+
+import copy
+import difflib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+from ..schemas.config.sections import ADAPTER_CONFIG, is_url
+from ..schemas.job import BEST_STEP, LAST_STEP
+from ..schemas.tinker.names import is_path
+from ..schemas.wire.errors import ConfigError, DataError, ModelError
+
+
+def did_you_mean(typed: str, known: Iterable[str], *, otherwise: str = "") -> str:
+    """Return `did you mean X?` for the closest of `known`, the known ones, or `otherwise`."""
+    names = sorted(set(known))
+    near = difflib.get_close_matches(typed, names, n=1, cutoff=0.5)
+    if near:
+        return f"did you mean {near[0]}?"
+    if otherwise:
+        return otherwise
+    if 0 < len(names) <= 12:
+        return f"known are {', '.join(names)}"
+    return ""
+
+
+def split_checkpoint_name(name: str) -> tuple[str, str | None]:
+    """Return run and step of `RUN@STEP`, `RUN@last` or `RUN@best`, and None for the step of `RUN`.
+
+    Whether the checkpoint exists is not checked. Raises ConfigError.
+    """
+    run, at, step = name.partition("@")
+    if at and step not in (LAST_STEP, BEST_STEP) and not step.isdecimal():
+        raise ConfigError(
+            f"{name!r} names no step",
+            hint=f"write RUN@STEP, such as my-run@40, RUN@{LAST_STEP} or RUN@{BEST_STEP}",
+        )
+    return run, step if at else None
+
+
+def full_checkpoint_name(name: str) -> str:
+    """Return `RUN@STEP` for a name that users type: `RUN` means its newest checkpoint.
+
+    A `tinker://` path stays as it is.
+    """
+    if is_path(name):
+        return name
+    run, step = split_checkpoint_name(name)
+    return f"{run}@{step or LAST_STEP}"
+
+
+# Paths in a configuration: paths relative to the submitter become absolute.
+#
+# A pool on another machine has other folders, so paths that do not exist here are left unchanged.
+
+_LOCAL_HOSTS = {"localhost", "127.0.0.1", "::1"}
+
+
+def resolve_paths(
+    config: dict[str, Any], broker_url: str, *, has_users: bool = False
+) -> dict[str, Any]:
+    """Return the configuration with its folders and files made absolute.
+
+    A pool with users has its own default output folder. Folders of agent programs stay as they are
+    if no host of the pool runs the programs (`env.hosts: 0`).
+    """
+    resolved = copy.deepcopy(config)
+    model: dict[str, Any] = resolved.get("model") or {}
+    for key in {"path", "tokenizer"} & model.keys():
+        if model[key] is not None:
+            model[key] = _existing(str(model[key]))
+    for section, keys in (("env", {"train_data", "val_data"}), ("sft", {"data"})):
+        data: dict[str, Any] = resolved.get(section) or {}
+        for key in keys & data.keys():
+            data[key] = [_existing(str(path)) for path in data[key]]
+    env: dict[str, Any] = resolved.get("env") or {}
+    if env.get("hosts") != 0:
+        _resolve_programs(resolved.get("agent") or {})
+    if is_local_pool(broker_url) and ("output_dir" in resolved or not has_users):
+        resolved["output_dir"] = str(Path(str(resolved.get("output_dir", "outputs"))).resolve())
+    return resolved
+
+
+def _resolve_programs(agent: dict[str, Any]) -> None:
+    for key in {"files", "reward_files"} & agent.keys():
+        if agent[key] is not None:
+            agent[key] = _existing(str(agent[key]))
+    if "read" in agent:
+        agent["read"] = [_existing(str(path)) for path in agent["read"]]
+
+
+def is_local_pool(broker_url: str) -> bool:
+    """Whether the pool of a broker runs on this machine and sees the same folders."""
+    return urlsplit(broker_url).hostname in _LOCAL_HOSTS
+
+
+def _existing(path: str) -> str:
+    """Return the absolute path of what exists, anything else (a hub name) unchanged."""
+    place = Path(path).expanduser()
+    return str(place.resolve()) if place.exists() else path
+
+
+# The files of a configuration: models, data, programs; checked without loading them.
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_DATA_KEYS = (
+    ("env", "train_data"),
+    ("env", "val_data"),
+    ("sft", "data"),
+)
+
+
+def check_files_exist(tree: Mapping[str, Any], broker_url: str, *, has_model: bool = False) -> None:
+    """Raise ModelError, DataError or ConfigError for files that a job on this machine lacks.
+
+    Nothing is checked for a pool on other machines: its processes report what they lack. With
+    `has_model`, the model is a run's.
+    """
+    if not is_local_pool(broker_url):
+        return
+    path = _section(tree, "model").get("path")
+    if isinstance(path, str) and not has_model:
+        check_model_folder(
+            path, here=True, has_tokenizer=bool(_section(tree, "model").get("tokenizer"))
+        )
+    for section, key in _DATA_KEYS:
+        for name in cast("list[Any]", _section(tree, section).get(key) or []):
+            if isinstance(name, str) and not Path(name).expanduser().is_file():
+                raise DataError(
+                    f"there is no dataset file {name!r} ({section}.{key})",
+                    hint="give the path of a parquet or JSONL file, relative to this folder or "
+                    "absolute",
+                )
+    if _section(tree, "env").get("hosts") != 0:
+        _check_folders_exist(_section(tree, "agent"))
+
+
+def _check_folders_exist(agent: Mapping[str, Any]) -> None:
+    named = [(key, agent.get(key)) for key in ("files", "reward_files")]
+    named += [("read", one) for one in cast("list[Any]", agent.get("read") or [])]
+    for key, name in named:
+        if isinstance(name, str) and not Path(name).expanduser().is_dir():
+            raise ConfigError(
+                f"there is no folder {name!r} (agent.{key})",
+                hint="give the path of a folder, relative to this one or absolute",
+            )
+
+
+def check_model_folder(path: str, *, here: bool, has_tokenizer: bool = False) -> str:
+    """Check a model folder without loading it, and describe it; a model elsewhere is only named.
+
+    `here`: the job would run on this machine. `has_tokenizer`: the tokenizer is in another folder.
+    Raises ModelError for a folder that is not a model.
+    """
+    folder = Path(path).expanduser()
+    if not folder.exists():
+        if not here:
+            return f"{path} is not a folder here: the pool's own, or the hub's; not checked"
+        if is_url(path):
+            return f"{path} will be fetched from the store; not checked"
+        if path.count("/") == 1 and not path.startswith((".", "/", "~")):
+            return f"{path} is not a folder here: it will be fetched from the hub"
+        raise ModelError(
+            f"there is no model folder {path!r}",
+            hint="give a Hugging Face folder, or the name of a model on the hub (owner/name)",
+        )
+    if (folder / ADAPTER_CONFIG).is_file():
+        return f"{folder} (an adapter, put on its base)"
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"{folder} is not a model: it has no config.json",
+            hint="give a folder that transformers' save_pretrained wrote",
+        )
+    if not has_tokenizer and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ModelError(
+            f"{folder} has no tokenizer", hint="save the tokenizer into the model's folder"
+        )
+    if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
+        raise ModelError(f"{folder} has no weights", hint="save the model into this folder")
+    kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type", "?")
+    return f"{folder} ({kind})"
+
+
+def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = tree.get(name)
+    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
+
+
+# Whether a configuration is complete enough to start a job.
+
+_LEARNT = (("env", "game"), ("agent", "command"), ("agent", "client"), ("sft", "data"))
+"""Keys of which a job needs at least one to train on."""
+
+
+def is_complete(tree: dict[str, Any]) -> bool:
+    """Whether a job can start: there is a model, and a game, programs or conversations."""
+    return bool(section_value(tree, "model", "path")) and any(
+        section_value(tree, section, key) for section, key in _LEARNT
+    )
+
+
+def section_value(tree: dict[str, Any], section: str, key: str) -> Any:
+    """Return a value of a section, or None; raises ConfigError if the section is not a map."""
+    inner: Any = tree.get(section) or {}
+    if not isinstance(inner, dict):
+        raise ConfigError(f"{section} is a section, got {inner!r}")
+    return cast("dict[str, Any]", inner).get(key)

@@ -1,0 +1,429 @@
+"""Selects which calls of a program's episode are trained, and finds its main conversation.
+
+Pure. `agent.train` selects: all answers that arrived (the default), those of the main conversation,
+those of conversations whose opening matches a pattern or does not, or (`alive`) those that can have
+contributed to the outcome, as far as requests show it.
+"""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any, Generic, Literal, Protocol, Self, TypeAlias, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...schemas.config.agent import train_pattern
+from ..model_apis.canonical import MIN_QUOTE, CanonicalMessage, marks_of
+
+# Who read an answer: a request that holds the id of one of its tool calls, the answer itself, or a
+# new part of it: a run of 16 characters (all of a shorter answer) that is in no request made before
+# the answer came, and neither in its own prompt.
+
+_FACTOR = 0x9E3779B97F4A7C15
+
+
+class Answered(Protocol):
+    """A call of the model that was answered, as far as reading goes."""
+
+    @property
+    def number(self) -> int:
+        """Its place among the calls of the episode, in the order in which they ended."""
+        ...
+
+    @property
+    def given(self) -> Sequence[CanonicalMessage]:
+        """The messages that are new in its prompt."""
+        ...
+
+    @property
+    def reply(self) -> CanonicalMessage:
+        """The answer that the program was told."""
+        ...
+
+    @property
+    def num_seen(self) -> int:
+        """Calls that had ended when it was asked for."""
+        ...
+
+
+OneCall = TypeVar("OneCall", bound=Answered)
+
+
+class Readers(Generic[OneCall]):
+    """The readers of the answers of an episode; sets of calls are integers, a bit for each."""
+
+    def __init__(self, calls: Sequence[OneCall]) -> None:
+        """`calls` are all calls of the episode, by number."""
+        self._calls = calls
+        self._known: dict[int, int] = {}
+        self._with_short: dict[str, int] = {}
+
+    def of(self, answer: OneCall) -> list[OneCall]:
+        """Return the calls that were given an answer to read, in the order of their numbers."""
+        found = self._of(answer)
+        return [call for call in self._calls if found >> call.number & 1]
+
+    def any(self, answers: Collection[OneCall], readers: Collection[OneCall]) -> bool:
+        """Whether one of the answers was read by one of the calls."""
+        wanted = _bits(readers)
+        return any(self._of(answer) & wanted for answer in answers)
+
+    def _of(self, answer: OneCall) -> int:
+        if answer.number not in self._known:
+            self._known[answer.number] = self._found(answer)
+        return self._known[answer.number]
+
+    def _found(self, answer: OneCall) -> int:
+        later = _bits([call for call in self._calls if answer.number < call.num_seen])
+        if not later:
+            return 0
+        earlier = _bits(self._calls) & ~later
+        parts = (part for text in _texts(answer.reply) for part in self._with_parts(text))
+        found = self._with_whole(answer.reply)
+        for readers in parts:
+            if not readers & earlier:
+                found |= readers
+        return found & later
+
+    def _with_whole(self, reply: CanonicalMessage) -> int:
+        """Return the calls that were given an answer as it was, or an id of its calls."""
+        marks = marks_of(reply)
+        found = self._given.get(reply.key, (reply, 0))[1]
+        for call in reply.calls:
+            found |= self._by_id.get(call.id, 0) if call.id else 0
+        for message, readers in self._given.values() if marks else ():
+            if any(mark in message.text for mark in marks):
+                found |= readers
+        return found
+
+    def _with_parts(self, text: str) -> Iterator[int]:
+        """Yield the calls that were given each part of a text, which may be there already."""
+        if len(text) >= MIN_QUOTE:
+            yield from (self._with_run.get(run, 0) for run in _runs(text).tolist())
+        elif text:
+            yield self._with_word(text)
+
+    def _with_word(self, text: str) -> int:
+        if text not in self._with_short:
+            alone = re.compile(rf"(?<!\w){re.escape(text)}(?!\w)")
+            self._with_short[text] = 0
+            for message, readers in self._given.values():
+                if text in message.text and alone.search(message.text):
+                    self._with_short[text] |= readers
+        return self._with_short[text]
+
+    @cached_property
+    def _given(self) -> dict[bytes, tuple[CanonicalMessage, int]]:
+        """Each message that a call was given, by its key, and the calls that were."""
+        given: dict[bytes, tuple[CanonicalMessage, int]] = {}
+        for call in self._calls:
+            for message in call.given:
+                _, readers = given.get(message.key, (message, 0))
+                given[message.key] = message, readers | 1 << call.number
+        return given
+
+    @cached_property
+    def _by_id(self) -> dict[str, int]:
+        """The calls that were given a tool call or its result, by its id."""
+        counts = defaultdict[str, int](int)
+        for call in self._calls:
+            for message in call.given:
+                for call_id in (message.call_id, *(one.id for one in message.calls)):
+                    counts[call_id] |= 1 << call.number
+        return counts
+
+    @cached_property
+    def _with_run(self) -> dict[int, int]:
+        """The calls that were given each run of the answers."""
+        texts = {text for call in self._calls for text in _texts(call.reply)}
+        wanted = np.unique(np.concatenate([*map(_runs, texts), np.empty(0, np.uint64)]))
+        counts = defaultdict[int, int](int)
+        for message, readers in self._given.values():
+            runs = _runs(message.text)
+            at = np.searchsorted(wanted, runs)
+            inside = at < len(wanted)
+            for run in runs[inside][wanted[at[inside]] == runs[inside]].tolist():
+                counts[run] |= readers
+        return counts
+
+
+def _texts(reply: CanonicalMessage) -> Iterator[str]:
+    """Yield what an answer says: its text, and what it fills into the arguments of its calls."""
+    yield reply.text.strip()
+    for call in reply.calls:
+        yield from _words(call.value)
+
+
+def _words(value: Any) -> Iterator[str]:
+    """Yield the texts and numbers of a JSON value."""
+    if isinstance(value, dict):
+        value = list(cast("dict[str, Any]", value).values())
+    if isinstance(value, list):
+        for one in cast("list[Any]", value):
+            yield from _words(one)
+    elif isinstance(value, str | int | float) and not isinstance(value, bool):
+        yield str(value).strip()
+
+
+def _runs(text: str) -> NDArray[np.uint64]:
+    """Return uint64[R]: digests of all distinct runs of 16 characters, sorted."""
+    raw = text.encode("utf-32-le", errors="surrogatepass")
+    digests = np.frombuffer(raw, np.uint32).astype(np.uint64)
+    for width in (1, 2, 4, 8):  # runs of twice the width, of those of the width
+        factor = np.uint64(pow(_FACTOR, width, 1 << 64))
+        digests = digests[:-width] * factor + digests[width:]
+    return np.unique(digests)
+
+
+def _bits(calls: Collection[Answered]) -> int:
+    bits = 0
+    for call in calls:
+        bits |= 1 << call.number
+    return bits
+
+
+WhyNot: TypeAlias = Literal["", "undelivered", "left out", "other", "pattern", "apart"]
+"""Why a call is not trained: its answer did not arrive, the program took it out, it is not of the
+main conversation, by a pattern, or nothing of it was read; empty: it is trained."""
+
+
+class AnsweredCall(Answered, Protocol):
+    """A call of the model that was answered, and where it stands in the tree of its episode."""
+
+    @property
+    def parent(self) -> Self | None:
+        """The call whose tokens it continues."""
+        ...
+
+    @property
+    def follows(self) -> Self | None:
+        """Of a root: the call that its history continues, though not its tokens."""
+        ...
+
+    @property
+    def root(self) -> Self:
+        """The first call of its path."""
+        ...
+
+    @property
+    def origin(self) -> Self:
+        """The first call of its history."""
+        ...
+
+    @property
+    def context(self) -> bytes:
+        """Digest of its tools."""
+        ...
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether it may call tools."""
+        ...
+
+    @property
+    def delivered(self) -> bool | None:
+        """Whether its program has the answer."""
+        ...
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens of the answer."""
+        ...
+
+    @property
+    def digest(self) -> bytes:
+        """The same however calls of one episode interleave."""
+        ...
+
+
+Call = TypeVar("Call", bound=AnsweredCall)
+
+
+def why_untrained(
+    calls: Sequence[Call], which: str = "all", left_out: Collection[int] = ()
+) -> dict[Call, WhyNot]:
+    """Return for each call why it is not trained, by the value of `agent.train`.
+
+    Those whose numbers are in `left_out` are trained in no case. Raises ValueError for a value that
+    is none.
+    """
+    why_not = _why_not(calls, which)
+
+    def why(call: Call) -> WhyNot:
+        if not call.delivered or not call.num_generated:
+            return "undelivered"
+        return "left out" if call.number in left_out else why_not(call)
+
+    return {call: why(call) for call in calls}
+
+
+def _why_not(calls: Sequence[Call], which: str) -> Callable[[Call], WhyNot]:
+    """Return what tells of a call why `which` leaves it out."""
+    if which == "all":
+        return lambda _: ""
+    if which == "main":
+        origins = _main_origins(calls)
+        return lambda call: "" if call.origin in origins else "other"
+    if which == "alive":
+        roots = _Counting(calls, main_root(calls)).roots
+        return lambda call: "" if call.root in roots else "apart"
+    pattern, is_trained = train_pattern(which)
+
+    def by_opening(call: Call) -> WhyNot:
+        matches = pattern.search(opening_of(call.root.given)) is not None
+        return "" if matches is is_trained else "pattern"
+
+    return by_opening
+
+
+def opening_of(given: Sequence[CanonicalMessage]) -> str:
+    """Return the text by which a pattern knows a conversation, of the messages that began it.
+
+    It is that of its system messages, or where there are none of its first message.
+    """
+    systems = [message.text for message in given if message.role == "system"]
+    return "\n".join(systems or [message.text for message in given[:1]])
+
+
+# -- the main conversation -------------------------------------------------------------------------
+
+
+def main_root(calls: Sequence[Call]) -> Call | None:
+    """Return the first call of the main conversation: the one from which all others come.
+
+    A conversation comes from another that goes on with its answers (a helper of it), and from one
+    whose answers it begins with (what sums it up, or works on its history after its end); one
+    without tools is nothing that one with tools begins with, however. Of several that come from
+    none it is the one with tools, then with most calls, then with most generated tokens: that does
+    not depend on how calls interleave.
+    """
+    histories: dict[Call, list[Call]] = {}
+    for call in calls:
+        histories.setdefault(call.origin, []).append(call)
+    if len(histories) < 2:
+        return next(iter(histories), None)
+    derived = _derived(calls)
+    own = [root for root in histories if root not in derived] or list(histories)
+
+    def worth(root: Call) -> tuple[bool, int, int, bytes]:
+        mine = histories[root]
+        num_tokens = sum(call.num_generated for call in mine)
+        return any(call.has_tools for call in mine), len(mine), num_tokens, root.digest
+
+    return max(own, key=worth)
+
+
+def _main_origins(calls: Sequence[Call]) -> set[Call]:
+    """Return the origins of the main conversation and of those that go on with it.
+
+    Those begin with its answers, as after a compaction, and have its system message; where there is
+    none, its tools.
+    """
+    main = main_root(calls)
+    if main is None:
+        return set()
+    systems = system_of(main.given)
+    begun = {call for call in calls if call is call.origin and call is not main}
+    like_main = {
+        call
+        for call in begun
+        if system_of(call.given) == systems and (systems or call.context == main.context)
+    }
+    readers, found = Readers(calls), {main}
+    while more := {
+        call
+        for call in like_main - found
+        if readers.any([one for one in calls if one.origin in found], [call])
+    }:
+        found |= more
+    return found
+
+
+def _derived(calls: Sequence[Call]) -> set[Call]:
+    """Return the origins of the conversations that come from another."""
+    readers = Readers(calls)
+    derived: set[Call] = set()
+    for answer in calls:
+        begun = answer.origin
+        for reader in readers.of(answer):
+            other = reader.origin
+            if other is begun:
+                continue
+            if reader is not other:
+                derived.add(begun)
+            elif begun.has_tools or not other.has_tools:
+                derived.add(other)
+    return derived
+
+
+# -- what can have had a part in the outcome -------------------------------------------------------
+
+
+class _Counting(Generic[Call]):
+    """Finds the roots of the calls that can have had a part in the outcome.
+
+    A conversation counts that the program went on with, and the main one. So does what belongs to
+    one that counts: what it has read, what is asked of the same agent, and what goes on from it.
+    There each answer that arrived counts, one that the program threw away too: it acted upon it.
+    """
+
+    def __init__(self, calls: Sequence[Call], main: Call | None) -> None:
+        self._readers = Readers(calls)
+        self._calls: dict[Call, list[Call]] = {}
+        for call in calls:
+            self._calls.setdefault(call.root, []).append(call)
+        before = [call.parent or call.follows for call in calls]
+        self.roots = {call.root for call in before if call is not None}
+        self._goes_on = bool(self.roots)
+        if main is not None:
+            self.roots.add(main)
+        apart = {root for root in self._calls if root not in self.roots}
+        while found := {root for root in apart if self._has_part(root)}:
+            self.roots |= found
+            apart -= found
+
+    def _has_part(self, root: Call) -> bool:
+        if root.follows is not None and root.follows.root in self.roots:
+            return True
+        if any(self._is_same_agent(root, one) for one in self.roots):
+            return True
+        counting = [call for one in self.roots for call in self._calls[one]]
+        return self._readers.any(self._calls[root], counting) or self._takes_over(root, counting)
+
+    def _is_same_agent(self, root: Call, other: Call) -> bool:
+        """Whether two have the same tools, and, where they have none, the same system message.
+
+        Where the program goes on with no conversation, each of its prompts may be a new one.
+        """
+        if root.context != other.context:
+            return False
+        same = root.has_tools or not self._goes_on
+        return same or system_of(root.given) == system_of(other.given)
+
+    def _takes_over(self, root: Call, counting: Sequence[Call]) -> bool:
+        """Whether one reads what counts and has its tools, or the last word."""
+        mine = self._calls[root]
+        same_tools = [call for call in counting if call.context == root.context]
+        if self._readers.any(same_tools, mine):
+            return True
+        is_last = all(call.num_seen <= mine[-1].number for call in counting)
+        return is_last and self._readers.any(counting, mine)
+
+
+def system_of(messages: Sequence[CanonicalMessage]) -> list[bytes]:
+    """Return the keys of the system messages."""
+    return [message.key for message in messages if message.role == "system"]
+
+
+def digest_of(tools: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return a call's context, which tells sets of tools apart; other orders are other sets."""
+    text = json.dumps([dict(tool) for tool in tools], sort_keys=True)
+    return blake2b(text.encode(), digest_size=16).digest()
+
+
+NO_TOOLS = digest_of(())
+"""The context of calls without tools."""

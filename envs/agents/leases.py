@@ -1,0 +1,352 @@
+"""Episodes that a program elsewhere runs: leased with a key on request, ended with a reward."""
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from ...broker.client.connection import Broker
+from ...schemas.agent import GiveReply, GiveRequest
+from ...schemas.config.agent import AgentConfig
+from ...schemas.wire.errors import BusyError, NotFoundError, RewardError, StateError
+from ...schemas.wire.subjects import JobScope
+from ..game import ChatMessage, StepResult
+from ..running.episodes import GameFacts, Opening
+from .episode import ProgramEpisode
+from .programs.agent_run import (
+    Ending,
+    How,
+    check_counts,
+    checked_number,
+    earns_failed_reward,
+)
+from .programs.environment import prompt_of, task_input
+from .programs.launcher import ModelEndpoint
+from .programs.runner import NoFreeSlot, ProgramRunner
+
+_NAME = "agent"
+_LONGEST_LOOK_S = 1.0
+
+
+class OuterEndpoint(ModelEndpoint, Protocol):
+    """One that programs elsewhere may find, too."""
+
+    @property
+    def outer_url(self) -> str:
+        """Its URL for them, without `/v1`."""
+        ...
+
+    def new_key(self, episode: str) -> str:
+        """Return a key for an episode that begins."""
+        ...
+
+
+class Slots(Protocol):
+    """What bounds the episodes of a host: a semaphore, or who asks for them."""
+
+    async def acquire(self) -> object:
+        """Wait for a place."""
+        ...
+
+    def release(self) -> None:
+        """Give a place back."""
+        ...
+
+
+@dataclass(eq=False)
+class EpisodeLease:
+    """One try of an episode, for whoever runs it; of the host's event loop."""
+
+    episode: ProgramEpisode
+    """Its key, its task, and what is posted for it."""
+    prompt: list[ChatMessage]
+    """The chat messages by which its task is known."""
+    base_url: str
+    """Where its program finds the model, without `/v1`."""
+    variables: dict[str, str]
+    """The environment variables by which programs find it."""
+    error: str = ""
+    """What ended its program, if it was an error."""
+    on_drop: list[Callable[[], object]] = field(default_factory=list[Callable[[], object]])
+    """Called when the episode is over, whether or not its program is."""
+
+    def crash(self, error: str) -> None:
+        """Say that its program has ended with an error."""
+        self.error = error or "an error"
+        self.episode.said_end.set()
+
+
+class LeaseRunner:
+    """Gives the episodes of one host to who runs them in this process, or from here."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        endpoint: OuterEndpoint,
+        give: Callable[[EpisodeLease], None],
+        *,
+        max_tries: int = 1,
+        job: str = "",
+        places: Slots | None = None,
+    ) -> None:
+        """`give` is called on the event loop with each episode that starts.
+
+        `places` are waited for in place of as many as `agent.per_host` says.
+        """
+        self._config = config
+        self._endpoint = endpoint
+        self._give = give
+        self._max_tries = max_tries
+        self._job = job
+        self._opened = contextlib.AsyncExitStack()
+        self.places = config.per_host
+        """Episodes at the same time."""
+        self._places = asyncio.Semaphore(config.per_host) if places is None else places
+        self._running: dict[str, asyncio.Task[StepResult]] = {}
+
+    async def start(self) -> GameFacts:
+        """Open the endpoint at which the model is found."""
+        await self._opened.enter_async_context(self._endpoint)
+        return GameFacts(_NAME, [], [])
+
+    def reset(self, opening: Opening) -> Awaitable[list[ChatMessage]]:
+        """Start an episode once a slot is free; raises NoFreeSlot when none is in time."""
+        return self._reset(opening)
+
+    async def _reset(self, opening: Opening) -> list[ChatMessage]:
+        config = self._config
+        try:
+            async with asyncio.timeout(config.setup_timeout_s):
+                await self._places.acquire()
+        except TimeoutError:
+            raise NoFreeSlot(
+                f"no place for an episode became free within {config.setup_timeout_s:g} s: "
+                f"agent.per_host={config.per_host} are under way, or nobody asks for more",
+                hint="end them sooner, or raise agent.per_host",
+            ) from None
+        try:
+            return self._begin(opening)
+        except BaseException:
+            self._places.release()
+            raise
+
+    def _begin(self, opening: Opening) -> list[ChatMessage]:
+        config, prompt, name = self._config, prompt_of(opening), opening.episode
+        episode = ProgramEpisode(name, task_input(opening), opening.seed, opening.split, self._job)
+        episode.key = self._endpoint.new_key(name)
+        episode.deadline = time.monotonic() + config.timeout_s
+        url = self._endpoint.outer_url
+        lease = EpisodeLease(episode, prompt, url, self._endpoint.env_of(episode, url))
+        self._running[name] = asyncio.create_task(self._live(lease), name=f"episode {name}")
+        self._running[name].add_done_callback(_seen)
+        return prompt
+
+    async def step(self, episode: str, action: str) -> StepResult:
+        """Wait for the episode's end."""
+        running = self._running.get(episode)
+        if running is None:
+            raise NotFoundError(f"episode {episode!r} is not under way here")
+        return await asyncio.shield(running)
+
+    async def turn(self, episode: str) -> tuple[str, list[ChatMessage]]:
+        """Refuse: programs have no roles."""
+        raise StateError(f"the program of episode {episode!r} plays no role")
+
+    def drop(self, episode: str) -> None:
+        """End an episode, and forget it."""
+        if (running := self._running.pop(episode, None)) is not None:
+            running.cancel()
+
+    def end_overdue(self) -> None:
+        """Do nothing: each episode looks after its own time."""
+
+    async def stop(self) -> None:
+        """End all episodes."""
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        await self._opened.aclose()
+
+    async def _live(self, lease: EpisodeLease) -> StepResult:
+        episode = lease.episode
+        try:
+            self._endpoint.open(episode)
+            self._give(lease)
+            how = await self._until_over(episode)
+        finally:
+            self._places.release()
+            episode.over = episode.over or "it has ended"
+            for dropped in lease.on_drop:
+                dropped()
+            self._endpoint.close(episode.episode)
+        ending = Ending("exit", 1, lease.error) if lease.error else Ending(how, 0, "")
+        outcome = check_counts(ending, episode, self._config, self._max_tries)
+        info = {**episode.told(), "outcome": outcome}
+        if lease.error:
+            info["output"] = lease.error
+        if episode.reward is not None:
+            whose = repr(episode.reward)
+            reward = checked_number(episode.reward, whose, "the program")
+        elif earns_failed_reward(outcome):
+            reward = self._config.failed_reward
+        elif episode.has_partial_rewards:
+            reward = 0.0  # its calls have theirs
+        else:
+            raise RewardError(
+                "the episode has ended, and nothing says what it is worth",
+                hint="end it with a reward: `episode.end(1.0)`, or return a number",
+            )
+        return StepResult("", reward, done=True, info=info)
+
+    async def _until_over(self, episode: ProgramEpisode) -> How:
+        """Wait until who runs it says that it has ended, or its time is over."""
+        while True:
+            now = time.monotonic()
+            if episode.said_end.is_set():
+                return "said"
+            if now >= episode.deadline:
+                return "timeout"
+            if not episode.num_open and now - episode.last_call >= self._config.idle_s:
+                return "stuck"
+            try:
+                async with asyncio.timeout(min(_LONGEST_LOOK_S, episode.deadline - now)):
+                    await episode.said_end.wait()
+            except TimeoutError:
+                continue
+
+
+def _seen(task: "asyncio.Task[StepResult]") -> None:
+    """Look at an error that nobody may ask for any more."""
+    if not task.cancelled():
+        task.exception()
+
+
+# Requests: an episode starts when one is requested.
+
+
+class LeaseRequests:
+    """Who asks for episodes: the places of a host are those that are asked for."""
+
+    def __init__(self, most: int) -> None:
+        """Have at most so many under way."""
+        self._most = most
+        self._unclaimed: deque[EpisodeLease] = deque()
+        self._asked: deque[asyncio.Future[EpisodeLease]] = deque()
+        self._named: dict[str, EpisodeLease] = {}
+        self._num_open = 0
+        self._wanted = 0
+        self._changed = asyncio.Event()
+
+    async def acquire(self) -> None:
+        """Wait until somebody asks."""
+        while not self._wanted:
+            self._changed.clear()
+            await self._changed.wait()
+        self._wanted -= 1
+        self._num_open += 1
+
+    def release(self) -> None:
+        """Take note that an episode has ended."""
+        self._num_open -= 1
+
+    def give(self, lease: EpisodeLease) -> None:
+        """Give an episode that has started to who asks; it waits for the next if they are gone."""
+        while self._asked:
+            waiter = self._asked.popleft()
+            if not waiter.done():
+                waiter.set_result(lease)
+                return
+        self._unclaimed.append(lease)
+
+    async def answer(self, request: GiveRequest) -> GiveReply:
+        """Return the next episode, or none after a while; the same once more for the same name.
+
+        Raises BusyError for one more than there may be.
+        """
+        lease = self._named.get(request.name) if request.name else None
+        if lease is None or lease.episode.over:
+            lease = await self._next(request.wait_s)
+        if lease is None:
+            return GiveReply()
+        if request.name and request.name not in self._named:
+            self._named[request.name] = lease
+            lease.on_drop.append(lambda: self._named.pop(request.name, None))
+        episode = lease.episode
+        return GiveReply(
+            episode=episode.episode,
+            key=episode.key,
+            task=episode.task_input,
+            prompt=lease.prompt,
+            seed=episode.seed,
+            split=episode.split,
+            left_s=max(0.0, episode.deadline - time.monotonic()),
+        )
+
+    async def _next(self, wait_s: float) -> EpisodeLease | None:
+        while self._unclaimed:
+            lease = self._unclaimed.popleft()
+            if not lease.episode.over:
+                return lease
+        if self._num_open + self._wanted >= self._most:
+            raise BusyError(
+                f"{self._num_open + self._wanted} episodes are open or asked for, as many as "
+                f"agent.per_host={self._most} allows",
+                hint="end some, or raise agent.per_host",
+            )
+        waiter: asyncio.Future[EpisodeLease] = asyncio.get_running_loop().create_future()
+        self._asked.append(waiter)
+        self._wanted += 1
+        self._changed.set()
+        try:
+            await asyncio.wait({waiter}, timeout=wait_s)
+            return waiter.result() if waiter.done() else None
+        finally:
+            if not waiter.done():  # an episode that starts all the same waits for the next
+                waiter.cancel()
+                self._wanted -= bool(self._wanted)
+                with contextlib.suppress(ValueError):
+                    self._asked.remove(waiter)
+
+
+# The runners of an environment host, with the proxy at which programs find the model.
+
+_ANYWHERE = "http://gateway"
+"""Programs find the gateway by the address at which their user has asked for them."""
+
+
+def make_program_runner(
+    config: AgentConfig,
+    broker: Broker,
+    scope: JobScope,
+    *,
+    max_tries: int = 1,
+    private: Sequence[Path] = (),
+) -> ProgramRunner:
+    """Return what runs the programs of a job; see `ProgramRunner`.
+
+    Raises ConfigError where the packages of the proxy are not installed.
+    """
+    from .proxy.proxy import ModelProxy  # hosts of games need no HTTP server
+
+    proxy = ModelProxy(broker, scope)
+    return ProgramRunner(config, proxy, max_tries=max_tries, job=scope.job, private=private)
+
+
+def make_lease_runner(
+    config: AgentConfig, broker: Broker, scope: JobScope, *, max_tries: int = 1
+) -> tuple[LeaseRunner, LeaseRequests]:
+    """Return what gives the episodes of a job to those who ask for them, and who does."""
+    from .proxy.proxy import ModelProxy  # hosts of games need no HTTP server
+
+    requests = LeaseRequests(config.per_host)
+    proxy = ModelProxy(broker, scope, gateway=_ANYWHERE)
+    runner = LeaseRunner(
+        config, proxy, requests.give, max_tries=max_tries, job=scope.job, places=requests
+    )
+    return runner, requests

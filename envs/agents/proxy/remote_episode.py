@@ -1,0 +1,279 @@
+"""A gateway's side of a program elsewhere: its requests are answered, and its host is told.
+
+Model calls go to who plays the episode, as in the host's own proxy; whatever else a program says is
+the host's to answer, so any gateway can serve any request of it. What a gateway keeps is for calls
+that are open, and to find answers again that it has told itself.
+"""
+
+import asyncio
+import contextlib
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from ....broker.client.connection import Broker
+from ....broker.client.keys import EpisodeIdentity
+from ....broker.client.parts import SharedInbox, ask_parts, last_part
+from ....schemas.agent import EpisodePost, EpisodePosted, ReportedCall
+from ....schemas.wire.codec import read_json
+from ....schemas.wire.errors import (
+    AuthError,
+    BrokerError,
+    DeadlineError,
+    DeniedError,
+    LogInRefusedError,
+    NobodyAnswersError,
+    NotFoundError,
+    TinkermqError,
+)
+from ...http_server import Receive, Scope, Send
+from ..episode import EpisodeOver, ProgramEpisode
+from .calls import CallAsker, ProgramCalls, ProxyTimes
+from .exchange import BodyRoom, HttpExchange, KeyRefused, NobodyPlays
+from .model_calls import ModelCalls
+from .open_episodes import EpisodeSubjects, OpenEpisode, OpenEpisodes
+from .routes import MAX_POST_BYTES, ProxyRoutes, path_of
+
+KEPT_BYTES = 256 << 10
+"""Each episode's room, at one gateway, for answers that can be asked for again."""
+_MAX_UNSAID = 1024
+_PAUSE_S = 0.2
+_ANSWERED_S = 2.0
+"""How long the end of an answer waits for the host to know of it."""
+
+
+@dataclass(frozen=True)
+class HostTimes:
+    """How long a gateway waits for the hosts of episodes."""
+
+    report_s: float = 2.0
+    """Between reports while calls are open."""
+    silence_s: float = 10.0
+    """For an answer of the host."""
+    away_s: float = 10.0
+    """For a host that is not there, before its episode is taken for over."""
+    first_s: float = 5.0
+    """The same for the first answer of all."""
+    patience_s: float = 120.0
+    """For an answer, while the broker is away as well."""
+
+
+class RemoteEpisode:
+    """Answers the requests of one episode's program, over the program's own connection."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        identity: EpisodeIdentity,
+        key: str,
+        room: BodyRoom,
+        *,
+        times: ProxyTimes | None = None,
+        host_times: HostTimes | None = None,
+    ) -> None:
+        """`broker` is connected with `key`; `room` is for the bodies of all programs."""
+        self.used = time.monotonic()
+        """When its last request ended."""
+        self.num_requests = 0
+        """Requests that are being answered."""
+        self.broker = broker
+        self.user = identity.user
+        times = times or ProxyTimes()
+        self._times = host_times or HostTimes()
+        self._scope = identity.scope
+        self._room = room
+        self._source = uuid.uuid4().hex
+        self._episode = ProgramEpisode(identity.episode, {}, job=identity.job, key=key)
+        calls = ProgramCalls(times.adopt_s)
+        subjects = EpisodeSubjects.of(identity.scope, identity.episode)
+        self._opened = OpenEpisode(self._episode, subjects, calls, kept_bytes=KEPT_BYTES)
+        episodes = OpenEpisodes()
+        episodes.add(self._opened)
+        self._inbox = SharedInbox(broker)
+        asker = _RemoteAsker(broker, times, self._inbox, self)
+        self._routes = ProxyRoutes(episodes, ModelCalls(asker, room), relay=self._relay)
+        self._unsaid: list[ReportedCall] = []
+        self._told: tuple[int, str] = (0, "")
+        self._away_since: float | None = None
+        self._away_s = self._times.first_s
+        self._reporting: asyncio.Task[None] | None = None
+
+    @property
+    def over(self) -> str:
+        """Why its program's calls are answered no more; empty while they are."""
+        return self._episode.over
+
+    async def check(self) -> None:
+        """See that the host knows the key.
+
+        Raises KeyRefused if it does not, or if there is no host, NobodyPlays when that cannot be
+        told.
+        """
+        try:
+            await self._ask_patiently(self._post())
+        except NobodyPlays as error:
+            if not self.over:
+                raise
+            raise KeyRefused(
+                "nobody hosts the episode of this key: it is over, or its host is away",
+                hint="each try of an episode has a key of its own; stop calling",
+            ) from error
+        self._reporting = asyncio.create_task(self._report_changes(), name="report to a host")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request; no error comes out of here."""
+        self.num_requests += 1
+        try:
+            await self._routes(scope, receive, send)
+        finally:
+            self.num_requests -= 1
+            self.used = time.monotonic()
+
+    async def close(self) -> None:
+        """End what is open, tell the host, and disconnect."""
+        if self._reporting is not None:
+            self._reporting.cancel()
+        for call in self._opened.calls.end(EpisodeOver("the gateway ends")):
+            await call.settle()
+        if self._told[0] and not self.over:
+            self._episode.num_open = 0
+            with contextlib.suppress(TinkermqError, TimeoutError):
+                async with asyncio.timeout(_ANSWERED_S):
+                    await self._ask(self._post())
+        await self.broker.close()
+
+    # -- what its calls need -----------------------------------------------------------------------
+
+    async def note_answered(self, names: list[str], calls: list[int]) -> None:
+        """Tell the host of an answered call, before the program knows that it is."""
+        self._unsaid.append(ReportedCall(names=names, calls=calls))
+        del self._unsaid[:-_MAX_UNSAID]
+        with contextlib.suppress(TinkermqError, TimeoutError):  # then with the next report
+            async with asyncio.timeout(_ANSWERED_S):
+                await self._ask(self._post())
+
+    async def look_up(self, name: str) -> None:
+        """Learn which call an id means, which another gateway may have answered."""
+        try:
+            self._opened.call_number(name)
+        except NotFoundError:
+            posted = await self._ask_patiently(
+                self._post(method="GET", path=f"/v1/episode/calls/{name[:512]}")
+            )
+            if posted.status == 200:
+                value: Any = read_json(posted.body)
+                self._opened.learn([name], [int(value["call"])])
+
+    # -- the host ----------------------------------------------------------------------------------
+
+    async def _relay(self, exchange: HttpExchange, opened: OpenEpisode) -> None:
+        """Let the host answer a request."""
+        del opened
+        raw = b""
+        if exchange.method == "POST":
+            raw = await exchange.body(MAX_POST_BYTES, self._room)
+        name = exchange.headers.get("idempotency-key", "")[:256]
+        method, path = exchange.method, path_of(exchange)[:1024]
+        post = self._post(method=method, path=path, name=name, body=raw)
+        posted = await self._ask_patiently(post)
+        await exchange.reply_raw(posted.body, posted.status, posted.headers)
+
+    def _post(self, **request: Any) -> EpisodePost:
+        episode = self._episode
+        return EpisodePost(
+            request=uuid.uuid4().hex,
+            key=episode.key,
+            source=self._source,
+            num_open=episode.num_open,
+            answered=list(self._unsaid),
+            limit=episode.limit,  # pyright: ignore[reportArgumentType]
+            **request,
+        )
+
+    async def _ask_patiently(self, post: EpisodePost) -> EpisodePosted:
+        """Ask the host, and again if it is away for a moment; NobodyPlays if for longer."""
+        deadline = time.monotonic() + self._times.patience_s
+        while True:
+            try:
+                return await self._ask(post)
+            except (DeniedError, LogInRefusedError):
+                raise
+            except (NobodyAnswersError, DeadlineError, BrokerError) as error:
+                if self.over or time.monotonic() > deadline:
+                    raise NobodyPlays(
+                        f"the host of the episode does not answer: {self.over or error.message}",
+                        hint="ask again: it may come back",
+                    ) from error
+            await asyncio.sleep(_PAUSE_S)
+            post = post.model_copy(update={"request": uuid.uuid4().hex})
+
+    async def _ask(self, post: EpisodePost) -> EpisodePosted:
+        """Ask the host once; KeyRefused if it does not take the key."""
+        parts = ask_parts(
+            self.broker,
+            self._scope.episode(self._episode.episode, "post"),
+            post,
+            EpisodePosted,
+            waiting_for=f"the host of episode {self._episode.episode}",
+            silence_s=self._times.silence_s,
+            shared=self._inbox,
+        )
+        try:
+            posted = await last_part(parts)
+        except (NobodyAnswersError, DeadlineError):
+            self._miss()
+            raise
+        except AuthError as error:
+            self._end(error.message)
+            raise KeyRefused(error.message, hint=error.hint) from error
+        self._away_since, self._away_s = None, self._times.away_s
+        self._told = post.num_open, post.limit
+        said = {call.calls[0] for call in post.answered}
+        self._unsaid = [call for call in self._unsaid if call.calls[0] not in said]
+        if posted.over:
+            self._end(posted.over)
+        return posted
+
+    async def _report_changes(self) -> None:
+        """Report while calls are open, and when they end, until the episode is over."""
+        episode = self._episode
+        while not self.over:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._times.report_s if self._told[0] else None):
+                    await episode.changed.wait()
+            episode.changed.clear()
+            if episode.num_open or self._told != (episode.num_open, episode.limit):
+                with contextlib.suppress(TinkermqError):  # the next one tells it
+                    await self._ask(self._post())
+            await asyncio.sleep(_PAUSE_S)
+
+    def _miss(self) -> None:
+        """Take note that the host is away: for long, and the episode is over.
+
+        While the broker is away, or has just come back, that tells nothing.
+        """
+        now = time.monotonic()
+        if not self.broker.settled:
+            self._away_since = None
+            return
+        self._away_since = self._away_since or now
+        if now - self._away_since >= self._away_s:
+            self._end("its host is away")
+
+    def _end(self, why: str) -> None:
+        self._episode.over = self._episode.over or why
+        self._opened.calls.end(EpisodeOver(f"the episode is over: {why}"))
+
+
+@dataclass(frozen=True)
+class _RemoteAsker(CallAsker):
+    """Asks for the calls of a program elsewhere, and tells its host."""
+
+    remote: RemoteEpisode
+
+    async def note_answered(self, names: list[str], calls: list[int]) -> None:
+        await self.remote.note_answered(names, calls)
+
+    async def look_up(self, name: str) -> None:
+        await self.remote.look_up(name)

@@ -1,0 +1,381 @@
+"""A job's environment hosts as their callers see them: reset, step and close over the broker.
+
+What a caller asks for within one turn of its event loop travels in one message: the resets of a
+task's episodes, the steps of all episodes at one host. A host answers within moments what is ready
+and names what is not, so that a slow game holds up nobody else; what was not ready is asked after,
+which repeats nothing, until the game's own limit is over. A host that has died is found out by the
+next such question.
+"""
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ..broker.client.connection import Broker
+from ..broker.client.faults import ConnectionLost
+from ..broker.client.rpc import call
+from ..broker.jetstream.direct_get import RequestBatcher
+from ..schemas.config.job import EnvConfig
+from ..schemas.env import (
+    CloseRequest,
+    DescribeReply,
+    DescribeRequest,
+    Opened,
+    ResetReply,
+    ResetRequest,
+    Split,
+    StepReply,
+    StepRequest,
+)
+from ..schemas.wire.codec import pack
+from ..schemas.wire.errors import DeadlineError, NotFoundError, TinkermqError
+from ..schemas.wire.subjects import JobScope
+from .game import StepResult
+from .host import HostGone
+from .running.episodes import TimedOut
+
+_ANSWER_S = 4.0
+_HOLD_S = 1.0
+_HOLD_MANY_S = 0.02
+_PART_CHARS = 2**20
+_RETRY_S = 0.25
+_MARGIN_S = 5.0
+_STEP_PATIENCE = 4
+_NOBODY = (NotFoundError, DeadlineError, ConnectionLost)
+
+T = TypeVar("T")
+Action = tuple[str, int, str, bool]
+"""Episode, turn, text, and whether the policy plays no more."""
+Waiting = Callable[[str], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class RoleAddress:
+    """A seat at the table of a game with roles."""
+
+    host: str
+    """The host that holds the table."""
+    table: str
+    """Episode of the table."""
+    role: str
+
+
+@dataclass(frozen=True)
+class Start:
+    """What an episode starts from; alike for all episodes of a task."""
+
+    split: Split
+    sample: int | None
+    seed: int
+    kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    seat: RoleAddress | None = None
+    """In a game with roles: the seat that the episode takes; None for the table itself."""
+    traceparent: str = ""
+    """W3C trace context of the task."""
+
+    only_held: bool = False
+    """Start nothing, but ask after an episode that was started before."""
+
+    def request(self, episodes: list[str], wait_s: float) -> ResetRequest:
+        """Return the message that starts these episodes."""
+        return ResetRequest(
+            episodes=episodes,
+            split=self.split,
+            sample=self.sample,
+            seed=self.seed,
+            kwargs=self.kwargs,
+            wait_s=wait_s,
+            only_held=self.only_held,
+            table=self.seat.table if self.seat else None,
+            role=self.seat.role if self.seat else "",
+        )
+
+
+@dataclass(frozen=True)
+class Started:
+    """An episode that has started."""
+
+    host: str
+    """The host that holds it."""
+    messages: list[dict[str, Any]]
+    """Chat messages of its first prompt."""
+    data_source: str = ""
+    """What the row of the data says of its origin."""
+    tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """Function schemas of the tools that the policy may call."""
+
+
+class Environments:
+    """Calls to the environment hosts of one job.
+
+    While a job has no host at all, `reset` and `describe` wait: `waiting` names the wait in the
+    actor's heartbeat, and the wait ends when a host comes back.
+    """
+
+    def __init__(
+        self, broker: Broker, scope: JobScope, config: EnvConfig, waiting: Waiting
+    ) -> None:
+        self._broker = broker
+        self._scope = scope
+        self._config = config
+        self._waiting = waiting
+        self._resets = RequestBatcher[bytes, tuple[str, Start], Started | str](self._send_resets)
+        self._steps = RequestBatcher[str, Action, StepResult | None](self._send_steps)
+        self._closing: set[asyncio.Task[None]] = set()
+        self._last_host = ""
+
+    async def describe(self) -> DescribeReply:
+        """Ask any host what it serves; waits for the first host."""
+        return await self._patiently(self._describe)
+
+    async def reset(self, episode: str, start: Start) -> Started:
+        """Start an episode on some host; waits while there is none.
+
+        Raises GameError with the game's own words when the game failed, HostGone when the host
+        vanished meanwhile.
+        """
+        if start.seat is not None:
+            return await self._sit(episode, start, start.seat)
+        key = pack([start.split, start.sample, start.seed, start.kwargs])
+        answer = await self._patiently(lambda: self._resets.ask(key, (episode, start)))
+        return await self._opened(answer, episode, start)
+
+    async def rejoin(self, host: str, episode: str, start: Start) -> Started:
+        """Ask a host for an episode that another caller has started there.
+
+        A host that does not hold it starts it anew, unless `start` says `only_held`. Raises
+        HostGone when there is no such host, or it holds no such episode.
+        """
+        return await self._opened(host, episode, start)
+
+    @property
+    def rewards_ends(self) -> bool:
+        """Whether an episode that ends though its game has not still has a reward to get."""
+        reward = self._config.reward
+        return reward.source != "game" and reward.per == "episode"
+
+    async def finish(self, host: str, episode: str, turn: int) -> StepResult:
+        """Get the reward of an episode that ends though its game has not, as its next turn.
+
+        Raises RewardError when there is none, HostGone as `step` does.
+        """
+        return await self._step(host, (episode, turn, "", True), self._patience_s)
+
+    async def step(
+        self, host: str, episode: str, turn: int, action: str, *, seated: bool = False
+    ) -> StepResult:
+        """Give the game one action.
+
+        A step may queue behind others at its host, whose own limit counts from when the game
+        plays. One of a seat (`seated`) also waits for the other roles, each of which has a lease
+        at the host. Raises HostGone when the host has vanished or stays silent, GameError when the
+        game failed.
+        """
+        patience_s = math.inf if seated else self._patience_s
+        return await self._step(host, (episode, turn, action, False), patience_s)
+
+    @property
+    def _patience_s(self) -> float:
+        """How long a host may take over one action, whatever waits there."""
+        config = self._config
+        patience_s = _STEP_PATIENCE * (config.step_timeout_s + _MARGIN_S)
+        if config.reward.source != "game":
+            patience_s += _STEP_PATIENCE * (config.reward.timeout_s + _MARGIN_S)
+        return patience_s
+
+    async def _step(self, host: str, action: Action, patience_s: float) -> StepResult:
+        deadline = self._broker.clock() + patience_s
+        try:
+            answer = await self._steps.ask(host, action)
+            while answer is None:
+                self._check(deadline, host, "step")
+                (answer,) = await self._ask_steps(host, [action], _HOLD_S)
+                if isinstance(answer, TinkermqError):
+                    raise answer
+        except _NOBODY as error:
+            raise _gone(host, error) from error
+        return answer
+
+    def close(self, host: str, episode: str) -> None:
+        """Free an episode, without waiting; a lost message is made up for by the lease."""
+        task = asyncio.create_task(self._close(host, episode), name="close episode")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _opened(self, answer: Started | str, episode: str, start: Start) -> Started:
+        """Ask a host after an episode until it is ready."""
+        deadline = self._broker.clock() + self._config.reset_timeout_s + _MARGIN_S
+        while isinstance(answer, str):
+            answer = await self._ask_after_reset(answer, episode, start, deadline)
+        return answer
+
+    async def _sit(self, episode: str, start: Start, seat: RoleAddress) -> Started:
+        """Take a seat and wait for its first turn; the other roles have leases at the host."""
+        while True:
+            answer = await self._ask_after_reset(seat.host, episode, start, math.inf)
+            if isinstance(answer, Started):
+                return answer
+
+    async def _describe(self) -> DescribeReply:
+        request = DescribeRequest()
+        reply: DescribeReply = await self._call(
+            self._scope.env_describe, request, DescribeReply, "any host"
+        )
+        self._last_host = reply.host
+        return reply
+
+    # -- resets --------------------------------------------------------------------------------
+
+    async def _send_resets(
+        self, _: bytes, asked: list[tuple[str, Start]]
+    ) -> list[Started | str | TinkermqError]:
+        """Start episodes of one task, spread over as many hosts as the job has of its own."""
+        episodes, start = [episode for episode, _ in asked], asked[0][1]
+        share = -(-len(episodes) // max(1, self._config.hosts))
+        shares = [episodes[at : at + share] for at in range(0, len(episodes), share)]
+        answers = await asyncio.gather(*(self._open(start, some) for some in shares))
+        return [answer for some in answers for answer in some]
+
+    async def _open(self, start: Start, episodes: list[str]) -> list[Started | str | TinkermqError]:
+        hold_s = _HOLD_S if len(episodes) == 1 else _HOLD_MANY_S
+        request = start.request(episodes, hold_s)
+        try:
+            reply = await self._call(
+                self._scope.env_reset, request, ResetReply, "any host", start.traceparent
+            )
+        except TinkermqError as error:
+            return [error] * len(episodes)
+        self._last_host = reply.host
+        return [_started(opened, reply) for opened in reply.episodes]
+
+    async def _ask_after_reset(
+        self, host: str, episode: str, start: Start, deadline: float
+    ) -> Started | str:
+        """Ask the host that holds an episode whether it is ready; returns the host if not."""
+        self._check(deadline, host, "reset")
+        request = start.request([episode], _HOLD_S)
+        try:
+            reply = await self._call(self._scope.env(host, "reset"), request, ResetReply, host)
+        except _NOBODY as error:
+            raise _gone(host, error) from error
+        answer = _started(reply.episodes[0], reply)
+        if isinstance(answer, TinkermqError):
+            raise answer
+        return answer
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    async def _send_steps(
+        self, host: str, actions: list[Action]
+    ) -> Sequence[StepResult | TinkermqError | None]:
+        hold_s = _HOLD_S if len(actions) == 1 else _HOLD_MANY_S
+        parts = [self._ask_steps(host, part, hold_s) for part in _parts(actions)]
+        return [answer for some in await asyncio.gather(*parts) for answer in some]
+
+    async def _ask_steps(
+        self, host: str, actions: list[Action], hold_s: float
+    ) -> Sequence[StepResult | TinkermqError | None]:
+        episodes, turns, texts, final = zip(*actions, strict=True)
+        request = StepRequest(
+            episodes=list(episodes),
+            turns=list(turns),
+            actions=list(texts),
+            final=list(final) if any(final) else [],
+            wait_s=hold_s,
+        )
+        reply = await self._call(self._scope.env(host, "step"), request, StepReply, host)
+        return _results(reply)
+
+    # -- both ----------------------------------------------------------------------------------
+
+    async def _call(
+        self, subject: str, request: Any, reply_model: Any, whom: str, traceparent: str = ""
+    ) -> Any:
+        return await call(
+            self._broker,
+            subject,
+            request,
+            reply_model,
+            timeout_s=_ANSWER_S,
+            waiting_for=f"environment host {whom}",
+            idempotent=True,
+            traceparent=traceparent,
+        )
+
+    def _check(self, deadline: float, host: str, what: str) -> None:
+        if self._broker.clock() > deadline:
+            late = DeadlineError(f"it did not finish a {what} in time", hint="see the host's log")
+            raise _gone(host, late)
+
+    async def _close(self, host: str, episode: str) -> None:
+        await self._broker.publish(
+            self._scope.env(host, "close"), CloseRequest(episode=episode).to_bytes()
+        )
+
+    async def _patiently(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Try until a host answers; only its answer, good or bad, ends the wait."""
+        try:
+            return await attempt()
+        except _NOBODY:
+            pass
+        with self._waiting(self._missing()):
+            while True:
+                await asyncio.sleep(_RETRY_S)
+                with contextlib.suppress(*_NOBODY):
+                    return await attempt()
+
+    def _missing(self) -> str:
+        """Say which host is waited for: who looks at a stuck job starts that one again."""
+        game = f"a host of {self._config.game or 'its game'}"
+        if self._last_host:
+            return f"{game} ({self._last_host} was the last one, and is gone)"
+        return f"{game} (none has answered yet)"
+
+
+def _started(opened: Opened, reply: ResetReply) -> Started | str | TinkermqError:
+    """Return an episode that has started, the host that is still at it, or an error."""
+    if opened.error is not None:
+        return opened.error.to_error()
+    if opened.prompt is None:
+        return reply.host
+    messages = reply.prompts[opened.prompt]
+    return Started(reply.host, messages, reply.data_source, reply.tools)
+
+
+def _parts(actions: list[Action]) -> list[list[Action]]:
+    """Cut actions into parts of about a megabyte of text, so that each fits into a message."""
+    parts: list[list[Action]] = [[]]
+    num_chars = 0
+    for action in actions:
+        num_chars += len(action[2])
+        if num_chars > _PART_CHARS and parts[-1]:
+            parts.append([])
+            num_chars = len(action[2])
+        parts[-1].append(action)
+    return parts
+
+
+def _results(reply: StepReply) -> list[StepResult | TinkermqError | None]:
+    """Return for each action the game's answer, an error, or None where it is not ready."""
+    roles = reply.roles or ["user"] * len(reply.observations)
+    columns = zip(reply.observations, reply.rewards, reply.done, reply.infos, roles, strict=True)
+    results: list[StepResult | TinkermqError | None] = [
+        None if observation is None else StepResult(observation, reward, done, info, role)
+        for observation, reward, done, info, role in columns
+    ]
+    for at in reply.timed_out:
+        results[at] = TimedOut("", reply.rewards[at], done=True, info=reply.infos[at])
+    for failed in reply.failed:
+        results[failed.index] = failed.error.to_error()
+    return results
+
+
+def _gone(host: str, error: TinkermqError) -> HostGone:
+    return HostGone(
+        f"environment host {host} does not answer: {error.message}",
+        hint="the episode starts again on another host",
+    )

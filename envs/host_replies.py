@@ -1,0 +1,200 @@
+"""What a host answers about many episodes at once: what is ready, what went wrong, what lasts.
+
+An answer is bounded: what comes after the first megabyte is told as not ready, and asked after by
+itself. So one episode's long observation cannot make the message of all others too long. What no
+message holds is an error of its own episode, but for `info`, which is cut and says so.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal, cast
+
+import structlog
+
+from ..schemas.env import FailedStep, Opened, StepReply
+from ..schemas.wire.codec import MAX_MESSAGE_BYTES, pack
+from ..schemas.wire.errors import GameError, InternalError, TinkermqError
+from ..schemas.wire.fitting import cut_info, packed_bytes
+from ..schemas.wire.foreign import words_of
+from ..schemas.wire.message import ErrorReply
+from .game import ChatMessage, StepResult
+from .running.episodes import TimedOut
+
+MAX_BYTES = 2**20
+MAX_ITEM_BYTES = MAX_MESSAGE_BYTES // 2
+"""Of one episode in one answer."""
+_CONTAINER_BYTES = 8
+"""What a list or map counts besides its bytes: a message may hold so many of them only."""
+
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+async def wait_for_some(futures: "Sequence[asyncio.Future[Any]]", seconds: float) -> None:
+    """Wait until all are done, but no longer than this."""
+    running = [future for future in futures if not future.done()]
+    if running:
+        await asyncio.wait(running, timeout=seconds)
+
+
+class ResetAnswer:
+    """Collects what became of the starts of episodes."""
+
+    def __init__(self, most: int = MAX_ITEM_BYTES) -> None:
+        """`most` bytes of one episode are told."""
+        self._most = most
+        self.prompts: list[list[ChatMessage]] = []
+        """Each different first prompt, once."""
+        self.episodes: list[Opened] = []
+        self._num_bytes = 0
+
+    def add(self, opening: "asyncio.Future[list[ChatMessage]]") -> None:
+        """Add the next episode."""
+        self.episodes.append(self._opened(opening))
+
+    def _opened(self, opening: "asyncio.Future[list[ChatMessage]]") -> Opened:
+        if not opening.done():
+            return Opened()
+        if error := _error_of(opening):
+            return Opened(error=_told(error))
+        messages = opening.result()
+        if messages in self.prompts:
+            return Opened(prompt=self.prompts.index(messages))
+        try:
+            num_bytes = len(pack(messages))
+        except TinkermqError as error:
+            return Opened(error=_told(error))
+        if num_bytes > self._most:
+            return Opened(error=_told(_too_large("the first prompt", num_bytes, self._most)))
+        self._num_bytes += num_bytes
+        if self._num_bytes > MAX_BYTES and self.prompts:
+            return Opened()
+        self.prompts.append(messages)
+        return Opened(prompt=len(self.prompts) - 1)
+
+
+class StepAnswer:
+    """Collects what became of actions."""
+
+    def __init__(self, most: int = MAX_ITEM_BYTES) -> None:
+        """`most` bytes of one action's answer are told."""
+        self._most = most
+        self._observations: list[str | None] = []
+        self._rewards: list[float] = []
+        self._done: list[bool] = []
+        self._infos: list[dict[str, Any]] = []
+        self._roles: list[Literal["user", "tool"]] = []
+        self._failed: list[FailedStep] = []
+        self._timed_out: list[int] = []
+        self._num_bytes = 0
+
+    def add(self, answer: "asyncio.Future[StepResult] | TinkermqError") -> None:
+        """Add the next action: the game's answer, or why it was not asked."""
+        result = self._result(answer)
+        self._roles.append(result.role if result else "user")
+        if isinstance(result, TimedOut):
+            self._timed_out.append(len(self._observations))
+        if result is None:
+            self._observations.append(None)
+            self._rewards.append(0.0)
+            self._done.append(False)
+            self._infos.append({})
+        else:
+            self._observations.append(result.observation)
+            self._rewards.append(result.reward)
+            self._done.append(result.done)
+            self._infos.append(result.info)
+
+    def reply(self) -> StepReply:
+        """Return the message."""
+        roles = self._roles if "tool" in self._roles else []
+        return StepReply(
+            observations=self._observations,
+            rewards=self._rewards,
+            done=self._done,
+            infos=self._infos,
+            roles=roles,
+            failed=self._failed,
+            timed_out=self._timed_out,
+        )
+
+    def _result(self, answer: "asyncio.Future[StepResult] | TinkermqError") -> StepResult | None:
+        """Return what can be told of one action now; an error goes to the failed ones."""
+        if isinstance(answer, TinkermqError):
+            self._fail(answer)
+            return None
+        if not answer.done():
+            return None
+        if error := _error_of(answer):
+            self._fail(error)
+            return None
+        result = answer.result()
+        try:
+            result, num_bytes = self._fitting(result)
+        except GameError as error:
+            self._fail(error)
+            return None
+        except (TinkermqError, ValueError) as error:  # a program's, which nobody has looked at
+            self._fail(GameError(f"an episode's answer cannot travel: {words_of(error)}"))
+            return None
+        self._num_bytes += num_bytes + _CONTAINER_BYTES * _num_containers(result.info)
+        return None if self._num_bytes > MAX_BYTES and self._observations else result
+
+    def _fitting(self, result: StepResult) -> tuple[StepResult, int]:
+        """Return an answer that one message holds, its `info` cut where need be, and its bytes.
+
+        Raises GameError for an observation that is too long.
+        """
+        text_bytes = len(result.observation.encode())
+        if text_bytes > self._most // 2:
+            raise _too_large("an observation", text_bytes, self._most // 2)
+        info_bytes = len(pack(result.info)) if result.info else 0
+        if info_bytes > self._most - text_bytes:
+            result = replace(result, info=cut_info(result.info, self._most - text_bytes))
+            info_bytes = packed_bytes(result.info)
+            if info_bytes > self._most - text_bytes:
+                raise _too_large("`info`", info_bytes, self._most - text_bytes)
+        return result, text_bytes + info_bytes
+
+    def _fail(self, error: BaseException) -> None:
+        self._failed.append(FailedStep(index=len(self._observations), error=_told(error)))
+
+
+def _error_of(answer: "asyncio.Future[Any]") -> BaseException | None:
+    """Return what a future that is done failed with."""
+    if answer.cancelled():
+        return InternalError("the episode's call was cancelled", hint="it can be tried again")
+    return answer.exception()
+
+
+def _too_large(what: str, num_bytes: int, most: int) -> GameError:
+    return GameError(
+        f"{what} of the game has {num_bytes:,} bytes, one message of it takes at most {most:,}",
+        hint="let the game return less: a part of a long text, a file's name in place of its bytes",
+    )
+
+
+def _told(error: BaseException) -> ErrorReply:
+    """Return an error as it travels; what is not ours is the host's own failure, and logged."""
+    if not isinstance(error, TinkermqError):
+        _log.error("episode_failed_in_host", exc_info=error)
+        error = InternalError(
+            f"the environment host failed: {words_of(error)}", hint="its log has the details"
+        )
+    return ErrorReply.of(error.code, error.message, error.hint)
+
+
+def _num_containers(info: dict[str, Any]) -> int:
+    """Return the number of lists and maps in a value."""
+    level: list[Any] = [info]
+    count = 0
+    while level:
+        count += len(level)
+        inner: list[Any] = []
+        for one in level:
+            if isinstance(one, dict):
+                inner += cast("dict[Any, Any]", one).values()
+            else:
+                inner += cast("list[Any]", one)
+        level = [one for one in inner if isinstance(one, dict | list)]
+    return count

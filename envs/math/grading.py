@@ -1,0 +1,387 @@
+"""Grades answers to math problems: finds the answer, compares it, weighs the rules.
+
+The answer is the last `\boxed{…}` outside of reasoning, fenced blocks and tool calls. Comparisons
+that need math-verify run in worker processes with hard limits, since an answer can be expensive to
+compare. `{"answer": 1}` is the plain rule; `{"answer": 0.9, "think": 0.1}` is geometry3k's
+composition of accuracy and format. Each part is reported beside the sum under its own name.
+"""
+
+import atexit
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from importlib.util import find_spec
+from typing import Literal
+
+from ...schemas.wire.errors import ConfigError, GameError
+from ..reasoning import behind_reasoning
+from .quantity import clean, is_balanced, read_quantity, same_unit, without_units
+
+# Finding the answer. Pure.
+
+MAX_ANSWER_CHARS = 1000
+"""A longer answer is wrong without being read."""
+INSTRUCTION = r"Let's think step by step and output the final answer within \boxed{}."
+
+_BOXED = re.compile(r"\\f?box(?:ed)?\s*\{")
+_NOT_SAID = re.compile(r"```.*?(?:```|\Z)|<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
+_TEXT_GROUP = re.compile(
+    r"\\(?:text|mathrm|mbox|textbf|mathbf|textrm|textit|mathit)\s*\{([^{}]*)\}"
+)
+_LETTER = re.compile(
+    r"(?:(?:option|choice|answer)\s*)?[(\[]?\s*([A-Ja-j])\s*[)\].:]*", re.IGNORECASE
+)
+_WORDS = re.compile(r"[A-Za-z][A-Za-z',;\s.-]*")
+_MATHEMATICAL = frozenset(
+    [
+        "sin",
+        "cos",
+        "tan",
+        "cot",
+        "sec",
+        "csc",
+        "log",
+        "ln",
+        "exp",
+        "sqrt",
+        "pi",
+        "infty",
+        "infinity",
+    ]
+)
+_PARTS_OF_NUMBERS = re.compile(
+    r"\\(?:[dtc]?frac|sqrt|pi|times|cdot|div|over|circ|left|right)(?![A-Za-z])|[\d.\s/^(){}*%\\-]"
+)
+_COMPUTATION = re.compile(r"[\w)}]\s*[-+]|\d\s+\d")
+"""A sum or a difference, or several numbers."""
+_FAR = Fraction(2, 10**6)
+"""Of the larger one: numbers that differ by more are not the same, rounded or not."""
+
+
+def said_in_the_end(text: str) -> str:
+    """Return what follows the reasoning; reasoning that was cut off ends in nothing."""
+    text = behind_reasoning(text)
+    _, closed, said = text.rpartition("</think>")
+    return "" if not closed and "<think>" in text else said
+
+
+def final_text(text: str) -> str:
+    """Return what the policy says in the end, without fenced blocks and tool calls."""
+    return _NOT_SAID.sub("", said_in_the_end(text))
+
+
+def boxed_answers(text: str) -> list[str]:
+    r"""Return the contents of all `\boxed{…}` whose braces close, in their order."""
+    answers: list[str] = []
+    for match in _BOXED.finditer(text):
+        content = _braced(text, match.end())
+        if content is not None:
+            answers.append(content.strip())
+    return answers
+
+
+def answer_of(text: str) -> str | None:
+    """Return the answer of a text of the policy, or None if it gives none."""
+    answers = boxed_answers(final_text(text))
+    return answers[-1] if answers and answers[-1] else None
+
+
+def to_compare(gold: str, answer: str) -> tuple[str, str] | bool:
+    """Return what math-verify is to compare for an answer, or whether the answer is right.
+
+    Decided here is what math-verify does not know: units and scales, thousands, words, choices, and
+    that an answer must do the work itself. Where the right answer is one rational number, a sum, a
+    list, a range or an equation of numbers is wrong whatever its value: `1+1` is not 2.
+    """
+    if not is_balanced(answer):
+        return False
+    texts = clean(gold), clean(answer)
+    if not texts[1]:
+        return False
+    if _squashed(texts[0]) == _squashed(texts[1]):
+        return True
+    letters = [_LETTER.fullmatch(_unwrapped(text)) for text in texts]
+    if all(letters) and texts[0].strip("()").isupper():
+        first, second = (match[1] for match in letters if match)
+        return first.upper() == second.upper()
+    if _is_worded(gold, texts[0]):
+        return _same_words(*texts)
+    if r"\boxed" in texts[1]:
+        return False
+    return _numbers_to_compare(gold, answer, texts)
+
+
+def _numbers_to_compare(gold: str, answer: str, texts: tuple[str, str]) -> tuple[str, str] | bool:
+    right, answered = read_quantity(gold), read_quantity(answer)
+    if right is None or (right.has_letter and (answered is None or not answered.unit)):
+        return _expressions_to_compare(*texts)
+    if answered is None:
+        if right.is_rational and _leaves_work(texts[1]):
+            return False
+        return right.latex, texts[1]
+    if answered.has_letter and not right.unit:
+        return right.latex, texts[1]
+    if not same_unit(right.unit, answered.unit) or _other_name(right.label, answered.label):
+        return False
+    if right.value is not None and answered.value is not None:
+        is_far = abs(right.value - answered.value) > _FAR * max(
+            abs(right.value), abs(answered.value)
+        )
+        if is_far and right.is_percent == answered.is_percent:
+            return False
+    return right.latex, answered.latex
+
+
+def _expressions_to_compare(gold: str, answer: str) -> tuple[str, str] | bool:
+    (right, units), (given, others) = without_units(gold), without_units(answer)
+    if units and others and any(one not in others for one in units):
+        return False
+    return right, given
+
+
+def _leaves_work(text: str) -> bool:
+    """Whether an answer leaves a choice or a computation to the reader; any word is a choice."""
+    has_more = _PARTS_OF_NUMBERS.sub("", text) != ""
+    return has_more or _COMPUTATION.search(text) is not None
+
+
+def _other_name(one: str, other: str) -> bool:
+    """Whether both are values of unknowns, and not of the same."""
+    names = [re.fullmatch(r"[A-Za-z]|\\[a-z]+", label) for label in (one, other)]
+    return all(names) and one != other
+
+
+def _squashed(text: str) -> str:
+    """Return a text without spaces that part nothing."""
+    return re.sub(r"\s*([^\w\s])\s*", r"\1", re.sub(r"\s+", " ", _unwrapped(text)))
+
+
+def _unwrapped(text: str) -> str:
+    return _TEXT_GROUP.sub(r" \1 ", text).strip()
+
+
+def _is_worded(gold: str, text: str) -> bool:
+    """Whether the right answer is words, which math-verify would multiply letter by letter."""
+    plain = _unwrapped(text)
+    if _WORDS.fullmatch(plain) is None:
+        return False
+    words = [word for word in re.findall(r"[A-Za-z]+", plain) if word.lower() not in ("and", "or")]
+    if any(word.lower() in _MATHEMATICAL for word in words):
+        return False
+    longest = max(map(len, words), default=0)
+    is_marked = _TEXT_GROUP.search(gold) is not None
+    return longest >= 4 or (longest >= 3 and len(words) > 1) or (longest >= 2 and is_marked)
+
+
+def _same_words(gold: str, answer: str) -> bool:
+    """Whether two texts name the same, in any order where they are lists."""
+    return _items(gold) == _items(answer)
+
+
+def _items(text: str) -> list[str]:
+    plain = re.sub(r"[.!'\"\\{}()]", " ", _unwrapped(text)).casefold()
+    items = re.split(r"[,;]|\band\b", plain)
+    return sorted(
+        " ".join(re.sub(r"^\s*(?:the|an?)\s", "", one).split()) for one in items if one.strip()
+    )
+
+
+def _braced(text: str, start: int) -> str | None:
+    """Return what stands from `start` to the brace that closes, or None where none does."""
+    depth = 1
+    for place in range(start, len(text)):
+        if text[place] in "{}" and text[place - 1] != "\\":
+            depth += 1 if text[place] == "{" else -1
+            if not depth:
+                return text[start:place]
+    return None
+
+
+# Comparing in worker processes: one that exceeds its limits is replaced, and its answer is wrong.
+
+Verdict = Literal["right", "wrong", "late", "failed"]
+LIMIT_S = 5.0
+"""Of computing, for one comparison."""
+MEMORY_BYTES = 2 << 30
+RENEW_AFTER = 2000
+"""Comparisons after which a process is replaced: sympy's caches would grow up to its limit."""
+
+
+class Grader:
+    """Worker processes that compare answers; safe to use from many threads at once."""
+
+    def __init__(
+        self,
+        num_workers: int,
+        *,
+        limit_s: float = LIMIT_S,
+        memory_bytes: int = MEMORY_BYTES,
+        renew_after: int = RENEW_AFTER,
+    ) -> None:
+        """Prepare `num_workers`, which start when they are needed.
+
+        Raises GameError where math-verify is not installed.
+        """
+        if find_spec("math_verify") is None:
+            raise GameError(
+                "math-verify is not installed here: answers cannot be graded",
+                hint="pip install 'tinkermq[math]' where environment hosts run",
+            )
+        self._limits = [str(limit_s), str(memory_bytes)]
+        self._renew_after = renew_after
+        self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
+        for _ in range(num_workers):
+            self._idle.put(None)
+
+    def grade(self, gold: str, answer: str) -> Verdict:
+        """Compare an answer with the right one; late and failed ones are wrong, too.
+
+        Where the right answer is one number, only one number is right: `1+1` is not 2.
+        """
+        if len(answer) > MAX_ANSWER_CHARS or "\0" in answer:
+            return "wrong"
+        compared = to_compare(gold, answer)
+        if isinstance(compared, bool):
+            return "right" if compared else "wrong"
+        gold, answer = compared
+        worker = self._idle.get()
+        try:
+            if worker is None:
+                worker = _Worker(self._limits)
+            verdict = worker.ask(gold, answer)
+            if verdict in ("late", "failed") or worker.num_asked >= self._renew_after:
+                worker.close()
+                worker = None
+            return verdict
+        finally:
+            self._idle.put(worker)
+
+    def close(self) -> None:
+        """End the workers that are idle."""
+        for _ in range(self._idle.qsize()):
+            if (worker := self._idle.get()) is not None:
+                worker.close()
+            self._idle.put(None)
+
+
+class _Worker:
+    def __init__(self, limits: list[str]) -> None:
+        self.num_asked = 0
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", f"{__package__}.grading_worker", *limits],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        if self._line() != "ready":
+            self.close()
+            raise GameError(
+                f"a grading process ended at once, with {self._process.returncode}",
+                hint="its own words are above; see whether `python -c 'import math_verify'` works",
+            )
+
+    def ask(self, gold: str, answer: str) -> Verdict:
+        assert self._process.stdin is not None
+        self.num_asked += 1
+        try:
+            self._process.stdin.write(f"{json.dumps([gold, answer])}\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return "failed"
+        line = self._line()
+        if line in ("true", "false"):
+            return "right" if line == "true" else "wrong"
+        return "late" if self._process.wait() == -signal.SIGPROF else "failed"
+
+    def close(self) -> None:
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            stream.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+
+@cache
+def shared_grader() -> Grader:
+    """Return the grader that all games of this process share."""
+    grader = Grader(len(os.sched_getaffinity(0)))
+    atexit.register(grader.close)
+    return grader
+
+
+# Rules and their weighted sum.
+
+_THINK = re.compile(r"\s*<think>(?:(?!</?think>).)+</think>(?:(?!</?think>).)+", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What became of an answer."""
+
+    reward: float
+    """The weighted sum of the parts."""
+    parts: dict[str, float]
+    """What each rule gave, from 0 to 1."""
+    verdict: Verdict | None
+    """What the grader said; None where there was nothing to grade."""
+    answer: str | None
+    """The answer that was found."""
+
+
+def think_format(text: str) -> float:
+    r"""Return 1 for reasoning in one pair of `<think>` tags, then an answer in `\boxed{}`."""
+    return float(_THINK.fullmatch(text) is not None and answer_of(text) is not None)
+
+
+def boxed_format(text: str) -> float:
+    r"""Return 1 for exactly one `\boxed{}` in what is said in the end."""
+    return float(len(boxed_answers(final_text(text))) == 1)
+
+
+FORMATS: dict[str, Callable[[str], float]] = {"boxed": boxed_format, "think": think_format}
+"""Rules that look at the text alone."""
+ANSWER = "answer"
+"""The rule that compares the answer with the right one."""
+
+
+class MathRewards:
+    """Judges texts by weighted rules."""
+
+    def __init__(self, weights: Mapping[str, float], grader: Grader) -> None:
+        """Take the weight of each rule; ConfigError for a rule that does not exist."""
+        for name in weights:
+            if name != ANSWER and name not in FORMATS:
+                raise ConfigError(
+                    f"env.kwargs.rewards.{name}: there is no such rule",
+                    hint=f"the rules are {', '.join((ANSWER, *FORMATS))}",
+                )
+        if not weights:
+            raise ConfigError("env.kwargs.rewards is empty", hint="leave it out, or {answer: 1}")
+        self._weights = dict(weights)
+        self._grader = grader
+
+    @property
+    def most(self) -> float:
+        """Return the reward of a right answer in the right format."""
+        return sum(weight for weight in self._weights.values() if weight > 0)
+
+    def judge(self, text: str, gold: str) -> Judged:
+        """Judge a text of the policy."""
+        answer = answer_of(text)
+        verdict = None if answer is None else self._grader.grade(gold, answer)
+        scores = {ANSWER: float(verdict == "right")}
+        scores |= {name: FORMATS[name](text) for name in self._weights if name in FORMATS}
+        reward = sum(weight * scores[name] for name, weight in self._weights.items())
+        return Judged(reward, scores, verdict, answer)

@@ -1,0 +1,537 @@
+"""Sources of rewards over HTTP and the broker: an endpoint of the user's, or a model that judges.
+
+A source is given a `Case` and returns a `Score`. Requests are repeated while the endpoint is busy
+or away.
+"""
+
+import base64
+import json
+import math
+import os
+import re
+import string
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
+
+import numpy as np
+import stamina
+import structlog
+
+from ..broker.client.connection import Broker
+from ..broker.client.faults import ConnectionLost
+from ..broker.client.parts import ask_parts
+from ..broker.jobs import JobStore
+from ..schemas.config.sections import RewardConfig
+from ..schemas.infer import CancelInference, ChatRequest, Decoding, InferPart
+from ..schemas.wire.errors import (
+    BusyError,
+    ConfigError,
+    DeadlineError,
+    MessageError,
+    NotFoundError,
+    RewardError,
+    TinkermqError,
+)
+from ..schemas.wire.foreign import plain_value, shown
+from ..schemas.wire.images import plain_text
+from ..schemas.wire.subjects import JobScope
+from .game import ChatMessage
+from .reasoning import behind_reasoning
+
+if TYPE_CHECKING:
+    import httpx
+
+
+_VALUE_KEYS = ("score", "reward")
+
+
+@dataclass
+class Case:
+    """What a source judges: the policy's answer, and all that is known of the episode."""
+
+    data_source: str
+    """What the row of the data says of its origin."""
+    ground_truth: Any
+    """The row's gold answer; None for a game that generates its states."""
+    extra_info: dict[str, Any]
+    """Whatever else the row says."""
+    messages: list[ChatMessage]
+    """The conversation so far."""
+    solution_str: str = ""
+    """The policy's last answer."""
+    info: dict[str, Any] = field(default_factory=dict[str, Any])
+    """What the game said in `info` at its last step."""
+    game_return: float = 0.0
+    """Sum of the game's own rewards."""
+
+    def arguments(self) -> dict[str, Any]:
+        """Return what functions and endpoints are given."""
+        return {
+            "data_source": self.data_source,
+            "solution_str": self.solution_str,
+            "ground_truth": self.ground_truth,
+            "extra_info": self.extra_info,
+            "messages": self.messages,
+            "info": self.info,
+        }
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a source says."""
+
+    value: float
+    info: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Whatever else it tells; numbers become metrics."""
+
+
+class SourceUnusableError(ConfigError):
+    """A source that would fail every episode for the same reason: the job is to end with it."""
+
+
+class Source(Protocol):
+    """Says what a case is worth."""
+
+    async def start(self) -> None:
+        """Get ready; raises what makes the source unusable."""
+        ...
+
+    async def score(self, case: Case) -> Score:
+        """Judge a case; RewardError when that is not possible, SourceUnusableError for any."""
+        ...
+
+    async def stop(self) -> None:
+        """Give back what it holds."""
+        ...
+
+
+def read_score(answer: Any, whose: str) -> Score:
+    """Read what a function returned or an endpoint answered: a number, or a map with one.
+
+    The map holds it as `score` (verl's name) or `reward`. Raises RewardError for anything else,
+    naming `whose` answer it is.
+    """
+    value, info = answer, cast("dict[str, Any]", {})
+    if isinstance(answer, Mapping):
+        info = dict(cast("Mapping[Any, Any]", answer))
+        value = next((info.pop(key) for key in _VALUE_KEYS if key in info), None)
+    number = _number(value)
+    if not math.isfinite(number):
+        text = shown(cast("object", answer))
+        raise RewardError(
+            f"{whose} answered {text}, which is no finite reward",
+            hint="answer a number, or a map whose `score` or `reward` is one",
+        )
+    try:
+        return Score(number, plain_value(info, "info") if info else {})
+    except MessageError as error:
+        raise RewardError(
+            f"what {whose} answered beside the reward cannot travel: {error.message}",
+            hint=error.hint,
+        ) from error
+
+
+def _number(value: Any) -> float:
+    """Return a number of any kind, NumPy's and torch's too, as a float; NaN for what is none."""
+    try:
+        return math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+T = TypeVar("T")
+_BUSY = frozenset({408, 425, 429})
+
+
+class RefusedError(RewardError):
+    """A request that was understood and refused: the same one would be refused again."""
+
+    def __init__(self, url: str, status: int, text: str, hint: str = "") -> None:
+        super().__init__(
+            f"{url} refused: status {status}: {text[:300]}",
+            hint=hint or "see what it expects; env.reward.key_variable names a key",
+        )
+        self.http_status = status
+        self.field = refused_field(text)
+        """The field of the request that the endpoint says is to blame; empty: it names none."""
+
+
+class HttpSource:
+    """What posts JSON, and tries again while nobody is there or somebody is busy."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+        self._client: httpx.AsyncClient
+
+    async def start(self) -> None:
+        """Open the client; ConfigError when the package or the key is missing."""
+        try:
+            import httpx
+        except ImportError as error:
+            raise ConfigError(
+                f"env.reward.source={self._config.source} needs httpx, which is not installed",
+                hint="pip install 'tinkermq[rewards]' where the environment host runs",
+            ) from error
+        headers: dict[str, str] = {}
+        variable = self._config.key_variable
+        if variable is not None:
+            if not os.environ.get(variable):
+                raise ConfigError(
+                    f"env.reward.key_variable={variable} is not set",
+                    hint="set it in the environment of the environment host",
+                )
+            headers["Authorization"] = f"Bearer {os.environ[variable]}"
+        limits = httpx.Limits(max_connections=self._config.max_requests)
+        self._client = httpx.AsyncClient(
+            headers=headers, timeout=self._config.timeout_s, limits=limits
+        )
+
+    async def stop(self) -> None:
+        """Close the client."""
+        await self._client.aclose()
+
+    async def post(self, url: str, body: dict[str, Any]) -> Any:
+        """Return what a URL answers to JSON; RewardError with its reason when it does not."""
+        import httpx
+
+        payload = json.dumps(body, default=_plain)
+        transient = (httpx.TransportError, _Busy)
+        try:
+            reply = await again(self._config, transient, lambda: self._try(url, payload))
+        except transient as error:
+            raise RewardError(
+                f"{url} gave no reward in {self._config.tries} tries: "
+                f"{type(error).__name__}: {error}",
+                hint="see whether it is up and reachable from the environment host",
+            ) from error
+        if reply.status_code >= 300:
+            raise RefusedError(url, reply.status_code, reply.text)
+        try:
+            return reply.json()
+        except ValueError as error:
+            raise RewardError(
+                f"{url} answered what is no JSON: {reply.text[:200]!r}",
+                hint='answer {"score": …}',
+            ) from error
+
+    async def _try(self, url: str, payload: str) -> "httpx.Response":
+        headers = {"Content-Type": "application/json"}
+        reply = await self._client.post(url, content=payload, headers=headers)
+        if reply.status_code >= 500 or reply.status_code in _BUSY:
+            raise _Busy(f"status {reply.status_code}: {reply.text[:200]}")
+        return reply
+
+
+class EndpointSource(HttpSource):
+    """Posts a case to a URL, which answers a number or a map with `score` or `reward`."""
+
+    async def score(self, case: Case) -> Score:
+        """Ask the endpoint."""
+        url = self._config.url or ""
+        return read_score(await self.post(url, case.arguments()), url)
+
+
+class _Busy(Exception):
+    """Somebody answered that he cannot now."""
+
+
+async def again(
+    config: RewardConfig,
+    transient: tuple[type[Exception], ...],
+    attempt: Callable[[], Awaitable[T]],
+) -> T:
+    """Try again on some errors, a bounded number of times within the reward's own limit."""
+    retrying = stamina.AsyncRetryingCaller(attempts=config.tries, timeout=config.timeout_s)
+    return await retrying(transient, attempt)
+
+
+def refused_field(text: str) -> str:
+    """Return the field of a request that a refusal names; empty: none.
+
+    OpenAI's API says `{"error": {"param": …}}`, others `{"param": …}`, FastAPI's own checks
+    `{"detail": [{"loc": ["body", …]}]}`.
+    """
+    try:
+        answer: Any = json.loads(text)
+    except ValueError:
+        return ""
+    outer = cast("dict[str, Any]", answer) if isinstance(answer, dict) else {}
+    error, detail = outer.get("error", outer), outer.get("detail")
+    param = cast("dict[str, Any]", error).get("param") if isinstance(error, dict) else None
+    if param is None and isinstance(detail, list) and detail:
+        first = cast("list[Any]", detail)[0]
+        loc = cast("dict[str, Any]", first).get("loc") if isinstance(first, dict) else None
+        names = [one for one in cast("list[Any]", loc or []) if isinstance(one, str)]
+        param = next((name for name in names if name != "body"), None)
+    return param.partition("[")[0].partition(".")[0] if isinstance(param, str) else ""
+
+
+def _plain(value: Any) -> Any:
+    """Turn what JSON does not know into what it does."""
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, np.ndarray | np.generic):
+        return cast("Any", value).tolist()
+    return str(value)
+
+
+# The judge: an inference job, or a model behind an OpenAI-compatible API.
+
+_JUDGE_PROMPT = """\
+You grade answers.
+
+Task:
+$question
+
+Reference answer:
+$ground_truth
+
+Answer:
+$answer
+
+$form"""
+_FORM = (
+    "End your reply with one line of its own, `Score: N`, and write nothing behind it. N is a "
+    "number such as 7 or 7.5, from 0 (wrong) to $scale (right)."
+)
+_NUMBER = r"(?:[0-9]{1,12}(?:\.[0-9]{1,12})?|\.[0-9]{1,12})"
+_SCORE = re.compile(rf"score: *({_NUMBER})", re.IGNORECASE)
+_ANY_SCORE = re.compile(r"score:", re.IGNORECASE)
+_THINKING = re.compile(
+    r"<(think|thinking|thought|reasoning|analysis)>.*?(?:</\1>|\Z)", re.DOTALL | re.IGNORECASE
+)
+_END_OF_THINKING = re.compile(r"</(?:think|thinking|thought|reasoning|analysis)>", re.IGNORECASE)
+
+_LIMIT, _NEW_LIMIT = "max_tokens", "max_completion_tokens"
+_REFUSALS_OF_FIELDS = frozenset({400, 422})
+_REFUSALS_OF_ALL = frozenset({401, 403, 404, 405})
+"""Statuses of a wrong key, model or URL: no conversation would be judged."""
+_MOST_REFUSED = 8
+"""Requests refused, and none ever answered, after which no conversation is to blame."""
+
+_log = structlog.get_logger()
+
+
+class JudgeSource(HttpSource):
+    """Lets a model read the answer and write a score."""
+
+    def __init__(
+        self, config: RewardConfig, broker: Broker, user: str, job: str | None = None
+    ) -> None:
+        """`job` is the id of the job that `config.judge` names; it is looked up without."""
+        super().__init__(config)
+        self._broker = broker
+        self._user = user
+        self._template = string.Template(config.judge_prompt or _JUDGE_PROMPT)
+        self._scope = JobScope(user, job) if job is not None else None
+        self._limit_field, self._takes_temperature = _LIMIT, True
+        self._is_answered, self._num_refused = False, 0
+        self._unusable: SourceUnusableError | None = None
+
+    async def start(self) -> None:
+        """Find the judge's job, or open the client of its URL."""
+        if self._config.url is not None:
+            await super().start()
+        elif self._scope is None:
+            self._scope = await self._find()
+
+    async def _find(self) -> JobScope:
+        record = await JobStore(self._broker).get(self._user, self._config.judge or "")
+        if record.kind != "infer":
+            raise ConfigError(
+                f"env.reward.judge={record.name} is a job of kind {record.kind}, it answers nobody",
+                hint=f"`tinkermq serve {record.name}` makes an inference job of it",
+            )
+        return JobScope(record.user, record.job)
+
+    async def stop(self) -> None:
+        """Close the client, where there is one."""
+        if self._config.url is not None:
+            await super().stop()
+
+    async def score(self, case: Case) -> Score:
+        """Ask the judge."""
+        prompt = self._prompt(case)
+        if self._scope is None:
+            reply = await self._ask_endpoint(prompt)
+        else:
+            reply = await self._ask_job(self._scope, prompt)
+        return Score(self._worth(reply))
+
+    def _prompt(self, case: Case) -> str:
+        scale = f"{self._config.judge_scale:g}"
+        said = [f"{item['role']}: {plain_text(item['content'])}" for item in case.messages]
+        first = next((item for item in case.messages if item["role"] == "user"), None)
+        return self._template.safe_substitute(
+            question="" if first is None else plain_text(first["content"]),
+            answer=behind_reasoning(case.solution_str),
+            ground_truth=case.ground_truth,
+            conversation="\n".join(said),
+            scale=scale,
+            form=string.Template(_FORM).substitute(scale=scale),
+        )
+
+    def _worth(self, reply: "_Reply") -> float:
+        """Return the share of the best score that a reply gives; RewardError for one without."""
+        if reply.is_cut:
+            raise self._refused(reply.text, f"was cut at {self._config.judge_tokens} tokens")
+        try:
+            return read_judgement(reply.text, self._config.judge_scale)
+        except ValueError as error:
+            raise self._refused(reply.text, str(error)) from error
+
+    def _refused(self, text: str, why: str) -> RewardError:
+        return RewardError(
+            f"the judge {self._config.judge} gave no score from 0 to "
+            f"{self._config.judge_scale:g}: {text[-200:]!r} {why}",
+            hint="its reply must end with a line `Score: N`: $form in env.reward.judge_prompt "
+            "stands for the sentence that demands it, and env.reward.judge_tokens gives it room",
+        )
+
+    async def _ask_endpoint(self, prompt: str) -> "_Reply":
+        config = self._config
+        url = f"{(config.url or '').rstrip('/')}/chat/completions"
+        if self._unusable is not None:
+            raise self._unusable
+        while True:
+            body = self._body(prompt)
+            try:
+                answer = await self.post(url, body)
+                break
+            except RefusedError as error:
+                if not self._adapt(error, body):
+                    raise self._blamed(error, body) from error
+        self._is_answered = True
+        try:
+            choice = answer["choices"][0]
+            content: Any = choice["message"]["content"]
+            finish: Any = choice.get("finish_reason")
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise RewardError(
+                f"{url} answered no chat completion: {str(answer)[:200]}",
+                hint="env.reward.url is the base URL of an OpenAI-compatible API, up to /v1",
+            ) from error
+        if content is not None and not isinstance(content, str):
+            raise RewardError(
+                f"{url} answered a message whose content is no text: {str(content)[:200]}",
+                hint="name a model that answers texts in env.reward.judge",
+            )
+        return _Reply(content or "", finish == "length")
+
+    def _body(self, prompt: str) -> dict[str, Any]:
+        """Return a request: what the configuration says, as far as the endpoint takes it."""
+        config = self._config
+        body: dict[str, Any] = {
+            "model": config.judge,
+            "messages": [{"role": "user", "content": prompt}],
+            self._limit_field: config.judge_tokens,
+            "temperature": 0,
+        }
+        if not self._takes_temperature:
+            del body["temperature"]
+        merged = body | config.judge_request
+        return {name: value for name, value in merged.items() if value is not None}
+
+    def _adapt(self, error: RefusedError, body: Mapping[str, Any]) -> bool:
+        """Ask from now on without a field that the endpoint names; whether that is another request.
+
+        What the user has set himself stays as it is.
+        """
+        own = set(self._config.judge_request)
+        if error.http_status not in _REFUSALS_OF_FIELDS or error.field in own:
+            return False
+        if error.field == _LIMIT and _LIMIT in body and _NEW_LIMIT not in own:
+            self._limit_field = _NEW_LIMIT
+        elif error.field == "temperature" and "temperature" in body:
+            self._takes_temperature = False
+        else:
+            return False
+        _log.warning("judge_request_adapted", judge=self._config.judge, without=error.field)
+        return True
+
+    def _blamed(self, error: RefusedError, body: Mapping[str, Any]) -> TinkermqError:
+        """Return whose fault a refusal is: that of one conversation, or of every request."""
+        self._num_refused += 1
+        of_all = error.http_status in _REFUSALS_OF_ALL or (
+            error.field != "messages" and error.field in body
+        )
+        if not of_all and (self._is_answered or self._num_refused < _MOST_REFUSED):
+            return error
+        self._unusable = SourceUnusableError(
+            f"the judge {self._config.judge} cannot be asked: {error.message}",
+            hint="see env.reward.url, judge and key_variable; env.reward.judge_request sets fields "
+            "of the request and takes them out: {max_tokens: null, max_completion_tokens: 2000}",
+        )
+        return self._unusable
+
+    async def _ask_job(self, scope: JobScope, prompt: str) -> "_Reply":
+        transient = (NotFoundError, DeadlineError, ConnectionLost, BusyError)
+        try:
+            return await again(self._config, transient, lambda: self._chat(scope, prompt))
+        except transient as error:
+            raise RewardError(
+                f"the judge {self._config.judge} gave no answer in {self._config.tries} tries: "
+                f"{error.message}",
+                hint="see whether it runs: `tinkermq ps`",
+            ) from error
+
+    async def _chat(self, scope: JobScope, prompt: str) -> "_Reply":
+        request = ChatRequest(
+            request=uuid.uuid4().hex,
+            messages=[{"role": "user", "content": prompt}],
+            decoding=Decoding(max_tokens=self._config.judge_tokens, temperature=0.0),
+            deadline_s=self._config.timeout_s,
+        )
+        parts = ask_parts(
+            self._broker,
+            scope.infer("chat"),
+            request,
+            InferPart,
+            waiting_for=f"the judge {self._config.judge}",
+            cancel=(scope.infer("cancel"), CancelInference(request=request.request)),
+        )
+        async with aclosing(parts):
+            deltas = [delta async for part in parts for delta in part.deltas]
+        text = "".join(delta.text for delta in deltas)
+        return _Reply(text, any(delta.finish in ("length", "cancelled") for delta in deltas))
+
+
+class _Reply(NamedTuple):
+    """What a judge wrote."""
+
+    text: str
+    is_cut: bool
+    """Whether a limit ended it: the number that it ends with may be half of one."""
+
+
+def read_judgement(reply: str, scale: float) -> float:
+    """Return the score of a judge's reply as a share of `scale`, from 0 to 1.
+
+    The one form is a last line `Score: N`, behind whatever the judge thinks or explains, with N a
+    plain decimal number from 0 to `scale`. Raises ValueError, which says what stands there instead.
+    """
+    lines = [line.strip() for line in _without_thinking(reply).splitlines()]
+    lines = [line for line in lines if line]
+    if not lines:
+        raise ValueError("says nothing behind its thinking")
+    match = _SCORE.fullmatch(lines[-1])
+    if match is None:
+        raise ValueError(f"ends with the line {lines[-1][:80]!r}, which is no `Score: N`")
+    if any(_ANY_SCORE.match(line) for line in lines[:-1]):
+        raise ValueError("holds more than one line `Score: N`")
+    number = float(match[1])
+    if not number <= scale:
+        raise ValueError(f"gives {number:g}, over {scale:g}")
+    return number / scale
+
+
+def _without_thinking(reply: str) -> str:
+    """Return what a judge says in the end; thinking that never ended is followed by nothing.
+
+    A template may open the thinking, so that its end alone stands in the reply.
+    """
+    *_, said = _END_OF_THINKING.split(_THINKING.sub("", reply))
+    return said

@@ -1,1 +1,0 @@
-"""Rewards of answers: rules, functions, endpoints and judges."""

@@ -1,0 +1,584 @@
+"""Runs a host's games off its event loop: in threads, in processes, or in a loop of their own.
+
+`make_runner` chooses by `env.isolation` and by whether the game is async; `process_runner.py` has
+the processes.
+"""
+
+import asyncio
+import contextlib
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, Protocol, TypeVar
+
+from ...broker.metering import TimeUse
+from ...schemas.config.job import EnvConfig
+from ...schemas.wire.errors import GameError, StateError, TinkermqError
+from ...schemas.wire.foreign import Blame
+from ..game import AbstractGame, ChatMessage, StepResult, game_failure
+from ..registry import load_game
+from .episodes import (
+    Call,
+    Episodes,
+    GameFacts,
+    GameHung,
+    Opening,
+    TimeLimits,
+    end_of_hung,
+    hung,
+    is_async,
+    refuse_async,
+)
+from .process_runner import ProcessRunner
+
+T = TypeVar("T")
+
+
+class Runner(Protocol):
+    """Plays the games of many episodes off the event loop."""
+
+    async def start(self) -> GameFacts:
+        """Get ready, make one game as a trial, return what it tells of itself."""
+        ...
+
+    def reset(self, opening: Opening) -> Awaitable[list[ChatMessage]]:
+        """Start an episode; GameError when the game fails."""
+        ...
+
+    def step(self, episode: str, action: str) -> Awaitable[StepResult]:
+        """Play one action; GameError when the game fails, which ends the episode."""
+        ...
+
+    def turn(self, episode: str) -> Awaitable[tuple[str, list[ChatMessage]]]:
+        """Say whose turn it is in a game with roles, and what opens that role's conversation."""
+        ...
+
+    def drop(self, episode: str) -> None:
+        """Forget an episode."""
+        ...
+
+    def end_overdue(self) -> None:
+        """Deal with calls that have run past their limit; called every `LOOK_S`."""
+        ...
+
+    async def stop(self) -> None:
+        """End whatever plays games."""
+        ...
+
+
+class BoundedRunner(Runner, Protocol):
+    """A runner that says how many episodes it runs at the same time."""
+
+    @property
+    def places(self) -> int:
+        """Episodes at the same time."""
+        ...
+
+
+class TimedRunner:
+    """A runner that tells for how long games play, and for how long all its workers do.
+
+    A step that takes too long ends its episode here as the configuration says.
+    """
+
+    def __init__(
+        self, runner: Runner, config: EnvConfig, num_workers: int, time_use: TimeUse
+    ) -> None:
+        """`time_use` knows `full` and `play`: a game has been asked and has not answered."""
+        self._runner = runner
+        self._config = config
+        self._time_use = time_use
+        self._room = math.inf if isinstance(runner, AsyncRunner) else num_workers
+        self._num_asked = 0
+        self.start = runner.start
+        self.drop = runner.drop
+        self.end_overdue = runner.end_overdue
+        self.stop = runner.stop
+
+    def reset(self, opening: Opening) -> Awaitable[list[ChatMessage]]:
+        """Start an episode; GameError when the game fails."""
+        return self._timed(self._runner.reset(opening))
+
+    def step(self, episode: str, action: str) -> Awaitable[StepResult]:
+        """Play one action; GameError when the game fails, which ends the episode."""
+        return self._timed(self._step(episode, action))
+
+    async def _step(self, episode: str, action: str) -> StepResult:
+        try:
+            return await self._runner.step(episode, action)
+        except GameHung as error:
+            return end_of_hung(self._config, error)
+
+    def turn(self, episode: str) -> Awaitable[tuple[str, list[ChatMessage]]]:
+        """Say whose turn it is in a game with roles, and what opens that role's conversation."""
+        return self._timed(self._runner.turn(episode))
+
+    def _timed(self, answer: Awaitable[T]) -> "asyncio.Future[T]":
+        self._num_asked += 1
+        self._time_use.begin("play")
+        if self._num_asked == self._room:
+            self._time_use.begin("full")
+        future = asyncio.ensure_future(answer)
+        future.add_done_callback(self._played)
+        return future
+
+    def _played(self, _: "asyncio.Future[T]") -> None:
+        if self._num_asked == self._room:
+            self._time_use.end("full")
+        self._num_asked -= 1
+        self._time_use.end("play")
+
+
+def make_runner(config: EnvConfig, game_class: type[AbstractGame] | None = None) -> Runner:
+    """Return the runner that `config.isolation` asks for, or else the game's class.
+
+    Where steps are expected to hang (`config.on_step_timeout`) that is a process, which can be
+    ended, unless the configuration asks for threads.
+
+    `game_class` stands for `config.game` where a client hosts a class of its own. Raises GameError.
+    """
+    limits = TimeLimits(config.reset_timeout_s, config.step_timeout_s)
+    if config.isolation == "process" and game_class is None:
+        return _process_runner(config, config.game, limits)
+    game = game_class or load_game(config.game)
+    isolation = config.isolation or game.isolation
+    if is_async(game):
+        if isolation == "process":
+            refuse_async(game)
+        return AsyncRunner(game, config.kwargs, limits=limits)
+    if config.on_step_timeout != "retry":
+        isolation = config.isolation or "process"
+    if isolation == "process":
+        target = config.game if game_class is None else _importable(game_class)
+        return _process_runner(config, target, limits)
+    return ThreadRunner(game, config.kwargs, num_workers=config.workers, limits=limits)
+
+
+def _process_runner(config: EnvConfig, target: str, limits: TimeLimits) -> ProcessRunner:
+    return ProcessRunner(
+        target,
+        config.kwargs,
+        num_workers=config.workers,
+        worker_memory_mb=config.worker_memory_mb,
+        limits=limits,
+    )
+
+
+def _importable(game_class: type[AbstractGame]) -> str:
+    target = f"{game_class.__module__}:{game_class.__qualname__}"
+    if game_class.__module__ == "__main__" or "<locals>" in target:
+        raise GameError(
+            f"{game_class.__qualname__} cannot be imported by a worker process",
+            hint="put the class into a module of its own, or set env.isolation=thread",
+        )
+    return target
+
+
+# Threads of the host's own process: the fastest way, for games that behave.
+#
+# Worker threads take work from one queue and put finished work on another. They are woken once for
+# all calls of one turn of the event loop, and the loop once for all that finished meanwhile. A
+# thread cannot be killed: one that hangs past its limit is replaced, a bounded number of times.
+
+MAX_GIVEN_UP = 16
+"""Threads hung at the same time that are replaced; past it the host says it cannot go on."""
+
+
+@dataclass
+class _Work(Call):
+    """One call into a game, and its outcome."""
+
+    call: Callable[[], Any]
+    outcome: Any = None
+    error: TinkermqError | None = None
+
+    def run(self) -> None:
+        self.started = time.monotonic()
+        try:
+            self.outcome = self.call()
+        except TinkermqError as error:
+            self.error = error
+        except BaseException as error:  # noqa: BLE001 - handed on to the one who asked
+            self.error = game_failure("the game", self.verb, error)
+
+    def finish(self) -> None:
+        if self.future.done():
+            return
+        if self.error is None:
+            self.future.set_result(self.outcome)
+        else:
+            self.future.set_exception(self.error)
+
+
+@dataclass
+class _Worker:
+    """One thread, and the work that it is at."""
+
+    thread: threading.Thread = field(init=False)
+    work: _Work | None = None
+    given_up: bool = False
+
+
+class ThreadRunner:
+    """Plays games in `num_workers` threads."""
+
+    def __init__(
+        self,
+        game_class: type[AbstractGame],
+        kwargs: dict[str, Any],
+        *,
+        num_workers: int,
+        limits: TimeLimits,
+    ) -> None:
+        self._episodes = Episodes(game_class, kwargs)
+        self._name = game_class.__name__
+        self._num_workers = num_workers
+        self._limits = limits
+        self._queue: deque[_Work] = deque()
+        self._num_new = 0
+        self._wakes: SimpleQueue[bool] = SimpleQueue()
+        """A worker takes one and plays until the queue is empty; False ends a worker."""
+        self._finished: deque[_Work] = deque()
+        self._waking = threading.Lock()
+        self._workers: list[_Worker] = []
+        self._num_given_up = 0
+        self._loop: asyncio.AbstractEventLoop
+
+    async def start(self) -> GameFacts:
+        """Start the threads and make one game as a trial; return what it tells of itself."""
+        self._loop = asyncio.get_running_loop()
+        for _ in range(self._num_workers):
+            self._add_worker()
+        return await self._submit("__init__", "", self._episodes.probe)
+
+    def reset(self, opening: Opening) -> "asyncio.Future[list[ChatMessage]]":
+        """Start an episode."""
+        return self._submit("reset", opening.episode, lambda: self._episodes.reset(opening))
+
+    def step(self, episode: str, action: str) -> "asyncio.Future[StepResult]":
+        """Play one action."""
+        return self._submit("step", episode, lambda: self._episodes.step(episode, action))
+
+    def turn(self, episode: str) -> "asyncio.Future[tuple[str, list[ChatMessage]]]":
+        """Say whose turn it is, and what opens that role's conversation."""
+        return self._submit("turn", episode, lambda: self._episodes.turn(episode))
+
+    def drop(self, episode: str) -> None:
+        """Forget an episode."""
+        self._episodes.drop(episode)
+
+    def end_overdue(self) -> None:
+        """Give up threads whose game has hung past its limit, and fail its episode."""
+        for worker in list(self._workers):
+            if (work := worker.work) is not None and work.is_overdue:
+                self._give_up(worker, work)
+        if not self._workers:
+            self._refuse_queued()
+
+    async def stop(self) -> None:
+        """Let the threads end; one that hangs ends with the process."""
+        for _ in self._workers:
+            self._wakes.put(False)
+
+    def _submit(self, verb: str, episode: str, call: Callable[[], Any]) -> "asyncio.Future[Any]":
+        future = self._loop.create_future()
+        work = _Work(verb, episode, self._limits.of(verb), future, call)
+        self._queue.append(work)
+        if not self._num_new:
+            self._loop.call_soon(self._wake_workers)
+        self._num_new += 1
+        return work.future
+
+    def _wake_workers(self) -> None:
+        for _ in range(min(self._num_new, self._num_workers)):
+            self._wakes.put(True)
+        self._num_new = 0
+
+    def _add_worker(self) -> None:
+        worker = _Worker()
+        worker.thread = threading.Thread(
+            target=self._serve, args=(worker,), name=f"game-{self._name}", daemon=True
+        )
+        self._workers.append(worker)
+        worker.thread.start()
+
+    def _serve(self, worker: _Worker) -> None:
+        """Play what is in the queue until told to stop, or until given up."""
+        while self._wakes.get():
+            while True:
+                try:
+                    work = self._queue.popleft()
+                except IndexError:
+                    break
+                worker.work = work
+                work.run()
+                worker.work = None
+                self._finished.append(work)
+                self._wake_loop()
+                if worker.given_up:
+                    self._episodes.drop(work.episode)
+                    self._on_loop(self._return_thread)
+                    return
+
+    def _wake_loop(self) -> None:
+        """Wake the event loop unless it has been woken already and not yet looked."""
+        if self._waking.acquire(blocking=False):
+            self._on_loop(self._collect)
+
+    def _on_loop(self, function: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(function)
+
+    def _collect(self) -> None:
+        self._waking.release()
+        while self._finished:
+            self._finished.popleft().finish()
+
+    def _give_up(self, worker: _Worker, work: _Work) -> None:
+        worker.given_up = True
+        self._workers.remove(worker)
+        self._num_given_up += 1
+        if self._num_given_up <= MAX_GIVEN_UP:
+            self._add_worker()
+            self._wakes.put(True)  # for what it may have left in the queue
+        work.error = work.hung(self._name)
+        work.finish()
+
+    def _return_thread(self) -> None:
+        """A thread that had been given up came back, and ended: its place is free again."""
+        self._num_given_up -= 1
+        if len(self._workers) < self._num_workers:
+            self._add_worker()
+            self._wakes.put(True)
+
+    def _refuse_queued(self) -> None:
+        while self._queue:
+            work = self._queue.popleft()
+            work.error = GameError(
+                f"{self._num_given_up} calls of {self._name} have hung, no thread is left",
+                hint="set env.isolation=process: a hung game is killed there",
+            )
+            work.finish()
+
+
+# Async games, all in one event loop.
+#
+# The loop has its own thread, so that a game that blocks delays the other episodes of its host but
+# never the host. A call past its limit is cancelled. A loop that is blocked for as long as a step
+# may take is replaced with all its episodes, a bounded number of times.
+
+
+class AsyncRunner:
+    """Plays games in one event loop."""
+
+    def __init__(
+        self,
+        game_class: type[AbstractGame],
+        kwargs: dict[str, Any],
+        *,
+        limits: TimeLimits,
+    ) -> None:
+        self._class = game_class
+        self._kwargs = kwargs
+        self._limits = limits
+        self._longest_s = max(limits)
+        self._num_given_up = 0
+        self._loop: ForeignLoop
+        self._episodes: Episodes
+
+    async def start(self) -> GameFacts:
+        """Start the loop and make one game as a trial; return what it tells of itself."""
+        self._begin()
+        probe = self._episodes.probe
+
+        async def made() -> GameFacts:
+            return probe()
+
+        return await self._play("__init__", "", made)
+
+    async def reset(self, opening: Opening) -> list[ChatMessage]:
+        """Start an episode."""
+        episodes = self._episodes
+        return await self._play("reset", opening.episode, lambda: episodes.reset_async(opening))
+
+    async def step(self, episode: str, action: str) -> StepResult:
+        """Play one action."""
+        episodes = self._episodes
+        return await self._play("step", episode, lambda: episodes.step_async(episode, action))
+
+    async def turn(self, episode: str) -> tuple[str, list[ChatMessage]]:
+        """Say whose turn it is, and what opens that role's conversation."""
+        found = self._episodes.turn
+
+        async def asked() -> tuple[str, list[ChatMessage]]:
+            return found(episode)
+
+        return await self._play("turn", episode, asked)
+
+    def drop(self, episode: str) -> None:
+        """Forget an episode."""
+        self._episodes.drop(episode)
+
+    def end_overdue(self) -> None:
+        """Give the loop up if it has not turned for as long as a call may take."""
+        if not self._loop.is_stuck(self._longest_s):
+            return
+        stuck, self._num_given_up = self._loop, self._num_given_up + 1
+        if self._num_given_up <= MAX_GIVEN_UP:
+            self._begin()
+            stuck.give_up(self._blocked("its episodes are lost"))
+        else:
+            stuck.give_up(self._blocked(f"it was given {MAX_GIVEN_UP} new ones before"))
+
+    async def stop(self) -> None:
+        """Cancel what runs and end the loop."""
+        await asyncio.to_thread(self._loop.end)
+
+    def _begin(self) -> None:
+        self._episodes = Episodes(self._class, self._kwargs)
+        self._loop = ForeignLoop("async-games")
+
+    def _blocked(self, outcome: str) -> GameError:
+        return GameError(
+            f"{self._class.__name__} held up its event loop for {self._longest_s:g} s: {outcome}",
+            hint="an async game must await whatever takes long; write one that computes without "
+            "async",
+        )
+
+    async def _play(self, verb: str, episode: str, call: Callable[[], Awaitable[Any]]) -> Any:
+        """Run a call in the games' loop, for as long as it may take."""
+        episodes, limit_s = self._episodes, self._limits.of(verb)
+
+        async def limited() -> Any:
+            task = asyncio.ensure_future(call())
+            await asyncio.wait({task}, timeout=limit_s)
+            if task.done() and not task.cancelled():
+                return task.result()
+            episodes.drop(episode)
+            if task.cancelled():  # nobody did here: the game has cancelled its own task
+                raise game_failure(self._class.__name__, verb, asyncio.CancelledError())
+            task.cancel()
+            raise hung(self._class.__name__, verb, limit_s)
+
+        name = self._class.__name__
+        return await self._loop.submit(limited, lambda error: game_failure(name, verb, error))
+
+
+# The event loop for coroutines of users, in its own thread. What they raise becomes an error of
+# ours.
+
+_END_S = 5.0
+
+
+class ForeignLoop:
+    """Runs coroutines for callers on the event loop that made it."""
+
+    def __init__(self, name: str) -> None:
+        """Start the thread."""
+        self._name = name
+        self._home = asyncio.get_running_loop()
+        self._loop = asyncio.new_event_loop()
+        self._waiting: set[asyncio.Future[Any]] = set()
+        self._running: set[asyncio.Task[None]] = set()
+        self._asked: float | None = None
+        self._ended = False
+        self._thread = threading.Thread(target=self._turn, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[[], Awaitable[Any]], blame: Blame) -> "asyncio.Future[Any]":
+        """Run a coroutine in the loop; return a future of the caller's loop.
+
+        To cancel the future cancels the coroutine. Whatever it raises comes back as `blame` says.
+        """
+        future: asyncio.Future[Any] = self._home.create_future()
+        self._waiting.add(future)
+        future.add_done_callback(self._waiting.discard)
+        self._loop.call_soon_threadsafe(self._start, call, blame, future)
+        return future
+
+    def is_stuck(self, limit_s: float) -> bool:
+        """Whether the loop has not turned for so long; asked again and again."""
+        asked, now = self._asked, time.monotonic()  # the loop's thread may answer meanwhile
+        if asked is None:
+            self._asked = now
+            self._loop.call_soon_threadsafe(self._answer)
+        return asked is not None and now - asked >= limit_s
+
+    def give_up(self, error: TinkermqError) -> None:
+        """Fail whatever is waited for; the thread ends if the loop ever turns again."""
+        self._ended = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        for future in list(self._waiting):
+            if not future.done():
+                future.set_exception(error)
+
+    def end(self) -> None:
+        """Cancel what runs, stop the loop and wait a few seconds for its thread."""
+        self._ended = True
+        with contextlib.suppress(RuntimeError):  # it is closed already
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_END_S)
+
+    def _turn(self) -> None:
+        """Turn until the end, also after a coroutine has stopped the loop, or raised SystemExit.
+
+        Those two asyncio lets through; the task that awaits them gets them as well.
+        """
+        with (
+            contextlib.suppress(BaseException),
+            asyncio.Runner(loop_factory=lambda: self._loop) as runner,
+        ):
+            loop = runner.get_loop()
+            while not self._ended and not loop.is_closed():
+                with contextlib.suppress(BaseException):
+                    loop.run_forever()
+
+    def _answer(self) -> None:
+        self._asked = None
+
+    def _start(
+        self, call: Callable[[], Awaitable[Any]], blame: Blame, future: "asyncio.Future[Any]"
+    ) -> None:
+        task = self._loop.create_task(self._finish(call, blame, future))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        self._on_home(self._follow, future, task)
+
+    async def _finish(
+        self, call: Callable[[], Awaitable[Any]], blame: Blame, future: "asyncio.Future[Any]"
+    ) -> None:
+        outcome: Any = None
+        error: TinkermqError | None = None
+        try:
+            outcome = await call()
+        except BaseException as raised:  # noqa: BLE001 - handed on to the one who asked
+            ended = StateError(f"the event loop {self._name} has ended")
+            error = ended if self._ended else blame(raised)
+        self._on_home(_settle, future, outcome, error)
+
+    def _follow(self, future: "asyncio.Future[Any]", task: "asyncio.Task[None]") -> None:
+        """Cancel the coroutine when nobody waits for it any more."""
+
+        def cancel(waited: "asyncio.Future[Any]") -> None:
+            if waited.cancelled():
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    self._loop.call_soon_threadsafe(task.cancel)
+
+        future.add_done_callback(cancel)
+
+    def _on_home(self, function: Callable[..., None], *arguments: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody waits
+            self._home.call_soon_threadsafe(function, *arguments)
+
+
+def _settle(future: "asyncio.Future[Any]", outcome: Any, error: TinkermqError | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(outcome)
+    else:
+        future.set_exception(error)

@@ -1,1 +1,0 @@
-"""Games over the broker: the host that serves them, and the other side."""
