@@ -107,7 +107,7 @@ class Nodes:
         known = (member.status for _, member in sorted(self._members.items()))
         return [status for status in known if status is not None]
 
-    def told(self) -> list[NodeStatus]:
+    def list_statuses(self) -> list[NodeStatus]:
         """Return the nodes with what is known of their clocks."""
         return [
             node.model_copy(update={"clock_ahead_s": clock.surely_ahead_s})

@@ -43,7 +43,7 @@ class Plateau:
     best_step: int = 0
     told: bool = False
 
-    def take(self, values: Mapping[str, float]) -> bool:
+    def observe(self, values: Mapping[str, float]) -> bool:
         """Take the newest numbers; True once for each plateau.
 
         Validation counts if there is any, else the reward.
@@ -80,7 +80,7 @@ class Notifier:
         if record.secrets:
             self._queue.put_nowait((record, _TOLD[record.state]))
 
-    async def look(self, active: list[JobRecord]) -> None:
+    async def check_jobs(self, active: list[JobRecord]) -> None:
         """Look for plateaus among the jobs that run and whose owners want to know."""
         if time.monotonic() - self._looked < _LOOK_S:
             return
@@ -96,7 +96,7 @@ class Notifier:
             values = await recent_values(self._broker, record.scope)
         except (NotFoundError, TimeoutError):
             return
-        if plateau.take(values):
+        if plateau.observe(values):
             text = f"has not improved {plateau.measure} since step {plateau.best_step}"
             self._queue.put_nowait((record, f"{text} ({plateau.best:.4g})"))
 
@@ -166,7 +166,7 @@ class MoveEvents:
         self._jobs = jobs
         self._telling: dict[str, JobRecord] = {}
 
-    def tell(self, records: Iterable[JobRecord], group: asyncio.TaskGroup) -> None:
+    def publish(self, records: Iterable[JobRecord], group: asyncio.TaskGroup) -> None:
         """Tell what these records hold, in tasks of `group`, unless that is under way."""
         for record in sorted(records, key=lambda one: one.finished or 0.0):
             key = record.scope.key

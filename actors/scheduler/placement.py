@@ -87,7 +87,7 @@ class UserShares:
         """Return the quota of a user."""
         return self.quotas.get(user, self.unknown)
 
-    def take(self, user: str, slots: int, actors: int) -> None:
+    def add(self, user: str, slots: int, actors: int) -> None:
         """Count what a user was given."""
         self.held[user] = self.held.get(user, 0) + slots
         self.actors[user] = self.actors.get(user, 0) + actors
@@ -217,7 +217,7 @@ def place(
             given = pool.give(request, free)
             num_free = sum(map(len, free.values())) if given else num_free
             if request.whole:  # what a running job lacks counts as held already
-                shares.take(request.user, sum(len(item.devices) for item in given), len(given))
+                shares.add(request.user, sum(len(item.devices) for item in given), len(given))
             result.assignments += given
             most -= bool(given)
         if len(given) == len(request.actors):

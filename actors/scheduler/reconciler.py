@@ -82,7 +82,7 @@ class LearnerCommands:
         self._told: dict[str, tuple[str, int | None]] = {}
         self._telling: set[str] = set()
 
-    def pass_on(
+    def send_pending(
         self,
         key: str,
         record: JobRecord,
@@ -274,11 +274,11 @@ class Reconciler:
         for record in list(self._view.live.values()):
             if not is_queued(record) or record.stop != "no":
                 await self._advance(record, group)
-        self._events.tell(self._view.untold(), group)
-        self._remover.look(group)
+        self._events.publish(self._view.untold(), group)
+        self._remover.start_removals(group)
         active = [item for item in self._view.live.values() if item.state in ACTIVE]
-        if await self._versions.look(active):
-            await self._notifier.look(active)
+        if await self._versions.refresh(active):
+            await self._notifier.check_jobs(active)
 
     def _rise_above_nodes(self) -> None:
         """Have the highest epoch: nodes may have heard a higher one that the broker has lost."""
@@ -447,7 +447,7 @@ class Reconciler:
             self._messenger.hand_over(record, group)
         elif record.actors:
             main = statuses.get(main_actor(record.actors).name)
-            self._messenger.pass_on(key_of(record), record, main, group)
+            self._messenger.send_pending(key_of(record), record, main, group)
 
     def _statuses(self, record: JobRecord) -> dict[str, ActorStatus]:
         reported = (

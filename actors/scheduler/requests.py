@@ -150,7 +150,7 @@ class SchedulerRequests:
     async def get(self, request: JobRequest, context: RequestContext) -> JobReply:
         """Return one job."""
         record = await self._view.steered(context.user, request.job)
-        return JobReply(record=self._view.told(record))
+        return JobReply(record=self._view.with_queue_place(record))
 
     async def list_jobs(self, request: ListRequest, context: RequestContext) -> JobList:
         """Return a page of the user's jobs, or an admin everybody's."""
@@ -164,11 +164,11 @@ class SchedulerRequests:
             jobs = self._view.with_archived(wanted, user) if request.archived else wanted
             page, after = self._view.page(jobs, request.after)
         reply = await archive.read(page, context.caller)
-        return JobList(records=[self._view.told(item) for item in reply], after=after)
+        return JobList(records=[self._view.with_queue_place(item) for item in reply], after=after)
 
     async def nodes(self, _: Empty, context: RequestContext) -> NodeList:
         """Return the nodes that are there; of others' actors only admins see whose they are."""
-        nodes = [_short(node) for node in self._pool.told()]
+        nodes = [_short(node) for node in self._pool.list_statuses()]
         if not self._view.is_admin(context.user):
             nodes = [_shown(node, context.user) for node in nodes]
         return NodeList(nodes=nodes, trouble=self._trouble())
@@ -207,7 +207,7 @@ class SchedulerRequests:
 
     async def take_checkpoint(self, request: TakeCheckpoint, context: RequestContext) -> ModelInfo:
         """Copy a checkpoint of one's run to the service that trains on its base model."""
-        return await self._submission.origins.take(context.user, request.path)
+        return await self._submission.origins.copy_checkpoint(context.user, request.path)
 
     async def damaged(self, _: Empty, context: RequestContext) -> DamagedRecords:
         """Return which records of the user cannot be read; of the whole pool for admins."""

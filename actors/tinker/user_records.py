@@ -209,7 +209,7 @@ class TinkerSessions:
                 f"there is no session {session}", hint="create_session returns a session's id"
             )
 
-    def tell(self, user: str, event: TellSession) -> SessionState:
+    def record_event(self, user: str, event: TellSession) -> SessionState:
         """Take in what is told of a session; raises NotFoundError for one of somebody else."""
         self.check_owner(user, session_name(event.session))
         with self._lock:
@@ -365,7 +365,7 @@ class CheckpointEndpoints:
         return RunPage(runs=runs[request.offset : request.offset + request.limit], total=len(runs))
 
     async def _tell(self, event: TellSession, context: RequestContext) -> SessionState:
-        return await asyncio.to_thread(self._sessions.tell, context.user, event)
+        return await asyncio.to_thread(self._sessions.record_event, context.user, event)
 
     async def _list_sessions(self, request: ListSessions, context: RequestContext) -> SessionPage:
         return await asyncio.to_thread(self._sessions.page, context.user, request)

@@ -96,7 +96,7 @@ class RestApi:
             display_name=_name_in(body),
             sdk_version=version,
         )
-        await self._records.tell(visitor, event)
+        await self._records.report_event(visitor, event)
         notes = note_to(version)
         if body.get("project_id") is not None:
             notes["info_message"] = "this service has no projects: project_id is ignored"
@@ -108,7 +108,7 @@ class RestApi:
         _, body = await json_body(request)
         event = TellSession(session=session_name(text_in(body, "session_id")), event="beat")
         try:
-            state = await self._records.tell(visitor, event)
+            state = await self._records.report_event(visitor, event)
         except NobodyAnswersError:  # the trainer starts again: the session goes on
             state = "live"
         if state == "over":
@@ -127,7 +127,7 @@ class RestApi:
             event="finish",
             reason=": ".join(item for item in (message, detail) if item)[:1000],
         )
-        await self._records.tell(visitor, event)
+        await self._records.report_event(visitor, event)
         return JSONResponse({})
 
     async def list_sessions(self, request: Request) -> Response:

@@ -320,7 +320,7 @@ class TinkerApi:
             name = SamplerName.of_base(session, number, text_in(body, "base_model"))
             await self._trainers.job_of_sampler(visitor.user, visitor.broker, name)
         opened = TellSession(session=session_name(session), event="sampler", sampler=str(name))
-        await self._records.tell(visitor, opened)
+        await self._records.report_event(visitor, opened)
         fields = {"type": "create_sampling_session", "sampling_session_id": str(name)}
         return JSONResponse(fields)
 

@@ -425,7 +425,7 @@ class TrainerRecords:
 
     # -- sessions ----------------------------------------------------------------------------------
 
-    async def tell(self, visitor: Visitor, event: TellSession) -> str:
+    async def report_event(self, visitor: Visitor, event: TellSession) -> str:
         """Tell all trainers of a session; return whether it is `live`, `over` or `unknown`.
 
         Raises NotFoundError for one of somebody else, NobodyAnswersError when none answers.

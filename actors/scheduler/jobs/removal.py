@@ -71,7 +71,7 @@ class Tidier:
         self._task: asyncio.Task[None] | None = None
         self._not_before: dict[str, float] = {}
 
-    def look(self, group: asyncio.TaskGroup) -> None:
+    def mark_old(self, group: asyncio.TaskGroup) -> None:
         """Mark what is to be archived, in a task of `group`."""
         if self._task is not None and not self._task.done():
             return
@@ -150,9 +150,9 @@ class Remover:
         self._busy: set[str] = set()
         self._not_before: dict[str, float] = {}
 
-    def look(self, group: asyncio.TaskGroup) -> None:
+    def start_removals(self, group: asyncio.TaskGroup) -> None:
         """Begin what is to be done, in tasks of `group`."""
-        self._tidier.look(group)
+        self._tidier.mark_old(group)
         for record in self._view.removals():
             key = key_of(record)
             if len(self._busy) >= _AT_ONCE:

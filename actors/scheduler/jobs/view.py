@@ -348,11 +348,11 @@ class JobsView:
         shares = UserShares(quotas=quotas, unknown=unknown, aging_s=aging_s)
         for record in self.live.values():
             if record.state in ACTIVE:
-                shares.take(record.user, slots_of(record.actors), len(record.actors))
+                shares.add(record.user, slots_of(record.actors), len(record.actors))
         return shares
 
-    def told(self, record: JobRecord) -> JobRecord:
-        """Return a record as its owner is told it: a queued one with its place in the queue."""
+    def with_queue_place(self, record: JobRecord) -> JobRecord:
+        """Return a record as its owner sees it: a queued one with its place in the queue."""
         if record.state != "QUEUED":
             return record
         place, why = self.waits.get(key_of(record), (0, ""))
@@ -444,7 +444,7 @@ class Versions:
         self._jobs = jobs
         self._read = float("-inf")
 
-    async def look(self, active: Sequence[JobRecord]) -> bool:
+    async def refresh(self, active: Sequence[JobRecord]) -> bool:
         """Enter what the learners of these jobs tell, now and then; whether it did."""
         if time.monotonic() - self._read < _EVERY_S:
             return False

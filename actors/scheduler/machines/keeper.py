@@ -169,7 +169,7 @@ class Spending:
         self._bucket = Bucket(broker, BUCKET_MACHINES, MachineSpending)
         self._known: MachineSpending | None = None
 
-    async def note(self, machines: Sequence[Machine], now: float) -> float:
+    async def record_use(self, machines: Sequence[Machine], now: float) -> float:
         """Note what runs at `now` (seconds since the epoch); return seconds used that day."""
         before = self._known or await self._read()
         self._known = spent(before, machines, now)
@@ -256,7 +256,7 @@ class MachineKeeper:
 
     async def _look(self, demanding: DemandSource) -> None:
         reply = await self._source.list_machines()
-        used_s = await self._spending.note(reply, time.time())
+        used_s = await self._spending.record_use(reply, time.time())
         single = await self._without_doubles(reply)
         nodes = {node.node: node for node in self._pool.nodes()}
         seen = {item.name: SeenMachine(item, _state(item, nodes)) for item in single}

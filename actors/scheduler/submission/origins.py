@@ -309,7 +309,7 @@ class Origins:
             )
         return record
 
-    async def take(self, user: str, path: str) -> ModelInfo:
+    async def copy_checkpoint(self, user: str, path: str) -> ModelInfo:
         """Copy a checkpoint of a user's run to the service that has its base model.
 
         Raises NotFoundError, ConfigError for a path that is none of a run, or for a run without an

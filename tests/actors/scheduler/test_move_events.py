@@ -43,7 +43,7 @@ async def test_a_thousand_ends_at_once_are_told_some_at_a_time_the_oldest_first(
     events, order, most = MoveEvents(own_broker, jobs), list[str](), 0
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
         while waiting:
-            events.tell(reversed(waiting.values()), group)
+            events.publish(reversed(waiting.values()), group)
             most = max(most, events.num_closing)
             await asyncio.sleep(0.01)
             for name in list(waiting):

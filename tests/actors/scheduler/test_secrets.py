@@ -251,7 +251,7 @@ async def test_a_plateau_is_told_once(stack: Stack, letterbox: Letterbox) -> Non
 def test_a_plateau_is_steps_without_a_better_value() -> None:
     plateau = Plateau(10)
     told = [
-        plateau.take({"step": step, "training_step_reward": reward})
+        plateau.observe({"step": step, "training_step_reward": reward})
         for step, reward in [
             (1, 0.1),
             (5, 0.3),
@@ -263,14 +263,14 @@ def test_a_plateau_is_steps_without_a_better_value() -> None:
         ]
     ]
     assert told == [False, False, False, True, False, False, True]
-    assert not plateau.take({"step": 31})
+    assert not plateau.observe({"step": 31})
 
 
 def test_validation_counts_before_the_reward() -> None:
     plateau = Plateau(5)
-    assert not plateau.take({"step": 1, "training_step_reward": 0.1})
-    assert not plateau.take({"step": 2, "training_step_reward": 9, "val/mean_score": 0.5})
-    assert plateau.take({"step": 7, "training_step_reward": 99, "val/mean_score": 0.5})
+    assert not plateau.observe({"step": 1, "training_step_reward": 0.1})
+    assert not plateau.observe({"step": 2, "training_step_reward": 9, "val/mean_score": 0.5})
+    assert plateau.observe({"step": 7, "training_step_reward": 99, "val/mean_score": 0.5})
 
 
 @pytest.mark.parametrize("section", ["algorithm", "training"])

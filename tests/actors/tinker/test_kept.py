@@ -234,16 +234,18 @@ def test_sessions_and_runs_are_their_users_and_outlast_a_restart(
 ) -> None:
     sessions, runs = kept.kept.sessions, kept.kept.runs
     begin = TellSession(session="s1", event="begin", user_metadata={"a": "b"})
-    assert sessions.tell("ada", begin).state == "live"
+    assert sessions.record_event("ada", begin).state == "live"
     assert kept.model.info is not None
     runs.begin("ada", kept.model.info, {"renderer_name": "x"}, 5.0)
-    sessions.tell("ada", TellSession(session="s1", event="sampler", sampler="s1:sample:0:x"))
+    sessions.record_event(
+        "ada", TellSession(session="s1", event="sampler", sampler="s1:sample:0:x")
+    )
     for told in (begin, TellSession(session="s1", event="finish", reason="mine")):
         with pytest.raises(NotFoundError, match="there is no session s1"):
-            sessions.tell("bob", told)
-    assert sessions.tell("bob", TellSession(session="s2", event="beat")).state == "unknown"
+            sessions.record_event("bob", told)
+    assert sessions.record_event("bob", TellSession(session="s2", event="beat")).state == "unknown"
     finish = TellSession(session="s1", event="finish", reason="success")
-    assert sessions.tell("ada", finish).state == "over"
+    assert sessions.record_event("ada", finish).state == "over"
     again = Kept(kept.folder, adapters).kept
     (found,) = again.sessions.page("ada", ListSessions()).sessions
     assert (found.models, found.reason) == ([str(MODEL)], "success")
