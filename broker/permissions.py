@@ -5,7 +5,7 @@ and write the streams of their one job, by their role. *Guests* are users and th
 of jobs, which run code of users: they have no access to JetStream at all, because whoever may ask
 the server for something also names the subject of its answer, and the server checks no rights
 there. What guests read and store goes through the store proxy (`actors/auth/store_proxy.py`), which
-asks the table in `guests.py`. *Programs* whose episodes run elsewhere have the key of one
+asks `may_read` and `may_store`. *Programs* whose episodes run elsewhere have the key of one
 episode: they reach who plays it and who hosts it, and nothing that is stored.
 
 Nobody is given `allow_responses`: who may send a request to a subject and listen on it as well
