@@ -78,8 +78,8 @@ class HistoryRenderer:
         cut = self._cut((_STAND_IN_USER,), reply, new, tools)
         if cut is None:
             return None
-        num_said = self._chat.count_generated(generated_ids[-1:], cut.after)
-        return np.array(cut.after[num_said:], np.int32)
+        num_generated = self._chat.count_generated(generated_ids[-1:], cut.after)
+        return np.array(cut.after[num_generated:], np.int32)
 
     def continues(
         self,
@@ -331,7 +331,7 @@ def hermes_text(chat: ChatTokenizer, text: str, tools: Tools) -> str:
 
 
 def certain_text(chat: ChatTokenizer, text: str, tools: Tools) -> str:
-    """Return what `told_text` will tell of a growing answer, whatever follows."""
+    """Return what `hermes_text` will return of a growing answer, whatever follows."""
     read = call_format(chat) if tools else None
     return text if read is None else text[: certain_length(text, read)]
 
