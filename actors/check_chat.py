@@ -92,7 +92,7 @@ def _answers_fit(
 def _lengths(chat: ChatTokenizer, one: Exchange) -> tuple[list[int], int]:
     """Return the tokens of each answer, end of turn included, and those of the observations."""
     stop = chat.stop_token_ids[0]
-    answers = [[*chat.encode_said(action), stop] for action in one.actions]
+    answers = [[*chat.encode_reply(action), stop] for action in one.actions]
     shown = zip(answers, one.observations[: len(answers) - 1], strict=False)
     observed = [len(chat.next_turn(ids, [message])) for ids, message in shown]
     return [len(ids) for ids in answers], sum(observed)

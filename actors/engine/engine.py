@@ -464,7 +464,7 @@ def again(error: EngineError) -> EngineError:
     return copy
 
 
-def tell_engine(context: JobContext, stats: EngineStats, **more: float) -> None:
+def report_engine(context: JobContext, stats: EngineStats, **more: float) -> None:
     """Put the engine's figures, and more, into the heartbeat."""
     context.presence = context.presence.model_copy(update={"version": stats.version})
     context.numbers.update(

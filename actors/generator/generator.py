@@ -25,7 +25,7 @@ from ...schemas.config.sections import SelfPlayConfig
 from ...schemas.rollout import Group
 from ...schemas.wire.errors import NotFoundError
 from ...schemas.wire.trace import GENERATOR_KINDS
-from ..engine.engine import Engine, tell_engine
+from ..engine.engine import Engine, report_engine
 from ..engine.weight_updates import WeightFollower, load_policies
 from ..policy.chat import make_chat
 from ..policy.policies import MAIN, check_weights
@@ -334,7 +334,7 @@ class Generator:
             await asyncio.sleep(_STATS_S)
             stats = self._engine.stats()
             idle_s, now = self._time_use.totals()["tasks"], time.perf_counter()
-            tell_engine(
+            report_engine(
                 context,
                 stats,
                 groups_held=len(self._held),

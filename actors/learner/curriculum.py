@@ -87,13 +87,15 @@ class Curriculum:
             if item >= config.num_items:
                 continue  # a fork may have less data
             self._tries[item], self._solved[item] = tries, solved
-        self._kept = {index: (item, version) for index, item, version in state.kept_choices}
+        self._saved_choices = {
+            index: (item, version) for index, item, version in state.kept_choices
+        }
         self._noted: list[Group] = []
         self._bounds = self._accumulate()
 
     def choose(self, index: int, version: int) -> Chosen:
         """Choose the task at a position of the data order; a kept choice comes first."""
-        chosen = self._kept.pop(index, None)
+        chosen = self._saved_choices.pop(index, None)
         if chosen is not None:
             return self._chosen(index, *chosen)
         rng = np.random.default_rng([self._order.seed, _STREAM, index])
@@ -114,7 +116,7 @@ class Curriculum:
         """Take notice of a task that is to be issued again: it is not chosen anew."""
         if task.index is not None and task.chosen_at is not None and self._knows(task.item):
             assert task.item is not None
-            self._kept[task.index] = (task.item, task.chosen_at)
+            self._saved_choices[task.index] = (task.item, task.chosen_at)
 
     def learn(self, trained: Iterable[Group]) -> None:
         """Count what was noted and what a step has trained, in order."""
@@ -143,7 +145,9 @@ class Curriculum:
         state.success = [
             (int(item), float(self._tries[item]), float(self._solved[item])) for item in seen
         ]
-        state.kept_choices = [(index, *choice) for index, choice in sorted(self._kept.items())]
+        state.kept_choices = [
+            (index, *choice) for index, choice in sorted(self._saved_choices.items())
+        ]
 
     def _knows(self, item: int | None) -> bool:
         return item is not None and item < self._config.num_items

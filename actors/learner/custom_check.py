@@ -39,7 +39,7 @@ def check_function(kind: Kind, target: str) -> list[dict[str, Any]]:
         own.append(CustomFunction(kind, target))
         return own[0].key
 
-    results = [_ask("it can be imported", load)]
+    results = [_answer("it can be imported", load)]
     if own:
         questions = {
             "advantage": _of_advantage,
@@ -49,7 +49,7 @@ def check_function(kind: Kind, target: str) -> list[dict[str, Any]]:
             "filter": _of_filter,
             "curriculum": _of_curriculum,
         }
-        results += [_ask(name, question) for name, question in questions[kind](own[0]).items()]
+        results += [_answer(name, question) for name, question in questions[kind](own[0]).items()]
     return results
 
 
@@ -288,7 +288,7 @@ def _correction_inputs() -> CorrectionInputs:
     )
 
 
-def _ask(name: str, question: Callable[[], str]) -> dict[str, Any]:
+def _answer(name: str, question: Callable[[], str]) -> dict[str, Any]:
     try:
         return {"name": name, "ok": True, "detail": question(), "hint": ""}
     except TinkermqError as error:

@@ -50,7 +50,7 @@ class Drops:
         self._tell = tell
         self._clock = clock
         self._unrecorded: list[Dropped] = list(state.unrecorded)
-        self._untold: Counter[str] = Counter()
+        self._unreported: Counter[str] = Counter()
         self._examples: list[str] = []
         self._again = 0
         self._lost = 0
@@ -74,7 +74,7 @@ class Drops:
             self._reporter.waste.add_failed(entry.tokens_wasted)
             self._reporter.num_dropped[item.reason] += 1
             if item.reason in _TOLD and not reported:
-                self._note(item, entry, again=again)
+                self._count_drop(item, entry, again=again)
         self._intake.forget(item.seq for item in dropped)
         self._unrecorded += dropped
 
@@ -96,8 +96,8 @@ class Drops:
         """Put what no batch record names yet into the state of a checkpoint."""
         state.unrecorded = list(self._unrecorded)
 
-    def _note(self, item: Dropped, entry: CheckedEntry, *, again: bool) -> None:
-        self._untold[item.reason] += 1
+    def _count_drop(self, item: Dropped, entry: CheckedEntry, *, again: bool) -> None:
+        self._unreported[item.reason] += 1
         self._again += again
         self._lost += self._external and not again and item.reason != "duplicate"
         if len(self._examples) < _EXAMPLES and (why := _why(item, entry)):
@@ -105,10 +105,10 @@ class Drops:
 
     async def report_drops(self, *, now: bool = False) -> None:
         """Publish what was dropped since the last time as one event, now and then."""
-        if not self._untold or (not now and self._clock() < self._next_s):
+        if not self._unreported or (not now and self._clock() < self._next_s):
             return
         self._next_s = self._clock() + TOLD_EVERY_S
-        counts, self._untold = self._untold, Counter()
+        counts, self._unreported = self._unreported, Counter()
         examples, self._examples = self._examples, []
         again, self._again = self._again, 0
         lost, self._lost = self._lost, 0

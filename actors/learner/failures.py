@@ -137,7 +137,7 @@ class Untrainable:
         self._batch_size = batch_size
         self._judged_seq = judged_seq
         self._counts: Counter[DropReason] = Counter()
-        self._least = self._next_told = batch_size
+        self._least = self._next_report = batch_size
 
     @property
     def num_in_a_row(self) -> int:
@@ -154,7 +154,7 @@ class Untrainable:
     def stepped(self) -> None:
         """Take notice of a step: some groups can be trained."""
         self._counts.clear()
-        self._least = self._next_told = max(self._batch_size, _HICCUP)
+        self._least = self._next_report = max(self._batch_size, _HICCUP)
 
     def give_up(self, seq: int) -> int:
         """Judge all up to an entry of the log, so that a resumed run begins to count; return it."""
@@ -170,9 +170,9 @@ class Untrainable:
 
     def word(self) -> str:
         """Return what is to be told now: after a batch's worth, and each time they doubled."""
-        if self.num_in_a_row < self._next_told:
+        if self.num_in_a_row < self._next_report:
             return ""
-        self._next_told = 2 * self.num_in_a_row
+        self._next_report = 2 * self.num_in_a_row
         ends = f"; after {self._limit} the run ends" if self._limit else ""
         return f"{self._summary()}{ends} (limits.untrainable_groups)\n{self._main[2]}"
 

@@ -90,7 +90,7 @@ def _agent_numbers(played: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
     rows = [item for episode in played for item in episode if item.kind]
     if not rows:
         return {}
-    episode_numbers = [_told(episode[0].info.get("agent")) for episode in played]
+    episode_numbers = [_numeric_fields(episode[0].info.get("agent")) for episode in played]
     names = sorted({name for numbers in episode_numbers for name in numbers})
     kinds = Counter(item.kind for item in rows)
     ids = [item.token_ids for item in rows]
@@ -114,14 +114,14 @@ def _masked_share(played: Sequence[Sequence[Trajectory]], num_generated: float) 
 
     Nothing where none was demanded.
     """
-    episode_numbers = [_told(episode[0].info.get("agent")) for episode in played]
+    episode_numbers = [_numeric_fields(episode[0].info.get("agent")) for episode in played]
     if not any("masked_tokens" in numbers for numbers in episode_numbers):
         return {}
     masked = sum(numbers.get("masked_tokens", 0.0) for numbers in episode_numbers)
     return {"rollout/masked_share": masked / max(1.0, num_generated)}
 
 
-def _told(numbers: Any) -> dict[str, float]:
+def _numeric_fields(numbers: Any) -> dict[str, float]:
     """Return what is a number among what somebody told."""
     if not isinstance(numbers, dict):
         return {}

@@ -145,7 +145,7 @@ class Learner:
         self._left_alone: float | None = None
         self._torch, self._time_use = torch_thread(config.learner.threads), learner_time_use()
         self._checkpoints, self._tokenizer = checkpoints, tokenizer
-        self._kept: tuple[int, Path] | None = None
+        self._kept_weights: tuple[int, Path] | None = None
         self._saver = Saver(context, checkpoints, state, self.intake, self._write_checkpoint)
 
     async def run(self) -> int:
@@ -228,7 +228,7 @@ class Learner:
                 raise error
             missing = self.config.training.batch_size - len(self.intake.candidates())
             with self._named_wait(max(missing, 0)):
-                await self._look_again(self.intake.changed)
+                await self._wait_or_look_again(self.intake.changed)
         return None
 
     def _decide(self) -> BatchDecision:
@@ -250,7 +250,7 @@ class Learner:
         self.control.changed.clear()
         named = self.context.waiting("somebody to resume the job")
         with named, self._time_use.doing("paused"):
-            await self._look_again(self.control.changed)
+            await self._wait_or_look_again(self.control.changed)
         self._failures.heard()
 
     async def _wait_for_room(self) -> None:
@@ -263,7 +263,7 @@ class Learner:
         if self._saver.is_to_be_tried_again:
             await self._save()
         with self.context.missing(self._saver.missing or "a checkpoint"):
-            await self._look_again(self.intake.changed)
+            await self._wait_or_look_again(self.intake.changed)
 
     def _named_wait(self, missing: int) -> AbstractContextManager[None]:
         """Name the wait for so many groups; where it is for somebody outside, with its begin."""
@@ -276,7 +276,7 @@ class Learner:
         self._left_alone = self._left_alone or time.time()
         return self.context.missing(name, self._left_alone)
 
-    async def _look_again(self, event: asyncio.Event) -> None:
+    async def _wait_or_look_again(self, event: asyncio.Event) -> None:
         """Wait until an event is set, but look again now and then."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_S):
@@ -430,12 +430,12 @@ class Learner:
     async def _keep_weights(self) -> str:
         """Keep the weights of a step without a checkpoint, once; say where."""
         step = self.state.step
-        if self._kept is None or self._kept[0] != step:
+        if self._kept_weights is None or self._kept_weights[0] != step:
             try:
-                self._kept = step, await self._in_torch(self._write_weights)
+                self._kept_weights = step, await self._in_torch(self._write_weights)
             except TinkermqError as error:
                 return error.message
-        return f"the weights of step {step} are kept in {self._kept[1]}, as safetensors"
+        return f"the weights of step {step} are kept in {self._kept_weights[1]}, as safetensors"
 
     def _write_weights(self) -> Path:
         places = [self.context.run_dir, Path(tempfile.gettempdir()) / self.context.scope.job]

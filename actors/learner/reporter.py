@@ -92,7 +92,7 @@ class Reporter:
     generators: Generators = field(default_factory=Generators)
     tracer: StepTracer = field(default_factory=StepTracer)
     _traces: deque[StepTrace] = field(default_factory=lambda: deque[StepTrace](maxlen=_WINDOW))
-    _told: float = 0.0
+    _last_report: float = 0.0
     _cores: CoreUse = field(default_factory=CoreUse)
     _unwritten: deque[tuple[int, Mapping[str, float]]] = field(
         default_factory=lambda: deque[tuple[int, Mapping[str, float]]](maxlen=_MAX_UNWRITTEN)
@@ -146,7 +146,7 @@ class Reporter:
         await publish_metric(self.context.broker, self.context.scope, metric)
         await self._log(step, numbers)
         await self._log_episodes(step, groups)
-        await self._tell_bottleneck()
+        await self._report_bottleneck()
 
     async def _log(self, step: int, values: Mapping[str, float]) -> None:
         """Hand numbers to the trackers, each once; a full disk is waited for.
@@ -161,7 +161,7 @@ class Reporter:
             else:
                 async with self._writing:
                     await self._write(tracker)
-        await self._tell_trackers()
+        await self._report_to_trackers()
 
     async def _write(self, tracker: Tracker) -> None:
         """Write the numbers that are not yet in the run's own file."""
@@ -184,7 +184,7 @@ class Reporter:
             self._unwritten.popleft()
         self._is_unwritable = False
 
-    async def _tell_trackers(self) -> None:
+    async def _report_to_trackers(self) -> None:
         """Tell what is wrong with trackers, each once."""
         for tracker in self.trackers:
             for news in tracker.take_news() if isinstance(tracker, GuardedTracker) else ():
@@ -244,7 +244,7 @@ class Reporter:
         """Close the trackers, however long that takes some of them, but for those that hang."""
         with self.context.waiting("the trackers to finish"):
             await asyncio.gather(*(asyncio.to_thread(tracker.finish) for tracker in self.trackers))
-        await self._tell_trackers()
+        await self._report_to_trackers()
         if self._is_unwritable:
             text = f"the metrics of {len(self._unwritten)} steps are not in metrics.jsonl"
             await self.context.event("metrics_lost", text, steps_lost=len(self._unwritten))
@@ -270,11 +270,11 @@ class Reporter:
         waited = sum(trace.learner.get("wait", 0.0) for trace in self._traces)
         return waited / max(sum(sum(trace.learner.values()) for trace in self._traces), 1e-9)
 
-    async def _tell_bottleneck(self) -> None:
+    async def _report_bottleneck(self) -> None:
         now = time.monotonic()
-        if now - self._told < _BOTTLENECK_EVERY_S or len(self._traces) < 3:
+        if now - self._last_report < _BOTTLENECK_EVERY_S or len(self._traces) < 3:
             return
-        self._told = now
+        self._last_report = now
         record = self.context.record
         profile = profile_of(list(self._traces))
         busy = self._cores.busy_share()

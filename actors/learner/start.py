@@ -77,7 +77,7 @@ async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
     start = await _start_of_records(context, checkpoints)
     start.damaged.extend(wrong)
     folder, state = start.folder, start.state
-    await _tell_damaged(context, start)
+    await _report_damaged(context, start)
     if folder is not None:
         refuse_other_kind(folder, config.lora)
     in_torch = partial(once_in_torch, config.learner.threads)
@@ -237,7 +237,7 @@ def unlike_records(
     )
 
 
-async def _tell_damaged(context: JobContext, start: StartingPoint) -> None:
+async def _report_damaged(context: JobContext, start: StartingPoint) -> None:
     """Tell which checkpoints are damaged; raise when what came after the good one is gone, too.
 
     A node that sees other files below the run's folder finds no checkpoint, and none damaged.

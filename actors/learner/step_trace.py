@@ -34,7 +34,7 @@ class StepTracer:
     def __init__(self) -> None:
         self._generators: dict[str, dict[str, float]] = {}
         self._hosts: dict[str, dict[str, float]] = {}
-        self._last_told: dict[str, tuple[int, dict[str, float]]] = {}
+        self._last_seconds: dict[str, tuple[int, dict[str, float]]] = {}
 
     def take_group(self, group: Group) -> None:
         """Take the time of its generator that a group tells of, trained or not."""
@@ -46,8 +46,8 @@ class StepTracer:
     def take_host(self, host: Presence) -> None:
         """Take an environment host's heartbeat: counters since its start."""
         seconds = {kind: host.numbers.get(f"{kind}_s", 0.0) for kind in HOST_KINDS}
-        pid, before = self._last_told.get(host.actor, (0, {}))
-        self._last_told[host.actor] = host.pid, seconds
+        pid, before = self._last_seconds.get(host.actor, (0, {}))
+        self._last_seconds[host.actor] = host.pid, seconds
         if before and pid == host.pid:
             spent = {kind: max(seconds[kind] - before[kind], 0.0) for kind in HOST_KINDS}
             _add(self._hosts.setdefault(host.actor, {}), spent)

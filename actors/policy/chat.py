@@ -131,7 +131,7 @@ class ChatTokenizer:
         self._time = time.time()
         self._template_kwargs = dict(template_kwargs or {})
         self._call_form: list[CallForm] = []  # found once, and shared with those of other times
-        self.found: dict[str, Any] = {}
+        self.findings: dict[str, Any] = {}
         """What has been found out about the template, by name; alike at all times."""
         self._image_reader = image_reader
         self._known: dict[str, IntVector] = {}
@@ -160,9 +160,9 @@ class ChatTokenizer:
             )
         around = (tokenizer.pad_token_id, tokenizer.bos_token_id)
         unsaid = (*self.stop_token_ids, eos, *(cast("int | None", token) for token in around))
-        self._unsaid = frozenset(token for token in unsaid if token is not None)
+        self._never_text = frozenset(token for token in unsaid if token is not None)
         frame = self._frame() if chats else []
-        controls = {*frame, *map(self.token_text, self._unsaid)}
+        controls = {*frame, *map(self.token_text, self._never_text)}
         if image_reader is not None:
             controls.add(self.token_text(image_reader.token_id))
         self._texts = SpecialText(tokenizer, frame, controls)
@@ -218,7 +218,7 @@ class ChatTokenizer:
             f"next {observation!r}",
             lambda: self.encode_behind(self._before, self._behind(observation)),
         )
-        return delta[self.num_said(generated_ids[-1:], delta) :]
+        return delta[self.count_generated(generated_ids[-1:], delta) :]
 
     def conversation(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()
@@ -244,7 +244,7 @@ class ChatTokenizer:
             shown = turn.place + 1
             self._must_extend(known, turn.prompt, f"message {turn.place}")
             between = self.encode_seen(turn.prompt[len(known) :], images, behind=known)
-            turn_ids, known = self._said(turn)
+            turn_ids, known = self._reply_tokens(turn)
             ids += between + turn_ids
             mask += [0] * len(between) + [1] * len(turn_ids)
             ends.append(len(ids) - 1)
@@ -278,7 +278,7 @@ class ChatTokenizer:
             self._must_extend(prompt, whole, f"message {place}")
             yield _Turn(place, prompt, whole, following)
 
-    def _said(self, turn: "_Turn") -> tuple[list[int], str]:
+    def _reply_tokens(self, turn: "_Turn") -> tuple[list[int], str]:
         """Return a turn's tokens with what ends it, and the text up to there."""
         whole, begin = turn.whole, len(turn.prompt)
         if turn.following is not None and not turn.following.startswith(whole):
@@ -316,7 +316,7 @@ class ChatTokenizer:
         is_end = bool(stops) or (self.ends_turns and not reply[end:].strip())
         return end if is_end else 0
 
-    def num_said(
+    def count_generated(
         self, generated_ids: Sequence[int] | IntVector, rest: Sequence[int] | IntVector
     ) -> int:
         """Count the tokens at the beginning of `rest` that the policy has said with its last one.
@@ -333,7 +333,7 @@ class ChatTokenizer:
 
         Other special tokens are marks of the model's own, and stay: `<think>`, `<tool_call>`.
         """
-        ids = [token for token in map(int, token_ids) if token not in self._unsaid]
+        ids = [token for token in map(int, token_ids) if token not in self._never_text]
         text = self._tokenizer.decode(ids, skip_special_tokens=False)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
         return cast("str", text)
 
@@ -633,7 +633,7 @@ class ChatTokenizer:
         """
         return self._tokenizer.encode(text, add_special_tokens=special)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
 
-    def encode_said(self, text: str) -> list[int]:
+    def encode_reply(self, text: str) -> list[int]:
         """Return the ids of an answer, or of its beginning, as they stand behind a prompt."""
         (hidden,) = self._texts.hide([{"role": "assistant", "content": text}])
         return self.encode_behind(self.render([_USER], prompt=True), hidden["content"])

@@ -131,7 +131,7 @@ class GrammarCompiler:
         """Compile for `tokenizer`; nothing is read of it before the first grammar."""
         self._tokenizer = tokenizer
         self._read: llguidance.LLTokenizer | None = None
-        self._kept: OrderedDict[str, TokenGrammar] = OrderedDict()
+        self._cached: OrderedDict[str, TokenGrammar] = OrderedDict()
         self._running: dict[str, asyncio.Future[TokenGrammar]] = {}
         self._thread: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
@@ -195,16 +195,16 @@ class GrammarCompiler:
             )
         grammar = TokenGrammar(text, matcher, read.vocab_size)
         with self._lock:
-            self._kept[text] = grammar
-            while len(self._kept) > MAX_GRAMMARS or sum(map(len, self._kept)) > MAX_KEPT_CHARS:
-                self._kept.popitem(last=False)
+            self._cached[text] = grammar
+            while len(self._cached) > MAX_GRAMMARS or sum(map(len, self._cached)) > MAX_KEPT_CHARS:
+                self._cached.popitem(last=False)
         return grammar
 
     def _remembered(self, text: str) -> TokenGrammar | None:
         with self._lock:
-            known = self._kept.get(text)
+            known = self._cached.get(text)
             if known is not None:
-                self._kept.move_to_end(text)
+                self._cached.move_to_end(text)
             return known
 
     def _ended(self, text: str, done: "asyncio.Future[TokenGrammar]") -> None:
@@ -355,7 +355,7 @@ class OutputGrammars:
         more = "" if wanted.is_single or form.separator is None else "more*"
         rules = [f"calls: call {more}".rstrip()]
         if more:
-            rules.append(f"more: {self._said(form.separator or '')} call")
+            rules.append(f"more: {self._with_mark_tokens(form.separator or '')} call")
         names = [f"call_{number}" for number in range(len(wanted.functions))]
         rules.append(f"call: {' | '.join(names)}")
         for rule, name in zip(names, wanted.functions, strict=True):
@@ -366,16 +366,16 @@ class OutputGrammars:
                 )
             schema = functions[name].get("parameters") or _NO_PARAMETERS
             parts = (
-                self._said(form.before),
+                self._with_mark_tokens(form.before),
                 _text(name),
-                self._said(form.between),
+                self._with_mark_tokens(form.between),
                 _json(_arguments(schema)),
-                self._said(form.after),
+                self._with_mark_tokens(form.after),
             )
             rules.append(f"{rule}: {' '.join(part for part in parts if part)}")
         return rules
 
-    def _said(self, text: str) -> str:
+    def _with_mark_tokens(self, text: str) -> str:
         """Return a text of the template, the marks of calls by their own tokens if they have any.
 
         A mark that is written out letter by letter would be another prompt at the next turn.
@@ -428,7 +428,7 @@ def call_form(chat: ChatTokenizer) -> CallSyntax:
 
 def _rendered_calls(chat: ChatTokenizer, num: int) -> str:
     """Return what a template makes of a turn with calls."""
-    call = {"type": "function", "id": "c00000000", "function": _call_told()}
+    call = {"type": "function", "id": "c00000000", "function": _sample_call()}
     conversation = [
         {"role": "user", "content": "stand-in"},
         {"role": "assistant", "content": "", "tool_calls": [call] * num},
@@ -447,7 +447,7 @@ def _rendered_calls(chat: ChatTokenizer, num: int) -> str:
     return whole[same:]
 
 
-def _call_told() -> dict[str, Any]:
+def _sample_call() -> dict[str, Any]:
     return {"name": _NAME, "arguments": dict(_ARGUMENTS)}
 
 

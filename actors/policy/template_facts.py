@@ -78,8 +78,8 @@ class HistoryRenderer:
         cut = self._cut((_STAND_IN_USER,), reply, new, tools)
         if cut is None:
             return None
-        num_said = self._chat.num_said(generated_ids[-1:], cut.after)
-        return np.array(cut.after[num_said:], np.int32)
+        num_generated = self._chat.count_generated(generated_ids[-1:], cut.after)
+        return np.array(cut.after[num_generated:], np.int32)
 
     def continues(
         self,
@@ -305,9 +305,9 @@ def call_format(chat: ChatTokenizer) -> CallFormat | None:
 
     None where they are read as they come (Hermes, Qwen), and where no format is known.
     """
-    if "call_format" not in chat.found:
-        chat.found["call_format"] = _find_call_format(chat)
-    return chat.found["call_format"]
+    if "call_format" not in chat.findings:
+        chat.findings["call_format"] = _find_call_format(chat)
+    return chat.findings["call_format"]
 
 
 def _find_call_format(chat: ChatTokenizer) -> CallFormat | None:
@@ -324,14 +324,14 @@ def reads_whole(chat: ChatTokenizer) -> bool:
     return chat.parses_responses or call_format(chat) is not None
 
 
-def told_text(chat: ChatTokenizer, text: str, tools: Tools) -> str:
+def hermes_text(chat: ChatTokenizer, text: str, tools: Tools) -> str:
     """Return the text of an answer with its calls in the one format that replies are read in."""
     read = call_format(chat) if tools else None
     return text if read is None else in_hermes_form(text, read, tools)
 
 
 def certain_text(chat: ChatTokenizer, text: str, tools: Tools) -> str:
-    """Return what `told_text` will tell of a growing answer, whatever follows."""
+    """Return what `hermes_text` will return of a growing answer, whatever follows."""
     read = call_format(chat) if tools else None
     return text if read is None else text[: certain_length(text, read)]
 
@@ -347,10 +347,10 @@ def read_text(
     text = chat.decode(generated_ids)
     parsed = chat.parse_response(prompt_ids, generated_ids, tools) if tools else None
     if not parsed or not _is_whole(parsed, chat.decode_all(generated_ids), chat.template):
-        return told_text(chat, text, tools)
+        return hermes_text(chat, text, tools)
     lacking = not all(arguments for _, arguments in _parsed_calls(parsed))
     if lacking and call_format(chat) is not None:  # which looks at each letter of a call
-        return told_text(chat, text, tools)
+        return hermes_text(chat, text, tools)
     thinking = chat.opens_thinking(prompt_ids)
     return as_read(parsed, thinking=thinking) or text
 

@@ -71,7 +71,7 @@ class GrowingChoice:
             elif not self._chat.parses_responses:
                 self.text = certain_text(self._chat, self._plain, self._tools)
 
-    def told_tokens(self, drawn: Sequence[Drawn]) -> dict[str, Any]:
+    def describe_tokens(self, drawn: Sequence[Drawn]) -> dict[str, Any]:
         """Return the texts of tokens and of the likeliest in their places, where asked for."""
         if not self.tells_tokens:
             return {}
@@ -123,11 +123,11 @@ class GrowingChoice:
     def _whole_tokens(self, text: str) -> int:
         """Return how many tokens say no more than a text."""
         num_tokens = len(self.drawn)
-        while num_tokens and len(self._said(num_tokens)) > len(text):
+        while num_tokens and len(self._text_of(num_tokens)) > len(text):
             num_tokens -= 1
         return num_tokens
 
-    def _said(self, num: int) -> str:
+    def _text_of(self, num: int) -> str:
         return self._chat.decode([drawn.token_id for drawn in self.drawn[:num]])
 
 
@@ -239,10 +239,10 @@ class _PartWriter:
 
     def __init__(self, answer: GrowingAnswer, begun: CallPart | None) -> None:
         self._answer = answer
-        self._told = [(0, 0)] * len(answer.choices)
+        self._sent = [(0, 0)] * len(answer.choices)
         self._ended: set[int] = set()
         for delta in begun.deltas if begun is not None else ():
-            self._told[delta.choice] = len(delta.token_ids), len(delta.text)
+            self._sent[delta.choice] = len(delta.token_ids), len(delta.text)
             if delta.finish is not None:
                 self._ended.add(delta.choice)
         self._opened = False
@@ -264,11 +264,11 @@ class _PartWriter:
         return head.model_copy(update={"deltas": deltas})
 
     def _delta(self, number: int, choice: GrowingChoice, *, finished: bool) -> CallDelta | None:
-        tokens, chars = self._told[number]
+        tokens, chars = self._sent[number]
         fresh, text = choice.drawn[tokens:], choice.text[chars:]
         if not (fresh or text or finished):
             return None
-        self._told[number] = tokens + len(fresh), chars + len(text)
+        self._sent[number] = tokens + len(fresh), chars + len(text)
         finish = None
         if finished and choice.answered is not None:
             finish = choice.answered.generated.finish_reason
@@ -279,5 +279,5 @@ class _PartWriter:
             logprobs=[drawn.logprob for drawn in fresh],
             versions=[drawn.version for drawn in fresh],
             finish=finish,
-            **choice.told_tokens(fresh),
+            **choice.describe_tokens(fresh),
         )

@@ -140,7 +140,9 @@ class CallDrawing:
 
     def sampling(self, request: CallRequest, room: int, prompt: bytes, number: int) -> Sampling:
         """Return how a sample is drawn: the same for the same prompt (its digest) and number."""
-        drawing = _asked(request, self._sampling) if self._obeys_program else self._sampling
+        drawing = (
+            _requested_sampling(request, self._sampling) if self._obeys_program else self._sampling
+        )
         digest = blake2b(f"{self._seed} {number}".encode() + prompt, digest_size=7).digest()
         sampling = Sampling(
             max_new_tokens=room,
@@ -172,7 +174,7 @@ def _penalty(request: CallRequest, name: str, least: float, most: float, default
     )
 
 
-def _asked(request: CallRequest, drawing: EpisodeSampling) -> EpisodeSampling:
+def _requested_sampling(request: CallRequest, drawing: EpisodeSampling) -> EpisodeSampling:
     """Return the sampling that a program asks for; what it does not say is the job's."""
     requested = {
         name: value
@@ -242,7 +244,7 @@ class KnownAnswers:
         lost = all(self._tree.calls[number].delivered is False for number in last)
         return last if request.is_retry or lost else []
 
-    def tell_again(self, numbers: Sequence[int]) -> None:
+    def note_repeated(self, numbers: Sequence[int]) -> None:
         """Take notice that an answer is told once more: whether it arrives will be seen."""
         for call in (self._tree.calls[number] for number in numbers):
             if call.delivered is False or call.number in self._presumed:
@@ -309,7 +311,7 @@ class CallAnswers:
         self._order = asyncio.Lock()
         self._conversations: set[str] = set()
         self._begin_tree()
-        self._answered = restored(log.found, self._exact)
+        self._answered = restored(log.segments, self._exact)
         self._known.restore(self._answered)
         for call, answered in zip(self.tree.calls, self._answered, strict=True):
             self._count_sample(answered.prepared)
@@ -463,7 +465,7 @@ class CallAnswers:
             known = [replace(answer, prepared=at, asked=asking) for answer, at in pairs]
             return self._begin(request, prepared, digest, known)
         if numbers := self._known.find(request, digest):
-            self._known.tell_again(numbers)
+            self._known.note_repeated(numbers)
             known = [self._answered[number] for number in numbers]
             return self._begin(request, prepared, digest, known, numbers)
         return None

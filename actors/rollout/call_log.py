@@ -58,7 +58,7 @@ class CallLog(EpisodeRecorder):
     ) -> None:
         """`name` decides what the episode draws; `found` is what earlier holders wrote."""
         self.delivery = 1 if writer is None else writer.delivery
-        self.found: list[Segment] = []
+        self.segments: list[Segment] = []
         """Calls of this try that an earlier holder wrote."""
         self.episode = self.host = ""
         """The try that is under way, and the environment host that runs its program."""
@@ -74,7 +74,7 @@ class CallLog(EpisodeRecorder):
     def begin_try(self) -> None:
         """Go on with the try that an earlier holder began, or else begin one."""
         before, self._before = self._before, ()
-        self.found = [segment for segment in before if segment.call is not None]
+        self.segments = [segment for segment in before if segment.call is not None]
         self._num_tries += 1
         try_key = f"{self._name} {self._num_tries}".encode()
         self.drawing_seed = int.from_bytes(blake2b(try_key, digest_size=7).digest(), "little")
@@ -83,7 +83,7 @@ class CallLog(EpisodeRecorder):
             last = before[-1]
             self.episode, self.host = last.episode, last.host
             self.drawing_seed, self._end = last.seed, last.end
-            self.num_continued = int(sum(segment.mask.sum() for segment in self.found))
+            self.num_continued = int(sum(segment.mask.sum() for segment in self.segments))
 
     def hold(self, episode: str, host: str, *, anew: bool) -> None:
         """Take notice of the host that runs the program; `anew`: what was written is void."""

@@ -439,12 +439,12 @@ class PostedRewards:
                 for number in range(len(tree.calls))
                 if isinstance(entry.get(str(number)), kind)
             }
-            for entry, kind in _told(info)
+            for entry, kind in _named_fields(info)
         )
         return cls(_finite(calls), _finite(branches), names)
 
 
-def _told(info: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], Any]]:
+def _named_fields(info: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], Any]]:
     """Return the three maps of an environment's `info`: others than ours may write there."""
     kinds = {"call_rewards": int | float, "branch_rewards": int | float, "branch_names": str}
     fields = [(info.get(name), kind) for name, kind in kinds.items()]

@@ -35,7 +35,7 @@ from ...schemas.wire.images import images_of
 from ..engine.engine import Drawn, Generation, OnToken, PromptScores, Sampling, tops_of
 from ..policy.chat import ChatTokenizer
 from ..policy.grammar import OutputGrammars, TokenGrammar
-from ..policy.template_facts import call_format, certain_text, told_text
+from ..policy.template_facts import call_format, certain_text, hermes_text
 from ..policy.token_text import TextStream
 
 # -- log-probs of prompts --------------------------------------------------------------------------
@@ -121,9 +121,9 @@ class Choice:
     finish: Literal["stop", "length", "cancelled"] | None = None
     _fresh: list[Drawn] = field(default_factory=list[Drawn])
     _words: list[str] = field(default_factory=list[str])
-    _told: bool = False
+    _sent: bool = False
     _plain: str = ""
-    _num_said: int = 0
+    _num_sent: int = 0
 
     def begin(self, opened: str) -> None:
         """Begin with the mark by which the prompt has opened the reasoning of the answer."""
@@ -156,10 +156,10 @@ class Choice:
             self._words.append(text)
             return
         self._plain += text
-        tell = told_text if last else certain_text
+        tell = hermes_text if last else certain_text
         whole = tell(self.chat, self._plain, self.tools)
-        self._words.append(whole[self._num_said :])
-        self._num_said = len(whole)
+        self._words.append(whole[self._num_sent :])
+        self._num_sent = len(whole)
 
     @property
     def num_tokens(self) -> int:
@@ -169,10 +169,10 @@ class Choice:
     def delta(self) -> Delta | None:
         """Return what is new since the last call, or None."""
         text = "".join(self._words)
-        ended = self.finish is not None and not self._told
+        ended = self.finish is not None and not self._sent
         if not (text or self._fresh or ended):
             return None
-        fresh, self._fresh, self._words, self._told = self._fresh, [], [], ended
+        fresh, self._fresh, self._words, self._sent = self._fresh, [], [], ended
         named = self._named(fresh) if self.logprobs else []
         return Delta(
             choice=self.number,

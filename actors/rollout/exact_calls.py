@@ -92,7 +92,7 @@ class ExactCalls:
         self._facts = facts or facts_of(chat)
         self._chat = chat
         self._renderer = HistoryRenderer(chat)
-        self._num_asked = 0
+        self._num_requests = 0
 
     def prepare(
         self,
@@ -120,7 +120,7 @@ class ExactCalls:
             given = self._renderer.whole(history, tools)
         thinking = self._chat.opens_thinking(given, prefill)
         if prefill:
-            given = np.concatenate([given, np.array(self._chat.encode_said(prefill), np.int32)])
+            given = np.concatenate([given, np.array(self._chat.encode_reply(prefill), np.int32)])
         name = self._next_name()
         return PreparedCall(attachment, given, name, bool(tools), thinking, prefill)
 
@@ -154,7 +154,7 @@ class ExactCalls:
     def restore(self, prepared: PreparedCall, generated: Generation, text: str | None) -> None:
         """Add a call that was written down, in the order in which calls ended."""
         self.finish(prepared, generated, text)
-        self._num_asked = max(self._num_asked, int(prepared.name[1:]) + 1)
+        self._num_requests = max(self._num_requests, int(prepared.name[1:]) + 1)
 
     def finish(
         self, prepared: PreparedCall, generated: Generation, text: str | None = None
@@ -170,6 +170,6 @@ class ExactCalls:
         )
 
     def _next_name(self) -> str:
-        name = f"c{self._num_asked:05}"  # with a call's three digits as long as Mistral's ids
-        self._num_asked += 1
+        name = f"c{self._num_requests:05}"  # with a call's three digits as long as Mistral's ids
+        self._num_requests += 1
         return name

@@ -68,7 +68,9 @@ def rows_of_episode(
         **result.info,
         "agent": {**_figures(calls, tree_rows), **_branch_figures(posted, credit)},
         **({"without_effect": sorted(calls.without_effect)} if calls.without_effect else {}),
-        "calls": [_told(call, tree_rows, posted) for call in tree.calls[:_MAX_ERROR_CHARACTERS]],
+        "calls": [
+            _describe_call(call, tree_rows, posted) for call in tree.calls[:_MAX_ERROR_CHARACTERS]
+        ],
     }
     return [
         _trajectory(
@@ -168,7 +170,7 @@ def _branch_figures(posted: PostedRewards, credit: EpisodeCredit) -> dict[str, f
     }
 
 
-def _told(call: ModelCall, tree_rows: TreeRows, posted: PostedRewards) -> dict[str, Any]:
+def _describe_call(call: ModelCall, tree_rows: TreeRows, posted: PostedRewards) -> dict[str, Any]:
     """Return what people are shown of a call (`envs/agents/call_lines.py` reads it)."""
     rows = [place for place, row in enumerate(tree_rows.rows) if call.number in row.calls]
     return {
@@ -276,15 +278,15 @@ class ProgramLoop:
             with blaming("environment"):
                 started, result = await playing.play()
             await calls.close("its program has ended")
-            await self._tell_without_effect(calls.without_effect)
-            await self._tell_branch_rewards(result)
+            await self._report_without_effect(calls.without_effect)
+            await self._report_branch_rewards(result)
             with blaming("environment"):
                 return await asyncio.to_thread(self._rows, plan, calls, started, result)
         finally:
             await calls.close("it was given up")
             await playing.end()
 
-    async def _tell_without_effect(self, fields: set[str]) -> None:
+    async def _report_without_effect(self, fields: set[str]) -> None:
         """Tell once what programs send that changes nothing; each episode says it in its info."""
         fresh = sorted(fields - self._told_without_effect)[:_MAX_TOLD]
         if not fresh or self._tell is None or len(self._told_without_effect) > _MAX_TOLD:
@@ -293,7 +295,7 @@ class ProgramLoop:
         message = f"programs send what has no effect: {', '.join(fresh)}"
         await self._tell("agent_params", message, fields=fresh)
 
-    async def _tell_branch_rewards(self, result: StepResult) -> None:
+    async def _report_branch_rewards(self, result: StepResult) -> None:
         """Tell once that the rewards of branches have no effect."""
         is_read = self._config.algorithm.branch_credit != "episode"
         if self._tell is None or is_read or self._told_branch_rewards:

@@ -210,7 +210,7 @@ def _diverged(recorded: Recorded, how: str) -> HostGone:
     )
 
 
-def retell(made: Transcript, chat: ChatTokenizer, started: Started) -> None:
+def restart_messages(made: Transcript, chat: ChatTokenizer, started: Started) -> None:
     """Complete a recorded transcript with the messages of its first prompt and of its turns."""
     observations = list(made.observations)
     prompt = made.token_ids[: made.num_prompt]
@@ -261,7 +261,7 @@ class EpisodeSegments(EpisodeRecorder):
             return None
         transcript.continue_from(recorded.transcript)
         game = await find_game(self._task.environments, chat, recorded, episode, start)
-        retell(transcript, chat, game.started)
+        restart_messages(transcript, chat, game.started)
         return game
 
     async def begin(self, transcript: Transcript, game: GameAt) -> None:

@@ -95,11 +95,11 @@ class JobTeacher:
     async def score(self, ids: IntVector, top_k: int) -> PromptScores:
         """Ask any server of the job."""
         try:
-            return await self._ask(ids, top_k)
+            return await self._request_scores(ids, top_k)
         except (BusyError, DeadlineError, NobodyAnswersError, ConnectionLost, BrokerError) as error:
             raise TeacherAway(error.message, hint="see whether it runs: `tinkermq ps`") from error
 
-    async def _ask(self, ids: IntVector, top_k: int) -> PromptScores:
+    async def _request_scores(self, ids: IntVector, top_k: int) -> PromptScores:
         request = CompletionRequest(
             request=uuid.uuid4().hex,
             prompts=[ids.tolist()],
@@ -310,7 +310,7 @@ class AskedTeachers:
         teaching = item.teaching or Teaching()
         ids, places = _read_by_teacher(item, teaching.prompt)
         async with self._places:
-            scores = await self._ask(*named, ids)
+            scores = await self._request_scores(*named, ids)
         score_fields = {
             "logprobs": scores.logprobs[places],
             **(
@@ -326,28 +326,28 @@ class AskedTeachers:
             return None
         return self._of_source.get(source, self._of_source.get(""))
 
-    async def _ask(self, name: str, teacher: Teacher, ids: IntVector) -> PromptScores:
+    async def _request_scores(self, name: str, teacher: Teacher, ids: IntVector) -> PromptScores:
         pause_s, since = _FIRST_S, 0.0
         while True:
             try:
                 scores = await teacher.score(ids, self._top_k)
             except TeacherAway as away:
                 since = since or time.time()
-                await self._tell_away(name, away)
+                await self._report_away(name, away)
                 with self._context.missing(f"the teacher {name}: {away.message[:200]}", since):
                     await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_S)
             else:
-                await self._tell_back(name)
+                await self._report_back(name)
                 return scores
 
-    async def _tell_away(self, name: str, away: TeacherAway) -> None:
+    async def _report_away(self, name: str, away: TeacherAway) -> None:
         """Say once that a teacher does not answer, however many episodes wait for it."""
         if name not in self._away:
             self._away[name] = time.time()
             await self._context.event("teacher_away", f"the teacher {name}: {away}")
 
-    async def _tell_back(self, name: str) -> None:
+    async def _report_back(self, name: str) -> None:
         if (since := self._away.pop(name, None)) is not None:
             away_s = time.time() - since
             await self._context.event("teacher_back", f"the teacher {name}, after {away_s:.0f} s")

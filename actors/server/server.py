@@ -36,7 +36,7 @@ from ...schemas.wire.errors import (
     ModelError,
     NotFoundError,
 )
-from ..engine.engine import Engine, tell_engine
+from ..engine.engine import Engine, report_engine
 from ..engine.weight_updates import WeightFollower
 from ..policy.chat import ChatTokenizer, make_chat
 from ..policy.lora import config_of
@@ -319,5 +319,5 @@ class Server:
         """Put the engine's figures into the heartbeat."""
         context = self._context
         while True:
-            tell_engine(context, self._engine.stats(), requests=self._parts.num_running)
+            report_engine(context, self._engine.stats(), requests=self._parts.num_running)
             await asyncio.sleep(_STATS_S)

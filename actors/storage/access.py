@@ -298,7 +298,7 @@ def _links(folder: Path, key: str) -> Iterator[tuple[str, Path]]:
                 seen.add(path.resolve())
                 waiting.append((path, depth + 1))
             elif path.suffix == ".json" and path.name not in _BIG:
-                for named in _told_files(path):
+                for named in _named_files(path):
                     yield f"{name} ({named})", Path(os.path.realpath(here / named))
 
 
@@ -313,7 +313,7 @@ def _entries(folder: Path) -> list[Path]:
         return []  # whoever reads it says so
 
 
-def _told_files(path: Path) -> Iterator[str]:
+def _named_files(path: Path) -> Iterator[str]:
     """Yield the files in other folders that a JSON file of a model names."""
     real = Path(os.path.realpath(path))
     try:

@@ -40,7 +40,7 @@ _HELD = ".held"
 class CacheEntry(NamedTuple):
     """What a cache holds under one key."""
 
-    asked: float
+    last_used: float
     num_bytes: int
     lock: Path
 

@@ -295,7 +295,9 @@ class BrokerStore:
         """Return the objects below a prefix, by name. Raises StoreAwayError."""
         infos = self._wait("list what it has", self._objects.infos())
         below = self._below + (f"{prefix}/" if prefix else "")
-        objects = (_told(info, self._below) for info in infos if info.name.startswith(below))
+        objects = (
+            _stored_object(info, self._below) for info in infos if info.name.startswith(below)
+        )
         return sorted(objects)
 
     def delete(self, names: list[str]) -> None:
@@ -332,7 +334,7 @@ def _mapped(file: Path) -> list[memoryview]:
         return [memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))]
 
 
-def _told(info: ObjectInfo, below: str) -> StoredObject:
+def _stored_object(info: ObjectInfo, below: str) -> StoredObject:
     return StoredObject(info.name.removeprefix(below), info.num_bytes, info.digest)
 
 

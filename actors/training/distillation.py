@@ -220,12 +220,12 @@ class Teachers:
             keep_S = self._rows_of(source, batch)
             scores.taught_N[keep_S[batch.seq_N]] = True
             if scorer is None:
-                self._take_told(scores, batch, keep_S)
+                self._read_logged(scores, batch, keep_S)
             else:
-                self._ask(scorer, scores, batch, keep_S)
+                self._score_here(scorer, scores, batch, keep_S)
         return scores
 
-    def _ask(
+    def _score_here(
         self, scorer: Scorer, total: TeacherScores, batch: TrainingBatch, keep_S: Tensor
     ) -> None:
         """Let a model in this process score some sequences, of which this rank has a share."""
@@ -244,7 +244,7 @@ class Teachers:
             if whole is not None and part is not None:
                 whole.add_(self._parallel.add_up(part))
 
-    def _take_told(self, scores: TeacherScores, batch: TrainingBatch, keep_S: Tensor) -> None:
+    def _read_logged(self, scores: TeacherScores, batch: TrainingBatch, keep_S: Tensor) -> None:
         """Take what stands in the log of some sequences; `check` has seen that it is there."""
         lengths_S = lengths_by_sequence(batch.seq_N, batch.num_seqs)
         ends = cast("list[int]", lengths_S.cumsum(0).tolist())

@@ -56,7 +56,7 @@ class RankPacker:
         seeing = self._parallel.gather([micro.images is not None for micro in packed])
         together = [any(ranks) for ranks in zip(*seeing, strict=True)]
         return [
-            self._looking(micro) if sees and micro.images is None else micro
+            self._with_probe_image(micro) if sees and micro.images is None else micro
             for micro, sees in zip(packed, together, strict=True)
         ]
 
@@ -68,7 +68,7 @@ class RankPacker:
         micro = flatten(micro) if self._scorer.flat_rows else micro
         return columns_of(micro, sequence.place, sequence.size)
 
-    def _looking(self, micro: MicroBatch) -> MicroBatch:
+    def _with_probe_image(self, micro: MicroBatch) -> MicroBatch:
         assert self._image_reader is not None
         seen = unseen(self._image_reader.read([probe_image()]), micro.position_ids_BT)
         return replace(micro, images=seen)
@@ -97,12 +97,12 @@ class RankPacker:
             microbatch_tokens=self._learner.microbatch_tokens,
             share_prompts=self._shares_prompts,
             hidden_size=self._scorer.hidden_size,
-            see=self._see,
+            see=self._read_images,
         )
         moved = (micro.to(self._scorer.device) for micro in packed)
         return [replace(micro, index_N=index_N[micro.index_N]) for micro in moved]
 
-    def _see(self, sequence: TokenSequence) -> SeenImages | None:
+    def _read_images(self, sequence: TokenSequence) -> SeenImages | None:
         if self._image_reader is None or not sequence.images:
             return None
         return self._image_reader.read_images(self._model, sequence.token_ids, sequence.images)

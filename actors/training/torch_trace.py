@@ -22,13 +22,13 @@ class TorchTracer:
         self._folder = folder
         self._steps_left = 0
         self._files: list[str] = []
-        self._asked: list[asyncio.Future[list[str]]] = []
+        self._waiting: list[asyncio.Future[list[str]]] = []
 
     def trace_steps(self, steps: int) -> "asyncio.Future[list[str]]":
         """Trace the next steps; the files are the future's result. Others' wishes are joined."""
         self._steps_left = max(self._steps_left, steps)
         future: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
-        self._asked.append(future)
+        self._waiting.append(future)
         return future
 
     def traced(self, work: Callable[[], T], step: int) -> Callable[[], T]:
@@ -45,7 +45,7 @@ class TorchTracer:
 
     def finish(self) -> None:
         """Answer those who asked with what there is: no further step comes."""
-        waiting, self._asked, self._steps_left = self._asked, [], 0
+        waiting, self._waiting, self._steps_left = self._waiting, [], 0
         files, self._files = self._files, []
         for future in waiting:
             if future.done():

@@ -97,7 +97,7 @@ class BroadcastReceiver:
         waits_for = "the learner"
         while self._broker.clock() < deadline:
             try:
-                place = await self._ask(manifest)
+                place = await self._request_round(manifest)
             except (NotFoundError, DeadlineError) as error:  # it was not the learner who said so
                 waits_for = error.message
                 await asyncio.sleep(_PAUSE_S)
@@ -122,7 +122,7 @@ class BroadcastReceiver:
             hint="see whether the learner runs, and what it does: `tinkermq logs`",
         )
 
-    async def _ask(self, manifest: Manifest) -> Round:
+    async def _request_round(self, manifest: Manifest) -> Round:
         request = JoinRound(
             receiver=self._name,
             version=manifest.version,

@@ -100,7 +100,7 @@ class Sender:
         self._newest = -1
         self._held: dict[str, _Held] = {}
         self._waiting: dict[_Wanted, dict[str, _Asker]] = {}
-        self._asked = asyncio.Event()
+        self._requested = asyncio.Event()
         self._address = ""
         self._store: Store | None = None
         self._num_groups = 0
@@ -166,7 +166,7 @@ class Sender:
         assert self._store is not None  # it was opened
         try:
             while True:
-                await self._until_asked()
+                await self._wait_for_requests()
                 wanted = next(iter(self._waiting))
                 await self._window(wanted)
                 await self._round(wanted, self._waiting.pop(wanted), self._store)
@@ -200,16 +200,16 @@ class Sender:
         if request.receiver in askers:  # it has given up that request
             askers[request.receiver].place.set_result(self._answer("later", self._store))
         askers[request.receiver] = asker
-        self._asked.set()
+        self._requested.set()
         return await asker.place
 
     def _answer(self, answer: Literal["connect", "later", "removed"], store: Store) -> Round:
         return Round(answer=answer, address=self._address, port=store.port)
 
-    async def _until_asked(self) -> None:
+    async def _wait_for_requests(self) -> None:
         while not self._waiting:
-            self._asked.clear()
-            await self._asked.wait()
+            self._requested.clear()
+            await self._requested.wait()
 
     async def _window(self, wanted: _Wanted) -> None:
         """Wait a moment for others who want the same, or until all of the last round have asked."""
@@ -219,10 +219,10 @@ class Sender:
             left_s = opened + self._window_s - loop.time()
             if left_s <= 0:
                 return
-            self._asked.clear()
+            self._requested.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
-                    await self._asked.wait()
+                    await self._requested.wait()
 
     async def _round(self, wanted: _Wanted, waiting: Mapping[str, _Asker], store: Store) -> None:
         """Send to those who asked; whom it does not reach asks again."""

@@ -118,7 +118,7 @@ class RowAdapters:
         self._model = model
         self._layers: dict[str, nn.Linear] = {}
         self._stack: _Stack | None = None
-        self._kept: _Stack | None = None
+        self._cached: _Stack | None = None
         self._place_B: Tensor | None = None
         """int64: the adapter of each row; None where all have that of the stack."""
 
@@ -129,7 +129,7 @@ class RowAdapters:
 
         Raises ModelError for layers that there are not, other shapes, and what is no number.
         """
-        layers = self._layers or self._found()
+        layers = self._layers or self._adapted_layers()
         pairs: LowRankTensors = {}
         for name in sorted({layer_of(name) for name in tensors}):
             try:
@@ -152,7 +152,7 @@ class RowAdapters:
     def open(self) -> None:
         """Set the hooks; in the thread that computes."""
         if not self._layers:
-            self._layers = self._found()
+            self._layers = self._adapted_layers()
             for name, layer in self._layers.items():
                 layer.register_forward_hook(self._hook(name))
 
@@ -179,19 +179,19 @@ class RowAdapters:
         if len(chosen) == 1:
             chosen[0].alone = chosen[0].alone or _Stack(chosen)
             return chosen[0].alone
-        cached, rank = self._kept, sum(adapter.rank for adapter in chosen)
+        cached, rank = self._cached, sum(adapter.rank for adapter in chosen)
         if (
             cached is None
             or cached.rank > _SPARE * rank
             or any(adapter.serial not in cached.place for adapter in chosen)
         ):
-            self._kept = cached = _Stack(chosen)
+            self._cached = cached = _Stack(chosen)
         return cached
 
     def forget(self, adapter: EngineAdapter) -> None:
         """Free what was laid side by side with an adapter."""
-        if self._kept is not None and adapter.serial in self._kept.place:
-            self._kept = None
+        if self._cached is not None and adapter.serial in self._cached.place:
+            self._cached = None
 
     def _hook(self, name: str) -> Any:
         def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
@@ -208,7 +208,7 @@ class RowAdapters:
         rows = output.flatten(0, -2)
         return torch.addmm(rows, low.flatten(0, -2), layer.b).view(output.shape)
 
-    def _found(self) -> dict[str, nn.Linear]:
+    def _adapted_layers(self) -> dict[str, nn.Linear]:
         if has_adapter(self._model):
             raise ModelError(
                 "the engine's model has an adapter of its own",

@@ -157,7 +157,7 @@ class TransformersEngine:
         """Generate from a prompt; see `engine.AdapterEngine.generate`."""
         prompt = np.ascontiguousarray(prompt_ids, dtype=np.int32)
         self._check(prompt, sampling, request_id)
-        seen = await self._see(prompt, images) if images else None
+        seen = await self._read_images(prompt, images) if images else None
         if seen is not None:  # others have asked meanwhile
             self._check(prompt, sampling, request_id)
         seed = next(self._seeds) if sampling.seed is None else sampling.seed
@@ -174,7 +174,7 @@ class TransformersEngine:
         future: asyncio.Future[Generation] = self._loop.create_future()
         if on_token is not None:
             self._listeners[request_id] = on_token
-        return await self._asked(request_id, future, partial(self._worker.submit, request))
+        return await self._submit(request_id, future, partial(self._worker.submit, request))
 
     async def score(
         self,
@@ -193,9 +193,9 @@ class TransformersEngine:
         check_scored(prompt, top_k, max_context=self._decoder.cache.max_tokens, vocab_size=vocab)
         request = ScoreRequest(request_id, prompt, top_k, self._adapter(adapter))
         future: asyncio.Future[PromptScores] = self._loop.create_future()
-        return await self._asked(request_id, future, partial(self._worker.score, request))
+        return await self._submit(request_id, future, partial(self._worker.score, request))
 
-    async def _asked(
+    async def _submit(
         self, request_id: str, future: "asyncio.Future[R]", command: Callable[[], None]
     ) -> R:
         """Hand a request over and return what becomes of it."""
@@ -238,7 +238,7 @@ class TransformersEngine:
             raise no_adapter(name)
         return self._adapters[name] if name else None
 
-    async def _see(self, prompt: IntVector, images: Sequence[bytes]) -> SeenImages:
+    async def _read_images(self, prompt: IntVector, images: Sequence[bytes]) -> SeenImages:
         """Read images; all who ask for the same ones at a time go on together."""
         reader = require_reader(self._decoder.reader)
         remembered = reader.remembered(prompt, images)

@@ -37,7 +37,7 @@ class RankProcess:
     rank: int
     process: subprocess.Popen[bytes]
     orders: Connection
-    told: int
+    status_fd: int
     """Descriptor of what it tells of its end."""
 
     @classmethod
@@ -65,7 +65,7 @@ class RankProcess:
 
     def why_ended(self) -> str:
         """Say how it has ended; to be asked once."""
-        last = os.read(self.told, _MOST_TOLD).decode(errors="replace")
+        last = os.read(self.status_fd, _MOST_TOLD).decode(errors="replace")
         return f"its process ended with code {self.process.returncode}" + (last and f": {last}")
 
     def close(self, patience_s: float = _END_S) -> None:
@@ -78,7 +78,7 @@ class RankProcess:
             _log.warning("rank_killed", rank=self.rank, after_s=patience_s)
             self.process.kill()
             self.process.wait()
-        os.close(self.told)
+        os.close(self.status_fd)
 
 
 class ChildRanks(Ranks):

@@ -225,7 +225,7 @@ class RankActor:
         self._learner = ""
         self._num_taken = 0
         self._taking = asyncio.Lock()
-        self._asked = context.broker.clock()
+        self._last_request = context.broker.clock()
         self._error = ""
         self._process: RankProcess | None = None
         self._orders: asyncio.Queue[RankOrder] = asyncio.Queue()
@@ -248,7 +248,7 @@ class RankActor:
     async def _until_let_go(self) -> None:
         """Stay while the learner, which sees that this one drains, writes its last checkpoint."""
         clock = self._context.broker.clock
-        while self._state().works and clock() - self._asked < ANSWER_S:  # noqa: ASYNC110  its process ends in its own time
+        while self._state().works and clock() - self._last_request < ANSWER_S:  # noqa: ASYNC110  its process ends in its own time
             await asyncio.sleep(_ORDERS_LOOK_S)
 
     async def _accept_order(self, order: RankOrder) -> RankState:
@@ -278,7 +278,7 @@ class RankActor:
         return self._state()
 
     async def _read_state(self, _: Empty) -> RankState:
-        self._asked = self._context.broker.clock()
+        self._last_request = self._context.broker.clock()
         return self._state()
 
     def _state(self) -> RankState:

@@ -190,7 +190,7 @@ def test_an_episode_of_such_a_template_has_the_tokens_of_the_whole() -> None:
     for reply, role in (("4", "user"), ("5", "tool"), ("6", "user")):
         observation = {"role": role, "content": "on"}
         mark = "<|observation|>" if role == "tool" else "<|user|>"
-        said = [*chat.encode_said(reply), chat._tokenizer.convert_tokens_to_ids(mark)]
+        said = [*chat.encode_reply(reply), chat._tokenizer.convert_tokens_to_ids(mark)]
         ids += [*said, *chat.next_turn(said, [observation]).tolist()]
         told += [{"role": "assistant", "content": reply}, observation]
         assert ids == whole_of(chat, told, prompt=True)
@@ -199,7 +199,7 @@ def test_an_episode_of_such_a_template_has_the_tokens_of_the_whole() -> None:
 
 def test_a_turn_that_is_cut_is_gone_on_behind_without_an_end() -> None:
     chat = glm()
-    said = chat.encode_said("4")
+    said = chat.encode_reply("4")
     ids = chat.first_prompt(MESSAGES[:1]).tolist() + said
     ids += chat.next_turn(said, [MESSAGES[2]]).tolist()
     told = [MESSAGES[0], {"role": "assistant", "content": "4"}, MESSAGES[2]]

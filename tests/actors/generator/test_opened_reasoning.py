@@ -23,7 +23,7 @@ OPENING = ("deepseek_r1_distill", "qwen3_5_think", "nemotron_3_nano")
 def test_an_answer_begins_with_what_its_prompt_opened(name: str) -> None:
     chat = chat_of(name)
     prompt = chat.prompt(ASKED)
-    said = [*chat.encode_said("maybe 5"), chat.stop_token_ids[0]]
+    said = [*chat.encode_reply("maybe 5"), chat.stop_token_ids[0]]
     assert chat.opened(prompt) == "<think>\n"
     assert chat.answer(prompt, said) == "<think>\nmaybe 5"
     assert chat.decode(said) == "maybe 5"
@@ -33,14 +33,14 @@ def test_an_answer_begins_with_what_its_prompt_opened(name: str) -> None:
 def test_an_answer_whose_prompt_opens_nothing_is_what_was_generated(name: str) -> None:
     chat = chat_of(name)
     prompt = chat.prompt([{"role": "user", "content": "write <think>"}])
-    assert chat.answer(prompt, chat.encode_said("<think>\nhm")) == "<think>\nhm"
+    assert chat.answer(prompt, chat.encode_reply("<think>\nhm")) == "<think>\nhm"
 
 
 def test_a_prompt_that_closes_what_it_opened_opens_nothing() -> None:
     chat = chat_of("qwen3_5_nothink")
     prompt = chat.prompt(ASKED)
     assert chat.token_text(prompt[-2]) == "</think>" or "</think>" in chat.decode(prompt[-6:])
-    assert chat.answer(prompt, chat.encode_said("5")) == "5"
+    assert chat.answer(prompt, chat.encode_reply("5")) == "5"
 
 
 def test_a_template_that_opens_and_shows_answers_as_they_are_appends() -> None:

@@ -104,7 +104,7 @@ def test_conversations_are_learnt_with_the_tokens_of_transformers(chat: ChatToke
 @pytest.mark.parametrize("chat", OPENED, indirect=True)
 def test_a_template_that_opens_the_reasoning_is_read_so(chat: ChatTokenizer) -> None:
     prompt = chat.prompt(told("go on")[:1])
-    assert chat.answer(prompt, chat.encode_said("hm</think>so")) == "<think>\nhm</think>so"
+    assert chat.answer(prompt, chat.encode_reply("hm</think>so")) == "<think>\nhm</think>so"
 
 
 @pytest.mark.parametrize("chat", ["qwen2_5", "qwen3", "qwen3_instruct_2507"], indirect=True)

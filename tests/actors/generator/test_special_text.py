@@ -205,7 +205,7 @@ def test_control_tokens_in_a_text_are_text(tokenizer, text: str, role: str) -> N
 @pytest.mark.parametrize("text", HOSTILE)
 def test_control_tokens_in_an_observation_are_text(tokenizer, text: str) -> None:
     chat = ChatTokenizer(tokenizer)
-    said = [*chat.encode_said("ab"), chat.stop_token_ids[0]]
+    said = [*chat.encode_reply("ab"), chat.stop_token_ids[0]]
     ids = chat.next_turn(said, [{"role": "tool", "content": text}]).tolist()
     plain = chat.next_turn(said, [{"role": "tool", "content": "ab"}]).tolist()
     assert specials_of(tokenizer, ids) == specials_of(tokenizer, plain)

@@ -214,7 +214,7 @@ async def test_a_program_that_starts_again_is_answered_from_the_log(
     other = await calls.answer(request("hi", text_of(again), "another way"), asking.tell)
     assert other.calls == [2]
     later = await opened(held(broker, recorded, 2))
-    assert (later.episode, len(later.found)) == ("e-2", 3)
+    assert (later.episode, len(later.segments)) == ("e-2", 3)
 
 
 async def test_several_choices_are_told_to_a_program_that_starts_again(
@@ -240,7 +240,7 @@ async def test_choices_that_a_dead_generator_has_not_written_down_are_generated(
     whole = await calls.answer(request("hi", num_choices=3, request="r"), asking.tell)
     for num_written in range(3):
         found = await opened(held(broker, recorded, 2 + num_written))
-        found.found = found.found[:num_written]  # it died behind the first of them
+        found.segments = found.segments[:num_written]  # it died behind the first of them
         later = asking.calls(found, episode=f"e{num_written}")
         asked = request("hi", num_choices=3, request="r-1", is_retry=True)
         again = await later.answer(asked, asking.tell)

@@ -114,6 +114,6 @@ def test_people_are_shown_what_was_posted_for_calls_and_branches() -> None:
         "branch_names": {"3": "reader"},
     }
     posted, found = PostedRewards.of(info, tree), rows_of(tree, 1 << 30)
-    told = [program_loop._told(call, found, posted) for call in tree.calls]
+    told = [program_loop._describe_call(call, found, posted) for call in tree.calls]
     shown = [(line.reward, line.branch_reward, line.name) for line in call_lines({"calls": told})]
     assert shown[:4] == [(0, None, ""), (2, None, ""), (None, None, ""), (None, -0.5, "reader")]

@@ -301,12 +301,12 @@ def assert_as_rendered(chat: ChatTokenizer, exact: Any) -> None:
 
 @pytest.mark.parametrize(
     "other",
-    ["cut.after[num_said:-1]", "cut.after[1:]", "cut.after"],
+    ["cut.after[num_generated:-1]", "cut.after[1:]", "cut.after"],
     ids=["seam", "closing is not given", "closing is given twice"],
 )
 def test_a_broken_seam_or_closing_is_noticed(chat: ChatTokenizer, other: str) -> None:
     assert_as_rendered(chat, ExactCalls(chat))
-    renderer = changed(template_facts, "cut.after[num_said:]", other).HistoryRenderer
+    renderer = changed(template_facts, "cut.after[num_generated:]", other).HistoryRenderer
     with_own = "import HistoryRenderer, TemplateFacts, Tools, facts_of"
     broken = changed(exact_calls, with_own, "import TemplateFacts, Tools, facts_of")
     broken.__dict__["HistoryRenderer"] = renderer
