@@ -5,7 +5,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from ..schemas.control import MAX_TRACED_STEPS, ControlReply, ControlRequest
 from ..schemas.job import (
     ConfigureRequest,
     JobList,
@@ -37,6 +36,7 @@ from .client.faults import shown_url
 from .client.rpc import call
 
 if TYPE_CHECKING:
+    from ..schemas.control import ControlReply, ControlRequest
     from ..schemas.job import SecretName
     from ..schemas.machines import MachineList
     from ..schemas.node import DamagedRecords, GameCheckReply, NodeStatus
@@ -384,6 +384,8 @@ async def write_checkpoint(broker: Broker, record: JobRecord) -> str:
         "checkpoint to write",
         "ask while a training job runs; one that ends has written its last checkpoint",
     )
+    from ..schemas.control import ControlRequest  # `tinkermq ps` does without it
+
     request = ControlRequest(verb="checkpoint", reason="asked for")
     reply = await _ask(broker, record, request, "checkpoint")
     folder = reply.detail["folder"]
@@ -401,6 +403,8 @@ async def trace_steps(broker: Broker, record: JobRecord, steps: int) -> list[str
     There are fewer when the run ends before. Raises ConfigError for too many, StateError for
     a job that does not train, StorageError for a full disk, DeadlineError after ten minutes.
     """
+    from ..schemas.control import MAX_TRACED_STEPS, ControlRequest
+
     if not 1 <= steps <= MAX_TRACED_STEPS:
         raise ConfigError(
             f"{steps} steps cannot be traced at a time",
@@ -419,8 +423,10 @@ def _refuse_idle(record: JobRecord, wanted: str, hint: str) -> None:
 
 
 async def _ask(
-    broker: Broker, record: JobRecord, request: ControlRequest, what: str
-) -> ControlReply:
+    broker: Broker, record: JobRecord, request: "ControlRequest", what: str
+) -> "ControlReply":
+    from ..schemas.control import ControlReply
+
     return await call(
         broker,
         broker.control(record.scope, "learner"),
