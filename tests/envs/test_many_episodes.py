@@ -9,7 +9,7 @@ from broken_games import Waits
 from hosting import hosting
 from test_remote import START
 from test_remote import hosting as serving
-from tinkermq.clients.base import single_errors
+from tinkermq.clients.base import unwrap_error_groups
 from tinkermq.envs.host import EnvironmentHost
 from tinkermq.schemas.config.job import EnvConfig
 from tinkermq.schemas.wire.errors import GameError
@@ -109,7 +109,10 @@ async def test_an_async_game_that_computes_for_long_loses_its_loop_not_its_host(
 )
 async def test_an_async_game_is_refused_a_process(broker, scope, config):
     config = EnvConfig(**{**config, "game": f"broken_games:{config['game']}"})
-    with pytest.raises(GameError, match="is async, and isolation is process"), single_errors():
+    with (
+        pytest.raises(GameError, match="is async, and isolation is process"),
+        unwrap_error_groups(),
+    ):
         await EnvironmentHost(broker, scope, config).run(asyncio.Event())
 
 

@@ -133,7 +133,7 @@ class Pool(Stack):
         command = [sys.executable, "-m", f"tinkermq.actors.{kind}", "--nats", self.url_for(role)]
         command += ["--name", role]
         if kind == "node":
-            command += ["--slots", str(self.slots)]
+            command += self._node_options
         if kind == "gateway":
             command += ["--port", str(self.gateway_port)]
         variables: dict[str, str] = {}
