@@ -1,4 +1,4 @@
-"""Who works: one folder or file per actor, one process each, `python -m tinkermq.actors.<name>`.
+"""Actors, one process each (`python -m tinkermq.actors.<name>`), and the libraries they share.
 
 `runtime` is what all of them have in common: start, logs, heartbeat, signals, end. torch is
 imported by the learner, the generator and the evaluator only.

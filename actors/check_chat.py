@@ -1,4 +1,4 @@
-"""Check a game's conversations with a model's tokenizer, and what else a job reads of its model.
+"""Check a game's conversations with a model's tokenizer and chat template.
 
 What `tinkermq env check` and `tinkermq train --dry-run` run. Loads tokenizer and chat template
 exactly as a generator does, and no weights. A process of its

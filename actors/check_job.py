@@ -1,4 +1,4 @@
-"""Look at what a job reads, with the code that reads it in the run: model, template, data, saving.
+"""Check the inputs of a job with the code that the run uses: model, template, data, saving.
 
 Nothing is trained and no weights are read: the model is built on torch's meta device, which has
 shapes and no memory. What passes here does not fail in the run for what can be seen without it.

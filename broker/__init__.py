@@ -1,9 +1,9 @@
-"""How it travels: everything that touches NATS, and nothing that touches torch.
+"""Everything that uses NATS: the connection, JetStream, and the stores that actors share. No torch.
 
-`client/` is the way to a server, `jetstream/` the plain parts of its store, `outages/`, `load/` and
-`disk/` what is done when it is away, flooded or full. On them stand what the actors share: `tasks`,
-`rollouts`, `batches`, `segments`, `weights/`, `jobs`, `users/`, `feed` and `presence`; `calls/` is
-what may be asked of scheduler, auth service and learner.
+`client/` is the connection (log-in, requests, reconnecting), `jetstream/` the plain parts of its
+store. On them stand `tasks`, `rollouts`, `batches`, `partial_rollouts`, `weights/`, `jobs`, `feed`
+and `presence`; `calls` are the requests to scheduler, learner and auth service, `permissions` and
+`credentials` who may send them, `run_folder` and `disk` the access to files.
 """
 
 if __name__ != "tinkermq.broker":

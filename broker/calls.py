@@ -1,4 +1,4 @@
-"""What may be asked of the scheduler, on behalf of the connection's user."""
+"""Requests to the scheduler, a job's learner and the auth service, for the connection's user."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Waiting for room on a disk: a full one is waited for, whatever else is wrong is raised."""
+"""Writing to disks: wait while a disk is full, raise everything else."""
 
 import asyncio
 import contextlib

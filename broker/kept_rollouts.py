@@ -1,4 +1,4 @@
-"""Rollouts of a run in its folder, where they outlive the broker: for people to read.
+"""Rollouts kept in the run's folder, where they outlive the broker.
 
 The log is trimmed behind checkpoints, and goes when a run is archived. So at each checkpoint some
 groups of what was trained since the one before are put into the run's folder, and at the end the

@@ -1,4 +1,4 @@
-"""Episodes that are being played, written down piece by piece, so that another generator goes on.
+"""Running episodes, recorded piece by piece, so that another generator can continue them.
 
 Each episode has a subject of its own. Who holds the task appends there with the last sequence that
 it has seen on the subject as the expected one, so the server itself refuses whoever was overtaken.

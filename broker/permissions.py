@@ -1,4 +1,4 @@
-"""Who may reach what: the one table of permissions, as pure functions.
+"""The one table of permissions, as pure functions.
 
 Four circles. *Services* (scheduler, auth, node, gateway) are the pool itself. *Job processes* read
 and write the streams of their one job, by their role. *Guests* are users and the environment hosts

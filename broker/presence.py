@@ -1,4 +1,4 @@
-"""Heartbeats: who is there, what they do, and whom they wait for.
+"""Heartbeats: which actors run, what they do, and what they wait for.
 
 An actor writes its `Presence` every two seconds into a bucket whose keys vanish after ten; a
 missing key is a missing actor. Keys are `<user>.<job>.<actor>`, or `pool.<name>` for actors that

@@ -1,4 +1,4 @@
-"""Who waited for whom: a pure summary of a run's traces.
+"""The profile of a run: a pure summary of its traces.
 
 The learner waits for the last group that its batch needs. What that group was at meanwhile (in the
 queue, waiting for weights, generating, in its game) is what the learner waited for.

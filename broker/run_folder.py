@@ -1,4 +1,4 @@
-"""Folders that jobs may write, for services that jobs must not lead anywhere else.
+"""Access of services to folders that jobs can write: no links, regular files, bounded sizes.
 
 Code of a job's owner may have made anything below the folder of a run: links, devices, pipes, files
 without an end. Whoever reads or writes there outside of that job's sandbox opens each name relative

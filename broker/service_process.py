@@ -1,4 +1,4 @@
-"""The ties between a process and others: its parent's end is its own, its secrets are nobody's."""
+"""A service as a process: it ends with its parent, hides its secrets, and reports to systemd."""
 
 import asyncio
 import contextlib

@@ -1,8 +1,7 @@
-"""Messages, subjects and names of the system.
+"""Messages, subjects and the configuration of jobs. This room imports none of the others.
 
-This room imports none of the others. The modules here hold messages by noun; `wire/` their base,
-encoding and addresses, `config/` the configuration of a job, `bounds/` the default bounds of
-fields.
+The modules hold messages by noun; `wire/` holds their base, encoding, bounds and subjects,
+`config/` the configuration of a job, `tinker/` the messages of the Tinker API.
 """
 
 if __name__ != "tinkermq.schemas":

@@ -1,4 +1,4 @@
-"""What admins ask about users, and users about themselves. Who asks is told by the subject."""
+"""Requests about users, by admins and by users themselves. The subject names who asks."""
 
 import asyncio
 import time

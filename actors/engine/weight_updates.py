@@ -1,4 +1,4 @@
-"""Following the learner's weights: fetch what is newest, swap it in, tell who waits for it."""
+"""Weight updates of an engine: fetch the newest version, swap it in, notify who waits for it."""
 
 import asyncio
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What stands before every request: where it comes from, how large it is, what browsers may do.
+"""Checks before every request: its origin, its size, and what browsers may do.
 
 Pages run no script and load nothing that this gateway did not serve. A browser's request that
 changes something must come from one of these pages: cookies are `samesite=strict`, and beyond that

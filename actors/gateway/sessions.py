@@ -1,4 +1,4 @@
-"""Who is logged in, and the one connection to the broker that speaks for each of them.
+"""Sessions of visitors, each with one connection to the broker.
 
 A session is a random id in a cookie; the key it stands for stays in this process's memory. The
 connections are bounded and close when nobody has used them for a while. Where the broker asks for

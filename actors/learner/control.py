@@ -1,4 +1,4 @@
-"""What the learner is asked from outside: pause, resume, checkpoint, stop, tasks, reservations."""
+"""Control requests to the learner: pause, resume, checkpoint, stop, tasks, reservations."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What messages say, told from the marks that a chat template writes.
+"""Keep the text of messages apart from the special tokens that a chat template writes.
 
 A rendered conversation is one text, in which `<|im_end|>` of a user looks like the template's own.
 So it is hidden before the template sees it, behind a code that nobody can guess, and comes back as

@@ -1,4 +1,4 @@
-"""What clients ask the scheduler for. Who asks is told by the subject, never by the payload."""
+"""Requests of clients to the scheduler. The subject names who asks, never the payload."""
 
 import contextlib
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""The scheduler's life: wait for the lease, lead while it lasts, wait again.
+"""The scheduler: wait for the lease, schedule while it lasts, wait again.
 
 Any number of schedulers may run; the one with the lease answers clients and reconciles. All that
 it knows is in the job records and on the nodes, so the next one goes on where it was.

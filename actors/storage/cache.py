@@ -1,4 +1,4 @@
-"""Folders that this machine has fetched, bounded in bytes, shared by its processes.
+"""A cache of fetched folders, bounded in bytes and shared by the processes of a machine.
 
 An entry is named by its content: `<key>/` is the folder, `<key>.held` beside it has its size and is
 locked (flock) by who uses it, shared, or who fetches or removes it, alone. Its time is when the

@@ -1,4 +1,4 @@
-"""The operations that have taken effect, kept in files so that a session can be done again.
+"""An archive of operations that took effect, so that a session can be replayed.
 
 Each model has a folder of segments; a trainer begins a segment of its own, so that what a crash has
 cut off stands at the end of one. A number that is there twice was done again after a crash: the

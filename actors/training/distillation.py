@@ -1,4 +1,4 @@
-"""Teachers: frozen models that say of each token of the policy's own how likely it was to them.
+"""Teachers: frozen models that score the policy's tokens by their log-probs.
 
 Their reverse KL is an advantage of each token, log π_teacher − log π_o: no discount, no baseline,
 no group. It has the policy's gradient of KL(π‖π_teacher) once the correction has weighed the tokens

@@ -1,4 +1,4 @@
-"""What rank 0 of a learner tells the others before it does the same itself.
+"""Commands from rank 0 of a learner to the other ranks.
 
 All ranks run the same code on the same groups, and meet in the collectives of FSDP2. Who the others
 are, and how they are told, is `ranks/`; the training step knows this module only.

@@ -1,4 +1,4 @@
-"""What the learner must remember besides weights and optimiser: part of each checkpoint."""
+"""The learner's state besides weights and optimiser: part of each checkpoint."""
 
 import bisect
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""What can go wrong with a connection, in words that a user can act on."""
+"""Errors of connections, in words that a user can act on."""
 
 import re
 from collections.abc import Mapping

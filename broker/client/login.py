@@ -1,4 +1,4 @@
-"""As whom a process connects, and by which secret.
+"""The log-in of a process: as whom it connects, and with which secret.
 
 In this order: the credentials file of a service (`$TINKERMQ_CREDENTIALS`), the API key or job key
 that was given or stands in `$TINKERMQ_API_KEY`, else nobody: a broker without authentication takes

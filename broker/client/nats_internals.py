@@ -1,4 +1,4 @@
-"""What we use of nats-py although it is private there, each with its reason; nothing else does.
+"""Private parts of nats-py that we use, each with its reason; no other module uses any.
 
 An upstream change would remove it:
 

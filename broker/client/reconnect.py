@@ -1,4 +1,4 @@
-"""Waiting until the server has taken all that was sent, whatever becomes of the connection."""
+"""Connecting at first, again after a loss, and flushing whatever becomes of the connection."""
 
 import asyncio
 import contextlib

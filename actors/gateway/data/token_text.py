@@ -1,4 +1,4 @@
-"""What tokens say: read from a model's tokenizer.json, where this machine has the model's folder.
+"""The text of tokens, from a model's tokenizer.json, if this machine has the model's folder.
 
 A tokenizer is a user's file, and may take for ever to decode (a regular expression that backtracks)
 or all memory. So each is loaded in a process of its own (`token_worker`), with limits that the

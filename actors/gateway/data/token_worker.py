@@ -1,4 +1,4 @@
-"""The process in which a model's tokenizer says what tokens are: a line of ids in, of texts out.
+"""A process that decodes tokens with a model's tokenizer: a line of ids in, a line of texts out.
 
 Started by `token_text` as `python -m tinkermq.actors.gateway.data.token_worker FILE SECONDS BYTES`;
 FILE is the descriptor of a tokenizer.json. The kernel ends it when loading, or one line, takes more
