@@ -150,7 +150,7 @@ async def test_a_receiver_killed_in_a_round_costs_the_others_that_round(
 
         await until(all_asked, "three receivers to ask")
         learner.sender._window_s = 0.05
-        learner.sender._asked.set()
+        learner.sender._requested.set()
         wanted = (0, sha256(learner.published[0]).hexdigest())
         assert [await one.tell() for one in followers] == [wanted] * 2
         await asyncio.to_thread(victim.process.join)

@@ -315,8 +315,8 @@ def test_a_broken_seam_or_closing_is_noticed(chat: ChatTokenizer, other: str) ->
 
 
 def test_a_broken_digest_of_the_tools_is_noticed(chat: ChatTokenizer) -> None:
-    digest_of = changed(call_selection, "blake2b(told.encode()", 'blake2b(b""').digest_of
-    broken = changed(exact_calls, "from ...envs.agents.which_calls import digest_of\n", "")
+    digest_of = changed(call_selection, "blake2b(text.encode()", 'blake2b(b""').digest_of
+    broken = changed(exact_calls, "from ...envs.agents.call_selection import digest_of\n", "")
     broken.__dict__["digest_of"] = digest_of
     with pytest.raises(AssertionError):
         assert_as_rendered(chat, broken.ExactCalls(chat))

@@ -262,8 +262,7 @@ def test_readers_are_found_as_by_hand(chat: ChatTokenizer, num_seeds: int) -> No
     ids=["what stood there before", "parts", "longer runs", "short answers"],
 )
 def test_a_broken_rule_of_reading_is_noticed(chat: ChatTokenizer, line: str, other: str) -> None:
-    broken = changed(call_selection, "import Answered, Readers", "import Answered")
-    broken.__dict__["Readers"] = changed(call_selection, line, other).Readers
+    broken = changed(call_selection, line, other)
     with pytest.raises(AssertionError):
         assert_what_was_read_counts(chat, 10, broken)
 
