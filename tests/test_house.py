@@ -372,6 +372,27 @@ def test_code_of_a_model_is_trusted_only_by_those_who_say_so() -> None:
     assert not trusting
 
 
+# -- paths -----------------------------------------------------------------------------------------
+
+NAMED_PATH = re.compile(rf"`((?:{'|'.join((*ROOMS, *BESIDE))})/[\w/.]+)`")
+
+
+def test_paths_that_pages_and_docstrings_name_are_there() -> None:
+    """A folder counts if it holds files other than byte code."""
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    missing = [
+        f"{short(path)} names {name}"
+        for path in [*pages, *modules(*ROOMS, *BESIDE)]
+        for name in NAMED_PATH.findall(path.read_text())
+        if not is_there(ROOT / name)
+    ]
+    assert not missing
+
+
+def is_there(path: Path) -> bool:
+    return path.is_file() or any(one.is_file() and one.suffix != ".pyc" for one in path.rglob("*"))
+
+
 # -- run folders -----------------------------------------------------------------------------------
 
 OUTSIDE = ("actors/scheduler", "actors/gateway", "actors/node")
