@@ -100,8 +100,10 @@ def test_a_broker_that_cannot_be_started_again_at_once_ends_no_stack(home: Home,
     state = state_of(home)
     # a server of before that does not end holds the store
     with (home.store / "server.lock").open("a+") as lock:
+        os.kill(state.pid, signal.SIGSTOP)  # so that the test gets the store first
         os.kill(state.children["broker"], signal.SIGKILL)
         until(lambda: _locked(lock), "the store is let go of")
+        os.kill(state.pid, signal.SIGCONT)
         log = home.logs / "supervisor.log"
         until(lambda: "cannot be started" in log.read_text(), "a start has failed")
         assert alive(state.pid)

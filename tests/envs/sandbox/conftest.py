@@ -36,6 +36,15 @@ def sandbox(bubblewrap: LocalCodeSandbox) -> Iterator[LocalCodeSandbox]:
     assert num_open_files() == files
 
 
+@pytest.fixture
+def many_open_files() -> Iterator[None]:
+    """Hold so many files open that those of a sandbox get numbers above a hundred."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            stack.enter_context(open(os.devnull, "rb"))
+        yield
+
+
 def num_open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 

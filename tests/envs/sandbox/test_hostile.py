@@ -55,11 +55,11 @@ STOPPED = {
         "exited",
     ),
     "forging its end": (
-        "import os\nfor n in range(3, 60):\n  try: os.write(n, b'.' * 5)\n  except OSError: pass\n"
+        "import os\nfor n in range(3, 4096):\n  try: os.write(n, b'.' * 5)\n  except OSError: pass\n"
         "while True: pass",
         "ok",
     ),
-    "closing everything": ("import os; os.closerange(0, 60)\nwhile True: pass", "exited"),
+    "closing everything": ("import os; os.closerange(0, 4096)\nwhile True: pass", "exited"),
 }
 REFUSED = {
     "memory": ("held = bytearray(1 << 30)", "MemoryError"),
@@ -94,7 +94,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", STOPPED)
-def test_what_does_not_end_by_itself_is_stopped(run, name):
+def test_what_does_not_end_by_itself_is_stopped(run, name, many_open_files):
     code, status = STOPPED[name]
     assert run(code, time_s=0.5 if status == "time" else None).status == status
 
