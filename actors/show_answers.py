@@ -31,10 +31,9 @@ def answers(path: str, prompts: list[list[dict[str, str]]]) -> list[str]:
         made = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_TOKENS
         )
-        told.append(
-            chat.tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True).strip()
-        )
-    return told
+        text = chat.tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+        decoded.append(" ".join(text.split()))
+    return decoded
 
 
 def main() -> None:
