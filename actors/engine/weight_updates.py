@@ -13,6 +13,7 @@ import torch
 
 from ...broker.weights.payloads import TensorBytes
 from ...broker.weights.store import WeightStore
+from ...schemas.weights import Manifest
 from ...schemas.wire.errors import DeadlineError, EngineError, NotFoundError
 from ..weights.job_weights import as_sources
 from ..weights.tensors import TensorSource, as_tensor, shape_of
@@ -50,7 +51,7 @@ class WeightFollower:
     async def follow_versions(self) -> None:
         """Load every newest version, for ever."""
         while True:
-            manifest = await self._store.wait_newer(self.version, timeout_s=_POLL_S)
+            manifest = await self._newer()
             if manifest is None:
                 continue
             try:
@@ -106,6 +107,20 @@ class WeightFollower:
     @property
     def _goes_back(self) -> bool:
         return self._pinned is not None and self._pinned < self.version
+
+    async def _newer(self) -> Manifest | None:
+        """Wait for a version newer than the loaded one; None to look again, as after going back."""
+        version = self.version
+        newer = asyncio.ensure_future(self._store.wait_newer(version, timeout_s=_POLL_S))
+        back = asyncio.ensure_future(
+            self._until(lambda: self.version < version and self._pinned is None)
+        )
+        try:
+            await asyncio.wait({newer, back}, return_when=asyncio.FIRST_COMPLETED)
+            return newer.result() if newer.done() else None
+        finally:
+            newer.cancel()
+            back.cancel()
 
     async def _advance(self, version: int, tensors: Mapping[str, TensorBytes]) -> None:
         """Load a version that is newer, as soon as none is pinned."""
