@@ -45,6 +45,7 @@ class WeightFollower:
         self._swap = asyncio.Lock()
         self._pinned: int | None = None
         self._num_users = 0
+        self._newest = -1
         self.version = -1
         """Version that is loaded; -1 before the first."""
 
@@ -72,7 +73,7 @@ class WeightFollower:
     @asynccontextmanager
     async def using(self, version: int) -> AsyncIterator[None]:
         """Wait for `version` or a newer one; the engines go back to no older one in the block."""
-        await self._until(lambda: self.version >= version and not self._goes_back)
+        await self._until(lambda: self.version >= version and not self.is_back)
         self._num_users += 1
         try:
             yield
@@ -92,7 +93,7 @@ class WeightFollower:
             async with self._swap:
                 if self.version != version:
                     tensors = await self._fetch(version)
-                    if self._goes_back:
+                    if version < self.version:
                         await self._until(lambda: self._num_users == 0)
                     await self._load(version, tensors)
         except BaseException:
@@ -105,8 +106,15 @@ class WeightFollower:
         self._notify()
 
     @property
-    def _goes_back(self) -> bool:
-        return self._pinned is not None and self._pinned < self.version
+    def is_back(self) -> bool:
+        """Whether the engines are at an older version than before, or about to be."""
+        return self.version < self._newest or (
+            self._pinned is not None and self._pinned < self._newest
+        )
+
+    async def caught_up(self) -> None:
+        """Wait until the engines are at their newest version again."""
+        await self._until(lambda: not self.is_back)
 
     async def _newer(self) -> Manifest | None:
         """Wait for a version newer than the loaded one; None to look again, as after going back."""
@@ -136,6 +144,7 @@ class WeightFollower:
         kv = "recompute" if version < self.version else self._kv
         await load_policies(self._engines, version, tensors, kv)
         self.version = version
+        self._newest = max(self._newest, version)
         self._notify()
 
     async def _fetch(self, version: int) -> Mapping[str, TensorBytes]:

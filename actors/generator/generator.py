@@ -236,6 +236,9 @@ class Generator:
     async def _pull_until_stopping(self, groups: asyncio.TaskGroup) -> None:
         context = self._context
         while not context.stopping.is_set():
+            if self._follower.is_back:  # others can start these groups now
+                await context.unless_stopping(self._follower.caught_up(), None)
+                continue
             free = self._num_free
             if free < 1:
                 self._freed.clear()

@@ -122,8 +122,6 @@ class Evaluations:
 
     async def follow(self) -> None:
         """Issue the tasks of what is asked for, and report results as they come, for ever."""
-        if not self._config.validates:
-            return
         forget = self._broker.on_reconnect(self._changed.set)
         async with self._changes() as changes:
             listening = await self._broker.listen(self._scope.validated, self._hear)
@@ -157,6 +155,10 @@ class Evaluations:
                 await self._play(version)
 
     async def _play(self, version: int) -> None:
+        if not self._config.validates:
+            blame = "the run has no validation tasks: env.num_val is 0"
+            await self._finish(version, "failed", blame=blame)
+            return
         try:
             if version not in self._issued:
                 self._issued[version] = await self._issue(version)
@@ -229,7 +231,8 @@ class Evaluations:
                     continue
                 if state in ("done", "failed"):
                     await self._report(entry)
-                    await self._log.remove(version)
+                    if self._config.validates:
+                        await self._log.remove(version)
                 self._issued.pop(version, None)
                 self._num_missing.pop(version, None)
                 self._waiting.discard(version)

@@ -8,7 +8,6 @@ are being played, its weights stay loaded; episodes of training groups go on wit
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import TypeAlias
 
 import numpy as np
@@ -123,23 +122,24 @@ class TaskEpisodes:
         self._players.check_engines()
 
     async def play(
-        self, task: Task, deadline: float | None = None
+        self, task: Task, late: asyncio.Event | None = None
     ) -> list[tuple[int, EpisodeScore | None]]:
         """Play the episodes of a task; return their numbers and what counts of them.
 
         An episode of a game with roles has as many scores as roles that had a turn. One whose tries
-        all failed, or that has not ended by `deadline` (of the event loop), has None. Raises what
-        ended an engine.
+        all failed, or that has not ended when `late` is set, has None. Raises what ended an engine.
         """
         if self._roles is None:
             self._roles = (await self._environments.describe()).roles
-        running: list[asyncio.Task[list[EpisodeScore | None]]] = []
-        with suppress(TimeoutError):
-            async with asyncio.timeout_at(deadline), asyncio.TaskGroup() as group:
-                running = [
-                    group.create_task(self._episode(self._plan(task, sample)))
-                    for sample in range(task.group_size)
-                ]
+        async with asyncio.TaskGroup() as group:
+            running = [
+                group.create_task(self._episode(self._plan(task, sample)))
+                for sample in range(task.group_size)
+            ]
+            if late is not None:
+                cutting = group.create_task(_cut(running, late))
+                await asyncio.wait(running)
+                cutting.cancel()
         return [
             (sample, score)
             for sample, episode in enumerate(running)
@@ -181,9 +181,18 @@ class TaskEpisodes:
         return list((await play_table(self._environments, plan, loops)).values())
 
 
+async def _cut(
+    running: Sequence[asyncio.Task[list[EpisodeScore | None]]], late: asyncio.Event
+) -> None:
+    await late.wait()
+    for episode in running:
+        episode.cancel()
+
+
 # -- tasks -----------------------------------------------------------------------------------------
 
 _PULL_TIMEOUT_S = 2.0
+_COUNT_S = 1.0
 _Key: TypeAlias = tuple[int, int]
 """Version and number of a task."""
 
@@ -270,14 +279,14 @@ class Validator:
             self._weights.unpin()
 
     async def _play_all(self, version: int) -> None:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._deadline_s
+        late = asyncio.Event()
         running: dict[_Key, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as group:
+            counting = group.create_task(self._count_down(late))
             while True:
                 for key in self._keys_of(version):
                     if key not in running:
-                        running[key] = group.create_task(self._play(key, deadline))
+                        running[key] = group.create_task(self._play(key, late))
                 is_alone = all(held == version for held, _ in self._held)
                 free = self._most - len(self._held)
                 if is_alone and free > 0 and await self._pull(free, 0.0):
@@ -286,7 +295,8 @@ class Validator:
                     break
                 await asyncio.wait(running.values(), return_when=asyncio.FIRST_COMPLETED)
                 running = {key: task for key, task in running.items() if not task.done()}
-        if loop.time() >= deadline:
+            counting.cancel()
+        if late.is_set():
             await self._context.event(
                 "validation_cut",
                 f"the validation of version {version} took longer than evaluation.deadline_s "
@@ -294,17 +304,27 @@ class Validator:
                 version=version,
             )
 
+    async def _count_down(self, late: asyncio.Event) -> None:
+        """Set `late` after the deadline; time without broker or hosts does not count."""
+        clock, left_s = self._context.broker.clock, self._deadline_s
+        while left_s > 0:
+            before = clock()
+            await asyncio.sleep(min(left_s, _COUNT_S))
+            if not self._context.misses:
+                left_s -= clock() - before
+        late.set()
+
     def _keys_of(self, version: int) -> list[_Key]:
         return [key for key in self._held if key[0] == version]
 
-    async def _play(self, key: _Key, deadline: float) -> None:
+    async def _play(self, key: _Key, late: asyncio.Event) -> None:
         """Play a held task and append its result."""
         task, started = self._held[key].task, time.time()
         if await self._log.contains(*key):
             await self._end(key, None)
             return
         try:
-            scores = [score for _, score in await self._episodes.play(task, deadline)]
+            scores = [score for _, score in await self._episodes.play(task, late)]
         except TinkermqError as error:
             self._episodes.check_engines()
             await self._end(key, self._refused(key, error, started))

@@ -116,10 +116,13 @@ async def test_engines_go_back_only_when_no_group_of_a_newer_version_runs(
             assert weights.version == 1
         await asyncio.wait_for(pinning, PATIENCE_S)
         assert (weights.version, loaded[-1]) == (0, (0, "recompute"))
-        waiting = asyncio.create_task(enter(weights, 1))
+        assert weights.is_back
+        waiting = asyncio.create_task(enter(weights, 0))  # would start at an older version
+        done, _ = await asyncio.wait({waiting}, timeout=0.5)
+        assert not done
         weights.unpin()
         await asyncio.wait_for(waiting, PATIENCE_S)
-        assert weights.version == 1
+        assert (weights.version, weights.is_back) == (1, False)
 
 
 async def enter(weights: WeightFollower, version: int) -> None:

@@ -68,9 +68,8 @@ class Learning:
 @asynccontextmanager
 async def learning(broker: Broker, scope: JobScope, **evaluation: Any) -> AsyncIterator[Learning]:
     """Follow the evaluations of a job, as its learner does."""
-    config = parse_config(
-        small_job(Path("m"), env={"num_val": NUM_VAL}, evaluation={"samples": 1, **evaluation})
-    )
+    env = {"num_val": evaluation.pop("num_val", NUM_VAL)}
+    config = parse_config(small_job(Path("m"), env=env, evaluation={"samples": 1, **evaluation}))
 
     async def describe() -> DescribeReply:
         return DescribeReply(game="g", num_train=None, num_val=NUM_VAL, host="h")
@@ -180,3 +179,18 @@ async def test_a_version_that_cannot_be_validated_is_given_up_with_its_reason(
         await asyncio.wait_for(other.evaluations.wait_all(), PATIENCE_S)
         [event] = other.events
         assert "evaluation.data=train needs rows" in event
+
+
+async def test_a_version_of_a_run_without_validation_tasks_is_refused_at_once(
+    broker: Broker, scope: JobScope
+) -> None:
+    bucket = Bucket(broker, BUCKET_EVALS, EvalRecord)
+    async with learning(broker, scope, num_val=0) as learner:
+        assert not await learner.evaluations.request(1)
+        await bucket.create(f"{scope.key}.2", EvalRecord(version=2, step=2))
+
+        async def given_up() -> str | None:
+            record = await bucket.get(f"{scope.key}.2")
+            return record.value.blame if record and record.value.state == "given_up" else None
+
+        assert "env.num_val is 0" in await eventually(given_up, "the record")
