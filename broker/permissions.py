@@ -30,6 +30,7 @@ from ..schemas.wire.subjects import (
     STREAM_AUDIT,
     STREAM_REFUSALS,
     TASK_CONSUMER,
+    VALIDATION_CONSUMER,
     JobScope,
     acting,
     inbox,
@@ -41,7 +42,10 @@ from .client.keys import EpisodeIdentity, JobIdentity
 
 # What guests may read and store of what is stored: the table of the store proxy.
 
-STREAMS = ("task", "rollout", "segment", "batch", "dead", "feed", "trace", "log", "op", "result")
+STREAMS = (
+    *("task", "validation", "rollout", "segment", "batch"),
+    *("dead", "feed", "trace", "log", "op", "result"),
+)
 """Kinds of streams that a job has."""
 _JOB_KINDS = frozenset({*STREAMS, "weights", "checkpoints"})
 SHARED = (BUCKET_JOBS, BUCKET_ARCHIVE, BUCKET_ACTORS, BUCKET_EVALS)
@@ -106,7 +110,7 @@ def _keys(guest: Guest, bucket: str) -> tuple[str, ...]:
             "learner": (BUCKET_JOBS, BUCKET_ACTORS, BUCKET_EVALS),
             "rank": (BUCKET_JOBS,),
             "generator": (BUCKET_JOBS,),
-            "evaluator": (BUCKET_JOBS, BUCKET_EVALS),
+            "evaluator": (BUCKET_JOBS,),
             "server": (BUCKET_JOBS,),
             "trainer": (BUCKET_JOBS,),
             "sampler": (BUCKET_JOBS,),
@@ -234,14 +238,17 @@ def job_permissions(
     }[identity.role](scope, actor)
     evaluations = f"$KV.{BUCKET_EVALS}.{scope.key}.>"
     hears = {
-        "learner": (scope.appended, scope.weights, scope.weights_join, evaluations),
+        "learner": (
+            *(scope.appended, scope.validated, scope.weights, scope.weights_join),
+            evaluations,
+        ),
         "rank": (scope.rank(actor, "*"),),
         "environment": (
             f"{PREFIX}.job.{scope.user}.{scope.job}.env.>",
             scope.episode_posts,
         ),
         "generator": (scope.weights, scope.episodes),
-        "evaluator": (scope.weights, scope.episodes, evaluations),
+        "evaluator": (scope.weights, scope.episodes),
         "server": (scope.infer(">"),),
         "trainer": (rpc("*", f"tinker-{scope.job}", "*"), scope.snapshot("*")),
         "sampler": tuple(
@@ -286,6 +293,7 @@ def _learner(scope: JobScope, actor: str) -> tuple[str, ...]:
         *_common(scope, actor),
         scope.rank("*", "*"),
         scope.task("*"),
+        scope.validation_task("*", "*"),
         scope.rollout("*"),
         scope.batch,
         scope.metric,
@@ -296,6 +304,7 @@ def _learner(scope: JobScope, actor: str) -> tuple[str, ...]:
         f"$O.{weights}.>",
         f"$JS.API.STREAM.PURGE.{scope.stream_rollout}",
         f"$JS.API.STREAM.PURGE.{scope.stream_task}",
+        f"$JS.API.STREAM.PURGE.{scope.stream_validation}",
         f"$JS.API.STREAM.PURGE.KV_{weights}",
         f"$JS.API.STREAM.PURGE.OBJ_{weights}",
         f"$O.{checkpoints}.>",
@@ -319,6 +328,7 @@ def _generator(scope: JobScope, actor: str) -> tuple[str, ...]:
         scope.dead,
         f"$JS.API.CONSUMER.MSG.NEXT.{scope.stream_task}.{TASK_CONSUMER}",
         f"$JS.ACK.{scope.stream_task}.{TASK_CONSUMER}.>",
+        *_validates(scope),
         f"$JS.API.STREAM.PURGE.{scope.stream_segment}",
         _there(scope.stream_dead),
         *_readable(scope.stream_task, scope.stream_rollout, scope.stream_segment),
@@ -331,8 +341,19 @@ def _evaluator(scope: JobScope, actor: str) -> tuple[str, ...]:
         *_common(scope, actor),
         scope.weights_join,
         scope.metric,
-        f"$KV.{BUCKET_EVALS}.{scope.key}.*",
+        *_validates(scope),
         _env(scope),
+    )
+
+
+def _validates(scope: JobScope) -> tuple[str, ...]:
+    """Return the right to take validation tasks and to store their results."""
+    stream = scope.stream_validation
+    return (
+        scope.validation_result("*", "*"),
+        f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{VALIDATION_CONSUMER}",
+        f"$JS.ACK.{stream}.{VALIDATION_CONSUMER}.>",
+        *_readable(stream),
     )
 
 

@@ -4,6 +4,7 @@ from typing import Any, Literal, cast
 
 from pydantic import Field
 
+from .task import Blame
 from .wire.codec import read_json
 from .wire.message import Message, with_last
 
@@ -70,6 +71,50 @@ class EvalRecord(Message):
     def named_at(self, at: str) -> str:
         """Return the key of its version."""
         return with_last(at, self.version)
+
+
+class EpisodeScore(Message):
+    """What a validation counts of one episode; in a game with roles, of one role."""
+
+    reward: float
+    """Its return."""
+    success: bool
+    """Whether it counts as solved."""
+    num_tokens: int = Field(ge=0)
+    """Generated tokens; 0: a program's episode that failed."""
+    num_turns: int = Field(ge=0)
+    """Turns of the policy."""
+    kind: str = ""
+    """Type of its task; in a game with roles, the role."""
+    is_program: bool = False
+    """Whether a program played it."""
+    outcome: str = ""
+    """How a program's episode ended."""
+    figures: dict[str, float] = Field(default_factory=dict[str, float])
+    """Numbers that the game put into `info`."""
+
+
+class ValidationResult(Message):
+    """What a validation task became, on `validation.result.<version>.<n>`."""
+
+    version: int = Field(ge=0)
+    """The version that played."""
+    task: int = Field(ge=0)
+    """Number of the task."""
+    episodes: list[EpisodeScore | None] = Field(default_factory=list[EpisodeScore | None])
+    """Its episodes; null for one whose tries all failed."""
+    blame: Blame | None = None
+    """Why the version cannot be validated; null: it was played."""
+    source: str
+    """The actor that played it."""
+    started: float
+    """When it began, in seconds since the epoch."""
+    finished: float
+    """When it ended."""
+
+    def named_at(self, at: str) -> str:
+        """Return the subject of its version and number."""
+        return f"{with_last(at.rpartition('.')[0], self.version)}.{self.task}"
 
 
 class Presence(Message):

@@ -12,7 +12,8 @@ from .wire.message import MAX_CHARS, Message, with_last
 class Task(Message):
     """One prompt to be rolled out, on the work-queue stream `task.<n>`.
 
-    It names a data row or a seed. The environment host, which has the data, makes the prompt.
+    It names a data row or a seed. The environment host, which has the data, makes the prompt. A
+    task of a validation is on `validation.task.<version>.<n>`.
     """
 
     task: int = Field(ge=0)
@@ -33,6 +34,8 @@ class Task(Message):
     """How often it was issued before without a trainable result."""
     min_version: int = Field(default=0, ge=0)
     """Oldest version with which a generator may start it."""
+    version: int | None = Field(default=None, ge=0)
+    """Version that it validates and that must play it; null: a training task."""
     group_size: int = Field(ge=1, le=4096)
     """Number of episodes."""
     issued: float = 0.0
@@ -48,8 +51,10 @@ class Task(Message):
         return self.index, self.sample, self.item, self.seed
 
     def named_at(self, at: str) -> str:
-        """Return the subject of its number."""
-        return with_last(at, self.task)
+        """Return the subject of its number, and of the version that it validates."""
+        if self.version is None:
+            return with_last(at, self.task)
+        return f"{with_last(at.rpartition('.')[0], self.version)}.{self.task}"
 
 
 class Blame(Message):

@@ -356,6 +356,7 @@ class Reconciler:
                 segments=config.keeps_segments,
                 operations=record.kind == "tinker",
                 checkpoints=config.storage.url == BROKER,
+                validation=config.validates and record.kind in ("train", "sft"),
             )
         except BrokerError as error:
             await self._move(record, Transition("FAILED", str(error)))

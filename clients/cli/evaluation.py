@@ -264,7 +264,7 @@ def evaluate(
 ) -> int:
     """Evaluate the newest version of a live run, or a checkpoint, on its validation set.
 
-    A live run is evaluated by its own evaluator during training, a checkpoint by a separate job.
+    A live run is evaluated by its own generators during training, a checkpoint by a separate job.
     With --compare, two versions play the same tasks, and their difference is printed with its
     95 % confidence interval.
 

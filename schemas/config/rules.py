@@ -413,6 +413,12 @@ RULES = (
     ),
     _over("generator.tensor_parallel", "generator.slots"),
     Rule(
+        "evaluation.slots ({evaluation.slots})",
+        lambda job: 0 < job.evaluation.slots < job.generator.tensor_parallel,
+        "is too few for generator.tensor_parallel ({generator.tensor_parallel}): an evaluator has "
+        "the engine of a generator",
+    ),
+    Rule(
         "generator.max_context ({generator.max_context})",
         lambda job: (
             not job.tinker.base  # whose users say the lengths of each request

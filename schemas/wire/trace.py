@@ -14,7 +14,7 @@ from .message import Message
 
 TRACEPARENT = "traceparent"
 """Name of the header."""
-GENERATOR_KINDS = ("swap", "generate", "environment", "weights", "other", "tasks")
+GENERATOR_KINDS = ("swap", "generate", "environment", "validation", "weights", "other", "tasks")
 """Activities of a generator; of simultaneous ones the first counts."""
 HOST_KINDS = ("full", "play", "idle")
 """Activities of a host."""

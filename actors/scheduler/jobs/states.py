@@ -1,8 +1,8 @@
 """The rules of one job: its actors, its next state, what its user holds, and the quotas. Pure.
 
 On a node a slot is a GPU or a CPU share. The learner, each generator and each inference server
-compute all the time and hold as many slots as their configuration says; the evaluator and the
-environment hosts hold none, so that a laptop with two cores runs a whole job.
+compute all the time and hold as many slots as their configuration says, and so does an evaluator
+where there is one; environment hosts hold none, so that a laptop with two cores runs a whole job.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,7 +50,7 @@ def actors_for(config: JobConfig, kind: str) -> list[ActorPlacement]:
                 hint="set env.game, or evaluate the folder like another run: "
                 "`tinkermq eval FOLDER --like RUN`",
             )
-        return [ActorPlacement(name="evaluator-0", role="evaluator", slots=1), *hosts]
+        return [_actor("evaluator", "evaluator-0", config.evaluator_slots), *hosts]
     if kind == "infer":
         return [*_servers(config.generator), *hosts]
     if kind == "tinker":
@@ -71,7 +71,7 @@ def actors_for(config: JobConfig, kind: str) -> list[ActorPlacement]:
         for i in range(config.generator.count)
     ]
     if config.has_evaluator:
-        actors.append(_actor("evaluator", "evaluator-0"))
+        actors.append(_actor("evaluator", "evaluator-0", config.evaluator_slots))
     return actors + hosts
 
 
@@ -154,6 +154,7 @@ def wanted_actor(record: JobRecord, actor: ActorPlacement, config: JobConfig) ->
         "learner": config.learner.threads,
         "rank": config.learner.threads,
         "generator": config.generator.threads,
+        "evaluator": config.generator.threads,
         "server": config.generator.threads,
         "trainer": config.learner.threads,
         "sampler": config.generator.threads,
