@@ -13,17 +13,16 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 from ....broker.client.connection import Broker
-from ....broker.feed import best_of, read_scores, recent_values, run_row
+from ....broker.feed import best_of, parse_all, read_scores, recent_values, run_row
 from ....broker.jetstream.direct_get import StoredMessage, get_batch
 from ....broker.jetstream.streams import stream_info
 from ....broker.run_folder import Folder, FolderEntry
 from ....schemas.job import FINAL_STATES, JobRecord
 from ....schemas.metric import Event, LogLines, readable
 from ....schemas.wire.errors import MessageError, NotFoundError, StorageError, TinkermqError
-from ....schemas.wire.message import Message
 from ....schemas.wire.subjects import JobScope
 from ...storage.checkpoints import stored_checkpoints
 from ...storage.run_folders import checkpoint_folders, checkpoint_in
@@ -307,7 +306,6 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 # -- ends of logs and events -----------------------------------------------------------------------
 
-M = TypeVar("M", bound=Message)
 
 MAX_LINES = 1000
 _WINDOW = 900
@@ -321,9 +319,8 @@ async def tail_of_log(
     """Return the last lines that the actors of a job, or one of them, wrote; oldest first."""
     subject = scope.log(actor or "*")
     lines: list[dict[str, Any]] = []
-    for message in await _tail(broker, scope.stream_log, subject, limit):
-        batch = _parse(message, LogLines)
-        lines += shown_lines(batch) if batch is not None else []
+    for batch in parse_all(await _tail(broker, scope.stream_log, subject, limit), LogLines):
+        lines += shown_lines(batch)
     return lines[-limit:]
 
 
@@ -333,7 +330,7 @@ async def tail_of_events(
     """Return the last events of a job, newest first; without the bottleneck lines if `quiet`."""
     scope = record.scope
     messages = await _tail(broker, scope.stream_feed, scope.event, limit * 2)
-    stored = [event for message in messages if (event := _parse(message, Event)) is not None]
+    stored = parse_all(messages, Event)
     events = [*stored, *(event for event in record.untold if event not in stored)]
     shown = [event for event in events if not quiet or event.kind != "bottleneck"]
     return shown[-limit:][::-1]
@@ -396,13 +393,6 @@ async def _between(
             break
         start = messages[-1].seq + 1
     return collected
-
-
-def _parse(message: StoredMessage, model: type[M]) -> M | None:
-    try:
-        return model.from_bytes(message.payload, at=message.subject)
-    except MessageError:
-        return None
 
 
 # -- checkpoints, listed and packed for download ---------------------------------------------------
