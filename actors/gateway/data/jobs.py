@@ -10,10 +10,12 @@ import json
 import re
 import tarfile
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
+
+from cachetools import TLRUCache
 
 from ....broker.client.connection import Broker
 from ....broker.feed import best_of, parse_all, read_scores, recent_values, run_row
@@ -198,11 +200,21 @@ def _section(record: JobRecord, name: str) -> dict[str, Any]:
     return cast("dict[str, Any]", section) if isinstance(section, dict) else {}
 
 
+_RunEnd = tuple[str, str, int, float | None]
+"""User, job, attempt, and when it ended."""
+
+
+def _expiry(key: _RunEnd, _: dict[str, float], now: float) -> float:
+    return now + FIGURES_AGE_S if key[-1] is None else float("inf")
+
+
 class Figures:
     """The newest numbers of jobs; those of jobs that have ended are read once."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, tuple[float, dict[str, float]]] = OrderedDict()
+        self._cached: TLRUCache[_RunEnd, dict[str, float], float] = TLRUCache(
+            MAX_FIGURES, _expiry, time.monotonic
+        )
         self._reading: set[asyncio.Future[dict[str, float]]] = set()
         self._free = asyncio.Semaphore(_READING_AT_ONCE)
 
@@ -222,10 +234,11 @@ class Figures:
 
     async def values(self, broker: Broker, record: JobRecord) -> dict[str, float]:
         """Return the newest value of each metric of a job; none where its feed is gone."""
-        key = f"{record.user}.{record.job}.{record.attempt}.{record.finished}"
-        cached = self._kept.get(key)
-        if cached is not None and cached[0] > time.monotonic():
-            return cached[1]
+        finished = record.finished if record.state in FINAL_STATES else None
+        key = (record.user, record.job, record.attempt, finished)
+        cached = self._cached.get(key)
+        if cached is not None:
+            return cached
         if record.started is None and record.state == "QUEUED":
             return {}
         try:
@@ -233,10 +246,7 @@ class Figures:
                 values = await recent_values(broker, record.scope)
         except (TinkermqError, TimeoutError):
             values = {}
-        age_s = FIGURES_AGE_S if record.state not in FINAL_STATES else float("inf")
-        self._kept[key] = (time.monotonic() + age_s, values)
-        while len(self._kept) > MAX_FIGURES:
-            self._kept.popitem(last=False)
+        self._cached[key] = values
         return values
 
 
