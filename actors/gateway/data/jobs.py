@@ -22,6 +22,7 @@ from ....broker.feed import best_of, parse_all, read_scores, recent_values, run_
 from ....broker.jetstream.direct_get import StoredMessage, get_batch
 from ....broker.jetstream.streams import stream_info
 from ....broker.run_folder import Folder, FolderEntry
+from ....schemas.config.sections import given_section
 from ....schemas.job import FINAL_STATES, JobRecord
 from ....schemas.metric import Event, LogLines, readable
 from ....schemas.wire.errors import MessageError, NotFoundError, StorageError, TinkermqError
@@ -187,17 +188,12 @@ def _matches(record: JobRecord, words: Sequence[str]) -> bool:
 
 def game_of(record: JobRecord) -> str:
     """Return the game of a job."""
-    return str(_section(record, "env").get("game", ""))
+    return str(given_section(record.config, "env").get("game", ""))
 
 
 def model_of(record: JobRecord) -> str:
     """Return the model of a job."""
-    return str(_section(record, "model").get("path", ""))
-
-
-def _section(record: JobRecord, name: str) -> dict[str, Any]:
-    section = record.config.get(name)
-    return cast("dict[str, Any]", section) if isinstance(section, dict) else {}
+    return str(given_section(record.config, "model").get("path", ""))
 
 
 _RunEnd = tuple[str, str, int, float | None]
@@ -252,7 +248,7 @@ class Figures:
 
 def row(record: JobRecord, values: dict[str, float]) -> dict[str, Any]:
     """Return what the table and the REST interface tell of a job, beside its configuration."""
-    training = _section(record, "training")
+    training = given_section(record.config, "training")
     return {
         **run_row(record, values),
         "name": record.name,
