@@ -177,6 +177,17 @@ def make_future(
     return start_it
 
 
+def make_blocking(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
+    """Return the function that waits for a `…_async` one, with its signature and docstring."""
+
+    @functools.wraps(function)
+    def wait(*args: P.args, **kwargs: P.kwargs) -> T:
+        return shared_loop().run(function(*args, **kwargs))
+
+    wait.__name__ = wait.__qualname__ = function.__name__.removesuffix("_async")
+    return wait
+
+
 class LoopThread:
     """An event loop that runs in a daemon thread."""
 

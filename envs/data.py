@@ -4,11 +4,12 @@ Images stand in the messages as bytes or data URLs, or in a column `images` in t
 places in the text.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from cachetools import FIFOCache
 
 from ..schemas.config.job import EnvConfig
 from ..schemas.env import Split
@@ -107,7 +108,7 @@ class HostData:
             self._val = rows(config.val_data).shuffled(seed, config.num_val)
         self.num_train = len(self._train) if self._train else None
         self.num_val = self._count_val(config)
-        self._recent: OrderedDict[tuple[Split, int], Record] = OrderedDict()
+        self._recent: FIFOCache[tuple[Split, int], Record] = FIFOCache(RECENT)
 
     def _count_val(self, config: EnvConfig) -> int:
         if self._val is not None:
@@ -140,8 +141,6 @@ class HostData:
             )
         record = dataset.record(sample)
         self._recent[split, sample] = record
-        if len(self._recent) > RECENT:
-            self._recent.popitem(last=False)
         return record
 
     def close(self) -> None:

@@ -14,8 +14,9 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
+import httpx
 import numpy as np
 import stamina
 import structlog
@@ -40,10 +41,6 @@ from ..schemas.wire.images import plain_text
 from ..schemas.wire.subjects import JobScope
 from .game import ChatMessage
 from .reasoning import behind_reasoning
-
-if TYPE_CHECKING:
-    import httpx
-
 
 _VALUE_KEYS = ("score", "reward")
 
@@ -167,14 +164,7 @@ class HttpSource:
         self._client: httpx.AsyncClient
 
     async def start(self) -> None:
-        """Open the client; ConfigError when the package or the key is missing."""
-        try:
-            import httpx
-        except ImportError as error:
-            raise ConfigError(
-                f"env.reward.source={self._config.source} needs httpx, which is not installed",
-                hint="pip install 'tinkermq[rewards]' where the environment host runs",
-            ) from error
+        """Open the client; ConfigError when the key is missing."""
         headers: dict[str, str] = {}
         variable = self._config.key_variable
         if variable is not None:
@@ -195,8 +185,6 @@ class HttpSource:
 
     async def post(self, url: str, body: dict[str, Any]) -> Any:
         """Return what a URL answers to JSON; RewardError with its reason when it does not."""
-        import httpx
-
         payload = json.dumps(body, default=_plain)
         transient = (httpx.TransportError, _Busy)
         try:
@@ -217,7 +205,7 @@ class HttpSource:
                 hint='answer {"score": …}',
             ) from error
 
-    async def _try(self, url: str, payload: str) -> "httpx.Response":
+    async def _try(self, url: str, payload: str) -> httpx.Response:
         headers = {"Content-Type": "application/json"}
         reply = await self._client.post(url, content=payload, headers=headers)
         if reply.status_code >= 500 or reply.status_code in _BUSY:

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol, cast
 
+import httpx
 import numpy as np
 
 from ...broker.client.connection import Broker
@@ -131,14 +132,7 @@ class EndpointTeacher:
     """A model behind an API that tells `prompt_logprobs`, as vLLM's and ours do."""
 
     def __init__(self, base: str, model: str, chat: ChatTokenizer) -> None:
-        """`base` is the URL up to `/v1`. Raises ConfigError where httpx is not installed."""
-        try:
-            import httpx
-        except ImportError as error:
-            raise ConfigError(
-                f"algorithm.teacher={base} needs httpx, which is not installed",
-                hint="pip install 'tinkermq[rewards]' where generators run",
-            ) from error
+        """`base` is the URL up to `/v1`."""
         self._url = f"{base}/completions"
         self._model = model
         self._chat = chat
@@ -149,8 +143,6 @@ class EndpointTeacher:
 
     async def score(self, ids: IntVector, top_k: int) -> PromptScores:
         """Ask the API."""
-        import httpx
-
         body = {
             "model": self._model,
             "prompt": ids.tolist(),
