@@ -34,9 +34,7 @@ class CallDelta(Message):
     """What one choice of an answer has gained since the previous part."""
 
     choice: int = Field(ge=0, lt=MAX_CHOICES)
-    """Number of the choice."""
     text: str = ""
-    """New text."""
     token_ids: list[int] = Field(default_factory=list[int])
     """New tokens; text of the newest may come in a later part."""
     logprobs: list[float] = Field(default_factory=list[float])
@@ -78,7 +76,6 @@ class CallPart(Part):
     branch: str = ""
     """Why it is not that call's only continuation (`Branch` of the generator)."""
     deltas: list[CallDelta] = Field(default_factory=list[CallDelta])
-    """New content, by choice."""
     calls: list[int] = Field(default_factory=list[int])
     """In the last part: number of each choice among the episode's calls."""
 
@@ -134,7 +131,6 @@ class CancelCall(Message):
     """The program no longer wants the rest of an answer, on `episode.<e>.cancel`."""
 
     request: RequestId
-    """Id of the call."""
 
 
 class CallDelivered(Message):
@@ -172,7 +168,6 @@ class EpisodePost(Message):
 
     max_bytes: ClassVar[int] = 4 << 20
     request: RequestId
-    """Id made by the gateway."""
     key: str = Field(max_length=512)
     """The episode's key, as the program sent it."""
     source: RequestId
@@ -186,11 +181,9 @@ class EpisodePost(Message):
     method: Literal["", "GET", "POST"] = ""
     """HTTP method; empty: no request."""
     path: str = Field(default="", max_length=1024)
-    """Path, without a key."""
     name: str = Field(default="", max_length=256)
     """`Idempotency-Key` header."""
     body: bytes = b""
-    """Body."""
 
 
 class EpisodePosted(Part):
@@ -199,9 +192,7 @@ class EpisodePosted(Part):
     status: int = 0
     """HTTP status; 0: there was no request."""
     headers: dict[str, str] = Field(default_factory=dict[str, str])
-    """Headers."""
     body: bytes = b""
-    """Body."""
     over: str = ""
     """Why the program's calls are no longer answered; empty: they are."""
 

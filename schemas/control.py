@@ -16,7 +16,6 @@ class ControlRequest(Message):
     """checkpoint: write one now; profile: record torch traces of the next steps; stop: drain and
     exit; hand_over: exit as on SIGTERM, because the job continues elsewhere; status: report."""
     reason: str = ""
-    """Reason, for the event."""
     steps: int = Field(default=1, ge=1, le=MAX_TRACED_STEPS)
     """Number of steps to trace."""
 
@@ -107,9 +106,7 @@ class RankState(Message):
     """State of a rank: reply to each order, and on `rank.<actor>.look-<process>`."""
 
     rank: int = Field(ge=1)
-    """Number of the rank."""
     process: str
-    """Process of the rank's actor."""
     learner: str = ""
     """Learner process that it serves; empty: none."""
     host: str = ""

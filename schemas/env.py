@@ -19,13 +19,11 @@ class DescribeReply(Message):
     """What the job's environment hosts serve."""
 
     game: str
-    """Name of the game."""
     num_train: int | None
     """Rows of the training data; null: the game generates its states."""
     num_val: int
     """Rows, or seeds, of the validation set."""
     host: str
-    """The host that answered."""
     roles: list[str] = Field(default_factory=list[str])
     """Roles of a multi-agent game; empty: a single-agent game."""
 
@@ -55,7 +53,6 @@ class ResetRequest(Message):
     """In a game with roles: the episode at this host in which `role` plays. The reply is ready when
     its first turn comes."""
     role: str = ""
-    """Role to play."""
 
 
 class Opened(Message):
@@ -90,7 +87,6 @@ class StepRequest(Message):
     those that were not ready."""
 
     episodes: list[EpisodeId] = Field(min_length=1, max_length=4096)
-    """Episode ids."""
     turns: list[Annotated[int, Field(ge=0)]]
     """Turn numbers; a repeated number returns the same answer."""
     actions: list[str]

@@ -27,9 +27,8 @@ class Decoding(Message):
     """Largest number of generated tokens; null: as the context allows; 0: none, for prompt
     log-probs only."""
     temperature: float = Field(default=1.0, ge=0, le=MAX_TEMPERATURE)
-    """Sampling temperature; 0 is greedy."""
+    """0: greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling."""
     top_k: int = Field(default=0, ge=0, lt=2**31)
     """Keep the k likeliest tokens; 0: all."""
     stop: list[str] = Field(default_factory=list[str], max_length=MAX_STOPS)
@@ -63,7 +62,6 @@ class ChatRequest(Message):
     tools: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
     """Tools, as the chat template takes them."""
     decoding: Decoding = Field(default_factory=Decoding)
-    """Sampling options."""
     stream: bool = False
     """Stream tokens instead of sending all at the end."""
     logprobs: bool = False
@@ -90,7 +88,6 @@ class CompletionRequest(Message):
     """Return the prompts' log-probs at temperature 1, with this many of the likeliest tokens at
     each position; null: neither."""
     decoding: Decoding = Field(default_factory=Decoding)
-    """Sampling options."""
     stream: bool = False
     """Stream tokens instead of sending all at the end."""
     logprobs: bool = False
@@ -107,7 +104,6 @@ class Delta(Message):
     choice: int = Field(ge=0)
     """Number of the choice: prompt · `num_choices` + number within the prompt."""
     text: str = ""
-    """New text."""
     token_ids: list[int] = Field(default_factory=list[int])
     """New tokens; text of the newest may come in a later part."""
     tokens: list[str] = Field(default_factory=list[str])
@@ -132,7 +128,6 @@ class PromptScore(Message):
     """Log-probs of N successive tokens of a prompt, at temperature 1."""
 
     prompt: int = Field(ge=0)
-    """Number of the prompt."""
     start: int = Field(ge=0)
     """Position of the first of them."""
     logprobs: FloatVector
@@ -149,7 +144,6 @@ class InferPart(Part):
     model: str = ""
     """The model: `run@step`, the job's name, or a checkpoint path."""
     deltas: list[Delta] = Field(default_factory=list[Delta])
-    """New content, by choice."""
     prompt_tokens: int = 0
     """Tokens of the prompts; in the first part with content and in the last."""
     completion_tokens: int = 0
@@ -161,11 +155,14 @@ class InferPart(Part):
     vocabulary: str = ""
     """Digest of the vocabulary, with `scores`: equal for equal tokenizers."""
     is_thinking: bool = False
-    """Return the prompt's token ids."""
+    """Whether the prompt has opened the answer's reasoning."""
 
 
 class PlayRequest(Message):
-    """Play one episode with the training code, on `infer.play`."""
+    """Play one episode with the training code, on `infer.play`.
+
+    A limit that is null is that of `rollout`.
+    """
 
     request: RequestId
     """Id made by the caller, for cancelling."""
@@ -180,13 +177,11 @@ class PlayRequest(Message):
     kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Further arguments for the game's `reset`."""
     temperature: float = Field(default=0.0, ge=0, le=MAX_TEMPERATURE)
-    """Sampling temperature; 0 is greedy."""
+    """0: greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling."""
     top_k: int = Field(default=0, ge=0, lt=2**31)
-    """Keep the k likeliest tokens; 0: all."""
     max_turns: int | None = Field(default=None, ge=1, lt=2**31)
-    """Largest number of turns; null: as `rollout` says, also below."""
+    """Largest number of turns."""
     max_prompt_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     """Longest first prompt."""
     max_turn_tokens: int | None = Field(default=None, ge=1, lt=2**31)
@@ -212,4 +207,3 @@ class CancelInference(Message):
     """A caller no longer wants the rest of an answer, on `infer.cancel`, which all servers hear."""
 
     request: str
-    """Id of the request."""

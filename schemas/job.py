@@ -58,11 +58,9 @@ class OpenRequest(Message):
     user: str
     """Owner of the job."""
     job: str
-    """Job id."""
     actor: str
     """Name of the actor."""
     attempt: int = Field(ge=1)
-    """Attempt of the job."""
 
 
 class OpenedSecrets(Message):
@@ -113,11 +111,9 @@ class ActorPlacement(Message):
     name: str
     """Name within the job: `learner`, `generator-0` …"""
     role: Role
-    """What it does."""
     node: str | None = None
     """Its node; null: it waits for one."""
     slots: int = Field(default=1, ge=0)
-    """Slots that it holds."""
     devices: list[int] = Field(default_factory=list[int])
     """Which slots of the node: indices of GPUs or CPU shares."""
     state: Literal["placed", "running", "exited", "failed"] = "placed"
@@ -139,11 +135,8 @@ class JobRecord(Message):
     name: str
     """Name of the run and of its folder."""
     user: str
-    """Owner."""
     kind: Literal["train", "infer", "eval", "sft", "tinker"] = "train"
-    """What it does."""
     state: JobState
-    """Its state."""
     reason: str = ""
     """Why it is in this state."""
     priority: int = 0
@@ -153,7 +146,6 @@ class JobRecord(Message):
     configured: bool = True
     """False until a client has completed the configuration (`set_config`, `fit`)."""
     actors: list[ActorPlacement] = Field(default_factory=list[ActorPlacement])
-    """Its actors."""
     attempt: int = Field(default=1, ge=1)
     """1 + number of resumes."""
     losses: int = 0
@@ -189,9 +181,7 @@ class JobRecord(Message):
     version: int = 0
     """Newest policy version known to the scheduler."""
     created: float
-    """Seconds since the epoch."""
     started: float | None = None
-    """First start."""
     finished: float | None = None
     """Time of its final state."""
     untold: list[Event] = Field(default_factory=list[Event])
@@ -216,8 +206,7 @@ class JobRecord(Message):
     removal: Removal = "no"
     """Archiving or deletion in progress."""
     archived: float | None = None
-    """When it was archived, in seconds since the epoch; the record is then in the bucket of
-    archived jobs."""
+    """When it was archived; the record is then in the bucket of archived jobs."""
     refused: str = ""
     """Why the last request to restore it failed."""
     archive_digest: str = Field(default="", max_length=64, pattern=r"^[0-9a-f]*$")
@@ -282,7 +271,6 @@ class RequestRecord(Message):
     """The job made by a submission, in the KV bucket of requests, for repeated requests."""
 
     job: str
-    """Job id."""
 
 
 class SubmitRequest(Request):
@@ -293,7 +281,6 @@ class SubmitRequest(Request):
     request_id: str = Field(min_length=1, max_length=64)
     """Made by the client; a repeated id returns the same job."""
     kind: Literal["train", "infer", "eval", "sft", "tinker"] = "train"
-    """What the job does."""
     config: dict[str, Any]
     """Configuration (JobConfig)."""
     configured: bool = True
@@ -362,7 +349,6 @@ class ScaleRequest(Request):
     role: Literal["generator", "environment", "server"]
     """Which actors."""
     count: int = Field(ge=0, le=1024)
-    """Their number."""
 
 
 class PriorityRequest(Request):
@@ -371,20 +357,17 @@ class PriorityRequest(Request):
     job: str
     """Job id or run name."""
     priority: Priority
-    """The new priority."""
 
 
 class LabelRequest(Request):
-    """Change tags, group and notes of a job: `label`. null leaves a value as it is."""
+    """Change tags, group and notes of a job: `label`. null leaves a value as it is; an empty group
+    is none."""
 
     job: str
     """Job id or run name."""
     tags: Annotated[list[Label], Field(max_length=MAX_TAGS)] | None = None
-    """All its tags."""
     group: Label | Literal[""] | None = None
-    """Its group; empty: none."""
     notes: Annotated[str, Field(max_length=MAX_NOTES)] | None = None
-    """Its notes."""
 
 
 class ListRequest(Request):
@@ -404,14 +387,12 @@ class JobReply(Message):
     """One job."""
 
     record: JobRecord
-    """Its record."""
 
 
 class SubmissionFinding(Message):
     """Result of one check of a job."""
 
     what: Literal["job", "model", "data", "game", "slots"]
-    """What was checked."""
     ok: bool
     """Whether a submission would pass."""
     text: str
@@ -433,6 +414,5 @@ class JobList(Message):
     """Jobs, newest first."""
 
     records: list[JobRecord]
-    """Their records."""
     after: str = ""
     """`after` of the next request; empty: these were the last."""

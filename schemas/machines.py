@@ -169,11 +169,10 @@ class MachineStatus(Message):
     """asked: requested, not started; coming: started, its node has not joined; here: its node has
     joined; draining: being returned, or its time is up."""
     id: str = ""
-    """Id at the cluster."""
     started: float | None = None
-    """Start, in seconds since the epoch."""
+    """Start."""
     ends: float | None = None
-    """End of its time, in seconds since the epoch."""
+    """End of its time."""
     why: str = ""
     """Reason why it is waiting, in the cluster's words."""
 
@@ -194,7 +193,6 @@ class MachineList(Message):
     slot_hours_per_day: float | None = None
     """Slot-hours allowed per day; null: no bound."""
     machines: list[MachineStatus] = Field(default_factory=list[MachineStatus])
-    """Machines, sorted by name."""
     trouble: str = ""
     """Why none come, in the cluster's words; empty: no trouble."""
 

@@ -57,7 +57,6 @@ class EvalRecord(Message):
     """One evaluation of one version, in the KV bucket of evaluations."""
 
     version: int = Field(ge=0)
-    """The version."""
     step: int = Field(ge=0)
     """Training step at which the result is reported."""
     state: Literal["requested", "running", "done", "failed", "reported", "given_up"] = "requested"
@@ -80,16 +79,14 @@ class Presence(Message):
     role: str
     """learner, generator, evaluator, environment, scheduler or node."""
     host: str
-    """Host name."""
     pid: int
-    """Process id."""
     state: str
     """What it does."""
     waits_for: str = ""
     """Name of its current wait, and whom it waits for."""
     missing_since: float | None = None
-    """Since when (seconds since the epoch) it waits for something that only an outsider can
-    provide: the host of a client's game, or room on a disk."""
+    """Since when it waits for something that only an outsider can provide: the host of a client's
+    game, or room on a disk."""
     version: int | None = None
     """Policy version in use."""
     progress: int = Field(default=0, ge=0)

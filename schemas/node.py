@@ -24,15 +24,10 @@ class WantedActor(Message):
     """An actor that a node is to run."""
 
     user: str = Field(pattern=NAME_PATTERN)
-    """Owner of the job."""
     job: str = Field(pattern=NAME_PATTERN)
-    """Job id."""
     name: str = Field(pattern=NAME_PATTERN)
-    """Name within the job."""
     role: Role
-    """What it does."""
     slots: int = Field(default=1, ge=0)
-    """Slots that it holds."""
     devices: list[int] = Field(default_factory=list[int])
     """Which slots of the node; on a GPU node the visible GPUs."""
     attempt: int = Field(default=1, ge=1)
@@ -52,7 +47,6 @@ class WantedActor(Message):
     own_network: bool = False
     """Whether such a learner has the node's network; else it reaches only the broker."""
     threads: int = Field(default=1, ge=1)
-    """CPU threads."""
     secrets: bool = False
     """Whether to request secrets at its start."""
     max_restarts: int = Field(default=5, ge=0)
@@ -68,7 +62,6 @@ class NodeSync(Message):
     epoch: int = 0
     """Epoch of the scheduler's lease: a node ignores older ones."""
     actors: list[WantedActor]
-    """The wanted actors."""
     kill: list[str] = Field(default_factory=list[str])
     """Jobs (`<user>.<job>`) whose actors end without draining."""
 
@@ -79,9 +72,7 @@ class ActorStatus(Message):
     user: str
     """Owner of the job."""
     job: str
-    """Job id."""
     name: str
-    """Name within the job."""
     slots: int = 0
     """Slots that it holds until it ends."""
     devices: list[int] = Field(default_factory=list[int])
@@ -93,7 +84,6 @@ class ActorStatus(Message):
     exit_code: int | None = None
     """Exit code of the last process."""
     restarts: int = 0
-    """Number of restarts."""
     fruitless: int = Field(default=0, ge=0)
     """Failures in a row without finished work."""
     error: str = ""
@@ -101,7 +91,6 @@ class ActorStatus(Message):
     silent_s: float = Field(default=0.0, ge=0)
     """Time since the last heartbeat of a running process, once that is long."""
     pid: int | None = None
-    """Process id."""
 
 
 class Gpu(Message):
@@ -110,9 +99,7 @@ class Gpu(Message):
     index: int = Field(ge=0)
     """Index at the driver."""
     model: str
-    """Model name."""
     memory_bytes: int = 0
-    """Its memory."""
     used_bytes: int = 0
     """Memory in use by all processes."""
     utilization: float = Field(default=0.0, ge=0, le=1)
@@ -125,11 +112,8 @@ class NodeStatus(Message):
     """A node's answer to a sync, and its record in the KV bucket of nodes."""
 
     node: str
-    """Name of the node."""
     host: str
-    """Host name."""
     slots: int = Field(ge=0, le=MAX_SLOTS)
-    """Number of slots."""
     slot_kind: Literal["gpu", "cpu"] = "cpu"
     """What a slot is."""
     slot_model: str = ""
@@ -141,7 +125,6 @@ class NodeStatus(Message):
     gpus: list[Gpu] = Field(default_factory=list[Gpu])
     """Its GPUs; a slot's number is an index of this list."""
     actors: list[ActorStatus] = Field(default_factory=list[ActorStatus])
-    """Actors that it runs."""
     draining: bool = False
     """Whether it is ending: it offers no slots."""
     packages: dict[str, str] = Field(default_factory=dict[str, str])
@@ -151,8 +134,7 @@ class NodeStatus(Message):
     epoch: int = Field(default=0, ge=0)
     """Highest epoch of a scheduler's lease that it has seen; it obeys that scheduler."""
     store_lost: float | None = None
-    """When it found (seconds since the epoch) that the broker had lost its store while this node
-    ran."""
+    """When it found that the broker had lost its store while this node ran."""
     clock_ahead_s: float | None = None
     """Seconds that its clock is ahead of the scheduler's; null: not measured yet."""
 
@@ -191,7 +173,6 @@ class NodeList(Message):
     """The nodes that answer: reply of the scheduler's `nodes`."""
 
     nodes: list[NodeStatus]
-    """Their last status, by name."""
     trouble: str = ""
     """What keeps the pool from working; empty: nothing."""
 
@@ -202,18 +183,14 @@ class RemoveRun(Message):
     user: str
     """Owner of the job."""
     job: str
-    """Job id."""
     run_dir: str
-    """Run folder."""
 
 
 class DamagedRecord(Message):
     """A record of the pool that is ignored because it is damaged."""
 
     bucket: str
-    """Its KV bucket."""
     key: str
-    """Its key."""
     why: str
     """What is wrong with it."""
 
@@ -235,7 +212,6 @@ class SchedulerLease(Message):
     epoch: int
     """Grows with each holder, independently of clocks."""
     beat: int = 0
-    """Grows with each renewal."""
 
 
 class LookQuestion(Message):
@@ -244,7 +220,6 @@ class LookQuestion(Message):
     files: list[Annotated[str, Field(max_length=4096)]] = Field(
         default_factory=list[str], max_length=512
     )
-    """Data files."""
     game: str = Field(default="", max_length=512)
     """Registered name, or `package.module:Class`; empty: none."""
 
@@ -255,7 +230,6 @@ class LookAnswer(Message):
     known: bool = True
     """False: not found out in time."""
     missing: list[str] = Field(default_factory=list[str])
-    """Missing files."""
     game: str = ""
     """Where the game would be imported from; empty: nowhere, or not asked."""
     lacks_game: str = ""
@@ -318,7 +292,6 @@ class GameCheckReply(Message):
     node: str = ""
     """The node that checked."""
     checks: list[GameCheck] = Field(default_factory=list[GameCheck])
-    """Results, in order."""
 
 
 class PlayQuestion(Message):
@@ -349,4 +322,3 @@ class PlayAnswer(Message):
     hint: str = ""
     """What to do about that."""
     checks: list[GameCheck] = Field(default_factory=list[GameCheck])
-    """Results, in order."""

@@ -205,7 +205,6 @@ class Group(Message):
     """Largest size that a server can be configured for (`max_payload`)."""
 
     task: Task
-    """The issued task."""
     trajectories: list[Trajectory] = Field(default_factory=list[Trajectory], max_length=1 << 16)
     """One per episode, and per role in a game with roles; a greedy baseline comes last. Rows of an
     agent's episode are adjacent, the main one first. A row omits what it shares with the previous
@@ -219,9 +218,9 @@ class Group(Message):
     kv_on_swap: Literal["keep", "recompute"] = "keep"
     """How the engine treats KV caches at a weight swap."""
     started: float = 0.0
-    """Start of the first episode, in seconds since the epoch."""
+    """Start of the first episode."""
     finished: float = 0.0
-    """End of the last episode, in seconds since the epoch."""
+    """End of the last episode."""
     tokens_wasted: int = Field(default=0, ge=0)
     """Generated tokens of failed tries."""
     tokens_continued: int = Field(default=0, ge=0)
@@ -535,13 +534,9 @@ class Segment(Message):
     """Position of the first token in the conversation. 0: the episode starts anew, and earlier
     segments are void."""
     token_ids: IntVector
-    """int32[T]: prompt, generated tokens and observations, in order."""
     mask: MaskVector
-    """uint8[T]: 1 where the policy generated the token, 0 elsewhere."""
     logprobs: FloatVector
-    """float32[T]: behaviour log-prob of generated tokens before top-p/top-k; 0 elsewhere."""
     versions: IntVector
-    """int32[T]: policy version of generated tokens; -1 elsewhere."""
     turn_ends: list[int] = Field(default_factory=list[int])
     """Positions of the last tokens of turns that ended."""
     rewards: list[float] = Field(default_factory=list[float])

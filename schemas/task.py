@@ -36,7 +36,7 @@ class Task(Message):
     group_size: int = Field(ge=1, le=4096)
     """Number of episodes."""
     issued: float = 0.0
-    """When the learner issued it, in seconds since the epoch; 0: a client made it."""
+    """When the learner issued it; 0: a client made it."""
     greedy_baseline: bool = False
     """Add a greedy episode, for remax."""
     reset_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -75,9 +75,7 @@ class DeadLetter(Message):
     """A task that failed its last try, on `dead`."""
 
     task: Task
-    """The issued task."""
     blame: Blame
-    """The last error."""
     num_attempts: int = Field(ge=1)
     """Number of tries."""
     source: str

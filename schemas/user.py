@@ -76,9 +76,8 @@ class UserInfo(Quota):
     role: UserRole = "user"
     """An admin manages users and may read and stop all jobs."""
     created: float
-    """Seconds since the epoch."""
     expires: float | None = None
-    """Expiry of the key, in seconds since the epoch; null: never."""
+    """Expiry of the key; null: never."""
     revoked: float | None = None
     """When the user was revoked."""
 
@@ -102,7 +101,6 @@ class Invitation(Message):
     uses_left: int = Field(ge=0)
     """Remaining uses."""
     expires: float
-    """Expiry, in seconds since the epoch."""
     key_days: float
     """Lifetime of the new users' keys in days; 0: for ever."""
     max_slots: int | None = None
@@ -119,9 +117,7 @@ class AddUser(Request):
     """Made by the client; for two minutes a repeated id returns the same key."""
 
     user: str
-    """Name."""
     role: UserRole = "user"
-    """Role."""
     days: float = Field(default=365.0, ge=0)
     """Lifetime of the key in days; 0: for ever."""
     max_slots: int | None = Field(default=None, ge=0)
@@ -134,7 +130,6 @@ class NameUser(Request):
     """Name one user: `revoke`."""
 
     user: str
-    """Name."""
 
 
 class RotateKey(Request):
@@ -144,47 +139,30 @@ class RotateKey(Request):
     """Made by the client; for two minutes a repeated id returns the same key."""
 
     user: str
-    """Name."""
     days: float = Field(default=365.0, ge=0)
     """Lifetime of the key in days; 0: for ever."""
 
 
 class SetQuota(Request):
-    """Change a user's quota: `quota`. null leaves a value as it is, -1 removes the bound. The keys
-    are those of [Quota](#quota)."""
+    """Change a user's quota: `quota`. The keys are those of `Quota`; null leaves a value as it is,
+    -1 removes the bound."""
 
     user: str
-    """Name."""
     weight: float | None = Field(default=None, gt=0)
-    """Share of the pool."""
     max_priority: Priority | None = None
-    """Highest priority that the user's jobs may have."""
     max_slots: Wish = None
-    """See Quota, as all below; -1: no bound."""
     max_jobs: Wish = None
-    """Jobs that are kept."""
     max_live_jobs: Wish = None
-    """Jobs that have not ended."""
     max_actors: Wish = None
-    """Processes of jobs."""
     max_stored_bytes: Wish = None
-    """Bytes of streams."""
     max_record_bytes: Wish = None
-    """Bytes of records."""
     max_evaluations: Wish = None
-    """Evaluations."""
     max_tinker_tokens: Wish = None
-    """Tokens of programs that speak the Tinker API."""
     max_requests: Wish = None
-    """Requests at once."""
     max_connections: Wish = None
-    """Connections."""
     max_subscriptions: Wish = None
-    """Subscriptions."""
     max_messages_s: Wish = None
-    """Messages a second."""
     max_bytes_s: Wish = None
-    """Bytes a second."""
 
 
 class Invite(Request):
@@ -223,21 +201,19 @@ class NewKey(Message):
     user: str = ""
     """Its user."""
     expires: float | None = None
-    """Expiry, in seconds since the epoch; null: never."""
+    """null: never."""
 
 
 class UserReply(Message):
     """One user."""
 
     user: UserInfo
-    """What is known."""
 
 
 class UserList(Message):
     """Users, by name."""
 
     users: list[UserInfo]
-    """Users."""
     more: bool = False
     """There are more: repeat with the last name as `after`."""
 
@@ -255,7 +231,6 @@ class JobKeyRequest(Message):
     user: str
     """Owner of the job."""
     job: str
-    """Job id."""
     actor: str
     """Name of the actor."""
     attempt: int
@@ -283,11 +258,9 @@ class AuditRequest(Request):
     """Read the newest audit records: `audit`."""
 
     limit: int = Field(default=200, ge=1, le=2000)
-    """Largest number of records."""
 
 
 class AuditList(Message):
     """Audit records, newest first."""
 
     records: list[AuditRecord]
-    """The records."""

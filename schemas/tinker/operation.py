@@ -53,7 +53,7 @@ class ModelOperation(Message):
     is_zstd: bool = False
     """Whether the body is compressed."""
     time: float = 0.0
-    """When it was accepted, in seconds since the epoch."""
+    """When it was accepted."""
     companies: list[Company] = Field(default_factory=list[Company])
     """Companies of its micro-batches, in kept history; see `OperationResult`."""
 
@@ -89,7 +89,6 @@ class AwaitResult(Message):
     model: ModelId
     seq: Seq
     wait_s: float = Field(default=25.0, ge=0, le=60)
-    """Longest wait."""
 
     max_bytes: ClassVar[int] = 1 << 10
 
@@ -153,7 +152,6 @@ class TrainerOffer(Message):
     """A base model that users may train."""
 
     job: str
-    """Job id of the service."""
     base: str
     """Name that programs use."""
     max_context: int

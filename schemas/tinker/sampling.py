@@ -105,7 +105,6 @@ class SampleRequest(Message):
     request: str = Field(max_length=600)
     """Id of the sampling session and number of the request; a repeated one is the same."""
     body: bytes = Field(max_length=MAX_SAMPLE_BYTES)
-    """JSON of the request."""
 
     max_bytes: ClassVar[int] = MAX_SAMPLE_BYTES + (4 << 10)
 

@@ -26,7 +26,6 @@ class SamplerTokens(Message):
     """Last report of one sampler."""
 
     since: float
-    """Its start."""
     tokens: dict[str, int]
     """Tokens computed since, prompts included, by user."""
 
