@@ -119,7 +119,8 @@ a payload: `nats sub --translate "tinkermq decode" '{PREFIX}.job.>'`.
 
 Parentheses hold a key's type and bounds. {_NOTATION} A key with `?` may be left out: then it has
 the default in the parentheses, else null if its type allows it, else the empty value of its type
-(`0`, `false`, `""`, `[]`, `{{}}`). Times are floats, in seconds since the epoch.
+(`0`, `false`, `""`, `[]`, `{{}}`). Null and empty values mean none, unless the text says otherwise.
+Times are floats, in seconds since the epoch.
 
 A numeric array is msgpack extension type {array_codec.ARRAY_EXT}, little endian throughout:
 

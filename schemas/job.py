@@ -24,7 +24,7 @@ class JobSecrets(Message):
     """Content of a sealed box; never sent, stored or logged in the clear."""
 
     user: str
-    """Who sealed it; a copy opens for no other user's job."""
+    """Who sealed it; it opens for this user's jobs only."""
     values: dict[SecretName, Annotated[str, Field(min_length=1, max_length=4096)]]
     """The secrets, by name."""
 
@@ -67,7 +67,7 @@ class OpenedSecrets(Message):
     """Secrets for the process's environment."""
 
     values: dict[SecretName, str]
-    """The secrets, by name; empty: it needs none."""
+    """By name."""
 
 
 JobState = Literal[
@@ -109,13 +109,13 @@ class ActorPlacement(Message):
     """One actor of a job, and its node."""
 
     name: str
-    """Name within the job: `learner`, `generator-0` …"""
+    """`learner`, `generator-0` …"""
     role: Role
     node: str | None = None
-    """Its node; null: it waits for one."""
+    """null: it waits for one."""
     slots: int = Field(default=1, ge=0)
     devices: list[int] = Field(default_factory=list[int])
-    """Which slots of the node: indices of GPUs or CPU shares."""
+    """The node's slots: indices of GPUs or CPU shares."""
     state: Literal["placed", "running", "exited", "failed"] = "placed"
     """State that the node last reported."""
     restarts: int = 0
@@ -133,14 +133,14 @@ class JobRecord(Message):
     job: str
     """Job id."""
     name: str
-    """Name of the run and of its folder."""
+    """Of the run and its folder."""
     user: str
     kind: Literal["train", "infer", "eval", "sft", "tinker"] = "train"
     state: JobState
     reason: str = ""
     """Why it is in this state."""
     priority: int = 0
-    """Jobs of a higher priority are placed first."""
+    """Higher ones are placed first."""
     config: dict[str, Any]
     """The effective configuration."""
     configured: bool = True
@@ -149,56 +149,56 @@ class JobRecord(Message):
     attempt: int = Field(default=1, ge=1)
     """1 + number of resumes."""
     losses: int = 0
-    """Node losses since it was submitted or resumed."""
+    """Node losses since submission or resume."""
     run_dir: str = ""
     """Run folder on the pool."""
     output_roots: list[str] = Field(default_factory=list[str])
-    """Folders below which its processes may write; empty: anywhere."""
+    """Folders below which it may write; empty: anywhere."""
     fork_of: str | None = None
-    """`run@step` of the checkpoint that it starts from."""
+    """`run@step` of its first checkpoint."""
     weights_only: bool = False
-    """That checkpoint is the initial model; optimiser, steps and data order start anew."""
+    """Of that checkpoint only the weights are used."""
     fork_dir: str = ""
-    """Folder of that checkpoint; once configured, the job's own copy in `run_dir`."""
+    """That checkpoint's folder; once configured, a copy in `run_dir`."""
     follow: str | None = None
-    """Job id of the live run whose newest version an inference job serves."""
+    """Id of the live run whose newest version it serves."""
     judge: str | None = None
-    """Job id of the inference job that judges its episodes (`env.reward.judge`)."""
+    """Id of the job that judges its episodes (`env.reward.judge`)."""
     teachers: dict[str, str] = Field(default_factory=dict[str, str])
-    """Job ids of its teachers, by their names in the configuration (`job:NAME`)."""
+    """Ids of its teachers, by name in the configuration (`job:NAME`)."""
     serves: str = ""
-    """What an inference job serves: `run@step`, the followed run, or empty for a model."""
+    """`run@step`, the followed run, or empty for a model."""
     adapters: dict[str, str] = Field(default_factory=dict[str, str])
-    """Further LoRA adapters served on the same base: `run@step` to the folder of its copy."""
+    """Further LoRA adapters served: `run@step` to the folder of its copy."""
     stop: Literal["no", "drain", "now"] = "no"
-    """Requested stop: drain writes a checkpoint first, now does not."""
+    """Requested stop: drain writes a checkpoint first."""
     stop_complete: bool = False
-    """Whether that stop ends the job as COMPLETED."""
+    """That stop ends the job as COMPLETED."""
     stopped_by: str = ""
     """Who requested the stop."""
     place: int = 0
-    """Place in the queue, from 1; in replies only."""
+    """In the queue, from 1; in replies only."""
     version: int = 0
-    """Newest policy version known to the scheduler."""
+    """Newest version known to the scheduler."""
     created: float
     started: float | None = None
     finished: float | None = None
     """Time of its final state."""
     untold: list[Event] = Field(default_factory=list[Event])
-    """Events not yet in its stream: all until the stream exists, at the first start; later those of
-    the scheduler's current round."""
+    """Events not yet in its stream: all until the stream exists; later those of the scheduler's
+    current round."""
     has_streams: bool = False
     """Whether its streams exist."""
     stored_bytes: int = Field(default=0, ge=0)
-    """Bytes that its streams may hold while it lives, and do hold after its end."""
+    """Allowed to its streams while it lives; held after its end."""
     slot_s: dict[str, float] = Field(default_factory=dict[str, float])
     """Slot-seconds used until `metered`, by role."""
     tinker_tokens: dict[str, int] = Field(default_factory=dict[str, int])
-    """Tokens that a Tinker service has computed for models, by user."""
+    """Tokens computed for models of a Tinker service, by user."""
     tinker_sampled: dict[str, int] = Field(default_factory=dict[str, int])
-    """Tokens that its samplers have computed, prompts included, by user."""
+    """Tokens of its samplers, prompts included, by user."""
     tinker_samplers: dict[str, SamplerTokens] = Field(default_factory=dict[str, SamplerTokens])
-    """Last report of each sampler; included in the sum."""
+    """Last reports, included in the sum."""
     secrets: list[SecretName] = Field(default_factory=list[SecretName])
     """Names of its sealed secrets."""
     metered: float = 0.0
@@ -206,13 +206,13 @@ class JobRecord(Message):
     removal: Removal = "no"
     """Archiving or deletion in progress."""
     archived: float | None = None
-    """When it was archived; the record is then in the bucket of archived jobs."""
+    """Time; the record is then in the bucket of archived jobs."""
     refused: str = ""
-    """Why the last request to restore it failed."""
+    """Why the last restore failed."""
     archive_digest: str = Field(default="", max_length=64, pattern=r"^[0-9a-f]*$")
-    """BLAKE3 of its complete archive, checked before restoring."""
+    """BLAKE3 of its archive, checked before restoring."""
     brought_back: float | None = None
-    """When it was last restored; it counts as ended then."""
+    """Time of the last restore, which counts as its end."""
 
     def named_at(self, at: str) -> str:
         """Return the key of the job; checks the names of its actors and of other jobs, too."""
@@ -286,17 +286,17 @@ class SubmitRequest(Request):
     configured: bool = True
     """False: `configure` completes the configuration later."""
     fork_of: str | None = None
-    """Checkpoint to start from: `run@step`, `run@last` or `run@best`."""
+    """First checkpoint: `run@step`, `run@last` or `run@best`."""
     weights_only: bool = False
-    """Use only the checkpoint's weights, as the initial model of a new run."""
+    """Use only its weights, as the initial model."""
     priority: Priority = 0
-    """Jobs of a higher priority are placed first."""
+    """Higher ones are placed first."""
     sealed: bytes = Field(default=b"", max_length=MAX_SEALED_BYTES)
-    """JobSecrets in a box sealed to the scheduler's key; kept apart from the record."""
+    """JobSecrets, sealed to the scheduler's key."""
     follow: str | None = None
-    """Live run, by id or name, whose newest version an inference job serves."""
+    """Live run whose newest version an inference job serves."""
     adapters: list[str] = Field(default_factory=list[str], max_length=64)
-    """Further LoRA checkpoints (`run@step`, `run@last`) served on one base."""
+    """Further LoRA checkpoints (`run@step`, `run@last`) to serve."""
 
 
 class JobRequest(Request):
@@ -314,7 +314,7 @@ class ResumeRequest(Request):
     job: str
     """Job id or run name."""
     config: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Keys that replace those of an ended job, such as `training.num_steps`."""
+    """Keys to replace, such as `training.num_steps`."""
 
 
 class ConfigureRequest(Request):
@@ -327,7 +327,7 @@ class ConfigureRequest(Request):
     config: dict[str, Any]
     """Keys to merge into the configuration."""
     start: bool = False
-    """True: the configuration is complete; start the actors."""
+    """The configuration is complete: start."""
 
 
 class StopRequest(Request):
@@ -380,7 +380,7 @@ class ListRequest(Request):
     widest: bool = False
     """Include jobs of others, for admins."""
     after: str = Field(default="", max_length=128)
-    """Continue after this place, from the previous reply."""
+    """From the previous reply: continue there."""
 
 
 class JobReply(Message):
@@ -400,7 +400,7 @@ class SubmissionFinding(Message):
     hint: str = ""
     """What to do about it."""
     by: str
-    """Who checked: the scheduler, or nodes by name."""
+    """The scheduler, or nodes by name."""
 
 
 class SubmissionFindings(Message):
@@ -415,4 +415,4 @@ class JobList(Message):
 
     records: list[JobRecord]
     after: str = ""
-    """`after` of the next request; empty: these were the last."""
+    """`after` of the next request; empty: the end."""

@@ -22,7 +22,7 @@ class Quota(Message):
     """
 
     max_slots: Bound = None
-    """Slots of the user's jobs at once."""
+    """Slots at once."""
     weight: float = Field(default=1.0, gt=0)
     """Share of the pool among waiting users."""
     max_priority: Priority = MAX_PRIORITY
@@ -32,8 +32,7 @@ class Quota(Message):
     max_live_jobs: Bound = 64
     """Jobs that have not ended."""
     max_actors: Bound = 256
-    """Processes of the user's jobs at once, also those without slots (environment hosts,
-    evaluators)."""
+    """Processes of jobs at once, also those without slots (environment hosts, evaluators)."""
     max_stored_bytes: Bound = 1 << 40
     """Bytes at the broker: what `limits` allows streams of live jobs, and what those of ended jobs
     hold."""

@@ -35,7 +35,7 @@ class TinkerCheckpoint(Message):
     """When it was saved."""
     size_bytes: int
     is_public: bool = False
-    """Whether everyone in the pool may read it."""
+    """Everyone in the pool may read it."""
     expires: float = 0.0
     """0: never."""
     user_metadata: Metadata | None = None
