@@ -16,7 +16,13 @@ because absolute figures differ between machines.
 """
 
 
-_LEFT_OUT = ("CPU milliseconds per step", "Streams and buckets")
+_LEFT_OUT = (
+    "CPU milliseconds per step",
+    "Idle processes",
+    "Resident megabytes",
+    "Streams and buckets",
+    "What a step costs",
+)
 """Tables that scripts print for finding a cause; the page has their figures."""
 
 

@@ -78,13 +78,23 @@ def messages_page() -> str:
         "Each job has its own stores with `<u>` and `<j>` in the name. All jobs share the others.",
         _table(("name", "kind", "subjects or keys", "entry", "kept"), _store_rows()),
         "## Common keys",
-        "These keys mean the same in every message that lists them.",
+        "These keys mean the same in every message that lists their names without a type.",
         "\n".join(common.values()),
     ]
     for title, models in modules:
         parts.append(f"## {title}")
         parts += [_message(model, common) for model in models]
-    return "\n\n".join([*parts, "## Error codes", _error_codes()]) + "\n"
+    return (
+        "\n\n".join(
+            [
+                *parts,
+                "## Error codes",
+                "With the class that is raised at the caller:",
+                _error_codes(),
+            ]
+        )
+        + "\n"
+    )
 
 
 def message_modules() -> Iterator[tuple[str, list[type[Message]]]]:
@@ -169,10 +179,8 @@ def _message(model: type[Message], common: dict[str, str]) -> str:
     plain = [line.removeprefix("- ") for line in lines.values() if "): " not in line]
     shared = [f"`{name}`" for name, line in lines.items() if common.get(name) == line]
     parts = [line for name, line in lines.items() if "): " in line and common.get(name) != line]
-    if plain:
-        parts.append(f"- {', '.join(plain)}")
-    if shared:
-        parts.append(f"- {', '.join(shared)}: [common](#common-keys)")
+    if plain or shared:
+        parts.append(f"- {', '.join(plain + shared)}")
     about = _unwrap(inspect.getdoc(model) or "")
     base = model.__base__
     if base is not None and base not in (Message, Request):
@@ -200,11 +208,10 @@ def _common_keys(models: Sequence[type[Message]]) -> dict[str, str]:
 def _error_codes() -> str:
     about = {found: _unwrap(inspect.getdoc(found) or "") for found in _errors()}
     del about[TinkermqError]
-    rows = [
-        (f"`{found.code}`", f"`{found.__name__}`", about[found])
+    return "\n".join(
+        f"- `{found.code}` (`{found.__name__}`): {about[found]}"
         for found in sorted(about, key=lambda found: found.code)
-    ]
-    return _table(("code", "raised at the caller as", "meaning"), rows)
+    )
 
 
 def _errors() -> list[type[TinkermqError]]:
@@ -245,7 +252,7 @@ def configuration_page() -> str:
     ]
     for title, model in _sections(JobConfig, ""):
         heading = f"## {title}" if title else "## Top level"
-        parts += [heading, _unwrap(inspect.getdoc(model) or ""), _keys(model)]
+        parts += [heading, _unwrap(inspect.getdoc(model) or ""), *_keys(model)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -257,9 +264,16 @@ def _sections(model: type[Section], name: str) -> Iterator[tuple[str, type[Secti
             yield from _sections(inner, f"{name}.{key}".lstrip("."))
 
 
-def _keys(model: type[Section]) -> str:
-    fields = model.model_fields.items()
-    return "\n".join(_config_key(model, name) for name, field in fields if not is_section(field))
+def _keys(model: type[Section]) -> Iterator[str]:
+    """Yield the lines of the keys of a section, grouped by the value that they depend on."""
+    groups: dict[str, list[str]] = {"": []}
+    for name, field in model.model_fields.items():
+        if not is_section(field):
+            condition = only_while(field).strip().removesuffix(".")
+            groups.setdefault(condition, []).append(_config_key(model, name))
+    for condition, lines in groups.items():
+        keys = "\n".join(lines)
+        yield f"{condition}:\n\n{keys}" if condition else keys
 
 
 def is_section(field: FieldInfo) -> bool:
@@ -301,7 +315,7 @@ def _kind_and_text(model: type[BaseModel], name: str) -> tuple[str, str]:
     """Return type and text of a field; the text of an array begins with its type."""
     field = model.model_fields[name]
     kind = type_text(field).replace(f" matching `{OWN_FUNCTION}`", "")
-    text = text_of(model, name) + only_while(field)
+    text = text_of(model, name)
     array = re.match(r"(\w+\[[^]]+\]): ", text)
     if array:
         null = " or null" if kind.endswith(" or null") else ""
