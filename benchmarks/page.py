@@ -90,6 +90,6 @@ def _is_in_a_table(figure: dict[str, Any], tables: Sequence[dict[str, Any]]) -> 
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    cells = [[str(cell).replace("|", "\\|") for cell in line] for line in lines]
-    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+    cells = [[str(cell).replace("|", "\\|") for cell in line] for line in (columns, *rows)]
+    head, *body = (f"| {' | '.join(line)} |\n" for line in cells)
+    return "".join([head, f"|{'---|' * len(columns)}\n", *body])

@@ -329,8 +329,8 @@ def text_of(model: type[BaseModel], name: str) -> str:
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    lines = [head, tuple("---" for _ in head), *rows]
-    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
+    lines = ["| " + " | ".join(map(_cell, line)) + " |" for line in (head, *rows)]
+    return "\n".join([lines[0], f"|{'---|' * len(head)}", *lines[1:]])
 
 
 def _cell(text: str) -> str:
