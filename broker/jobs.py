@@ -193,7 +193,7 @@ class JobStore:
 
         def changed(current: JobRecord | None) -> JobRecord:
             if current is None:
-                raise NotFoundError(f"the record of job {key} is gone", hint="submit it again")
+                raise NotFoundError(f"the record of job {key} was deleted", hint="submit it again")
             wanted = change(current)
             return current if wanted == current else metered(current, wanted, time.time())
 

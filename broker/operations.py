@@ -213,7 +213,7 @@ class Unreadable:
 def _read(message: StoredMessage) -> tuple[str, ModelOperation]:
     """Return who sent an operation, by its subject, and the operation; raises MessageError."""
     place = f"entry {message.seq} of the operation log, {message.subject}"
-    hint = "nobody of us writes such; in a pool with users nobody else can"
+    hint = "it was not written by tinkermq, which only a pool without users permits"
     try:
         operation = ModelOperation.from_bytes(message.payload)
         name = operation.name

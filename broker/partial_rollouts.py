@@ -118,7 +118,7 @@ class SegmentWriter:
                     raise
             newest = await self._last()
             if newest is None:
-                raise Fenced(f"{self._subject} was removed: somebody else has finished the task")
+                raise Fenced(f"{self._subject} was removed: another generator finished the task")
             self._check_own(newest)
             self._last_seq = newest.seq  # an earlier append of ours, whose answer was lost
             if newest.payload == payload:
@@ -138,7 +138,7 @@ class SegmentWriter:
             whom = f"{by.writer} (delivery {by.delivery})" if by else "somebody else"
             raise Fenced(
                 f"{self._subject} was taken over by {whom}; this was delivery {self.delivery}",
-                hint="nothing is to be done: its group is that of whoever is first",
+                hint="nothing to do: the first group of the task counts",
             )
 
     async def _read(self) -> list[StoredMessage]:

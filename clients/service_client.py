@@ -112,7 +112,7 @@ class AsyncServiceClient(PoolClient):
         """
         del game_stats_log_freq  # the metrics of each step have them
         if game_stats_client is not None:
-            warn_needless({"game_stats_client": "what the game says in info comes as game/*"})
+            warn_needless({"game_stats_client": "numbers in the game's info are metrics game/*"})
         pool = await self._connected()
         if env is not None:
             await asyncio.to_thread(env.setup, self)

@@ -283,7 +283,7 @@ def _questions(checker: _Checker) -> Iterator[tuple[str, Callable[[], str]]]:
     if checker.game.config.reward.source == "function":
         yield "the reward function answers", checker.reward
     if checker.game.config.reward.source == "judge":
-        yield "the judge is told how to answer", checker.judge_prompt
+        yield "the judge's prompt demands a score", checker.judge_prompt
     if checker.gold_is_told:
         yield "gold answers score full marks", checker.gold
 

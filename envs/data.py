@@ -53,8 +53,8 @@ class ChatData:
         row = self.row(number)
         if not any(message["role"] == "assistant" for message in row.messages):
             raise DataError(
-                f"the assistant says nothing in {row.where}",
-                hint="its messages are what is learnt: leave the row out",
+                f"no assistant message has text in {row.where}",
+                hint="only the assistant's text is learnt: leave the row out",
             )
         return row
 

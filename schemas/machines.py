@@ -116,7 +116,7 @@ def machines_config(text: str, *, credentials: str = "") -> MachinesConfig:
         values = read_yaml(text, MachinesConfig)
     else:
         raise ConfigError(
-            f"{text!r} says nowhere to get machines",
+            f"{text!r} names no source of machines",
             hint="give slurm:PARTITION, ray:ADDRESS or a YAML file (docs/slurm.md, docs/ray.md)",
         )
     if values.get("kind") == "ssh" and isinstance(hosts := values.get("hosts"), list):

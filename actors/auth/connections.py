@@ -112,7 +112,7 @@ async def _request_page(system: Client, query: dict[str, Any]) -> list[Connectio
         if heard:
             return found
         raise DeadlineError(
-            f"no server told its connections within {_FIRST_S:g} s", hint="it may be overloaded"
+            f"no server listed its connections within {_FIRST_S:g} s", hint="it may be overloaded"
         ) from error
     finally:
         await subscription.unsubscribe()

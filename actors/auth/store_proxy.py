@@ -317,7 +317,7 @@ def read_subject(subject: str) -> tuple[Guest, str, str]:
     else:
         guest, rest = Guest(parts[3], parts[4], parts[6]), parts[7:]
     if len(rest) < 2:
-        raise MessageError(f"{subject} does not say what is asked for")
+        raise MessageError(f"{subject} names no request")
     return guest, rest[0], ".".join(rest[1:])
 
 

@@ -162,7 +162,7 @@ class _CheckOutput:
         return PlayAnswer(
             checks=self._checks,
             trouble=f"it was not played within {play_s:.0f} s",
-            hint="`tinkermq env check` without --on-node takes its time, and tells how much",
+            hint="`tinkermq env check` without --on-node has no time limit and shows the time used",
         )
 
 

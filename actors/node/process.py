@@ -346,7 +346,7 @@ class ActorProcess:
             "code": "deadline",
             "message": f"no heartbeat came for {self._silent_s:.0f} s: it was stopped, hung, or "
             "did not reach the broker",
-            "hint": "it is started again; py-spy or gdb on a process that hangs says where",
+            "hint": "it is started again; py-spy or gdb show where a process hangs",
         }
         self._output.add([json.dumps(fields)])
 

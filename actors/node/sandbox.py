@@ -457,7 +457,7 @@ def _refuse_unreadable(paths: Iterable[Path]) -> None:
         needed = 0o005 if path.is_dir() else 0o004
         if path.exists() and path.stat().st_mode & needed != needed:
             raise PathRefused(
-                f"hosted games may not read {path}: a node that root runs lets them run as nobody",
+                f"hosted games may not read {path}: a node of root starts them as an unused user",
                 hint=f"chmod -R o+rX {path}",
             )
 

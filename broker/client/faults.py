@@ -129,12 +129,12 @@ def nobody_listens(subject: str, headers: Mapping[str, str]) -> BrokerError:
     """
     if f".{_STORE}." in subject and NO_STREAM not in headers:
         return ConnectionLost(
-            f"nobody answers at {subject}: the auth service of the pool is away",
+            f"no answer on {subject}: the auth service of the pool is away",
             hint="try again; see whether it runs (`python -m tinkermq.actors.auth`)",
         )
     match = _STREAM_ASKED.match(subject)
     return NoResponders(
-        f"nobody listens on {subject}",
+        f"no service listens on {subject}",
         hint="see whether the actor that answers there runs (`nats micro ls`)",
         stream=match[1] if match else headers.get(NO_STREAM, ""),
     )
@@ -233,7 +233,7 @@ def dropped(subject: str) -> BrokerError:
 def without_users(url: str, user: str) -> BrokerError:
     """Return the error of an API key that nobody asks for."""
     return BrokerError(
-        f"the pool at {shown_url(url)} has no users: it knows no key of user {user!r}",
+        f"the pool at {shown_url(url)} has no users, so it has no key of user {user!r}",
         hint="unset TINKERMQ_API_KEY, or leave api_key out; is it the URL of another pool?",
     )
 

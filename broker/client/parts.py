@@ -322,7 +322,7 @@ class PartsService:
                 self._service.run(answer(sender, message.data), name=f"request on {subject}")
 
         listening = await self._broker.listen(subject, take)
-        await flush(self._broker, waiting_for=f"the server to know of {subject}")
+        await flush(self._broker, waiting_for=f"the server to register {subject}")
         return listening
 
     def cancel(self, request: str, user: str = "") -> None:
@@ -506,7 +506,7 @@ async def _next(
         ) from None
     if status_of(message) == NO_RESPONDERS:
         raise NobodyAnswersError(
-            f"{waiting_for} is not there: nobody answers on {subject}",
+            f"{waiting_for} does not answer on {subject}: no service listens there",
             hint="see whether it runs: `tinkermq ps`",
         )
     return message.data

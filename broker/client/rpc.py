@@ -186,7 +186,7 @@ class Service:
         await self._micro.add_endpoint(name=name, subject=subject, queue_group=queue, handler=take)
         if known is not None:
             known(MicroEndpoint(self._micro))
-        await flush(self._broker, waiting_for=f"the server to know of {subject}")
+        await flush(self._broker, waiting_for=f"the server to register {subject}")
 
     def run(self, answer: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
         """Run the answer to a request, which `stop` waits for; the caller bounds how many."""
@@ -357,7 +357,7 @@ async def call(
         ) from None
     except NoResponders:
         raise NobodyAnswersError(
-            f"{waiting_for} is not there: nobody answers on {subject}",
+            f"{waiting_for} does not answer on {subject}: no service listens there",
             hint="see whether it runs: `nats micro ls`, `tinkermq ps`",
         ) from None
     if header(reply, ERROR_CODE):

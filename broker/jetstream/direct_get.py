@@ -115,7 +115,7 @@ def _of_leader(reply: Msg, stream: str) -> StoredMessage | None:
         if error.err_code == _NO_MESSAGE:
             return None
         if error.is_absent:
-            raise NoResponders("nobody answers a read", stream=stream) from error
+            raise NoResponders("no server answers the read", stream=stream) from error
         raise
     _, headers = parse_headers(base64.b64decode(message.get("hdrs", "")))
     payload = base64.b64decode(message.get("data", ""))

@@ -256,7 +256,7 @@ class Bucket(Generic[M]):
                 waiting_for=waiting_for,
             )
         except Overtaken as error:
-            raise self._conflict(key, "somebody else wrote it first") from error
+            raise self._conflict(key, "another writer was first") from error
 
     def _subject(self, key: str) -> str:
         if not _KEY.fullmatch(key):

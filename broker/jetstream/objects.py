@@ -488,7 +488,7 @@ class _Reading:
     def _check_end(self, message: Incoming) -> None:
         """Read the server's word at the end of a window."""
         if message.status == NO_RESPONDERS:
-            raise NoResponders("nobody answers a read", stream=self._stream)
+            raise NoResponders("no server answers the read", stream=self._stream)
         pending = int(message.headers.get("Nats-Num-Pending", "0"))
         complete = self._num_bytes == len(self._buffer)
         if message.status != END_OF_BATCH or (not complete and pending == 0):
@@ -524,7 +524,7 @@ def _confirm(link: BulkLink, stream: str) -> None:
     message = link.next()
     payload = link.read(message.num_bytes)
     if message.status == NO_RESPONDERS:
-        raise NoResponders("nobody stores a chunk", stream=stream)
+        raise NoResponders("no server stores the chunk", stream=stream)
     checked(payload, "a chunk")
 
 

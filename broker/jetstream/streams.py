@@ -103,7 +103,7 @@ def _check_status(status: str, message: Msg) -> None:
     if status in _STATUS_OK or "maxbytes" in description.lower().replace(" ", ""):
         return
     if status in _GONE:
-        raise ConsumerGone(f"the consumer is gone: {status} {description}")
+        raise ConsumerGone(f"the consumer no longer exists: {status} {description}")
     raise BrokerError(
         f"a pull request was refused: {status} {description}", hint="see `nats consumer info`"
     )

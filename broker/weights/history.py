@@ -78,7 +78,7 @@ def apply(difference: memoryview, words: memoryview) -> None:
 def _apply(difference: memoryview, target: Words) -> None:
     magic, num_words, block_words = _HEAD.unpack_from(difference)
     if magic != _MAGIC or num_words != target.size or not 0 < block_words <= _BLOCK_WORDS:
-        raise ValueError("its head says something else")
+        raise ValueError("its head has other values")
     place = _HEAD.size
     with _threads() as threads:
         done: list[Future[None]] = []
@@ -250,7 +250,7 @@ def make(base: Whole, difference: memoryview, manifest: Manifest, buffer: memory
     except MessageError as error:
         raise DigestMismatch(error.message) from error
     if (digest := digest_of([buffer])) != manifest.digest:
-        raise DigestMismatch(f"a difference made {digest}, told was {manifest.digest}")
+        raise DigestMismatch(f"a difference gives {digest}, the manifest says {manifest.digest}")
 
 
 def joined(views: Sequence[memoryview]) -> memoryview:

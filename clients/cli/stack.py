@@ -179,7 +179,7 @@ def _check_listening(
         )
     if nats_url is not None and is_secured:
         raise ConfigError(
-            f"{home.folder} has secrets for a broker of its own, not for {shown_url(nats_url)}",
+            f"{home.folder} has secrets for its own broker, not for {shown_url(nats_url)}",
             hint="start the actors by hand with their credentials (docs/security.md)",
         )
 

@@ -134,7 +134,7 @@ def _send_once(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()
     except TypeError as error:
         raise ConfigError(
-            f"the conversation holds what is no text: {error}",
+            f"the conversation has content that is no text: {error}",
             hint="serve the model with `tinkermq serve` and play with `tinkermq infer`",
         ) from error
     request = urllib.request.Request(url, data, headers)  # noqa: S310 - http(s), see `find`

@@ -125,7 +125,7 @@ class LeaseRunner:
         except TimeoutError:
             raise NoFreeSlot(
                 f"no place for an episode became free within {config.setup_timeout_s:g} s: "
-                f"agent.per_host={config.per_host} are under way, or nobody asks for more",
+                f"agent.per_host={config.per_host} are running, or no caller asks for more",
                 hint="end them sooner, or raise agent.per_host",
             ) from None
         try:
@@ -199,7 +199,7 @@ class LeaseRunner:
             reward = 0.0  # its calls have theirs
         else:
             raise RewardError(
-                "the episode has ended, and nothing says what it is worth",
+                "the episode has ended without a reward",
                 hint="end it with a reward: `episode.end(1.0)`, or return a number",
             )
         return StepResult("", reward, done=True, info=info)

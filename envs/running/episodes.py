@@ -387,5 +387,5 @@ def hung(game: str, verb: str, limit_s: float) -> GameHung:
     key = "env.step_timeout_s" if verb in _OF_STEPS else "env.reset_timeout_s"
     return GameHung(
         f"{game} hung in {verb} for {limit_s:g} s",
-        hint=f"mend the game, or raise {key} if it may take longer",
+        hint=f"fix the game, or raise {key} if it may take longer",
     )

@@ -319,7 +319,7 @@ class ProcessRunner:
         self._bury(
             process,
             WorkerGone(
-                f"the process that held this episode is gone, because of another: {error.message}",
+                f"the process of this episode was ended because of another: {error.message}",
                 hint="the episode can be tried again",
             ),
         )

@@ -173,7 +173,7 @@ def _importable(game_class: type[AbstractGame]) -> str:
     if game_class.__module__ == "__main__" or "<locals>" in target:
         raise GameError(
             f"{game_class.__qualname__} cannot be imported by a worker process",
-            hint="put the class into a module of its own, or set env.isolation=thread",
+            hint="move the class to an importable module, or set env.isolation=thread",
         )
     return target
 

@@ -65,7 +65,7 @@ def read_exactly(channel: int, length: int) -> bytes:
     while len(data) < length:
         chunk = os.read(channel, length - len(data))
         if not chunk:
-            sys.exit("whoever started the sandbox has ended")
+            sys.exit("the process that started the sandbox has ended")
         data += chunk
     return data
 

@@ -85,7 +85,7 @@ class Message(BaseModel):
         if named != at:
             raise MessageError(
                 f"the {type(self).__name__} under {at!r} says that it is {named!r}",
-                hint="it is ignored; whoever wrote it there must write it under its own name",
+                hint="it is ignored; its writer must use its own name",
             )
         return self
 

@@ -356,8 +356,8 @@ def _trouble(status: ActorStatus) -> str:
     """Say what is wrong with an actor: it stands still, or fails without doing any work."""
     if status.silent_s:
         return (
-            f"{status.name} has told no heartbeat for {status.silent_s:.0f} s: it is stopped, "
-            "hangs, or does not reach the broker; its node starts it again when that lasts"
+            f"{status.name} has sent no heartbeat for {status.silent_s:.0f} s: it is stopped, "
+            "hangs, or does not reach the broker; if that lasts, its node starts it again"
         )[:MOST_CHARACTERS]
     if not status.fruitless:
         return ""

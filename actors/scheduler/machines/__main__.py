@@ -47,7 +47,7 @@ async def give_all_back(source: MachineSource, deadline_s: float = DEADLINE_S) -
     except TimeoutError as error:
         left = ", ".join(f"{item.name} ({item.id})" for item in machines)
         raise DeadlineError(
-            f"machines have not gone after {deadline_s:g} s: {left}",
+            f"machines have not ended after {deadline_s:g} s: {left}",
             hint="they drain still; the cluster ends them by their ids",
         ) from error
 

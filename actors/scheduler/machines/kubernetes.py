@@ -33,7 +33,7 @@ _NOT_FOUND, _CONFLICT = 404, 409
 _ENDED = frozenset({"Succeeded", "Failed"})
 _GRACE_S = 10
 """Of a pod whose node has not joined."""
-_HINT = "`kubectl auth can-i create pods` as whom the scheduler runs; `context:`, `namespace:`"
+_HINT = "run `kubectl auth can-i create pods` as the scheduler's user; see `context:`, `namespace:`"
 
 
 class KubernetesSource:

@@ -28,9 +28,9 @@ from ....schemas.wire.errors import PlacementError
 from .source import Machine, MachineNames, WebReply, request
 
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN"  # noqa: S105  a variable's name
-_UNREACHABLE = "is the Ray cluster up? `ray job list --address ADDRESS` by hand tells"
+_UNREACHABLE = "is the Ray cluster up? try `ray job list --address ADDRESS`"
 _REFUSED = (
-    "`ray status` on the cluster tells what it has; mend `address:` or `ray:` of the machines"
+    "`ray status` on the cluster shows what it has; correct `address:` or `ray:` of the machines"
 )
 _ENDED = frozenset({"STOPPED", "SUCCEEDED", "FAILED"})
 _NOT_FOUND = 404

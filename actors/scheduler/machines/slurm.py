@@ -18,8 +18,8 @@ from .source import CommandHints, Machine, MachineNames, run_command
 
 _HINTS = CommandHints(
     missing="run the scheduler where Slurm's commands are, on a login node for example",
-    late="is slurmctld up? `sinfo` tells",
-    refused="the same words on Slurm's own command line mean the same; mend `sbatch:` or "
+    late="is slurmctld up? try `sinfo`",
+    refused="Slurm's own command line says the same; correct `sbatch:` or "
     "`partition:` of the machines, or ask the cluster's admins",
 )
 _FORMAT = "%i|%j|%T|%S|%e|%r"

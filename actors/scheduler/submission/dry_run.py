@@ -135,7 +135,7 @@ class DryRun:
                 raise kind(f"{finding.by}: {finding.text}", hint=finding.hint)
         raise GameError(
             f"no node has both game {game} and its data, as far as they could say",
-            hint="`tinkermq train FILE --dry-run` tells what each of them lacks",
+            hint="`tinkermq train FILE --dry-run` shows what each of them lacks",
         )
 
     async def having_model(self, record: JobRecord, config: JobConfig) -> list[str]:

@@ -303,8 +303,8 @@ class Origins:
         record = await self._view.get(user, name)
         if record.kind != "infer" or is_final(record):
             raise ConfigError(
-                f"{key}={name}: job {record.name} is of kind {record.kind} and {record.state}, it "
-                "answers nobody",
+                f"{key}={name}: job {record.name} is of kind {record.kind} and {record.state}, "
+                "which answers no requests",
                 hint="serve the model first (`tinkermq serve …`) and name that job",
             )
         return record

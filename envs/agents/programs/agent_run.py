@@ -296,7 +296,7 @@ class AgentRun:
         if self.episode.has_partial_rewards:
             return ProgramReward(0.0)  # its calls have theirs
         raise RewardError(
-            "the program has ended, and nothing says what it is worth",
+            "the program has ended without a reward",
             hint="set agent.reward, write a number into the file that TINKERMQ_REWARD names, or "
             "post one to the episode's URL",
         )

@@ -175,7 +175,7 @@ def check_shown(key: str, value: str) -> Path:
     path = check_folder(key, value)
     if unprivileged_user() is not None and path.stat().st_mode & _READABLE != _READABLE:
         raise ConfigError(
-            f"programs may not read {key}={value!r}: a host that root runs lets them run as nobody",
+            f"programs may not read {key}={value!r}: they run as an unused user",
             hint=f"chmod -R o+rX {path}",
         )
     return path

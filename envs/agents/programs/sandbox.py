@@ -221,7 +221,7 @@ def _held(folder: Path, *, exclusive: bool) -> int:
     while time.monotonic() < deadline:
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-            raise SandboxError(f"{folder} is somebody else's", hint="remove it, or set TMPDIR")
+            raise SandboxError(f"{folder} belongs to another user", hint="remove it, or set TMPDIR")
         with contextlib.suppress(OSError):  # it was removed meanwhile
             lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH

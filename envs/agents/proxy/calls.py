@@ -300,7 +300,7 @@ class RunningCall:
                     deadline = clock() + times.failover_s
                 if clock() > deadline:
                     raise NobodyPlays(
-                        f"nobody has played the episode for {times.failover_s:g} s",
+                        f"no generator has answered for {times.failover_s:g} s",
                         hint="ask again: another generator may take it over",
                     ) from error
             await asyncio.sleep(times.pause_s)
@@ -390,7 +390,7 @@ class ProgramCalls:
         return ended
 
     def _give_up(self, digest: bytes, call: RunningCall) -> None:
-        call.end(EpisodeOver("its program has gone"))
+        call.end(EpisodeOver("its program has disconnected"))
         self._forget(digest, call)
 
     def _forget(self, digest: bytes, call: RunningCall) -> None:

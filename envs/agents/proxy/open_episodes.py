@@ -201,7 +201,7 @@ class OpenEpisodes:
         if past:
             raise KeyRefused(
                 f"the episode of this key is over: {past}",
-                hint="each try of an episode has a key of its own; stop calling",
+                hint="each try of an episode has its own key; stop calling",
             )
         raise KeyRefused(
             "this key is that of no episode" if keys else "no key came with the request",

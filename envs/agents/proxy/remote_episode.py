@@ -116,8 +116,8 @@ class RemoteEpisode:
             if not self.over:
                 raise
             raise KeyRefused(
-                "nobody hosts the episode of this key: it is over, or its host is away",
-                hint="each try of an episode has a key of its own; stop calling",
+                "no host has the episode of this key: it is over, or its host is away",
+                hint="each try of an episode has its own key; stop calling",
             ) from error
         self._reporting = asyncio.create_task(self._report_changes(), name="report to a host")
 
