@@ -1,6 +1,6 @@
 """The batch log: which groups each optimiser step trains, written before it trains them.
 
-An append names the last sequence that its writer knows. If somebody else has written since, this
+An append names its writer's last sequence. If another writer has appended since, this
 learner is no longer the one that owns the job: it is fenced off and must end.
 """
 

@@ -1,7 +1,7 @@
 """Running episodes, recorded piece by piece, so that another generator can continue them.
 
 Each episode has a subject of its own. Who holds the task appends there with the last sequence that
-it has seen on the subject as the expected one, so the server itself refuses whoever was overtaken.
+it has seen on the subject as the expected one, so the server refuses a predecessor.
 The next holder of the task first appends a segment without tokens, the takeover: from then on what
 its predecessor has in hand is refused, however late it wakes. The number of the task's delivery
 keeps a predecessor from taking the episode back. (A queue that was made anew counts from 1: its
@@ -31,7 +31,7 @@ _log = structlog.get_logger()
 
 
 class Fenced(TinkermqError):
-    """The task was given to somebody else, who has taken the episode over."""
+    """Another holder of the task has taken the episode over."""
 
     code = "fenced"
 

@@ -129,7 +129,7 @@ def audit_configs() -> list[StreamConfig]:
 
 
 class Audit:
-    """The audit; what is refused is bounded, so that nobody can fill it."""
+    """The audit; entries of refusals are bounded, so that no user can fill it."""
 
     def __init__(self, broker: Broker) -> None:
         """Write with this connection."""

@@ -122,7 +122,7 @@ class Refused(BrokerError):
 
 
 def nobody_listens(subject: str, headers: Mapping[str, str]) -> BrokerError:
-    """Return the error of a request that nobody took.
+    """Return the error of a request without a responder.
 
     The store proxy answers for streams that are not there, and says so; when it is itself away, it
     comes back.
@@ -231,7 +231,7 @@ def dropped(subject: str) -> BrokerError:
 
 
 def without_users(url: str, user: str) -> BrokerError:
-    """Return the error of an API key that nobody asks for."""
+    """Return the error of an API key at a pool without users."""
     return BrokerError(
         f"the pool at {shown_url(url)} has no users, so it has no key of user {user!r}",
         hint="unset TINKERMQ_API_KEY, or leave api_key out; is it the URL of another pool?",

@@ -36,7 +36,7 @@ async def append_behind(
 ) -> int:
     """Append what is to follow `seq` on its subject (0: to be the first); return its sequence.
 
-    A random id tells whether an earlier attempt was stored and its answer lost. Raises Overtaken,
+    A random id shows whether an earlier attempt was stored and its answer lost. Raises Overtaken,
     BrokerError, DeadlineError, NotFoundError.
     """
     write_id = uuid.uuid4().hex

@@ -73,7 +73,7 @@ async def get_newest(broker: Broker, stream: str, subjects: str) -> StoredMessag
 async def get_last_behind(
     broker: Broker, stream: str, subject: str, seq: int
 ) -> StoredMessage | None:
-    """Return the last message on `subject`; for whoever was told that there is one behind `seq`.
+    """Return the last message on `subject`, known to be behind `seq`.
 
     In a cluster it may have been accepted and not yet stored, so this waits a little for it.
     """
@@ -164,7 +164,7 @@ class BatchInbox:
         """Return the next messages on `subject` from `seq` on, and whether there may be more.
 
         A single attempt: raises ConnectionLost, NoResponders, TimeoutError, and BrokerError for
-        a user who may not ask.
+        a user without the permission.
         """
         self._inbox.drain()  # of an attempt that was given up
         request = {"seq": seq, "next_by_subj": subject, **self._bounds}

@@ -243,7 +243,7 @@ PUT_WINDOW_BYTES = 16 * 2**20
 GET_WINDOW_BYTES = 32 * 2**20
 _API_DEADLINE_S = 60.0
 _DIGEST = "blake3"
-"""Among what the entry of an object tells besides: its digest."""
+"""Key of an object's entry for its digest."""
 _UNREADABLE = "stored without the SHA-256 by which `nats object get` checks"
 _LAG_PAUSE_S = 0.05
 

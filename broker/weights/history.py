@@ -63,7 +63,7 @@ def apply(difference: memoryview, words: memoryview) -> None:
     """Make the base in `words` the target, in place.
 
     Raises MessageError for a difference that is damaged or of another size; `words` may then hold
-    anything. Whether it is the right base only a digest of the result tells.
+    anything. Only the digest of the result shows whether it is the right base.
     """
     target = _words(words)
     try:
@@ -242,7 +242,7 @@ class WeightHistory:
 def make(base: Whole, difference: memoryview, manifest: Manifest, buffer: memoryview) -> None:
     """Make the version that a difference makes of a base, in `buffer`. Runs in a thread.
 
-    Raises DigestMismatch if it is not what the manifest tells.
+    Raises DigestMismatch if its digest is not the manifest's.
     """
     np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(base.payload, np.uint8))
     try:
