@@ -151,7 +151,7 @@ class JobStore:
 
         return await self.update(record, move)
 
-    async def tell(self, record: JobRecord) -> None:
+    async def publish_events(self, record: JobRecord) -> None:
         """Publish the events in a record; a repeated one is stored once.
 
         Raises BrokerError, DeadlineError.
@@ -163,7 +163,7 @@ class JobStore:
             except NotFoundError as error:  # its streams were deleted: the record still counts
                 _log.warning("event_lost", job=record.job, kind=event.kind, error=error.message)
 
-    async def told(
+    async def mark_published(
         self, record: JobRecord, version: int = 0, stored_bytes: int | None = None
     ) -> JobRecord:
         """Remove the published events of `record` from the job's record.

@@ -126,7 +126,7 @@ class HostData:
         try:
             record = self.record(split, sample)
         except DataError:
-            return ""  # the start of the episode tells of it
+            return ""  # the start of the episode reports it
         return record.data_source if record is not None else ""
 
     def _decode(self, split: Split, sample: int) -> Record | None:

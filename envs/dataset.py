@@ -675,7 +675,7 @@ class _JsonLines(_MappedRows):
 
 
 class _Parquet(_MappedRows):
-    """The rows of a parquet file, unpacked to a temporary file that lives as long as its map."""
+    """The rows of a parquet file, unpacked to a temporary file that exists as long as its map."""
 
     def __init__(self, path: Path) -> None:
         with tempfile.TemporaryDirectory(prefix="tinkermq-data-") as folder:

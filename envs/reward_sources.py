@@ -85,7 +85,7 @@ class Score:
 
     value: float
     info: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Whatever else it tells; numbers become metrics."""
+    """Its other values; numbers become metrics."""
 
 
 class SourceUnusableError(ConfigError):
@@ -160,7 +160,7 @@ class RefusedError(RewardError):
 
 
 class HttpSource:
-    """What posts JSON, and tries again while nobody is there or somebody is busy."""
+    """Posts JSON, and retries while the endpoint is unreachable or busy."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config

@@ -125,7 +125,7 @@ class CallRequest(Message):
 
 
 class CancelCall(Message):
-    """The program no longer wants the rest of an answer, on `episode.<e>.cancel`."""
+    """Cancel the rest of an answer, on `episode.<e>.cancel`."""
 
     request: RequestId
 

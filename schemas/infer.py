@@ -203,6 +203,6 @@ class PlayPart(Part):
 
 
 class CancelInference(Message):
-    """A caller no longer wants the rest of an answer, on `infer.cancel`, which all servers hear."""
+    """Cancel the rest of an answer, on `infer.cancel`, which all servers get."""
 
     request: str

@@ -61,8 +61,8 @@ class Teaching(Message):
         known = [one for one in (self.prompt, self.top_ids) if one is not None]
         if any(((one < 0) | (one >= vocab_size)).any() for one in known):
             return f"a teacher's token ids must be from 0 to {vocab_size - 1}"
-        told = [one for one in (self.logprobs, self.top_logprobs) if one is not None]
-        if not all((np.isfinite(one) & (one <= 1e-3)).all() for one in told):
+        arrays = [array for array in (self.logprobs, self.top_logprobs) if array is not None]
+        if not all((np.isfinite(array) & (array <= 1e-3)).all() for array in arrays):
             return "a teacher's logprobs must be finite and at most 0"
         return ""
 
@@ -256,8 +256,10 @@ class Group(Message):
         if (self.error is None) == (not self.trajectories):
             raise ValueError("a group has trajectories, or an error and none")
         expected = self.task.group_size
-        told = [(rows[0].role, rows[0].episode) for rows in self.episodes if rows[0].episode >= 0]
-        if len(told) != len(set(told)):
+        numbered = [
+            (rows[0].role, rows[0].episode) for rows in self.episodes if rows[0].episode >= 0
+        ]
+        if len(numbered) != len(set(numbered)):
             raise ValueError(f"the rows of an episode of task {self.task.task} stand apart")
         for role, count in Counter(rows[0].role for rows in self.episodes).items():
             # A game may end before a role's first turn: that role has fewer conversations.

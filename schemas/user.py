@@ -64,7 +64,7 @@ class QuotaReply(Quota):
     """A user's quota and its use: reply of the scheduler's `quota`."""
 
     held: dict[str, int] = Field(default_factory=dict[str, int])
-    """Use by name of the bound, where the scheduler knows it."""
+    """Use by name of the bound, as far as the scheduler has it."""
 
 
 class UserInfo(Quota):

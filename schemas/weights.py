@@ -101,7 +101,7 @@ class JoinRound(Message):
     num_bytes: int = Field(ge=0)
     """Size of the payload, from the manifest."""
     device: Literal["cpu", "cuda"]
-    """Where the receiver wants it."""
+    """Device of the receiver."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the TCPStore that it is connected to; 0: none."""
     group: str = Field(default="", max_length=64)

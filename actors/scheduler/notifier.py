@@ -189,12 +189,12 @@ class MoveEvents:
         try:
             version = record.version
             async with asyncio.timeout(_TELL_S):
-                await self._jobs.tell(record)
+                await self._jobs.publish_events(record)
                 stored = None
                 if is_final(record):
                     stored = await settle_job_streams(self._broker, record.scope)
                     version = await last_version(self._broker, record)
-                await self._jobs.told(record, version, stored)
+                await self._jobs.mark_published(record, version, stored)
         except NotFoundError as error:
             await self._give_up(record, error)
         except _LATER as error:  # next turn
@@ -209,4 +209,4 @@ class MoveEvents:
             try:
                 await stream_info(self._broker, record.scope.stream_feed)
             except NotFoundError:
-                await self._jobs.told(record)
+                await self._jobs.mark_published(record)

@@ -141,10 +141,10 @@ class GameFacts(NamedTuple):
 
 @dataclass
 class _Turns:
-    """What the roles of one game have been told."""
+    """The conversations of the roles of one game."""
 
     prompt: list[ChatMessage]
-    """The first prompt of whoever begins."""
+    """The first prompt of the role that begins."""
     addressed: set[str] = field(default_factory=set[str])
     """Roles that have had their first prompt."""
     observation: str = ""
@@ -267,7 +267,7 @@ class Episodes:
         return game_failure(self._name, "step", error)
 
     def _plays_rows(self) -> bool:
-        """Whether `reset` has to be told of something that the game does not draw itself."""
+        """Whether `reset` needs arguments that the game does not draw itself."""
         if self._class.generate_initial_state is not AbstractGame.generate_initial_state:
             return False
         parameters = list(inspect.signature(self._class.reset).parameters.values())[1:]

@@ -161,7 +161,7 @@ class AgentRun:
             outcome = check_counts(ending, self.episode, self._config, self._max_tries)
             reward = await self._reward(folder, outcome)
         info = {
-            **self.episode.told(),
+            **self.episode.to_info(),
             **reward.facts(),
             "outcome": outcome,
             "exit_code": ending.exit_code,
@@ -343,7 +343,7 @@ def outcome_of(ending: Ending, episode: ProgramEpisode) -> Outcome:
 
 
 def earns_failed_reward(outcome: Outcome) -> bool:
-    """Whether an episode that ended so has a reward though nobody gives it one."""
+    """Whether an episode with this end has a reward without being given one."""
     return outcome in _FAILED
 
 

@@ -214,7 +214,7 @@ class OpenEpisodes:
 
 
 def bare_key(key: str) -> str:
-    """Return a key without what programs that check for a prefix want before it."""
+    """Return a key without the prefix that some programs require."""
     for prefix in _PREFIXES:
         if key.startswith(prefix):
             return key.removeprefix(prefix)
