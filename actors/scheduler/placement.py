@@ -155,7 +155,7 @@ class NodeSlots:
     name: str
     total: int
     free: frozenset[int]
-    """Numbers of the slots that nobody holds, from 0 to `total` - 1."""
+    """Numbers of the free slots, from 0 to `total` - 1."""
     groups: tuple[frozenset[int], ...] = ()
     """Slots that are linked closely; empty: all alike."""
     link: str = ""

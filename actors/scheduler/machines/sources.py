@@ -1,7 +1,7 @@
 """The source of machines for a configuration; machines that are always there, by SSH.
 
 Over SSH a machine's number is its host's place in the list. `flock` holds a lock on the host as
-long as its node lives: a second start finds it held, and a look tries to share it. A host that does
+long as its node runs: a second start finds it held, and a poll tries to share it. A host that does
 not answer is reported with ssh's reason and not used meanwhile.
 """
 
@@ -106,7 +106,7 @@ class NoSource:
         raise PlacementError(f"{name} is not available here", hint="start nodes by hand")
 
     async def release_machine(self, machine: Machine, *, drain: bool) -> None:
-        """Give back what nobody has asked for: nothing."""
+        """Return nothing: nothing was requested."""
 
 
 _SOURCES = {

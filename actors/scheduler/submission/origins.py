@@ -516,7 +516,7 @@ def _instead(name: str, key: str) -> str:
 
 
 def refuse_changes(record: JobRecord, changes: Mapping[str, Any]) -> None:
-    """Raise StateError for a job that is to be changed while it lives."""
+    """Raise StateError for a change of a live job."""
     if changes:
         raise StateError(
             f"run {record.name} is {record.state}: its configuration changes only when it is "
