@@ -1,4 +1,4 @@
-"""Runs the requests of many users in turn, and refuses a user who has too many.
+"""Runs the requests of many users in turn, and refuses a user's excess requests.
 
 Each user has a bounded number that run and a bounded number that wait; of those that wait the users
 take turns. So a flood of one user costs the others a turn each, never a place, and what a service

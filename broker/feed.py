@@ -1,4 +1,4 @@
-"""Metrics, events and log lines: from the actors of a job to whoever wants to follow it.
+"""Metrics, events and log lines, from the actors of a job to its followers.
 
 They are stored in two bounded streams whose oldest entries go first, so that a client that comes
 late, or comes back, sees what happened without it.
@@ -172,7 +172,7 @@ async def follow(
 async def _next(
     queue: "asyncio.Queue[FeedMessage]", tasks: "set[asyncio.Task[object]]"
 ) -> FeedMessage | None:
-    """Return the next message, or None when it was told to stop; raise what a reader raised."""
+    """Return the next message, or None after a stop; raise what a reader raised."""
     if not queue.empty():
         return queue.get_nowait()
     getting = asyncio.create_task(queue.get())
@@ -277,7 +277,7 @@ async def recent_values(broker: Broker, scope: JobScope) -> dict[str, float]:
 
 
 def run_row(record: JobRecord, values: Mapping[str, float]) -> dict[str, Any]:
-    """Return what every list of runs tells of one, from its record and its newest values."""
+    """Return the columns of a run for lists, from its record and its newest values."""
     live = record.state not in FINAL_STATES
     return {
         "job": record.job,

@@ -6,9 +6,9 @@ of jobs, which run code of users: they have no access to JetStream at all, becau
 the server for something also names the subject of its answer, and the server checks no rights
 there. What guests read and store goes through the store proxy (`actors/auth/store_proxy.py`), which
 asks `may_read` and `may_store`. *Programs* whose episodes run elsewhere have the key of one
-episode: they reach who plays it and who hosts it, and nothing that is stored.
+episode: they reach its generator and its host, and nothing stored.
 
-Nobody is given `allow_responses`: who may send a request to a subject and listen on it as well
+`allow_responses` is never given: a client that may send a request to a subject and listen on it
 could give himself the right to any reply subject. Whoever answers requests may publish to the
 inboxes of those who ask him, and every service refuses to answer to what is not an inbox.
 """
@@ -54,7 +54,7 @@ _NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 class Guest(NamedTuple):
-    """Who asks the store proxy, as the subject of the request tells."""
+    """The sender of a request to the store proxy, from its subject."""
 
     user: str
     job: str = ""
@@ -368,7 +368,7 @@ def _sampler(scope: JobScope, actor: str) -> tuple[str, ...]:
 
 
 def _trainer(scope: JobScope, actor: str) -> tuple[str, ...]:
-    """Return the right to its logs: of operations, whoever sent them, and of their results."""
+    """Return the right to its logs: of all operations, and of their results."""
     streams = (scope.stream_operation, scope.stream_result)
     return (
         *_common(scope, actor),
@@ -385,7 +385,7 @@ def _trainer(scope: JobScope, actor: str) -> tuple[str, ...]:
 def _environment(scope: JobScope, actor: str) -> tuple[str, ...]:
     """Return nothing of JetStream: a guest, like the users whose code it runs.
 
-    It passes on the calls of programs, to whoever plays their episodes.
+    It passes calls of programs on to the generators of their episodes.
     """
     return (scope.episodes,)
 
@@ -414,7 +414,7 @@ def _readable(*streams: str) -> tuple[str, ...]:
 
 
 def _there(stream: str) -> str:
-    """Return what tells who writes a stream whether it is there."""
+    """Return the right to see whether a stream exists."""
     return f"$JS.API.STREAM.INFO.{stream}"
 
 

@@ -63,7 +63,7 @@ class Lease:
     def replace(self, newer: "Lease") -> None:
         """Go on with a later delivery of the same task to the same holder.
 
-        The lease ran out, as while the broker was away, and whoever is at work on the task got it
+        The lease ran out, as while the broker was away, and the task's present holder got it
         again.
         """
         self.num_delivered, self._message = newer.num_delivered, newer._message

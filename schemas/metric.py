@@ -17,7 +17,7 @@ class Metric(Message):
     step: int = Field(ge=0)
     """Training step; 0 is before training."""
     values: dict[str, float]
-    """Values by name; NaN: could not be computed."""
+    """NaN: could not be computed."""
     time: float
     """Seconds since the epoch."""
 
@@ -26,7 +26,7 @@ class Event(Message):
     """An event of the job, on `event`."""
 
     kind: str
-    """Noun and verb, such as `job_started` or `checkpoint_saved`."""
+    """Such as `job_started` or `checkpoint_saved`."""
     source: str
     """The actor that reports it."""
     message: str = ""
@@ -43,7 +43,7 @@ class LogLines(Message):
     actor: str
     """Name of the actor."""
     attempt: int = Field(ge=1)
-    """Number of the actor's start within the run."""
+    """Number of the actor's start."""
     lines: list[str]
     """Lines without line ends."""
     time: float
@@ -58,11 +58,10 @@ class EvalRecord(Message):
     """One evaluation of one version, in the KV bucket of evaluations."""
 
     version: int = Field(ge=0)
-    """The version."""
     step: int = Field(ge=0)
-    """Training step at which the result is reported."""
+    """At which the result is reported."""
     state: Literal["requested", "running", "done", "failed", "reported", "given_up"] = "requested"
-    """Its state; the learner turns done into reported and failed into given_up."""
+    """The learner turns done into reported, failed into given_up."""
     values: dict[str, float] = Field(default_factory=dict[str, float])
     """Results: `val/mean_score`, `val/pass@k` …"""
     blame: str = ""
@@ -125,22 +124,19 @@ class Presence(Message):
     role: str
     """learner, generator, evaluator, environment, scheduler or node."""
     host: str
-    """Host name."""
     pid: int
-    """Process id."""
     state: str
     """What it does."""
     waits_for: str = ""
-    """Name of its current wait, and whom it waits for."""
+    """Name of its current wait, and the other side."""
     missing_since: float | None = None
-    """Since when (seconds since the epoch) it waits for something that only an outsider can
-    provide: the host of a client's game, or room on a disk."""
+    """Since when it waits for an outsider: the host of a client's game, or room on a disk."""
     version: int | None = None
     """Policy version in use."""
     progress: int = Field(default=0, ge=0)
     """Finished work: steps, groups, evaluations, answers."""
     numbers: dict[str, float] = Field(default_factory=dict[str, float])
-    """Its own figures: tokens/s, running episodes, share of time busy …"""
+    """Its figures: tokens/s, running episodes, share of time busy …"""
     time: float
     """Seconds since the epoch."""
 

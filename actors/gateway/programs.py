@@ -119,7 +119,7 @@ class ProgramEpisodes:
         if identity is None:
             raise KeyRefused(
                 "this is not the key of an episode that a gateway could find",
-                hint="its host gives such keys out if it was told of the gateway: "
+                hint="its host makes such keys if it has the gateway's URL: "
                 "AgentEpisodes(job, gateway=URL)",
             )
         await self._drop(key)

@@ -133,7 +133,7 @@ async def _request_episode(
     Raises NoEpisodeYet when none comes in time.
     """
     deadline = time.monotonic() + wait_s
-    why = "the next tasks wait for what is trained, or for its generators"
+    why = "the next tasks wait for the learner or its generators"
     while True:
         left_s = max(0.0, deadline - time.monotonic())
         request = GiveRequest(name=name, wait_s=min(_ASK_S, left_s))

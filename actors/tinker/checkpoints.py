@@ -76,7 +76,7 @@ def metadata_of(given: Any) -> Metadata | None:
     if given is None:
         return None
     if not isinstance(given, dict):
-        raise ConfigError("user_metadata must be a JSON object", hint="leave it out, or mend it")
+        raise ConfigError("user_metadata must be a JSON object", hint="leave it out, or correct it")
     pairs = cast("dict[Any, Any]", given).items()
     texts = {
         str(key): one if isinstance(one, str) else json.dumps(one, default=str)

@@ -95,7 +95,7 @@ def _status(message: Msg) -> str:
 
 
 def _is_complete(message: Msg) -> bool:
-    """Whether the server only says that all messages asked for were sent: whoever counts knows."""
+    """Whether the server only reports that all requested messages were sent."""
     return "batch completed" in header(message, DESCRIPTION).lower()
 
 
@@ -104,7 +104,7 @@ def _check_status(status: str, message: Msg) -> None:
     if status in _STATUS_OK or "maxbytes" in description.lower().replace(" ", ""):
         return
     if status in _GONE:
-        raise ConsumerGone(f"the consumer is gone: {status} {description}")
+        raise ConsumerGone(f"the consumer no longer exists: {status} {description}")
     raise BrokerError(
         f"a pull request was refused: {status} {description}", hint="see `nats consumer info`"
     )
@@ -165,7 +165,7 @@ async def settle_job_streams(broker: Broker, scope: JobScope) -> int:
 
     What was written down of running episodes is removed. Returns how many bytes there are.
 
-    Those of events and log lines keep some room: actors that drain still tell their last lines.
+    Those of events and log lines keep some room: draining actors still send their last lines.
     `create_job_streams` gives all of them their bounds back.
 
     Raises BrokerError for a stream that the server does not change, DeadlineError.
@@ -251,7 +251,7 @@ async def create_shared(broker: Broker) -> None:
 async def _refuse_without_records(broker: Broker) -> None:
     """Raise StateError where jobs have streams, and the bucket of their records is gone.
 
-    An empty one in its place would tell all nodes to stop all that runs.
+    An empty one in its place would make all nodes stop all actors.
     """
     try:
         await stream_info(broker, f"KV_{BUCKET_JOBS}")
@@ -308,7 +308,7 @@ def job_streams(scope: JobScope, limits: "LimitsConfig", weights_bytes: int) -> 
             f"Finished groups of {job}, one per task",
             [scope.rollout("*")],
             limits.rollout_bytes,
-            # who reads it hears that there is more, and not the group itself a second time
+            # readers get a notice instead of the group itself a second time
             republish={"src": scope.rollout("*"), "dest": scope.appended, "headers_only": True},
             **once,
         ),

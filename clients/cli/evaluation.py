@@ -41,7 +41,7 @@ from .session import COMMON, Common, with_pool
 
 FAILED = 1
 _TOLD_EVERY = 10
-"""Parts of an inference after which its progress is told."""
+"""Parts of an inference after which its progress is printed."""
 
 
 @Parameter(name="*")
@@ -116,7 +116,7 @@ async def resolve_served(pool: Pool, model: str) -> tuple[JobRecord | None, dict
     try:
         record = await pool.find(run)
     except NotFoundError:
-        return None, {}  # whoever serves it says what is wrong
+        return None, {}  # its server reports the error
     is_serving = record.kind == "infer" and record.state not in FINAL_STATES
     return (record if is_serving else None), dict(record.config.get("env") or {})
 

@@ -95,7 +95,7 @@ CHARTS: tuple[Chart, ...] = (
 
 TIME, TOKENS = "time", "tokens"
 """Beside the steps, what curves may be drawn over: seconds and tokens since the run began."""
-_TOLD_AT = "told at"
+_TOLD_AT = "written at"
 """Stands among the curves for when a metric was told: no name of a metric has a space."""
 _TRAINED = "perf/total_num_tokens"
 MAX_NAMES = 512

@@ -469,9 +469,7 @@ class TrainerRecords:
             ).sessions:
                 result = _joined(result, item)
         if result is None:
-            raise NotFoundError(
-                f"there is no session {session}", hint="list_sessions tells which there are"
-            )
+            raise NotFoundError(f"there is no session {session}", hint="list_sessions lists them")
         return result
 
     # -- asking ------------------------------------------------------------------------------------
@@ -499,7 +497,7 @@ class TrainerRecords:
         if offset + limit > MAX_DEPTH:
             raise MessageError(
                 f"offset={offset} is too far into the list",
-                hint=f"the first {MAX_DEPTH:,} are told",
+                hint=f"the first {MAX_DEPTH:,} are listed",
             )
         collected: list[I] = []
         total = 0

@@ -357,8 +357,8 @@ def _trouble(status: ActorStatus) -> str:
     """Say what is wrong with an actor: it stands still, or fails without doing any work."""
     if status.silent_s:
         return (
-            f"{status.name} has told no heartbeat for {status.silent_s:.0f} s: it is stopped, "
-            "hangs, or does not reach the broker; its node starts it again when that lasts"
+            f"{status.name} has sent no heartbeat for {status.silent_s:.0f} s: it is stopped, "
+            "hangs, or does not reach the broker; if that lasts, its node starts it again"
         )[:MOST_CHARACTERS]
     if not status.fruitless:
         return ""
@@ -371,7 +371,7 @@ def _trouble(status: ActorStatus) -> str:
 
 
 def with_usage(record: JobRecord, usage: TrainerUsage) -> JobRecord:
-    """Return a record with what is new in what was told; the same one if nothing is."""
+    """Return a record with the news of a report; the same one without news."""
     return _with_sampled(record, usage) if usage.sampler else _with_trained(record, usage)
 
 
@@ -383,7 +383,7 @@ def _with_trained(record: JobRecord, usage: TrainerUsage) -> JobRecord:
 
 
 def _with_sampled(record: JobRecord, usage: TrainerUsage) -> JobRecord:
-    """Add what a sampler has computed since it last told; one that starts again begins at 0."""
+    """Add what a sampler has computed since its last report; a restarted one begins at 0."""
     last = record.tinker_samplers.get(usage.sampler)
     if last is not None and last.since > usage.since:  # a later one has its name
         return record

@@ -194,7 +194,7 @@ class OpenEpisodes:
         if past:
             raise KeyRefused(
                 f"the episode of this key is over: {past}",
-                hint="each try of an episode has a key of its own; stop calling",
+                hint="each try of an episode has its own key; stop calling",
             )
         raise KeyRefused(
             "this key is that of no episode" if keys else "no key came with the request",
@@ -207,7 +207,7 @@ class OpenEpisodes:
 
 
 def bare_key(key: str) -> str:
-    """Return a key without what programs that check for a prefix want before it."""
+    """Return a key without the prefix that some programs require."""
     for prefix in _PREFIXES:
         if key.startswith(prefix):
             return key.removeprefix(prefix)
