@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 from tinkermq.actors.gpus import Gpus, find_gpus
@@ -139,7 +140,7 @@ async def test_an_actor_sees_its_own_gpus_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["eval", "train"])
-def test_every_actor_that_evaluates_a_model_sees_a_gpu(kind: str) -> None:
+def test_every_actor_that_evaluates_a_model_sees_a_gpu(kind: Literal["eval", "train"]) -> None:
     tree = {
         "model": {"path": "m"},
         "env": {"game": "g"},
