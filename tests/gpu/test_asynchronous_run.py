@@ -29,7 +29,7 @@ async def test_a_run_trains_each_task_once_and_within_the_staleness_bound(
 ) -> None:
     config = {
         "model": {"path": str(policy.folder)},
-        "env": {"game": "bandit", "num_val": 0},
+        "env": {"game": "bandit", "num_val": 4},
         "rollout": {
             "group_size": 4,
             "max_prompt_tokens": 32,
@@ -61,5 +61,10 @@ async def test_a_run_trains_each_task_once_and_within_the_staleness_bound(
         assert len(await job.batches()) == NUM_STEPS
         await assert_every_task_once(job)
         behind = await lags(job)
+        validations = await job.validations()
     assert len(behind) == 4 * NUM_STEPS
     assert 1 <= max(behind) <= MAX_STALENESS
+    assert {step: one["val/num_episodes"] for step, one in validations.items()} == {
+        0: 4,
+        NUM_STEPS: 4,
+    }

@@ -76,6 +76,12 @@ EXAMPLES = [
     ["learner.optimizer=muon", "learner.cpu_offload=true"],
     ["learner.optimizer=muon", "tinker.base=m"],
     ["generator.engine=vllm", "generator.tensor_parallel=2"],
+    [
+        "generator.engine=vllm",
+        "generator.slots=2",
+        "generator.tensor_parallel=2",
+        "evaluation.slots=1",
+    ],
     ["generator.max_context=1024"],
     ["algorithm.overlong_buffer=4096"],
     ["learner.max_row_tokens=100"],
