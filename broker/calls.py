@@ -139,7 +139,7 @@ class SchedulerCalls:
         """Return one job, by its id or the name of its run; raises NotFoundError."""
         return await self._change("get", JobRequest(job=job))
 
-    async def told_jobs(self, *, widest: bool = False, archived: bool = False) -> list[JobRecord]:
+    async def all_jobs(self, *, widest: bool = False, archived: bool = False) -> list[JobRecord]:
         """Return all jobs, newest first, those that wait with their place in the queue.
 
         `widest`: all users' jobs, for admins; `archived`: archived jobs, too.

@@ -414,6 +414,6 @@ def _schemas(tools: Tools) -> Iterator[tuple[str, Mapping[str, Any]]]:
             fields = cast("Mapping[str, Any]", function)
             declared = fields.get("parameters")
             parameters = cast("dict[str, Any]", declared) if isinstance(declared, dict) else {}
-            told = parameters.get("properties")
-            schemas = cast("dict[str, Any]", told) if isinstance(told, dict) else {}
+            properties = parameters.get("properties")
+            schemas = cast("dict[str, Any]", properties) if isinstance(properties, dict) else {}
             yield str(fields.get("name")), schemas

@@ -191,7 +191,7 @@ def _requested_sampling(request: CallRequest, drawing: EpisodeSampling) -> Episo
 
 # -- requests that are asked again -----------------------------------------------------------------
 # A request is known by its digest, which equal requests share, by the id that its proxy gave it,
-# and by the names of its choices, once the proxy has been told them.
+# and by the names of its choices, once the proxy has them.
 
 
 class KnownAnswers:
@@ -245,7 +245,7 @@ class KnownAnswers:
         return last if request.is_retry or lost else []
 
     def note_repeated(self, numbers: Sequence[int]) -> None:
-        """Take notice that an answer is told once more: whether it arrives will be seen."""
+        """Record that an answer is sent again; whether it arrives is not known yet."""
         for call in (self._tree.calls[number] for number in numbers):
             if call.delivered is False or call.number in self._presumed:
                 call.delivered = None
@@ -290,7 +290,7 @@ class CallAnswers:
         self.without_effect: set[str] = set()
         """What the program has sent that changes nothing."""
         self.num_replayed = 0
-        """Generated tokens that were told once more and not generated again."""
+        """Generated tokens that were sent again and not generated again."""
         self.generate_s = 0.0
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails with what ends the episode here: somebody else has it."""
@@ -429,7 +429,7 @@ class CallAnswers:
         """Return what holds an answer to its form; raises ConfigError for one that cannot be.
 
         None where the template writes calls in another form: as all that has no effect, that is
-        told and no error, for some programs demand a call each time and live without.
+        reported and no error, because some programs demand a call each time and do without.
         """
         assert request.format is not None
         if prepared.prefill:

@@ -154,7 +154,7 @@ def _locked(file: Path, how: int = 0) -> Iterator[int]:
 # -- models by URL ---------------------------------------------------------------------------------
 
 _caches: list[FolderCache] = []
-"""What this process holds stays in use as long as it lives."""
+"""What this process holds stays in use until it ends."""
 _fetched: dict[str, str] = {}
 """Folders of the cache that this process holds, each with its URL."""
 
@@ -221,7 +221,8 @@ def _local(path: str, stores: Stores, weights_only: bool = False) -> str:
 
 
 def fetch_model(url: str, stores: Stores | None = None, *, weights_only: bool = False) -> str:
-    """Return the folder in this machine's cache with what lies below a URL; it stays while we live.
+    """Return the folder in this machine's cache with what lies below a URL; it stays until this
+    process ends.
 
     It is named by the digest of what the store's listing says: names, sizes and tags. Raises
     StorageError, ModelError.

@@ -93,7 +93,7 @@ def metadata_of(given: Any) -> Metadata | None:
     return texts
 
 
-# A ticket, signed by this trainer, stands for one checkpoint and the user who may read it until it
+# A ticket, signed by this trainer, stands for one checkpoint and its reader until it
 # expires, so that a URL with it needs no key. It opens nothing that this user could not read then.
 
 # Adapters for other programs: as PEFT reads them, or encrypted for an age key (the format

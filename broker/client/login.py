@@ -90,10 +90,10 @@ def find_login(user: str, api_key: str | None, credentials_file: Path | None = N
     if path:
         return _of_service(Path(path))
     key = os.environ.get(KEY_VARIABLE)
-    return _of_key(key) if key else nobody(user)
+    return _of_key(key) if key else anonymous(user)
 
 
-def nobody(user: str = DEFAULT_USER) -> Login:
+def anonymous(user: str = DEFAULT_USER) -> Login:
     """Return how to connect without any secret, whatever the environment holds."""
     return Login(token(user, what="user"), inbox(user))
 

@@ -32,7 +32,7 @@ from ..sandbox.interpreters import CodeSession, Outcome, SandboxSettings
 from ..sandbox.served import shared_sandbox
 from ..tool_calls import OPEN, parse_tool_calls
 from ..write_data import DataMaker, verl_row
-from .math import told
+from .math import judged_info
 
 HABIT = 0.65
 """Share of the demonstrations that guess."""
@@ -95,7 +95,9 @@ class MathCodeGame(AbstractGame):
         if answer_of(action) is not None:
             self.close()
             judged = self._rewards.judge(action, self._truth)
-            return StepResult("", judged.reward, done=True, info={**self._counts(), **told(judged)})
+            return StepResult(
+                "", judged.reward, done=True, info={**self._counts(), **judged_info(judged)}
+            )
         programs = self._programs(said_in_the_end(action))
         if not programs:
             return StepResult(self._reminder(), 0.0, done=False, info={"no_action": True})

@@ -98,7 +98,7 @@ class AboutApi:
         return JSONResponse({"refresh_interval_sec": _CONFIG_S, "sample_cancel_enabled": True})
 
     async def telemetry(self, request: Request) -> Response:
-        """Take what a client tells of itself, and forget it."""
+        """Accept a client's telemetry, and drop it."""
         del request
         return JSONResponse({"status": "accepted"})
 
@@ -129,7 +129,7 @@ class AboutApi:
 PREFIX = "/tinker/api/v1"
 _GONE = 410
 _PAUSE_S = 1.0
-"""Before a client is told that its trainer is away: it asks again at once."""
+"""Wait before the reply that a trainer is away, after which clients ask again at once."""
 
 
 def routes(trainers: Trainers) -> list[Route]:
@@ -251,7 +251,7 @@ class TinkerApi:
     # -- operations --------------------------------------------------------------------------------
 
     async def forward_backward(self, request: Request) -> Response:
-        """Take a loss to compute; what is wrong with its data is told by its result."""
+        """Take a loss to compute; its result reports wrong data."""
         visitor = await visitor_of_key(request)
         if not request.headers.get("content-type", "").startswith(PROTOBUF):
             raise MessageError(
@@ -290,7 +290,7 @@ class TinkerApi:
         return answered(str(name), result)
 
     async def cancel_future(self, request: Request) -> Response:
-        """End a sample whose result nobody wants."""
+        """End a cancelled sample."""
         visitor = await visitor_of_key(request)
         _, body = await json_body(request)
         name = SampleName.parse(text := text_in(body, "request_id"))

@@ -65,7 +65,7 @@ class AdapterTrainer:
     ) -> None:
         """Take over a model, which is frozen and whose linear layers are wrapped.
 
-        `base_model` is its name, by which folders of adapters are told apart; `base_path` the
+        `base_model` is its name, which distinguishes folders of adapters; `base_path` the
         folder that they name for PEFT. `microbatch_tokens` bounds the columns of one forward and
         backward pass, `logits_bytes` the logits that are held at once. `dtype` is computed in;
         weights are kept as they are. With `mixed` a pass may hold micro-batches of several
@@ -206,7 +206,7 @@ class AdapterTrainer:
         operation: str = "",
         companies: Sequence[Company] | None = None,
     ) -> LossPass:
-        """Check a call and lay it out; whoever asked computes it by its micro-batches.
+        """Check a call and lay it out; the caller computes it by its micro-batches.
 
         With `backward` its gradients add up with those since the last optim_step, and if it fails
         that optim_step will; `operation` is how it is called there. With the `companies` that it
@@ -240,7 +240,7 @@ class AdapterTrainer:
             try:
                 compute(self._base, chosen)
                 return chosen
-            except Exception:  # noqa: BLE001  whoever is to blame fails alone
+            except Exception:  # noqa: BLE001  only the operation at fault fails
                 _log.exception("mixed_pass_failed", losses=len(chosen))
                 for one, before in zip(chosen, gradients, strict=True):
                     one.adapter.put_gradients(before)
