@@ -195,7 +195,7 @@ class ProgramRequests:
         self._episodes = episodes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a program, or let somebody else be answered."""
+        """Answer a program, or let others be answered."""
         if not is_of_program(scope):
             await self._app(scope, receive, send)
             return

@@ -150,7 +150,7 @@ class AgentLoop:
         told, and what it knows of the episode is gone on with.
 
         Raises EpisodeFailed, naming the boundary to blame, when there is no trajectory; NoTurn for
-        a role whose turn never came; Fenced when somebody else has taken the episode over.
+        a role whose turn never came; Fenced when another generator has taken the episode over.
         """
         recorder = recorder or EpisodeRecorder()
         by_token = transcript is not None or recorder.follows_tokens

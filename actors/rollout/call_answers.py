@@ -293,7 +293,7 @@ class CallAnswers:
         """Generated tokens that were sent again and not generated again."""
         self.generate_s = 0.0
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Fails with what ends the episode here: somebody else has it."""
+        """Fails with what ends the episode here: another generator has it."""
         self._episode = episode
         self._engine = engine
         self._chat = chat
@@ -337,8 +337,6 @@ class CallAnswers:
         """The calls that were answered."""
         return self._exact.tree
 
-    # -- the program's side ------------------------------------------------------------------------
-
     async def answer(self, request: CallRequest, tell: Tell[CallPart]) -> CallPart:
         """Answer one call; raises EpisodeOver, EpisodeLimit, ContextTooLong, ModelError."""
         self._check_open()
@@ -365,8 +363,6 @@ class CallAnswers:
                 call = self.tree.calls[number]
                 call.delivered = bool(call.delivered) or delivered.whole
 
-    # -- the episode's side ------------------------------------------------------------------------
-
     async def start_again(self) -> None:
         """Begin anew, for a program that does: what it asks once more is answered as it was."""
         await self._end_open()
@@ -387,8 +383,6 @@ class CallAnswers:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-
-    # -- a request ---------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self._over:
@@ -484,8 +478,6 @@ class CallAnswers:
             parent=None if parent is None else parent.number,
             branch=first.attachment.branch,
         )
-
-    # -- an answer ---------------------------------------------------------------------------------
 
     def _begin(
         self,

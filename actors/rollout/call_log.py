@@ -93,7 +93,7 @@ class CallLog(EpisodeRecorder):
             self._end = 0
 
     async def append(self, answered: LoggedAnswer) -> None:
-        """Write a call down; raises Fenced when somebody else has the episode now."""
+        """Log a call; raises Fenced when another generator has the episode now."""
         if self._writer is None or not self._has_room:
             return
         segment = self._segment(answered)
@@ -227,7 +227,7 @@ class TaskCalls(TaskRecorder):
     """Which environment host holds each episode, until the task's end."""
 
     async def open(self, number: int) -> CallLog:
-        """Take over an episode of the task; raises Fenced when somebody else has."""
+        """Take over an episode of the task; raises Fenced when another generator has."""
         task = self.task
         writer = SegmentWriter(
             self.broker, self.scope, task.task, number, delivery=self.delivery, writer=self.writer

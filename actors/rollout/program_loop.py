@@ -254,8 +254,8 @@ class ProgramLoop:
         """Run one episode to its end; return its rows, the main one first.
 
         Continues from what `recorder`, a `CallLog`, has of the episode. Raises EpisodeFailed,
-        naming the boundary to blame, when there is nothing to train; Fenced when somebody else has
-        taken the episode over.
+        naming the boundary to blame, when there is nothing to train; Fenced when another generator
+        has taken the episode over.
         """
         del transcript
         log = recorder if isinstance(recorder, CallLog) else CallLog(plan.episode)

@@ -364,7 +364,7 @@ class TaskSegments(TaskRecorder):
     """Which environment host holds each episode, until the task's end."""
 
     async def open(self, number: int) -> EpisodeSegments:
-        """Take over an episode of the task; raises Fenced when somebody else has."""
+        """Take over an episode of the task; raises Fenced when another generator has."""
         writer = SegmentWriter(
             self.broker,
             self.scope,

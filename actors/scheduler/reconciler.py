@@ -296,8 +296,6 @@ class Reconciler:
                 with contextlib.suppress(*_MEANWHILE):
                     await self._move(record, Transition("FAILED", str(error)))
 
-    # -- placing ------------------------------------------------------------------------------
-
     async def _place(self) -> None:
         started = time.thread_time()
         queue = self._waiting()
@@ -377,8 +375,6 @@ class Reconciler:
                 lambda now: now.model_copy(update={"reason": why}) if is_queued(now) else now,
             )
 
-    # -- telling nodes ------------------------------------------------------------------------
-
     def _wanted(self) -> Wanted:
         """Return the actors that each node shall run, by node."""
         wanted: dict[str, list[WantedActor]] = defaultdict(list)
@@ -422,8 +418,6 @@ class Reconciler:
             for (user, job), record in result.items()
             if record is None or record.stop == "now"
         )
-
-    # -- moving jobs --------------------------------------------------------------------------
 
     async def _advance(self, record: JobRecord, group: asyncio.TaskGroup) -> None:
         silent = self._pool.silent(actor.node for actor in record.actors)

@@ -131,7 +131,7 @@ class FolderCache:
 
 
 def _remove(entry: CacheEntry) -> bool:
-    """Remove an entry unless somebody uses it; return whether it has gone."""
+    """Remove an entry unless it is in use; return whether it was removed."""
     with contextlib.suppress(BlockingIOError), _locked(entry.lock, fcntl.LOCK_NB) as lock:
         place = entry.lock.with_suffix("")
         shutil.rmtree(place, ignore_errors=True)

@@ -396,7 +396,7 @@ class CheckpointCatalog:
     ) -> StoredCheckpoint:
         """Change an own checkpoint; `wanted` says whether an operation that waits needs it.
 
-        Raises NotFoundError, also for the published one of somebody else; ConflictError.
+        Raises NotFoundError, also for another user's published one; ConflictError.
         """
         name = CheckpointName.parse(request.path)
         with self._lock:
@@ -449,7 +449,7 @@ class CheckpointCatalog:
             raise QuotaError(over, hint="delete some, or save them with a TTL")
 
     def _over(self, new: StoredCheckpoint) -> str:
-        """Say by how much a user would have too much; empty: he has not."""
+        """Return by how much a user would have too much; empty: not too much."""
         with self._lock:
             others = [
                 item for item in self._users.get(new.user, {}).values() if item.name != new.name

@@ -144,7 +144,7 @@ class Models:
     """All models, by user and name, and whose turn it is."""
 
     def __init__(self, *, quantum: int = QUANTUM) -> None:
-        """Give each user at least `quantum` tokens in a row, if he has so much to be done."""
+        """Give each user at least `quantum` tokens in a row, if the user has so many waiting."""
         self.most = MAX_MODELS
         """Models that one user may have."""
         self._models: dict[tuple[str, ModelName], TrainedModel] = {}

@@ -201,8 +201,6 @@ class TrainerService:
         await self._records.calls.open(service, name, self.models)
         await self._records.snapshots.open(service, self._context.scope)
 
-    # -- what is asked -----------------------------------------------------------------------------
-
     async def _submit(self, operation: ModelOperation, context: RequestContext) -> OperationTaken:
         """Take an operation into the log; one that is there already is as good."""
         name = operation.name

@@ -201,7 +201,7 @@ class TinkerSessions:
                 self._owners[session.session] = user
 
     def check_owner(self, user: str, session: str) -> None:
-        """Raise NotFoundError for a session of somebody else."""
+        """Raise NotFoundError for another user's session."""
         with self._lock:
             owner = self._owners.get(session)
         if (owner or self._runs.owner(session) or user) != user:

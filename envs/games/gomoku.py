@@ -217,7 +217,7 @@ class GomokuGame(AbstractGame):
     def _info(self) -> dict[str, Any]:
         """Tell the outcome so far, as rates over episodes: all, and against this opponent.
 
-        The policy always wins against itself: there the colour that won is told.
+        In self-play the policy always wins: there the winning colour is reported.
         """
         counted = {"invalid_moves": self._invalid, "steps": sum(self._steps.values())}
         if self._player is None:

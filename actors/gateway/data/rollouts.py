@@ -315,7 +315,7 @@ _PREVIEW_CHARS = 160
 
 @dataclass(frozen=True)
 class RolloutFilter:
-    """What somebody looks for in the log: episodes with all of it."""
+    """A search of the log: episodes that match all of it."""
 
     text: str = ""
     """Words that must all stand in the messages, in whatever order and case."""

@@ -82,8 +82,6 @@ class RestApi:
             ("DELETE", f"{_CHECKPOINT}/publish", self.unpublish),
         ]
 
-    # -- sessions ----------------------------------------------------------------------------------
-
     async def create_session(self, request: Request) -> Response:
         """Begin a session: a name for what a client makes."""
         visitor = await visitor_of_key(request)
@@ -149,8 +147,6 @@ class RestApi:
                 "display_name": reply.display_name,
             }
         )
-
-    # -- runs and checkpoints ----------------------------------------------------------------------
 
     async def list_runs(self, request: Request) -> Response:
         """List training runs, the one used last first."""

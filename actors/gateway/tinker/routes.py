@@ -103,7 +103,7 @@ class AboutApi:
         return JSONResponse({"status": "accepted"})
 
     async def health(self, request: Request) -> Response:
-        """Say that somebody answers."""
+        """Answer that the service is there."""
         del request
         return JSONResponse({"status": "ok"})
 
@@ -185,8 +185,6 @@ class TinkerApi:
         self._trainers = trainers
         self._records = records
 
-    # -- models ------------------------------------------------------------------------------------
-
     async def create_model(self, request: Request) -> Response:
         """Make a model on a base."""
         visitor = await visitor_of_key(request)
@@ -248,8 +246,6 @@ class TinkerApi:
             }
         )
 
-    # -- operations --------------------------------------------------------------------------------
-
     async def forward_backward(self, request: Request) -> Response:
         """Take a loss to compute; its result reports wrong data."""
         visitor = await visitor_of_key(request)
@@ -303,8 +299,6 @@ class TinkerApi:
         with suppress(NotFoundError, DeadlineError):  # it has ended, with its sampler maybe
             await self._trainers.sampled(visitor.user, visitor.broker, job, name.actor, wanted)
         return JSONResponse({})
-
-    # -- sampling ----------------------------------------------------------------------------------
 
     async def create_sampling_session(self, request: Request) -> Response:
         """Begin to sample from a checkpoint, or from a base model."""

@@ -362,8 +362,6 @@ class TrainerRecords:
         """Ask `trainers`."""
         self._trainers = trainers
 
-    # -- checkpoints -------------------------------------------------------------------------------
-
     async def checkpoints(
         self, visitor: Visitor, offset: int, limit: int
     ) -> tuple[list[TinkerCheckpoint], int]:
@@ -403,8 +401,6 @@ class TrainerRecords:
         request = ExportCheckpoint(path=str(name))
         return await self._first(visitor, "export", request, CheckpointExport)
 
-    # -- runs --------------------------------------------------------------------------------------
-
     async def runs(
         self, visitor: Visitor, offset: int, limit: int
     ) -> tuple[list[TrainingRun], int]:
@@ -423,12 +419,10 @@ class TrainerRecords:
         request = ListRuns(model=str(model), limit=1)
         return (await self._first(visitor, "runs", request, RunPage))[1].runs[0]
 
-    # -- sessions ----------------------------------------------------------------------------------
-
     async def report_event(self, visitor: Visitor, event: TellSession) -> str:
         """Report a session to all trainers; return whether it is `live`, `over` or `unknown`.
 
-        Raises NotFoundError for one of somebody else, NobodyAnswersError when none answers.
+        Raises NotFoundError for another user's, NobodyAnswersError when none answers.
         """
         offers = await self._trainers.offers(visitor.broker)
         requests = [self._report_session(visitor, offer.job, event) for offer in offers]
@@ -472,8 +466,6 @@ class TrainerRecords:
         if result is None:
             raise NotFoundError(f"there is no session {session}", hint="list_sessions lists them")
         return result
-
-    # -- asking ------------------------------------------------------------------------------------
 
     async def _ask(
         self, visitor: Visitor, job: str, method: str, request: Message, reply: type[R]

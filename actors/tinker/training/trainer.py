@@ -124,8 +124,6 @@ class AdapterTrainer:
             cast(nn.Module, model).to(device)
         return cls(model, base_model=base_model or folder, base_path=folder, **options)
 
-    # -- adapters ------------------------------------------------------------------------------
-
     def create(self, model_id: str, spec: LoraSpec) -> None:
         """Give a model a fresh adapter, which changes nothing yet.
 
@@ -192,8 +190,6 @@ class AdapterTrainer:
     def moments(self, model_id: str) -> Moments:
         """Return copies of the state of a model's optimiser, on the CPU."""
         return self._of(model_id).moments()
-
-    # -- operations ----------------------------------------------------------------------------
 
     def begin(
         self,
@@ -285,8 +281,6 @@ class AdapterTrainer:
             raise
         return adapter.step(params)
 
-    # -- folders -------------------------------------------------------------------------------
-
     def save(
         self, model_id: str, folder: Path, *, with_optimizer: bool, lasting: bool = True
     ) -> None:
@@ -325,8 +319,6 @@ class AdapterTrainer:
         adapter.put(stored.tensors, stored.moments)
         self._adapters[model_id] = adapter
         self._windows[model_id] = PendingWindow()
-
-    # -- checks --------------------------------------------------------------------------------
 
     def _check_mixed(self) -> None:
         """Prove that adapters beside each other add to their own rows; else raises ModelError."""
