@@ -86,8 +86,6 @@ class Folder:
         """Return the descriptor of the folder, which closes with it."""
         return self._fd
 
-    # -- reading -----------------------------------------------------------------------------------
-
     def open(self, name: str, *, max_bytes: int | None = None) -> BinaryIO:
         """Open a regular file to read.
 
@@ -179,8 +177,6 @@ class Folder:
             if one.is_folder:
                 yield one.path
                 yield from self._folders(one.path, depth + 1)
-
-    # -- writing -----------------------------------------------------------------------------------
 
     def folder(self, name: str, *, make: bool = False) -> "Folder":
         """Open a folder below; make it, and those above it, if asked to."""
@@ -278,8 +274,6 @@ class Folder:
             for entry in taken:
                 with source._parent(entry.path) as here, made._parent(entry.path, True) as there:
                     give(source, entry.path, here, there)
-
-    # -- names -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _parent(self, name: str, make: bool = False) -> Iterator[tuple[int, str]]:

@@ -125,7 +125,7 @@ async def _ask(broker: Broker, verb: str, request: dict[str, Any]) -> dict[str, 
     try:
         return await broker.api(verb, request)
     except TimeoutError:
-        raise ConnectionLost(f"nobody answered {verb}", hint="try again") from None
+        raise ConnectionLost(f"no answer to {verb}", hint="try again") from None
 
 
 def _begin(folder: Path) -> None:
@@ -188,7 +188,7 @@ async def _restore(
             try:
                 reply = await broker.request(place, chunk, timeout_s=_SILENCE_S)
             except TimeoutError:
-                raise ConnectionLost(f"{name} is not restored: nobody answers") from None
+                raise ConnectionLost(f"{name} is not restored: no answer") from None
             if error := _error_in(reply):
                 raise BrokerError(f"{name} is not restored: {error}", hint="see the server's log")
     return _saved(name, stream["state"])

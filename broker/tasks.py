@@ -84,7 +84,7 @@ class Lease:
             _log.info("ack_lost", task=self.task.task, reason=str(error))
 
     async def give_back(self, delay_s: float = 0.0) -> None:
-        """Let somebody else have the task, after `delay_s`."""
+        """Give the task back for others, after `delay_s`."""
         await self._say(b'-NAK {"delay": %d}' % int(delay_s * NS))
 
     async def _say(self, what: bytes) -> None:

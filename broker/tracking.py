@@ -292,8 +292,6 @@ class GuardedTracker(Tracker):
             _HUNG.add(self.name)
             self._lose(f"it hangs: nothing came back for {most_s:g} s", call)
 
-    # -- in the tracker's thread -----------------------------------------------------------------
-
     def _work(self) -> None:
         while not self._is_lost:
             call = self._calls.get()
@@ -366,8 +364,6 @@ class GuardedTracker(Tracker):
             broken.abandon(error)
         except BaseException as raised:  # noqa: BLE001  a library may raise what Python can
             _log.warning("tracker_not_closed", tracker=self.name, error=_shown(raised))
-
-    # -- reports -----------------------------------------------------------------------------------
 
     def _lose(self, why: str, call: _Call | None) -> None:
         """Leave the tracker out from now on, and report what it lacks."""

@@ -245,7 +245,7 @@ class Pool(SchedulerCalls):
 
     async def list_all_users_jobs(self, *, all: bool = False) -> list[JobRecord]:
         """Return the jobs of all users, newest first, as the scheduler lists them to an admin."""
-        records = await self.told_jobs(widest=True, archived=all)
+        records = await self.all_jobs(widest=True, archived=all)
         return [record for record in records if all or record.state not in FINAL_STATES]
 
     async def list_jobs(self, *, all: bool = False) -> list[JobRecord]:

@@ -350,7 +350,7 @@ def _next_image(images: Iterator[Any], content: str) -> Any:
 # is a file of msgpack maps and a file of the places where they end.
 #
 # A struct of a parquet file has the keys of all rows, null where a row has none: in the columns
-# that hold chat messages and tools those keys are left out. A null that somebody wrote there
+# that hold chat messages and tools those keys are left out. A null in the data there
 # looks the same and goes, too; it stays in a column of maps (`map<string, …>`), and in JSON text.
 
 MESSAGE_COLUMNS = frozenset({"messages", "prompt", "chosen", "rejected", "tools"})

@@ -223,7 +223,7 @@ class EndpointSource(HttpSource):
 
 
 class _Busy(Exception):
-    """Somebody answered that he cannot now."""
+    """The endpoint is busy."""
 
 
 async def again(

@@ -132,7 +132,7 @@ def check_record(record: UserRecord | None, key: str) -> None:
 
 
 def check_invitation(invitation: Invitation, code: str) -> None:
-    """Raise AuthError unless `code` is that of the invitation, and somebody may still use it."""
+    """Raise AuthError unless `code` is that of the invitation, with uses left."""
     if not is_same(invitation.code_hash, key_hash(code)):
         raise AuthError("no invitation", hint="ask an admin for one")
     if invitation.uses_left < 1 or invitation.expires < time.time():

@@ -71,7 +71,7 @@ class JobKeys:
 class EpisodeSecrets:
     """Gives the hosts of a live job the secret with which they sign keys of episodes.
 
-    Who may ask may do what these keys are good for anyway: he is the job's user, or one of its
+    A caller may do what these keys permit anyway: it is the job's user, or one of its
     environment hosts. They ask once, so that episodes begin while no auth service is there, too.
     """
 

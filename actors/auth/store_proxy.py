@@ -226,7 +226,8 @@ class StoreProxy:
         await self.share.settle(_SETTLE_S)
 
     def _take(self, message: Msg) -> None:
-        """Answer when it is the user's turn; beyond his bound it is dropped, and asked again."""
+        """Answer when it is the user's turn; beyond the user's bound it is dropped, and asked
+        again."""
         if message.reply.startswith(INBOXES):
             user = message.subject.split(".")[3]
             self.share.submit(user, lambda: self._answer(message), len(message.data))
@@ -246,7 +247,7 @@ class StoreProxy:
             await self._refuse(message, " — ".join(filter(None, (error.message, error.hint))))
         except ConnectionLost:  # dropped with all that waited: the guest asks again
             return
-        except TinkermqError as error:  # the guest's deadline ends it, and he asks again
+        except TinkermqError as error:  # the guest's deadline ends it; the guest asks again
             _log.warning("store_request_failed", subject=message.subject, error=error.message)
 
     async def _get(self, guest: Guest, rest: str, message: Msg) -> None:

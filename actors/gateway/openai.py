@@ -116,7 +116,7 @@ class Serving:
         )
 
     def shown(self) -> dict[str, Any]:
-        """Return it as the list of models tells of it."""
+        """Return its entry in the list of models."""
         record = self.record
         return {
             "id": self.model,
@@ -658,7 +658,7 @@ class ModelEndpoints:
     """The endpoints."""
 
     def __init__(self, sessions: UserBrokers, models: ServedModels) -> None:
-        """Answer those whom `sessions` knows from `models`."""
+        """Answer visitors of `sessions` from `models`."""
         self._sessions = sessions
         self._models = models
         self._answering = Answering(models)

@@ -223,7 +223,7 @@ async def get_metrics(request: Request) -> Response:
 
 
 async def get_exact_metrics(request: Request) -> Response:
-    """Answer with what each step told, a line of JSON for each; see `history.exact_lines`."""
+    """Answer with the metrics of each step, one line of JSON each; see `history.exact_lines`."""
     visitor, record = await job_of(request)
     lines = exact_lines(
         visitor.broker,
@@ -298,7 +298,7 @@ async def list_nodes(request: Request) -> Response:
 
 async def list_queue(request: Request) -> Response:
     """Answer with the jobs that wait and the reason of each, an admin's with everybody's."""
-    records = await (await scheduler_of(request)).told_jobs(widest=True)
+    records = await (await scheduler_of(request)).all_jobs(widest=True)
     return Json({"queue": [row(record, {}) for record in queue_of(records)]})
 
 
@@ -322,7 +322,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of the interface; `openapi` tells of it."""
+    """One operation of the interface, described by `openapi`."""
 
     method: str
     path: str

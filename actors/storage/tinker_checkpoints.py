@@ -64,7 +64,7 @@ class StoredCheckpoint:
         return not self.gone and not 0 < self.expires <= now
 
     def describe(self) -> TinkerCheckpoint:
-        """Return it as users are told of it."""
+        """Return it as shown to users."""
         return TinkerCheckpoint(
             path=str(self.name),
             time=self.time,

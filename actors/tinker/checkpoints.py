@@ -90,7 +90,7 @@ def metadata_of(given: Any) -> Metadata | None:
     return texts
 
 
-# A ticket, signed by this trainer, stands for one checkpoint and the user who may read it until it
+# A ticket, signed by this trainer, stands for one checkpoint and its reader until it
 # expires, so that a URL with it needs no key. It opens nothing that this user could not read then.
 
 # Adapters for other programs: as PEFT reads them, or encrypted for an age key (the format
@@ -334,7 +334,7 @@ class CheckpointCatalog:
     ) -> StoredCheckpoint:
         """Change an own checkpoint; `wanted` says whether an operation that waits needs it.
 
-        Raises NotFoundError, also for the published one of somebody else; ConflictError.
+        Raises NotFoundError, also for another user's published one; ConflictError.
         """
         name = CheckpointName.parse(request.path)
         with self._lock:
@@ -387,7 +387,7 @@ class CheckpointCatalog:
             raise QuotaError(over, hint="delete some, or save them with a TTL")
 
     def _over(self, new: StoredCheckpoint) -> str:
-        """Say by how much a user would have too much; empty: he has not."""
+        """Return by how much a user would have too much; empty: not too much."""
         with self._lock:
             others = [
                 item for item in self._users.get(new.user, {}).values() if item.name != new.name

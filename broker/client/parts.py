@@ -250,7 +250,7 @@ class PartsService:
     ) -> None:
         """Answer requests on `rpc.<user>.…` as `endpoint` does, with the user as an argument.
 
-        Names of requests are each user's own. One who has `max_running` at all such endpoints is
+        Names of requests are each user's own. A user with `max_running` at all such endpoints is
         refused with BusyError; they take none of the places of the service's other requests.
         """
 

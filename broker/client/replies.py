@@ -43,7 +43,7 @@ class Replies:
     """Hands each reply to the request that waits for it."""
 
     def __init__(self, inbox: str) -> None:
-        """`inbox` is the prefix of all reply subjects; somebody else subscribes to `inbox.*`."""
+        """`inbox` is the prefix of all reply subjects; the owner subscribes to `inbox.*`."""
         self._inbox = inbox
         self._numbers = itertools.count()
         self._waiting: dict[str, _Waiting] = {}

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 # Pull requests to a consumer: the one way in which messages of a stream arrive live.
 #
 # A pull request is bounded in messages and bytes, so a reader is never sent more than it asked
-# for. The inbox lives as long as its owner; a message that arrives after its request was given up
+# for. The inbox exists as long as its owner; a message that arrives after its request was given up
 # stays in the inbox for the next one. A loss of the connection ends a running request at once.
 
 NS = 1_000_000_000
@@ -183,7 +183,7 @@ async def settle_job_streams(broker: Broker, scope: JobScope) -> int:
             if bound < info["config"]["max_bytes"]:
                 change = {"max_bytes": bound}
                 await _ask(broker, f"STREAM.UPDATE.{name}", info["config"] | change)
-        except NotFoundError:  # the job never started, or somebody has removed it just now
+        except NotFoundError:  # the job never started, or was just removed
             continue
     return stored
 
@@ -475,7 +475,7 @@ def numbers_of(subjects: list[str]) -> set[int]:
     """Return the task numbers of subjects, without those that have none."""
     numbers: set[int] = set()
     for subject in subjects:
-        with contextlib.suppress(MessageError):  # whatever else somebody stored there
+        with contextlib.suppress(MessageError):  # a foreign entry
             numbers.add(number_of(subject))
     return numbers
 

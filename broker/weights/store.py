@@ -54,11 +54,9 @@ from .payloads import (
 from .shared_memory import SharedMemory
 
 # Digests of the model folder's files, so that machines with other files are reported.
-#
-# The learner's manifests carry it, and whoever fetches a version compares: tokenizer and
-# template, and the base of an adapter, come from the folder of each machine. A file of more than
-# 2 MiB is told by its size, its beginning and its end: that takes milliseconds and finds another
-# model, not a flipped bit.
+# The learner's manifests have them, and receivers compare: tokenizer and template, and the base of
+# an adapter, come from the folder of each machine. A file of more than 2 MiB is identified by size,
+# beginning and end: that takes milliseconds and finds another model, not a flipped bit.
 
 _PART_BYTES = 1 << 20
 _READ = frozenset({".json", ".jinja", ".txt", ".model", ".safetensors", ".bin"})
@@ -110,7 +108,7 @@ _NOTHING = WeightHistory(enabled=False, full_snapshot_every=1)
 
 FORMAT = 1
 """Raise it with every change of what a payload's bytes or digest are: two commits of one version of
-the package then tell that they differ. A test holds payloads of this format."""
+the package then report that they differ. A test holds payloads of this format."""
 
 
 @cache

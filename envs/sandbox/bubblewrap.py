@@ -293,7 +293,7 @@ def _mount_words(mounts: Sequence[Mount]) -> Iterator[str]:
 
 
 def _rights(sandbox: Sandbox) -> list[str]:
-    """Return what takes the rights of root: those it needs to become somebody else go later."""
+    """Return what drops the rights of root; those needed to change the user go later."""
     if sandbox.is_caller:
         who = ["--uid", str(os.getuid()), "--gid", str(os.getgid())]
         return ["--unshare-user", *who, "--cap-drop", "ALL"]

@@ -74,7 +74,7 @@ class Sandbox:
     has_network: bool = False
     """Whether it shares the host's network; else it has an empty one."""
     listens: Sequence[str] = ()
-    """`host:port` of its own network where `inside.py` listens; whoever starts it is handed the
+    """`host:port` of its own network where `inside.py` listens; its starter gets the
     sockets."""
     has_internet_sockets: bool = True
     """Whether it may make sockets other than Unix ones."""

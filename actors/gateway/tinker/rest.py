@@ -41,9 +41,9 @@ from ..sessions import Visitor
 from ..web import gateway_of, number_in, visitor_of
 from .requests import (
     json_body,
-    knows_external,
     metadata_in,
     note_to,
+    supports_external_weights,
     text_in,
     visitor_of_key,
 )
@@ -81,8 +81,6 @@ class RestApi:
             ("POST", f"{_CHECKPOINT}/publish", self.publish),
             ("DELETE", f"{_CHECKPOINT}/publish", self.unpublish),
         ]
-
-    # -- sessions ----------------------------------------------------------------------------------
 
     async def create_session(self, request: Request) -> Response:
         """Begin a session: a name for what a client makes."""
@@ -150,8 +148,6 @@ class RestApi:
             }
         )
 
-    # -- runs and checkpoints ----------------------------------------------------------------------
-
     async def list_runs(self, request: Request) -> Response:
         """List training runs, the one used last first."""
         visitor = await visitor_of_key(request)
@@ -190,7 +186,7 @@ class RestApi:
         return await self._change(request, "publish")
 
     async def unpublish(self, request: Request) -> Response:
-        """Let nobody else read a checkpoint any more."""
+        """Unpublish a checkpoint."""
         return await self._change(request, "unpublish")
 
     async def expire(self, request: Request) -> Response:
@@ -267,8 +263,8 @@ def _run(run: TrainingRun) -> dict[str, Any]:
 
 
 def _checkpoints(request: Request, found: list[TinkerCheckpoint]) -> list[dict[str, Any]]:
-    """Return what is told of checkpoints, without those that an older SDK cannot read."""
-    whole = knows_external(request.headers.get("user-agent", ""))
+    """Return checkpoints as JSON, without those that an older SDK cannot read."""
+    whole = supports_external_weights(request.headers.get("user-agent", ""))
     return [_checkpoint(item) for item in found if whole or "/external_weights/" not in item.path]
 
 
@@ -293,7 +289,7 @@ _GATEWAY = "gateway"
 _ARCHIVE = "checkpoint.tar"
 _ARCHIVED = ("adapter_config.json", "adapter_model.safetensors")
 _COMPLETE = "checkpoint_complete"
-"""A file by which the SDK knows that an archive is whole."""
+"""A file that shows the SDK that an archive is complete."""
 _FILE = "training_runs/{run}/checkpoints/{kind}/{name}"
 
 

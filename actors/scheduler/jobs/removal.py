@@ -107,7 +107,7 @@ class Tidier:
             try:
                 async with self._view.lock(record.user):
                     await self._jobs.update(record, _marked)
-            except TinkermqError as error:  # somebody wrote it first, or the broker is away
+            except TinkermqError as error:  # another writer was first, or the broker is away
                 _log.info("tidying_waits", job=record.job, error=error.message)
 
 

@@ -54,7 +54,7 @@ class SecretStore:
         return sorted(self._seal.open(sealed, user).values) if sealed else []
 
     async def keep(self, scope: JobScope, sealed: bytes) -> list[SecretName]:
-        """Keep what a user has sealed beside what he handed over before; return all names.
+        """Keep a user's sealed secrets beside earlier ones; return all names.
 
         Raises AuthError for what cannot be opened.
         """

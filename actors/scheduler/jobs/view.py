@@ -104,7 +104,8 @@ class JobsView:
         self._forget_size(key)
 
     def lock(self, user: str) -> asyncio.Lock:
-        """Return what lets one request of a user at a time count what he holds and add to it."""
+        """Return a lock, so that one request of a user at a time counts and adds to what the user
+        holds."""
         return self._locks.setdefault(user, asyncio.Lock())
 
     def put_away(self, record: JobRecord) -> None:
@@ -250,7 +251,7 @@ class JobsView:
         return self._of_user.get(job.user, {}).get(key_of(job), 0)
 
     def run_folders_of_others(self, user: str) -> list[tuple[str, str]]:
-        """Return run folder and owner of each job of somebody else."""
+        """Return run folder and owner of each job of other users."""
         every = (*self._every(), *self.archive.of(None))
         return [(item.run_dir, item.user) for item in every if item.user != user]
 

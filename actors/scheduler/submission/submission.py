@@ -111,7 +111,7 @@ class Reader(NamedTuple):
 
     user: str
     roots: Sequence[Path]
-    """Folders below which his jobs may write; none: he may know of all."""
+    """Folders below which the user's jobs may write; none: the user may read all."""
 
     def may_know(self, model: str) -> bool:
         """Whether the answer may say what is at a path."""
@@ -316,7 +316,8 @@ class Submission:
             return record or await self._create(user, job or new_id(), request)
 
     def lock(self, user: str) -> asyncio.Lock:
-        """Return what lets one request of a user at a time count what he holds and add to it."""
+        """Return a lock, so that one request of a user at a time counts and adds to what the user
+        holds."""
         return self._view.lock(user)
 
     async def _blank(self, user: str, job: str, request: SubmitRequest) -> JobRecord:

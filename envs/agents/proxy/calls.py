@@ -141,9 +141,9 @@ class ProxyTimes:
     adopt_s: float = 30.0
     """For the same request once more, when a program has gone before its answer was whole."""
     silence_s: float = 10.0
-    """Without a sign of life from who answers, until he is taken for dead."""
+    """Silence after which an answering generator counts as dead."""
     pause_s: float = 0.25
-    """Before somebody is looked for again."""
+    """Wait before another generator is looked for."""
 
 
 @dataclass(frozen=True)

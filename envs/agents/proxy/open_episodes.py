@@ -178,7 +178,7 @@ class OpenEpisodes:
     def find(self, presented: Iterable[str]) -> OpenEpisode:
         """Return the episode of one of the keys that came with a request.
 
-        Only digests under a salt of ours are looked up, so that the time that it takes tells
+        Only digests under a salt of ours are looked up, so that the time that it takes reveals
         nothing of other keys. Raises KeyRefused, which says what is wrong.
         """
         past = ""

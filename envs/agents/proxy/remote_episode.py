@@ -143,8 +143,6 @@ class RemoteEpisode:
                     await self._ask(self._post())
         await self.broker.close()
 
-    # -- what its calls need -----------------------------------------------------------------------
-
     async def note_answered(self, names: list[str], calls: list[int]) -> None:
         """Report an answered call to the host, before the program gets its end."""
         self._unsaid.append(ReportedCall(names=names, calls=calls))
@@ -164,8 +162,6 @@ class RemoteEpisode:
             if posted.status == 200:
                 value: Any = read_json(posted.body)
                 self._opened.learn([name], [int(value["call"])])
-
-    # -- the host ----------------------------------------------------------------------------------
 
     async def _relay(self, exchange: HttpExchange, opened: OpenEpisode) -> None:
         """Let the host answer a request."""

@@ -91,7 +91,7 @@ async def test_pages_hold_archived_jobs_at_their_places(stack: Stack) -> None:
     jobs = [await _cancelled(stack, name) for name in "abcd"]
     await _until_away(stack, *jobs[:2])
     await Pool(stack.broker).archive_run("a", undo=True)  # the oldest is at hand, a newer one not
-    everything = await Pool(stack.broker).told_jobs(archived=True)
+    everything = await Pool(stack.broker).all_jobs(archived=True)
     assert [one.name for one in everything] == ["d", "c", "b", "a"]
 
 
