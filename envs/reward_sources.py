@@ -27,15 +27,7 @@ from ..broker.client.parts import ask_parts
 from ..broker.jobs import JobStore
 from ..schemas.config.sections import RewardConfig
 from ..schemas.infer import CancelInference, ChatRequest, Decoding, InferPart
-from ..schemas.wire.errors import (
-    BusyError,
-    ConfigError,
-    DeadlineError,
-    MessageError,
-    NotFoundError,
-    RewardError,
-    TinkermqError,
-)
+from ..schemas.wire import errors
 from ..schemas.wire.foreign import plain_value, shown
 from ..schemas.wire.images import plain_text
 from ..schemas.wire.subjects import JobScope
@@ -85,7 +77,7 @@ class Score:
     """Whatever else it tells; numbers become metrics."""
 
 
-class SourceUnusableError(ConfigError):
+class SourceUnusableError(errors.ConfigError):
     """A source that would fail every episode for the same reason: the job is to end with it."""
 
 
@@ -118,14 +110,14 @@ def read_score(answer: Any, whose: str) -> Score:
     number = _number(value)
     if not math.isfinite(number):
         text = shown(cast("object", answer))
-        raise RewardError(
+        raise errors.RewardError(
             f"{whose} answered {text}, which is no finite reward",
             hint="answer a number, or a map whose `score` or `reward` is one",
         )
     try:
         return Score(number, plain_value(info, "info") if info else {})
-    except MessageError as error:
-        raise RewardError(
+    except errors.MessageError as error:
+        raise errors.RewardError(
             f"what {whose} answered beside the reward cannot travel: {error.message}",
             hint=error.hint,
         ) from error
@@ -143,7 +135,7 @@ T = TypeVar("T")
 _BUSY = frozenset({408, 425, 429})
 
 
-class RefusedError(RewardError):
+class RefusedError(errors.RewardError):
     """A request that was understood and refused: the same one would be refused again."""
 
     def __init__(self, url: str, status: int, text: str, hint: str = "") -> None:
@@ -169,7 +161,7 @@ class HttpSource:
         variable = self._config.key_variable
         if variable is not None:
             if not os.environ.get(variable):
-                raise ConfigError(
+                raise errors.ConfigError(
                     f"env.reward.key_variable={variable} is not set",
                     hint="set it in the environment of the environment host",
                 )
@@ -190,7 +182,7 @@ class HttpSource:
         try:
             reply = await again(self._config, transient, lambda: self._try(url, payload))
         except transient as error:
-            raise RewardError(
+            raise errors.RewardError(
                 f"{url} gave no reward in {self._config.tries} tries: "
                 f"{type(error).__name__}: {error}",
                 hint="see whether it is up and reachable from the environment host",
@@ -200,7 +192,7 @@ class HttpSource:
         try:
             return reply.json()
         except ValueError as error:
-            raise RewardError(
+            raise errors.RewardError(
                 f"{url} answered what is no JSON: {reply.text[:200]!r}",
                 hint='answer {"score": …}',
             ) from error
@@ -329,7 +321,7 @@ class JudgeSource(HttpSource):
     async def _find(self) -> JobScope:
         record = await JobStore(self._broker).get(self._user, self._config.judge or "")
         if record.kind != "infer":
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"env.reward.judge={record.name} is a job of kind {record.kind}, it answers nobody",
                 hint=f"`tinkermq serve {record.name}` makes an inference job of it",
             )
@@ -371,8 +363,8 @@ class JudgeSource(HttpSource):
         except ValueError as error:
             raise self._refused(reply.text, str(error)) from error
 
-    def _refused(self, text: str, why: str) -> RewardError:
-        return RewardError(
+    def _refused(self, text: str, why: str) -> errors.RewardError:
+        return errors.RewardError(
             f"the judge {self._config.judge} gave no score from 0 to "
             f"{self._config.judge_scale:g}: {text[-200:]!r} {why}",
             hint="its reply must end with a line `Score: N`: $form in env.reward.judge_prompt "
@@ -398,12 +390,12 @@ class JudgeSource(HttpSource):
             content: Any = choice["message"]["content"]
             finish: Any = choice.get("finish_reason")
         except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise RewardError(
+            raise errors.RewardError(
                 f"{url} answered no chat completion: {str(answer)[:200]}",
                 hint="env.reward.url is the base URL of an OpenAI-compatible API, up to /v1",
             ) from error
         if content is not None and not isinstance(content, str):
-            raise RewardError(
+            raise errors.RewardError(
                 f"{url} answered a message whose content is no text: {str(content)[:200]}",
                 hint="name a model that answers texts in env.reward.judge",
             )
@@ -440,7 +432,7 @@ class JudgeSource(HttpSource):
         _log.warning("judge_request_adapted", judge=self._config.judge, without=error.field)
         return True
 
-    def _blamed(self, error: RefusedError, body: Mapping[str, Any]) -> TinkermqError:
+    def _blamed(self, error: RefusedError, body: Mapping[str, Any]) -> errors.TinkermqError:
         """Return whose fault a refusal is: that of one conversation, or of every request."""
         self._num_refused += 1
         of_all = error.http_status in _REFUSALS_OF_ALL or (
@@ -456,11 +448,11 @@ class JudgeSource(HttpSource):
         return self._unusable
 
     async def _ask_job(self, scope: JobScope, prompt: str) -> "_Reply":
-        transient = (NotFoundError, DeadlineError, ConnectionLost, BusyError)
+        transient = (errors.NotFoundError, errors.DeadlineError, ConnectionLost, errors.BusyError)
         try:
             return await again(self._config, transient, lambda: self._chat(scope, prompt))
         except transient as error:
-            raise RewardError(
+            raise errors.RewardError(
                 f"the judge {self._config.judge} gave no answer in {self._config.tries} tries: "
                 f"{error.message}",
                 hint="see whether it runs: `tinkermq ps`",

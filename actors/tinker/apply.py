@@ -30,14 +30,7 @@ from ...schemas.tinker.wire import (
     request_of,
     write_result,
 )
-from ...schemas.wire.errors import (
-    ConfigError,
-    DataError,
-    ModelError,
-    NotFoundError,
-    StateError,
-    TinkermqError,
-)
+from ...schemas.wire import errors
 from .adapter_cache import AdapterStates
 from .checkpoints import metadata_of
 from .models import TrainedModel
@@ -90,7 +83,7 @@ class OperationApplier:
         """
         try:
             yield (yield from self._pieces(model, operation, companies))
-        except TinkermqError as error:
+        except errors.TinkermqError as error:
             yield as_failure(error)
         except Exception as error:  # noqa: BLE001  one model's operation: the others go on
             _log.exception("operation_failed", model=model.key, seq=operation.seq)
@@ -105,7 +98,7 @@ class OperationApplier:
         self, model: TrainedModel, operation: ModelOperation, companies: Sequence[Company] | None
     ) -> _Pieces:
         if model.info is None and operation.kind not in ("create_model", "load_weights"):
-            raise StateError(
+            raise errors.StateError(
                 f"{operation.model} was never made", hint="see why its create_model failed"
             )
         if operation.kind == "forward_backward":
@@ -117,7 +110,7 @@ class OperationApplier:
     def _create(self, model: TrainedModel, operation: ModelOperation) -> bytes:
         body = CreateModelBody.parse(operation.body)
         if body.base_model != self._offer.base:
-            raise NotFoundError(
+            raise errors.NotFoundError(
                 f"there is no base model {body.base_model!r} here",
                 hint=f"this trainer has {self._offer.base}",
             )
@@ -141,13 +134,13 @@ class OperationApplier:
         metadata = metadata_of(body.user_metadata)
         info = self._states.info_of(model.user, source)
         if body.base_model not in (None, info.base) or info.base != self._offer.base:
-            raise ModelError(
+            raise errors.ModelError(
                 f"{source} is an adapter of {info.base}, not of "
                 f"{body.base_model or self._offer.base}",
                 hint="load it into a model of its own base",
             )
         if source.kind != "weights" and body.optimizer:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{source} holds no optimiser", hint="load one that save_weights made"
             )
         place = self._states.place_of(model.user, source)
@@ -194,7 +187,7 @@ class OperationApplier:
             message = parse_request(body)
             is_forward = bool(message.forward_only)
             return request_of(message)
-        except TinkermqError as error:
+        except errors.TinkermqError as error:
             if not is_forward:
                 model.is_pending = True
                 called = f"operation {operation.seq}"
@@ -207,7 +200,7 @@ class OperationApplier:
         params = body.params()
         try:
             metrics = self._adapters.optim_step(model.key, params)
-        except DataError:
+        except errors.DataError:
             model.is_pending = False  # it was forgotten
             raise
         model.is_pending = False
@@ -242,13 +235,13 @@ class OperationApplier:
         return _json(fields)
 
     def _missing(self, _: TrainedModel, operation: ModelOperation) -> bytes:
-        raise StateError(
+        raise errors.StateError(
             f"operation {operation.seq} of {operation.model} never came",
             hint="the client died, or left a number out; those behind it go on",
         )
 
 
-def as_failure(error: TinkermqError) -> OperationResult:
+def as_failure(error: errors.TinkermqError) -> OperationResult:
     """Return the result of what an error has ended."""
     message = f"{error.message} ({error.hint})" if error.hint else error.message
     mistake = error.is_mistake or 400 <= error.status < 500

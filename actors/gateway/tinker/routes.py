@@ -25,14 +25,7 @@ from ....schemas.tinker.sampling import (
     SampleRequest,
     SamplerName,
 )
-from ....schemas.wire.errors import (
-    BrokerError,
-    DeadlineError,
-    MessageError,
-    NobodyAnswersError,
-    NotFoundError,
-    TinkermqError,
-)
+from ....schemas.wire import errors
 from ..sessions import Visitor
 from .requests import (
     LARGE,
@@ -254,13 +247,15 @@ class TinkerApi:
         """Take a loss to compute; what is wrong with its data is told by its result."""
         visitor = await visitor_of_key(request)
         if not request.headers.get("content-type", "").startswith(PROTOBUF):
-            raise MessageError(
+            raise errors.MessageError(
                 "forward_backward is taken as protobuf", hint="upgrade the SDK: tinker>=0.25"
             )
         raw = await raw_body(request)
         encoding = request.headers.get("content-encoding", "")
         if encoding not in ("", "identity", "zstd"):
-            raise MessageError(f"the body is encoded as {encoding!r}", hint="send zstd, or plain")
+            raise errors.MessageError(
+                f"the body is encoded as {encoding!r}", hint="send zstd, or plain"
+            )
         name = await in_thread(len(raw) > LARGE, lambda: name_of_protobuf(raw, encoding == "zstd"))
         return await self._operate(
             visitor, "forward_backward", name, raw, is_zstd=encoding == "zstd"
@@ -284,7 +279,7 @@ class TinkerApi:
         try:
             job = await self._trainers.job_of_model(visitor.user, visitor.broker, name.model)
             result = await self._trainers.result(visitor.user, visitor.broker, job, wanted)
-        except (BrokerError, DeadlineError, NobodyAnswersError) as error:
+        except (errors.BrokerError, errors.DeadlineError, errors.NobodyAnswersError) as error:
             await asyncio.sleep(_PAUSE_S)  # it is restarted; what it took is in its log
             return not_ready(str(name), error.message)
         return answered(str(name), result)
@@ -295,12 +290,14 @@ class TinkerApi:
         _, body = await json_body(request)
         name = SampleName.parse(text := text_in(body, "request_id"))
         if name is None:
-            raise MessageError(
+            raise errors.MessageError(
                 f"request {text[:80]!r} cannot be cancelled", hint="only samples can be"
             )
         job = await self._trainers.job_of_sampler(visitor.user, visitor.broker, name.sampler)
         wanted = AwaitSample(request=f"{name.sampler}:{name.seq}", wait_s=0, cancel=True)
-        with suppress(NotFoundError, DeadlineError):  # it has ended, with its sampler maybe
+        with suppress(
+            errors.NotFoundError, errors.DeadlineError
+        ):  # it has ended, with its sampler maybe
             await self._trainers.sampled(visitor.user, visitor.broker, job, name.actor, wanted)
         return JSONResponse({})
 
@@ -357,7 +354,7 @@ class TinkerApi:
             result = await self._trainers.sampled(
                 visitor.user, visitor.broker, job, name.actor, wanted
             )
-        except (NotFoundError, DeadlineError) as error:
+        except (errors.NotFoundError, errors.DeadlineError) as error:
             return JSONResponse({"detail": error.message}, _GONE)
         return answered(str(name), result)
 
@@ -397,7 +394,7 @@ def _guarded(endpoint: Handler) -> Callable[[Request], Coroutine[Any, Any, Respo
     async def answer(request: Request) -> Response:
         try:
             return await endpoint(request)
-        except TinkermqError as error:
+        except errors.TinkermqError as error:
             message = f"{error.message} ({error.hint})" if error.hint else error.message
             return JSONResponse({"detail": message}, error.status)
         except HTTPException as error:
@@ -408,4 +405,4 @@ def _guarded(endpoint: Handler) -> Callable[[Request], Coroutine[Any, Any, Respo
 
 async def _not_offered(request: Request) -> Response:
     path = request.path_params["path"]
-    raise NotFoundError(f"this service does not offer {request.method} /{path}")
+    raise errors.NotFoundError(f"this service does not offer {request.method} /{path}")

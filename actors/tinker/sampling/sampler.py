@@ -27,15 +27,8 @@ from ....schemas.tinker import wire
 from ....schemas.tinker.operation import OperationResult
 from ....schemas.tinker.sampling import AwaitSample, SampleRequest, SamplerName, SampleTaken
 from ....schemas.tinker.wire import TinkerBody
+from ....schemas.wire import errors
 from ....schemas.wire.bounds import MAX_TOP_K
-from ....schemas.wire.errors import (
-    BusyError,
-    DataError,
-    DeadlineError,
-    MessageError,
-    NotFoundError,
-    TinkermqError,
-)
 from ....schemas.wire.subjects import rpc, user_of_rpc
 from ...engine.engine import Drawn, PromptScores, Sampling
 from ...policy.chat import ChatTokenizer, open_chat
@@ -79,15 +72,15 @@ class PromptBody(BaseModel):
         """Return its tokens; raises DataError for other parts, and tokens that there are not."""
         for chunk in self.chunks:
             if chunk.type != "encoded_text":
-                raise DataError(
+                raise errors.DataError(
                     f"the prompt holds a chunk of type {chunk.type}", hint="send encoded_text"
                 )
         tokens = [token for chunk in self.chunks for token in chunk.tokens]
         if not tokens:
-            raise DataError("the prompt is empty", hint="send at least one token")
+            raise errors.DataError("the prompt is empty", hint="send at least one token")
         for token in (min(tokens), max(tokens)):
             if not 0 <= token < vocab:
-                raise DataError(
+                raise errors.DataError(
                     f"token {token} of the prompt is outside the vocabulary",
                     hint=f"the model has {vocab:,} tokens, from 0 on",
                 )
@@ -203,7 +196,7 @@ class PathAnswers:
         def cancel(message: Msg) -> None:
             try:
                 cancel = CancelInference.from_bytes(message.data)
-            except MessageError as error:
+            except errors.MessageError as error:
                 _log.warning("cancel_ignored", error=error.message)
             else:
                 parts.cancel(cancel.request, user_of_rpc(message.subject))
@@ -240,9 +233,9 @@ class PathAnswers:
             async with asyncio.timeout(request.deadline_s):
                 return await using.enter_async_context(self._adapters.using(snapshot))
         except TimeoutError as error:
-            if isinstance(error, DeadlineError):
+            if isinstance(error, errors.DeadlineError):
                 raise
-            raise DeadlineError(
+            raise errors.DeadlineError(
                 f"{request.adapter} had no place in its sampler for {request.deadline_s:g} s",
                 hint="ask again, allow more time, or raise tinker.sampled_at_once",
             ) from None
@@ -259,7 +252,7 @@ class PathAnswers:
         prompts = len(request.prompts) if isinstance(request, CompletionRequest) else 1
         more = prompts * request.decoding.num_choices
         if self._num_open[user] + more > MAX_ANSWERS:
-            raise BusyError(
+            raise errors.BusyError(
                 f"user {user!r} has {self._num_open[user]:,} answers under way, {more:,} more are "
                 f"over the limit of {MAX_ANSWERS:,}",
                 hint="wait for some of them",
@@ -374,7 +367,7 @@ class Sampler:
                 if newest.version > running.version:
                     async with self._adapters.using(newest):
                         pass
-            except TinkermqError as error:  # they go on with what they have
+            except errors.TinkermqError as error:  # they go on with what they have
                 _log.warning("samples_stay", adapter=running.name, error=error.message)
 
     async def _take(self, request: SampleRequest, context: RequestContext) -> SampleTaken:
@@ -382,7 +375,7 @@ class Sampler:
         mine = self._open.setdefault(context.user, OrderedDict())
         if (match := mine.get(request.request)) is None:
             if len(mine) >= MAX_OPEN:
-                raise BusyError(
+                raise errors.BusyError(
                     f"user {context.user!r} has {MAX_OPEN:,} samples under way",
                     hint="wait for some of them",
                 )
@@ -398,7 +391,7 @@ class Sampler:
         """Return a result as soon as there is one."""
         match = self._open.get(context.user, {}).get(request.request)
         if match is None:
-            raise NotFoundError(
+            raise errors.NotFoundError(
                 f"sampler {self._context.name} has no request {request.request[-40:]}",
                 hint="sample again",
             )
@@ -435,7 +428,7 @@ class Sampler:
         if name.base is None:
             return await self._snapshots.find(user, name)
         if name.base != self._context.config.tinker.base:
-            raise NotFoundError(f"there is no base model {name.base!r} here")
+            raise errors.NotFoundError(f"there is no base model {name.base!r} here")
         return None
 
     async def _done(
@@ -445,7 +438,7 @@ class Sampler:
             written = await self._sampled(user, body, snapshot)
             self._context.progressed()
             return OperationResult(state="done", body=written, is_proto=True)
-        except TinkermqError as error:
+        except errors.TinkermqError as error:
             return as_failure(error)
         except Exception as error:  # noqa: BLE001  one request: the others go on
             _log.exception("sample_failed")
