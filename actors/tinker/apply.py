@@ -9,6 +9,7 @@ from typing import Any
 
 import structlog
 
+from ...schemas.tinker import wire
 from ...schemas.tinker.names import CheckpointKind, CheckpointName
 from ...schemas.tinker.operation import (
     ALONE,
@@ -19,17 +20,6 @@ from ...schemas.tinker.operation import (
     OperationResult,
 )
 from ...schemas.tinker.sampling import SamplerName
-from ...schemas.tinker.wire import (
-    CreateModelBody,
-    ForwardBackward,
-    LoadWeightsBody,
-    OptimStepBody,
-    SaveWeightsBody,
-    parse_request,
-    plain_body,
-    request_of,
-    write_result,
-)
 from ...schemas.wire import errors
 from .adapter_cache import AdapterStates
 from .checkpoints import metadata_of
@@ -108,7 +98,7 @@ class OperationApplier:
         return OperationResult(state="done", body=body)
 
     def _create(self, model: TrainedModel, operation: ModelOperation) -> bytes:
-        body = CreateModelBody.parse(operation.body)
+        body = wire.CreateModelBody.parse(operation.body)
         if body.base_model != self._offer.base:
             raise errors.NotFoundError(
                 f"there is no base model {body.base_model!r} here",
@@ -129,7 +119,7 @@ class OperationApplier:
         return _json({"type": "create_model", "model_id": operation.model})
 
     def _load(self, model: TrainedModel, operation: ModelOperation) -> bytes:
-        body = LoadWeightsBody.parse(operation.body)
+        body = wire.LoadWeightsBody.parse(operation.body)
         source = body.source()
         metadata = metadata_of(body.user_metadata)
         info = self._states.info_of(model.user, source)
@@ -174,19 +164,19 @@ class OperationApplier:
         mixed = any(company != ALONE for company in loss_pass.companies)
         return OperationResult(
             state="done",
-            body=write_result(result),
+            body=wire.write_result(result),
             is_proto=True,
             companies=loss_pass.companies if mixed else [],
         )
 
-    def _read(self, model: TrainedModel, operation: ModelOperation) -> ForwardBackward:
+    def _read(self, model: TrainedModel, operation: ModelOperation) -> wire.ForwardBackward:
         """Read a request; the step behind one that cannot be read fails."""
         is_forward = False
         try:
-            body = plain_body(operation.body, is_zstd=operation.is_zstd)
-            message = parse_request(body)
+            body = wire.plain_body(operation.body, is_zstd=operation.is_zstd)
+            message = wire.parse_request(body)
             is_forward = bool(message.forward_only)
-            return request_of(message)
+            return wire.request_of(message)
         except errors.TinkermqError as error:
             if not is_forward:
                 model.is_pending = True
@@ -195,7 +185,7 @@ class OperationApplier:
             raise
 
     def _optim_step(self, model: TrainedModel, operation: ModelOperation) -> bytes:
-        body = OptimStepBody.parse(operation.body)
+        body = wire.OptimStepBody.parse(operation.body)
         passed = model.history.take_passed()  # also where the step fails
         params = body.params()
         try:
@@ -208,7 +198,7 @@ class OperationApplier:
         return _json({"metrics": metrics})
 
     def _save(self, model: TrainedModel, operation: ModelOperation) -> bytes:
-        body = SaveWeightsBody.parse(operation.body)
+        body = wire.SaveWeightsBody.parse(operation.body)
         kind = _KINDS[operation.kind]
         session = body.sampling_session_seq_id
         passing = kind == "sampler_weights" and session is not None

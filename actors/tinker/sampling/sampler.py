@@ -38,15 +38,7 @@ from ...runtime import JobContext, settle_memory
 from ...storage.tinker_checkpoints import TINKER_FOLDER
 from ..apply import as_failure
 from ..fair_share import ShareFollower
-from .engines import (
-    EngineOfUser,
-    MeteredEngine,
-    SampledAdapters,
-    SampledBase,
-    Snapshot,
-    Snapshots,
-    open_engine,
-)
+from . import engines
 
 # -- `asample`: a JSON request and its protobuf result ---------------------------------------------
 
@@ -168,9 +160,9 @@ class PathAnswers:
     def __init__(
         self,
         model: ModelConfig,
-        engine: MeteredEngine,
-        adapters: SampledAdapters,
-        find: Callable[[str, str], Awaitable[Snapshot | None]],
+        engine: engines.MeteredEngine,
+        adapters: engines.SampledAdapters,
+        find: Callable[[str, str], Awaitable[engines.Snapshot | None]],
         *,
         max_context: int,
     ) -> None:
@@ -212,7 +204,7 @@ class PathAnswers:
                 chat = await self._tokenizer()
                 adapter = await self._loaded(using, snapshot, request)
                 answers = Answers(
-                    EngineOfUser(self._engine, user, adapter),
+                    engines.EngineOfUser(self._engine, user, adapter),
                     chat,
                     lambda: request.adapter,
                     max_context=self._max_context,
@@ -225,7 +217,7 @@ class PathAnswers:
     async def _loaded(
         self,
         using: contextlib.AsyncExitStack,
-        snapshot: Snapshot | None,
+        snapshot: engines.Snapshot | None,
         request: ChatRequest | CompletionRequest,
     ) -> str:
         """Return the engine's name of an adapter, which it has while `using` is open."""
@@ -289,9 +281,9 @@ class _Open:
 async def run_sampler(context: JobContext) -> None:
     """Sample until told to stop."""
     await context.serve_control()
-    base = await open_engine(context.config)
+    base = await engines.open_engine(context.config)
     settle_memory()
-    snapshots = Snapshots(context.broker, context.scope, context.run_dir / TINKER_FOLDER)
+    snapshots = engines.Snapshots(context.broker, context.scope, context.run_dir / TINKER_FOLDER)
     try:
         await Sampler(context, base, snapshots).run()
     finally:
@@ -302,13 +294,17 @@ async def run_sampler(context: JobContext) -> None:
 class Sampler:
     """Answers requests to sample."""
 
-    def __init__(self, context: JobContext, base: SampledBase, snapshots: Snapshots) -> None:
+    def __init__(
+        self, context: JobContext, base: engines.SampledBase, snapshots: engines.Snapshots
+    ) -> None:
         self._context = context
         self._engine = base.engine
         self._snapshots = snapshots
         at_once = context.config.tinker.sampled_at_once
-        self._adapters = SampledAdapters(base.engine, at_once, snapshots.fetch, snapshots.free)
-        self._metered = MeteredEngine(base.engine, context.config.generator.max_requests)
+        self._adapters = engines.SampledAdapters(
+            base.engine, at_once, snapshots.fetch, snapshots.free
+        )
+        self._metered = engines.MeteredEngine(base.engine, context.config.generator.max_requests)
         weights, tokens = self._metered.weights, self._metered.tokens
         self._shares = ShareFollower(context, weights, lambda: tokens, sampler=context.name)
         self._parts = PartsService(context.broker, context.service)
@@ -417,7 +413,7 @@ class Sampler:
             if not mine:
                 del self._open[user]
 
-    async def _admitted(self, user: str, source: str) -> Snapshot | None:
+    async def _admitted(self, user: str, source: str) -> engines.Snapshot | None:
         """Return what a user's samples are drawn with, None for the base.
 
         Raises NotFoundError, and ExhaustedError for a user who has no tokens left.
@@ -432,7 +428,7 @@ class Sampler:
         return None
 
     async def _done(
-        self, user: str, body: SampleBody, snapshot: Snapshot | None
+        self, user: str, body: SampleBody, snapshot: engines.Snapshot | None
     ) -> OperationResult:
         try:
             written = await self._sampled(user, body, snapshot)
@@ -445,7 +441,9 @@ class Sampler:
             message = f"the sampler failed: {type(error).__name__}; its log has the details"
             return OperationResult(state="failed", error=message, category="server")
 
-    async def _sampled(self, user: str, body: SampleBody, snapshot: Snapshot | None) -> bytes:
+    async def _sampled(
+        self, user: str, body: SampleBody, snapshot: engines.Snapshot | None
+    ) -> bytes:
         prompt = body.prompt.token_ids(self._vocab)
         async with self._adapters.using(snapshot) as adapter:
             scored = asyncio.ensure_future(self._scored(user, prompt, body, adapter))
