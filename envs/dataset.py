@@ -27,7 +27,7 @@ from ..schemas.wire import errors
 from ..schemas.wire.codec import read_json
 from ..schemas.wire.foreign import blaming, plain_value, words_of
 from ..schemas.wire.images import encoded_image
-from .chat_messages import Origin, are_messages, read_conversation, shorten
+from .chat_messages import Origin, are_messages, plain, read_conversation, shorten
 from .game import ChatMessage
 
 if TYPE_CHECKING:
@@ -199,17 +199,7 @@ def _from_json(value: Any, openings: str) -> Any:
 
 def _plain_values(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row with lists and numbers of Python in place of NumPy's, as pandas gives them."""
-    return {name: _plain(value) for name, value in row.items()}
-
-
-def _plain(value: Any) -> Any:
-    if callable(to_list := getattr(value, "tolist", None)):  # NumPy's, which is not needed here
-        return _plain(to_list())
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in cast("Mapping[Any, Any]", value).items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in cast("Sequence[Any]", value)]
-    return value
+    return {name: plain(value) for name, value in row.items()}
 
 
 def _truth_if_any(row: Mapping[str, Any]) -> Any:

@@ -4,7 +4,6 @@ A source is given a `Case` and returns a `Score`. Requests are repeated while th
 or away.
 """
 
-import base64
 import json
 import math
 import os
@@ -17,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import httpx
-import numpy as np
 import stamina
 import structlog
 
@@ -31,6 +29,7 @@ from ..schemas.wire import errors
 from ..schemas.wire.foreign import plain_value, shown
 from ..schemas.wire.images import plain_text
 from ..schemas.wire.subjects import JobScope
+from .chat_messages import json_default
 from .game import ChatMessage
 from .reasoning import behind_reasoning
 
@@ -177,7 +176,7 @@ class HttpSource:
 
     async def post(self, url: str, body: dict[str, Any]) -> Any:
         """Return what a URL answers to JSON; RewardError with its reason when it does not."""
-        payload = json.dumps(body, default=_plain)
+        payload = json.dumps(body, default=json_default)
         transient = (httpx.TransportError, _Busy)
         try:
             reply = await again(self._config, transient, lambda: self._try(url, payload))
@@ -247,15 +246,6 @@ def refused_field(text: str) -> str:
         names = [one for one in cast("list[Any]", loc or []) if isinstance(one, str)]
         param = next((name for name in names if name != "body"), None)
     return param.partition("[")[0].partition(".")[0] if isinstance(param, str) else ""
-
-
-def _plain(value: Any) -> Any:
-    """Turn what JSON does not know into what it does."""
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
-    if isinstance(value, np.ndarray | np.generic):
-        return cast("Any", value).tolist()
-    return str(value)
 
 
 # The judge: an inference job, or a model behind an OpenAI-compatible API.

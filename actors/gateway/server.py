@@ -42,7 +42,6 @@ from ...schemas.wire import errors
 from ...schemas.wire.subjects import SERVICES
 from ..runtime import settle_memory
 from . import openai, rest, user_episodes
-from . import rest as users
 from .data.jobs import Query, select
 from .guard import LOOPBACK, Guard
 from .limits import (
@@ -94,7 +93,7 @@ def make_app(sessions: Sessions, *, local_only: bool, secure: bool = False) -> S
             *openai.routes(_Brokers(), gateway.trainers),
             *user_episodes.routes(_Brokers(), lambda request: gateway_of(request).programs),
             *tinker.routes(gateway.trainers),
-            *users.user_routes(),
+            *rest.user_routes(),
             *pages.routes(),
             Mount("/static", _Static(directory=STATIC)),
         ],
