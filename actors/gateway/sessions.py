@@ -22,14 +22,7 @@ from ...broker.client.faults import server_urls, shown_url
 from ...broker.client.keys import user_of_key
 from ...broker.client.login import anonymous
 from ...schemas.job import JobRecord
-from ...schemas.wire.errors import (
-    AuthError,
-    BrokerError,
-    BusyError,
-    LogInRefusedError,
-    MessageError,
-    TinkermqError,
-)
+from ...schemas.wire import errors
 from ...schemas.wire.foreign import ends_this_task
 from ...schemas.wire.subjects import DEFAULT_USER
 from .limits import MAX_CONNECTIONS, MAX_RUNNING, Share
@@ -49,7 +42,7 @@ _SWEEP_S = 30.0
 _log = structlog.get_logger()
 
 
-class LogInError(TinkermqError):
+class LogInError(errors.TinkermqError):
     """No key, an unknown one, or a session that has ended."""
 
     status = 401
@@ -130,7 +123,7 @@ class Sessions:
         for oldest in own[: max(0, len(own) + 1 - MAX_SESSIONS_OF_USER)]:
             del self._sessions[oldest]
         if len(self._sessions) >= MAX_SESSIONS:
-            raise BusyError("too many people are logged in", hint="try again later")
+            raise errors.BusyError("too many people are logged in", hint="try again later")
         session = secrets.token_urlsafe(32)
         self._sessions[session] = _Session(user, key, now + self._session_s)
         return session
@@ -183,7 +176,7 @@ class Sessions:
         except asyncio.CancelledError as error:
             if ends_this_task(error):
                 raise
-            raise BrokerError(
+            raise errors.BrokerError(
                 "the connection to the broker was lost while it was made", hint="try again"
             ) from error
 
@@ -219,9 +212,9 @@ class Sessions:
         broker.on_error(lambda error: self._refused(key, visitor, error))
         return visitor
 
-    def _refused(self, key: str, visitor: Visitor, error: BrokerError) -> None:
+    def _refused(self, key: str, visitor: Visitor, error: errors.BrokerError) -> None:
         """Close a connection whose key the broker refuses from now on, and with it its streams."""
-        if isinstance(error, LogInRefusedError) and self._visitors.get(key) is visitor:
+        if isinstance(error, errors.LogInRefusedError) and self._visitors.get(key) is visitor:
             dropping = asyncio.create_task(self._drop(key), name="drop a refused connection")
             self._dropping.add(dropping)
             dropping.add_done_callback(self._dropping.discard)
@@ -238,7 +231,7 @@ class Sessions:
             return
         free = [key for key, visitor in self._visitors.items() if not visitor.share.num_running]
         if not free:
-            raise BrokerError(
+            raise errors.BrokerError(
                 f"{len(self._visitors)} users are connected, as many as this gateway serves",
                 hint="try again later, or run a second gateway",
             )
@@ -256,7 +249,7 @@ async def _connect_as(url: str, user: str, key: str) -> Broker:
         return await connect(
             url, name=f"gateway-{user}", api_key=key, deadline_s=_CONNECT_DEADLINE_S
         )
-    except LogInRefusedError as error:
+    except errors.LogInRefusedError as error:
         _log.warning("log_in_refused", user=user)
         raise LogInError(
             "the broker refuses this key",
@@ -269,7 +262,7 @@ def user_of(key: str) -> str:
     """Return the user that a key `tmq_<user>_<secret>` names; raises LogInError."""
     try:
         return user_of_key(key)
-    except (AuthError, MessageError) as error:
+    except (errors.AuthError, errors.MessageError) as error:
         raise LogInError(
             "this is not an API key of a user", hint="a key looks like tmq_<user>_<secret>"
         ) from error
@@ -290,7 +283,7 @@ async def server_info(url: str) -> dict[str, Any]:
     """
     *others, last = server_urls(url)
     for other in others:
-        with contextlib.suppress(BrokerError):
+        with contextlib.suppress(errors.BrokerError):
             return await _server_info(other)
     return await _server_info(last)
 
@@ -308,7 +301,7 @@ async def _server_info(url: str) -> dict[str, Any]:
                 writer.close()
         return dict(json.loads(line.removeprefix(b"INFO ")))
     except (OSError, ValueError, TimeoutError) as error:
-        raise BrokerError(
+        raise errors.BrokerError(
             f"no NATS server answers at {shown_url(url)} ({error or type(error).__name__})",
             hint="start one with `tinkermq up`, or name another: --nats URL",
         ) from error

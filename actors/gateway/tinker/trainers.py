@@ -45,13 +45,7 @@ from ....schemas.tinker.operation import (
 )
 from ....schemas.tinker.sampling import AwaitSample, SampleRequest, SamplerName, SampleTaken
 from ....schemas.tinker.sessions import AboutSessions, ModelCurves, SessionsShown
-from ....schemas.wire.errors import (
-    CheckpointGoneError,
-    DeadlineError,
-    MessageError,
-    NobodyAnswersError,
-    NotFoundError,
-)
+from ....schemas.wire import errors
 from ....schemas.wire.message import Message
 from ....schemas.wire.subjects import JobScope, rpc, tinker_inbox
 from ..sessions import Visitor
@@ -94,7 +88,7 @@ class Trainers:
             if offer.base == base:
                 return offer.job
         there = ", ".join(offer.base for offer in offers) or "none"
-        raise NotFoundError(
+        raise errors.NotFoundError(
             f"there is no base model {base[:200]!r} here", hint=f"this pool offers {there}"
         )
 
@@ -102,20 +96,22 @@ class Trainers:
         """Return the job that has a user's model; raises NotFoundError, NobodyAnswersError."""
         if (known := self._jobs.get((user, str(model)))) is not None:
             return known
-        away: NobodyAnswersError | None = None
+        away: errors.NobodyAnswersError | None = None
         for offer in await self.offers(broker):
             try:
                 await self.info(user, broker, model, offer.job)
-            except NobodyAnswersError as error:  # it may have the model
+            except errors.NobodyAnswersError as error:  # it may have the model
                 away = error
-            except NotFoundError:
+            except errors.NotFoundError:
                 continue
             else:
                 self.remember(user, model, offer.job)
                 return offer.job
         if away is not None:
             raise away
-        raise NotFoundError(f"there is no model {model}", hint="create_model returns a model's id")
+        raise errors.NotFoundError(
+            f"there is no model {model}", hint="create_model returns a model's id"
+        )
 
     def remember(self, user: str, model: ModelName, job: str) -> None:
         """Note which job has a user's model."""
@@ -157,21 +153,21 @@ class Trainers:
         Raises what is most telling where none has it: CheckpointGoneError, NobodyAnswersError,
         NotFoundError.
         """
-        missed: NotFoundError | None = None
-        away: NobodyAnswersError | None = None
+        missed: errors.NotFoundError | None = None
+        away: errors.NobodyAnswersError | None = None
         for offer in await self.offers(broker):
             try:
                 return offer.job, await self.ask(user, broker, offer.job, method, request, reply)
-            except NobodyAnswersError as error:
+            except errors.NobodyAnswersError as error:
                 away = error
-            except CheckpointGoneError:
+            except errors.CheckpointGoneError:
                 raise  # only the trainer that had it reports that
-            except NotFoundError as error:
+            except errors.NotFoundError as error:
                 missed = error
         raise (
             away
             or missed
-            or NotFoundError(
+            or errors.NotFoundError(
                 "no Tinker service runs in this pool",
                 hint="start the one that has saved it: `tinkermq tinker up --model NAME=FOLDER`",
             )
@@ -194,7 +190,7 @@ class Trainers:
         counts.
         """
         for _ in range(_SUBMITS - 1):
-            with suppress(DeadlineError):
+            with suppress(errors.DeadlineError):
                 return await self.ask(
                     user, broker, job, "submit", operation, OperationTaken, _SUBMIT_S
                 )
@@ -288,7 +284,7 @@ async def _in_parts(
         left_s = max(0.0, ends - time.monotonic())
         try:
             result = await ask(min(_PART_S, left_s))
-        except DeadlineError:
+        except errors.DeadlineError:
             if time.monotonic() >= ends:
                 raise
         else:
@@ -317,14 +313,14 @@ class _Replies:
             async with asyncio.timeout(timeout_s):
                 message = await result
         except TimeoutError:
-            raise DeadlineError(
+            raise errors.DeadlineError(
                 f"the trainer of job {job} did not answer within {timeout_s:g} s",
                 hint="see what it does: `tinkermq logs`",
             ) from None
         finally:
             self.inbox.forget(inbox)
         if status_of(message) == NO_RESPONDERS:
-            raise NobodyAnswersError(
+            raise errors.NobodyAnswersError(
                 f"the trainer of job {job} is not there", hint="it starts again; see `tinkermq ps`"
             )
         if header(message, ERROR_CODE):
@@ -427,13 +423,16 @@ class TrainerRecords:
         requests = [self._report_session(visitor, offer.job, event) for offer in offers]
         states = [item for item in await asyncio.gather(*requests) if item is not None]
         if offers and not states:
-            raise NobodyAnswersError("no trainer answers at this moment", hint="try again")
+            raise errors.NobodyAnswersError("no trainer answers at this moment", hint="try again")
         return next((item for item in ("over", "live") if item in states), "unknown")
 
     async def _report_session(self, visitor: Visitor, job: str, event: TellSession) -> str | None:
         try:
             return (await self._ask(visitor, job, "session", event, SessionState)).state
-        except (NobodyAnswersError, DeadlineError):  # it learns of it by what is made in it
+        except (
+            errors.NobodyAnswersError,
+            errors.DeadlineError,
+        ):  # it learns of it by what is made in it
             return None
 
     async def sessions(self, visitor: Visitor, offset: int, limit: int) -> list[TinkerSession]:
@@ -463,7 +462,9 @@ class TrainerRecords:
             ).sessions:
                 result = _joined(result, item)
         if result is None:
-            raise NotFoundError(f"there is no session {session}", hint="list_sessions lists them")
+            raise errors.NotFoundError(
+                f"there is no session {session}", hint="list_sessions lists them"
+            )
         return result
 
     async def _ask(
@@ -487,7 +488,7 @@ class TrainerRecords:
         if len(jobs) == 1:
             return await part(jobs[0], offset, min(limit, MAX_PAGE))
         if offset + limit > MAX_DEPTH:
-            raise MessageError(
+            raise errors.MessageError(
                 f"offset={offset} is too far into the list",
                 hint=f"the first {MAX_DEPTH:,} are listed",
             )

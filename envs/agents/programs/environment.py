@@ -1,6 +1,5 @@
 """What a program gets: its command, its variables, and the files with its task."""
 
-import base64
 import json
 import os
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ....schemas.config.agent import AgentConfig
+from ...chat_messages import json_default
 from ...dataset import TRUTH_COLUMNS, Record
 from ...game import ChatMessage
 from ...running.episodes import Opening
@@ -103,7 +103,7 @@ def reward_variables(config: AgentConfig, episode: ProgramEpisode) -> dict[str, 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write an object for a program to read; bytes are written as base64."""
-    path.write_text(json.dumps(value, default=_plain, ensure_ascii=False), "utf-8", "replace")
+    path.write_text(json.dumps(value, default=json_default, ensure_ascii=False), "utf-8", "replace")
 
 
 def _own() -> dict[str, str]:
@@ -148,11 +148,3 @@ def _filled(word: str, values: Mapping[str, str]) -> str:
         parts += [word[:at], values[name]]
         word = word[at + len(name) :]
     return "".join([*parts, word])
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return str(value)
