@@ -106,7 +106,7 @@ def plain(model: Any, ids: np.ndarray, experts: np.ndarray | None) -> torch.Tens
 def scorer_of(config: JobConfig) -> tuple[Any, Scorer]:
     """Return a model that learns, and what scores by it with replayed experts."""
     model = cast(Any, load_model(config.model, config.learner))
-    return model, Scorer(model, temperature=1.0, dtype="float32", replay=RouterReplay(model))
+    return model, Scorer(model, temperature=1.0, replay=RouterReplay(model))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
