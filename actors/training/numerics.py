@@ -19,6 +19,7 @@ from torch.utils import deterministic
 
 from ...schemas.config.sections import LearnerConfig
 from .state import Numerics
+from .varlen import describe_attention
 
 _CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
@@ -49,7 +50,7 @@ def numerics_of(
     return Numerics(
         device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
         dtype=str(dtype).removeprefix("torch."),
-        attention=attention,
+        attention=describe_attention(attention, device),
         deterministic=learner.deterministic,
         torch=str(torch.__version__),
         ranks=learner.ranks,

@@ -124,6 +124,11 @@ class LearnerState(BaseModel):
     waste: Waste = Field(default_factory=Waste)
     """What was generated and trained so far."""
 
+    def note_numerics(self, numerics: Numerics) -> None:
+        """Note how the steps from here on are computed."""
+        if self.numerics[-1:] != [numerics]:
+            self.numerics.append(numerics)
+
 
 # -- sets of task numbers --------------------------------------------------------------------------
 # Half-open ranges stay small, as numbers come nearly in order. What a step asks of them takes no

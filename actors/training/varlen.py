@@ -234,6 +234,13 @@ def register_kernel(name: str, kernel: VarlenKernel) -> None:
     cast(Any, ALL_ATTENTION_FUNCTIONS).register(name, partial(_attend, kernel))
 
 
+def describe_attention(attention: str, device: torch.device) -> str:
+    """Return the name of an attention with the version of its kernel, where that may vary."""
+    if device.type == "cuda" and attention.endswith("varlen"):
+        return f"{attention} {current_flash_attention_impl() or 'FA2'}"
+    return attention
+
+
 def reads_flat_rows(attention: str | None) -> bool:
     """Whether an attention, by its name at transformers, reads all rows as one, without a mask."""
     return attention is not None and _NAME in attention

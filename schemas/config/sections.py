@@ -240,6 +240,11 @@ class LearnerConfig(Section):
     threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads for torch, of each rank."""
 
+    def published_dtype(self, *, on_gpu: bool) -> Literal["float32", "bfloat16"]:
+        """Return the dtype of the weights that a learner on a GPU, or on CPUs, publishes."""
+        asked = self.dtype if self.publish_dtype == "auto" else self.publish_dtype
+        return resolve_dtype(asked, on_gpu=on_gpu)
+
     @property
     def num_updates(self) -> int:
         """Optimiser updates per batch."""

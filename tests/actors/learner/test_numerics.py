@@ -1,14 +1,19 @@
 """In 16 bits a learner computes as a model of 16-bit weights does, on one rank as on several."""
 
 import copy
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tinkermq.actors.learner.replay import ReplayResult, why_inexact
 from tinkermq.actors.training.model import Scorer, load_model
 from tinkermq.actors.training.packing import pack
 from tinkermq.actors.training.parallel import Inside, Parallel
+from tinkermq.actors.training.state import LearnerState, Numerics
 from tinkermq.schemas.config.sections import LearnerConfig, resolve_dtype
 from tinkermq.schemas.wire.errors import ModelError
 from torch import Tensor, nn
@@ -18,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.actors.learner.test_model import _batch, _mistral, _qwen2, _qwen3_moe, _random
-from tests.actors.learner.test_ranks import config_of, trained
+from tests.actors.learner.test_ranks import HARD, config_of, trained
 from tests.support.models import make_tiny_model
 
 torch.set_num_threads(1)
@@ -180,3 +185,111 @@ def test_auto_means_16_bits_on_a_gpu_alone() -> None:
     for on_gpu in (False, True):
         assert resolve_dtype("float32", on_gpu=on_gpu) == "float32"
         assert resolve_dtype("bfloat16", on_gpu=on_gpu) == "bfloat16"
+
+
+SETTLED = """
+import os, torch
+from tinkermq.actors.training.numerics import settle_numerics
+from tinkermq.schemas.config.sections import LearnerConfig
+
+settle_numerics(LearnerConfig(deterministic={deterministic}), on_gpu={on_gpu})
+print(
+    torch.get_float32_matmul_precision(),
+    torch.are_deterministic_algorithms_enabled(),
+    os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+    torch.cuda.is_initialized(),
+)
+"""
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "on_gpu", "said"),
+    [
+        (False, False, "highest False None False"),
+        (False, True, "high False None False"),
+        (True, True, "high True :4096:8 False"),
+    ],
+)
+def test_kernels_are_settled_for_the_process_before_cuda_starts(
+    deterministic: bool, on_gpu: bool, said: str
+) -> None:
+    program = SETTLED.format(deterministic=deterministic, on_gpu=on_gpu)
+    env = {key: value for key, value in os.environ.items() if key != "CUBLAS_WORKSPACE_CONFIG"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == said
+
+
+def test_a_step_runs_with_deterministic_kernels_alone(folder: Path) -> None:
+    sections = {**HARD, "algorithm": {**HARD["algorithm"], "advantage": "gae"}}
+    torch.use_deterministic_algorithms(True)
+    try:
+        reports, _ = trained(config_of(folder, 1, critic={"lr": 0.1}, **sections), range(1, 3))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert reports[0].numbers["actor/grad_norm"] > 0
+
+
+def test_weights_are_published_in_the_dtype_that_the_learner_computes_in() -> None:
+    for asked, on_gpu, published in (
+        ({}, False, "float32"),
+        ({}, True, "bfloat16"),
+        ({"dtype": "float32"}, True, "float32"),
+        ({"dtype": "bfloat16"}, False, "bfloat16"),
+        ({"dtype": "bfloat16", "publish_dtype": "float32"}, True, "float32"),
+    ):
+        assert LearnerConfig.model_validate(asked).published_dtype(on_gpu=on_gpu) == published
+
+
+# -- what a replay may say -------------------------------------------------------------------------
+
+CPU = Numerics(device="cpu", dtype="float32", attention="sdpa", deterministic=False, torch="2.13.0")
+GPU = Numerics(
+    device="NVIDIA H100",
+    dtype="bfloat16",
+    attention="packed_varlen FA3",
+    deterministic=False,
+    torch="2.13.0",
+)
+EXACT = GPU.model_copy(update={"deterministic": True})
+OTHER = EXACT.model_copy(update={"device": "NVIDIA A100"})
+
+
+@pytest.mark.parametrize(
+    ("recorded", "now", "said"),
+    [
+        ([CPU], CPU, ""),
+        ([], CPU, ""),
+        ([EXACT], EXACT, ""),
+        ([GPU], GPU, "trained with NVIDIA H100, bfloat16, attention packed_varlen FA3, kernels"),
+        ([CPU, GPU], GPU, "and is replayed with NVIDIA H100"),
+        ([EXACT], OTHER, "and is replayed with NVIDIA A100"),
+        ([], GPU, "it is replayed with NVIDIA H100"),
+    ],
+)
+def test_bits_may_differ_where_kernels_do(
+    recorded: list[Numerics], now: Numerics, said: str
+) -> None:
+    reason = why_inexact(recorded, now)
+    assert said in reason
+    assert bool(reason) is bool(said)
+
+
+def test_a_replay_that_cannot_repeat_bits_is_sound_within_a_bound() -> None:
+    def result(differing: list[str], distance: float, inexact: str) -> ReplayResult:
+        return ReplayResult(3, differing, Path("x"), [], distance, inexact)
+
+    assert result([], 0.0, "").is_sound
+    assert not result(["w"], 0.01, "").is_sound
+    assert result(["w"], 0.01, "other kernels").is_sound
+    assert not result(["w"], 0.5, "other kernels").is_sound
+
+
+def test_a_state_notes_each_change_of_kernels() -> None:
+    state = LearnerState()
+    for numerics in (CPU, CPU, GPU, GPU, CPU):
+        state.note_numerics(numerics)
+    assert state.numerics == [CPU, GPU, CPU]
+    assert LearnerState.model_validate_json(state.model_dump_json()) == state
+    assert LearnerState.model_validate({"step": 3}).numerics == []  # of an earlier release
