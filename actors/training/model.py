@@ -25,16 +25,23 @@ from ..policy.experts import RouterReplay, routers_of
 from ..policy.lora import set_dropout
 from ..policy.model_folder import load_causal_lm, load_policy
 from ..policy.vision import embed
-from .losses import entropy_from_logits
 from .micro_batch import MicroBatch, TokenSequence
+from .output_layer import OutputLayer, RowScores, row_chunks, score_tokens
 from .packing import block_causal_mask, pack
 from .parallel import Inside, compile_layers
 from .varlen import flatten, kernel_arguments, reads_flat_rows, with_runs
 
-_LOGITS_CHUNK_BYTES = 256 * 2**20
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _EXACT = 1e-3
 """Largest difference of log-probs that are the same but for the rounding of float32."""
+
+
+def logits_chunk_bytes(on_gpu: bool) -> int:
+    """Return the bytes of float32 logits that are held at once.
+
+    On a GPU the gradient of the output layer is added up once for each chunk: few are better.
+    """
+    return 2**30 if on_gpu else 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -168,7 +175,7 @@ class Scorer:
         temperature: float,
         inside: Inside | None = None,
         replay: RouterReplay | None = None,
-        chunk_bytes: int = _LOGITS_CHUNK_BYTES,
+        chunk_bytes: int | None = None,
     ) -> None:
         """`inside`: where the model has been put, by default it is as it was loaded; `replay` puts
         the experts that rows tell in the place of those that the model's routers choose.
@@ -189,7 +196,7 @@ class Scorer:
         self.hidden_size: int = config.hidden_size
         self._window, self._masks_by_layer = _sliding_window(config)
         self._temperature = temperature
-        self._chunk_bytes = chunk_bytes
+        self._chunk_bytes = chunk_bytes or logits_chunk_bytes(self.device.type == "cuda")
         with torch.no_grad():
             self.full_logits = not self.inside.compute(self._head_is_all)
         self._check_packing()
@@ -207,53 +214,56 @@ class Scorer:
     def _score(self, packed: MicroBatch, request: ScoreOptions) -> tuple[Tensor, ...]:
         packed = packed.to(self.device)
         states_UD, place_N = self.states_UD(packed, logits=self.full_logits)
-        chunk = max(1, self._chunk_bytes // (4 * self.vocab_size))
-        if len(states_UD) <= chunk:
-            return self._read(states_UD, place_N, packed.target_N, request)
-        columns: list[Tensor] = []
-        for start in range(0, len(states_UD), chunk):
-            inside_N = torch.nonzero((place_N >= start) & (place_N < start + chunk)).flatten()
-            others_NK = None if request.others_NK is None else request.others_NK[inside_N]
-            # The logits of a chunk are computed again in the backward pass, not kept.
-            read = cast(
-                "tuple[Tensor, ...]",
+        row_M, token_M = place_N, packed.target_N
+        others_NK = request.others_NK
+        if others_NK is not None:
+            others_NK = others_NK.to(self.device)
+            row_M = torch.cat([place_N, place_N.repeat_interleave(others_NK.shape[1])])
+            token_M = torch.cat([token_M, others_NK.flatten()])
+        scores = self._score_rows(states_UD, row_M, token_M, request)
+        logprobs_N, entropy_N = scores.logprobs_M, scores.entropy_U[place_N]
+        if others_NK is not None:
+            # Copies: FSDP2 warns of views among what a module returns.
+            logprobs_N, others_N = logprobs_N.tensor_split([len(place_N)])
+            return logprobs_N.clone(), entropy_N, others_N.view(others_NK.shape).clone()
+        if request.top_k:
+            top_NK = scores.top_logprobs_UK[place_N], scores.top_ids_UK[place_N]
+            return logprobs_N, entropy_N, *top_NK
+        return logprobs_N, entropy_N
+
+    def _score_rows(
+        self, states_UD: Tensor, row_M: Tensor, token_M: Tensor, request: ScoreOptions
+    ) -> RowScores:
+        head, wanted = self._head, (request.entropy_gradient, request.top_k)
+        chunk_rows = max(1, self._chunk_bytes // (4 * self.vocab_size))
+        logits = OutputLayer(temperature=self._temperature, chunk_rows=chunk_rows)
+        if self.full_logits:
+            return score_tokens(states_UD, logits, row_M, token_M, *wanted)
+        if type(head) is nn.Linear:
+            layer = replace(logits, weight_VD=head.weight, bias_V=head.bias)
+            return score_tokens(states_UD, layer, row_M, token_M, *wanted)
+
+        def through(part_UD: Tensor, row_m: Tensor, token_m: Tensor) -> RowScores:
+            return score_tokens(head(part_UD), logits, row_m, token_m, *wanted)
+
+        # With an adapter, or of a kind of its own: it computes a chunk again in the backward pass.
+        order_M = row_M.argsort(stable=True)
+        row_M, token_M = row_M[order_M], token_M[order_M]
+        parts = [
+            cast(
+                RowScores,
                 checkpoint.checkpoint(
-                    self._read,
-                    states_UD[start : start + chunk],
-                    place_N[inside_N] - start,
-                    packed.target_N[inside_N],
-                    replace(request, others_NK=others_NK),
+                    through,
+                    states_UD[first:end],
+                    row_M[begin:stop] - first,
+                    token_M[begin:stop],
                     use_reentrant=False,
                 ),
             )
-            columns = columns or [array.new_zeros(len(place_N), *array.shape[1:]) for array in read]
-            columns = [
-                whole.index_copy(0, inside_N, part)
-                for whole, part in zip(columns, read, strict=True)
-            ]
-        return tuple(columns)
-
-    def _read(
-        self, states_UD: Tensor, place_N: Tensor, targets_N: Tensor, request: ScoreOptions
-    ) -> tuple[Tensor, ...]:
-        """Turn hidden states into the log-probs of the targets, entropies, and what is asked."""
-        logits_UV = self.logits(states_UD).float()
-        if self._temperature != 1.0:
-            logits_UV = logits_UV / self._temperature
-        log_softmax_UV = logits_UV.log_softmax(-1)
-        logprobs_N = log_softmax_UV[place_N, targets_N]
-        more: tuple[Tensor, ...] = ()
-        if request.others_NK is not None:
-            more = (log_softmax_UV[place_N[:, None], request.others_NK.to(self.device)],)
-        elif request.top_k:
-            top = log_softmax_UV.detach().topk(request.top_k, -1)
-            more = (top.values[place_N], top.indices[place_N])
-        if request.entropy_gradient:
-            return logprobs_N, entropy_from_logits(logits_UV)[place_N], *more
-        with torch.no_grad():
-            # Products of -inf (a masked token) and 0 do not count.
-            terms_UV = torch.nan_to_num(log_softmax_UV.exp() * log_softmax_UV, nan=0.0)
-            return logprobs_N, -terms_UV.sum(-1)[place_N], *more
+            for first, end, begin, stop in row_chunks(row_M, len(states_UD), chunk_rows)
+        ]
+        logprobs_M, *of_rows = (torch.cat(column) for column in zip(*parts, strict=True))
+        return RowScores(torch.empty_like(logprobs_M).index_copy(0, order_M, logprobs_M), *of_rows)
 
     def states_UD(self, packed: MicroBatch, *, logits: bool = False) -> tuple[Tensor, Tensor]:
         """Return the decoder's hidden states (or the model's logits) at the columns that predict.

@@ -72,7 +72,8 @@ class AdapterTrainer:
         folder that they name for PEFT. `microbatch_tokens` bounds the columns of one forward and
         backward pass, `logits_bytes` the logits that are held at once. The base is held and
         computes in `dtype`, adapters are float32. With `mixed` a pass may hold micro-batches of
-        several adapters. Raises ModelError for a model that cannot be trained in packed rows, or mixed.
+        several adapters. Raises ModelError for a model that cannot be trained in packed rows, or
+        mixed.
         """
         self.base_model = base_model
         self._base_path = base_path or base_model
