@@ -26,6 +26,7 @@ from tinkermq.actors.training.varlen import (
     choose_attention,
     flash_attn_kernel,
     flatten,
+    kernel_arguments,
     register_kernel,
     sdpa_by_sequence,
     with_runs,
@@ -386,3 +387,32 @@ def test_flash_attention_in_float32_is_refused_at_submission() -> None:
     with pytest.raises(ValueError, match=r"learner.dtype=bfloat16"):
         JobConfig.model_validate({**asked, "learner": {"dtype": "float32"}})
     JobConfig.model_validate({**asked, "learner": {"dtype": "bfloat16"}})
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns of itself where it compiles
+def test_layers_with_torchs_kernel_are_one_graph_for_rows_of_all_sizes() -> None:
+    """Traced with tensors without values, as they have no kernel on a CPU."""
+    with torch.device("meta"):
+        model = _qwen2(5).to(torch.bfloat16)  # pyright: ignore[reportCallIssue]
+    register_kernel("packed_torch", varlen_attn)
+    model.config._attn_implementation = "packed_torch"
+    graphs: list[Any] = []
+
+    def count(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    for layer in model.model.layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True, backend=count)
+    made: list[int] = []
+    for row_tokens in (64, 96, 128, 192):
+        [packed, *_] = pack(
+            _batch().sequences, row_tokens=row_tokens, microbatch_tokens=4096, share_prompts=True
+        )
+        flat = with_runs(flatten(packed))
+        arguments = kernel_arguments(flat.to("meta"))
+        ids_BT, positions_BT = flat.input_ids_BT.to("meta"), flat.position_ids_BT.to("meta")
+        model(input_ids=ids_BT, position_ids=positions_BT, use_cache=False, **arguments)
+        made.append(len(graphs))
+    assert made[0] > 0
+    assert made[-1] == made[1]
