@@ -374,7 +374,7 @@ class Scorer:
         mask = np.array([0, 0, 0, 0, 1, 1, 0, 1])
         [packed] = pack(
             [TokenSequence(ids, mask) for ids in sequences],
-            row_tokens=32,
+            max_row_tokens=32,
             microbatch_tokens=32,
             share_prompts=True,
         )

@@ -89,7 +89,7 @@ class RankPacker:
             return []
         packed = pack(
             sequences,
-            row_tokens=self._learner.row_tokens,
+            max_row_tokens=self._learner.max_row_tokens,
             microbatch_tokens=self._learner.microbatch_tokens,
             share_prompts=self._learner.share_prompts,
             # The length of a row costs nothing where it has no mask.

@@ -113,7 +113,9 @@ def _of_16_bits(model: PreTrainedModel) -> Scorer:
 def _logprobs(scorer: Scorer) -> Tensor:
     batch = _batch()
     logprobs_N = torch.zeros(batch.num_tokens)
-    for packed in pack(batch.sequences, row_tokens=64, microbatch_tokens=128, share_prompts=True):
+    for packed in pack(
+        batch.sequences, max_row_tokens=64, microbatch_tokens=128, share_prompts=True
+    ):
         logprobs_N = logprobs_N.index_copy(0, packed.index_N, scorer.score(packed).logprobs_N)
     return logprobs_N
 

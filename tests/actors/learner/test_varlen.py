@@ -221,7 +221,9 @@ def _scores(scorer: Scorer, batch: TrainingBatch, *, share: bool) -> tuple[Tenso
     model = scorer.inside.model
     model.zero_grad()
     logprobs_N = torch.zeros(batch.num_tokens)
-    for packed in pack(batch.sequences, row_tokens=64, microbatch_tokens=128, share_prompts=share):
+    for packed in pack(
+        batch.sequences, max_row_tokens=64, microbatch_tokens=128, share_prompts=share
+    ):
         logprobs_N = logprobs_N.index_copy(0, packed.index_N, scorer.score(packed).logprobs_N)
     (logprobs_N * torch.linspace(-1, 1, len(logprobs_N))).sum().backward()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -318,7 +320,7 @@ def test_images_are_seen_as_by_sdpa(tmp_path: Path) -> None:
             {
                 "model": {"path": path, "attn_implementation": attention},
                 "env": {"game": "geo3k"},
-                "learner": {"row_tokens": 64},
+                "learner": {"max_row_tokens": 64},
                 "rollout": {
                     "max_prompt_tokens": 32,
                     "max_turn_tokens": 16,
@@ -333,7 +335,7 @@ def test_images_are_seen_as_by_sdpa(tmp_path: Path) -> None:
 
 def test_runs_name_the_keys_of_the_path_that_each_continues() -> None:
     column = torch.tensor
-    [micro] = pack(_batch().sequences[:1], row_tokens=64, microbatch_tokens=64)
+    [micro] = pack(_batch().sequences[:1], max_row_tokens=64, microbatch_tokens=64)
     flat = MicroBatch(
         **{
             **vars(micro),
@@ -360,7 +362,9 @@ def test_runs_name_the_keys_of_the_path_that_each_continues() -> None:
 
 def test_rows_are_told_apart_however_their_segments_are_numbered() -> None:
     alike = [each for each in _batch().sequences if each.mask.any()][:3]
-    micros = pack(alike, row_tokens=max(len(each.mask) for each in alike), microbatch_tokens=4096)
+    micros = pack(
+        alike, max_row_tokens=max(len(each.mask) for each in alike), microbatch_tokens=4096
+    )
     flat = with_runs(flatten(micros[0]))
     assert len(micros[0].input_ids_BT) >= 2
     assert flat.runs is not None
@@ -405,9 +409,12 @@ def test_layers_with_torchs_kernel_are_one_graph_for_rows_of_all_sizes() -> None
     for layer in model.model.layers:
         layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True, backend=count)
     made: list[int] = []
-    for row_tokens in (64, 96, 128, 192):
+    for max_row_tokens in (64, 96, 128, 192):
         [packed, *_] = pack(
-            _batch().sequences, row_tokens=row_tokens, microbatch_tokens=4096, share_prompts=True
+            _batch().sequences,
+            max_row_tokens=max_row_tokens,
+            microbatch_tokens=4096,
+            share_prompts=True,
         )
         flat = with_runs(flatten(packed))
         arguments = kernel_arguments(flat.to("meta"))
