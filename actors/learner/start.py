@@ -20,6 +20,7 @@ from ...envs.host_client import Environments
 from ...schemas.config.job import JobConfig
 from ...schemas.task import BatchRecord
 from ...schemas.wire.errors import StorageError, TinkermqError, root_cause
+from ..policy.devices import own_device
 from ..policy.lora import refuse_other_kind
 from ..policy.model_folder import load_generation_config, load_tokenizer
 from ..policy.policies import MAIN
@@ -27,6 +28,7 @@ from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext
 from ..storage.checkpoints import CheckpointMirror, own_folder
 from ..training.checkpoint import CheckpointStore, load_state, try_saving
 from ..training.custom import custom_function
+from ..training.numerics import settle_numerics
 from ..training.parallel import once_in_torch
 from ..training.policies import Policies, load_models, vocab_size
 from ..training.rank_commands import Ranks
@@ -67,6 +69,7 @@ async def _run(context: JobContext, ranks: Ranks) -> int:
 async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
     """Load what the job needs, from its newest checkpoint if it has one."""
     config = context.config
+    settle_numerics(config.learner, on_gpu=own_device().type == "cuda")
     torch.set_num_threads(config.learner.threads)
     checkpoints = CheckpointStore(
         context.run_dir,
@@ -94,6 +97,7 @@ async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
     if folder is None or str(folder) == context.record.fork_dir:
         await _try_saving(context, policies, tokenizer)
     state.total_steps = steps
+    state.note_numerics(policies.numerics)
     return Learner(
         context,
         policies,
@@ -161,13 +165,14 @@ def task_order(config: JobConfig, num_rows: int | None, state: LearnerState) -> 
 _TRIED_WHOLE_BYTES = 1 << 30
 """The weights of smaller models are written, too, when saving is tried: seconds."""
 _FRESH_LOG: dict[str, Any] = {
+    "numerics": [],
     "batch_seq": 0,
     "log_seq": 1,
     "decided_seqs": [],
     "unrecorded": [],
     "judged_seq": 0,
 }
-"""What a fork's state says of its log, which is new."""
+"""What a fork's state says of its log and steps, which are new."""
 
 
 class StartingPoint(NamedTuple):
