@@ -42,7 +42,7 @@ async def start_engine(config: JobConfig, version: int = 0, base: "Base | None" 
         return await start_vllm(config, version, in_vllm, max_waiting=max_waiting)
     return await TransformersEngine.start(
         config.model.path,
-        max_slots=config.generator.max_requests,
+        max_slots=config.generator.num_requests,
         max_context=config.generator.max_context or config.rollout.max_tokens,
         dtype=config.generator.dtype,
         device=str(own_device()),

@@ -374,7 +374,7 @@ def open_trainer(config: JobConfig) -> AdapterTrainer:
         base_model=config.tinker.base,
         trust_remote_code=config.model.trust_remote_code,
         attn_implementation=config.model.attn_implementation,
-        gradient_checkpointing=config.learner.gradient_checkpointing,
+        gradient_checkpointing=config.learner.recomputes,
         device=own_device(),
         microbatch_tokens=config.tinker.micro_batch_tokens,
         max_rank=config.tinker.max_rank,

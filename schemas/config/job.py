@@ -32,6 +32,7 @@ from .sections import (
 )
 
 MAX_STREAM_BYTES = 1 << 44
+_MAX_REQUESTS = 256
 LoggerName = Literal[
     "console", "jsonl", "tensorboard", "wandb", "wandb-offline", "trackio", "mlflow"
 ]
@@ -129,8 +130,9 @@ class GeneratorConfig(Section):
     """Compute dtype of the engine."""
     max_episodes: int = Field(default=256, ge=1, le=65_536)
     """Concurrent episodes per generator."""
-    max_requests: int = Field(default=256, ge=1, le=65_536)
-    """Requests per forward pass."""
+    max_requests: Annotated[int, Field(ge=1, le=65_536)] | Literal["auto"] = "auto"
+    """Requests per forward pass. auto: as many as the GPU's memory is estimated to serve (`tinkermq
+    plan`), at most 1024; on a CPU 256."""
     max_context: int | None = Field(default=None, ge=2)
     """Longest sequence; default: the longest episode of `rollout`."""
     kv_on_swap: Literal["keep", "recompute"] = "keep"
@@ -142,6 +144,11 @@ class GeneratorConfig(Section):
     can continue them; 0: they start again."""
     threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads for torch."""
+
+    @property
+    def num_requests(self) -> int:
+        """Requests per forward pass; where nothing was chosen, a CPU's default."""
+        return _MAX_REQUESTS if self.max_requests == "auto" else self.max_requests
 
 
 class TrainingConfig(Section):

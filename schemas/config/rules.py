@@ -364,7 +364,11 @@ RULES = (
     *_REPLAY_RULES,
     # -- lengths and slots
     _over("rollout.max_turn_tokens", "rollout.max_response_tokens"),
-    _over("learner.row_tokens", "learner.microbatch_tokens"),
+    Rule(
+        "learner.row_tokens ({learner.row_tokens})",
+        lambda job: job.learner.row_tokens > job.learner.pass_tokens,
+        "is over learner.microbatch_tokens ({learner.microbatch_tokens})",
+    ),
     _over("learner.ranks", "learner.slots"),
     Rule(
         "learner.ranks ({learner.ranks})",

@@ -159,6 +159,8 @@ class RolloutConfig(Section):
 
 # Configuration of the learner.
 
+_PASS_TOKENS = 16384
+
 
 class LearnerConfig(Section):
     """The optimiser and its memory."""
@@ -211,13 +213,15 @@ class LearnerConfig(Section):
     """Dtype of the weights that generators get."""
     row_tokens: int = Field(default=4096, ge=16)
     """Sequences are packed into rows of up to this many tokens."""
-    microbatch_tokens: int = Field(default=16384, ge=16)
-    """Tokens per forward and backward pass; gradients are accumulated."""
+    microbatch_tokens: Annotated[int, Field(ge=16)] | Literal["auto"] = "auto"
+    """Tokens per forward and backward pass; gradients are accumulated. auto: as many as the GPU is
+    estimated to hold (`tinkermq plan`); on a CPU 16384, or `row_tokens` if that is more."""
     share_prompts: bool = True
     """Compute a group's prompt, and common beginnings of an agent episode's rows, once, if they fit
     into a row of `row_tokens`, some multiple of the longest episode (same result; sdpa only)."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass to save memory."""
+    gradient_checkpointing: bool | Literal["auto"] = "auto"
+    """Recompute activations in the backward pass to save memory. auto: where the GPU is estimated
+    to hold few tokens otherwise; not on a CPU."""
     compile: bool = False
     """Use torch.compile for the model's layers: a minute or more at first use, equal results up to
     rounding. Needs a C++ compiler."""
@@ -225,6 +229,17 @@ class LearnerConfig(Section):
     """Keep master weights, gradients and optimiser state in CPU memory: slower; needs a GPU."""
     threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads for torch, of each rank."""
+
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens per forward and backward pass; where nothing was chosen, a CPU's default."""
+        given = self.microbatch_tokens
+        return max(_PASS_TOKENS, self.row_tokens) if given == "auto" else given
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether activations are recomputed; where nothing was chosen, they are not."""
+        return self.gradient_checkpointing is True
 
     @property
     def num_updates(self) -> int:

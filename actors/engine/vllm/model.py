@@ -97,7 +97,7 @@ def engine_arguments(
         "dtype": config.dtype,
         "max_model_len": max_context,
         "max_logprobs": MAX_TOP_K,
-        "max_num_seqs": config.max_requests,
+        "max_num_seqs": config.num_requests,
         "tensor_parallel_size": config.tensor_parallel,
         "enforce_eager": not config.compile,
         "enable_prefix_caching": True,
@@ -253,7 +253,7 @@ class VllmModel:
                 f"vLLM cannot run model {path}: {error}",
                 hint="see the log above; generator.engine=transformers runs more kinds of models",
             ) from error
-        model = cls(llm, recorder, config.max_requests)
+        model = cls(llm, recorder, config.num_requests)
         await model._call(llm.get_supported_tasks())  # kept there: no request waits for it
         await model.ask_workers("end_with", os.getpid())
         await model.ask_workers("record_logprobs_before_filters")

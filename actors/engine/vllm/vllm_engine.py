@@ -77,7 +77,7 @@ class VllmEngine:
         self._records_experts = config.algorithm.router_replay
         self._trust_remote_code = config.model.trust_remote_code
         self._max_context = max_context_of(config)
-        self._max_pending = max_waiting + config.generator.max_requests
+        self._max_pending = max_waiting + config.generator.num_requests
         self._pending: dict[str, str] = {}
         """The adapters of the requests by their ids."""
         self._max_rank = max_rank
