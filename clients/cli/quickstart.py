@@ -48,12 +48,12 @@ _OUTPUTS = re.compile(r"\boutputs/[\w./-]+")
 _HEAD = "# Written by `tinkermq quickstart`, which writes it again: change a copy.\n"
 
 
-def check_worker() -> None:
-    """Raise ConfigError if packages for training are not installed."""
+def check_worker(what: str = "the quickstart trains on this machine") -> None:
+    """Raise ConfigError if the packages for `what` are not installed."""
     lacking = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if lacking:
         raise ConfigError(
-            f"the quickstart trains on this machine, and {', '.join(lacking)} "
+            f"{what}, and {', '.join(lacking)} "
             f"{'is' if len(lacking) == 1 else 'are'} not installed here",
             hint="pip install 'tinkermq[worker]'",
         )
@@ -78,12 +78,12 @@ def write_config(folder: Path) -> Path:
 def make_model(folder: Path) -> None:
     """Warm-start the model, unless it is there; raises ModelError."""
     model = folder / "models" / GAME
-    if _run("tinkermq.actors.recipes", GAME, str(model)) == 0:
+    if run_module("tinkermq.actors.recipes", GAME, str(model)) == 0:
         print_plain(f"model      {model} (made before)")
         return
     print_plain("model      making it on this machine, a minute or two, once")
     model.parent.mkdir(parents=True, exist_ok=True)
-    code = _run("tinkermq.actors.warm_start", GAME, str(model))
+    code = run_module("tinkermq.actors.warm_start", GAME, str(model))
     if code:
         raise ModelError(
             f"the warm start ended with code {code}",
@@ -91,8 +91,8 @@ def make_model(folder: Path) -> None:
         )
 
 
-def _run(module: str, *words: str) -> int:
-    """Run a module of the actors in a process of its own, as it needs torch."""
+def run_module(module: str, *words: str) -> int:
+    """Run a module of the actors in a process of its own, as it needs torch; return its code."""
     return subprocess.run(
         [sys.executable, "-m", module, *words],
         check=False,

@@ -107,7 +107,7 @@ def learner_load(
     return LearnerLoad(
         shape=shape,
         microbatch_tokens=microbatch_tokens,
-        row_tokens=min(learner.row_tokens, microbatch_tokens),
+        row_tokens=min(learner.max_row_tokens, microbatch_tokens),
         checkpointing=checkpointing,
         lora_rank=lora.rank,
         lora_weights=adapter_weights(job, shape),
@@ -215,7 +215,7 @@ def _less_activations(load: LearnerLoad) -> str:
     if load.microbatch_tokens > load.row_tokens:
         return "lower learner.microbatch_tokens"
     return (
-        "lower learner.row_tokens with rollout.max_response_tokens, or raise "
+        "lower learner.max_row_tokens with rollout.max_response_tokens, or raise "
         "learner.context_parallel"
     )
 

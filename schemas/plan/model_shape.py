@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, cast
 
+from ..model_catalogue import CATALOGUE, catalogue_folder
 from ..wire.errors import ModelError
 
 _CONFIG = "config.json"
@@ -225,7 +226,7 @@ def find_shape(path: str) -> ModelShape | None:
     None for one that is not known here. Raises ModelError for a config.json that describes no
     decoder.
     """
-    folder = Path(path).expanduser()
+    folder = catalogue_folder(path) if path in CATALOGUE else Path(path).expanduser()
     for place in (folder, *_cached(path)):
         config = _read(place / _CONFIG)
         if config is not None:

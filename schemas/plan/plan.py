@@ -102,8 +102,8 @@ def choose_learner_settings(job: JobConfig, models: JobModels, card: Card) -> Le
     """
     learner = job.learner
     given, recompute = learner.microbatch_tokens, learner.gradient_checkpointing
-    sizes = [tokens for tokens in _MICROBATCHES if tokens > learner.row_tokens]
-    sizes = [*sizes, learner.row_tokens] if given == "auto" else [given]
+    sizes = [tokens for tokens in _MICROBATCHES if tokens > learner.max_row_tokens]
+    sizes = [*sizes, learner.max_row_tokens] if given == "auto" else [given]
     ways = [False, True] if recompute == "auto" else [recompute]
     usable = usable_bytes(card.memory_bytes)
     for checkpointing in ways:
@@ -375,7 +375,7 @@ def _training_s(
     tokens = prompts * rollout.max_prompt_tokens
     tokens += tasks * rollout.group_size * rollout.response_limit
     again = 1 if learner.gradient_checkpointing else 0
-    updates = (3 + again) * job.learner.batch_epochs
+    updates = (3 + again) * job.learner.ppo_epochs
     scored = 1 if job.learner.num_updates > 1 else 0
     forward = _forward_flops(models.policy, rollout.max_tokens)
     flops = forward * (updates + scored)
