@@ -332,15 +332,8 @@ def _fit_lengths(tree: dict[str, Any]) -> None:
         int, "max_new_tokens", response
     )
     learner = tree.setdefault("learner", {})
-<<<<<<< HEAD
-    if "row_tokens" not in learner and longest > LearnerConfig().row_tokens:
-        learner["row_tokens"] = longest
-=======
     if "max_row_tokens" not in learner and longest > LearnerConfig().max_row_tokens:
         learner["max_row_tokens"] = longest
-    if "microbatch_tokens" not in learner and longest > LearnerConfig().microbatch_tokens:
-        learner["microbatch_tokens"] = longest
->>>>>>> main
     if not learner:
         del tree["learner"]
 

@@ -38,7 +38,9 @@ class RankPacker:
         """`image_reader` reads images for a model that sees them."""
         self._model = model
         self._scorer = scorer
-        self._learner = learner
+        self._max_row_tokens = learner.max_row_tokens
+        self.microbatch_tokens = learner.pass_tokens
+        """Tokens per forward and backward pass."""
         self._parallel = parallel
         self._image_reader = image_reader
         self._shares_prompts = learner.share_prompts and not scorer.flat_rows
@@ -93,8 +95,8 @@ class RankPacker:
             return []
         packed = pack(
             sequences,
-            max_row_tokens=self._learner.max_row_tokens,
-            microbatch_tokens=self._learner.microbatch_tokens,
+            max_row_tokens=min(self._max_row_tokens, self.microbatch_tokens),
+            microbatch_tokens=self.microbatch_tokens,
             share_prompts=self._shares_prompts,
             hidden_size=self._scorer.hidden_size,
             see=self._read_images,
@@ -132,6 +134,15 @@ class StepSums:
         for name, value in totals.items():
             before = self.totals.get(name)
             self.totals[name] = value if before is None else before + value
+
+    def copy(self) -> "StepSums":
+        """Return the same sums, to go back to: tensors are replaced, not changed."""
+        return StepSums(dict(self.totals), self.tokens, [*self.norms], [*self.old])
+
+    def become(self, other: "StepSums") -> None:
+        """Go back to earlier sums."""
+        self.totals, self.tokens = dict(other.totals), other.tokens
+        self.norms, self.old = [*other.norms], [*other.old]
 
     def add(self, values: dict[str, Tensor], index_N: Tensor, old_N: Tensor) -> None:
         """Add the sums of a micro-batch whose N tokens stand at `index_N` of the batch."""

@@ -267,8 +267,7 @@ class LearnerConfig(Section):
     """Sequences are packed into rows of up to this many tokens."""
     microbatch_tokens: Annotated[int, Field(ge=16)] | Literal["auto"] = "auto"
     """Tokens per forward and backward pass; gradients are accumulated. auto: as many as the GPU is
-    estimated to hold (`tinkermq plan`); on a CPU 16384, or `max_row_tokens` if
-    that is more."""
+    estimated to hold (`tinkermq plan`); on a CPU 16384, or `max_row_tokens` if that is more."""
     share_prompts: bool = True
     """Compute a group's prompt, and common beginnings of an agent episode's rows, once, if they fit
     into a row of `max_row_tokens`, a multiple of the longest episode (same result; sdpa only)."""

@@ -52,7 +52,11 @@ def serve(rank: int, orders: Connection) -> None:
 def _do(order: Order, policies: Policies) -> None:
     match order.do:
         case "step":
-            policies.step(order.groups, order.fields["step"], order.fields["oldest"])
+            fields = order.fields
+            tokens = fields["microbatch_tokens"]
+            policies.step(
+                order.groups, fields["step"], fields["oldest"], microbatch_tokens=tokens
+            )
         case "gather":
             dtype = order.fields["dtype"]
             if dtype is None:
