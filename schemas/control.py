@@ -118,6 +118,8 @@ class RankState(Message):
     """Whether the computing process runs."""
     error: str = ""
     """Why it does not run."""
+    out_of_memory: bool = False
+    """Whether it does not run because its GPU did not hold a step."""
     draining: bool = False
     """Whether it is to exit, which it does after the learner."""
 

@@ -49,6 +49,7 @@ from .drops import Drops
 from .evaluations import Evaluations
 from .failures import Failures, Untrainable
 from .intake import CheckedEntry, Intake, batch_digest
+from .memory import PassTokens
 from .recorded_steps import RecordedSteps
 from .reporter import Reporter
 from .saving import Publisher, Saver
@@ -74,6 +75,7 @@ class Learner:
         order: TaskOrder,
         checkpoints: CheckpointStore,
         reporter: Reporter,
+        passes: PassTokens,
         *,
         vocab_size: int,
     ) -> None:
@@ -119,6 +121,7 @@ class Learner:
             self._tracer,
         )
         self._order, self._policies, self._reporter = order, policies, reporter
+        self._passes = passes
         self._batches = BatchLog(broker, scope)
         self._recording = asyncio.Lock()
         self._drops = Drops(
@@ -293,6 +296,7 @@ class Learner:
             dropped=self._drops.take_unrecorded(),
             oldest=oldest_trained(self.state.step, self.config.training),
             seed=self.config.seed,
+            microbatch_tokens=self._passes.now,
             digest=batch_digest(entries),
             learner=f"{self.context.name}@{self.context.presence.host}:{self.context.presence.pid}",
             time=time.time(),
@@ -311,9 +315,13 @@ class Learner:
         formed = time.time()
         step, oldest = self.state.step + 1, batch.oldest
         groups = [entry.group for entry in entries if entry.group is not None]
-        train = partial(self._policies.step, groups, step, oldest, batch.seqs)
+        tokens = self._passes.of(batch)
+        train = partial(
+            self._policies.step, groups, step, oldest, batch.seqs, microbatch_tokens=tokens
+        )
         with self._time_use.doing("train"):
             report = await self._in_torch(self._tracer.traced(train, step))
+        await self._note_passes(tokens)
         self._tracer.step_done()
         self._trained(entries, groups, oldest)
         if record:
@@ -332,6 +340,14 @@ class Learner:
         await self._reporter.report(step, groups, report, trace, self.intake, oldest)
         if self._saver.is_due:
             await self._save()
+
+    async def _note_passes(self, tokens: int) -> None:
+        """Go on with the passes that the step was trained in, and tell where they are smaller."""
+        now = self._policies.microbatch_tokens
+        self._passes.note(now)
+        if now < tokens:
+            message = f"out of memory at {tokens} tokens a pass; from now on {now}"
+            await self.context.event("microbatch_lowered", message, step=self.state.step + 1)
 
     def _trained(self, entries: list[CheckedEntry], groups: list[Group], oldest: int) -> None:
         self.state.step += 1

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ...broker.weights.payloads import TensorBytes
 from ...schemas.config.job import JobConfig
 from ...schemas.rollout import Group
-from ...schemas.wire.errors import ConfigError
+from ...schemas.wire.errors import ConfigError, OutOfMemoryError
 from ..policy.lora import policy_tensors
 from ..policy.policies import MAIN, policy_config, policy_folder, policy_names
 from .batch import assemble
@@ -188,7 +188,11 @@ class Policies:
         tokens = microbatch_tokens or self.microbatch_tokens
         fields = {"step": step, "oldest": oldest, "microbatch_tokens": tokens}
         with self._ranks.doing(Order("step", fields, groups, seqs)):
-            return self._step(groups, step, oldest, tokens)
+            try:
+                return self._step(groups, step, oldest, tokens)
+            except OutOfMemoryError as error:
+                error.step = step
+                raise
 
     @property
     def microbatch_tokens(self) -> int:

@@ -363,9 +363,7 @@ class Trainer:
         self, critic: Critic, batch: TrainingBatch, kept_S: Tensor, denominators: Denominators
     ) -> None:
         """Make one optimiser update of the critic on the sequences that are kept."""
-        self._memory.run(
-            lambda: critic.accumulate(self._packer.pack(batch, kept_S), denominators)
-        )
+        self._memory.run(lambda: critic.accumulate(self._packer.pack(batch, kept_S), denominators))
         self._memory.last(critic.update)
 
     @torch.no_grad()

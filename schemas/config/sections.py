@@ -294,6 +294,12 @@ class LearnerConfig(Section):
         return self.gradient_checkpointing is True
 
     @property
+    def settings(self) -> dict[str, int | bool | str]:
+        """The keys that may be `auto`, as they are."""
+        names = ("microbatch_tokens", "gradient_checkpointing")
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def num_updates(self) -> int:
         """Optimiser updates per batch."""
         return self.num_minibatches * self.ppo_epochs

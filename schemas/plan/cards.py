@@ -131,6 +131,14 @@ def find_card(name: str, memory_bytes: int = 0) -> Card:
     )
 
 
+def card_like(name: str, memory_bytes: int) -> Card:
+    """Return the card that a driver reports; of an unknown one only its memory is known."""
+    try:
+        return find_card(name, memory_bytes)
+    except ConfigError:
+        return Card(name, memory_bytes, 0.0, 0.0, 0.0, 0.0, has_fp8=True)
+
+
 def _find(text: str, memory_bytes: int) -> Card | None:
     """Return the whole card that a name in small letters begins with or contains."""
     words = text.split()

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from ..config.job import JobConfig
 from ..wire.errors import ConfigError, ModelError, PlacementError, TinkermqError
@@ -77,8 +77,7 @@ def _shapes(paths: Iterable[str]) -> tuple[ModelShape, ...] | None:
 # -- settings --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class LearnerSettings:
+class LearnerSettings(NamedTuple):
     """What a learner computes with, as configured or chosen for a card."""
 
     microbatch_tokens: int
