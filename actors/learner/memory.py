@@ -20,7 +20,6 @@ from ...schemas.plan.cards import Card
 from ...schemas.plan.plan import choose_learner_settings, find_models
 from ...schemas.task import BatchRecord
 from ...schemas.wire.errors import EngineError, OutOfMemoryError, StorageError, TinkermqError
-from ..runtime import JobContext
 from ..training.out_of_memory import smaller_pass
 from ..training.state import LearnerState
 
@@ -91,25 +90,26 @@ class PassTokens:
         self._state.microbatch_tokens = tokens
 
 
-def start_again(context: JobContext, error: OutOfMemoryError) -> TinkermqError:
+def smaller_passes_after(
+    config: JobConfig, run_dir: Path, error: OutOfMemoryError
+) -> TinkermqError:
     """Write down smaller passes for ranks that were out of memory; return what to raise.
 
     That is an error after which the learner is started again, or the given one where the step did
     not fit in smaller passes either.
     """
-    config = context.config
     if not config.learner.sharded or not error.step:
         return error
-    tried = read_smaller_passes(context.run_dir)
+    tried = read_smaller_passes(run_dir)
     smaller = smaller_pass(config, error.microbatch_tokens)
     if smaller is None or (tried is not None and tried.step == error.step):
         return error
-    file = context.run_dir / _FILE
+    file = run_dir / _FILE
     try:
         file.write_text(json.dumps({"step": error.step, "microbatch_tokens": smaller}))
     except OSError as failure:
         return StorageError(f"{file} cannot be written: {failure}", hint=remedy(failure, file))
-    context.log.warning("step_out_of_memory", message=error.message, hint=error.hint)
+    _log.warning("step_out_of_memory", message=error.message, hint=error.hint)
     return EngineError(
         f"{error.message}: step {error.step} is tried again in micro-batches of {smaller} tokens",
         hint=error.hint,

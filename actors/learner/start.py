@@ -36,7 +36,7 @@ from .curriculum import Curriculum, CurriculumConfig, CustomCurriculum
 from .data_order import DataOrder, TaskOrder, total_steps
 from .failures import deserted
 from .learner import Learner
-from .memory import PassTokens, start_again, with_chosen_settings
+from .memory import PassTokens, smaller_passes_after, with_chosen_settings
 from .ranks.placed_ranks import PlacedRanks
 from .reporter import Reporter, last_reported_step
 from .saving import open_mirror
@@ -57,7 +57,8 @@ async def run_learner(context: JobContext) -> int:
     except BaseExceptionGroup as errors:
         cause = root_cause(errors)
         if isinstance(cause, OutOfMemoryError):
-            cause = await asyncio.to_thread(start_again, context, cause)
+            lower = partial(smaller_passes_after, context.config, context.run_dir, cause)
+            cause = await asyncio.to_thread(lower)
         raise cause from errors
     finally:
         await asyncio.to_thread(ranks.close)

@@ -3,21 +3,26 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tinkermq.actors.learner.memory import PassTokens, smaller_passes_after
 from tinkermq.actors.training.batch import TrainingBatch, assemble
 from tinkermq.actors.training.model import load_model
+from tinkermq.actors.training.state import LearnerState
 from tinkermq.actors.training.step import StepReport, Trainer
 from tinkermq.schemas.config.job import JobConfig
+from tinkermq.schemas.task import BatchRecord
 from tinkermq.schemas.wire.errors import OutOfMemoryError
 from torch import nn
 from transformers import PreTrainedModel
 
+from tests.actors.learner.test_ranks import Trained, config_of
 from tests.actors.learner.test_ranks import batch as groups_of
-from tests.actors.learner.test_ranks import config_of
+from tests.support import small_card
 from tests.support.models import make_tiny_model
 
 torch.set_num_threads(1)
@@ -46,7 +51,7 @@ def _batch() -> TrainingBatch:
 
 
 @contextmanager
-def small_card(model: nn.Module, most_tokens: int, times: int = 1 << 30) -> Iterator[list[int]]:
+def full_card(model: nn.Module, most_tokens: int, times: int = 1 << 30) -> Iterator[list[int]]:
     """Let the last layer raise what CUDA does for more tokens; yield those of failed passes."""
     failed: list[int] = []
 
@@ -67,7 +72,7 @@ def _trained(
     model: PreTrainedModel, config: JobConfig, most_tokens: int | None = None, steps: int = 1
 ) -> tuple[list[StepReport], dict[str, torch.Tensor], Trainer]:
     trainer = Trainer(copy.deepcopy(model), config, total_steps=9)
-    with small_card(trainer.model, most_tokens or 1 << 30):
+    with full_card(trainer.model, most_tokens or 1 << 30):
         reports = [trainer.step(_batch(), step + 1) for step in range(steps)]
     return reports, trainer.weights(), trainer
 
@@ -126,7 +131,7 @@ def test_a_step_that_does_not_fit_twice_fails_with_the_largest_term_and_its_key(
     model = load_model(config.model, config.learner)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     trainer = Trainer(model, config, total_steps=9)
-    with small_card(model, 64) as failed, pytest.raises(OutOfMemoryError) as caught:
+    with full_card(model, 64) as failed, pytest.raises(OutOfMemoryError) as caught:
         trainer.step(_batch(), 1)
     assert len(failed) == 2
     assert caught.value.microbatch_tokens == 128
@@ -141,10 +146,10 @@ def test_a_later_step_may_be_repeated_again(folder: Path) -> None:
     config = _config(folder)
     model = load_model(config.model, config.learner)
     trainer = Trainer(model, config, total_steps=9)
-    with small_card(model, 130):
+    with full_card(model, 130):
         trainer.step(_batch(), 1)
     assert trainer.microbatch_tokens == 128
-    with small_card(model, 64):
+    with full_card(model, 64):
         trainer.step(_batch(), 2)
     assert trainer.microbatch_tokens == 64
 
@@ -153,7 +158,56 @@ def test_micro_batches_are_never_smaller_than_the_longest_episode(folder: Path) 
     config = _config(folder, 96)
     model = load_model(config.model, config.learner)
     trainer = Trainer(model, config, total_steps=9)
-    with small_card(model, 32) as failed, pytest.raises(OutOfMemoryError):
+    with full_card(model, 32) as failed, pytest.raises(OutOfMemoryError):
         trainer.step(_batch(), 1)
     assert len(failed) == 2
     assert trainer.microbatch_tokens == 64
+
+
+# -- ranks -----------------------------------------------------------------------------------------
+
+
+def test_ranks_of_which_one_is_out_of_memory_end_and_say_which_step_and_passes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(small_card.MOST_TOKENS, "8")
+    monkeypatch.setenv(small_card.ONLY_RANK, "1")
+    loss = "tests.support.small_card:small_card_loss"
+    config = config_of(folder, 2, algorithm={"own_loss": loss})
+    made = Trained(config)
+    try:
+        with pytest.raises(OutOfMemoryError, match=r"rank 1 of the learner .* is gone") as caught:
+            made.train(range(1, 2))
+    finally:
+        made.ranks.close()
+    assert (caught.value.step, caught.value.microbatch_tokens) == (1, 96)
+
+
+def test_a_learner_of_ranks_is_started_again_in_smaller_passes_once_for_a_step(
+    folder: Path, tmp_path: Path
+) -> None:
+    config, state = config_of(folder, 2), LearnerState(step=3)
+    failure = OutOfMemoryError("the GPU is out of memory", hint="lower learner.microbatch_tokens")
+    failure.step, failure.microbatch_tokens = 5, 96
+    record = partial(BatchRecord, seqs=[1], tasks=[1], seed=0, digest="", learner="", time=0.0)
+    first = smaller_passes_after(config, tmp_path, failure)
+    assert first.may_pass
+    assert "step 5 is tried again in micro-batches of 64 tokens" in first.message
+    passes = PassTokens(config, tmp_path, state, auto=False)
+    sizes = [passes.of(record(step=step, microbatch_tokens=96)) for step in (4, 5, 6)]
+    assert sizes == [96, 64, 64]
+    assert smaller_passes_after(config, tmp_path, failure) is failure
+    alone = config_of(folder, 1)
+    failure.step = 6
+    assert smaller_passes_after(alone, tmp_path, failure) is failure
+
+
+def test_the_tokens_of_a_pass_are_those_of_the_record_else_of_the_checkpoint(
+    folder: Path, tmp_path: Path
+) -> None:
+    config, state = config_of(folder, 1), LearnerState(step=3, microbatch_tokens=64)
+    passes = PassTokens(config, tmp_path, state, auto=True)
+    assert passes.now == 64
+    assert PassTokens(config, tmp_path, state.model_copy(), auto=False).now == 96
+    passes.note(48)
+    assert state.microbatch_tokens == 48
