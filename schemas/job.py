@@ -410,7 +410,7 @@ class JobReply(Message):
 class SubmissionFinding(Message):
     """Result of one check of a job."""
 
-    what: Literal["job", "model", "data", "game", "slots"]
+    what: Literal["job", "model", "data", "game", "slots", "memory"]
     """What was checked."""
     ok: bool
     """Whether a submission would pass."""

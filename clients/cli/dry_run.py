@@ -42,6 +42,7 @@ _ERRORS: dict[str, type[TinkermqError]] = {
     "data": DataError,
     "game": GameError,
     "slots": PlacementError,
+    "memory": PlacementError,
 }
 
 

@@ -18,7 +18,8 @@ from ..model_catalogue import CATALOGUE, catalogue_folder
 from ..wire.errors import ModelError
 
 _CONFIG = "config.json"
-_MAX_HEADER_BYTES = 100 << 20
+_MAX_CONFIG_BYTES = 16 << 20
+_MAX_HEADER_BYTES = 64 << 20
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _VISION = re.compile(r"(?:^|\.)(?:visual|vision_tower|vision_model)\.")
 _EXPERTS = re.compile(r"\.experts\.")
@@ -208,6 +209,8 @@ def with_counted_weights(shape: ModelShape, folder: Path) -> ModelShape:
 def _header(file: Path) -> dict[str, Any] | None:
     """Return a safetensors file's header; None for a file that has none."""
     try:
+        if not file.is_file():
+            return None
         with file.open("rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
             if not 0 < size <= _MAX_HEADER_BYTES:
@@ -226,7 +229,7 @@ def find_shape(path: str) -> ModelShape | None:
     None for one that is not known here. Raises ModelError for a config.json that describes no
     decoder.
     """
-    folder = catalogue_folder(path) if path in CATALOGUE else Path(path).expanduser()
+    folder = catalogue_folder(path) if path in CATALOGUE else _home(path)
     for place in (folder, *_cached(path)):
         config = _read(place / _CONFIG)
         if config is not None:
@@ -238,8 +241,17 @@ def find_shape(path: str) -> ModelShape | None:
     return None if known is None else shape_of(known)
 
 
+def _home(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:  # of a user who does not exist
+        return Path(path)
+
+
 def _read(file: Path) -> dict[str, Any] | None:
     try:
+        if not file.is_file() or file.stat().st_size > _MAX_CONFIG_BYTES:
+            return None
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from ..config.job import JobConfig
-from ..wire.errors import ConfigError, ModelError, PlacementError, TinkermqError
+from ..wire.errors import ConfigError, ModelError, PlacementError
 from .cards import Card, CardSet, find_card
 from .memory import (
     GIB,
     EngineLoad,
     Term,
+    adapter_weights,
     engine_terms,
     learner_load,
     learner_terms,
@@ -392,8 +393,6 @@ def _forward_flops(shape: ModelShape, length: int) -> float:
 
 
 def _weights_s(job: JobConfig, shape: ModelShape, cards: CardSet, reached: Efficiencies) -> float:
-    from .memory import adapter_weights
-
     if not job.generator.count or job.sft.data:
         return 0.0
     width = 4 if job.learner.publish_dtype == "float32" else 2
@@ -417,7 +416,7 @@ class Plan:
     actors: list[ActorMemory]
     times: StepTimes
     reached: Efficiencies
-    refusal: TinkermqError | None
+    refusal: PlacementError | None
     """Why it cannot run there."""
 
     def to_map(self) -> dict[str, Any]:
@@ -512,9 +511,14 @@ def make_plan(
     )
 
 
+def needed_cards(job: JobConfig) -> int:
+    """Return the cards of a job's learner and generators."""
+    return job.learner.slots + job.generator.count * job.generator_slots
+
+
 def refuse_too_few(job: JobConfig, cards: CardSet) -> None:
     """Raise PlacementError for actors that need more cards than there are: none is shared."""
-    needed = job.learner.slots + job.generator.count * job.generator_slots
+    needed = needed_cards(job)
     if needed <= cards.num:
         return
     raise PlacementError(
@@ -528,24 +532,21 @@ def refuse_too_few(job: JobConfig, cards: CardSet) -> None:
 # -- the cards of a pool ---------------------------------------------------------------------------
 
 
-def refuse_on_all(job: JobConfig, cards: Iterable[tuple[str, int]]) -> None:
-    """Raise PlacementError for a job that none of a pool's GPUs can hold.
+def plan_for_pool(job: JobConfig, gpus: Iterable[tuple[str, int]]) -> Plan | None:
+    """Return the plan of a job on the first kind of a pool's GPUs that holds it, else on the first.
 
-    `cards` are model and memory of each GPU. GPUs or models that are not known here are let pass.
+    `gpus` are model and memory of each GPU. How many there are does not count. None for GPUs or
+    models that are not known here.
     """
-    kinds = dict.fromkeys(cards)
-    models = find_models(job) if kinds else None
+    kinds = dict.fromkeys(gpus)
+    models = find_models(job) if kinds and not job.tinker.base else None
     if models is None:
-        return
-    refusals: list[PlacementError] = []
+        return None
+    plans: list[Plan] = []
     for name, memory_bytes in kinds:
         try:
             card = find_card(name, memory_bytes)
         except ConfigError:
-            return
-        try:
-            refuse_too_large(job, models, card)
-            return
-        except PlacementError as error:
-            refusals.append(error)
-    raise refusals[0]
+            return None
+        plans.append(make_plan(job, models, CardSet(card, 1, needed_cards(job))))
+    return next((plan for plan in plans if plan.refusal is None), plans[0])
