@@ -6,6 +6,7 @@ Names are found as nvidia-smi, Slurm (`gres`), Kubernetes (`nvidia.com/gpu.produ
 
 import re
 from dataclasses import dataclass, replace
+from math import ceil
 
 from ..wire.errors import ConfigError
 
@@ -14,6 +15,7 @@ _MIB = 1 << 20
 _TERA, _GIGA = 1e12, 1e9
 _MIG_PARTS = 7
 """Compute slices of a card that is divided by MIG."""
+_LEAST_A100_80GB = 60 * _GIB
 MAX_CARDS = 4096
 
 
@@ -106,15 +108,17 @@ def find_card(name: str, memory_bytes: int = 0) -> Card:
 
     Raises ConfigError, naming the known ones.
     """
-    text = re.sub(r"[\s_/+:-]+", " ", name.lower())
-    card = _find(text, memory_bytes)
+    slice_ = _MIG.search(name.lower())
+    whole = name.lower() if slice_ is None else name.lower().replace(slice_[0], "")
+    cut_from = None if slice_ is None else _of_slice(int(slice_[1]), int(slice_[2]))
+    text = re.sub(r"[\s_/+:-]+", " ", whole)
+    card = _find(text, 0 if slice_ else memory_bytes, cut_from)
     if card is None:
         raise ConfigError(
             f"no GPU is known by the name {name!r}",
             hint=f"known are {', '.join(_CARDS)}, and MIG slices of A100, H100, H200 and B200 such "
             "as 'A100 80GB MIG 3g.40gb'",
         )
-    slice_ = _MIG.search(name.lower())
     if slice_ is None:
         return replace(card, memory_bytes=memory_bytes or card.memory_bytes)
     parts, gigabytes = int(slice_[1]), int(slice_[2])
@@ -139,16 +143,17 @@ def card_like(name: str, memory_bytes: int) -> Card:
         return Card(name, memory_bytes, 0.0, 0.0, 0.0, 0.0, has_fp8=True)
 
 
-def _find(text: str, memory_bytes: int) -> Card | None:
-    """Return the whole card that a name in small letters begins with or contains."""
+def _find(text: str, memory_bytes: int, cut_from: Card | None) -> Card | None:
+    """Return the whole card that a name in small letters contains, else that of a slice."""
     words = text.split()
 
     def has(*wanted: str) -> bool:
         return any(word.startswith(wanted) for word in words)
 
     if has("a100", "a800"):
-        is_small = "40gb" in text or (0 < memory_bytes < 60 * _GIB and not _MIG.search(text))
-        return _CARDS["A100 40GB" if is_small else "A100 80GB"]
+        is_small = "40gb" in text or 0 < memory_bytes < _LEAST_A100_80GB
+        of_slice = cut_from is not None and cut_from.name == "A100 40GB" and "80gb" not in text
+        return _CARDS["A100 40GB" if is_small or of_slice else "A100 80GB"]
     if has("h100"):
         kind = "H100 NVL" if "nvl" in words else "H100 PCIe" if "pcie" in words else "H100"
         return _CARDS[kind]
@@ -163,19 +168,15 @@ def _find(text: str, memory_bytes: int) -> Card | None:
         if has(part):
             return _CARDS[card]
     named = next((_CARDS[name] for name in ("L4", "T4") if name.lower() in words), None)
-    return named or _of_slice(text)
+    return named or cut_from
 
 
-def _of_slice(text: str) -> Card | None:
+def _of_slice(parts: int, gigabytes: int) -> Card | None:
     """Return the card that a slice without its card's name, as Kubernetes has it, is cut from.
 
     Slices of A100 80GB and H100 have the same names: the slower card is returned.
     """
-    slice_ = _MIG.search(text.replace(" ", "."))
-    if slice_ is None:
-        return None
-    parts, gigabytes = int(slice_[1]), int(slice_[2])
-    eighth = gigabytes // {3: 4, 7: 8}.get(parts, parts)
+    eighth = ceil(gigabytes / {3: 4, 7: 8}.get(parts, parts))
     return _CARDS.get({5: "A100 40GB", 10: "A100 80GB", 18: "H200", 23: "B200"}.get(eighth, ""))
 
 

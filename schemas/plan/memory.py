@@ -2,8 +2,8 @@
 
 Each term is what one kind of tensor takes at the moment when most is held: at the end of a forward
 pass with the gradients of earlier micro-batches there. Activations are counted tensor by tensor as
-autograd keeps them in a decoder layer of transformers; `tests/schemas/test_memory_estimates.py`
-compares the sums with what torch allocates.
+autograd keeps them in a decoder layer of transformers;
+`tests/actors/learner/test_memory_estimates.py` compares the sums with what torch allocates.
 
 Letters: D hidden size, A width of the query heads, K width of the key heads, I width of the MLP,
 V vocabulary, c bytes of the compute dtype.
