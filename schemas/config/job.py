@@ -33,7 +33,6 @@ from .sections import (
 )
 
 MAX_STREAM_BYTES = 1 << 44
-_MAX_REQUESTS = 256
 LoggerName = Literal[
     "console", "jsonl", "tensorboard", "wandb", "wandb-offline", "trackio", "mlflow"
 ]
@@ -131,9 +130,8 @@ class GeneratorConfig(Section):
     """Compute dtype of the engine."""
     max_episodes: int = Field(default=256, ge=1, le=65_536)
     """Concurrent episodes per generator."""
-    max_requests: Annotated[int, Field(ge=1, le=65_536)] | Literal["auto"] = "auto"
-    """Requests per forward pass. auto: as many as the GPU's memory is estimated to serve (`tinkermq
-    plan`), at most 1024; on a CPU 256."""
+    max_requests: int | None = Field(default=None, ge=1, le=65_536)
+    """Requests per forward pass; default: 256, with vLLM its own for the GPU (1024 on an H100)."""
     max_context: int | None = Field(default=None, ge=2)
     """Longest sequence; default: the longest episode of `rollout`."""
     kv_on_swap: Literal["keep", "recompute"] = "keep"
@@ -148,8 +146,8 @@ class GeneratorConfig(Section):
 
     @property
     def num_requests(self) -> int:
-        """Requests per forward pass; where nothing was chosen, a CPU's default."""
-        return _MAX_REQUESTS if self.max_requests == "auto" else self.max_requests
+        """Requests per forward pass where the engine does not know better."""
+        return self.max_requests or 256
 
 
 class TrainingConfig(Section):

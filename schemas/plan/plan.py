@@ -134,7 +134,7 @@ def choose_engine_settings(job: JobConfig, models: JobModels, card: Card) -> Eng
     is_large = card.memory_bytes >= _LARGE_CARD
     batched = _LARGE_BATCHED if is_large else _SMALL_BATCHED
     given = job.generator.max_requests
-    if given != "auto":
+    if given is not None:
         return EngineSettings(given, batched)
     most = _LARGE_REQUESTS if is_large and job.generator.engine == "vllm" else _SMALL_REQUESTS
     most = min(most, job.episodes_at_once)
