@@ -13,7 +13,6 @@ from typing import Any
 from ..schemas.node import Gpu
 from ..schemas.wire.errors import ConfigError
 
-
 _NONE = frozenset({"", "-1", "none", "void", "nodevfiles"})
 """How Slurm and container runtimes say, in lower case, that a process has no GPU."""
 
@@ -53,6 +52,12 @@ class Gpus:
         Numbers would depend on the order in which CUDA counts, which is not the driver's.
         """
         return [self._devices[slot].uuid for slot in slots]
+
+    def capability(self, slot: int) -> tuple[int, int]:
+        """Return the compute capability of a slot."""
+        card = self._devices[slot].card
+        major, minor = self._nvml.nvmlDeviceGetCudaComputeCapability(card)
+        return int(major), int(minor)
 
     def read(self) -> list[Gpu]:
         """Return the GPUs with their use as of now."""
@@ -215,6 +220,37 @@ def _select(name: str, there: Sequence[_Device], given: str) -> list[_Device]:
             f"{given}: {name} is the beginning of {len(found)} UUIDs", hint="write it to its end"
         )
     return found
+
+
+def unseen_gpu(
+    gpus: str, torch: str, torch_cuda: str | None, load: Callable[[], Any | None] = load_nvml
+) -> ConfigError:
+    """Return why a torch, built for a CUDA or for the CPU, sees none of a process's GPUs."""
+    if torch_cuda is None:
+        return ConfigError(
+            f"the node gave this process {gpus}, and torch {torch} is built for the CPU",
+            hint="install the torch that PyPI has for GPUs: pip install --force-reinstall torch",
+        )
+    nvml = load()
+    if nvml is None:
+        return ConfigError(
+            f"the node gave this process {gpus}, and the NVIDIA driver cannot be reached from it",
+            hint="see `nvidia-smi`; containers need `--gpus all`",
+        )
+    driver = _text(nvml.nvmlSystemGetDriverVersion())
+    number = int(nvml.nvmlSystemGetCudaDriverVersion())
+    highest = (number // 1000, number % 1000 // 10)
+    if highest[0] < int(torch_cuda.partition(".")[0]):
+        return ConfigError(
+            f"torch {torch} is built for CUDA {torch_cuda}, and driver {driver} of this machine is "
+            f"too old for it: it supports CUDA up to {highest[0]}.{highest[1]}",
+            hint="install a newer driver, or the torch of an older CUDA (https://pytorch.org)",
+        )
+    return ConfigError(
+        f"the node gave this process {gpus}, and torch {torch} (CUDA {torch_cuda}, driver "
+        f"{driver}) sees no GPU",
+        hint="`tinkermq doctor --gpu` on that machine says more",
+    )
 
 
 def _text(value: str | bytes) -> str:

@@ -279,7 +279,8 @@ class Generator:
         of = context.broker, context.scope, self._environments, lease.task, lease.num_delivered
         if config.agent.runs_programs:
             return TaskCalls(*of, attempt)
-        return TaskSegments(*of, attempt, every) if every else TaskRecorder()
+        seeded = config.generator.engine != "vllm"
+        return TaskSegments(*of, attempt, every, seeded) if every else TaskRecorder()
 
     async def _roll_out(self, lease: Lease, weights_s: float, recorder: TaskRecorder) -> None:
         task, attempt = lease.task, self._attempt(lease)

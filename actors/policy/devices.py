@@ -1,6 +1,10 @@
 """Where an actor computes: on the GPU that its node gives it, else on the CPU."""
 
+import os
+
 import torch
+
+from ..gpus import unseen_gpu
 
 
 def first_device(num_gpus: int) -> torch.device:
@@ -9,5 +13,12 @@ def first_device(num_gpus: int) -> torch.device:
 
 
 def own_device() -> torch.device:
-    """Return where this process computes: a node shows each actor its own GPUs, or none."""
-    return first_device(torch.cuda.device_count())
+    """Return where this process computes: a node shows each actor its own GPUs, or none.
+
+    Raises ConfigError where torch does not see a GPU that the node gave.
+    """
+    num_gpus = torch.cuda.device_count()
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if not num_gpus and given.startswith(("GPU-", "MIG-")):  # as nodes write it
+        raise unseen_gpu(given, torch.__version__, torch.version.cuda)
+    return first_device(num_gpus)

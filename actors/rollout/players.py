@@ -10,6 +10,7 @@ from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import LoraConfig
 from ...schemas.wire.errors import ConfigError
 from ..engine.engine import Engine
+from ..engine.gpu_requirements import check_versions, installed_versions
 from ..engine.transformers.transformers_engine import TransformersEngine
 from ..policy.chat import ChatTokenizer
 from ..policy.devices import own_device
@@ -42,7 +43,7 @@ async def start_engine(config: JobConfig, version: int = 0, base: "Base | None" 
         return await start_vllm(config, version, in_vllm, max_waiting=max_waiting)
     return await TransformersEngine.start(
         config.model.path,
-        max_slots=config.generator.max_requests,
+        max_slots=config.generator.num_requests,
         max_context=config.generator.max_context or config.rollout.max_tokens,
         dtype=config.generator.dtype,
         device=str(own_device()),
@@ -81,6 +82,7 @@ def _load_frozen(config: JobConfig) -> "PreTrainedModel":
 
 
 def _check_vllm() -> None:
+    check_versions(installed_versions())
     try:
         import vllm.v1.engine.async_llm  # noqa: F401  # pyright: ignore[reportUnusedImport, reportMissingModuleSource]
     except (ImportError, OSError, RuntimeError) as error:  # a library of it does not fit torch

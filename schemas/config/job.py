@@ -122,15 +122,40 @@ class GeneratorConfig(Section):
     tensor_parallel: int = Field(default=1, ge=1, le=64, json_schema_extra=when("engine", "vllm"))
     """Slots per copy of the model, at most `slots`."""
     kv_cache_mb: int | None = Field(default=None, ge=1, json_schema_extra=when("engine", "vllm"))
-    """KV cache; default: vLLM's choice on a GPU, 1024 on a CPU."""
+    """KV cache; default: the rest of `memory_share` on a GPU, 1024 on a CPU."""
+    memory_share: float | None = Field(default=None, gt=0, le=1)
+    """Share of a GPU's memory that a generator takes, all its engines together; default: 0.92 of
+    a GPU of its own, and what fits beside the learner of one that they share."""
+    sleep: Literal["auto", "always", "never"] = "auto"
+    """Whether the engine frees its memory while a learner on the same GPU trains; auto: if both do
+    not fit at once."""
+    kv_cache_dtype: Literal["auto", "fp8"] = Field(
+        default="auto", json_schema_extra=when("engine", "vllm")
+    )
+    """fp8: twice the tokens in the cache; log-probs then differ from the learner's. Needs compute
+    capability 8.9."""
+    quantization: Literal["fp8"] | None = Field(
+        default=None, json_schema_extra=when("engine", "vllm")
+    )
+    """Quantise weights when they are loaded, and at each new version: faster and smaller, and
+    log-probs differ from the learner's. fp8 needs compute capability 8.9."""
+    batch_invariant: bool = Field(default=False, json_schema_extra=when("engine", "vllm"))
+    """Use kernels of vLLM whose results do not depend on what else is in the batch: slower. Needs
+    compute capability 8.0."""
+    prefix_caching: bool = Field(default=True, json_schema_extra=when("engine", "vllm"))
+    """Compute common beginnings of prompts once."""
+    max_batched_tokens: int | None = Field(
+        default=None, ge=1, json_schema_extra=when("engine", "vllm")
+    )
+    """Tokens per forward pass, those of prompts included; default: vLLM's for the GPU."""
     compile: bool = Field(default=True, json_schema_extra=when("engine", "vllm"))
     """Compile the model and record CUDA graphs: slower start, faster generation."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype of the engine."""
     max_episodes: int = Field(default=256, ge=1, le=65_536)
     """Concurrent episodes per generator."""
-    max_requests: int = Field(default=256, ge=1, le=65_536)
-    """Requests per forward pass."""
+    max_requests: int | None = Field(default=None, ge=1, le=65_536)
+    """Requests per forward pass; default: 256, with vLLM its own for the GPU (1024 on an H100)."""
     max_context: int | None = Field(default=None, ge=2)
     """Longest sequence; default: the longest episode of `rollout`."""
     kv_on_swap: Literal["keep", "recompute"] = "keep"
@@ -142,6 +167,11 @@ class GeneratorConfig(Section):
     can continue them; 0: they start again."""
     threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads for torch."""
+
+    @property
+    def num_requests(self) -> int:
+        """Requests per forward pass where the engine does not know better."""
+        return self.max_requests or 256
 
 
 class TrainingConfig(Section):

@@ -4,103 +4,17 @@ import asyncio
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from tinkermq.actors.gpus import Gpus, find_gpus
+from tinkermq.actors.gpus import Gpus, find_gpus, unseen_gpu
 from tinkermq.actors.node.children import Child, spawn
 from tinkermq.actors.node.process import ActorProcess
+from tinkermq.actors.policy.devices import own_device
 from tinkermq.schemas.metric import LogLines
 from tinkermq.schemas.node import WantedActor
 from tinkermq.schemas.wire.errors import ConfigError
 
-
-class NvmlError(Exception):
-    """As pynvml raises it."""
-
-
-class Nvml:
-    """Four GPUs at two memory domains; `links` joins pairs of them, `switched` reach a switch."""
-
-    NVMLError = NvmlError
-    NVML_NVLINK_MAX_LINKS = 4
-    NVML_NVLINK_DEVICE_TYPE_SWITCH = 2
-    NVML_DEVICE_MIG_ENABLE = 1
-
-    def __init__(self, links: tuple[tuple[int, int], ...] = (), switched: bool = False) -> None:
-        self.links = links
-        self.switched = switched
-
-    def nvmlDeviceGetCount(self) -> int:
-        return 4
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        return index
-
-    def nvmlDeviceGetUUID(self, handle: int) -> str:
-        return f"GPU-{handle}a5f09e4-7d1b-4b0c-9b6e-3f0d0c2b1a{handle}0"
-
-    def nvmlDeviceGetMigMode(self, handle: int) -> list[int]:
-        raise NvmlError
-
-    def nvmlDeviceGetName(self, handle: int) -> bytes:
-        return b"NVIDIA H200"
-
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
-        return SimpleNamespace(total=141 << 30, used=handle << 30)
-
-    def nvmlDeviceGetUtilizationRates(self, handle: int) -> SimpleNamespace:
-        if handle == 3:
-            raise NvmlError
-        return SimpleNamespace(gpu=25)
-
-    def nvmlDeviceGetNumaNodeId(self, handle: int) -> int:
-        return handle // 2
-
-    def nvmlDeviceGetPciInfo(self, handle: int) -> SimpleNamespace:
-        return SimpleNamespace(busId=f"0000:0{handle}:00.0")
-
-    def _others(self, handle: int) -> list[int]:
-        return [a + b - handle for a, b in self.links if handle in (a, b)]
-
-    def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:
-        if self.switched:
-            return int(link == 0)
-        if link >= len(self._others(handle)):
-            raise NvmlError
-        return 1
-
-    def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: int, link: int) -> int:
-        return 2 if self.switched else 0
-
-    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: int, link: int) -> SimpleNamespace:
-        return self.nvmlDeviceGetPciInfo(self._others(handle)[link])
-
-
-class MigNvml(Nvml):
-    """The same machine, GPU 1 of which is divided into three, one of them another container's."""
-
-    def nvmlDeviceGetMigMode(self, handle: int) -> list[int]:
-        return [int(handle == 1), int(handle == 1)]
-
-    def nvmlDeviceGetMaxMigDeviceCount(self, handle: int) -> int:
-        return 7
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: int, place: int) -> int:
-        if place not in (0, 2):
-            raise NvmlError
-        return 100 * handle + place
-
-    def nvmlDeviceGetUUID(self, handle: int) -> str:
-        return super().nvmlDeviceGetUUID(handle) if handle < 4 else f"MIG-{handle}-c2b1"
-
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
-        return SimpleNamespace(total=(141 if handle < 4 else 35) << 30, used=1 << 30)
-
-    def nvmlDeviceGetUtilizationRates(self, handle: int) -> SimpleNamespace:
-        if handle >= 4:
-            raise NvmlError
-        return super().nvmlDeviceGetUtilizationRates(handle)
+from tests.support.nvml import MigNvml, Nvml
 
 
 def gpus_of(wanted: str | None, nvml: type[Nvml] | Nvml = Nvml) -> Gpus:
@@ -224,6 +138,37 @@ def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES '5' names GPU 5"):
         find_gpus(None, Nvml)
+
+
+@pytest.mark.parametrize(
+    ("built_for", "load", "message"),
+    [
+        (None, Nvml, "torch 2.13.0 is built for the CPU"),
+        ("13.0", lambda: None, "the NVIDIA driver cannot be reached from it"),
+        (
+            "13.0",
+            Nvml,
+            "built for CUDA 13.0, and driver 535.104.05 of this machine is too old for it: it "
+            "supports CUDA up to 12.2",
+        ),
+        ("12.8", Nvml, r"torch 2.13.0 \(CUDA 12.8, driver 535.104.05\) sees no GPU"),
+    ],
+    ids=["torch of the CPU", "no driver", "old driver", "unknown"],
+)
+def test_why_torch_sees_no_gpu_is_told(built_for: str | None, load: object, message: str) -> None:
+    assert callable(load)
+    with pytest.raises(ConfigError, match=message):
+        raise unseen_gpu("GPU-1", "2.13.0", built_for, load)
+
+
+def test_a_process_does_not_compute_on_the_cpu_in_place_of_its_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert own_device().type == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-7")  # as a node writes it
+    with pytest.raises(ConfigError, match="the node gave this process GPU-7"):
+        own_device()
 
 
 async def test_an_actor_sees_its_own_gpus_only(tmp_path: Path) -> None:
