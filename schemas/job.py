@@ -120,6 +120,11 @@ class ActorPlacement(Message):
     """Slots that it holds."""
     devices: list[int] = Field(default_factory=list[int])
     """Which slots of the node: indices of GPUs or CPU shares."""
+    shares: str = ""
+    """Actor of the job whose slots it uses too: always if it has none of its own, else in a pool
+    of one GPU."""
+    own_slots: int = Field(default=0, ge=0)
+    """Slots that it holds where it does not share."""
     state: Literal["placed", "running", "exited", "failed"] = "placed"
     """State that the node last reported."""
     restarts: int = 0
@@ -232,6 +237,11 @@ class JobRecord(Message):
         for job in (self.follow, self.judge, *self.teachers.values()):
             token(job or self.job, what="job id")
         return self.scope.key
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether an actor uses the slots of another one."""
+        return any(actor.shares and actor.node and not actor.slots for actor in self.actors)
 
     @property
     def scope(self) -> JobScope:

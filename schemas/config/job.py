@@ -377,6 +377,15 @@ class JobConfig(Section):
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
     storage: StorageConfig = Field(default_factory=StorageConfig)
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
+    placement: Literal["auto", "separate", "colocated"] = "auto"
+    """separate: learner and generators hold slots of their own; colocated: learner and generator
+    share one GPU ([on one GPU](gpu.md#on-one-gpu)); auto: colocated in a pool of one GPU."""
+
+    @property
+    def may_colocate(self) -> bool:
+        """Whether learner and generator are one slot each and may be the same one."""
+        pair = self.learner.slots == self.generator.slots == self.generator.count == 1
+        return pair and not self.sft.data and self.placement != "separate"
 
     @property
     def episodes_at_once(self) -> int:

@@ -411,6 +411,19 @@ RULES = (
         lambda job: job.tinker.base and "optimizer" in job.learner.model_fields_set,
         "has no effect in a service of the Tinker API, whose programs update by AdamW: remove it",
     ),
+    *(
+        Rule(
+            f"placement=colocated with {key}={{{key}}}",
+            lambda job, get=attrgetter(key): job.placement == "colocated" and get(job) != 1,
+            f"is for one learner and one generator on one GPU: set {key}=1, or remove placement",
+        )
+        for key in ("learner.slots", "generator.slots", "generator.count")
+    ),
+    Rule(
+        "placement=colocated",
+        lambda job: job.placement == "colocated" and job.sft.data,
+        "has no effect in an SFT job, whose generator holds no slot: remove it",
+    ),
     _over("generator.tensor_parallel", "generator.slots"),
     Rule(
         "generator.max_context ({generator.max_context})",
