@@ -83,6 +83,31 @@ class PublishTasksReply(Message):
     """Number of the client's tasks that wait for the staleness gate."""
 
 
+class GpuTurnRequest(Message):
+    """A generator that shares the learner's GPU asks whose turn it is, on `ctl.learner.turn`."""
+
+    asleep: bool
+    """Whether its engines have freed the GPU, or are not started yet."""
+    seen: int
+    """Number of the last turn that it was told; -1: none."""
+
+
+class GpuTurn(Message):
+    """Who has the GPU that learner and generator share; the answer comes when it changes, or after
+    two seconds."""
+
+    number: int
+    """Grows with each change."""
+    asleep: bool
+    """Whether the engines are to sleep: the learner trains."""
+    version: int
+    """Version with which they wake."""
+    memory_share: float | None = None
+    """Share of the GPU's memory for the engines; null: there is no GPU."""
+    sleeps: bool = False
+    """Whether the engines ever have to sleep."""
+
+
 class RankOrder(Message):
     """One order to a rank, which executes them one at a time.
 

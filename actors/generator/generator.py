@@ -39,6 +39,7 @@ from ..rollout.self_play import pool
 from ..rollout.teachers import AskedTeachers, TeacherContext
 from ..runtime import JobContext, settle_memory
 from ..weights.job_weights import open_weights
+from .gpu_turns import LearnerTurns, with_share
 
 # Opponents from earlier versions: engines of their own, one per policy. The version changes when
 # the policy has moved on; it is swapped in between two decode steps, and running episodes go on
@@ -113,6 +114,12 @@ async def run_generator(context: JobContext) -> None:
     time_use = TimeUse(*kinds, rest=rest)
     reads = TeacherContext.of(config.algorithm, chat)
     for_teacher = None if reads is None else reads.prompt
+    turns = LearnerTurns(context) if context.record.is_colocated else None
+    turn = None if turns is None else await context.unless_stopping(turns.begin(), None)
+    if turn is not None:
+        config = with_share(config, turn)
+    elif turns is not None:
+        return  # told to stop before it had the GPU
     players = await Players.start(config, chat, environments, sampling, time_use, for_teacher)
     teachers = AskedTeachers(context, chat)
     follower = WeightFollower(store, players.engines, config.generator.kv_on_swap)
@@ -123,6 +130,9 @@ async def run_generator(context: JobContext) -> None:
         rng = random.Random(f"{config.seed} {context.name}")  # noqa: S311 - opponents, not secrets
         drawing = OpponentPoolFollower(store, past.engines, follower, config.self_play, rng)
         background.append(drawing.run())
+    if turns is not None and turn is not None and turn.sleeps:
+        engines = [*players.engines.values(), *(past.engines.values() if past else ())]
+        background.append(turns.follow(engines, follower))
     engine = players.engines[MAIN]
     programs: ProgramLoop | None = None
     if config.agent.runs_programs:

@@ -48,6 +48,7 @@ from .data_order import TaskOrder
 from .drops import Drops
 from .evaluations import Evaluations
 from .failures import Failures, Untrainable
+from .gpu_turns import GpuTurns, gpu_use_of
 from .intake import CheckedEntry, Intake, batch_digest
 from .recorded_steps import RecordedSteps
 from .reporter import Reporter
@@ -109,6 +110,9 @@ class Learner:
         self.evaluations = Evaluations(broker, scope, reporter.log_evaluation, config)
         checkpoints.judged = self.evaluations
         self.publisher = Publisher(context, policies.models, policies.snapshot)
+        shared = context.record.is_colocated
+        use = gpu_use_of(config, list(policies.models.values())) if shared else None
+        self._gpu = GpuTurns(context, use)
         self._tracer = TorchTracer(context.run_dir / "traces")
         self.control = LearnerControl(
             context,
@@ -167,6 +171,7 @@ class Learner:
                 background.create_task(self._saver.upload(), name="uploads"),
             ]
             await self.control.serve()
+            await self._gpu.serve()
             await self._publish()
             await self._recover()
             await self._request_evaluation()
@@ -312,15 +317,17 @@ class Learner:
         step, oldest = self.state.step + 1, batch.oldest
         groups = [entry.group for entry in entries if entry.group is not None]
         train = partial(self._policies.step, groups, step, oldest, batch.seqs)
-        with self._time_use.doing("train"):
-            report = await self._in_torch(self._tracer.traced(train, step))
-        self._tracer.step_done()
-        self._trained(entries, groups, oldest)
-        if record:
-            self.context.progressed()
-        self.intake.note_version(step)
-        with self._time_use.doing("publish"):
-            await self._publish()
+        async with self._gpu.training():
+            with self._time_use.doing("train"):
+                work = self._gpu.freeing(self._tracer.traced(train, step))
+                report = await self._in_torch(work)
+            self._tracer.step_done()
+            self._trained(entries, groups, oldest)
+            if record:
+                self.context.progressed()
+            self.intake.note_version(step)
+            with self._time_use.doing("publish"):
+                await self._publish()
         if record or await self.publisher.has(step):
             await self._request_evaluation()
         bound = float(self.issuer.staleness.now)

@@ -2,7 +2,8 @@
 
 On a node a slot is a GPU or a CPU share. The learner, each generator and each inference server
 compute all the time and hold as many slots as their configuration says, or one between them where
-learner and generator share a GPU; the evaluator and the environment hosts hold none, so that a laptop with two cores runs a whole job.
+learner and generator share a GPU; the evaluator and the environment hosts hold none, so that a
+laptop with two cores runs a whole job.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

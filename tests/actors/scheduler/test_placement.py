@@ -484,9 +484,7 @@ def test_a_gpu_is_not_free_while_one_of_those_who_shared_it_leaves() -> None:
     leaving = ActorStatus(
         user="ann", job="a", name="generator-0", attempt=1, state="running", devices=[0]
     )
-    status = NodeStatus(
-        node="one", host="h", slots=1, slot_kind="gpu", time=0.0, actors=[leaving]
-    )
+    status = NodeStatus(node="one", host="h", slots=1, slot_kind="gpu", time=0.0, actors=[leaving])
     assert free_slots(status, []).free == frozenset()
 
 
@@ -495,7 +493,7 @@ def test_instances_of_a_gpu_are_given_to_actors_of_one_slot_only() -> None:
     placed = place([PlacementRequest("a", (learner(), *generators(1, slots=2)))], [mixed])
     assert devices_of(placed.assignments) == {"learner": (2,), "generator-0": (0, 1)}
     with pytest.raises(
-        PlacementError, match="generator-0 needs 2 GPUs that work together, and .* MIG instances"
+        PlacementError, match=r"generator-0 needs 2 GPUs that work together, and .* MIG instances"
     ):
         refuse_impossible((learner(), *generators(1, slots=2)), [gpus("one", 4, alone=4)])
     with pytest.raises(PlacementError, match="MIG instances"):
