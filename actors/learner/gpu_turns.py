@@ -101,8 +101,9 @@ def gpu_use_of(config: JobConfig, models: list[nn.Module]) -> GpuUse:
     """Return how the GPU of this process is shared; on a CPU the engine sleeps if it is told to."""
     if not torch.cuda.is_available():
         return GpuUse(config.generator.memory_share, config.generator.sleep == "always")
-    properties: Any = torch.cuda.get_device_properties(0)
-    return choose_gpu_use(config, count_bytes(config, models), int(properties.total_memory))
+    cuda: Any = torch.cuda
+    card_bytes = int(cuda.get_device_properties(0).total_memory)
+    return choose_gpu_use(config, count_bytes(config, models), card_bytes)
 
 
 class GpuTurns:

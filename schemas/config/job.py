@@ -269,25 +269,34 @@ class EvaluationConfig(Section):
 class WeightsConfig(Section):
     """How new weights reach the generators."""
 
-    transport: Literal["object", "file", "nccl"] = "object"
+    transport: Literal["auto", "object", "file", "nccl"] = "auto"
     """object: through NATS; file: a shared folder; nccl: from the learner's memory by
-    torch.distributed, with NCCL between GPUs and gloo otherwise."""
+    torch.distributed, with NCCL between GPUs and gloo otherwise; auto: nccl where learner and
+    generator share a GPU, else object."""
     folder: str | None = Field(default=None, json_schema_extra=when("transport", "file"))
     """The shared folder; default: the run folder."""
     chunk_bytes: int = Field(
-        default=1 << 20, ge=1 << 16, le=8 << 20, json_schema_extra=when("transport", "object")
+        default=1 << 20,
+        ge=1 << 16,
+        le=8 << 20,
+        json_schema_extra=when("transport", "auto", "object"),
     )
     """Size of one message."""
-    differences: bool = Field(default=True, json_schema_extra=when("transport", "object", "file"))
+    differences: bool = Field(
+        default=True, json_schema_extra=when("transport", "auto", "object", "file")
+    )
     """Send 16-bit weights (`learner.publish_dtype: bfloat16`) as differences where smaller;
     learner, generators and evaluators then hold two versions in memory."""
     whole_every: int = Field(default=16, ge=2, json_schema_extra=when("differences", True))
     """Every N versions one is stored whole, for receivers that join or were away."""
-    stock_digest: bool = Field(default=True, json_schema_extra=when("transport", "object"))
+    stock_digest: bool = Field(default=True, json_schema_extra=when("transport", "auto", "object"))
     """Also compute the SHA-256 that `nats object get` requires; without CPU instructions for it,
     this takes longer than sending."""
     shared_bytes: int = Field(
-        default=64 << 30, ge=0, le=MAX_STREAM_BYTES, json_schema_extra=when("transport", "object")
+        default=64 << 30,
+        ge=0,
+        le=MAX_STREAM_BYTES,
+        json_schema_extra=when("transport", "auto", "object"),
     )
     """Space in each machine's /dev/shm in which the job's actors share a version, at most half of
     what is free. 0: each reads for itself."""

@@ -40,6 +40,7 @@ from ....schemas.config.job import GeneratorConfig
 from ....schemas.wire.array import IntVector
 from ....schemas.wire.bounds import MAX_TOP_K
 from ....schemas.wire.errors import EngineError, ModelError
+from ...policy.devices import own_device
 from ..engine import (
     Concurrency,
     Drawn,
@@ -170,6 +171,7 @@ _FREED_S = 30.0
 
 async def check_gpu(config: GeneratorConfig, num_engines: int) -> None:
     """Raise ConfigError or EngineError for a GPU on which vLLM would not start."""
+    own_device()
     card = await asyncio.to_thread(own_card)
     check_instances(config, card)
     check_kernels(config, card)

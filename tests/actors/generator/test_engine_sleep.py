@@ -122,8 +122,8 @@ async def test_the_memory_of_weights_and_cache_is_free_during_a_sleep(
     await engine.wake()
     assert held() >= awake
     assert len((await running).token_ids) == 100
-    tied = decoder.model.get_output_embeddings().weight
-    assert torch.equal(tied, decoder.model.get_input_embeddings().weight)
+    model: Any = decoder.model
+    assert torch.equal(model.get_output_embeddings().weight, model.get_input_embeddings().weight)
 
 
 async def test_tokens_that_are_streamed_in_parts_have_the_version_that_drew_them(

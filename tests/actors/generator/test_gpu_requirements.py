@@ -5,6 +5,7 @@ The functions of vLLM that decide are called themselves where it is installed; n
 
 import inspect
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -124,17 +125,15 @@ def test_all_that_vllm_is_given_has_a_place_there(tmp_path: Path) -> None:
     from tinkermq.actors.engine.engine import Sampling
     from tinkermq.actors.engine.vllm.model import engine_arguments
     from tinkermq.actors.engine.vllm.request import parameters_of
-    from vllm import AsyncEngineArgs
-    from vllm.sampling_params import RequestOutputKind
-    from vllm.v1.engine.async_llm import AsyncLLM
 
-    known = inspect.signature(AsyncEngineArgs).parameters
+    known = inspect.signature(vllm_part("AsyncEngineArgs")).parameters
     config = vllm(quantization="fp8", kv_cache_dtype="fp8", sleep="always")
     for sees, ranks in ((False, []), (True, [8])):
         given = engine_arguments(str(tmp_path), config, 64, False, ranks, sees)
         assert set(given) <= set(known)
     sampling = Sampling(9, stream_every=4)
-    parameters = parameters_of(sampling, 3, RequestOutputKind.DELTA, "key")
+    kind = vllm_part("sampling_params:RequestOutputKind").DELTA
+    parameters: Any = parameters_of(sampling, 3, kind, "key")
     assert (parameters.stream_interval, parameters.seed) == (4, 3)
     for method, names in {
         "sleep": {"level", "mode"},
@@ -142,15 +141,15 @@ def test_all_that_vllm_is_given_has_a_place_there(tmp_path: Path) -> None:
         "pause_generation": {"mode", "clear_cache"},
         "from_engine_args": {"engine_args", "usage_context", "stat_loggers"},
     }.items():
-        assert names <= set(inspect.signature(getattr(AsyncLLM, method)).parameters)
+        function = getattr(vllm_part("v1.engine.async_llm:AsyncLLM"), method)
+        assert names <= set(inspect.signature(function).parameters)
 
 
 @pytest.mark.vllm
 def test_what_sleeps_in_vllm_is_what_is_woken() -> None:
     from tinkermq.actors.engine.vllm import model
-    from vllm.v1.executor.abstract import SLEEP_TAGS
 
-    assert set(model._MEMORY) == set(SLEEP_TAGS)
+    assert set(model._MEMORY) == set(vllm_part("v1.executor.abstract:SLEEP_TAGS"))
 
 
 @pytest.mark.vllm
@@ -158,25 +157,22 @@ def test_batches_are_as_large_as_vllm_chooses_for_the_card(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from tinkermq.actors.engine.vllm.model import engine_arguments
-    from vllm import AsyncEngineArgs
-    from vllm.platforms import current_platform
-    from vllm.usage.usage_lib import UsageContext
 
     given = engine_arguments(str(tmp_path), vllm(), 64, False, [], False)
     assert given["max_num_seqs"] is None
     assert given["max_num_batched_tokens"] is None
-    monkeypatch.setattr(type(current_platform), "get_device_name", lambda *_: "NVIDIA H100")
-    monkeypatch.setattr(type(current_platform), "get_device_total_memory", lambda *_: 80 * GIB)
-    monkeypatch.setattr(type(current_platform), "is_cpu", lambda *_: False)
-    tokens, sequences = AsyncEngineArgs.get_batch_defaults(1)
-    assert tokens[UsageContext.LLM_CLASS] == 16384
-    assert sequences[UsageContext.LLM_CLASS] == 1024
+    platform = type(vllm_part("platforms:current_platform"))
+    monkeypatch.setattr(platform, "get_device_name", lambda *_: "NVIDIA H100")
+    monkeypatch.setattr(platform, "get_device_total_memory", lambda *_: 80 * GIB)
+    monkeypatch.setattr(platform, "is_cpu", lambda *_: False)
+    tokens, sequences = vllm_part("AsyncEngineArgs").get_batch_defaults(1)
+    offline = vllm_part("usage.usage_lib:UsageContext").LLM_CLASS
+    assert (tokens[offline], sequences[offline]) == (16384, 1024)
 
 
 @pytest.mark.vllm
 def test_several_engines_of_a_generator_start_on_one_gpu(tmp_path: Path) -> None:
     from tinkermq.actors.engine.vllm.model import engine_arguments
-    from vllm.v1.worker.utils import request_memory
 
     total, taken = 80 * GIB, GIB // 2
     for number in (1, 2, 4):
@@ -185,24 +181,30 @@ def test_several_engines_of_a_generator_start_on_one_gpu(tmp_path: Path) -> None
         )
         free = total - taken
         for _ in range(number):  # each finds what those before it have left
-            requested = ask(request_memory, total, free, given["gpu_memory_utilization"])
+            requested = ask(total, free, given["gpu_memory_utilization"])
             free -= requested
     with pytest.raises(ValueError, match="less than desired GPU memory utilization"):
-        ask(request_memory, total, total // 4, 0.92)
+        ask(total, total // 4, 0.92)
     assert lack_of_memory(replace(H100, free_bytes=total // 4), 0.92) is not None
 
 
 @pytest.mark.vllm
 def test_an_engine_beside_a_learner_asks_for_its_share_alone(tmp_path: Path) -> None:
     from tinkermq.actors.engine.vllm.model import engine_arguments
-    from vllm.v1.worker.utils import request_memory
 
     given = engine_arguments(str(tmp_path), vllm(memory_share=0.4), 64, False, [], False)
-    requested = ask(request_memory, 80 * GIB, 40 * GIB, given["gpu_memory_utilization"])
+    requested = ask(80 * GIB, 40 * GIB, given["gpu_memory_utilization"])
     assert requested == pytest.approx(32 * GIB, rel=1e-6)
 
 
-def ask(request_memory: Any, total: int, free: int, share: float) -> int:
+def vllm_part(place: str) -> Any:
+    """Return something of vLLM, `module:name`; not all of it is described to the type checker."""
+    module, _, name = place.rpartition(":")
+    return getattr(import_module(f"vllm.{module}" if module else "vllm"), name)
+
+
+def ask(total: int, free: int, share: float) -> int:
     """Return what vLLM asks for on a GPU with so much free."""
+    request_memory = vllm_part("v1.worker.utils:request_memory")
     snapshot = SimpleNamespace(total_memory=total, free_memory=free, device_="cuda:0")
     return int(request_memory(snapshot, SimpleNamespace(gpu_memory_utilization=share)))
