@@ -21,6 +21,7 @@ from tests.support.proofs import (
     assert_replay_is_identical,
 )
 from tests.support.stack import Stack
+from tests.system.test_repeats import assert_repeats
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -121,6 +122,15 @@ async def test_both_compute_at_the_same_time_where_they_fit(stack: Stack, model:
     presence = (await job.actors()).get("generator-0")
     assert presence is None or "sleeps" not in presence.numbers
     assert (await job.read()).is_colocated
+
+
+@pytest.mark.long
+async def test_an_on_policy_run_whose_engine_sleeps_in_each_step_plays_the_same_again(
+    stack: Stack, model: Path
+) -> None:
+    config = colocated(model, "always", num_steps=6, max_staleness=0)
+    config["generator"]["kv_on_swap"] = "recompute"
+    await assert_repeats(stack, config)
 
 
 async def test_a_job_is_stopped_while_its_engine_sleeps_and_has_one_generator(
