@@ -147,7 +147,7 @@ def find_gpus(wanted: str | None, load: Callable[[], Any | None] = load_nvml) ->
     source = "--gpus"
     if wanted is None:
         source, wanted = "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "all")
-        if wanted.strip().lower() in _NONE:
+        if nvml is None or wanted.strip().lower() in _NONE:
             return None
     if wanted.strip().lower() == "all":
         return Gpus(nvml, there) if there else None

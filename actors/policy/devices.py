@@ -12,6 +12,12 @@ def first_device(num_gpus: int) -> torch.device:
     return torch.device("cuda", 0) if num_gpus else torch.device("cpu")
 
 
+def bound_memory(device: torch.device, share: float | None) -> None:
+    """Let this process take no more than a share of a GPU's memory: others have the rest."""
+    if device.type == "cuda" and share is not None:
+        torch.cuda.set_per_process_memory_fraction(share, device)
+
+
 def own_device() -> torch.device:
     """Return where this process computes: a node shows each actor its own GPUs, or none.
 

@@ -420,6 +420,11 @@ RULES = (
         for key in ("learner.slots", "generator.slots", "generator.count")
     ),
     Rule(
+        "generator.sleep={generator.sleep}",
+        lambda job: job.placement == "separate" and job.generator.sleep != "auto",
+        "has no effect while placement is separate: remove one of them",
+    ),
+    Rule(
         "placement=colocated",
         lambda job: job.placement == "colocated" and job.sft.data,
         "has no effect in an SFT job, whose generator holds no slot: remove it",

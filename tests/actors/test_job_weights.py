@@ -1,12 +1,13 @@
 """Where new weights are received, and in which form an engine is given them."""
 
+import inspect
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tinkermq.actors.engine.transformers.adapters import DoubleBuffer
-from tinkermq.actors.policy.devices import first_device
+from tinkermq.actors.policy.devices import bound_memory, first_device
 from tinkermq.actors.weights.job_weights import as_sources, device_of_new_weights, transport_of
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.weights.payloads import TensorBytes
@@ -20,6 +21,21 @@ from tests.support.contexts import job_context
 def test_an_actor_computes_on_the_first_gpu_that_its_node_gives_it() -> None:
     assert first_device(0) == torch.device("cpu")
     assert first_device(1) == first_device(4) == torch.device("cuda", 0)
+
+
+def test_a_process_takes_no_more_of_a_gpu_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds: list[tuple[float, torch.device]] = []
+    known = inspect.signature(torch.cuda.set_per_process_memory_fraction)
+
+    def bound(*args: Any) -> None:
+        known.bind(*args)
+        bounds.append(args)
+
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", bound)
+    bound_memory(torch.device("cpu"), 0.5)
+    bound_memory(first_device(1), None)
+    bound_memory(first_device(1), 0.5)
+    assert bounds == [(0.5, torch.device("cuda", 0))]
 
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])

@@ -78,6 +78,7 @@ EXAMPLES = [
     ["placement=colocated", "learner.slots=2"],
     ["placement=colocated", "generator.slots=2"],
     ["placement=colocated", "generator.count=2"],
+    ["placement=separate", "generator.sleep=always"],
     ["placement=colocated", "sft.data=[a.jsonl]"],
     ["generator.engine=vllm", "generator.tensor_parallel=2"],
     ["generator.max_context=1024"],

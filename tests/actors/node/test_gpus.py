@@ -136,6 +136,7 @@ def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ConfigError, match="shows this process: none"):
         find_gpus("0", lambda: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    assert find_gpus(None, lambda: None) is None  # a variable that means nothing here
     with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES '5' names GPU 5"):
         find_gpus(None, Nvml)
 
