@@ -8,7 +8,7 @@ remember anything about the other: a learner or a generator that is started anew
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -81,29 +81,42 @@ def choose_gpu_use(config: JobConfig, held: ModelBytes, card_bytes: int) -> GpuU
     return GpuUse(math.floor(100 * room / card_bytes) / 100, sleeps)
 
 
-def count_bytes(config: JobConfig, models: list[nn.Module]) -> ModelBytes:
-    """Return what models hold: 16 bytes for each trained parameter, 2 or 4 for each in use."""
-    total = sum(p.numel() for model in models for p in model.parameters())
-    trained = sum(p.numel() for model in models for p in model.parameters() if p.requires_grad)
+def count_bytes(
+    config: JobConfig, models: Sequence[nn.Module], critics: Sequence[nn.Module] = ()
+) -> ModelBytes:
+    """Return what policies and critics hold: 16 bytes for each trained parameter, 2 or 4 for each
+    in use. A reference of all weights is one more copy in use."""
+    total = _num_parameters(models)
+    trained = sum(
+        p.numel() for model in (*models, *critics) for p in model.parameters() if p.requires_grad
+    )
     in_learner = 2 if config.learner.dtype == "bfloat16" else 0
-    frozen = (total - trained) * (in_learner or 4)
+    refers = config.algorithm.kl_coef > 0 and not config.lora.rank
+    still = total + _num_parameters(critics) - trained + (total if refers else 0)
+    frozen = still * (in_learner or 4)
     states = 0 if config.learner.cpu_offload else (16 + in_learner) * trained
     in_engine = 1 if config.generator.quantization else _width(config.generator.dtype)
     copies = 2 if config.self_play.past_share > 0 else 1
     return ModelBytes(frozen + states, copies * in_engine * total)
 
 
+def _num_parameters(models: Sequence[nn.Module]) -> int:
+    return sum(p.numel() for model in models for p in model.parameters())
+
+
 def _width(dtype: str) -> int:
     return 4 if dtype == "float32" else 2
 
 
-def gpu_use_of(config: JobConfig, models: list[nn.Module]) -> GpuUse:
+def gpu_use_of(
+    config: JobConfig, models: Sequence[nn.Module], critics: Sequence[nn.Module] = ()
+) -> GpuUse:
     """Return how the GPU of this process is shared; on a CPU the engine sleeps if it is told to."""
     if not torch.cuda.is_available():
         return GpuUse(config.generator.memory_share, config.generator.sleep == "always")
     cuda: Any = torch.cuda
     card_bytes = int(cuda.get_device_properties(0).total_memory)
-    return choose_gpu_use(config, count_bytes(config, models), card_bytes)
+    return choose_gpu_use(config, count_bytes(config, models, critics), card_bytes)
 
 
 class GpuTurns:

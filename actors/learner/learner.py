@@ -111,7 +111,8 @@ class Learner:
         checkpoints.judged = self.evaluations
         self.publisher = Publisher(context, policies.models, policies.snapshot)
         shared = context.record.is_colocated
-        use = gpu_use_of(config, list(policies.models.values())) if shared else None
+        models, critics = [*policies.models.values()], policies.critics
+        use = gpu_use_of(config, models, critics) if shared else None
         self._gpu = GpuTurns(context, use)
         self._tracer = TorchTracer(context.run_dir / "traces")
         self.control = LearnerControl(

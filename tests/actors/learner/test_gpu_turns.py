@@ -53,6 +53,12 @@ def test_what_a_model_holds_is_counted() -> None:
     model[0].requires_grad_(False)  # as beside an adapter
     held = count_bytes(job, [model])
     assert (held.learner, held.engine) == (4 * 100 + 16 * 11, 4 * 111)
+    critic = torch.nn.Linear(50, 1, bias=False)
+    with_critic = count_bytes(job, [model], [critic])
+    assert with_critic.learner == held.learner + 16 * 50
+    with_reference = count_bytes(config(algorithm={"kl_coef": 0.1}), [model])
+    assert with_reference.learner == held.learner + 4 * 111
+    assert with_reference.engine == with_critic.engine == held.engine
     _, offloaded = bytes_of(1, learner={"cpu_offload": True})
     assert offloaded.learner == 0
 
