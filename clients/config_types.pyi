@@ -498,6 +498,10 @@ class TrainingConfigDict(TypedDict, total=False):
     """Send a notification when validation, or else the reward, has not improved for N steps; 0: never."""
 
 class EvaluationConfigDict(TypedDict, total=False):
+    slots: int
+    """Slots of a separate evaluator. 0: a training's generators play its validation tasks between their own; a job without generators, or of kind `eval`, has an evaluator with `generator.slots`."""
+    deadline_s: float
+    """Longest time for which a generator stays at a version to validate it. Episodes that have not ended by then count as failed."""
     samples: int
     """Episodes per validation task; more than 1 gives pass@k."""
     temperature: float
@@ -531,7 +535,7 @@ class WeightsConfigDict(TypedDict, total=False):
     chunk_bytes: int
     """Size of one message."""
     differences: bool
-    """Send 16-bit weights (`learner.publish_dtype: bfloat16`) as differences where smaller; learner, generators and evaluators then hold two versions in memory."""
+    """Send 16-bit weights (`learner.publish_dtype: bfloat16`) as differences where smaller; learner and generators then hold two versions in memory."""
     full_snapshot_every: int
     """Every N versions one is stored whole, for receivers that join or were away."""
     sha256: bool

@@ -44,11 +44,16 @@ class LearnerTurns:
     async def follow(self, engines: Iterable[Engine], follower: WeightFollower) -> None:
         """Let the engines sleep and wake as the learner asks, for ever.
 
-        They wake with the version that the learner has trained meanwhile.
+        They wake with the version that the learner has trained meanwhile, or with the one at which
+        they are kept. No weights are loaded while it trains.
         """
         engines = list(engines)
         while True:
             turn = await self._ask()
+            if turn.asleep:
+                follower.hold()
+            else:
+                follower.release()
             if turn.asleep and not self._asleep:
                 for engine in engines:
                     await engine.sleep()
@@ -88,7 +93,7 @@ async def _arrives(follower: WeightFollower, version: int) -> bool:
     """Wait a little for a version; False if the learner is to be asked again first."""
     try:
         async with asyncio.timeout(_VERSION_S):
-            await follower.wait_for(version)
+            await follower.may_wake(version)
     except TimeoutError:
         return False
     return True

@@ -23,6 +23,7 @@ import structlog
 from ...broker.batches import BatchLog
 from ...broker.rollouts import RolloutLog
 from ...broker.tasks import TaskQueue
+from ...envs.host_client import Environments
 from ...schemas.config.job import JobConfig
 from ...schemas.config.rules import why_no_rows
 from ...schemas.rollout import Group
@@ -57,7 +58,8 @@ from .step_trace import learner_time_use
 from .tasks import Ledger, TaskIssuer
 
 T = TypeVar("T")
-_EVALUATION_S = 1800.0
+_EVALUATION_S = 600.0
+"""Time for what the last evaluation takes beside playing it: another generator, weights."""
 _LOOK_S = 1.0
 _OWNER_S = 2.0
 _log = structlog.get_logger()
@@ -107,7 +109,16 @@ class Learner:
             state.bound,
             self._check_owner,
         )
-        self.evaluations = Evaluations(broker, scope, reporter.log_evaluation, config)
+        environments = Environments(broker, scope, config.env, context.missing)
+        self.evaluations = Evaluations(
+            broker,
+            scope,
+            config,
+            environments.describe,
+            reporter.log_evaluation,
+            context.event,
+            heard=lambda: self._failures.heard(),
+        )
         checkpoints.judged = self.evaluations
         self.publisher = Publisher(context, policies.models, policies.snapshot)
         shared = context.record.is_colocated
@@ -391,7 +402,7 @@ class Learner:
     async def _publish(self) -> None:
         """Snapshot the weights now; sending them goes on while the next batch is trained.
 
-        Nobody waits for those of an SFT job but evaluators and who follows the run.
+        Nobody waits for those of an SFT job but who validates or follows the run.
         """
         step = self.state.step
         wanted = step == 0 or self._saver.is_due or self.evaluations.is_due(step, self.total_steps)
@@ -399,6 +410,7 @@ class Learner:
             past = pool(self.config.self_play, step)
             kept_versions = self.evaluations.open_versions.union(past, [step] if wanted else [])
             await self.publisher.publish(step, self._in_torch, keep=kept_versions)
+            self.evaluations.note_version(step)
 
     async def _request_evaluation(self) -> None:
         """Ask for an evaluation of the present version, where one is due."""
@@ -506,12 +518,13 @@ class Learner:
         if self.state.step < self.total_steps:
             await self.context.event("training_stopped", step=self.state.step)
             return
+        longest_s = self.config.evaluation.deadline_s + _EVALUATION_S
         try:
-            with self.context.waiting("the evaluator's last results"):
-                async with asyncio.timeout(_EVALUATION_S):
+            with self.context.waiting(self.evaluations.named_wait):
+                async with asyncio.timeout(longest_s):
                     await self.context.unless_stopping(self.evaluations.wait_all(), None)
         except TimeoutError:
-            await self.context.event("evaluation_missing", f"no result in {_EVALUATION_S:.0f} s")
+            await self.context.event("evaluation_missing", f"no result in {longest_s:.0f} s")
         await asyncio.to_thread(self._checkpoints.remove_old)
         await self._reporter.finish()
         await self.context.event("training_completed", step=self.state.step)

@@ -12,7 +12,7 @@ from .node import Node
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a node until it is told to stop; return the exit code."""
+    """Run a node until it is stopped; return the exit code."""
     parser = service_parser("node")
     parser.add_argument("--name", default=default_name(), help="name (default: the host's)")
     parser.add_argument("--slots", type=int, help="CPU shares to give away instead of GPUs")

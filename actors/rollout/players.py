@@ -58,6 +58,11 @@ async def start_engine(config: JobConfig, version: int = 0, base: "Base | None" 
     )
 
 
+async def start_engines(config: JobConfig) -> dict[str, Engine]:
+    """Start one engine for each policy of a job; see `start_engine`."""
+    return {name: await start_engine(policy_config(config, name)) for name in policy_names(config)}
+
+
 async def load_base(config: JobConfig, adapters: Sequence[LoraConfig]) -> Base:
     """Load the model of a configuration for engines that share it: one with each of `adapters`."""
     if config.generator.engine == "vllm":
@@ -114,9 +119,28 @@ class Players:
     ) -> "Players":
         """Start the engines; `time_use` is told what the episodes wait for, `prompt_for_teacher`
         makes what teachers read."""
-        engines = {
-            name: await start_engine(policy_config(config, name)) for name in policy_names(config)
-        }
+        return cls.of_engines(
+            await start_engines(config),
+            config,
+            chat,
+            environments,
+            sampling,
+            time_use,
+            prompt_for_teacher,
+        )
+
+    @classmethod
+    def of_engines(
+        cls,
+        engines: dict[str, Engine],
+        config: JobConfig,
+        chat: ChatTokenizer,
+        environments: Environments,
+        sampling: EpisodeSampling,
+        time_use: TimeUse | None = None,
+        prompt_for_teacher: PromptForTeacher | None = None,
+    ) -> "Players":
+        """Play with engines that have started; see `start`."""
         loops = {
             name: AgentLoop(
                 engine, chat, environments, config.rollout, sampling, time_use, prompt_for_teacher

@@ -158,7 +158,7 @@ class NodeSlots:
     name: str
     total: int
     free: frozenset[int]
-    """Numbers of the slots that nobody holds, from 0 to `total` - 1."""
+    """Numbers of the free slots, from 0 to `total` - 1."""
     groups: tuple[frozenset[int], ...] = ()
     """Slots that are linked closely; empty: all alike."""
     link: str = ""
@@ -310,8 +310,8 @@ def _unlike(gang: Sequence[ActorPlacement], nodes: Sequence[NodeSlots]) -> Place
     return PlacementError(
         f"the learner's {len(gang)} ranks fit on no nodes with the same packages: "
         + _differences(nodes),
-        hint="install the same versions on all nodes and restart those that had others, or lower "
-        "learner.ranks and learner.slots until nodes that are alike can hold them",
+        hint="install the same versions on all nodes and restart the changed ones, or lower "
+        "learner.ranks and learner.slots until equal nodes can hold them",
     )
 
 

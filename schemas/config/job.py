@@ -251,6 +251,13 @@ class TrainingConfig(Section):
 class EvaluationConfig(Section):
     """How versions are validated."""
 
+    slots: int = Field(default=0, ge=0, le=64)
+    """Slots of a separate evaluator. 0: a training's generators play its validation tasks between
+    their own; a job without generators, or of kind `eval`, has an evaluator with
+    `generator.slots`."""
+    deadline_s: float = Field(default=1800.0, gt=0, le=86_400)
+    """Longest time for which a generator stays at a version to validate it. Episodes that have not
+    ended by then count as failed."""
     samples: int = Field(default=1, ge=1, le=4096)
     """Episodes per validation task; more than 1 gives pass@k."""
     temperature: float = Field(default=0.0, ge=0)
@@ -287,7 +294,7 @@ class WeightsConfig(Section):
         default=True, json_schema_extra=when("transport", "auto", "object", "file")
     )
     """Send 16-bit weights (`learner.publish_dtype: bfloat16`) as differences where smaller;
-    learner, generators and evaluators then hold two versions in memory."""
+    learner and generators then hold two versions in memory."""
     full_snapshot_every: int = Field(default=16, ge=2, json_schema_extra=when("differences", True))
     """Every N versions one is stored whole, for receivers that join or were away."""
     sha256: bool = Field(default=True, json_schema_extra=when("transport", "auto", "object"))
@@ -412,14 +419,25 @@ class JobConfig(Section):
         return self.agent.runs_programs or self.generator.segment_tokens > 0
 
     @property
-    def has_evaluator(self) -> bool:
+    def validates(self) -> bool:
         """Whether versions are validated, by a game."""
         return self.env.num_val > 0
 
     @property
+    def has_evaluator(self) -> bool:
+        """Whether a separate evaluator validates; without generators there is nobody else."""
+        return self.validates and (self.evaluation.slots > 0 or self.generator.count == 0)
+
+    @property
+    def evaluator_slots(self) -> int:
+        """Slots of a separate evaluator: its engine is that of a generator."""
+        return self.evaluation.slots or self.generator.slots
+
+    @property
     def generator_slots(self) -> int:
-        """Slots of one generator; an SFT job's only reads data and takes none."""
-        return 0 if self.sft.data else self.generator.slots
+        """Slots of one generator; that of an SFT job takes none unless it validates."""
+        has_engine = not self.sft.data or (self.validates and not self.has_evaluator)
+        return self.generator.slots if has_engine else 0
 
     @property
     def own_functions(self) -> dict[str, str]:

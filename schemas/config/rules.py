@@ -218,7 +218,7 @@ _REPLAY_RULES = (
             job.generator.engine == "vllm"
             and (job.generator.compile or job.generator.tensor_parallel > 1)
         ),
-        "hears of vLLM's routers on one GPU and where nothing is compiled: set "
+        "gets vLLM's routers on one GPU and without compilation only: set "
         "generator.compile=false and generator.tensor_parallel=1, or generator.engine=transformers",
     ),
     _no_replay(
@@ -231,7 +231,7 @@ _REPLAY_RULES = (
     ),
     _no_replay(
         lambda job: job.training.tasks == "external",
-        "needs what routers chose, which external agents do not tell: remove it",
+        "needs the routers' choices, which external agents do not record: remove it",
     ),
     _no_replay(
         lambda job: job.generator.segment_tokens,
@@ -333,7 +333,7 @@ RULES = (
         Rule(
             f"algorithm.{key}",
             lambda job, key=key: getattr(job.algorithm, key) is not None and _one_turn(job),
-            "tells turns of an episode apart, and here samples are single turns, or calls of an "
+            "compares turns of an episode, but samples here are single turns, or calls of an "
             "agent: remove it, or set algorithm.sample=episode",
         )
         for key in ("turn_gamma", "turn_lambda")
@@ -430,6 +430,12 @@ RULES = (
         "has no effect in an SFT job, whose generator holds no slot: remove it",
     ),
     _over("generator.tensor_parallel", "generator.slots"),
+    Rule(
+        "evaluation.slots ({evaluation.slots})",
+        lambda job: 0 < job.evaluation.slots < job.generator.tensor_parallel,
+        "is too few for generator.tensor_parallel ({generator.tensor_parallel}): an evaluator has "
+        "the engine of a generator",
+    ),
     Rule(
         "generator.max_context ({generator.max_context})",
         lambda job: (

@@ -81,6 +81,12 @@ EXAMPLES = [
     ["placement=separate", "generator.sleep=always"],
     ["placement=colocated", "sft.data=[a.jsonl]"],
     ["generator.engine=vllm", "generator.tensor_parallel=2"],
+    [
+        "evaluation.slots=1",
+        "generator.engine=vllm",
+        "generator.slots=2",
+        "generator.tensor_parallel=2",
+    ],
     ["generator.max_context=1024"],
     ["algorithm.overlong_buffer=4096"],
     ["learner.max_row_tokens=100"],

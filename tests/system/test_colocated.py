@@ -87,6 +87,16 @@ async def test_the_engine_sleeps_in_each_step_and_wakes_with_the_new_version(
     assert max(lags) <= 2
 
 
+async def test_versions_are_validated_by_an_engine_that_sleeps_in_between(
+    stack: Stack, model: Path
+) -> None:
+    config = colocated(model, "always", num_steps=8, test_freq=3)
+    config["env"] = {**GAME, "num_val": 12}
+    job = await stack.submit(config)
+    await assert_nothing_lost(job)
+    assert sorted(await job.validations()) == [0, 3, 6, 8]
+
+
 @pytest.mark.faults
 async def test_a_generator_and_a_learner_killed_while_the_engine_sleeps(
     stack: Stack, model: Path

@@ -2,8 +2,8 @@
 
 On a node a slot is a GPU or a CPU share. The learner, each generator and each inference server
 compute all the time and hold as many slots as their configuration says, or one between them where
-learner and generator share a GPU; the evaluator and the environment hosts hold none, so that a
-laptop with two cores runs a whole job.
+learner and generator share a GPU, and so does an evaluator where there is one; environment hosts
+hold none, so that a laptop with two cores runs a whole job.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -51,7 +51,7 @@ def actors_for(config: JobConfig, kind: str) -> list[ActorPlacement]:
                 hint="set env.game, or evaluate the folder like another run: "
                 "`tinkermq eval FOLDER --like RUN`",
             )
-        return [ActorPlacement(name="evaluator-0", role="evaluator", slots=1), *hosts]
+        return [_actor("evaluator", "evaluator-0", config.evaluator_slots), *hosts]
     if kind == "infer":
         return [*_servers(config.generator), *hosts]
     if kind == "tinker":
@@ -69,7 +69,7 @@ def actors_for(config: JobConfig, kind: str) -> list[ActorPlacement]:
     actors = _learner(config.learner)
     actors += _generators(config)
     if config.has_evaluator:
-        actors.append(_actor("evaluator", "evaluator-0"))
+        actors.append(_actor("evaluator", "evaluator-0", config.evaluator_slots))
     return actors + hosts
 
 
@@ -171,6 +171,7 @@ def wanted_actor(record: JobRecord, actor: ActorPlacement, config: JobConfig) ->
         "learner": config.learner.threads,
         "rank": config.learner.threads,
         "generator": config.generator.threads,
+        "evaluator": config.generator.threads,
         "server": config.generator.threads,
         "trainer": config.learner.threads,
         "sampler": config.generator.threads,
@@ -373,8 +374,8 @@ def _trouble(status: ActorStatus) -> str:
     """Say what is wrong with an actor: it stands still, or fails without doing any work."""
     if status.silent_s:
         return (
-            f"{status.name} has told no heartbeat for {status.silent_s:.0f} s: it is stopped, "
-            "hangs, or does not reach the broker; its node starts it again when that lasts"
+            f"{status.name} has sent no heartbeat for {status.silent_s:.0f} s: it is stopped, "
+            "hangs, or does not reach the broker; if that lasts, its node starts it again"
         )[:MOST_CHARACTERS]
     if not status.fruitless:
         return ""
@@ -387,7 +388,7 @@ def _trouble(status: ActorStatus) -> str:
 
 
 def with_usage(record: JobRecord, usage: TrainerUsage) -> JobRecord:
-    """Return a record with what is new in what was told; the same one if nothing is."""
+    """Return a record with the news of a report; the same one without news."""
     return _with_sampled(record, usage) if usage.sampler else _with_trained(record, usage)
 
 
@@ -399,7 +400,7 @@ def _with_trained(record: JobRecord, usage: TrainerUsage) -> JobRecord:
 
 
 def _with_sampled(record: JobRecord, usage: TrainerUsage) -> JobRecord:
-    """Add what a sampler has computed since it last told; one that starts again begins at 0."""
+    """Add what a sampler has computed since its last report; a restarted one begins at 0."""
     last = record.tinker_samplers.get(usage.sampler)
     if last is not None and last.since > usage.since:  # a later one has its name
         return record

@@ -9,7 +9,12 @@ import pytest
 from tinkermq.actors.gpus import Gpus, find_gpus, unseen_gpu
 from tinkermq.actors.node.children import Child, spawn
 from tinkermq.actors.node.process import ActorProcess
+from tinkermq.actors.node.sandbox import actor_environment
 from tinkermq.actors.policy.devices import own_device
+from tinkermq.actors.scheduler.jobs.states import actors_for, wanted_actor
+from tinkermq.actors.scheduler.placement import NodeSlots, PlacementRequest, place, with_nodes
+from tinkermq.schemas.config.load_config import parse_config
+from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.metric import LogLines
 from tinkermq.schemas.node import WantedActor
 from tinkermq.schemas.wire.errors import ConfigError
@@ -192,3 +197,33 @@ async def test_an_actor_sees_its_own_gpus_only(tmp_path: Path) -> None:
         wanted, start=start, nats_url="", send=send, gpus=gpus_of("GPU-1,3").uuids([0, 1])
     ).run()
     assert told == [f"sees {Nvml().nvmlDeviceGetUUID(1)},{Nvml().nvmlDeviceGetUUID(3)}"]
+
+
+@pytest.mark.parametrize("kind", ["eval", "train"])
+def test_every_actor_that_evaluates_a_model_sees_a_gpu(kind: str) -> None:
+    tree = {
+        "model": {"path": "m"},
+        "env": {"game": "g"},
+        "generator": {"engine": "vllm", "count": 2},
+    }
+    config = parse_config(tree)
+    actors = actors_for(config, kind)
+    gpus = gpus_of("all")
+    placed = place(
+        [PlacementRequest("u.j", tuple(actors))], [NodeSlots("n", 4, frozenset({0, 1, 2, 3}))]
+    )
+    record = JobRecord(
+        job="j", name="j", user="u", state="QUEUED", kind=kind, created=0.0, config={}
+    )
+    record = record.model_copy(update={"actors": actors})
+    record = with_nodes(record, {one.actor: one for one in placed.assignments})
+    seen = {
+        actor.role: actor_environment(wanted, "", gpus.uuids(wanted.devices))
+        for actor in record.actors
+        for wanted in [wanted_actor(record, actor, config)]
+    }
+    evaluates = "evaluator" if kind == "eval" else "generator"
+    assert {role for role, own in seen.items() if own["CUDA_VISIBLE_DEVICES"]} == {
+        evaluates,
+        *(["learner"] if kind == "train" else []),
+    }

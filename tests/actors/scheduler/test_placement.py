@@ -25,8 +25,8 @@ from tinkermq.schemas.node import ActorStatus, NodeStatus
 from tinkermq.schemas.user import Quota
 from tinkermq.schemas.wire.errors import PlacementError
 
-EVALUATOR = ActorPlacement(name="evaluator-0", role="evaluator", slots=0)
 HOST = ActorPlacement(name="environment-0", role="environment", slots=0)
+OTHER_HOST = ActorPlacement(name="environment-1", role="environment", slots=0)
 
 
 def learner(slots: int = 1) -> ActorPlacement:
@@ -40,7 +40,7 @@ def generators(count: int, slots: int = 1) -> tuple[ActorPlacement, ...]:
 
 
 def job(key: str, num_generators: int, **more: object) -> PlacementRequest:
-    actors = (learner(), *generators(num_generators), EVALUATOR, HOST)
+    actors = (learner(), *generators(num_generators), HOST, OTHER_HOST)
     return PlacementRequest(key, actors, **{"user": "ann", **more})
 
 
@@ -58,15 +58,15 @@ def started(queue: list[PlacementRequest], nodes: list[NodeSlots], **more: Any) 
     return list(dict.fromkeys(found))
 
 
-def test_a_laptop_with_two_slots_runs_learner_generator_evaluator_and_host() -> None:
+def test_a_laptop_with_two_slots_runs_learner_generator_and_two_hosts() -> None:
     placed = place([job("a", 1)], [node("laptop", 2)])
     assert given_to(placed.assignments, "a") == dict.fromkeys(
-        ["learner", "generator-0", "evaluator-0", "environment-0"], "laptop"
+        ["learner", "generator-0", "environment-1", "environment-0"], "laptop"
     )
     assert {one.actor: one.devices for one in placed.assignments} == {
         "learner": (0,),
         "generator-0": (1,),
-        "evaluator-0": (),
+        "environment-1": (),
         "environment-0": (),
     }
 
@@ -83,7 +83,7 @@ def test_the_fullest_node_that_fits_is_taken_so_that_large_ones_stay_free() -> N
 
 def test_a_job_too_large_for_one_node_spreads() -> None:
     given = given_to(place([job("a", 3)], [node("one", 2), node("two", 2)]).assignments, "a")
-    assert sorted(given.values()).count("one") == 4  # two slots, evaluator and host
+    assert sorted(given.values()).count("one") == 4  # two slots, two hosts
     assert sorted(given.values()).count("two") == 2
 
 
@@ -177,9 +177,9 @@ def test_missing_actors_of_a_running_job_come_first_and_as_far_as_there_is_room(
 
 
 def test_an_actor_without_slots_needs_only_a_node() -> None:
-    request = PlacementRequest("a", (EVALUATOR,), whole=False)
+    request = PlacementRequest("a", (HOST,), whole=False)
     placed = place([request], [node("n", 1, free=0)])
-    assert given_to(placed.assignments, "a") == {"evaluator-0": "n"}
+    assert given_to(placed.assignments, "a") == {"environment-0": "n"}
     assert place([request], []).assignments == []
 
 
@@ -286,9 +286,7 @@ def test_no_slot_is_given_twice_and_jobs_are_whole(
     wanted: list[tuple[int, int]], sizes: list[tuple[int, int, int]]
 ) -> None:
     queue = [
-        PlacementRequest(
-            f"j{i}", (learner(), *generators(count, slots), EVALUATOR), user=f"u{i % 2}"
-        )
+        PlacementRequest(f"j{i}", (learner(), *generators(count, slots), HOST), user=f"u{i % 2}")
         for i, (count, slots) in enumerate(wanted)
     ]
     nodes = [
