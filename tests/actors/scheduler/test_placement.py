@@ -428,7 +428,7 @@ def test_learner_and_generator_share_the_only_gpu_of_a_pool() -> None:
     placed = place([pair("auto")], [gpus("one", 1)], shares)
     assert devices_of(placed.assignments) == {"learner": (0,), "generator-0": (0,)}
     assert shares.held == {"ann": 1}
-    assert len(placed.assignments) == 4  # evaluator and environment host, too
+    assert len(placed.assignments) == 3  # and an environment host
 
 
 def test_the_same_job_takes_two_gpus_where_there_are_more() -> None:
