@@ -17,6 +17,8 @@ from ..runtime import JobContext
 _ANSWER_S = 10.0
 _PAUSE_S = 0.2
 _VERSION_S = 2.0
+_NONE = -1
+"""Number of no turn."""
 
 
 class LearnerTurns:
@@ -25,7 +27,7 @@ class LearnerTurns:
     def __init__(self, context: JobContext) -> None:
         """Ask nothing yet."""
         self._context = context
-        self._seen = -1
+        self._seen = _NONE
         self._asleep = True
         self._num_sleeps = 0
 
@@ -61,7 +63,10 @@ class LearnerTurns:
                 self._num_sleeps += 1
                 self._context.numbers["sleeps"] = self._num_sleeps
                 self._context.set_state("sleeping")
-            elif not turn.asleep and self._asleep and await _arrives(follower, turn.version):
+            elif not turn.asleep and self._asleep:
+                if not await _arrives(follower, turn.version):
+                    self._seen = _NONE  # to be answered at once
+                    continue
                 for engine in engines:
                     await engine.wake()
                 self._asleep = False
